@@ -89,7 +89,7 @@ class Window:
 
 
 class WindowAdam:
-    """As Window, with Adam by the library's own compiled loop: what the library takes more is what is around that."""
+    """As Window, but Adam, by the library's compiled loop. What the library adds is overhead."""
 
     def __init__(self, start):
         size = sum(value.size for value in start)
@@ -125,9 +125,8 @@ class AllReduceAdam:
 
     def __init__(self, start):
         size = sum(value.size for value in start)
-        memory = np.zeros(
-            (4, size), np.float32
-        )  # weights, both slots, and the sum of the gradients
+        # The weights, both slots, and the sum of the gradients.
+        memory = np.zeros((4, size), np.float32)
         self.weights, self._places = _views(memory[0], start), _views(memory[3], start)
         for weight, value in zip(self.weights, start, strict=True):
             weight[...] = value

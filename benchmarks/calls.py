@@ -1,16 +1,14 @@
-"""Times single calls of the library on CPU replicas, next to the same work done without it, and counts their Python.
+"""Times single calls of the library on CPU replicas next to the same work by hand.
 
     OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/calls.py
 
 Times are microseconds on the slowest rank: medians over rounds in which the alternatives take
-turns. Ranks that share a
-core pay for each other's Python, so use no more ranks than cores.
+turns. Ranks that share a core pay for each other's Python, so use no more ranks than cores.
 
 `apply_gradients` is compared with the same step written by hand in a shared window, with the
-library's own barrier. Its pieces (copying the gradients, the sum and the rule, two barriers) have
-their own rows; the rest is our own Python. The last lines count the calls of Python functions
-inside the package in a steady `run` and `apply_gradients`; unlike times, they are equal on every
-machine.
+library's own barrier. Its parts (copying the gradients, the sum and the rule, two barriers) have
+their own rows; the rest is our Python. The last lines count the calls of Python functions inside
+the package in a steady `run` and `apply_gradients`; unlike times, they are equal on every machine.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""Draws the step times that host_step.py has measured: docs/steps-light.svg and docs/steps-dark.svg.
+r"""Draws the step times that host_step.py measured: docs/steps-light.svg and docs/steps-dark.svg.
 
-    OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/host_step.py --tensorflow PYTHON --jax PYTHON
-    --json FILE python benchmarks/chart.py FILE
+    OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/host_step.py --tensorflow PYTHON \
+        --jax PYTHON --json FILE
+    python benchmarks/chart.py FILE
 
-benchmarks/steps.json has the figures of the latest picture.
+The figures of the current picture are in benchmarks/steps.json.
 """
 
 import argparse
@@ -29,7 +30,7 @@ COLORS = {"light": ("#1f2328", "#0969da", "#afb8c1"), "dark": ("#e6edf3", "#4493
 
 
 def draw(ranks, networks, path, text, ours, others):
-    """A panel a network: a bar for each way that was measured, in milliseconds."""
+    """One panel per network: a bar for each alternative that was measured, in milliseconds."""
     style = {"text.color": text, "axes.labelcolor": text, "xtick.color": text, "ytick.color": text}
     with mpl.rc_context({**style, "svg.fonttype": "none", "svg.hashsalt": "steps", "font.size": 9}):
         figure, axes = plt.subplots(1, len(networks), figsize=(9, 2.6), layout="constrained")

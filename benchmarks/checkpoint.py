@@ -1,12 +1,11 @@
-"""Measures saving a checkpoint: by all ranks, and by one rank alone as on hosts that see no common file.
+"""Times saving a checkpoint, by all ranks and by one, as on hosts without a shared file system.
 
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/checkpoint.py --folder /scratch
 
 Next to it is the disk itself: the same bytes, as zeros, written and synced by one process, and by
-all ranks to a file
-each. `without disk` leaves out what waits for the disk (`fsync`): what remains is the checksum and
-the page cache. The
-last column is the time for which `save(blocking=False)` stops the program.
+all ranks to a file each. `without disk` leaves out waiting for the disk (`fsync`): the checksum and
+the page cache remain. The last column is the time for which `save(blocking=False)` stops the
+program.
 """
 
 import argparse
@@ -25,7 +24,7 @@ COMM = MPI.COMM_WORLD
 
 
 def written(path, nbytes):
-    """Writes so many zeros to a file and syncs it."""
+    """Writes that many zeros to a file and syncs it."""
     zeros = bytes(1 << 22)
     with open(path, "wb", buffering=0) as file:
         for start in range(0, nbytes, len(zeros)):
@@ -60,7 +59,7 @@ def main():
 
         def saved(checkpoint, by_all, syncs, blocking=True):
             def way(calls):
-                # What a rank on another host would find.
+                # What a rank on another host would see.
                 NewFile._open = see if by_all else lambda *_: False
                 os.fsync = fsync if syncs else lambda *_: None
                 begin = time.perf_counter()

@@ -1,13 +1,13 @@
-"""Runs a command on emulated hosts: network namespaces of this machine, each with a link of limited bandwidth.
+r"""Runs a command on emulated hosts: network namespaces with links of limited bandwidth.
 
-    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 4 python
-    benchmarks/hosts_step.py
+    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 4 \
+        python benchmarks/hosts_step.py
 
-It is `mpirun -n RANKS COMMAND`, the ranks spread over the hosts in blocks. Linux, root, iproute2
-and MPICH are needed. Each host has one link to a switch, limited by `tc` to `--gbit` in each
-direction, and no memory in common with the others as far as MPI knows: between hosts everything
-goes over TCP. Cores, disks and the real memory are shared, so what is measured is the network's
-part of a step. Latency is that of the kernel, some 10 us; a switch of Ethernet has 50.
+It is `mpirun -n RANKS COMMAND`, with the ranks spread over the hosts in blocks. It needs Linux,
+root, iproute2 and MPICH. Each host has one link to a switch, limited by `tc` to `--gbit` in each
+direction, and MPI sees no shared memory between hosts: everything between them goes over TCP.
+Cores, disks and the real memory are shared, so this measures the network's part of a step. The
+latency is the kernel's, about 10 us; an Ethernet switch has 50.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def ip(*words, namespace=None):
 
 
 def remove_left(name):
-    """Deletes the namespace that a killed run has left; with processes in it, it is another's."""
+    """Deletes the namespace of a killed run; one with processes belongs to another run."""
     if pathlib.Path("/run/netns", name).exists():
         output = subprocess.run(
             ["ip", "netns", "pids", name], capture_output=True, text=True, check=True
@@ -52,7 +52,7 @@ def remove_left(name):
 
 @contextlib.contextmanager
 def network(hosts, gbit):
-    """A block during which there are namespaces named by their addresses, linked by a switch."""
+    """A block during which namespaces exist, named by their addresses and linked by a switch."""
     made = []
     try:
         for name in (*addresses(hosts), SWITCH):
@@ -81,7 +81,7 @@ def network(hosts, gbit):
             ip("ip", "link", "set", port, "master", "bridge", namespace=SWITCH)
             for name, device in ((host, "lo"), (host, LINK), (SWITCH, port)):
                 ip("ip", "link", "set", device, "up", namespace=name)
-            # Both ways: what a host sends, and what the switch sends to it.
+            # Both directions: what a host sends, and what the switch sends to it.
             for name, device in ((host, LINK), (SWITCH, port)):
                 limit = ["rate", f"{gbit}gbit", "burst", "128kb", "latency", "20ms"]
                 ip("tc", "qdisc", "add", "dev", device, "root", "tbf", *limit, namespace=name)
@@ -92,7 +92,7 @@ def network(hosts, gbit):
 
 
 def run(hosts, ranks, gbit, command):
-    """The exit status of a command on so many ranks of so many hosts."""
+    """The exit status of a command on `ranks` ranks of `hosts` hosts."""
     with tempfile.TemporaryDirectory() as folder, network(hosts, gbit):
         launcher = pathlib.Path(folder, "launcher")
         launcher.write_text(LAUNCHER)
@@ -112,9 +112,8 @@ def run(hosts, ranks, gbit, command):
             "-hosts",
             where,
         ]
-        # UCX would see that the hosts are one machine, and copy from process to process. It moves 8
-        # KiB with each system call unless told otherwise, which takes cores from what is computed
-        # meanwhile.
+        # UCX would notice that the hosts are one machine, and copy from process to process. It
+        # moves 8 KiB per system call by default, which takes cores from the computation.
         segments = {f"UCX_TCP_{way}_SEG_SIZE": "128k" for way in ("TX", "RX")}
         environment = segments | {**os.environ, "UCX_TLS": "tcp,self", "GLOO_SOCKET_IFNAME": LINK}
         words = ["ip", "netns", "exec", addresses(hosts)[0], *mpirun, "-n", str(ranks), *command]

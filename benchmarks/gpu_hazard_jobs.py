@@ -1,4 +1,4 @@
-"""Starts the programs of gpu_hazards.py, each under a time limit, and notes when it printed what."""
+"""Starts the programs of gpu_hazards.py with time limits, and records when lines were printed."""
 
 import contextlib
 import ctypes
@@ -16,16 +16,15 @@ LIMIT = "GPU_HAZARDS_SECONDS"
 
 
 class Job:
-    """A command that has run: its `status`, None where its time was over, and the lines that it printed.
+    """A command that has run: its `status` (None if it timed out) and the lines that it printed.
 
-    It ended after `seconds`, and after `gone` none of its processes was there, but for those that
+    It ended after `seconds`. After `gone`, none of its processes was left except those that
     `stayed`.
     """
 
     def __init__(self, command, log, limit, **variables):
-        ctypes.CDLL(None).prctl(
-            36, 1
-        )  # PR_SET_CHILD_SUBREAPER: what it leaves behind becomes this process's child
+        # PR_SET_CHILD_SUBREAPER: processes that it leaves behind become this process's children.
+        ctypes.CDLL(None).prctl(36, 1)
         self.lines, self._rest, self._begin = [], "", time.monotonic()
         variables |= {LIMIT: str(limit), "HPCSTRAT_OUTPUT": "all", "PYTHONUNBUFFERED": "1"}
         with open(log, "w") as output, open(log, errors="replace") as self._output:
@@ -38,20 +37,20 @@ class Job:
                 self._follow(limit, lambda: process.poll() is not None)
                 self.status, self.seconds = process.poll(), time.monotonic() - self._begin
                 if self.status is None:
-                    process.terminate()  # on which share-gpu ends its daemon
+                    process.terminate()  # share-gpu ends its daemon on this signal
                     self._follow(15, lambda: process.poll() is not None)
                 self._follow(10, lambda: not children())
                 self.stayed, self.gone = len(children()), time.monotonic() - self._begin
             finally:
-                deadline = time.monotonic() + 5  # one that the kernel holds outlives it
-                while (left := children()) and time.monotonic() < deadline:  # and then theirs
+                deadline = time.monotonic() + 5  # a process stuck in the kernel outlives it
+                while (left := children()) and time.monotonic() < deadline:  # then their children
                     for child in left:
                         os.kill(child, signal.SIGKILL)
                     time.sleep(0.05)
         pathlib.Path(log).write_text("".join(f"{at:8.2f} {line}\n" for at, line in self.lines))
 
     def _follow(self, seconds, is_over):
-        """Notes the lines that come within so many seconds, or until it is over."""
+        """Notes the lines that come within `seconds`, or until the command has ended."""
         deadline, ends = time.monotonic() + seconds, False
         while not ends:
             time.sleep(0.05)
@@ -60,7 +59,7 @@ class Job:
             self.lines += [(time.monotonic() - self._begin, line) for line in lines]
 
     def when(self, text, after=0.0):
-        """The seconds at which a line with this text came; None where none did."""
+        """The seconds at which a line with this text came; None if none did."""
         return next((at for at, line in self.lines if text in line and at >= after), None)
 
     def how(self):
@@ -70,10 +69,10 @@ class Job:
 
 
 def children():
-    """This process's children, but for those that have ended."""
+    """This process's children, except those that have ended."""
     found = []
     for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # gone meanwhile
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             if int(path.read_bytes().rpartition(b")")[2].split()[1]) == os.getpid():
                 found.append(int(path.parent.name))
     return [child for child in found if os.waitpid(child, os.WNOHANG)[0] == 0]
@@ -85,12 +84,12 @@ def since(begin, end):
 
 
 def inside(*words):
-    """The command of one of the programs."""
+    """The command of one program."""
     return [sys.executable, PROGRAMS, *map(str, words)]
 
 
 def mpirun(ranks, *words):
-    """The command that starts one of the programs on so many ranks."""
+    """The command that starts one program on `ranks` ranks."""
     launcher = shlex.split(os.environ.get("MPIRUN", "mpirun"))
     if (
         "Open MPI"

@@ -1,4 +1,4 @@
-"""What gpu_hazards.py runs in processes of its own: `python benchmarks/gpu_hazard_programs.py NAME [ARGUMENT ...]`."""
+"""The programs that gpu_hazards.py runs as processes: `python FILE NAME [ARGUMENT ...]`."""
 
 import contextlib
 import ctypes
@@ -15,14 +15,15 @@ import time
 
 from gpu_hazard_jobs import LIMIT, Job, inside, mpirun, since
 
-# The functions below import the rest: one of them starts ranks, and in it neither MPI nor CUDA may
-# start.
+# The functions below import the rest: one of them starts ranks, and in that process neither MPI nor
+# CUDA may start.
 
+# Of a rank, its step, all steps.
 HAZARDS = {
     "hang": (1, 100, 5000),
     "kill": (2, 500, 600),
     "none": (-1, 0, 600),
-}  # a rank, its step, all steps
+}
 ROW, BEGINS = "a row of the table: ", "the hazard begins"
 SPIN = r"""
 extern "C" __global__ void spin(const volatile int* flag, long long nanoseconds) {
@@ -49,16 +50,16 @@ def device():
 
 
 class Spinner:
-    """Puts a kernel on the current stream that ends at `release`, or by itself."""
+    """Puts a kernel on the current stream that ends at `release` or by itself."""
 
     def __init__(self):
         import cupy as cp
         import numpy as np
 
-        self._memory = cp.cuda.alloc_pinned_memory(4)  # which the GPU sees at the same address
+        self._memory = cp.cuda.alloc_pinned_memory(4)  # the GPU sees it at the same address
         self._flag = np.frombuffer(self._memory, np.int32, 1)
         self._kernel, self.nothing = (cp.RawKernel(SPIN, name) for name in ("spin", "nothing"))
-        self(0)  # compiled and loaded
+        self(0)  # compiles and loads it
         self.nothing((1,), (1,), ())
         cp.cuda.Device().synchronize()
 
@@ -71,17 +72,18 @@ class Spinner:
 
 
 def queue(most=20_000, released_after=1.0, ends_after=4.0):
-    """One thread fills a stream's queue, this one makes a call: for each call anew.
+    """One thread fills a stream's queue, this thread makes a call: again for each call.
 
     A third thread ticks.
     """
     import cupy as cp
 
     spinner, device, stream = Spinner(), cp.cuda.Device(), cp.cuda.Stream(non_blocking=True)
+    # CDLL releases the GIL.
     event, driver = (
         cp.cuda.Event(block=True, disable_timing=True),
         ctypes.CDLL("libcuda.so.1"),
-    )  # CDLL drops the GIL
+    )
     launched = ticks = 0
 
     def launch():
@@ -115,7 +117,7 @@ def queue(most=20_000, released_after=1.0, ends_after=4.0):
             threading.Timer(released_after, spinner.release),
         )
         thread.start()
-        while thread.is_alive() and launched > before:  # until none has been added for a while
+        while thread.is_alive() and launched > before:  # until no launch was added for a while
             before = launched
             time.sleep(0.3)
         queue = f"behind {launched:,} launches, the next of which {'blocks' if thread.is_alive() else 'DOES NOT BLOCK'}"
@@ -141,7 +143,7 @@ def queue(most=20_000, released_after=1.0, ends_after=4.0):
 
 
 def events(power, count=1000):
-    """With arrays so large that the GPU, and not the host, is what takes the time."""
+    """With arrays so large that the GPU, not the host, takes the time."""
     import cupy as cp
 
     array, stream = cp.ones(1 << int(power), cp.float32), cp.cuda.Stream(non_blocking=True)
@@ -250,10 +252,10 @@ def calls(name):
 
 
 def train(hazard, folder, launches=0, reads=0):
-    """Steps, and a hazard for one rank: the first time only, if `folder` is the same.
+    """Steps, with a hazard for one rank: only the first time, if `folder` is the same.
 
-    In a hang its GPU spins, and the others' next reduction waits for it; past the package's time
-    limit it would go on.
+    In a hang its GPU spins, and the others' next reduction waits for it; it would continue after
+    the package's time limit.
     """
     import numpy as np
 
@@ -291,7 +293,7 @@ def train(hazard, folder, launches=0, reads=0):
 
 
 def kills(log, ranks):
-    """Two jobs, and what is seen between them, in one daemon."""
+    """Two jobs in one daemon, and the state between them."""
 
     def train(name, hazard):
         command = mpirun(ranks, "train", hazard, tempfile.mkdtemp(dir=log))
@@ -324,7 +326,7 @@ def kills(log, ranks):
 
 
 def driver():
-    """What the driver says to a process that begins to use it, without the second that CuPy takes to load."""
+    """What the driver tells a new process, without the second that CuPy takes to load."""
     driver, device, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     for name, *arguments in (
@@ -342,6 +344,6 @@ def driver():
 
 
 if __name__ == "__main__":
-    # Says where it is, also where the GIL is held, before its time is over.
+    # Shows where it is before its time is over, even where the GIL is held.
     faulthandler.dump_traceback_later(max(float(os.environ.get(LIMIT, 60)) - 3, 1))
     globals()[sys.argv[1]](*sys.argv[2:])

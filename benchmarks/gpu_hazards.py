@@ -1,20 +1,20 @@
-"""Tries what only real GPUs can tell: a full launch queue, NCCL's first calls, ranks that hang, ranks that are killed.
+"""Tries what only real GPUs show: full launch queues, NCCL's first calls, hung and killed ranks.
 
     python benchmarks/gpu_hazards.py --log /tmp/hazards       # all parts, under eight minutes
     python benchmarks/gpu_hazards.py --parts queue events     # without MPI
 
-    queue    how many launches fit behind a kernel that does not end, and what another thread may call meanwhile
-    events   what it costs to record events that a host can wait for without spinning, and to wait for them
-    calls    the first and the second call of each kind of NCCL's, and its memory, with NCCL_RUNTIME_CONNECT=0 and 1
-    hangs    a rank whose GPU never comes to its next reduction: when the report comes, when the job ends, what stays
-    kills    SIGKILL of a rank: when the others end, what driver and memory say then, whether ranks can be started again
+    queue    launches that fit behind a kernel that does not end; calls that other threads can make
+    events   the cost of events that a host can wait for without spinning: to record, to wait for
+    calls    NCCL's first and second call of each kind, its memory, for NCCL_RUNTIME_CONNECT=0, 1
+    hangs    a rank whose GPU never reaches its next reduction: when the report and the end come
+    kills    SIGKILL of a rank: when the others end, driver and memory then, a new start of ranks
 
-Each part runs in processes of its own under a time limit, so that one that freezes costs only
+Each part runs in separate processes under a time limit, so that a part that freezes costs only
 itself. A table comes at the end, whatever happened; --log keeps what was printed, each line with
-its seconds. Ranks are started by `mpirun`, or what MPIRUN names (it may hold options), through
-launch/share-gpu where there are more ranks than GPUs.
+its seconds. Ranks are started by `mpirun`, or by the command in MPIRUN (which may have options),
+through launch/share-gpu if there are more ranks than GPUs.
 
-It has not run on a GPU yet. The tests run it on simulated ones, which have no kernels that spin.
+It has not run on a GPU yet. The tests run it on simulated GPUs, which have no kernels that spin.
 """
 
 import argparse
@@ -30,15 +30,16 @@ import time
 from gpu_hazard_jobs import PROGRAMS, Job, inside, mpirun, since
 from gpu_hazard_programs import BEGINS, ROW
 
-# In this process, which starts the others, neither MPI nor CUDA may start.
+# This process starts the others: neither MPI nor CUDA may start in it.
 
+# The time limit of each.
 SECONDS = {
     "queue": 60,
     "events": 30,
     "calls": 80,
     "hangs": 150,
     "kills": 120,
-}  # that each part may take
+}
 
 
 class Part:
@@ -51,7 +52,7 @@ class Part:
         self._deadline = time.monotonic() + (options.seconds or SECONDS[name])
 
     def sharing(self, ranks, program=PROGRAMS.parents[1] / "launch" / "share-gpu"):
-        """What lets the ranks share GPUs, where they are more."""
+        """The command that lets the ranks share GPUs, if there are more ranks than GPUs."""
         return [program, *self._nccl] if ranks > self._gpus else []
 
     def job(self, case, command, **variables):
@@ -62,7 +63,7 @@ class Part:
         self._rows.append((self.name, case, seen if is_well else f"FAILED: {seen}", seconds))
 
     def collect(self, case, command, **variables):
-        """Adds the rows that a command prints, and one more where it failed."""
+        """Adds the rows that a command prints, and one more if it failed."""
         job = self.job(case, command, **variables)
         for _, line in job.lines:
             if ROW in line:
@@ -86,7 +87,7 @@ def calls(part):
 def hangs(part):
     stall, timeout = ("2", "8") if part.is_simulated else ("5", "15")
     variables = {"HPCSTRAT_STALL_SECONDS": stall, "HPCSTRAT_TIMEOUT_SECONDS": timeout}
-    if part.is_simulated:  # two calls a step, and some at the start
+    if part.is_simulated:  # two calls per step, and some at the start
         variables["SIMULATED_GPU_FAULTS"] = "nccl-hangs@1:240"
     for case, launches, reads in (
         ("no reads", 0, 0),

@@ -1,4 +1,4 @@
-"""Times a training step on GPUs: ours next to hand-written CuPy + NCCL and PyTorch's DDP, in one run.
+"""Times a training step on GPUs next to hand-written CuPy + NCCL and PyTorch's DDP.
 
     mpirun -n 4 python benchmarks/gpu_step.py                     # a GPU for each rank
     launch/share-gpu mpirun -n 4 python benchmarks/gpu_step.py    # one GPU for all
@@ -6,14 +6,14 @@
 Each network is a multilayer perceptron, trained by SGD with momentum 0.9 on half the squared error.
 The alternatives:
 
-    ours       hpcstrat.CentralStorageStrategy: one reduction to the parameter rank, one update there, one broadcast
-    by hand    CuPy and NCCL: one all-reduce of the flat gradient, then a fused update on every rank
-    DDP        torch.nn.parallel.DistributedDataParallel, where PyTorch is installed
+    ours       hpcstrat.CentralStorageStrategy: reduction to the parameter rank, update, broadcast
+    by hand    CuPy and NCCL: one all-reduce of the flat gradient, a fused update on every rank
+    DDP        torch.nn.parallel.DistributedDataParallel, if PyTorch is installed
 
 They take turns, round by round, so that all see the same state of the machine. The table has
 medians over rounds, and their ratios to ours. Ours and the hand-written step must end with the same
-weights. After the steps: what single calls cost, what it costs to feed a step with batches from the
-host, and the memory that Adam's slots take on the GPUs.
+weights. After the steps come the cost of single calls, the cost of feeding a step with batches from
+the host, and the memory of Adam's slots on the GPUs.
 """
 
 import argparse
@@ -33,7 +33,7 @@ try:
 except ImportError:
     torch = None
 
-NETWORKS = {  # layers: (batch of a replica, steps a round)
+NETWORKS = {  # layers: (batch per replica, steps per round)
     (64, 32, 10): (32, 200),
     (64, 128, 64, 10): (64, 200),
     (1024, 2048, 2048, 1024): (16, 50),
@@ -42,11 +42,11 @@ RATE, MOMENTUM = 1e-4, 0.9
 COMM = MPI.COMM_WORLD
 
 
-# ---- what is measured
+# ---- measuring
 
 
 def interleaved(ways, rounds, steps):
-    """The median seconds of each of `ways`, functions of no arguments, over rounds of `steps` calls."""
+    """The median seconds per call of each of `ways`, over rounds of `steps` calls."""
     times = {name: [] for name in ways}
     for turn in range(rounds + 2):
         for name, call in ways.items():
@@ -56,7 +56,7 @@ def interleaved(ways, rounds, steps):
             for _ in range(steps):
                 call()
             cp.cuda.Device().synchronize()
-            if turn > 1:  # the first ones compile and warm up
+            if turn > 1:  # the first rounds compile and warm up
                 times[name].append((time.perf_counter() - begin) / steps)
     return {
         name: COMM.allreduce(float(np.median(values)), MPI.MAX) for name, values in times.items()
@@ -73,7 +73,7 @@ def show(title, medians):
 
 
 def gradients(weights, x, y):
-    """The gradients of half the squared error of a perceptron with ReLU, in the order of the weights."""
+    """The gradients of a ReLU perceptron's half squared error, in the order of the weights."""
     inputs = [x]
     for w, b in zip(weights[:-2:2], weights[1:-2:2], strict=True):
         inputs.append(cp.maximum(inputs[-1] @ w + b, 0))
@@ -276,7 +276,7 @@ def memory_of_slots(strategy):
 
 
 def used():
-    """MiB in use on all GPUs of the ranks; ranks on one GPU count it once."""
+    """MiB in use on all GPUs of the ranks; a GPU that ranks share counts once."""
     cp.cuda.Device().synchronize()
     COMM.Barrier()
     free, total = cp.cuda.runtime.memGetInfo()

@@ -1,17 +1,17 @@
-"""Probes whether a training step can be one CUDA graph: cuBLAS's products, CuPy's kernels and NCCL's all-reduce.
+"""Probes whether a training step can be one CUDA graph, with cuBLAS, CuPy and NCCL.
 
     mpirun -n 2 python benchmarks/graph_probe.py                     # a GPU for each rank
     launch/share-gpu mpirun -n 2 python benchmarks/graph_probe.py    # one GPU for all
 
 A perceptron is trained by SGD on half the squared error, by hand: eagerly, and by one graph that is
-replayed. CuPy
-refuses matrix products while it captures, because cuBLAS would allocate its workspace inside the
-graph. So they go to cuBLAS by ctypes here, with a workspace of their own. The learning rate is in
-device memory, and halved midway without another capture. Both ways must end with the same weights,
-with the same bits on one or two ranks. Then the graph goes before the communicator: NCCL would wait
-for ever for what a graph still holds.
+replayed. The graph has cuBLAS's products, CuPy's kernels and NCCL's all-reduce. CuPy refuses matrix
+products while it captures, because cuBLAS would allocate its workspace inside the graph. So they go
+to cuBLAS by ctypes here, with their own workspace. The learning rate is in device memory, and is
+halved midway without another capture. Both ways must end with the same weights, and the same bits
+on one or two ranks. The graph is destroyed before the communicator: NCCL would wait for ever for
+what a graph still holds.
 
-It has not run on a GPU yet. The tests run it on simulated ones, without cuBLAS.
+It has not run on a GPU yet. The tests run it on simulated GPUs, without cuBLAS.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from cupy.cuda import nccl
 from mpi4py import MPI
 
 COMM = MPI.COMM_WORLD
-NETWORKS = {(64, 32, 10): 32, (1024, 2048, 2048, 1024): 16}  # layers: batch of a replica
+NETWORKS = {(64, 32, 10): 32, (1024, 2048, 2048, 1024): 16}  # layers: batch per replica
 RATE = 1e-3
-WORKSPACE = 32 << 20  # bytes, as cuBLAS takes for itself on Hopper
+WORKSPACE = 32 << 20  # bytes, as many as cuBLAS takes for itself on Hopper
 
 
 class Products:
@@ -43,15 +43,15 @@ class Products:
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
         self._call("cublasCreate_v2", ctypes.byref(self._handle))
         self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream.ptr))
-        # After the stream, which resets it.
+        # After the stream, because setting the stream resets the workspace.
         workspace = ctypes.c_void_p(self._workspace.data.ptr), ctypes.c_size_t(WORKSPACE)
         self._call("cublasSetWorkspace_v2", self._handle, *workspace)
 
     def __call__(self, a, b, out):
-        """Writes `a @ b` to `out`, which is C-contiguous; `a` and `b` are that, or the transpose of such an array."""
+        """Writes `a @ b` to `out`, which is C-contiguous; `a` and `b` are too, or transposed."""
         (rows, inner), columns = a.shape, b.shape[1]
-        # cuBLAS stores columns: to it, a C-contiguous array is its transpose, and out.T is b.T @
-        # a.T.
+        # cuBLAS stores columns: to it, a C-contiguous array is its transpose, and out.T is
+        # b.T @ a.T.
         operands = []
         for one in (b, a):
             is_plain = one.flags.c_contiguous
@@ -77,7 +77,7 @@ class Products:
         )
 
     def close(self):
-        """Gives cuBLAS's handle back."""
+        """Destroys cuBLAS's handle."""
         self._call("cublasDestroy_v2", self._handle)
 
     def _call(self, name, *arguments):
@@ -87,7 +87,7 @@ class Products:
 
 
 def library_of_cublas():
-    """The path, or the name, of the library that CuPy takes its products from."""
+    """The path or name of the library that CuPy takes its products from."""
     try:
         from cuda.pathfinder import load_nvidia_dynamic_lib
     except ImportError:
@@ -143,15 +143,12 @@ class Network:
         self.flat -= self.rate * self._sum
 
     def close(self):
-        """Gives cuBLAS's handle back."""
+        """Destroys cuBLAS's handle."""
         self._product.close()
 
 
 def trained(network, step, steps, stream):
-    """Seconds of a step, and the weights; the rate is halved midway.
-
-    From the weights and rate of before.
-    """
+    """Seconds per step, and the weights; restores weights and rate. Midway it halves the rate."""
     start = network.flat.copy()
     stream.synchronize()
     COMM.Barrier()
@@ -169,7 +166,7 @@ def trained(network, step, steps, stream):
 
 
 def compare(eager, replayed, steps):
-    """How the weights of the two ways agree, as the printed line says it.
+    """How the weights of the two ways agree, in the words of the printed line.
 
     The sum of two numbers has one order. With more ranks NCCL may choose another order in a graph,
     whose buffers it registers (NCCL_GRAPH_REGISTER), and each step may then differ in the last
@@ -192,13 +189,13 @@ def probe(layers, batch, communicator, steps, rounds):
     with stream:
         network = Network(layers, batch, communicator, stream)
         start = network.flat.copy()
-        # A pool for what is captured and nothing else: its temporaries go back there, and every
-        # replay writes to them.
+        # A pool for captured memory only: its temporaries go back there, and every replay writes to
+        # them.
         with cp.cuda.using_allocator(pool.malloc):
             for _ in range(3):  # kernels are compiled, the pool fills, NCCL connects
                 network.step()
             stream.synchronize()
-            COMM.Barrier()  # to capture is collective in NCCL
+            COMM.Barrier()  # a capture is collective in NCCL
             stream.begin_capture()
             try:
                 network.step()
@@ -213,8 +210,8 @@ def probe(layers, batch, communicator, steps, rounds):
                 taken, trained_weights = trained(network, step, steps, stream)
                 seconds[name].append(taken)
                 weights[name].append(trained_weights)
-        # Each round begins with the same weights, so each way always ends with the same bits, on
-        # all ranks.
+        # Each round starts with the same weights, so each way always ends with the same bits, on all
+        # ranks.
         for first, *others in weights.values():
             for other in (*others, *COMM.allgather(first)):
                 np.testing.assert_array_equal(other, first)

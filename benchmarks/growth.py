@@ -1,11 +1,10 @@
-"""Shows how the cost of an optimizer's step grows with the parameters, with the variables and with the ranks.
+"""Plots how the cost of an optimizer's step grows with parameters, variables and ranks.
 
     OMP_NUM_THREADS=1 python benchmarks/growth.py
 
 Start it without mpirun: it runs growth_step.py under mpirun for each number of ranks. That times
-SGD with momentum by
-`apply_gradients`, in turns with a hand-written Allreduce and an update on every rank. It prints a
-Markdown table, in microseconds, and plots it in growth.png.
+SGD with momentum by `apply_gradients`, in turns with a hand-written Allreduce and an update on
+every rank. It prints a Markdown table, in microseconds, and plots it in growth.png.
 """
 
 import argparse
@@ -23,7 +22,7 @@ KINDS = ("parameters", "variables", "ranks")
 
 
 def measured(mpirun, rounds, ranks, models):
-    """The seconds of each alternative, for each model: (parameters, variables)."""
+    """The seconds of each alternative for each model: (parameters, variables)."""
     command = [
         *shlex.split(mpirun),
         "-n",

@@ -1,9 +1,9 @@
-"""Times `apply_gradients` of SGD with momentum for models of several sizes, as growth.py starts it.
+"""Times `apply_gradients` of SGD with momentum for models of several sizes; growth.py starts it.
 
     OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/growth_step.py --rounds 10 1000x1 1000000x10
 
 An argument is a number of parameters and a number of variables of equal size; the gradients exist
-already. It prints, in JSON, the median seconds of a step for each: ours, and a hand-written
+already. It prints, as JSON, the median seconds per step for each: ours, and a hand-written
 Allreduce with an update on every rank.
 """
 

@@ -1,36 +1,35 @@
-"""Times a training step on CPU replicas: ours next to its alternatives, in one run.
+"""Times a training step on CPU replicas next to its alternatives, in one run.
 
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py
-    OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py --tensorflow /path/to/python    # which has TensorFlow
+    OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py --tensorflow /path/to/python
 
-The networks of networks.py are trained by SGD with momentum 0.9, and the largest by Adam too: next
-to a window with
-the library's own compiled loop; and by MirroredStrategy, whose updates are sharded or not. The
-alternatives:
+--tensorflow names a Python that has TensorFlow. The networks of networks.py are trained by SGD with
+momentum 0.9, and the largest by Adam too: next to a window with the library's own compiled loop,
+and by MirroredStrategy, with sharded updates and without. The alternatives:
 
     ours         hpcstrat.CentralStorageStrategy
     in buffers   the same, with gradients written to optimizer.gradient_buffers
     allreduce    mpi4py: one Allreduce of the flat gradient, then every rank updates its own copy
-    window       mpi4py: one copy in an MPI-3 shared window, each rank updates its slice between two barriers
-    hs.torch     PyTorch's module and optimizer, with one all_reduce_gradients, where PyTorch is installed
-    DDP          torch.nn.parallel.DistributedDataParallel over gloo, likewise
+    window       mpi4py: one copy in a shared window, each rank updates its slice between barriers
+    hs.torch     PyTorch's module and optimizer, with one all_reduce_gradients, if PyTorch is there
+    DDP          torch.nn.parallel.DistributedDataParallel over gloo, if PyTorch is there
     ZeRO         the same with torch.distributed.optim.ZeroRedundancyOptimizer
-    TensorFlow   its own CentralStorageStrategy, where --tensorflow names a Python that has it
-    JAX          shard_map, where --jax names a Python that has it
+    TensorFlow   its own CentralStorageStrategy, if --tensorflow names a Python that has it
+    JAX          shard_map, if --jax names a Python that has it
 
 The first four share the code of the forward and the backward pass; PyTorch and TensorFlow derive
 gradients themselves. They take turns, round by round, so that all see the same state of the
-machine, and all must end with the same weights. DDP and ZeRO come last, among themselves: gloo's
-thread wakes a hundred times a second until the process ends, and would slow the others where ranks
-outnumber cores. The table has medians over rounds on the slowest rank, their ratio to ours, and the
-goal for that ratio.
+machine, and all must end with the same weights. DDP and ZeRO come last, in turns with each other:
+gloo's thread wakes a hundred times a second until the process ends, and would slow the others where
+ranks outnumber cores. The table has medians over rounds on the slowest rank, their ratio to ours,
+and the goal for that ratio.
 
 TensorFlow and JAX are one process each for all replicas, started by rank 0. They may use all cores
-of the ranks, with their own choice of threads, and time themselves, so that their figures leave out
+of the ranks, with their own choice of threads, and time themselves, so that their figures exclude
 the pipe. The ranks sleep in their turns, and they wait for a line of input in all others; a pause
 in between lets their threads stop polling for work.
 
-With --json the figures are written to a file, of which chart.py draws a picture.
+With --json the figures are written to a file, which chart.py draws.
 """
 
 import argparse
@@ -119,9 +118,8 @@ def pytorch(layers, x, y, with_ddp, make=torch_sgd):
 
     def step():
         optimizer.zero_grad()
-        (
-            COMM.size * (model(x) - y).square().sum() / (2 * len(x))
-        ).backward()  # of which both take the mean over ranks
+        # Both take the mean over ranks.
+        (COMM.size * (model(x) - y).square().sum() / (2 * len(x))).backward()
         if not with_ddp:
             hs.torch.all_reduce_gradients("MEAN", module)
         optimizer.step()
@@ -137,7 +135,7 @@ def pytorch(layers, x, y, with_ddp, make=torch_sgd):
 
 @contextlib.contextmanager
 def process_group():
-    """A block with PyTorch's, over gloo. Collective."""
+    """A block with PyTorch's process group, over gloo. Collective."""
     with tempfile.TemporaryDirectory() as folder:
         torch.set_num_threads(1)
         meeting = f"file://{COMM.bcast(folder)}/ranks"
@@ -161,9 +159,8 @@ class OneProcess:
             program = pathlib.Path(__file__).with_name(script)
             command = [python, program, str(COMM.size)]
             own = os.sched_getaffinity(0)
-            os.sched_setaffinity(
-                0, cores
-            )  # before it starts: JAX has a thread for each core that it sees then
+            # Set before it starts: JAX makes a thread for each core that it sees then.
+            os.sched_setaffinity(0, cores)
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
@@ -201,12 +198,12 @@ class OneProcess:
 
 
 def timed(made, rounds, steps, expected=None, others=None):
-    """The median seconds of alternatives, which must all end with the same weights, and these weights.
+    """The median seconds of alternatives, which must end with the same weights, and the weights.
 
     Args:
         made: by name, a step and a function that returns the weights.
-        rounds: turns that each takes.
-        steps: of a turn.
+        rounds: turns per alternative.
+        steps: per turn.
         expected: the weights; by default those of the first alternative.
         others: by name, alternatives that are an `OneProcess`.
     """
@@ -229,7 +226,7 @@ def adam():
 
 
 def measure(layers, others, rounds):
-    """What `timed` returns, by SGD."""
+    """What `timed` returns, with SGD."""
     batch, steps = NETWORKS[layers]
     x, y = data(layers, batch, COMM.rank)
     made = {
@@ -258,7 +255,7 @@ def measure_adam(layers, rounds):
 
 
 def measure_sharded(layers, rounds):
-    """The medians with Adam over mirrored variables, whose updates are sharded or not."""
+    """The medians with Adam over mirrored variables, with sharded updates and without."""
     batch, steps = NETWORKS[layers]
     x, y = data(layers, batch, COMM.rank)
 
@@ -270,14 +267,14 @@ def measure_sharded(layers, rounds):
 
 
 def measure_ddp(layers, rounds, expected):
-    """The median of PyTorch's DDP, by SGD; the process group is there."""
+    """The median of PyTorch's DDP, with SGD; the process group must exist."""
     batch, steps = NETWORKS[layers]
     x, y = data(layers, batch, COMM.rank)
     return timed({"DDP": pytorch(layers, x, y, with_ddp=True)}, rounds, steps, expected)[0]
 
 
 def pytorch_adams(layers, batch):
-    """PyTorch's two ways with Adam, as `timed` takes them; the process group is there."""
+    """PyTorch's two ways with Adam, as `timed` takes them; the process group must exist."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     x, y = data(layers, batch, COMM.rank)

@@ -1,24 +1,23 @@
-"""Times a training step on CPU replicas of several hosts, and counts what it sends over their links.
+r"""Times a training step on CPU replicas of several hosts, and counts the bytes on their links.
 
-    mpirun -n 4 python benchmarks/hosts_step.py --link eth0          # on real hosts, by a launcher that knows them
-    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 4 python
-    benchmarks/hosts_step.py
+    mpirun -n 4 python benchmarks/hosts_step.py --link eth0    # on real hosts
+    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 4 \
+        python benchmarks/hosts_step.py
 
 The largest network of networks.py, of 8.4 million parameters, is trained by Adam:
 
     unsharded    hpcstrat.MultiWorkerMirroredStrategy: every rank makes the whole update
     ready        the same, which marks each layer's gradients as soon as they are written
-    sharded      with shard_updates=True: every rank updates its part and keeps the slots of it
+    sharded      with shard_updates=True: every rank updates its part and keeps its slots
     allreduce    mpi4py: one Allreduce of the flat gradient, then the library's compiled loop
-    DDP          torch.nn.parallel.DistributedDataParallel over gloo, where PyTorch is installed
+    DDP          torch.nn.parallel.DistributedDataParallel over gloo, if PyTorch is installed
     ZeRO         the same with torch.distributed.optim.ZeroRedundancyOptimizer
 
 The first four take turns, round by round, and then the last two, in as many rounds: gloo's thread
-wakes a hundred times
-a second until the process ends, and makes the others' steps up to twice as long where ranks
-outnumber cores. Those that take turns must end with the same weights. The table has medians over
-rounds on the slowest rank, and the megabytes that the busiest link carries in a step, TCP's headers
-included.
+wakes a hundred times a second until the process ends, and makes the others' steps up to twice as
+long where ranks outnumber cores. Those that take turns must end with the same weights. The table
+has medians over rounds on the slowest rank, and the megabytes per step on the busiest link,
+including TCP's headers.
 """
 
 import argparse
@@ -37,7 +36,7 @@ LAYERS = list(NETWORKS)[-1]
 
 
 def carried(link):
-    """Bytes that this host has sent over its link, and received."""
+    """Bytes that this host has sent and received over its link."""
     folder = pathlib.Path(f"/sys/class/net/{link}/statistics")
     return np.array([int((folder / f"{way}_bytes").read_text()) for way in ("tx", "rx")])
 
@@ -59,7 +58,7 @@ def alternatives(batch):
 
 
 def measure(made, rounds, link):
-    """By name: the median seconds of a step, and the bytes that the busiest link carries in one way."""
+    """By name: the median seconds of a step, and the bytes in one direction of the busiest link."""
     seconds, _ = timed(made, rounds, 1)
     nbytes = {}
     for name, (step, _) in made.items():

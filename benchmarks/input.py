@@ -1,16 +1,16 @@
-"""Times how fast a shuffled and batched dataset is split between CPU replicas, next to indexing arrays by hand.
+"""Times splitting a shuffled and batched dataset between CPU replicas next to indexing by hand.
 
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/input.py
 
 The alternatives for an epoch of 60,000 rows of 784 numbers and their labels, in turns:
 
-    ours       from_tensor_slices(...).shuffle(60_000).batch(B), by experimental_distribute_dataset
-    by hand    plain NumPy: rows[indices] for this rank's share of each batch, in an order drawn beforehand
-    drawing    by hand, and the epoch's order is drawn in its time, as ours is
+    ours       shuffle(60_000).batch(B) of the slices, by experimental_distribute_dataset
+    by hand    plain NumPy: rows[indices] for this rank's share of each batch, in a given order
+    drawing    as by hand, but drawing the epoch's order is timed too, as in ours
 
 Times are milliseconds, medians over rounds on the slowest rank. Then it counts the rows that each
-rank touches in an epoch: its own and no others. For this every row is a page of memory, and the
-system knows which pages were read.
+rank touches in an epoch: it must be its own rows only. For this every row is a page of memory, and
+the system knows which pages were read.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def distributed(strategy, arrays, batch):
 
 
 def by_hand(rows, labels, batch, epochs):
-    """A function that fetches this rank's share of each batch of an epoch, in an order drawn beforehand."""
+    """Returns a function that fetches this rank's share of an epoch's batches, in a given order."""
     orders = itertools.cycle([own_parts(len(rows), batch, seed) for seed in range(epochs)])
 
     def epoch():
@@ -45,7 +45,7 @@ def by_hand(rows, labels, batch, epochs):
 
 
 def drawing(rows, labels, batch):
-    """As `by_hand`, and the function draws the order."""
+    """As `by_hand`, but the function draws the order."""
     seeds = itertools.count()
 
     def epoch():
@@ -78,11 +78,11 @@ def labels_of_all_ranks(strategy, batches):
 
 
 def check(strategy, ours, hand, count):
-    """Checks that each row comes once, and that both alternatives give each rank the same number of rows."""
-    found = labels_of_all_ranks(strategy, ours)
-    np.testing.assert_array_equal(np.sort(np.concatenate(found)), np.arange(count))
+    """Checks that each row comes once, and that both ways give each rank as many rows."""
+    labels = labels_of_all_ranks(strategy, ours)
+    np.testing.assert_array_equal(np.sort(np.concatenate(labels)), np.arange(count))
     expected = COMM.allgather(sum(len(y) for _, y in hand()))
-    assert [len(one) for one in found] == expected, (found, expected)
+    assert [len(own) for own in labels] == expected, (labels, expected)
 
 
 def pages_read(memory, rows):
@@ -96,8 +96,8 @@ def pages_read(memory, rows):
 def touched(strategy, count, batch):
     """The number of rows that each rank reads in an epoch, and whether they are its own.
 
-    Before its first epoch a rank also reads the samples that the ranks compare, so this one is the
-    second.
+    Before its first epoch a rank also reads the samples that the ranks compare, so this measures
+    the second epoch.
     """
     mapping = mmap.mmap(-1, count * mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_NOHUGEPAGE)

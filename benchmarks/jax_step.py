@@ -1,4 +1,4 @@
-"""A training step under JAX, started by host_step.py next to its ranks.
+"""A training step under JAX; host_step.py starts it next to its ranks.
 
     python benchmarks/jax_step.py REPLICAS
 
@@ -33,8 +33,8 @@ def make_step(layers, batch):
         return ((hidden @ weights[-2] + weights[-1] - y) ** 2).sum() / (2 * batch)
 
     def replica_step(weights, velocities, x, y):
-        # Of what every replica has alike, the gradient is summed over the replicas: the `psum` is
-        # in it.
+        # For inputs that every replica has in common, the gradient is summed over the replicas: it
+        # includes the `psum`.
         found = jax.grad(loss)(weights, x, y)
         velocities = [
             networks.MOMENTUM * v - networks.RATE * g
@@ -61,8 +61,8 @@ def make_step(layers, batch):
     x, y = (jax.device_put(np.concatenate(part), NamedSharding(MESH, SPLIT)) for part in parts)
 
     def run():
-        # Steps that are not waited for can use up the threads of the CPU's devices, and then none
-        # of them can end.
+        # Steps that were not waited for can use up the threads of the CPU devices, and then none of
+        # them can end.
         state[:] = jax.block_until_ready(step(*state, x, y))
 
     return run, lambda: state[0]

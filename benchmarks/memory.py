@@ -2,11 +2,9 @@
 
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/memory.py
 
-Proportional set size (Pss), summed over the ranks: a shared page counts once. Pages of files, such
-as libraries, are
-left out. Next to it is the expected size: the parameters and Adam's two slots once for all ranks,
-and a mailbox and the
-gradients on each rank.
+It is the proportional set size (Pss), summed over the ranks: a shared page counts once. Pages of
+files, such as libraries, are left out. Next to it is the expected size: the parameters and Adam's
+two slots once for all ranks, and a mailbox and the gradients on each rank.
 """
 
 import argparse
@@ -27,8 +25,8 @@ VARIABLES = 16
 def pss(processes):
     """MiB of all processes' memory.
 
-    Files' pages are left out: those of a library are shared with whatever other programs run, and a
-    process seems to grow when one of these ends.
+    Pages of files are left out: a library's pages are shared with any other program that runs, and
+    a process seems to grow when such a program ends.
     """
     total = 0
     for process in processes:
@@ -103,7 +101,7 @@ def main():
         )
 
     show("before", before, 0)
-    ones = np.broadcast_to(np.float32(1), size)  # which takes no memory
+    ones = np.broadcast_to(np.float32(1), size)  # takes no memory
     with strategy.scope():
         variables = [hs.Variable(ones) for _ in range(VARIABLES)]
         optimizer = hs.optimizers.Adam(1e-3)

@@ -1,10 +1,10 @@
-"""The networks of host_step.py and tensorflow_step.py, in plain NumPy: multilayer perceptrons with ReLU."""
+"""The networks of host_step.py and tensorflow_step.py in plain NumPy: perceptrons with ReLU."""
 
 import itertools
 
 import numpy as np
 
-NETWORKS = {  # layers: (batch of a replica, steps a round)
+NETWORKS = {  # layers: (batch per replica, steps per round)
     (64, 32, 10): (32, 200),
     (64, 128, 64, 10): (64, 100),
     (1024, 2048, 2048, 1024): (16, 3),
@@ -29,9 +29,10 @@ def data(layers, batch, replica):
 
 
 def gradients(weights, x, y, out=None, ready=lambda *_: None):
-    """The gradients of half the squared error over the batch, in the order of the weights: `out`, or new arrays.
+    """The gradients of half the squared error over the batch, in the order of the weights.
 
-    `ready` is called with each layer's, from the last to the first.
+    They are written to `out`, or to new arrays. `ready` is called with each layer's, from the last
+    to the first.
     """
     out = [None] * len(weights) if out is None else out
     inputs = [x]

@@ -1,21 +1,21 @@
-"""Times how much of the exchange of gradients between hosts is hidden behind the backward pass.
+r"""Times how much of the exchange of gradients between hosts is hidden behind the backward pass.
 
-    mpirun -n 2 python benchmarks/overlap.py          # on real hosts, by a launcher that knows them
-    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 2 python
-    benchmarks/overlap.py
+    mpirun -n 2 python benchmarks/overlap.py    # on real hosts
+    sudo env PATH="$PATH" python benchmarks/emulated_hosts.py --hosts 2 --ranks 2 \
+        python benchmarks/overlap.py
 
 The largest network of networks.py, of 8.4 million parameters, is trained by SGD on
 MultiWorkerMirroredStrategy:
 
     computing    forward and backward alone
-    exchange     apply_gradients alone, of gradients that are there
-    without      a step that exchanges when all gradients are there
-    with ready   the same, which marks each layer's gradients as soon as they are written
+    exchange     apply_gradients alone, with all gradients ready
+    without      a step that exchanges when all gradients are ready
+    with ready   the same, but each layer's gradients are marked as soon as they are written
 
-They take turns, round by round, and the last two must end with the same bits. The share that is
-hidden is `(without - with ready) / exchange`. Give --batch a size at which computing takes about as
-long as the exchange. The first layer's gradients are there last, and can never be hidden: of this
-network's exchange a quarter.
+They take turns, round by round, and the last two must end with the same bits. The hidden share is
+`(without - with ready) / exchange`. Give --batch a size at which computing takes about as long as
+the exchange. The first layer's gradients come last and can never be hidden: a quarter of this
+network's exchange.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Network:
             self.buffers = self.optimizer.gradient_buffers(self.weights)
 
     def gradients(self, marks):
-        """Those of `networks.gradients`, to the buffers, from the last layer to the first."""
+        """Writes `networks.gradients` to the buffers, from the last layer to the first."""
         x, y = self.batch
         values = [weight.value() for weight in self.weights]
         buffers = self.buffers

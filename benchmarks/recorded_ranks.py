@@ -1,8 +1,8 @@
-"""Ranks that are threads of one process, with a stand-in for mpi4py's communicator that records every message.
+"""Ranks as threads of one process, on a stand-in for mpi4py's communicator that records messages.
 
-The library's own communicators run on it: bytes really move between the ranks, and each call of MPI
-is noted as the rounds of messages that MPI would send. Which rounds these are is an assumption, one
-function for each below.
+The library's own communicators run on it: bytes really move between the ranks, and each MPI call is
+recorded as the rounds of messages that MPI would send. These rounds are assumptions, one function
+for each below.
 """
 
 import itertools
@@ -26,7 +26,7 @@ class Call(NamedTuple):
 
     Attributes:
         name: MPI's.
-        rounds: one after the other, the messages that are under way together: source, destination,
+        rounds: in order, the messages that are under way at the same time: source, destination,
             bytes.
     """
 
@@ -51,7 +51,7 @@ def bruck(n, nbytes):
 
 
 def ring(sizes):
-    """All-gather of large parts: each rank passes on what came from the one before."""
+    """All-gather of large parts: each rank passes on what came from the previous rank."""
     n = len(sizes)
     for turn in range(n - 1):
         yield [(rank, (rank + 1) % n, sizes[(rank - turn) % n]) for rank in range(n)]
@@ -77,7 +77,7 @@ def binomial(n, root, nbytes):
         yield [((root + place) % n, (root + place + distance) % n, nbytes) for place in places]
 
 
-# ---- what the library takes of the module `mpi4py.MPI`
+# ---- what the library uses of the module `mpi4py.MPI`
 
 
 def wait_for_all(requests):
@@ -131,9 +131,9 @@ class Job:
     def run(self, program):
         """What `program(comm, host_comm)` returns on each rank.
 
-        The first error of a rank ends all.
+        The first error of a rank ends them all.
         """
-        private_memory()  # one for all threads, so not made by several at once
+        private_memory()  # one for all threads, so that they do not make several at once
         n = len(self.hosts)
         world, results, errors = self.meeting(range(n)), [None] * n, []
 
@@ -149,7 +149,7 @@ class Job:
         threads = [threading.Thread(target=start, args=(rank,)) for rank in range(n)]
         module = types.ModuleType("mpi4py")
         module.MPI = MPI
-        # The library's own barrier polls memory that other processes change. Threads that poll keep
+        # The library's own barrier polls memory that other processes change. Polling threads keep
         # each other from running.
         barrier = mock.patch.object(shared_memory, "barrier", lambda _, comm: comm.Barrier)
         with barrier, mock.patch.dict(sys.modules, {"mpi4py": module}):
@@ -180,13 +180,13 @@ class RecordingComm:
 
     def __init__(self, meeting, rank):
         self.rank, self.size = rank, len(meeting.ranks)
-        # how many this rank has made, each until nothing that it sent or receives is on its way
+        # how many this rank has made, each until all that it sends and receives has arrived
         self.swaps = 0
         self.on_their_way = 0  # requests
         self._meeting = meeting
 
     def _meet(self, given):
-        """What each rank gives. It stays as it is until this rank calls `Barrier`."""
+        """What each rank contributes. It is unchanged until this rank calls `Barrier`."""
         self._meeting.given[self.rank] = given
         self.Barrier()
         return list(self._meeting.given)
@@ -201,7 +201,7 @@ class RecordingComm:
                 found += [sent] if sent else []
             self._meeting.job.calls.append(Call(name, found))
 
-    # ---- mpi4py's names: those of objects are in lower case
+    # ---- mpi4py's names: those for objects are in lower case
 
     def Barrier(self):
         self._meeting.barrier.wait()
@@ -283,7 +283,7 @@ class RecordingComm:
 
 
 def hosts_of(ranks_per_host):
-    """The host of each rank, for hosts of so many ranks, one host after the other."""
+    """The host of each rank, for hosts of these sizes, one host after the other."""
     return tuple(
         itertools.chain.from_iterable([host] * count for host, count in enumerate(ranks_per_host))
     )

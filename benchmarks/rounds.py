@@ -1,4 +1,4 @@
-"""Shared by the benchmarks: alternatives take turns, round by round, and the medians are compared."""
+"""Shared by the benchmarks: alternatives take turns, and their medians are compared."""
 
 import random
 import statistics
@@ -6,7 +6,7 @@ import time
 
 
 def repeated(call):
-    """An alternative that repeats a call: a function of the number of calls that returns the seconds they took."""
+    """An alternative that repeats a call: from the number of calls to their seconds."""
 
     def way(calls):
         begin = time.perf_counter()
@@ -21,14 +21,14 @@ def interleaved(ways, rounds, calls=1, comm=None):
     """The median seconds per call of each alternative, on the slowest rank.
 
     Each round has its own order, equal on all ranks, so that no alternative always runs after the
-    same other one and suffers from the state of the caches that it leaves behind.
+    same other one and suffers from the state in which that leaves the caches.
 
     Args:
         ways: functions by name, such as `repeated` makes, which take a number of calls and return
             their seconds.
-        rounds: the number of turns of each alternative, after one that warms up.
-        calls: the number of calls in a turn.
-        comm: the ranks, which begin each turn together.
+        rounds: the number of turns of each alternative, after one to warm up.
+        calls: the number of calls per turn.
+        comm: the ranks, which start each turn together.
     """
     seconds = {name: [] for name in ways}
     for turn in range(rounds + 1):

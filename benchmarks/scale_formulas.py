@@ -1,4 +1,4 @@
-"""What a step's messages between hosts take, in closed form: rounds, messages, and bytes through the busiest link.
+"""The messages of a step between hosts in closed form: rounds, messages, bytes on the busiest link.
 
 After Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
 MPICH", International Journal of High Performance Computing Applications 19(1), 2005. A call of MPI
@@ -10,10 +10,10 @@ import itertools
 import math
 from typing import NamedTuple
 
-RECORD = 256  # bytes of a rank, with which every collective call begins
-PIECE = (
-    1 << 20
-)  # bytes of all ranks' parts from which on each is sent to its rank in pieces of so many, all at a time
+RECORD = 256  # bytes per rank, with which every collective call starts
+# Bytes of all ranks' parts: from this size on, every part is sent to its rank in pieces of this
+# size, all at the same time.
+PIECE = 1 << 20
 
 
 class Links(NamedTuple):
@@ -21,9 +21,9 @@ class Links(NamedTuple):
 
     Attributes:
         latency: seconds.
-        bandwidth: bytes a second, in each direction.
-        of_each_rank: whether every rank has a link of its own; else the ranks of a host share one.
-        memory_latency, memory_bandwidth: likewise, of a rank inside its host.
+        bandwidth: bytes per second, in each direction.
+        of_each_rank: whether every rank has its own link; otherwise the ranks of a host share one.
+        memory_latency, memory_bandwidth: the same for a rank inside its host.
     """
 
     latency: float = 1e-4
@@ -41,7 +41,7 @@ class Cost(NamedTuple):
         messages: all of them.
         nbytes: of all messages.
         through_host: bytes that the busiest host sends, or receives if that is more.
-        through_rank: likewise, of a single rank.
+        through_rank: the same for a single rank.
     """
 
     rounds: int
@@ -85,7 +85,7 @@ def records(groups, nbytes=RECORD):
 
 
 def all_to_all(groups, nbytes):
-    """Every rank sends this many bytes to every other one."""
+    """Every rank sends this many bytes to every other rank."""
     n = sum(groups)
     if len(groups) == 1:
         return NOTHING
@@ -96,7 +96,7 @@ def all_to_all(groups, nbytes):
 
 
 def in_pieces(found, n, nbytes):
-    """A call that sends one message of so many bytes to each rank, if these are large: then all go at once."""
+    """Sends one message of `nbytes` to each rank, if these are large: then all go at once."""
     if n * nbytes <= PIECE:
         return found
     return found._replace(rounds=1, messages=found.messages * math.ceil(nbytes / PIECE))
@@ -116,7 +116,7 @@ def all_gather(groups, nbytes):
 
 
 def rails(groups, nbytes):
-    """Every rank receives its part, of this many bytes, from one rank of each other host: the one of its own place.
+    """Every rank receives its part from the rank with its own local index on each other host.
 
     The way back, to the same ranks, is the same in the other direction.
     """
@@ -136,7 +136,7 @@ def rails(groups, nbytes):
     distances = {(rank - sender) % n for pairs in senders for sender, rank in pairs}
     out = max(n - group for group in groups)  # sections of ranks elsewhere
     into = max(group * (hosts - 1) for group in groups)
-    # The first rank of a host serves most: one place in `group` of every other host.
+    # The first rank of a host serves most: one local index in `group` of every other host.
     of_first = max(
         sum(math.ceil(other / group) for j, other in enumerate(groups) if j != i)
         for i, group in enumerate(groups)
@@ -156,7 +156,7 @@ def rails(groups, nbytes):
 
 
 def flat(groups, nbytes):
-    """All ranks sum up a slice each, and gather the slices: where each host has one rank, and for 16-bit floats."""
+    """All ranks sum up and gather a slice each: with one rank per host, and for 16-bit floats."""
     part = nbytes // sum(groups)
     return [records(groups), all_to_all(groups, part), all_gather(groups, part)]
 
@@ -176,7 +176,7 @@ def unsharded(groups, nbytes):
 
 
 def sharded(groups, nbytes):
-    """Likewise, but what goes back are new values, in a call of its own."""
+    """The same, but new values go back, in a separate call."""
     part = nbytes // sum(groups)
     return (
         []
@@ -189,7 +189,7 @@ STEPS = {"flat": flat, "leaders": leaders, "unsharded": unsharded, "sharded": sh
 
 
 def seconds(calls, links):
-    """Of calls one after another."""
+    """The sum of calls that follow each other."""
     return sum(call.seconds(links) for call in calls)
 
 
@@ -197,11 +197,11 @@ def seconds(calls, links):
 
 
 class GpuHosts(NamedTuple):
-    """Hosts of GPUs, each with an NVLink of its own, in bytes a second and one direction.
+    """Hosts of GPUs, each with its own NVLink, in bytes per second and direction.
 
     Attributes:
-        gpus: of a host.
-        nics: of a host; NCCL spreads its rings over them.
+        gpus: per host.
+        nics: per host; NCCL spreads its rings over them.
         nic: of one NIC.
         nvlink: of one GPU.
         source: where the figures are from.
@@ -227,7 +227,7 @@ NCCL_START, NVLINK_HOP, NETWORK_HOP = 10.0e-6, 1.9e-6, 4.0e-6
 
 
 def nccl(call, hosts, kind, nbytes):
-    """Bytes through a NIC, and seconds, of an `allReduce`, or a `reduceScatter` or `allGather`, around one ring."""
+    """Bytes through a NIC, and seconds, of an allReduce, reduceScatter or allGather by a ring."""
     passes = 2 if call == "allReduce" else 1
     n = hosts * kind.gpus
     steps, between = passes * (n - 1), passes * (hosts - 1)

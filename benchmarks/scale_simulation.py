@@ -1,11 +1,12 @@
-"""Shows what a training step sends between hosts, and how long that takes by a model of their links.
+r"""Shows what a training step sends between hosts, and its time by a model of their links.
 
-    python benchmarks/scale_simulation.py python benchmarks/scale_simulation.py --hosts 2 3 --ranks
-    4 --gigabits 10 --latency 0.00002 --links rank
+    python benchmarks/scale_simulation.py
+    python benchmarks/scale_simulation.py --hosts 2 3 --ranks 4 --gigabits 10 --latency 0.00002 \
+        --links rank
 
-The library's communicators and storages run as they are, on ranks that are threads of this process:
-`recorded_ranks.py` records what they ask MPI for. `scale_formulas.py` has the same in closed form,
-and goes on where threads are too many. docs/scale.md says what the tables mean, and what is
+The library's communicators and storages run unchanged, on ranks that are threads of this process:
+`recorded_ranks.py` records their MPI calls. `scale_formulas.py` has the same in closed form, and
+continues where there are too many threads. docs/scale.md says what the tables mean, and what is
 assumed.
 """
 
@@ -28,7 +29,7 @@ from hpcstrat._update.rule import UpdateRule
 
 
 def by_hosts(comm, host_comm):
-    """The communicator that the library takes."""
+    """The communicator that the library uses."""
     if host_comm.size == comm.size:
         return SharedMemoryCommunicator(comm)
     if comm.allgather(host_comm.size) == [1] * comm.size:
@@ -51,10 +52,10 @@ def step(name, hosts, gradients):
     Args:
         name: one of `STEPS`.
         hosts: of each rank.
-        gradients: of each rank, of one length.
+        gradients: of each rank, of equal length.
 
     Returns:
-        Its calls of MPI, as `recorded_ranks.Call`, and the new values on each rank.
+        Its MPI calls, as `recorded_ranks.Call`, and the new values on each rank.
     """
     connect, storage_of = STEPS[name]
     job = Job(hosts)
@@ -88,7 +89,7 @@ def descend(value, gradient, slots, _):
     value -= velocity
 
 
-# ---- the model: a call takes a latency for each round, and as long as its busiest link needs
+# ---- the model: a call takes a latency per round, and as long as its busiest link needs
 
 
 def cost(call, hosts):
@@ -107,7 +108,7 @@ def cost(call, hosts):
 
 
 def seconds(call, hosts, links):
-    """How long a call takes: messages inside hosts are under way beside those between them."""
+    """How long a call takes: messages inside hosts overlap with those between them."""
     between, inside = cost(call, hosts), Counter()
     for source, to, nbytes in (one for messages in call.rounds for one in messages):
         if hosts[source] == hosts[to]:
@@ -124,7 +125,7 @@ def seconds(call, hosts, links):
 
 
 def gradients_of(n, elements):
-    """Each rank's: small whole numbers, whose sums are exact."""
+    """Each rank's gradients: small whole numbers, whose sums are exact."""
     return [
         ((np.arange(elements) * (2 * rank + 1) + 3 * rank) % 11 - 5).astype(np.float32)
         for rank in range(n)
@@ -210,7 +211,7 @@ def show_gpus(options):
 
 
 def even(elements, groups):
-    """About so many elements, that divide into equal slices for hosts and ranks."""
+    """About this many elements, which divide into equal slices for hosts and ranks."""
     unit = 256 * sum(groups) * len(groups)
     return max(round(elements / unit), 1) * unit
 

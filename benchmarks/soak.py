@@ -92,7 +92,7 @@ def main():
             if number in marks:
                 figures[number] = memory, files = measured(processes)
                 row(f"{number:,}", f"{memory:,.2f}", files)
-        hs.barrier()  # before the folder goes
+        hs.barrier()  # before the folder is removed
     (first, first_files), (last, last_files) = figures[min(marks)], figures[options.steps]
     grown = last - first
     if grown > options.most * hs.size() or last_files > first_files:

@@ -1,4 +1,4 @@
-"""Times how long programs take to start: the import, and up to the end of the first step.
+"""Times how long programs take to start: the import, and the time until the first step has ended.
 
     OMP_NUM_THREADS=1 python benchmarks/startup.py --ranks 4
 
@@ -53,11 +53,11 @@ def start(program, command=()):
     def way(calls):
         seconds = 0
         for _ in range(calls):
-            begin = time.monotonic()  # the same clock in all processes
+            start = time.monotonic()  # the same clock in all processes
             told = subprocess.run(
                 [*command, sys.executable, "-c", program], check=True, stdout=subprocess.PIPE
             ).stdout
-            seconds += float(told) - begin
+            seconds += float(told) - start
         return seconds
 
     return way

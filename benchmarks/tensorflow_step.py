@@ -1,4 +1,4 @@
-"""A training step under TensorFlow's own CentralStorageStrategy, started by host_step.py next to its ranks.
+"""A training step under TensorFlow's CentralStorageStrategy; host_step.py starts it.
 
     python benchmarks/tensorflow_step.py REPLICAS
 
@@ -7,7 +7,7 @@ default number of threads. Each line of standard input is a command in JSON, ans
 standard output:
 
     {"layers": [64, 32, 10], "batch": 32}    makes a network                      null
-    {"steps": 200}                           trains it                            the seconds that it took
+    {"steps": 200}                           trains it                            the seconds taken
     {"save": "weights.npz"}                  saves its weights and biases there   null
 """
 

@@ -3,10 +3,10 @@
     OMP_NUM_THREADS=1 mpirun -n 2 python benchmarks/update.py
 
 It times `apply_gradients` of CentralStorageStrategy alone, with gradients that exist already, in
-any arrays or in `optimizer.gradient_buffers`. Next to it, if installed, is PyTorch: its fused
+any arrays or in `optimizer.gradient_buffers`. Next to it is PyTorch, if installed: its fused
 optimizer, which is one pass over memory too, and the plain one (`foreach=False`), one operation at
 a time. PyTorch updates all elements on rank 0, with one thread, while the other ranks wait. Our
-ranks each update their slice, for which they sum all ranks' gradients.
+ranks update their slices, for which they sum all ranks' gradients.
 
 The alternatives take turns, round by round. Times are medians over rounds in milliseconds, on the
 slowest rank.
@@ -43,7 +43,7 @@ def values(dtype):
 
 
 def ours(make, dtype, compiles, in_buffers=False):
-    """An alternative that updates its own variables, with gradients in any arrays or in the optimizer's buffers."""
+    """Updates its own variables, with gradients in any arrays or in the optimizer's buffers."""
     strategy = hs.CentralStorageStrategy(["CPU:0"] * COMM.size)
     with strategy.scope():
         variables = [hs.Variable(value) for value in values(dtype)]
@@ -126,7 +126,7 @@ def main():
 
 
 def kind(dtype):
-    """NumPy's, or of ml_dtypes."""
+    """A dtype of NumPy's or of ml_dtypes."""
     import ml_dtypes
 
     return np.dtype(getattr(ml_dtypes, dtype, dtype))

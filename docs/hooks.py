@@ -23,6 +23,7 @@ LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")
 NAMES = re.compile(r"<td.*?</td>|<h[2-6] .*?</h[2-6]>", re.DOTALL)
 CODE = re.compile(r"<code>.*?</code>|<span class=\"doc doc-object-name.*?</span>", re.DOTALL)
 TEXT = re.compile(r"(?<=>)[^<]+")
+LAYERS = "<!-- the layers of pyproject.toml -->"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -47,7 +48,21 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             target(path, link[0]).removeprefix("docs/"), os.path.dirname(place) or "."
         )
 
-    return LINK.sub(moved, markdown)
+    return LINK.sub(moved, markdown.replace(LAYERS, layers()))
+
+
+def layers() -> str:
+    """The list of layers, as `pyproject.toml` has it."""
+    (lines,) = re.findall(
+        r"^layers = \[\n(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.M | re.S
+    )
+    rows = re.findall(r'"(.*)", # (.*)', lines)
+    return "\n".join(["| layer | what it is for |", "|---|---|", *(row(*layer) for layer in rows)])
+
+
+def row(folders: str, purpose: str) -> str:
+    """A row of the table of layers."""
+    return f"| {' '.join(f'`{folder}`' for folder in folders.split(' | '))} | {purpose} |"
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:

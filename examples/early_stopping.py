@@ -1,10 +1,10 @@
-"""Stops when the validation accuracy no longer improves, and keeps the best weights; resumes after a kill.
+"""Stops when the validation accuracy no longer improves, keeps the best weights, and can resume.
 
     mpirun -n 4 python examples/early_stopping.py --folder run
 
 Softmax regression on handwritten digits. Every epoch saves everything; the best weights so far have
-their own file. Start it again with the same folder, on any number of ranks, and it continues after
-the last epoch.
+their own file. After a kill, start it again with the same folder, on any number of ranks, and it
+continues after the last epoch.
 """
 
 import argparse
@@ -23,13 +23,13 @@ def main():
         "--patience",
         type=int,
         default=3,
-        help="epochs without a better one, then it stops (%(default)s)",
+        help="epochs without improvement before it stops (%(default)s)",
     )
     parser.add_argument(
         "--epochs",
         type=int,
         default=100,
-        help="at most, counted from the first start (%(default)s)",
+        help="most epochs, counted from the first start (%(default)s)",
     )
     options = parser.parse_args()
 
@@ -72,7 +72,7 @@ def main():
     model = hs.checkpoint.Checkpoint(weights=weights)
     if hs.any_rank(os.path.exists(last_file)):
         state.restore(last_file)
-        print(f"goes on after epoch {int(epoch.numpy())}")
+        print(f"continues after epoch {int(epoch.numpy())}")
 
     while (
         int(epoch.numpy()) < options.epochs
@@ -84,10 +84,10 @@ def main():
         accuracy.reset_state()
         for batch in held_back:
             strategy.run(test, args=batch)
-        found = float(accuracy.result())
-        print(f"epoch {int(epoch.numpy()):2}: accuracy {found:.4f}", flush=True)
-        if found > float(best.numpy()):
-            best.assign(found)
+        result = float(accuracy.result())
+        print(f"epoch {int(epoch.numpy()):2}: accuracy {result:.4f}", flush=True)
+        if result > float(best.numpy()):
+            best.assign(result)
             best_epoch.assign(epoch.numpy())
             model.save(best_file)
         state.save(last_file)

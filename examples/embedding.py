@@ -3,7 +3,7 @@
     mpirun -n 4 python examples/embedding.py
 
 A rating is roughly the product of the two vectors. A table's gradient is an `IndexedSlices`: it has
-only the rows that occur in the batch, and only these are sent, read and written.
+only the rows that occur in the batch, and only these rows are sent, read and written.
 """
 
 import argparse
@@ -22,7 +22,7 @@ def make_ratings(count, seed):
     """
     random = np.random.default_rng(seed)
     hidden = [random.normal(0, 1, (rows, WIDTH)).astype(np.float32) for rows in (PEOPLE, FILMS)]
-    # Few are seen much: the square of a uniform number is often small.
+    # A few people and films occur often: the square of a uniform number is often small.
     people, films = (
         (random.random(count) ** 2 * rows).astype(np.int64) for rows in (PEOPLE, FILMS)
     )
@@ -33,7 +33,10 @@ def main():
     parser = argparse.ArgumentParser(description="Embeddings from ratings.")
     parser.add_argument("--ratings", type=int, default=200_000, help="how many (%(default)s)")
     parser.add_argument(
-        "--batch-size", type=int, default=4000, help="ratings a step, of all replicas (%(default)s)"
+        "--batch-size",
+        type=int,
+        default=4000,
+        help="ratings per step, of all replicas (%(default)s)",
     )
     parser.add_argument(
         "--epochs", type=int, default=4, help="passes over the ratings (%(default)s)"

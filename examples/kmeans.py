@@ -26,7 +26,7 @@ def initial_centres(images, count, seed):
 
 
 def nearest(xp, images, centres):
-    """The index of each image's nearest centre, and the squared distance to it; both of shape (n,)."""
+    """The index of each image's nearest centre, and its squared distance: both of shape (n,)."""
     squares = (images**2).sum(axis=1)[:, None] - 2 * images @ centres.T + (centres**2).sum(axis=1)
     return squares.argmin(axis=1), xp.maximum(squares.min(axis=1), 0)
 
@@ -58,9 +58,8 @@ def main():
 
     def assign(images, digits):
         chosen, squares = nearest(xp, images, centres.value())
-        members = (chosen[:, None] == xp.arange(options.clusters)).astype(
-            images.dtype
-        )  # one-hot, (n, clusters)
+        is_chosen = chosen[:, None] == xp.arange(options.clusters)
+        members = is_chosen.astype(images.dtype)  # one-hot, of shape (n, clusters)
         sums.assign_add(members.T @ images)
         counts.assign_add(members.sum(axis=0))
         distance.update_state(squares)

@@ -1,4 +1,4 @@
-"""Fits a linear model to a file that is read piece by piece: no replica holds more than its share of a batch.
+"""Fits a linear model to a file: each replica reads only its share of a batch at a time.
 
     mpirun -n 4 python examples/linear_regression.py
 
@@ -18,7 +18,7 @@ FEATURES = 20
 
 
 def make_file(path, rows):
-    """Writes `rows` rows of float32: normal features, and a target that is their weighted sum plus noise."""
+    """Writes rows of float32: normal features, and a target, their weighted sum plus noise."""
     random = np.random.default_rng(0)
     table = np.lib.format.open_memmap(path, "w+", np.float32, (rows, FEATURES + 1))
     for start in range(0, rows, 10_000):
@@ -35,9 +35,9 @@ def true_weights():
 
 def main():
     parser = argparse.ArgumentParser(description="Linear regression on a file.")
-    parser.add_argument("--rows", type=int, default=100_000, help="of the file (%(default)s)")
+    parser.add_argument("--rows", type=int, default=100_000, help="rows of the file (%(default)s)")
     parser.add_argument(
-        "--batch-size", type=int, default=1000, help="rows a step, of all replicas (%(default)s)"
+        "--batch-size", type=int, default=1000, help="rows per step, of all replicas (%(default)s)"
     )
     parser.add_argument("--epochs", type=int, default=3, help="passes over the file (%(default)s)")
     options = parser.parse_args()

@@ -5,7 +5,7 @@
 The option pays the amount by which the mean price at 12 dates exceeds the strike. Each replica
 draws its own paths, from its own random stream. The option on the geometric mean has a closed-form
 price (Kemna and Vorst 1990); its simulated price is the control variate, which makes the interval
-some 30 times narrower.
+about 30 times narrower.
 """
 
 import argparse
@@ -35,7 +35,10 @@ def geometric_price():
 
 
 def estimates(moments, paths):
-    """The price and its standard error, plain and with the control variate, by the means of what `simulate` returns."""
+    """The price and its standard error, plain and with the control variate.
+
+    `moments` are the means of what `simulate` returns.
+    """
     a, g, aa, gg, ag = moments
     slope = (ag - a * g) / (gg - g * g)
     price = a - slope * (g - geometric_price())
@@ -50,7 +53,7 @@ def estimates(moments, paths):
 def main():
     parser = argparse.ArgumentParser(description="The price of an Asian option.")
     parser.add_argument("--paths", type=int, default=400_000, help="of all replicas (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the random numbers (%(default)s)")
     parser.add_argument("--plot", metavar="FILE", help="draws the price by the number of paths")
     options = parser.parse_args()
 

@@ -1,10 +1,10 @@
-"""Finds the directions in which handwritten digits differ most: principal components, by orthogonal iteration.
+"""Finds the directions in which handwritten digits differ most: their principal components.
 
     mpirun -n 4 python examples/pca.py
 
-No replica sees all images, and no covariance matrix is sent. Each replica multiplies its own images
-by the current directions and back, and the products are summed (Golub and Van Loan, Matrix
-Computations, 8.2.4).
+The method is orthogonal iteration (Golub and Van Loan, Matrix Computations, 8.2.4): each replica
+multiplies its own images by the current directions and back, and the products are summed. No
+replica sees all images, and no covariance matrix is sent.
 """
 
 import argparse
@@ -34,14 +34,14 @@ def main():
     images, digits = load_digits(return_X_y=True)
     images = images / 16
 
-    def own_part(context):  # as many rows, one more or less, on each replica
+    def own_part(context):  # the same number of rows on each replica, or one more
         return xp.asarray(
             np.array_split(images, context.num_replicas_in_sync)[context.replica_id_in_sync_group]
         )
 
     part = strategy.experimental_distribute_values_from_function(own_part)
     mean = strategy.reduce("MEAN", part, axis=0)
-    # Some more directions than are wanted: the last ones come slowest.
+    # Some more directions than wanted, because the last converge slowest.
     start = np.linalg.qr(
         np.random.default_rng(0).standard_normal((images.shape[1], options.components + 8))
     )[0]
@@ -55,23 +55,19 @@ def main():
     variances = np.zeros(options.components)
     iterations = 0
     while True:
-        product = strategy.reduce(
-            "MEAN", strategy.run(multiply, args=(part,)), axis=None
-        )  # the same on all
+        # The mean of equal products.
+        product = strategy.reduce("MEAN", strategy.run(multiply, args=(part,)), axis=None)
         q, r = np.linalg.qr(hs.asnumpy(product))
         directions.assign(q)
-        found = np.abs(np.diag(r))[: options.components] / len(images)
-        if np.allclose(found, variances, rtol=options.tolerance, atol=0):
+        latest = np.abs(np.diag(r))[: options.components] / len(images)
+        if np.allclose(latest, variances, rtol=options.tolerance, atol=0):
             break
-        variances, iterations = found, iterations + 1
+        variances, iterations = latest, iterations + 1
 
-    total = float(
-        strategy.reduce(
-            "MEAN", strategy.run(lambda part: (part - mean) ** 2, args=(part,)), axis=0
-        ).sum()
-    )
+    squares = strategy.run(lambda part: (part - mean) ** 2, args=(part,))
+    total = float(strategy.reduce("MEAN", squares, axis=0).sum())
     print(f"iterations: {iterations}")
-    for i, variance in enumerate(found, start=1):
+    for i, variance in enumerate(latest, start=1):
         print(f"component {i}: variance {variance:.6f}, {100 * variance / total:.2f} % of all")
     if options.plot:
         from pictures import pca

@@ -1,7 +1,7 @@
-"""Draws what other examples found, for their option `--plot FILE`; the suffix of the file is the format.
+"""Draws the results of other examples, for their option `--plot FILE`.
 
-docs/gallery.md shows the pictures. Fonts and colours are matplotlib's settings, which MATPLOTLIBRC
-may name.
+The suffix of the file is the format. docs/gallery.md shows the pictures. Fonts and colours are
+matplotlib's settings, from the file that MATPLOTLIBRC names, if set.
 """
 
 import contextlib
@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 
 @contextlib.contextmanager
 def _figure(path):
-    """A figure to draw on, which is then written to the file."""
+    """A figure to draw on; writes it to the file at the end."""
     figure = Figure(figsize=(8, 3), layout="constrained")
     yield figure
     figure.savefig(path)
 
 
 def _show(figure, rows, columns, images, **options):
-    """Draws images of 8 x 8 pixels in a grid, whose other places stay empty."""
+    """Draws images of 8 x 8 pixels in a grid; places without an image stay empty."""
     grid = figure.subplots(rows, columns).ravel()
     for axes in grid:
         axes.set_axis_off()
@@ -54,7 +54,7 @@ def pca(path, directions, coordinates, digits):
 
 
 def monte_carlo(path, paths, plain, plain_error, price, error):
-    """The price by the number of paths, in two ways, with their 95 % intervals; arrays of shape (n,)."""
+    """The price by the number of paths, in two ways, with 95 % intervals: arrays of shape (n,)."""
     with _figure(path) as figure:
         axes = figure.subplots()
         for values, errors, name in (
@@ -69,7 +69,7 @@ def monte_carlo(path, paths, plain, plain_error, price, error):
 
 
 def learning(path, history, test_accuracy):
-    """The loss and the accuracy of each epoch, which `history` has as pairs."""
+    """The loss and the accuracy of each epoch: `history` is a list of these pairs."""
     epochs = range(1, len(history) + 1)
     losses, accuracies = np.transpose(history)
     with _figure(path) as figure:

@@ -1,4 +1,4 @@
-"""Learns to read handwritten digits in a job that may be stopped at any time, and resumes where it stopped.
+"""Learns to read handwritten digits in a job that may be stopped and resumed at any time.
 
     mpirun -n 4 python examples/resume.py --checkpoint run/checkpoint
 
@@ -26,13 +26,13 @@ def main():
         description="Learns to read handwritten digits, and may be stopped at any time."
     )
     parser.add_argument(
-        "--checkpoint", default="checkpoint", help="saved to and gone on from (%(default)s)"
+        "--checkpoint", default="checkpoint", help="file to save to and resume from (%(default)s)"
     )
     parser.add_argument(
         "--epochs", type=int, default=20, help="passes over the images (%(default)s)"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)"
+        "--batch-size", type=int, default=64, help="images per step, of all replicas (%(default)s)"
     )
     parser.add_argument("--learning-rate", type=float, default=0.01, help="of Adam (%(default)s)")
     options = parser.parse_args()
@@ -42,9 +42,7 @@ def main():
         w, b = hs.Variable(np.zeros((64, 10), np.float32)), hs.Variable(np.zeros(10, np.float32))
         optimizer = hs.optimizers.Adam(options.learning_rate)
         loss = hs.metrics.Mean()
-        epoch = hs.Variable(
-            0, dtype=np.int64
-        )  # how many are done; a number that counts is a variable too
+        epoch = hs.Variable(0, dtype=np.int64)  # epochs done; a variable, to be saved
         history = hs.Variable(np.zeros(options.epochs))  # their losses
 
     def train_step(images, digits):
@@ -57,7 +55,7 @@ def main():
     data = data.shuffle(len(data), seed=0).batch(options.batch_size)
     batches = strategy.experimental_distribute_dataset(data)
 
-    # All that the next step depends on. `batches` is what the loop iterates over: its place in the
+    # Everything that the next step depends on. The loop iterates over `batches`: its place in the
     # epoch is saved too.
     checkpoint = hs.checkpoint.Checkpoint(
         model={"w": w, "b": b},
@@ -69,21 +67,20 @@ def main():
     )
     if os.path.exists(options.checkpoint):
         checkpoint.restore(options.checkpoint)
-        print(f"goes on in epoch {int(epoch) + 1}, after step {optimizer.iterations}")
+        print(f"continues in epoch {int(epoch) + 1}, after step {optimizer.iterations}")
 
     with hs.checkpoint.PreemptionHandler(checkpoint, options.checkpoint) as handler:
         while int(epoch) < options.epochs:
-            for batch in batches:  # after a restore, first the rest of the epoch that it was in
+            for batch in batches:  # after a restore: the rest of the interrupted epoch
                 strategy.run(train_step, args=batch)
-                handler.check()  # leaves here if a signal has come
+                handler.check()  # saves and exits if a signal has arrived
             losses = history.numpy()
             losses[int(epoch)] = loss.result()
             history.assign(losses)
             loss.reset_state()
             epoch.assign_add(1)
-            checkpoint.save(
-                options.checkpoint
-            )  # so that an end without a warning costs an epoch at most
+            # After every epoch, so that a crash costs at most one.
+            checkpoint.save(options.checkpoint)
             print(f"epoch {int(epoch)} is done", flush=True)
 
     for number, value in enumerate(history.numpy(), start=1):

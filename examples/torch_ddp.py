@@ -1,9 +1,9 @@
-"""Trains a PyTorch module with PyTorch's own optimizer, as with `DistributedDataParallel`, and with the same losses.
+"""Trains a PyTorch module with PyTorch's own optimizer, as `DistributedDataParallel` does.
 
     mpirun -n 4 python examples/torch_ddp.py
 
-Each replica has a module and an optimizer of its own, which stay equal because they make the same
-steps.
+The losses are the same. Each replica has its own module and optimizer, which stay equal because
+they take the same steps.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main():
         "--epochs", type=int, default=3, help="passes over the images (%(default)s)"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)"
+        "--batch-size", type=int, default=64, help="images per step, of all replicas (%(default)s)"
     )
     options = parser.parse_args()
 

@@ -1,8 +1,8 @@
-"""Trains a PyTorch module whose parameters are a strategy's variables; autograd computes the gradients.
+"""Trains a PyTorch module on a strategy's variables; autograd computes the gradients.
 
     mpirun -n 4 python examples/torch_mlp.py
 
-The tensors use the variables' memory without a copy, so all replicas of a host share one set of
+The tensors use the variables' memory without a copy, so all replicas of a host share the
 parameters.
 """
 
@@ -33,7 +33,7 @@ def main():
         "--epochs", type=int, default=3, help="passes over the images (%(default)s)"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)"
+        "--batch-size", type=int, default=64, help="images per step, of all replicas (%(default)s)"
     )
     options = parser.parse_args()
 

@@ -1,8 +1,8 @@
-"""Learns to read handwritten digits, on as many replicas as there are ranks.
+"""Learns to read handwritten digits, on one replica per rank.
 
     mpirun -n 4 python examples/train.py
 
-Four replicas split each batch and take the same steps that one replica would take.
+Four replicas split each batch and take the same steps as a single replica.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def backward(weights, images, hidden1, hidden2, d_scores):
 
 
 def load_data(seed):
-    """1797 images of 8 x 8 pixels and their digits, shuffled: datasets for training and, a fifth of it, for testing."""
+    """1797 shuffled images of 8 x 8 pixels, with digits: a training set, and a fifth to test."""
     images, digits = load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32)
     order = np.random.default_rng(seed).permutation(len(images))
@@ -76,7 +76,7 @@ def main():
         "--epochs", type=int, default=10, help="passes over the training images (%(default)s)"
     )
     parser.add_argument(
-        "--batch-size", type=int, default=64, help="images a step, of all replicas (%(default)s)"
+        "--batch-size", type=int, default=64, help="images per step, of all replicas (%(default)s)"
     )
     parser.add_argument(
         "--learning-rate", type=float, default=0.05, help="of SGD with momentum (%(default)s)"
@@ -87,27 +87,23 @@ def main():
     parser.add_argument("--plot", metavar="FILE", help="draws the learning curves")
     options = parser.parse_args()
 
-    strategy = STRATEGIES[options.strategy]()  # one replica a rank
+    strategy = STRATEGIES[options.strategy]()  # one replica per rank
     xp = strategy.xp
     with strategy.scope():
-        weights = [
-            hs.Variable(value) for value in initial_weights(options.seed)
-        ]  # central: once, read by all replicas
+        # With central storage they are stored once, and all replicas read them.
+        weights = [hs.Variable(value) for value in initial_weights(options.seed)]
         optimizer = hs.optimizers.SGD(options.learning_rate, momentum=0.9)
         loss, accuracy = hs.metrics.Mean(), hs.metrics.SparseCategoricalAccuracy()
 
-    def train_step(
-        images, digits
-    ):  # each replica runs it on its part of the batch, which may be empty
+    def train_step(images, digits):  # on each replica's part of the batch, which may be empty
         values = [weight.value() for weight in weights]
         hidden1, hidden2, scores = forward(xp, values, images)
         losses, d_scores = hs.losses.softmax_cross_entropy(digits, scores)
-        # All replicas divide by the same number, so that their sums add up to what one replica has
-        # for the whole batch.
+        # All replicas divide by the same number, so their gradients add up to those of a single
+        # replica with the whole batch.
         gradients = backward(values, images, hidden1, hidden2, d_scores / options.batch_size)
-        optimizer.apply_gradients(
-            zip(gradients, weights, strict=True)
-        )  # sums over replicas, updates once
+        # Sums over the replicas and updates once.
+        optimizer.apply_gradients(zip(gradients, weights, strict=True))
         loss.update_state(losses)
         accuracy.update_state(digits, scores)
 
@@ -116,14 +112,11 @@ def main():
         accuracy.update_state(digits, scores)
 
     train, test = load_data(options.seed)
-    print(
-        f"images: {len(train)} to learn from, {len(test)} to test; replicas: "
-        f"{strategy.num_replicas_in_sync}"
-    )
+    replicas = strategy.num_replicas_in_sync
+    print(f"images: {len(train)} to learn from, {len(test)} to test; replicas: {replicas}")
 
-    train = train.shuffle(len(train), seed=options.seed).batch(
-        options.batch_size
-    )  # the last batch is smaller
+    # The last batch is smaller.
+    train = train.shuffle(len(train), seed=options.seed).batch(options.batch_size)
     train_batches = strategy.experimental_distribute_dataset(train)
     history = []
     for epoch in range(1, options.epochs + 1):

@@ -1,4 +1,4 @@
-"""The Strategy API of `tf.distribute` for NumPy and CuPy programs: `mpirun -n 4 python train.py`."""
+"""The Strategy API of `tf.distribute` for NumPy and CuPy: `mpirun -n 4 python train.py`."""
 
 from typing import TYPE_CHECKING, Any
 

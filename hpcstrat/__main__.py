@@ -1,4 +1,4 @@
-"""`python -m hpcstrat`, or `hpcstrat`: `info` and `check`, alone or under `mpirun`, `timeline`, and `run`."""
+"""`python -m hpcstrat`, or `hpcstrat`: `run`, `timeline`; `info`, `check`, also under `mpirun`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _main() -> int:
     is_script = os.path.basename(sys.argv[0]) == "hpcstrat"
     parser = argparse.ArgumentParser(
         prog="hpcstrat" if is_script else "python -m hpcstrat",
-        description="Starts programs on several ranks, and says what hpcstrat finds on this machine.",
+        description="Starts programs on several ranks; reports what hpcstrat finds on a machine.",
     )
     parser.add_argument("--version", action="version", version=f"hpcstrat {hpcstrat.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -1,4 +1,4 @@
-"""Helpers for a program's own lines: this rank's index, decisions of all ranks, host copies of arrays."""
+"""Helpers for programs: this rank's index, decisions of all ranks, host copies of arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.connection import connect, connected
+from hpcstrat._communicators.connection import connect, find_connected
 from hpcstrat._core import nests
 from hpcstrat._core.arrays import host_copy
 from hpcstrat._core.call_name import current_call, names_call, warn_renamed
@@ -30,14 +30,14 @@ _HOUR = 3600.0  # seconds
 
 def rank() -> int:
     """This process's index among all ranks, 0..size-1. Starts nothing."""
-    if (world := worlds.started()) is not None:
+    if (world := worlds.find()) is not None:
         return world.rank
     launcher = launchers.find()
     return 0 if launcher is None else launcher.rank
 
 
 def size() -> int:
-    """The number of ranks. Starts nothing, unless the launcher does not say."""
+    """The number of ranks. Starts nothing, unless the launcher does not tell."""
     return worlds.size()
 
 
@@ -50,7 +50,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """The number of ranks on this host. Starts nothing, unless the launcher does not say."""
+    """The number of ranks on this host. Starts nothing, unless the launcher does not tell."""
     return worlds.local()[1]
 
 
@@ -65,20 +65,19 @@ def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
 
     Collective: all ranks call this.
 
-    For what one process must do, and all must wait for: a download, a file, an evaluation. The
-    others wait for an hour
-    longer than they would elsewhere before they report that rank 0 does not come.
+    For work that one process must do while all others wait: a download, a file, an evaluation. They
+    wait an hour longer than elsewhere before they report that rank 0 does not come.
 
     Args:
-        fn: makes no collective call; the other ranks are not in it.
+        fn: must make no collective call, since only rank 0 runs it.
         *args: its arguments. Those of the other ranks are ignored.
-        **kwargs: likewise.
+        **kwargs: the same, by name.
 
     Returns:
-        What the function returned, or an equal object.
+        The function's result, or an equal object.
 
     Raises:
-        Exception: what the function raised on rank 0, on every rank.
+        Exception: the function's own exception on rank 0, raised on every rank.
         TypeError: its result cannot be pickled.
     """
     communicator, result = connect(), None
@@ -111,10 +110,10 @@ def any_rank(flag: Any) -> bool:
 
     Raises:
         TypeError: it is something else, such as a distributed value.
-        ValueError: an array of several elements.
+        ValueError: it is an array of several elements.
     """
-    # Python finds nearly everything true, such as "no" and an object whose attribute was meant. Not
-    # distributed values.
+    # Python finds nearly everything true, such as "no" and an object whose attribute was meant. A
+    # distributed value raises its own error, in `bool`.
     is_bool = isinstance(flag, (bool, DistributedValues)) or "bool" in str(
         getattr(flag, "dtype", "")
     )
@@ -135,19 +134,19 @@ def any_rank(flag: Any) -> bool:
 
 def barrier() -> None:
     """Waits until every rank has arrived here. Collective: all ranks call this."""
-    # Without the edge that other calls have, whose cost would show: nothing here can fail on one
-    # rank alone.
+    # Without the wrapper of other calls, whose cost would show: nothing here can fail on one rank
+    # alone.
     connect().exchange(signature_of("barrier"))
 
 
 def extend_timeout(seconds: float) -> AbstractContextManager[None]:
-    """A context manager: while this rank is inside, the stall report and the time-out come later on every rank.
+    """A context manager that delays the stall report and the time-out on every rank.
 
     If a rank does not arrive where others wait, they report it after `HPCSTRAT_STALL_SECONDS` (60)
     and end the job after `HPCSTRAT_TIMEOUT_SECONDS` (600). Use this around work that is known to
-    take long on one rank, such as `if hs.is_lead(): evaluate()`: it delays both by `seconds`. It
-    starts nothing and does not communicate; before the first strategy or collective call it has no
-    effect.
+    take long on one rank, such as `if hs.is_lead(): evaluate()`: while that rank is inside, both
+    come `seconds` later. It starts nothing and does not communicate; before the first strategy or
+    collective call it has no effect.
 
     Args:
         seconds: a number, not negative; `math.inf` for no limit.
@@ -161,8 +160,8 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
         number = math.nan
     if not number >= 0:
         raise ValueError(f"extend_timeout: seconds is {seconds!r}; it must be a number from 0 up")
-    # Not `connect`: the ranks may be anywhere, and this call is no meeting.
-    communicator = connected()
+    # Not `connect`: the ranks may be anywhere, and this call is not collective.
+    communicator = find_connected()
     if communicator is None or communicator.watchdog is None:
         return nullcontext()
     return communicator.watchdog.extend_timeout(number)
@@ -171,26 +170,26 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
 def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:
     """`iterable` with a `tqdm` progress bar on rank 0; unchanged on other ranks.
 
-    The bar writes nothing where standard error, or that of `mpirun`, is not a terminal, so logs
-    stay clean. Neither is a notebook a terminal; `disable=False` shows the bar there.
+    The bar writes nothing if standard error, or that of `mpirun`, is not a terminal, so logs stay
+    clean. A notebook is not a terminal either; `disable=False` shows the bar there.
 
     Args:
-        iterable: what to iterate over.
-        **tqdm_arguments: those of `tqdm`.
+        iterable: the items to iterate over.
+        **tqdm_arguments: arguments of `tqdm`.
 
     Raises:
         TypeError: `iterable` cannot be iterated over.
     """
     if not hasattr(type(iterable), "__iter__") and not hasattr(type(iterable), "__getitem__"):
         raise TypeError(
-            f"progress: iterable is {iterable!r}; pass what can be iterated over, such as range(5)"
+            f"progress: iterable is {iterable!r}; pass something to iterate over, such as range(5)"
         )
     if not is_lead():
         return iterable
-    from tqdm import tqdm  # takes 20 ms, which `import hpcstrat` should not
+    from tqdm import tqdm  # here, because it would add 20 ms to `import hpcstrat`
 
     if "disable" not in tqdm_arguments:
-        # Not None, which is tqdm's own way: it sees the pipe of `mpirun` only, and ignores
+        # Not None, by which tqdm decides itself: it sees only the pipe of `mpirun`, and ignores
         # TQDM_DISABLE.
         is_shown = not getattr(sys.stderr, "closed", True) and (
             sys.stderr.isatty() or launchers.is_on_terminal()
@@ -200,7 +199,7 @@ def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item
 
 
 def asnumpy(x: Any) -> Any:
-    """A copy in host memory of an array of any library, a variable or a number, or of each leaf of a nest.
+    """A host copy of an array of any library, a variable or a number; of each leaf of a nest.
 
     Raises:
         TypeError: a leaf is an array without values, such as a sparse tensor.
@@ -221,11 +220,11 @@ def function(fn: _Function) -> _Function: ...
 @overload
 def function(fn: None = None, **options: Any) -> Callable[[_Function], _Function]: ...
 def function(fn: Any = None, **options: Any) -> Any:
-    """Takes the place of `tf.function`; the function runs as it is.
+    """Replaces `tf.function`; the function runs as it is.
 
     Args:
         fn: the function; `@function` and `@function()` both work.
-        **options: those of `tf.function`, accepted and ignored.
+        **options: options of `tf.function`, accepted and ignored.
 
     Raises:
         TypeError: `fn` is not callable.

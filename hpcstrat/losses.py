@@ -1,4 +1,4 @@
-"""Losses with their gradients, and what scales them so that their sum over replicas is the loss of the batch."""
+"""Losses with their gradients, and their scaling: the sum over replicas is the batch's loss."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def compute_average_loss(
     The sum of the result over the replicas is the mean loss of the global batch.
 
     Args:
-        per_example_loss: an array with one loss per example along its first dimension. For a
-            PyTorch tensor or a JAX array the result is one too, and gradients flow through it.
+        per_example_loss: an array with one loss per example along its first dimension. The result
+            for a PyTorch tensor or a JAX array is of the same kind, and gradients flow through it.
         sample_weight: weights of the losses, of the same library; their shape may lack the last
-            dimensions, or have a last dimension of 1 too many.
+            dimensions, or have an extra last dimension of 1.
         global_batch_size: the number of examples of all replicas; by default this replica's number
-            times the number of replicas, which is right if all replicas have equal numbers.
+            times the number of replicas, which is right if all have equal numbers.
 
     Returns:
         A scalar of the dtype of the losses.
@@ -58,7 +58,7 @@ def compute_average_loss(
             weights.astype(losses.dtype) if hasattr(weights, "astype") else weights.to(losses.dtype)
         )
     total = losses.sum()
-    return _divided(total, size) if size else total * 0
+    return _divide(total, size) if size else total * 0
 
 
 def scale_regularization_loss(regularization_loss: Any) -> Any:
@@ -78,13 +78,12 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     """
     call = "scale_regularization_loss"
     replicas = _replicas(call)
-    return _divided(
-        _as_numbers(call, "regularization_loss", regularization_loss, "sum").sum(), replicas
-    )
+    loss = _as_numbers(call, "regularization_loss", regularization_loss, "sum")
+    return _divide(loss.sum(), replicas)
 
 
 def _as_numbers(call: str, argument: str, value: Any, method: str) -> Any:
-    """What has this method as it is, such as a tensor of PyTorch, and anything else as a NumPy array.
+    """`value` itself if it has this method, as a tensor of PyTorch does, else as a NumPy array.
 
     Raises:
         TypeError: it is an array, but not of numbers.
@@ -101,7 +100,7 @@ def _as_numbers(call: str, argument: str, value: Any, method: str) -> Any:
 def _shape_of_weights(
     call: str, weights: tuple[int, ...], losses: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """The shape in which weights multiply losses and do not broadcast them.
+    """The shape in which the weights multiply the losses without broadcasting them.
 
     Raises:
         ValueError: there is none.
@@ -118,12 +117,11 @@ def _shape_of_weights(
     return shape
 
 
-def _divided(total: Any, count: int) -> Any:
+def _divide(total: Any, count: int) -> Any:
     """`total / count`, in the dtype of the total if that is a float."""
     dtype = total.dtype
-    is_float = (
-        isinstance(dtype, np.dtype) and dtype.kind in "fc"
-    )  # PyTorch's dtypes are not NumPy's
+    # PyTorch's dtypes are not NumPy's.
+    is_float = isinstance(dtype, np.dtype) and dtype.kind in "fc"
     return total / (dtype.type(count) if is_float else count)
 
 
@@ -160,13 +158,14 @@ def softmax_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
     Raises:
         TypeError: `logits` are not floats, or class indices are not integers.
         ValueError: the shapes do not fit; or a class index is negative or not below the number of
-            classes. On a GPU, where the host does not wait to look, the loss and the gradient of
+            classes. On a GPU, where the host does not wait to check, the loss and the gradient of
             such an index are NaN.
 
     Examples:
         >>> import numpy as np
         >>> import hpcstrat as hs
-        >>> losses, gradient = hs.losses.softmax_cross_entropy([0, 1], np.log([[0.5, 0.5], [0.2, 0.8]]))
+        >>> logits = np.log([[0.5, 0.5], [0.2, 0.8]])
+        >>> losses, gradient = hs.losses.softmax_cross_entropy([0, 1], logits)
         >>> print(losses.round(4))
         [0.6931 0.2231]
         >>> print(gradient.round(4))
@@ -190,9 +189,8 @@ def softmax_cross_entropy(labels: Any, logits: Any) -> tuple[Array, Array]:
     p = xp.exp(log_p)
     if y.shape == x.shape:
         y = y.astype(x.dtype, copy=False)
-        with np.errstate(
-            invalid="ignore"
-        ):  # where a label is 0 nothing counts, not even the logarithm of 0
+        # Where a label is 0 nothing counts, not even the logarithm of 0.
+        with np.errstate(invalid="ignore"):
             losses = -xp.where(y != 0, y * log_p, 0).sum(axis=-1)
         gradient = p * y.sum(axis=-1, keepdims=True) - y
     else:
@@ -278,7 +276,7 @@ def squared_error(labels: Any, predictions: Any) -> tuple[Array, Array]:
 
 
 def huber(labels: Any, predictions: Any, delta: float = 1.0) -> tuple[Array, Array]:
-    """Huber's loss of each element, with its gradient: quadratic for small errors, linear for large ones.
+    """Huber's loss of each element, with its gradient: quadratic if small, linear if large.
 
     For an error `e = predictions - labels` the loss is `e**2 / 2` if `|e| <= delta`, and otherwise
     `delta * (|e| - delta / 2)` (Huber, "Robust Estimation of a Location Parameter", 1964). Keras's
@@ -314,7 +312,7 @@ def huber(labels: Any, predictions: Any, delta: float = 1.0) -> tuple[Array, Arr
 
 
 def _as_pair(call: str, labels: Any, predictions: Any, name: str) -> tuple[Any, Any, np.dtype[Any]]:
-    """`_as_floats` of equal shapes, with the labels in the dtype to compute in."""
+    """`_as_floats` for equal shapes, with the labels in the dtype to compute in."""
     y, x, dtype = _as_floats(call, labels, predictions, name)
     if y.shape != x.shape:
         raise ValueError(
@@ -326,7 +324,10 @@ def _as_pair(call: str, labels: Any, predictions: Any, name: str) -> tuple[Any, 
 def _as_floats(
     call: str, labels: Any, predictions: Any, name: str
 ) -> tuple[Any, Any, np.dtype[Any]]:
-    """Labels, predictions in the dtype to compute in, both on the predictions' device, and the predictions' dtype."""
+    """Labels, predictions in the dtype to compute in, and the predictions' dtype.
+
+    Both arrays are on the predictions' device.
+    """
     y, x = (arrays.as_array(call, value, on_gpu=True) for value in (labels, predictions))
     dtype = x.dtype
     if dtype.kind not in "fV" or not arrays.is_numeric(dtype):

@@ -1,8 +1,8 @@
 """PyTorch modules on the replicas of a strategy: what `DistributedDataParallel` does, call by call.
 
-Each replica has a module and an optimizer of its own, PyTorch's. They stay alike because they begin
-alike (`broadcast`) and make the same steps (`all_reduce_gradients`). Without PyTorch every call
-raises `ImportError`.
+Each replica has its own module and optimizer, PyTorch's. They stay equal because they start equal
+(`broadcast`) and make the same steps (`all_reduce_gradients`). Without PyTorch every call raises
+`ImportError`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from hpcstrat._replicas import group as groups
 from hpcstrat._variable.variable import Variable
 from hpcstrat.checkpoint import _atomic_file
 
-_HOUR = 3600.0  # seconds by which the others wait longer while rank 0 reads or writes a file
-_compared: weakref.WeakSet[Any] = (
-    weakref.WeakSet()
-)  # the modules whose parameters were found equal on all ranks
+_HOUR = 3600.0  # seconds that the others wait longer while rank 0 reads or writes a file
+# The modules whose parameters were found equal on all ranks.
+_compared: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @call_name.names_call("as_tensors")
@@ -45,7 +44,7 @@ def as_tensors(nest: Any) -> Any:
     trainable and of a floating dtype.
 
     Args:
-        nest: of arrays and variables; other leaves stay as they are.
+        nest: a nest of arrays and variables; other leaves stay as they are.
 
     Raises:
         TypeError: PyTorch has no such dtype.
@@ -59,9 +58,9 @@ def broadcast(module: Any) -> None:
 
     Collective: all ranks call this, anywhere.
 
-    Call it before the first step. Buffers, such as the running statistics of BatchNorm, differ
-    between replicas from then on. Call it again before an evaluation or a `save`, or call
-    `average_buffers`, to make them equal. `DistributedDataParallel` broadcasts buffers before each
+    Call it before the first step. From then on buffers, such as the running statistics of
+    BatchNorm, differ between replicas. To make them equal before an evaluation or a `save`, call it
+    again, or call `average_buffers`. `DistributedDataParallel` broadcasts buffers before each
     forward pass instead.
 
     Args:
@@ -73,12 +72,12 @@ def broadcast(module: Any) -> None:
     communicator = connection.connect()
     with communicator.raise_together():
         named = [*module.named_parameters(), *module.named_buffers()]
-        parts = [_bytes(tensor) for _, tensor in named]  # which travel whatever the dtype
+        parts = [_bytes(tensor) for _, tensor in named]  # bytes travel whatever the dtype
         described = tuple(
             [f"{name} ({tensor.dtype} of shape {tuple(tensor.shape)})" for name, tensor in named]
         )
         communicator.exchange(
-            records.signature_of(call_name.current_call(), records.Listed(described))
+            records.signature_of(call_name.current_call(), records.ManyValues(described))
         )
         for (_, tensor), part in zip(named, communicator.broadcast_obj(parts), strict=True):
             tensor.detach().copy_(_torch().from_numpy(part).view(tensor.dtype).view(tensor.shape))
@@ -121,8 +120,8 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
 
     Call it after `backward` (after the last one where gradients accumulate) and before the
     optimizer's step, or clipping. A parameter whose `grad` is None counts as zeros if another
-    replica has a gradient; if none has, it stays None. Parameters that require no gradient are left
-    out. All replicas get the same bits, in every run.
+    replica has a gradient; if none has, it stays None. Parameters that require no gradient are
+    skipped. All replicas get the same bits, in every run.
 
     Args:
         reduce_op: `"MEAN"` for a loss that is the mean over the replica's part of the batch, as
@@ -133,15 +132,15 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
 
     Raises:
         RuntimeError: called outside of a replica function.
-        ValueError: `reduce_op` is another one.
+        ValueError: `reduce_op` is another operation.
         TypeError: a gradient is sparse, of a dtype that cannot be reduced, or neither on the CPU
             nor on the GPU of a strategy on GPUs.
         ReplicaMismatchError: the parameters that require gradients differ between replicas; or
             their values do, which the first call with a module compares, and every call with
             `HPCSTRAT_CHECK=1`.
     """
-    found, group = contexts.context(), contexts.group()
-    if not isinstance(found, contexts.InReplica):
+    context, group = contexts.context(), contexts.group()
+    if not isinstance(context, contexts.InReplica):
         raise RuntimeError(
             f"{call_name.current_call()} was called outside of Strategy.run; call it inside the "
             "function it runs"
@@ -164,19 +163,18 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
                 lambda crc, p: zlib.crc32(_bytes(p).data, crc), parameters, 0
             )
             must_match.append(f"values of checksum {checksum:08x}, equal after hs.torch.broadcast")
-        # Travels with the gradients: no rank alone knows whether all have none.
-        found = np.array([p.grad is not None for p in parameters], np.int32)
-        *totals, found = communicator.all_reduce([*values, found], op, *must_match)
+        # Travels with the gradients: no rank alone knows whether any replica has a gradient.
+        has_gradient = np.array([p.grad is not None for p in parameters], np.int32)
+        *totals, has_gradient = communicator.all_reduce([*values, has_gradient], op, *must_match)
         _compared.add(module)
-        for p, gradient, array, total, is_found in zip(
-            parameters, own, values, totals, found, strict=True
+        for p, gradient, array, total, is_there in zip(
+            parameters, own, values, totals, has_gradient, strict=True
         ):
-            if is_found and p.is_cuda:
-                # In place, on the strategy's stream, on which CuPy uses the memory of the total
-                # again.
+            if is_there and p.is_cuda:
+                # In place, on the strategy's stream, on which CuPy reuses the memory of the total.
                 array[...] = total
                 p.grad = gradient
-            elif is_found:
+            elif is_there:
                 p.grad = _as_tensor(total)
         if group.stream is not None and any(p.is_cuda for p in parameters):
             cuda, ordinal = _torch().cuda, group.stream.ordinal
@@ -187,7 +185,7 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
 
 @call_name.names_call("seed")
 def seed(seed: int, epoch: int = 0) -> None:
-    """Seeds PyTorch differently on each rank, as dropout needs it, and equally in each run.
+    """Seeds PyTorch differently on each rank, as dropout needs, and equally in each run.
 
     Never communicates.
 
@@ -210,8 +208,8 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     Collective: all ranks call this.
 
     Args:
-        obj: such as `{"module": module.state_dict(), "optimizer": optimizer.state_dict()}`; rank
-            0's counts.
+        obj: rank 0's object, such as
+            `{"module": module.state_dict(), "optimizer": optimizer.state_dict()}`.
         path: the file; missing folders are made.
 
     Raises:
@@ -220,9 +218,8 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
     communicator = connection.connect()
     with communicator.raise_together():
         if communicator.rank == 0:
-            contents = (
-                io.BytesIO()
-            )  # in memory first, because PyTorch gives a full disk another name
+            # In memory first, because PyTorch hides ENOSPC behind another exception.
+            contents = io.BytesIO()
             _torch().save(obj, contents)
             with extend_timeout(_HOUR), _atomic_file.replacing(os.fspath(path), keep=None) as file:
                 rest = contents.getbuffer()
@@ -233,7 +230,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
 
 @call_name.names_call("load")
 def load(path: str | os.PathLike[str]) -> Any:
-    """What rank 0 reads from a file of `save` or `torch.save`, on every rank.
+    """Rank 0 reads a file of `save` or `torch.save`; every rank gets the object.
 
     Collective: all ranks call this.
 
@@ -270,9 +267,8 @@ def _as_tensor(leaf: Any) -> Any:
     if not (isinstance(leaf, np.ndarray) or gpu.is_on_gpu(leaf)):
         return leaf
     torch = _torch()
-    if (
-        leaf.dtype.kind == "V" and leaf.dtype.name == "bfloat16"
-    ):  # which NumPy's DLPack does not know
+    # NumPy's DLPack does not know bfloat16.
+    if leaf.dtype.kind == "V" and leaf.dtype.name == "bfloat16":
         return _as_tensor(leaf.view(np.int16)).view(torch.bfloat16)
     if gpu.is_on_gpu(leaf):
         return _gpu_tensor(torch, leaf)
@@ -280,7 +276,7 @@ def _as_tensor(leaf: Any) -> Any:
         return torch.from_numpy(leaf)
     try:
         return torch.from_dlpack(leaf)
-    except BufferError:  # older releases do not export what is read-only
+    except BufferError:  # older releases do not export read-only arrays
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.from_numpy(leaf)
@@ -289,8 +285,8 @@ def _as_tensor(leaf: Any) -> Any:
 def _gpu_tensor(torch: Any, array: Any) -> Any:
     with array.device:  # whose streams the two libraries order
         view, stream = array.view(), gpu.array_module(array).cuda.get_current_stream()
-        # The tensor's memory holds this view alone. When it dies, its elements are the stream's to
-        # write to again.
+        # The tensor's memory holds only this view. When the view dies, the stream may write to its
+        # elements again.
         weakref.finalize(
             view, _wait_for_torch, torch.cuda, array.data.device_id, stream
         ).atexit = False
@@ -298,7 +294,7 @@ def _gpu_tensor(torch: Any, array: Any) -> Any:
 
 
 def _wait_for_torch(cuda: Any, gpu: int, stream: Any) -> None:
-    """Makes a stream of CuPy's wait for what PyTorch has queued on its own."""
+    """Makes a stream of CuPy wait for what PyTorch has queued on its own stream."""
     reading = cuda.current_stream(gpu)
     if reading.cuda_stream != stream.ptr:
         cuda.ExternalStream(stream.ptr, gpu).wait_stream(reading)

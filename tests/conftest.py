@@ -1,4 +1,4 @@
-"""What all three parts of the suite share: single (one process), parallel (under mpirun), launch (starts mpirun)."""
+"""Shared by the suite: single (one process), parallel (under mpirun), launch (starts mpirun)."""
 
 import os
 
@@ -6,7 +6,7 @@ import hypothesis
 import pytest
 from slow import thin
 
-# Not the user's settings: a test that wants one sets it.
+# Drops the user's settings: a test that needs one sets it.
 for name in [
     name
     for name in os.environ
@@ -14,7 +14,7 @@ for name in [
 ]:
     del os.environ[name]
 
-# Every rank draws the same examples, and so does every run.
+# Every rank and every run draws the same examples.
 hypothesis.settings.register_profile("hpcstrat", derandomize=True, deadline=None, database=None)
 hypothesis.settings.register_profile(
     "quick", hypothesis.settings.get_profile("hpcstrat"), max_examples=20
@@ -23,7 +23,7 @@ hypothesis.settings.load_profile("hpcstrat")
 
 
 def pytest_make_parametrize_id(val):
-    """A case is named by what it is about, so that one that fails says it."""
+    """Names a case after what it tests, so that a failure says it."""
     if isinstance(val, type):
         return val.__name__
     if callable(val):

@@ -1,8 +1,14 @@
-"""The package's private names that tests use, because they have no public face."""
+"""The package's private names that tests use because no public name reaches them."""
 
 from hpcstrat import _program
 from hpcstrat._calls import mismatch, records
-from hpcstrat._calls.records import CallDescription, CallSignature, Listed, VariableId, signature_of
+from hpcstrat._calls.records import (
+    CallDescription,
+    CallSignature,
+    ManyValues,
+    VariableId,
+    signature_of,
+)
 from hpcstrat._calls.state import CallState
 from hpcstrat._calls.status import LIMIT, RankStatus, user_frame_of
 from hpcstrat._communicators import host, nccl_link, nccl_start, shared_memory
@@ -39,7 +45,7 @@ from hpcstrat._memory.allocator import (
     private_memory,
 )
 from hpcstrat._memory.layout import Layout, layout_of
-from hpcstrat._memory.segment import available_memory, physical_memory, private_segment
+from hpcstrat._memory.segment import available_memory, make_private_segment, physical_memory
 from hpcstrat._process import (
     driver,
     failure,
@@ -48,6 +54,7 @@ from hpcstrat._process import (
     launchers,
     mpi,
     output,
+    reports,
     settings,
     worlds,
 )
@@ -58,13 +65,13 @@ from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers
 from hpcstrat._storage import base as storage
 from hpcstrat._storage.base import PART, host_parts
 from hpcstrat._storage.central_device import CentralDeviceStorage
-from hpcstrat._storage.factory import replica_storage
+from hpcstrat._storage.factory import make_replica_storage
 from hpcstrat._storage.marks import MarkedRange, ranges_in
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.mirrored import mirrored_group
-from hpcstrat._strategies.reduction import _Inner
+from hpcstrat._strategies.mirrored import make_mirrored_group
+from hpcstrat._strategies.reduction import _Part
 from hpcstrat._timeline import recorder, start
 from hpcstrat._timeline.recorder import TimelineRecorder
 from hpcstrat._timeline.spans import GpuSpans, Span, Spans
@@ -82,9 +89,9 @@ from hpcstrat._tools.timeline.shares import (
     Timeline,
     TraceSpan,
     move_waiting,
+    periods_of,
     read,
     share_out,
-    stretches,
 )
 from hpcstrat._update import compiled, library_cache, rows, rule
 from hpcstrat._watchdog import channels
@@ -92,9 +99,10 @@ from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 from hpcstrat._watchdog.watchdog import Watchdog
 from hpcstrat.checkpoint import _atomic_file, _safetensors
+from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
 from hpcstrat.checkpoint._new_file import NewFile
 from hpcstrat.checkpoint._pieces import Piece, share_of, write_pieces
-from hpcstrat.checkpoint._safetensors import CheckpointFile, Contents, Entry
+from hpcstrat.checkpoint._safetensors import Contents, Entry
 from hpcstrat.checkpoint._snapshot import SnapshotChecksum, SnapshotMemory
 from hpcstrat.cluster_resolver._slurm import expand_nodes
 from hpcstrat.data import _checksum, _element_ops, _node

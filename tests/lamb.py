@@ -1,4 +1,4 @@
-"""An optimizer as a program writes one whose updates take norms of whole variables."""
+"""A user-defined optimizer whose updates use norms of whole variables."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The kernels that the package can ask a GPU for, as optimizers and dtypes make them."""
+"""The kernels that the package can launch on a GPU, for each optimizer and dtype."""
 
 import ml_dtypes
 import numpy as np
@@ -13,9 +13,9 @@ DTYPES = [
 
 
 class Choosing(optimizers.Optimizer):
-    """All functions that the package's own formulas have no use for.
+    """Uses all functions that the package's own formulas do not use.
 
-    Not of complex numbers, which have no order.
+    Not for complex numbers, which have no order.
     """
 
     @property
@@ -47,11 +47,11 @@ OPTIMIZERS = {
     "RMSprop, centered": optimizers.RMSprop(0.1, centered=True),
     "RMSprop, centered, with momentum": optimizers.RMSprop(0.1, momentum=0.5, centered=True),
 }
-"""One of each form that an optimizer's kernel has."""
+"""One of each form of an optimizer's kernel."""
 
 
 def optimizers_of(dtype):
-    """Those that variables of this dtype can have, by name."""
+    """The optimizers that variables of this dtype can have, by name."""
     if dtype.kind == "c":
         return {name: one for name, one in OPTIMIZERS.items() if name not in ("Adamax", "Lion")}
     options = {

@@ -1,4 +1,4 @@
-"""The public names of the library: what a program can write."""
+"""The public names of the library."""
 
 import importlib
 import inspect
@@ -7,7 +7,7 @@ import re
 
 import hpcstrat as hs
 
-# What a program imports from; the files of a package, such as hpcstrat.data.options, are not.
+# Programs import from these, not from the files of a package such as hpcstrat.data.options.
 PUBLIC_MODULES = [
     importlib.import_module(name)
     for name in (
@@ -49,9 +49,8 @@ _CALLS = {re.sub(rf"^({_MODULES})\.", "", name) for name in public_names()}
 
 
 def begins_with_a_call(text):
-    """Whether a message begins with a public name: `Strategy.reduce: `, `barrier: `, `Variable 'w' `."""
+    """Whether a message starts with a public name: `Strategy.reduce: `, `barrier: `."""
     name, colon = re.findall(r"^([\w.]*)(:?)", text)[0]
-    is_a_word = (
-        re.fullmatch("[a-z]*", name) is not None
-    )  # `rank` and `agree` begin other sentences as well
+    # `rank` and `agree` start other sentences too.
+    is_a_word = re.fullmatch("[a-z]*", name) is not None
     return name in _CALLS and (colon == ":" or not is_a_word)

@@ -1,4 +1,4 @@
-"""Which tests `launch/test` leaves to `launch/test --all`: those marked `slow`, here or by `@pytest.mark.slow`."""
+"""Marks tests as `slow`: `launch/test` skips them, `launch/test --all` runs them."""
 
 import itertools
 from collections import defaultdict
@@ -7,7 +7,7 @@ import pytest
 
 
 def slow_but(quick, values):
-    """The values, for `parametrize`, of which all are slow but those that are quick."""
+    """The values for `parametrize`, all marked slow except the quick ones."""
     marks = pytest.mark.slow
     return [
         value
@@ -18,11 +18,10 @@ def slow_but(quick, values):
 
 
 def thin(items):
-    """Marks cases of a test that has three or more parameters as slow, such that any two values still meet in one.
+    """Marks most cases of tests with three or more parameters as slow; all pairs still meet.
 
-    Most faults need two values to meet, hardly any three: Kuhn, Wallace and Gallo, "Software fault
-    interactions and
-    implications for software testing", IEEE TSE 30 (2004).
+    Most faults need two values to meet, very few need three: Kuhn, Wallace and Gallo, "Software
+    fault interactions and implications for software testing", IEEE TSE 30 (2004).
     """
     products = defaultdict(list)
     for item in items:
@@ -36,7 +35,7 @@ def thin(items):
 
 
 def _that_cover_all_pairs(cases):
-    """Few of the cases, greedily chosen, the same in every process."""
+    """A few cases that cover all pairs, chosen greedily, the same in every process."""
     columns = [column for column in _columns(cases) if len(set(column)) > 1]
     if len(columns) < 3:
         return cases
@@ -52,10 +51,9 @@ def _that_cover_all_pairs(cases):
 
 
 def _columns(cases):
-    """The values of each parameter, or of those that one mark lists together, as numbers in the order they come in.
+    """The values of each parameter, or group of parameters in one mark, numbered as they occur.
 
-    Not pytest's `callspec.indices`: those of the parameters that belong to no fixture count the
-    cases.
+    Not pytest's `callspec.indices`: without a fixture those number the cases.
     """
     marks = [mark.args[0] for mark in cases[0].iter_markers("parametrize")]
     marks = [

@@ -1,10 +1,10 @@
-"""The strategies that tests run on: a new one is one more here."""
+"""The strategies that tests run on: add a new one here."""
 
 import hpcstrat as hs
 
 
 class ShardedMirroredStrategy(hs.MirroredStrategy):
-    """Mirrored variables whose updates and slots are split over the replicas."""
+    """Mirrored variables with updates and slots split over the replicas."""
 
     def __init__(self, devices=None):
         super().__init__(devices, shard_updates=True)
@@ -15,5 +15,5 @@ STRATEGIES = [hs.CentralStorageStrategy, hs.MirroredStrategy]
 
 
 def strategies_for(size):
-    """Those for this number of ranks."""
+    """The strategies to test on this number of ranks."""
     return STRATEGIES + [hs.OneDeviceStrategy] * (size == 1)

@@ -1,1 +1,1 @@
-"""One collective call: what each rank says of it, how all wait, and how all fail together."""
+"""One collective call: what each rank says about it, how all wait, and how all fail together."""

@@ -1,4 +1,4 @@
-"""One rank's error becomes all ranks': the edge of collective calls, and blocks within them."""
+"""Makes one rank's error all ranks' error: around a collective call, and in blocks within it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Caller(Protocol):
-    """What the edge asks of a communicator."""
+    """What this file needs of a communicator."""
 
     @property
     def calls(self) -> CallState:
@@ -35,30 +35,29 @@ def collective(
     check: Callable[[Any], None] | None = None,
     communicator_of: Callable[[Any], Caller] = attrgetter("_group.communicator"),
 ) -> Callable[[_Function], _Function]:
-    """Makes a public method the edge of a collective call: names it, and has the ranks raise together.
+    """Makes a public method a collective call: names it, and makes the ranks raise together.
 
-    What the method raises on one rank before its first exchange, all ranks raise. An error after
-    that may be this rank's alone: the next call compares, and ends the job unless all ranks had
-    one. Where one rank may fail between two exchanges, the method takes a block of
+    What the method raises on one rank before its first exchange, all ranks raise. A later error may
+    be this rank's alone: the next call compares, and ends the job unless all ranks had an error.
+    Where one rank may fail between two exchanges, the method uses a block of
     `Communicator.raise_together`.
 
-    It opens no span: those of communicators and storages do, which know how many bytes travel.
+    It opens no span: communicators and storages do, because they know how many bytes travel.
 
     Args:
         name: the user's name of the call.
-        check: refuses objects in the wrong context, on this rank alone: elsewhere the others may
-            not be in the call.
-        communicator_of: gives the communicator of the object whose method it is.
+        check: refuses objects in the wrong context, on this rank alone: the other ranks may not be
+            in the call there.
+        communicator_of: returns the communicator of the method's object.
     """
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
         def edge(*args: Any, **kwargs: Any) -> Any:
             outer = enter_call(name)
-            owner = args[0] if args else None  # a function that is given keywords only has none
+            owner = args[0] if args else None  # a function called with keywords only has none
             try:
-                # Outside of the shared part: a rank in the wrong context is alone there, and would
-                # wait for the others.
+                # Not shared: a rank in the wrong context is alone, and would wait for the others.
                 if check is not None:
                     check(owner)
                 communicator = communicator_of(owner)
@@ -109,7 +108,6 @@ class Change(RaiseTogether):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: Any
     ) -> None:
-        # Before the first exchange nothing that ranks share has changed: `raise_together` is
-        # enough.
+        # Before the first exchange no shared state has changed: `raise_together` is enough.
         if error is not None and self._communicator.calls.number != self._number:
             self._communicator.mark_interrupted(error)

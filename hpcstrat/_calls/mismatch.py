@@ -1,4 +1,4 @@
-"""Ranks that disagree: their reports, the error that all raise, and the end of the job if they cannot."""
+"""Ranks that disagree: their reports, the error that all raise, or else the end of the job."""
 
 from __future__ import annotations
 
@@ -16,18 +16,23 @@ from hpcstrat._process import failure
 _EXCEPTIONS: dict[str, type[Exception]] = {
     cls.__name__: cls
     for cls in (
-        *(
-            TypeError,
-            ValueError,
-            IndexError,
-            KeyError,
-            RuntimeError,
-            NotImplementedError,
-            MemoryError,
-            OSError,
-        ),
-        *(FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError),
-        *(AttributeError, ZeroDivisionError, StopIteration, AssertionError, ReplicaMismatchError),
+        TypeError,
+        ValueError,
+        IndexError,
+        KeyError,
+        RuntimeError,
+        NotImplementedError,
+        MemoryError,
+        OSError,
+        FileNotFoundError,
+        PermissionError,
+        IsADirectoryError,
+        NotADirectoryError,
+        AttributeError,
+        ZeroDivisionError,
+        StopIteration,
+        AssertionError,
+        ReplicaMismatchError,
     )
 }
 
@@ -36,7 +41,7 @@ _MODEL_EACH = (
     "outside of every scope, and call apply_gradients outside of Strategy.run"
 )
 _MANY = 4
-"""Things passed up to which they are shown although they are equal."""
+"""Up to this many values are shown even where they are equal."""
 
 
 class RankReport(NamedTuple):
@@ -45,8 +50,7 @@ class RankReport(NamedTuple):
     Attributes:
         words: the call that it makes.
         location: file and line of the program that makes it.
-        problem: the class and the text of the exception that it raises; `None` where it raises
-            none.
+        problem: class and text of the exception that it raises; `None` if it raises none.
     """
 
     words: CallDescription
@@ -62,14 +66,13 @@ def report_of(words: CallDescription, error: Exception | None) -> RankReport:
 def _problem(error: Exception) -> tuple[str, str]:
     cls = type(error)
     # The nearest base class that other ranks know, so that the same `except` works on all of them.
-    name = next((one.__name__ for one in cls.__mro__ if one in _EXCEPTIONS.values()), "")
+    name = next((base.__name__ for base in cls.__mro__ if base in _EXCEPTIONS.values()), "")
     try:
         text = str(error) or repr(error)
-    except Exception:  # of the user's own class
+    except Exception:  # the user's own class raised it
         text = f"{cls.__name__}()"
-    return name or "RuntimeError", text if name or text.startswith(
-        cls.__name__
-    ) else f"{cls.__name__}: {text}"
+    is_named = name or text.startswith(cls.__name__)
+    return name or "RuntimeError", text if is_named else f"{cls.__name__}: {text}"
 
 
 def raise_as(rank: int, other: RankReport) -> NoReturn:
@@ -82,17 +85,16 @@ def raise_as(rank: int, other: RankReport) -> NoReturn:
 
 
 def lines(by_rank: Sequence[RankReport]) -> str:
-    """One line per rank: its call, and where it makes it.
+    """One line per rank: its call, and where the call is made.
 
-    Of many variables, only those that differ.
-
-    If the ranks differ only in a number, such as a learning rate, a line says how that would work.
+    Of many variables, only those that differ are shown. If the ranks differ only in a number, such
+    as a learning rate, a further line says how to allow that.
     """
     shown = [report.words for report in by_rank]
-    # Of hundreds of variables the two that differ would be lost. Different calls are shown whole.
+    # Among hundreds of variables the two that differ are lost. Different calls are shown whole.
     if len({words.call for words in shown}) == 1:
-        passed = _different([words.passed for words in shown])
-        numbers = _different([words.numbers for words in shown])
+        passed = _keep_differences([words.passed for words in shown])
+        numbers = _keep_differences([words.numbers for words in shown])
         shown = [
             CallDescription(words.call, *parts)
             for words, *parts in zip(shown, passed, numbers, strict=True)
@@ -101,7 +103,7 @@ def lines(by_rank: Sequence[RankReport]) -> str:
         f"\n  rank {rank}: {words}, at {report.location}"
         for rank, (words, report) in enumerate(zip(shown, by_rank, strict=True))
     )
-    # Ranks that differ by a learning rate alone usually train a model each, as searches do.
+    # Ranks that differ only in a learning rate usually train a model each, as searches do.
     same_but_numbers = (
         len({report.words[:2] for report in by_rank}) == 1
         and len({words.numbers for words in shown}) > 1
@@ -110,7 +112,7 @@ def lines(by_rank: Sequence[RankReport]) -> str:
 
 
 def end_after_leaving(rank: int, statuses: Sequence[int], words: CallDescription) -> NoReturn:
-    """Ends the job: some ranks have left the program, while others are in a call."""
+    """Ends the job: some ranks left the program, while others are in a call."""
     gone = [other for other, status in enumerate(statuses) if status == LEAVING]
     what = "left the program" if rank in gone else f"waits in {words}, at {user_frame()}"
     failure.end_job(
@@ -120,19 +122,21 @@ def end_after_leaving(rank: int, statuses: Sequence[int], words: CallDescription
     )
 
 
-def end_after_fault(
+def end_after_escaped(
     rank: int, numbers: Sequence[int], words: CallDescription, error: BaseException | None
 ) -> NoReturn:
-    """Ends the job: an exception that not all ranks had was caught, so the ranks no longer make the same calls.
+    """Ends the job: the program caught an exception that not all ranks raised.
+
+    So the ranks no longer make the same calls.
 
     Args:
         rank: this rank.
-        numbers: of the call that each rank is in.
+        numbers: the number of the call that each rank is in.
         words: the call that this rank is in.
-        error: the exception, if it was this rank's.
+        error: the exception, if this rank raised it.
     """
     where = f"rank {rank} is in {words}, at {user_frame()}"
-    # The rank that knows the error reports it. The others only say that they follow.
+    # The rank that had the error reports it. The others only say that they follow.
     if error is not None:
         lines = "".join(traceback.format_exception(error))
         failure.end_job(
@@ -159,22 +163,23 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _different(by_rank: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Each rank's, without what all have, where they are many; and in the place of that its number."""
+def _keep_differences(by_rank: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Each rank's items; where they are many, a count replaces those that all ranks have."""
     if max(map(len, by_rank)) <= _MANY:
         return list(by_rank)
     common = set.intersection(*map(set, by_rank))
-    if not common or all(set(one) == common for one in by_rank):
-        return [_short(one) for one in by_rank]
+    if not common or all(set(items) == common for items in by_rank):
+        return [_shorten(items) for items in by_rank]
     return [
-        _short(
-            tuple(item for item in one if item not in common), sum(item in common for item in one)
+        _shorten(
+            tuple(item for item in items if item not in common),
+            sum(item in common for item in items),
         )
-        for one in by_rank
+        for items in by_rank
     ]
 
 
-def _short(items: tuple[str, ...], equal: int = 0) -> tuple[str, ...]:
+def _shorten(items: tuple[str, ...], equal: int = 0) -> tuple[str, ...]:
     more = len(items) - 2 * _MANY
     shown = items if more <= 0 else (*items[: 2 * _MANY], f"{more} more")
     return (*shown, f"{'and ' if shown else ''}{equal} that all have") if equal else shown

@@ -1,4 +1,4 @@
-"""What ranks exchange: the record that begins every call, the signature that must match, pickled objects."""
+"""What ranks exchange: records, which start each call, signatures, and pickled objects."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from hpcstrat._memory.blocks import VariableId
 RECORD = 256
 """Bytes of one rank's record."""
 
-_COMMON = struct.Struct(
-    "<qqq16s"
-)  # number of the call, faults, status, digest of the signature: equal on all ranks
-# The message's size comes last, so that one slice holds all that must be equal.
-_WHOLE = struct.Struct("<qqq16sq")  # and the bytes of this rank's message
+# Number of the call, escaped_hash, status, digest of the signature: equal on all ranks.
+_COMMON = struct.Struct("<qqq16s")
+# The same, then the bytes of this rank's message: last, so that one slice is all that must match.
+_WHOLE = struct.Struct("<qqq16sq")
 _SIZE = struct.Struct("<q")
 COMMON = _COMMON.size
 WHOLE = _WHOLE.size
 # More than `WHOLE`, so that arrays in the payload are aligned.
 HEADER = 64
 PAYLOAD = RECORD - HEADER
-"""Bytes of a message that travels in the record itself."""
+"""Messages of up to this many bytes travel in the record itself."""
 
 OK, FAILED, LEAVING = 0, 1, 2
-"""Status of a rank: it makes the call; it found an argument wrong; it leaves the program."""
+"""Status of a rank: it makes the call; it raised an error; it leaves the program."""
 
 
-class Listed(NamedTuple):
-    """Values that must match, of which there may be very many."""
+class ManyValues(NamedTuple):
+    """Values that must match: hashed instead of listed, because there may be thousands."""
 
     items: tuple[str, ...]
 
@@ -45,7 +44,7 @@ class CallDescription(NamedTuple):
 
     Attributes:
         call: the user's name of the method, with arguments.
-        passed: the arrays, variables or objects that it is given.
+        passed: the arrays, variables or objects passed to it.
         numbers: arguments that change from call to call.
     """
 
@@ -60,14 +59,14 @@ class CallDescription(NamedTuple):
 
 
 class CallSignature(NamedTuple):
-    """What must be equal on all ranks for a collective to be the same one.
+    """What must be equal on all ranks for them to be in the same collective call.
 
     Attributes:
-        digest: 16 bytes, compared.
+        digest: 16 bytes, which are compared.
         call: the user's name of the method.
-        must_match: what else is part of the digest, and so must be equal.
-        numbers: further numeric arguments, part of the digest too.
-        names: of the numbers.
+        must_match: what else is in the digest, and so must be equal.
+        numbers: further numeric arguments, also in the digest.
+        names: the names of the numbers.
     """
 
     digest: bytes
@@ -81,8 +80,8 @@ class CallSignature(NamedTuple):
     ) -> CallSignature:
         """This signature with arguments that change from call to call, such as a learning rate."""
         packed = struct.pack(f"<{len(numbers)}d", *numbers)
-        # Half of the digest stays, so that only the numbers are hashed at each step, and not the
-        # names of all variables.
+        # Half of the digest stays, so that each step hashes the numbers only, and not the names of
+        # all variables.
         digest = self.digest[:8] + hashlib.blake2b(packed, digest_size=8).digest()
         return self._replace(digest=digest, numbers=numbers, names=names)
 
@@ -90,7 +89,7 @@ class CallSignature(NamedTuple):
         """The signature in words, for messages."""
         arguments, passed = [], []
         for item in self.must_match:
-            if isinstance(item, Listed):
+            if isinstance(item, ManyValues):
                 passed += item.items
             elif isinstance(item, VariableId) and self.call.endswith(f" of {item.name}"):
                 return CallDescription(f"{self.call} ({_words_of(item)})")
@@ -112,7 +111,7 @@ class CallSignature(NamedTuple):
 
 def new_signature(call: str, *must_match: Any) -> CallSignature:
     """The signature of `call`, the user's name of a method, with these hashable values."""
-    # As text, because Python's own hashes differ from process to process.
+    # As text, because Python's own hashes differ between processes.
     text = f"{call}({', '.join(_show(item) for item in must_match)})"
     return CallSignature(hashlib.blake2b(text.encode(), digest_size=16).digest(), call, must_match)
 
@@ -123,14 +122,13 @@ signature_of = functools.lru_cache(maxsize=8192)(new_signature)
 
 
 def _describe(item: Any) -> str | None:
-    """An array or a variable in words; `None` of any other value."""
+    """An array or a variable in words; `None` for any other value."""
     if isinstance(item, np.dtype):
         return item.name
     if isinstance(item, VariableId):
-        return f"{item.name} ({item.dtype.name} of shape {item.shape}, variable {item.number} of storage {item.storage})"
-    if (
-        isinstance(item, tuple) and len(item) > 1 and isinstance(item[0], np.dtype)
-    ):  # an array's, or a new variable's
+        return f"{item.name} ({_words_of(item)})"
+    # An array's, or a new variable's.
+    if isinstance(item, tuple) and len(item) > 1 and isinstance(item[0], np.dtype):
         dtype, shape, *storage = item
         return f"{dtype.name} of shape {shape}{f' in storage {storage[0]}' if storage else ''}"
     return None
@@ -139,7 +137,7 @@ def _describe(item: Any) -> str | None:
 def _show(item: Any) -> str:
     if isinstance(item, np.dtype):
         return item.name
-    if isinstance(item, Listed):
+    if isinstance(item, ManyValues):
         # In quotes, so that one name with a comma in it does not look like two.
         return repr(item.items)
     if isinstance(item, tuple):
@@ -152,12 +150,12 @@ def _words_of(variable: VariableId) -> str:
     return f"{dtype.name} of shape {shape}, variable {number} of storage {storage}"
 
 
-def pack_record(number: int, faults: int, status: int, digest: bytes, nbytes: int) -> bytes:
-    """The `WHOLE` bytes of a record before its message.
+def pack_record(number: int, escaped_hash: int, status: int, digest: bytes, nbytes: int) -> bytes:
+    """The first `WHOLE` bytes of a record; the message follows.
 
-    The first `COMMON` are equal on all ranks if all is well.
+    The first `COMMON` of them are equal on all ranks if all is well.
     """
-    return _WHOLE.pack(number, faults, status, digest, nbytes)
+    return _WHOLE.pack(number, escaped_hash, status, digest, nbytes)
 
 
 def message_sizes(posted: Sequence[Any]) -> list[int]:
@@ -167,7 +165,7 @@ def message_sizes(posted: Sequence[Any]) -> list[int]:
 
 
 def read_record(record: Any) -> tuple[int, int, int, bytes]:
-    """Number of the call, faults, status and digest of a record."""
+    """Number of the call, escaped_hash, status and digest of a record."""
     return _COMMON.unpack_from(record)
 
 
@@ -178,17 +176,16 @@ class ObjectMessage:
     """A pickled object as a message: counts, the pickle, then the buffers of its arrays.
 
     Attributes:
-        nbytes: bytes of the whole.
+        nbytes: size of the message.
     """
 
     def __init__(self, obj: Any) -> None:
         buffers: list[pickle.PickleBuffer] = []
         file = io.BytesIO()
-        # Protocol 5 keeps arrays out of the pickle. They are copied once, into the message, and a
+        # Protocol 5 keeps arrays out of the pickle: they are copied once, into the message. A
         # pickle of more than 2 GiB cannot travel.
         _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(obj)
-        # Bytes, not the file's own buffer: Python 3.13 may collect a BytesIO before the memoryviews
-        # of it.
+        # Bytes, not the file's buffer: Python 3.13 may collect a BytesIO before its memoryviews.
         body = file.getvalue()
         parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
         counts = struct.pack(f"<{len(parts) + 1}q", len(parts), *(part.nbytes for part in parts))
@@ -212,7 +209,7 @@ class _Pickler(pickle.Pickler):
 
 
 def load_object(message: np.ndarray[Any, Any]) -> Any:
-    """The object of a message. Its arrays are fresh and may be written."""
+    """The object in a message. Its arrays are new and writable."""
     data = memoryview(message)  # pyright: ignore[reportArgumentType]
     (count,) = _COUNT.unpack_from(data)
     sizes = struct.unpack_from(f"<{count}q", data, _COUNT.size)

@@ -1,4 +1,36 @@
-"""The calls that a group's ranks have made, as this rank counts them, and what forbids further ones."""
+"""The calls that a group's ranks made, as this rank counts them, and what forbids further calls.
+
+`CallState` holds all that decides what the next collective call of this rank may do:
+
+    state        in                    the next call of this rank         leaves the state
+    -----------  --------------------  ---------------------------------  ---------------------
+    open         none of those below   exchanges records, see below
+    waiting      `waiting.depth > 0`   of another thread: RuntimeError,   when all ranks posted
+                                       and the state is interrupted       their records
+    paused       `paused`              RuntimeError on this rank          at the update's end
+    escaped      `escaped_hash`        compares; unless it is equal on    when all ranks had the
+                                       all ranks, the job ends            same exceptions
+    interrupted  `interruption`        ends the job with the traceback    never
+    forked       `forked`              RuntimeError in the child          never
+
+What happens in a call, and who raises:
+
+    event                                      this rank          the other ranks      state then
+    -----------------------------------------  -----------------  -------------------  -----------
+    all records are equal                      returns            return               open
+    signatures differ                          raises             raise the same       open
+    it fails before its first exchange         raises its error   raise that error     open
+    it raises later, after an exchange         raises its error   learn it in the      escaped
+                                                                  next call
+    ... inside a `Change`, or while it waits   raises its error   wait; the job ends   interrupted
+                                                                  at the next call
+    it leaves the program while others call    -                  end the job          -
+    it never comes                             -                  wait; the watchdog   -
+                                                                  ends the job
+
+The exchange itself is in `_communicators/checked_exchange.py`, the edge of public methods in
+`collective.py`, the texts of disagreements in `mismatch.py`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +46,7 @@ from hpcstrat._process import failure
 
 
 class Interruption(NamedTuple):
-    """A call that an exception interrupted midway, after which the ranks' states can no longer be trusted.
+    """A call that an exception interrupted midway: the ranks' states may differ from now on.
 
     Attributes:
         call: the user's name of the method.
@@ -25,12 +57,12 @@ class Interruption(NamedTuple):
     error: BaseException
 
 
-# A counter, and no list of stacks: the watchdog reads it from its own thread, without a lock and at
-# no cost to calls.
+# A counter and not a list of stacks: the watchdog reads it from its own thread, without a lock and
+# at no cost to calls.
 class Waiting:
     """A block in which this rank waits for the others.
 
-    Such blocks nest; the watchdog's thread reads `depth`.
+    Blocks may be nested. The watchdog's thread reads `depth`.
     """
 
     __slots__ = ("depth",)
@@ -46,72 +78,84 @@ class Waiting:
 
 
 class CallState:
-    """What the communicators of one group share.
+    """The state that all communicators of a group share.
 
     Attributes:
         number: how many calls were made.
-        last_signature: the last call's.
+        last_signature: the last call's signature.
         storages: how many storages of variables these ranks have made.
-        settled: the number of the last call from which all ranks raised together.
+        shared_error_call: the number of the last call from which all ranks raised together.
         thread: the thread that made the last call.
         waiting: the block that this rank is in while it waits for the others.
         barred: whether no call may be made, for one of the next three reasons.
-        paused: the call that not all ranks are in, during which none may be made.
+        paused: the call that not all ranks are in; no other call may be made during it.
         interruption: the call that an exception interrupted, on this rank alone or midway.
-        forked: whether this process is a child of the rank.
-        faults: hash of the calls after which this rank had exceptions that other ranks may not know
-            of.
-        fault: the last such exception.
-        faulty: the number of the call after which it was raised.
+        forked: whether this process is a forked child of the rank.
+        escaped_hash: hash of the calls after which this rank raised an exception that other ranks
+            may not know of.
+        last_escaped: the last such exception.
+        last_escaped_call: the number of the call after which it was raised.
     """
 
     __slots__ = (
-        *("__weakref__", "barred", "fault", "faults", "faulty", "forked", "interruption"),
-        *("last_signature", "number", "paused", "settled", "storages", "thread", "waiting"),
+        "__weakref__",
+        "barred",
+        "escaped_hash",
+        "forked",
+        "interruption",
+        "last_escaped",
+        "last_escaped_call",
+        "last_signature",
+        "number",
+        "paused",
+        "shared_error_call",
+        "storages",
+        "thread",
+        "waiting",
     )
 
     def __init__(self) -> None:
         self.number: int = 0
         self.last_signature: CallSignature | None = None
-        self.settled: int = 0
+        self.shared_error_call: int = 0
         self.storages: int = 0
         self.thread: int = threading.get_ident()
         self.waiting: Waiting = Waiting()
-        # One flag for every reason, since each call tests it; `refuse` finds out which it was.
+        # One flag for all reasons, because each call tests it; `refuse` finds out the reason.
         self.barred: bool = False
         self.paused: str | None = None
         self.interruption: Interruption | None = None
         self.forked: bool = False
-        self.faults: int = 0
-        self.fault: BaseException | None = None
-        self.faulty: int = 0
+        self.escaped_hash: int = 0
+        self.last_escaped: BaseException | None = None
+        self.last_escaped_call: int = 0
         _all.add(self)
 
-    def pause(self, call: str | None) -> None:
-        """From now on no call may be made, because not all ranks are in `call`; with `None` they may again."""
+    def set_paused(self, call: str | None) -> None:
+        """Forbids calls, because not all ranks are in `call`; `None` allows them again."""
         self.paused = call
         self.barred = self.forked or self.interruption is not None or call is not None
 
     def mark_interrupted(self, call: str, error: BaseException) -> None:
         """Notes that an exception interrupted `call`: the next call ends the job."""
-        # The first one counts: later ones often follow from it.
+        # The first exception counts: later ones often follow from it.
         if self.interruption is None:
             self.interruption = Interruption(call, error)
         self.barred = True
 
-    def note_fault(self, error: BaseException) -> None:
-        """Notes an exception that this rank may have alone, once: the next call compares."""
-        if error is not self.fault or self.number != self.faulty:
-            # A hash and not a count: ranks that had as many errors, but after different calls, must
-            # differ.
-            self.faults = (self.faults * 1_000_003 + self.number + 1) & 0x7FFF_FFFF_FFFF
-            self.fault, self.faulty = error, self.number
+    def note_escaped(self, error: BaseException) -> None:
+        """Notes, once, an exception that only this rank may have raised: the next call compares."""
+        if error is not self.last_escaped or self.number != self.last_escaped_call:
+            # A hash and not a count: ranks with equally many errors, but after different calls,
+            # must differ.
+            self.escaped_hash = (self.escaped_hash * 1_000_003 + self.number + 1) & 0x7FFF_FFFF_FFFF
+            self.last_escaped, self.last_escaped_call = error, self.number
 
     def refuse(self, call: str) -> NoReturn:
-        """Raises, or ends the job, for the reason why no call may be made.
+        """Raises, or ends the job, for the reason that forbids calls.
 
         Raises:
-            RuntimeError: it may be made later, or by another process.
+            RuntimeError: the call may be made later, or by another process.
         """
         location = user_frame()
         if self.forked:
@@ -122,7 +166,7 @@ class CallState:
             )
         if self.interruption is not None:
             lines = "".join(traceback.format_exception(self.interruption.error))
-            # At the end of the program there is no line to name, and the call has the same name.
+            # At the end of the program there is no line to name, and the call has that same name.
             where = call if call == location else f"{call}, at {location}"
             failure.end_job(
                 f"{lines}hpcstrat: this exception interrupted {self.interruption.call} on this "
@@ -136,13 +180,13 @@ class CallState:
         )
 
     def change_thread(self, call: str) -> None:
-        """Lets this thread make calls, if the one that did is in none.
+        """Lets this thread make calls, if the thread that made the last call is idle.
 
         Raises:
-            RuntimeError: it is. The job ends at the next call: the ranks cannot know in which order
-                to make the two.
+            RuntimeError: that thread is in a call. The job ends at the next call: the ranks cannot
+                know in which order to make the two.
         """
-        # Two threads may come here at once; without the lock both would find the owner idle.
+        # Two threads may come here at once. Without the lock both would find the owner idle.
         with _changing:
             theirs = user_frame_in_call(self.thread)
             if theirs is None:
@@ -157,8 +201,8 @@ class CallState:
                 "same on all ranks; make them in one thread"
             )
         except RuntimeError as error:
-            # Not raised only: if the program caught it and went on, ranks could make the two
-            # threads' calls in different orders.
+            # To raise is not enough: if the program caught it and continued, ranks could make the
+            # two threads' calls in different orders.
             self.mark_interrupted(call, error)
             raise
 
@@ -168,11 +212,10 @@ _changing = threading.Lock()
 
 
 def _forbid_in_child() -> None:
-    """A forked child has its parent's slot in shared memory, and would be taken for it."""
+    """Forbids calls in a forked child: it has its parent's slot in shared memory."""
     global _changing
-    _changing = (
-        threading.Lock()
-    )  # the parent's may be held by a thread that the child does not have
+    # A new lock: a thread that the child does not have may hold the parent's.
+    _changing = threading.Lock()
     for calls in _all:
         calls.forked = calls.barred = True
 

@@ -14,24 +14,24 @@ from typing import NamedTuple
 from hpcstrat._process.output import ipython_shell
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_OUTPUT = os.path.join(_PACKAGE, "_process/output.py")  # whose functions replace Python's own
-_LONGEST = (400, 150, 40, 0)  # characters of a text in a status, the first that fits
+_OUTPUT = os.path.join(_PACKAGE, "_process/output.py")  # its functions replace Python's own
+_LONGEST = (400, 150, 40, 0)  # characters of a text in a status: the first that fits
 
 LIMIT = 2000
-"""Bytes of a packed status at most."""
+"""The most bytes of a packed status."""
 
 
 class RankStatus(NamedTuple):
     """One rank at one moment.
 
     Attributes:
-        number: of its current or last collective call.
+        number: the number of its current or last collective call.
         call: this call in words.
         location: file and line of the program that it is at.
         waits: whether it is inside a collective call.
-        progress: a number that changes while it does long work of the library's own.
+        progress: a number that changes while the library does long work of its own.
         extra_seconds: how much longer than usual it asks the others to wait.
-        gone: whether it leaves the program, as it should.
+        gone: whether it leaves the program properly.
         process: its process id.
         beat: a number that changes with every status.
     """
@@ -49,8 +49,8 @@ class RankStatus(NamedTuple):
     def pack(self) -> bytes:
         """The status as at most `LIMIT` bytes; long texts are cut."""
         message = b""
-        # A slot has a fixed size. A path's end and a call's beginning say most, so these stay when
-        # a text is cut.
+        # A slot has a fixed size. The end of a path and the start of a call say most, so these stay
+        # when a text is cut.
         for longest in _LONGEST:
             short = self._replace(
                 call=self.call[:longest],
@@ -63,10 +63,10 @@ class RankStatus(NamedTuple):
 
     @classmethod
     def unpack(cls, message: bytes) -> RankStatus:
-        """The status of these bytes, which `pack` made.
+        """The status in these bytes, which `pack` made.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: they are something else.
         """
         fields = json.loads(message)
         if not isinstance(fields, list) or len(fields) != len(cls._fields):
@@ -75,10 +75,9 @@ class RankStatus(NamedTuple):
 
 
 def user_frame_of(thread: int) -> str:
-    """Where another thread is in the user's program; where the main thread is, if that one has ended."""
+    """Where a thread is in the user's program; if it has ended, where the main thread is."""
     frames = sys._current_frames()
-    # This function's own would be a cycle, which keeps alive what all threads have in their
-    # variables.
+    # This function's own frame would make a cycle, which keeps all threads' local variables alive.
     del frames[threading.get_ident()]
     return _location_of(frames.get(thread) or frames.get(threading.main_thread().ident or 0))
 
@@ -89,31 +88,30 @@ def user_frame() -> str:
 
 
 def user_frame_in_call(thread: int) -> str | None:
-    """Where in the user's program another thread is inside a call of the library; `None` if it is in none.
+    """Where in the user's program a thread is in a call of the library; `None` if it is in none.
 
-    A replica function does not count as one: it is the program's own code.
+    A replica function does not count as such a call: it is the program's own code.
     """
     innermost = frame = sys._current_frames().get(thread)
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
         if path.startswith(_PACKAGE) and path != _OUTPUT:
             return None if name == "_run" else _location_of(innermost)
-        # A line of the program itself is innermost: the thread computes, and is in no call.
-        if not path.startswith((_OUTPUT, *_installed())):
+        # The program's own code is innermost: the thread computes, and is in no call.
+        if not path.startswith((_OUTPUT, *_installed_paths())):
             return None
-        frame = frame.f_back  # of a function that the program, or the library, is in
+        frame = frame.f_back  # a function that the program, or the library, has called
     return None
 
 
 def _location_of(frame: FrameType | None) -> str:
-    """File, line and function of the program that this stack is in.
-
-    Installed packages are not the program.
-    """
+    """File, line and function of the program that this stack is in; not of installed packages."""
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
     innermost = frame
-    while frame is not None and frame.f_code.co_filename.startswith((_PACKAGE, *_installed())):
+    while frame is not None and frame.f_code.co_filename.startswith(
+        (_PACKAGE, *_installed_paths())
+    ):
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:
@@ -124,15 +122,15 @@ def _location_of(frame: FrameType | None) -> str:
 def _near(path: str) -> str:
     shell = ipython_shell()
     if shell is not None and (cell := shell.compile.format_code_name(path)):
-        return cell[1]  # In[3], of which the file has a name that says nothing
+        return cell[1]  # In[3]; the file's own name says nothing
     try:
         return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
-    except OSError:  # the working folder is no more
+    except OSError:  # the working folder no longer exists
         return path
 
 
 @functools.cache
-def _installed() -> tuple[str, ...]:
+def _installed_paths() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     return (
         "<frozen ",

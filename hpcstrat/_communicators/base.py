@@ -20,13 +20,13 @@ from hpcstrat._core.types import Array, ReduceOp, ReplicaMismatchError
 
 
 class Outgoing(NamedTuple):
-    """Arrays that this rank sends to others, one to each of them at most, of shapes that may differ.
+    """Arrays, of any shapes, that this rank sends to others: at most one to each rank.
 
     Attributes:
-        dtype: of all of them, and of what comes.
-        to: for a rank what it is sent.
-        sources: the ranks that send such an array to this one.
-        is_on_gpu: whether they are, and what comes is to be.
+        dtype: the dtype of all arrays, sent and received.
+        to: the array for each rank that gets one.
+        sources: the ranks that send such an array to this rank.
+        is_on_gpu: whether the arrays, sent and received, are on the GPU.
     """
 
     dtype: np.dtype[Any]
@@ -35,7 +35,7 @@ class Outgoing(NamedTuple):
     is_on_gpu: bool
 
 
-def _described(_: Communicator, arrays: Sequence[Array], *__: Any, **___: Any) -> Details:
+def _describe(_: Communicator, arrays: Sequence[Array], *__: Any, **___: Any) -> Details:
     return Details(current_call(), sum(array.nbytes for array in arrays))
 
 
@@ -45,7 +45,7 @@ class Communicator(CheckedExchange):
     Collective: all ranks make every call, in one order.
     """
 
-    # ---- what a transport fills in, as above
+    # ---- what a transport implements, as in `CheckedExchange`
 
     @abc.abstractmethod
     def reduce_arrays(
@@ -60,9 +60,9 @@ class Communicator(CheckedExchange):
     def gather_arrays(
         self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
     ) -> list[Array]:
-        """`all_gather` of arrays that are checked, but for their shapes.
+        """`all_gather` of arrays that are checked, except for their shapes.
 
-        Equal are `must_match` and the dtypes.
+        On all ranks `must_match` and the dtypes are equal.
         """
 
     @abc.abstractmethod
@@ -78,9 +78,9 @@ class Communicator(CheckedExchange):
     def reduce_parts(
         self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp
     ) -> list[Array]:
-        """`reduce_scatter` of checked arrays, each in one part a rank.
+        """`reduce_scatter` of checked arrays, each in one part per rank.
 
-        Equal are `must_match`, shapes and dtypes.
+        On all ranks `must_match`, the shapes and the dtypes are equal.
         """
 
     @abc.abstractmethod
@@ -92,19 +92,19 @@ class Communicator(CheckedExchange):
     # ---- verbs
 
     def barrier(self) -> None:
-        """Waits until every rank has come here. Collective."""
+        """Waits until every rank has called it. Collective."""
         self.exchange(signature_of(current_call()))
 
-    @span(COMMUNICATION, _described)
+    @span(COMMUNICATION, _describe)
     def all_reduce(self, arrays: Sequence[Array], op: ReduceOp, *must_match: str) -> list[Array]:
         """Reduces arrays, of any shape, layout and reducible dtype, elementwise over all ranks.
 
-        All of them are sent together. The results are new C-contiguous arrays on the arrays'
+        All arrays are sent together. The results are new C-contiguous arrays on the arrays'
         devices, bit-identical on every rank. `MEAN` of integers over several ranks has the dtype of
         `mean_dtype`. Collective.
 
         Args:
-            arrays: this rank's.
+            arrays: this rank's arrays.
             op: how they are reduced.
             *must_match: what else must be equal on all ranks.
 
@@ -113,7 +113,7 @@ class Communicator(CheckedExchange):
             ReplicaMismatchError: shapes, dtypes, `op` or `must_match` differ between ranks.
         """
         with self.raise_together():
-            return self._reduced(
+            return self._reduce_natives(
                 arrays,
                 op,
                 lambda natives, *facts: self.reduce_arrays(
@@ -121,17 +121,17 @@ class Communicator(CheckedExchange):
                 ),
             )
 
-    def _reduced(
+    def _reduce_natives(
         self, arrays: Sequence[Array], op: ReduceOp, move: Callable[..., list[Array]]
     ) -> list[Array]:
-        """What `move` makes of the arrays as transports take them, given also what else must match."""
+        """Calls `move` with the arrays as transports take them, and with what else must match."""
         for array in arrays:
             reduction.check_reducible(array.dtype, op)
         natives = [as_native(array) for array in arrays]
         integers = [array.dtype for array in natives if array.dtype.kind in "iu"]
         if not integers or not reduction.REDUCTIONS[op].is_mean or self.size == 1:
             return move(natives)
-        # Here, before any transport has the arrays, so that all transports reduce the same dtype.
+        # Here, before a transport gets the arrays, so that all transports reduce the same dtype.
         wide = [
             array.astype(np.float64) if array.dtype.kind in "iu" else array for array in natives
         ]
@@ -141,19 +141,18 @@ class Communicator(CheckedExchange):
             for mean, array in zip(means, natives, strict=True)
         ]
 
-    @span(COMMUNICATION, _described)
+    @span(COMMUNICATION, _describe)
     def reduce_scatter(
         self, arrays: Sequence[Array], op: ReduceOp, axis: int, *must_match: str
     ) -> list[Array]:
-        """This rank's part, along `axis`, of what `all_reduce` makes of each array.
+        """This rank's part, along `axis`, of each array that `all_reduce` would return.
 
-        The parts are as equal as can be, in rank order: the first ones have one element more where
-        they must differ.
-        The results are fresh, C-contiguous, where the arrays are. Collective.
+        The parts are in rank order; where the size is not divisible, the first ranks get one
+        element more. The results are new C-contiguous arrays on the arrays' devices. Collective.
 
         Raises:
-            TypeError: a dtype that cannot be reduced so.
-            ValueError: an array without that axis.
+            TypeError: a dtype does not support the reduction.
+            ValueError: an array has no such axis.
             ReplicaMismatchError: shapes, dtypes, `op`, `axis` or `must_match` differ between ranks.
         """
         with self.raise_together():
@@ -169,19 +168,19 @@ class Communicator(CheckedExchange):
                     facts, [_parts_along(array, axis, self.size) for array in natives], op
                 )
 
-            return self._reduced(arrays, op, move)
+            return self._reduce_natives(arrays, op, move)
 
-    @span(COMMUNICATION, _described)
+    @span(COMMUNICATION, _describe)
     def broadcast(self, arrays: Sequence[Array], root: int, *must_match: str) -> list[Array]:
-        """Fresh copies of rank `root`'s arrays, where this rank's own are. Collective.
+        """New copies of rank `root`'s arrays, on the devices of this rank's arrays. Collective.
 
         Args:
-            arrays: this rank's, of the root's shapes and dtypes.
-            root: the rank whose arrays count.
+            arrays: this rank's arrays, of the root's shapes and dtypes.
+            root: the rank whose arrays are copied.
             *must_match: what else must be equal on all ranks.
 
         Raises:
-            TypeError: an array of Python objects.
+            TypeError: an array holds Python objects.
             ReplicaMismatchError: shapes, dtypes, `root` or `must_match` differ between ranks.
         """
         with self.raise_together():
@@ -192,25 +191,25 @@ class Communicator(CheckedExchange):
 
     @span(COMMUNICATION, lambda _, outgoing, *__: Details(current_call(), _bytes_of(outgoing)))
     def all_to_all(self, outgoing: Sequence[Outgoing], *must_match: str) -> list[dict[int, Array]]:
-        """Sends arrays to other ranks, and gives for each of `outgoing` what came, by its source.
+        """Sends arrays to other ranks; returns, for each of `outgoing`, what came, by its source.
 
         Collective.
 
         Args:
-            outgoing: of as many kinds, and of the same dtypes, on all ranks; each rank's `sources`
-                are the ranks that have something for it.
+            outgoing: as many, and of the same dtypes, on all ranks; each rank's `sources` are the
+                ranks that have an array for it.
             *must_match: what else must be equal on all ranks.
 
         Raises:
-            TypeError: an array of Python objects.
+            TypeError: an array holds Python objects.
             ReplicaMismatchError: dtypes or `must_match` differ between ranks.
         """
         with self.raise_together():
-            for one in outgoing:
-                _check_no_objects(list(one.to.values()))
-            return self.exchange_parts((*must_match, *[one.dtype for one in outgoing]), outgoing)
+            for item in outgoing:
+                _check_no_objects(list(item.to.values()))
+            return self.exchange_parts((*must_match, *[item.dtype for item in outgoing]), outgoing)
 
-    @span(COMMUNICATION, _described)
+    @span(COMMUNICATION, _describe)
     def all_gather(self, arrays: Sequence[Array], axis: int, *must_match: str) -> list[Array]:
         """Concatenates each array over all ranks, in rank order, along `axis`.
 
@@ -219,9 +218,9 @@ class Communicator(CheckedExchange):
         Collective.
 
         Raises:
-            TypeError: an array of Python objects.
-            ReplicaMismatchError: an array without that axis, or whose other sizes differ; every
-                rank's shape is named.
+            TypeError: an array holds Python objects.
+            ReplicaMismatchError: an array has no such axis, or its other sizes differ; the message
+                names every rank's shape.
         """
         with self.raise_together():
             _check_no_objects(arrays)
@@ -229,10 +228,10 @@ class Communicator(CheckedExchange):
             return self.gather_arrays((f"axis={axis}", *must_match), arrays, axis)
 
     def all_gather_obj(self, obj: Any, *must_match: str) -> list[Any]:
-        """Every rank's object, in rank order; arrays in it are fresh copies. Collective.
+        """Every rank's object, in rank order; arrays in them are new copies. Collective.
 
         Args:
-            obj: this rank's.
+            obj: this rank's object.
             *must_match: what must be equal on all ranks.
 
         Raises:
@@ -243,7 +242,7 @@ class Communicator(CheckedExchange):
             messages = self.exchange(
                 signature_of(current_call(), *must_match), message.nbytes, message.write
             )
-            return [records.load_object(one) for one in messages]
+            return [records.load_object(message) for message in messages]
 
     def broadcast_obj(self, obj: Any, root: int = 0) -> Any:
         """The object of rank `root`; what the others pass is ignored. Collective.
@@ -269,7 +268,7 @@ def _check_no_objects(arrays: Sequence[Array]) -> None:
 
 
 def _bytes_of(outgoing: Sequence[Outgoing]) -> int:
-    return sum(array.nbytes for one in outgoing for array in one.to.values())
+    return sum(array.nbytes for item in outgoing for array in item.to.values())
 
 
 def _parts_along(array: Array, axis: int, size: int) -> list[Array]:

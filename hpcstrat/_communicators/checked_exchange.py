@@ -1,4 +1,4 @@
-"""The exchange that every collective call begins with: one record per rank, compared, and then messages."""
+"""The exchange that starts every collective call: one record per rank, compared; then messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hpcstrat._process import settings
 from hpcstrat._watchdog.watchdog import Watchdog
 
 Write: TypeAlias = Callable[[Bytes], None]
-"""Writes this rank's message to the first bytes of the array that it is given."""
+"""Writes this rank's message to the first bytes of the array passed to it."""
 
 
 class CheckedExchange(abc.ABC):
@@ -31,16 +31,16 @@ class CheckedExchange(abc.ABC):
 
     Collective: all ranks make every call, in one order.
 
-    Every call begins with one record per rank, by which the ranks agree that it is the same call
-    with the same arguments. If it is not, all of them raise. A transport fills in how records and
+    Every call starts with one record per rank, by which the ranks check that they make the same
+    call with the same arguments. If not, all of them raise. A transport implements how records and
     messages travel.
 
     Attributes:
         rank: this process's index in the group.
-        size: how many ranks there are.
-        checks: whether values that count as one are compared; see `require_equal`.
+        size: the number of ranks.
+        checks: whether values that must be equal are compared; see `require_equal`.
         calls: what this rank has called.
-        watchdog: ends the job where ranks wait forever; `None` where there is none.
+        watchdog: ends the job if ranks wait forever; `None` if there is none.
     """
 
     rank: int
@@ -49,8 +49,8 @@ class CheckedExchange(abc.ABC):
     def __init__(self, rank: int, size: int, calls: CallState | None = None) -> None:
         self.rank = rank
         self.size = size
-        # A device communicator shares its host communicator's: calls of both are counted, and so
-        # compared, in one order.
+        # A device communicator shares its host communicator's `CallState`: the calls of both are
+        # counted, and so compared, in one order.
         self.calls: CallState = CallState() if calls is None else calls
         self.checks: bool = size > 1 and settings.is_on("HPCSTRAT_CHECK")
         self.watchdog: Watchdog | None = None
@@ -60,29 +60,35 @@ class CheckedExchange(abc.ABC):
         """How many calls were made."""
         return self.calls.number
 
-    # ---- what a transport fills in. It checks nothing; a device communicator calls it of its host
-    # communicator
+    # ---- what a transport implements, without checks; a device communicator passes it on to its
+    # host communicator
 
     @abc.abstractmethod
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        """Exchanges records of `protocol.pack_record`; returns all.
+        """Exchanges records of `records.pack_record`; returns all ranks' records.
 
-        Writes the message too, if it can go at once.
+        Writes the message too, if it can travel with them.
         """
 
     @abc.abstractmethod
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
-        """All ranks' messages of the call whose records were just exchanged, valid until the next call."""
+        """All ranks' messages of the call just exchanged by records, valid until the next call."""
 
-    # ---- the exchange that every call begins with
+    # ---- the exchange that starts every call
 
     @span(COMMUNICATION, lambda _, signature, nbytes=0, *__, **___: Details(signature.call, nbytes))
     def exchange(
         self, signature: CallSignature, nbytes: int = 0, write: Write | None = None
     ) -> list[Bytes]:
-        """Every rank's message of `nbytes` bytes, which may differ from rank to rank, once all agree on `signature`.
+        """Returns every rank's message, once all ranks agree on `signature`.
 
-        The arrays are read-only by convention and valid until the next call. Collective.
+        Messages may differ in size. The arrays are read-only by convention and valid until the next
+        call. Collective.
+
+        Args:
+            signature: what must be equal on all ranks.
+            nbytes: the size of this rank's message.
+            write: writes it.
 
         Raises:
             ReplicaMismatchError: the ranks call different things.
@@ -91,29 +97,26 @@ class CheckedExchange(abc.ABC):
         """
         self._count(signature)
         waiting = self.calls.waiting
-        waiting.depth += (
-            1  # what `with waiting:` does, without its two calls: every step comes through here
-        )
+        # As `with waiting:`, without its two calls: every step comes through here.
+        waiting.depth += 1
         try:
             own = records.pack_record(
-                self.calls.number, self.calls.faults, records.OK, signature.digest, nbytes
+                self.calls.number, self.calls.escaped_hash, records.OK, signature.digest, nbytes
             )
             posted = self.exchange_records(own, nbytes, write)
-            # Whole records first: where even the sizes of the messages are equal, nobody has to
-            # unpack any.
+            # Whole records first: if even the messages' sizes are equal, no record is unpacked.
             for record in posted:
                 if record != own:
                     break
-            else:  # the way of nearly all calls
+            else:  # the fast path
                 return self.collect_messages([nbytes] * self.size, write)
-            # The records differ somewhere. In the sizes of messages they may, in what comes before
-            # these they must not.
+            # The records differ. They may in the sizes of messages, but not in what comes before.
             if any(record[: records.COMMON] != own[: records.COMMON] for record in posted):
                 self._disagree(posted, signature.words(), None)
             return self.collect_messages(records.message_sizes(posted), write)
         except BaseException as error:
-            # A signal's handler may raise while this rank waits: the others have then made a call
-            # that this rank has not.
+            # A signal's handler may raise while this rank waits. Then the others have made a call
+            # that this rank has not made.
             self.mark_interrupted(error, signature.call)
             raise
         finally:
@@ -124,54 +127,50 @@ class CheckedExchange(abc.ABC):
         if calls.barred:
             calls.refuse(signature.call)
         if calls.thread != threading.get_ident():
-            # All ranks must make calls in one order, which two threads of a rank cannot promise.
+            # All ranks must make calls in one order, which two threads of a rank cannot guarantee.
             calls.change_thread(signature.call)
         calls.number += 1
         calls.last_signature = signature
 
     def count_storage(self) -> int:
-        """The number of a new storage of these ranks: all make theirs in one order."""
+        """The number of a new storage of these ranks, which all make storages in one order."""
         self.calls.storages += 1
         return self.calls.storages
 
     def require_open(self, call: str = "") -> None:
-        """Refuses a method of the library that need not communicate where no call may be made.
+        """Refuses a method where no call may be made, even if it would not communicate.
 
         Raises:
-            RuntimeError: in a child of the rank, or the function of an update.
+            RuntimeError: in a child of the rank, or in the function of an update.
         """
         if self.calls.barred:
             self.calls.refuse(call or current_call())
 
     def raise_together(self) -> RaiseTogether:
-        """A block of fallible local work before a collective: what it raises on one rank, all ranks raise.
+        """A block of local work before a collective: what one rank raises in it, all ranks raise.
 
-        `@collective` is such a block around the whole of a call, up to its first exchange.
+        `@collective` makes such a block of a whole call, up to its first exchange.
         """
         return RaiseTogether(self)
 
     def share_error(self, error: BaseException, number: int) -> None:
-        """Makes the other ranks raise this rank's error too, if no call was made since call `number`.
+        """Makes the other ranks raise this error too, if no call was made since call `number`.
 
-        If one was, the others may be elsewhere: then the next call checks that all ranks had an
-        error.
+        Otherwise the others may be elsewhere: the next call checks that all ranks had an error.
         """
         calls = self.calls
-        if (
-            calls.interruption is not None
-        ):  # the next call ends the job, and nobody is told by this one
+        if calls.interruption is not None:  # the next call ends the job; this one tells no rank
             return
-        if calls.number != number:  # the ranks have met: who raises now may be alone
+        if calls.number != number:  # the ranks have met: this rank may be alone with the error
             # Unless all ranks raised here together: then there is nothing to compare.
-            if calls.number != calls.settled:
-                calls.note_fault(error)
+            if calls.number != calls.shared_error_call:
+                calls.note_escaped(error)
         elif isinstance(error, Exception):
-            # An exit or an interrupt is no error to share: left uncaught, it ends the job by
-            # itself.
+            # An exit or an interrupt is not shared: left uncaught, it ends the job by itself.
             self._fail(error)
 
     def require_equal(self, arrays: Sequence[Array], of: str = "") -> None:
-        """With `HPCSTRAT_CHECK=1`, checks that the ranks' arrays are equal where only one rank's is used.
+        """With `HPCSTRAT_CHECK=1`, checks that arrays of which one rank's is used are equal.
 
         Collective then; otherwise it does nothing.
 
@@ -187,48 +186,49 @@ class CheckedExchange(abc.ABC):
             self.exchange(signature_of(f"{current_call()}{of}, HPCSTRAT_CHECK", *seen))
 
     def work(self) -> None:
-        """Tells the watchdog that long work makes progress, so that waiting for it does not count as a stall."""
+        """Tells the watchdog that long work makes progress: waiting for it is not a stall."""
         if self.watchdog is not None:
             self.watchdog.work()
 
     def change(self) -> Change:
-        """A block that changes what all ranks share, or keep alike; an interrupted one cannot be resumed."""
+        """A block that changes what ranks share or keep equal; interrupted, it ends the job."""
         return Change(self)
 
     def mark_interrupted(self, error: BaseException, call: str = "") -> bool:
-        """Notes that an exception interrupted this call, unless all ranks raised it: the next call ends the job.
+        """Notes that an exception interrupted this call: the next call ends the job.
 
-        A single replica may go on: nobody waits for it, or believes that the call was done.
+        Except if all ranks raised it. A single replica may continue: no other rank waits for it, or
+        takes the call for done.
 
         Returns:
             Whether the call counts as interrupted.
         """
-        # All ranks raised this one together, before anything changed.
-        if self.calls.settled == self.calls.number:
+        # All ranks raised this error together, before anything changed.
+        if self.calls.shared_error_call == self.calls.number:
             return False
         if self.size > 1:
             self.calls.mark_interrupted(call or current_call(), error)
         return True
 
-    def settle(self) -> None:
+    def note_shared_error(self) -> None:
         """Notes that all ranks raise together now, after the last call."""
-        self.calls.settled = self.calls.number
+        self.calls.shared_error_call = self.calls.number
 
-    def note_fault(self, error: BaseException) -> None:
-        """Notes that an exception, of which the others do not know, leaves `Strategy.run` or a collective call.
+    def note_escaped(self, error: BaseException) -> None:
+        """Notes an exception, unknown to the others, that leaves `Strategy.run` or a call.
 
-        The program may catch it and go on only where every rank raised after the same calls; the
-        next one compares.
+        The program may catch it and continue only if every rank raised after the same calls; the
+        next call compares.
         """
-        self.calls.note_fault(error)
+        self.calls.note_escaped(error)
 
-    def pause(self) -> None:
-        """From now on no call may be made, because not all ranks are in this one."""
-        self.calls.pause(current_call())
+    def pause_calls(self) -> None:
+        """Forbids calls from now on, because not all ranks are in the current call."""
+        self.calls.set_paused(current_call())
 
-    def resume(self) -> None:
-        """Calls may be made again."""
-        self.calls.pause(None)
+    def resume_calls(self) -> None:
+        """Allows calls again."""
+        self.calls.set_paused(None)
 
     def leave(self) -> None:
         """Tells the others that this rank leaves the program.
@@ -237,7 +237,7 @@ class CheckedExchange(abc.ABC):
         """
         self._count(signature_of("the end of the program"))
         own = records.pack_record(
-            self.calls.number, self.calls.faults, records.LEAVING, bytes(16), 0
+            self.calls.number, self.calls.escaped_hash, records.LEAVING, bytes(16), 0
         )
         with self.calls.waiting:
             posted = self.exchange_records(own, 0, None)
@@ -249,13 +249,12 @@ class CheckedExchange(abc.ABC):
     def _fail(self, error: Exception) -> None:
         """Makes the other ranks raise what this rank raises already."""
         if self.size == 1:
-            self.settle()
+            self.note_shared_error()
             return
-        # The others are in the exchange that this rank does not reach: they find this record there
-        # instead of its own.
+        # The others are in the exchange that this rank does not reach. There they find this record.
         self.calls.number += 1
         own = records.pack_record(
-            self.calls.number, self.calls.faults, records.FAILED, bytes(16), 0
+            self.calls.number, self.calls.escaped_hash, records.FAILED, bytes(16), 0
         )
         try:
             with self.calls.waiting:
@@ -273,21 +272,21 @@ class CheckedExchange(abc.ABC):
     ) -> None:
         """All ranks come here together, and all raise, or the job ends.
 
-        A rank that failed itself (`error`) returns, and raises its own exception.
+        The rank that failed itself (`error`) returns, and raises its own exception.
         """
         states = [records.read_record(record) for record in posted]
-        # In these two cases the ranks cannot exchange reports: some are gone, or are in different
-        # calls.
+        # In these two cases the ranks cannot exchange reports: some are gone, or they are in
+        # different calls.
         if any(status == records.LEAVING for _, _, status, _ in states):
             mismatch.end_after_leaving(self.rank, [status for _, _, status, _ in states], words)
         if any(state[:2] != states[0][:2] for state in states):
-            mismatch.end_after_fault(
-                self.rank, [number for number, *_ in states], words, self.calls.fault
+            mismatch.end_after_escaped(
+                self.rank, [number for number, *_ in states], words, self.calls.last_escaped
             )
         by_rank = self._exchange_reports(mismatch.report_of(words, error))
-        self.settle()
-        # An error of one rank explains the differing signatures, and not the other way round, so it
-        # is what all raise.
+        self.note_shared_error()
+        # An error of one rank explains the differing signatures, not the other way round. So all
+        # raise the error.
         failed = [rank for rank, other in enumerate(by_rank) if other.problem is not None]
         if error is not None:
             return
@@ -306,7 +305,7 @@ class CheckedExchange(abc.ABC):
         posted = self.exchange_records(record, message.nbytes, message.write)
         if any(other[: records.COMMON] != record[: records.COMMON] for other in posted):
             numbers = [records.read_record(other)[0] for other in posted]
-            mismatch.end_after_fault(self.rank, numbers, own.words, self.calls.fault)
+            mismatch.end_after_escaped(self.rank, numbers, own.words, self.calls.last_escaped)
         return [
             records.load_object(m)
             for m in self.collect_messages(records.message_sizes(posted), message.write)

@@ -23,15 +23,15 @@ from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
 
 when_connected: list[Callable[[HostCommunicator], None]] = []
-"""Called when all ranks are connected; they may make calls."""
+"""Functions called when all ranks are connected; they may make calls."""
 when_left: list[Callable[[HostCommunicator], None]] = []
-"""Called when all ranks have agreed that they leave the program; they may make calls."""
+"""Functions called when all ranks have agreed to leave the program; they may make calls."""
 
 _connected: dict[tuple[str, ...], DeviceCommunicator] = {}
 _users: dict[DeviceCommunicator, int] = {}
 
 
-# A cache and no global variable, so that `connected` can ask whether it was called.
+# A cache and not a global variable, so that `find_connected` can ask whether it was called.
 @functools.cache
 def connect() -> HostCommunicator:
     """The communicator of all ranks of the program, the same for every strategy. Starts MPI.
@@ -39,13 +39,13 @@ def connect() -> HostCommunicator:
     Collective, once.
 
     Raises:
-        RuntimeError: MPI cannot be started, the ranks cannot share memory, or they run different
-            versions.
-        OSError: the timeline that is asked for cannot be written.
+        RuntimeError: MPI cannot be started, or the ranks cannot share memory, or their versions
+            differ.
+        OSError: the requested timeline cannot be written.
     """
     communicator = _connect()
-    for begin in when_connected:
-        begin(communicator)
+    for call in when_connected:
+        call(communicator)
     return communicator
 
 
@@ -67,20 +67,19 @@ def _connect() -> HostCommunicator:
             "is not noticed; open their ports to each other, or give the job a time limit",
             stacklevel=2,
         )
-    atexit.register(
-        _leave, communicator, os.getpid()
-    )  # after mpi4py's own hook, so it runs before MPI is finalised
+    # After mpi4py's own hook, so it runs before MPI is finalized.
+    atexit.register(_leave, communicator, os.getpid())
     _check_versions(communicator)
     return communicator
 
 
-def connected() -> HostCommunicator | None:
-    """What `connect` gave, or `None` where it was not called yet. Starts nothing."""
+def find_connected() -> HostCommunicator | None:
+    """The communicator that `connect` returned; `None` if it was not called yet. Starts nothing."""
     return connect() if connect.cache_info().currsize else None
 
 
 def _check_versions(communicator: HostCommunicator) -> None:
-    """Refuses ranks that do not run the same: they would not pack alike, or not compute alike.
+    """Refuses ranks that run different versions: they might pack or compute differently.
 
     Raises:
         RuntimeError: on all ranks.
@@ -89,7 +88,7 @@ def _check_versions(communicator: HostCommunicator) -> None:
         "Python": ".".join(map(str, sys.version_info[:2])),
         "NumPy": np.__version__,
         "hpcstrat": sys.modules["hpcstrat"].__version__,
-        # These two change which collective calls are made, so they must be equal as versions must.
+        # These two decide which collective calls are made, so they must be equal too.
         "HPCSTRAT_CHECK": str(int(communicator.checks)),
         "HPCSTRAT_TIMELINE": settings.timeline() or "not set",
     }
@@ -113,14 +112,13 @@ def connect_devices(
 ) -> DeviceCommunicator:
     """The communicator of all ranks and their GPUs. Collective.
 
-    Strategies on the same GPUs share it, and its stream: several at once, used in an order that
-    differs between ranks,
-    can deadlock, and each costs memory on the GPU. Each user gives it back with
-    `disconnect_devices`.
+    Strategies on the same GPUs share it, and its stream: several communicators, used in an order
+    that differs between ranks, can deadlock, and each costs memory on the GPU. Each user releases
+    it with `disconnect_devices`.
 
     Args:
         gpus: the unique id of each rank's GPU; empty for a rank that computes on the CPU.
-        ordinal: CUDA's number of this rank's GPU; `None` where it computes on the CPU.
+        ordinal: CUDA's number of this rank's GPU; `None` if it computes on the CPU.
         transport: moves what is on the GPUs.
 
     Raises:
@@ -131,8 +129,7 @@ def connect_devices(
     if communicator is None:
         control = connect()
         with call_named("connecting the GPUs"), control.raise_together():
-            # One rank may find no memory for a context on its GPU; the others would wait for it in
-            # NCCL.
+            # A rank may lack the memory for a context on its GPU: others would wait for it in NCCL.
             stream = None if ordinal is None else gpu.Stream(ordinal)
             control.barrier()
         communicator = _connected[gpus] = transport.connect(control, stream)
@@ -147,9 +144,9 @@ def keep_connected(communicator: DeviceCommunicator) -> None:
 
 
 def disconnect_devices(communicator: DeviceCommunicator) -> None:
-    """Gives a communicator of `connect_devices` back.
+    """Releases a communicator of `connect_devices`; the last user closes it.
 
-    All ranks do, after a barrier; the last user closes it.
+    All ranks call this, after a barrier.
     """
     _users[communicator] -= 1
     if not _users[communicator]:
@@ -160,8 +157,8 @@ def disconnect_devices(communicator: DeviceCommunicator) -> None:
 
 
 @contextlib.contextmanager
-def given_back_on_error(communicator: Communicator) -> Iterator[None]:
-    """What is raised inside, on all ranks, gives a communicator of `connect_devices` back."""
+def disconnect_on_error(communicator: Communicator) -> Iterator[None]:
+    """A block that releases a communicator of `connect_devices` if all ranks raise in it."""
     try:
         yield
     except BaseException:
@@ -179,21 +176,19 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
     if communicator.watchdog is not None:
         communicator.watchdog.leave()
     if not MPI.Is_finalized():  # by the program itself
-        # First all ranks agree that they leave here, so have made the same calls: only then do
-        # those of NCCL end.
+        # First all ranks agree that they leave here, so that all have made the same calls: only
+        # then do the calls of NCCL end.
         communicator.leave()
-        for end in when_left:
-            end(communicator)
+        for call in when_left:
+            call(communicator)
         try:
             for device in _users:
                 device.close()
-        except (
-            Exception
-        ):  # of what the GPU had still to do: Python would print it, and exit with status 0
+        except Exception:  # of the GPU's last work: Python would print it, and exit with status 0
             lines = traceback.format_exc()
             failure.end_job(
                 f"{lines}hpcstrat: the job ends: what the program had put on the GPU of rank "
-                f"{communicator.rank} failed, which its end found out; start with "
+                f"{communicator.rank} failed, which was only noticed at its end; start with "
                 "CUDA_LAUNCH_BLOCKING=1 to see where"
             )
     failure.note_left()

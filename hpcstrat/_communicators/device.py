@@ -1,4 +1,4 @@
-"""Communicators of replicas on GPUs: their interface, and the one that stages GPU arrays through host memory."""
+"""Communicators of replicas on GPUs: their interface, and the one that stages in host memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from hpcstrat._memory.layout import layout_of
 
 
 class RankSlice(NamedTuple):
-    """Some elements of a flat array that belong to one rank.
+    """Elements of a flat array that belong to one rank.
 
     Attributes:
-        rank: that rank.
+        rank: the rank.
         start, stop: the elements.
-        place: where the first of them is in the rank's own array, of its elements only.
+        place: where the first of them is in the rank's own array, which has its elements only.
     """
 
     rank: int
@@ -36,38 +36,56 @@ class RankSlice(NamedTuple):
 
 
 def on_stream(name: str) -> Callable[..., Details]:
-    """The span of a method that moves a flat array on the communicator's stream."""
-    return lambda communicator, array, *_, **__: Details(name, array.nbytes, communicator.lane)
+    """The span of a method that moves a flat array on the communicator's active stream."""
+    return lambda communicator, array, *_, **__: Details(
+        name, array.nbytes, communicator.active_stream
+    )
 
 
+# The streams of a rank, and who waits for whom: at each "v" or "^" a stream waits for an event.
+#
+#   program's stream  ---+ - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - +--->
+#                        | `_entered` of `gpu.Stream`                          `_left`   ^
+#                        v                                                               |
+#   `stream`             +--- gradients ---+--- more gradients ---+--- NCCL, update -----+
+#                                          | `_fork_event`        ^ `_join_event`
+#                                          v                      |
+#   side stream                            +--- NCCL -------------+
+#
+# `stream` is current in a block of `stream.current()`, such as `Strategy.run`: the first event is
+# at the block's start, the last at its end. A block of `side_stream()` sums the gradients that are
+# already there while the others are computed, and `join_side_stream()` waits for the sums. In such
+# a block `active_stream` is the side stream, else `stream`.
+#
+# The host queues all of this and waits for none of it, except where it is 32 calls of NCCL ahead
+# (`run_ahead.py`), and in `StagedCommunicator`, whose messages go through host memory.
 class DeviceCommunicator(Communicator):
     """Ranks of which some, or all, compute on GPUs.
 
-    Besides the calls of every communicator it has some for storage: they move flat arrays that lie
-    on each rank's own
-    device, after the ranks have agreed on what they do by a call of their own.
+    In addition to the calls of every communicator it has calls for storage. These move flat arrays
+    on each rank's own device, after the ranks have agreed in a call of their own.
 
     Args:
         control: moves records, objects and host arrays of the same ranks.
-        stream: this rank's, on which GPU arrays are moved; `None` where it computes on the CPU.
+        stream: this rank's stream, on which GPU arrays move; `None` if it computes on the CPU.
 
     Attributes:
-        lane: the stream that the calls for storage use now: that one, or one beside it.
-        has_second_lane: whether there is one beside it.
+        active_stream: the stream that the calls for storage use now: `stream`, or the side stream.
+        has_side_stream: whether there is a side stream.
     """
 
-    has_second_lane: bool = False
+    has_side_stream: bool = False
 
     def __init__(self, control: HostCommunicator, stream: gpu.Stream | None) -> None:
         super().__init__(control.rank, control.size, control.calls)
         self._control = control
         self.watchdog = control.watchdog
         self.stream = stream
-        self.lane = stream
+        self.active_stream = stream
 
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        # GPU calls begin with the same records as host calls, so a mismatch is an error before NCCL
-        # sees it, where it would hang.
+        # GPU calls start with the same records as host calls, so a mismatch is an error before NCCL
+        # sees it, which would hang.
         return self._control.exchange_records(record, nbytes, write)
 
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Any]:
@@ -75,13 +93,13 @@ class DeviceCommunicator(Communicator):
 
     @abc.abstractmethod
     def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
-        """Reduces the ranks' arrays elementwise into `out`, which may be the array, on every rank."""
+        """Reduces the ranks' arrays elementwise into every rank's `out`, which may be the array."""
 
     @abc.abstractmethod
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """Reduces the ranks' arrays elementwise into rank `root`'s `out`, which may be the array.
 
-        What `out` is on the others is undefined then.
+        On the other ranks `out` is undefined afterwards.
         """
 
     @abc.abstractmethod
@@ -90,38 +108,40 @@ class DeviceCommunicator(Communicator):
 
     @abc.abstractmethod
     def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[RankSlice]) -> None:
-        """Sums the ranks' arrays of floats, and brings each rank the elements of its segments, to its `out`."""
+        """Sums the ranks' arrays of floats; each rank's `out` gets the elements of its segments."""
 
     @abc.abstractmethod
     def all_gather_flat(self, array: Array, segments: Sequence[RankSlice]) -> None:
         """Copies each segment of its rank's array to all ranks' arrays."""
 
-    def beside(self, memory: Array) -> contextlib.AbstractContextManager[None]:
-        """A block whose calls for storage go to a second stream, behind what is on the first, which is current, now.
+    def side_stream(self, memory: Array) -> contextlib.AbstractContextManager[None]:
+        """A block whose calls for storage use a second stream, after what is on `stream` now.
+
+        `stream` is current.
 
         Args:
-            memory: what they use; it lives until `join`.
+            memory: what the calls use; it is kept until `join_side_stream`.
 
         Raises:
             NotImplementedError: there is no second stream.
         """
         raise NotImplementedError(f"{type(self).__name__} has no second stream")
 
-    def join(self) -> None:
-        """Makes the stream wait for what is on the second one."""
+    def join_side_stream(self) -> None:
+        """Makes `stream` wait for what is on the side stream."""
         return
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Gives back what the transport holds.
+        """Releases what the transport holds.
 
-        No rank may have work under way that others do not have too.
+        No rank may have work under way that other ranks do not have.
         """
 
 
 @final
 class StagedCommunicator(DeviceCommunicator):
-    """Replicas of both kinds, GPUs that NCCL does not connect, or one replica alone.
+    """Replicas on CPUs and GPUs, GPUs that NCCL does not connect, or a single replica.
 
     A GPU array is copied to pinned host memory, moved by the control communicator, and copied back.
     A rank that computes on the CPU makes the same calls with its host arrays.
@@ -134,24 +154,22 @@ class StagedCommunicator(DeviceCommunicator):
     def reduce_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
     ) -> list[Array]:
-        return self._staged(
-            lambda hosts: self._control.reduce_arrays(must_match, hosts, op), arrays
-        )
+        return self._stage(lambda hosts: self._control.reduce_arrays(must_match, hosts, op), arrays)
 
     def gather_arrays(
         self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
     ) -> list[Array]:
-        if self.size == 1:  # where the control communicator, which would check, is not asked
+        if self.size == 1:  # the control communicator, which would check, is not called
             for array in arrays:
                 check_gatherable([array.shape], axis)
-        return self._staged(
+        return self._stage(
             lambda hosts: self._control.gather_arrays(must_match, hosts, axis), arrays
         )
 
     def broadcast_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
     ) -> list[Array]:
-        return self._staged(
+        return self._stage(
             lambda hosts: self._control.broadcast_arrays(must_match, hosts, root), arrays
         )
 
@@ -162,7 +180,7 @@ class StagedCommunicator(DeviceCommunicator):
             leaves = [hosts[i : i + self.size] for i in range(0, len(hosts), self.size)]
             return self._control.reduce_parts(must_match, leaves, op)
 
-        return self._staged(
+        return self._stage(
             move,
             [part for leaf in parts for part in leaf],
             [gpu.is_on_gpu(leaf[0]) for leaf in parts],
@@ -171,37 +189,39 @@ class StagedCommunicator(DeviceCommunicator):
     def exchange_parts(
         self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
     ) -> list[dict[int, Array]]:
-        places = [(i, rank) for i, one in enumerate(outgoing) for rank in one.to]
-        found = [(i, source) for i, one in enumerate(outgoing) for source in one.sources]
+        places = [(i, rank) for i, item in enumerate(outgoing) for rank in item.to]
+        sources = [(i, source) for i, item in enumerate(outgoing) for source in item.sources]
 
         def move(hosts: Sequence[Array]) -> list[Array]:
             to: list[dict[int, Array]] = [{} for _ in outgoing]
             for (i, rank), host in zip(places, hosts, strict=True):
                 to[i][rank] = host
-            staged = [one._replace(to=to[i], is_on_gpu=False) for i, one in enumerate(outgoing)]
+            staged = [item._replace(to=to[i], is_on_gpu=False) for i, item in enumerate(outgoing)]
             received = self._control.exchange_parts(must_match, staged)
-            return [received[i][source] for i, source in found]
+            return [received[i][source] for i, source in sources]
 
-        if self.size == 1:  # this rank alone, and nothing is exchanged
+        if self.size == 1:  # nothing is exchanged
             with contextlib.nullcontext() if self.stream is None else self.stream.current():
-                return [{rank: array.copy() for rank, array in one.to.items()} for one in outgoing]
-        arrays = self._staged(
+                return [
+                    {rank: array.copy() for rank, array in item.to.items()} for item in outgoing
+                ]
+        arrays = self._stage(
             move,
             [outgoing[i].to[rank] for i, rank in places],
-            [outgoing[i].is_on_gpu for i, _ in found],
+            [outgoing[i].is_on_gpu for i, _ in sources],
         )
         results: list[dict[int, Array]] = [{} for _ in outgoing]
-        for (i, source), array in zip(found, arrays, strict=True):
+        for (i, source), array in zip(sources, arrays, strict=True):
             results[i][source] = array
         return results
 
-    def _staged(
+    def _stage(
         self,
         move: Callable[[Sequence[Array]], list[Array]],
         arrays: Sequence[Array],
         on_gpu: Sequence[bool] | None = None,
     ) -> list[Array]:
-        """What `move` makes of host copies of the arrays; `on_gpu` are the results that go to the GPU.
+        """Calls `move` with host copies of the arrays; results go to the GPU where `on_gpu` says.
 
         By default each array's result goes where that array is.
         """
@@ -212,7 +232,7 @@ class StagedCommunicator(DeviceCommunicator):
                 self.stream.here(array) if gpu.is_on_gpu(array) else array for array in arrays
             ]
             if self.size == 1:
-                # With one replica nothing is exchanged: copy on the device. Host arrays go to the
+                # A single replica exchanges nothing: copy on the device. Host arrays go to the
                 # control communicator.
                 return [
                     array.copy() if gpu.is_on_gpu(array) else move([array])[0] for array in arrays
@@ -226,15 +246,15 @@ class StagedCommunicator(DeviceCommunicator):
             ]
 
     def _host_copies(self, arrays: Sequence[Array]) -> list[Array]:
-        """The arrays with those on the GPU in pinned memory, valid until the next call."""
+        """The arrays, those on the GPU as copies in pinned memory; valid until the next call."""
         assert self.stream is not None
         layout = layout_of(
             tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
         )
-        # Kept from call to call: pinning memory is slow, because the system must lock each page. It
-        # is reused once the stream was waited for.
+        # Kept from call to call: to pin memory is slow, because the system must lock each page. It
+        # may be reused once the host has waited for the stream.
         if self._pinned.size < layout.nbytes:
-            self._pinned = gpu.pinned(layout.nbytes)
+            self._pinned = gpu.allocate_pinned(layout.nbytes)
         copies = list(arrays)
         for i, view in enumerate(layout.views(self._pinned)):
             if gpu.is_on_gpu(arrays[i]):
@@ -257,8 +277,7 @@ class StagedCommunicator(DeviceCommunicator):
     @span(COMMUNICATION, on_stream("reduce"))
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
-        # Through the host all ranks have the messages anyway, and what `out` is on the others is
-        # undefined.
+        # Through the host all ranks get the messages anyway, and other ranks' `out` is undefined.
         self.all_reduce_flat(array, out, op)
 
     @span(COMMUNICATION, on_stream("broadcast"))
@@ -266,8 +285,7 @@ class StagedCommunicator(DeviceCommunicator):
         """See `DeviceCommunicator.broadcast_flat`."""
         if self.size == 1:
             return
-        # The root's number is part of it: ranks that take different ones for the root would
-        # otherwise wait for each other.
+        # With the root's number: ranks that disagree about it would wait for each other.
         signature = signature_of("new values", array.dtype, array.shape, root)
         if self.rank == root:
             own = self._on_host(array)[0].view(np.uint8)
@@ -301,21 +319,21 @@ class StagedCommunicator(DeviceCommunicator):
         with call_named("new values"):
             everything = [np.concatenate([np.empty(0, array.dtype), *own])]
             (new,) = self._control.gather_arrays((array.dtype, array.shape), everything, 0)
-        begin = 0
-        for rank, start, stop, _ in sorted(segments):  # in the order of the ranks
+        offset = 0
+        for rank, start, stop, _ in sorted(segments):  # in rank order
             if rank != self.rank:
-                _fill(array[start:stop], new[begin : begin + stop - start])
-            begin += stop - start
+                _fill(array[start:stop], new[offset : offset + stop - start])
+            offset += stop - start
 
     def _on_host(self, array: Array) -> list[Array]:
         return [array] if self.stream is None else self._host_copies([array])
 
     def close(self) -> None:
-        """See `DeviceCommunicator.close`. There is nothing."""
+        """See `DeviceCommunicator.close`. It holds nothing."""
 
 
 def _fill(array: Array, host: Array) -> None:
-    """Writes host memory, which may be overwritten afterwards, to a flat array anywhere."""
+    """Writes host memory, which may be overwritten afterwards, to a flat array on any device."""
     if gpu.is_on_gpu(array):
         array.set(np.ascontiguousarray(host))
     else:

@@ -1,4 +1,4 @@
-"""How NumPy arrays move: as messages, one per rank. A single rank has nothing to move."""
+"""How NumPy arrays move: as messages, one per rank. A single rank moves nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
+from hpcstrat._communicators.array_messages import align, pack_arrays, parse_arrays
 from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
 from hpcstrat._communicators.checked_exchange import Write
@@ -24,7 +25,7 @@ from hpcstrat._memory.segment import LARGE, Segment, check_available
 from hpcstrat._process import worlds
 
 SMALL_MESSAGE_BYTES = 1 << 15
-"""Bytes up to which every rank reduces the whole message itself: cheaper than a second barrier."""
+"""Up to this size every rank reduces the whole message itself: cheaper than a second barrier."""
 
 
 def describe_message(
@@ -37,7 +38,7 @@ def describe_message(
 class HostCommunicator(Communicator):
     """Moves NumPy arrays as messages, which a transport exchanges or reduces."""
 
-    _largest_buffer = LARGE - 1  # bytes, of those that `new_buffer` has made
+    _largest_buffer = LARGE - 1  # bytes of the largest that `new_buffer` has made
 
     @abc.abstractmethod
     def reduce_message(
@@ -52,18 +53,18 @@ class HostCommunicator(Communicator):
         """Reduces the ranks' messages of this layout, elementwise, into `out`, on every rank.
 
         Sums are in rank order or, between hosts, in an order that depends on the layout. A part of
-        a message is summed in the order of the whole, whose layout it names.
+        a message is summed in the order of the message whose layout is `whole`.
         """
 
     def background(self) -> Background[HostCommunicator] | None:
         """What makes exchanges while the program computes; `None` where that gains nothing.
 
-        Collective at first.
+        The first call is collective.
         """
         return None
 
     def require_memory(self, nbytes: int, signature: CallSignature) -> None:
-        """Checks that the host has memory for its ranks, each of which is about to take this much.
+        """Checks that each host has this much memory for each of its ranks.
 
         Collective.
 
@@ -72,15 +73,13 @@ class HostCommunicator(Communicator):
             signature: what all ranks agree on.
 
         Raises:
-            MemoryError: it has not, on any rank.
+            MemoryError: a host has less; on all ranks.
         """
-        if (
-            self.size == 1 or self.size * nbytes < LARGE
-        ):  # the same on all ranks, however many their hosts have
+        # The same on all ranks, however many ranks their hosts have.
+        if self.size == 1 or self.size * nbytes < LARGE:
             return
-        world = worlds.started()
-        # No rank takes memory before all have found enough for all: one that comes late would find
-        # less.
+        world = worlds.find()
+        # No rank takes memory before all have found enough for all: a late rank would find less.
         with self.raise_together():
             check_available(
                 nbytes, self.size if world is None else min(self.size, world.local_size)
@@ -88,18 +87,17 @@ class HostCommunicator(Communicator):
             self.exchange(signature)
 
     def new_buffer(self, nbytes: int, signature: CallSignature) -> Bytes:
-        """Memory that each rank makes for itself in one call.
+        """Allocates memory of this rank, in a call of all ranks.
 
         Collective; the arguments are those of `require_memory`.
 
         Raises:
-            MemoryError: a rank cannot have it; on all ranks, in a block of `raise_together`.
+            MemoryError: a rank cannot allocate it; on all ranks, in a block of `raise_together`.
         """
         buffer = np.empty(nbytes, np.uint8)
         self.require_memory(nbytes, signature)
         if nbytes > self._largest_buffer:
-            # Makes its pages now: mailboxes that grow to this size next are compared with what is
-            # left.
+            # Makes the pages now, because mailboxes that grow next are compared with free memory.
             self._largest_buffer = nbytes
             buffer[:: mmap.PAGESIZE] = 0
         return buffer
@@ -114,7 +112,7 @@ class HostCommunicator(Communicator):
             self.reduce_message(
                 signature, layout, lambda message: layout.write(message, arrays), op, out
             )
-        except BaseException as error:  # a signal's, say: the others may wait for this rank's part
+        except BaseException as error:  # such as a signal's: the others may wait for this rank
             self.mark_interrupted(error)
             raise
         return layout.views(out)
@@ -130,12 +128,12 @@ class HostCommunicator(Communicator):
     ) -> list[Array]:
         _check_on_host(arrays)
         kinds = [array.dtype for array in arrays]
-        # Shapes travel in the message and not in the signature: they may differ along the axis, so
-        # all must be here to be compared.
+        # Shapes travel in the message and not in the signature: they may differ along the axis, and
+        # are compared when all are here.
         messages = self.exchange(
-            signature_of(current_call(), *must_match, *kinds), *_packed(arrays)
+            signature_of(current_call(), *must_match, *kinds), *pack_arrays(arrays)
         )
-        parts = [_parse(message, kinds) for message in messages]
+        parts = [parse_arrays(message, kinds) for message in messages]
         for i in range(len(arrays)):
             check_gatherable([part[i].shape for part in parts], axis)
         nbytes = sum(array.nbytes for part in parts for array in part)
@@ -160,7 +158,7 @@ class HostCommunicator(Communicator):
         )
 
     def _read(self, nbytes: int, copy: Callable[[], list[Array]]) -> list[Array]:
-        """Arrays of so many bytes that each rank copies from the messages of the last exchange.
+        """Arrays of `nbytes` bytes that each rank copies from the messages of the last exchange.
 
         Collective.
         """
@@ -168,8 +166,8 @@ class HostCommunicator(Communicator):
             return copy()
         signature = signature_of(f"{current_call()}: memory")
         self.require_memory(nbytes, signature)
-        # Messages are valid until the next call, which that was: the one after it waits until all
-        # have read them.
+        # Messages are valid until the next call, which that was. The call after it waits until all
+        # ranks have read them.
         with self.raise_together():
             arrays = copy()
             self.exchange(signature)
@@ -184,7 +182,7 @@ class HostCommunicator(Communicator):
             for leaf in parts
         ]
         results = []
-        for received in self._received(must_match, outgoing):
+        for received in self._receive(must_match, outgoing):
             out = np.empty_like(received[self.rank])
             reduce_flat(out.reshape(-1), [received[rank].reshape(-1) for rank in everyone], op)
             results.append(out)
@@ -195,19 +193,20 @@ class HostCommunicator(Communicator):
     ) -> list[dict[int, Array]]:
         return [
             {source: array.copy() for source, array in received.items()}
-            for received in self._received(must_match, outgoing)
+            for received in self._receive(must_match, outgoing)
         ]
 
-    def _received(
+    def _receive(
         self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
     ) -> list[dict[int, Array]]:
-        """What comes, valid until the next call."""
+        """The arrays that other ranks send to this rank, by rank, valid until the next call."""
         everyone = range(self.size)
         sections = [
-            _packed([one.to[rank] for one in outgoing if rank in one.to]) for rank in everyone
+            pack_arrays([item.to[rank] for item in outgoing if rank in item.to])
+            for rank in everyone
         ]
-        for one in outgoing:
-            _check_on_host(list(one.to.values()))
+        for item in outgoing:
+            _check_on_host(list(item.to.values()))
         received = self.exchange_sections(
             signature_of(current_call(), *must_match),
             [nbytes for nbytes, _ in sections],
@@ -215,9 +214,9 @@ class HostCommunicator(Communicator):
         )
         results: list[dict[int, Array]] = [{} for _ in outgoing]
         for source, section in enumerate(received):
-            here = [i for i, one in enumerate(outgoing) if source in one.sources]
+            here = [i for i, item in enumerate(outgoing) if source in item.sources]
             for i, array in zip(
-                here, _parse(section, [outgoing[i].dtype for i in here]), strict=True
+                here, parse_arrays(section, [outgoing[i].dtype for i in here]), strict=True
             ):
                 results[i][source] = array
         return results
@@ -225,32 +224,33 @@ class HostCommunicator(Communicator):
     def exchange_sections(
         self, signature: CallSignature, sizes: Sequence[int], write: Callable[[int, Bytes], None]
     ) -> list[Bytes]:
-        """What every rank has for this one, valid until the next call. Collective.
+        """The section that each rank sends to this rank, valid until the next call. Collective.
 
         Args:
             signature: what all ranks agree on.
-            sizes: for each rank, bytes of what this one has for it; they may differ from rank to
-                rank.
-            write: writes what is for a rank, given that rank and the memory.
+            sizes: bytes of this rank's section for each rank; they may differ between ranks.
+            write: writes a section, given the rank that it is for, and the memory.
         """
-        # One message for all, in which each rank finds its section by a table at the beginning.
+        # One message for all ranks; a table at its start says where each rank's section is.
         table = np.zeros((self.size, 2), np.int64)
-        start = _aligned(table.nbytes)
+        start = align(table.nbytes)
         for rank, size in enumerate(sizes):
             table[rank] = start, start + size
-            start = _aligned(start + size)
+            start = align(start + size)
 
         def write_all(message: Bytes) -> None:
             message[: table.nbytes] = table.reshape(-1).view(np.uint8)
-            for rank, (begin, end) in enumerate(table.tolist()):
-                write(rank, message[begin:end])
+            for rank, (start, stop) in enumerate(table.tolist()):
+                write(rank, message[start:stop])
 
         messages = self.exchange(signature, start, write_all)
         places = [
             message[16 * self.rank : 16 * (self.rank + 1)].view(np.int64).tolist()
             for message in messages
         ]
-        return [message[begin:end] for message, (begin, end) in zip(messages, places, strict=True)]
+        return [
+            message[start:stop] for message, (start, stop) in zip(messages, places, strict=True)
+        ]
 
     def sum_sections(
         self,
@@ -259,31 +259,35 @@ class HostCommunicator(Communicator):
         whole: Layout,
         write: Callable[[int, Bytes], None],
     ) -> list[Bytes]:
-        """Messages whose sum, in this order, is that of what all ranks have for this one; valid until the next call.
+        """Messages whose sum, in this order, is the sum of all ranks' sections for this rank.
 
-        It is what `reduce_message` sums, bit for bit. Collective.
+        The sum equals that of `reduce_message`, bit for bit. A transport may have summed in part.
+        The messages are valid until the next call. Collective.
 
         Args:
             signature: what all ranks agree on.
-            layouts: for each rank, of what this one has for it; equal on all ranks.
-            whole: of all that a rank sums at once, of which this may be a part.
-            write: as of `exchange_sections`.
+            layouts: the layout of the section for each rank; equal on all ranks.
+            whole: the layout of all that a rank sums at once; this call may sum a part of it.
+            write: as in `exchange_sections`.
         """
         return self.exchange_sections(signature, [layout.nbytes for layout in layouts], write)
 
     def gather_sections(
         self, signature: CallSignature, sizes: Sequence[int], write: Write
     ) -> list[Bytes]:
-        """Every rank's section, on every rank, valid until the next call; `sizes` are their bytes. Collective."""
+        """Every rank's section, on every rank, of these sizes; valid until the next call.
+
+        Collective.
+        """
         return self.exchange(signature, sizes[self.rank], write)
 
 
 class MemorySharingCommunicator(HostCommunicator):
-    """Ranks that share memory, in which variables can be once for all of them.
+    """Ranks that share memory, which can hold one copy of each variable for all of them.
 
     Attributes:
         segment: the memory.
-        heap: which of its bytes are free for variables; all ranks allocate alike.
+        heap: which of its bytes are free for variables; all ranks make the same allocations.
     """
 
     segment: Segment
@@ -291,7 +295,7 @@ class MemorySharingCommunicator(HostCommunicator):
 
     @abc.abstractmethod
     def sync(self) -> None:
-        """Waits for all ranks. What they wrote to the segment before is readable afterwards."""
+        """Waits for all ranks. What they wrote to the segment before can be read afterwards."""
 
 
 def _check_on_host(arrays: Sequence[Array]) -> None:
@@ -303,38 +307,16 @@ def _check_on_host(arrays: Sequence[Array]) -> None:
             )
 
 
-def _aligned(nbytes: int) -> int:
-    """The next multiple of 16 bytes, where the groups of a layout start."""
-    return -(-nbytes // 16) * 16
-
-
-def _packed(arrays: Sequence[Array]) -> tuple[int, Write]:
-    """Bytes of a message of arrays with their shapes in front, which `_parse` reads; and what writes it."""
-    layout = layout_of(
-        tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
-    )
-    shapes = pack_shapes(arrays)
-    start = _aligned(shapes.nbytes)
-
-    def write(message: Bytes) -> None:
-        message[: shapes.nbytes] = shapes.view(np.uint8)
-        layout.write(message[start:], arrays)
-
-    return start + layout.nbytes, write
-
-
 def _layout_and_signature_of(
     must_match: tuple[Any, ...], arrays: Sequence[Array]
 ) -> tuple[Layout, CallSignature]:
-    shapes, dtypes = (
-        tuple([array.shape for array in arrays]),
-        tuple([array.dtype for array in arrays]),
-    )
+    shapes = tuple([array.shape for array in arrays])
+    dtypes = tuple([array.dtype for array in arrays])
     return _layout_and_signature(current_call(), must_match, shapes, dtypes)
 
 
-# Made together and kept: a loop reduces the same shapes at every step, and for a few numbers
-# describing them anew would cost more than their sum.
+# Kept: a loop reduces the same shapes at every step, and to describe a few numbers again would cost
+# more than to sum them.
 @functools.lru_cache(maxsize=1024)
 def _layout_and_signature(
     call: str,
@@ -348,28 +330,6 @@ def _layout_and_signature(
     )
 
 
-def pack_shapes(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """For each array its number of dimensions and its shape."""
-    return np.array([n for array in arrays for n in (array.ndim, *array.shape)], np.int64)
-
-
-def unpack_shapes(message: Bytes, count: int) -> tuple[list[tuple[int, ...]], int]:
-    """The shapes of `count` arrays at the beginning of a message, and the bytes that they take there."""
-    shapes: list[tuple[int, ...]] = []
-    offset = 0
-    for _ in range(count):
-        (ndim,) = message[offset : offset + 8].view(np.int64)
-        shapes.append(tuple(message[offset + 8 : offset + 8 * (1 + ndim)].view(np.int64).tolist()))
-        offset += 8 * (1 + int(ndim))
-    return shapes, offset
-
-
-def _parse(message: Bytes, kinds: Sequence[np.dtype[Any]]) -> list[np.ndarray[Any, Any]]:
-    """The arrays of one rank's message to `all_gather`: their shapes first, then the arrays."""
-    shapes, offset = unpack_shapes(message, len(kinds))
-    return layout_of(tuple(shapes), tuple(kinds)).views(message[_aligned(offset) :])
-
-
 @final
 class SoloCommunicator(HostCommunicator):
     """One rank alone, with or without MPI."""
@@ -378,7 +338,7 @@ class SoloCommunicator(HostCommunicator):
         super().__init__(rank=0, size=1)
 
     def _count(self, signature: CallSignature) -> None:
-        # Several threads may be here at once: nobody waits for them.
+        # Several threads may be here at once: no rank waits for them.
         if self.calls.barred:
             self.calls.refuse(signature.call)
         self.calls.number += 1
@@ -388,7 +348,7 @@ class SoloCommunicator(HostCommunicator):
     def exchange(
         self, signature: CallSignature, nbytes: int = 0, write: Write | None = None
     ) -> list[Bytes]:
-        """There is nobody to agree with: no record is made, and none is read."""
+        """There is no other rank to agree with: no record is made, and none is read."""
         self._count(signature)
         return self.collect_messages([nbytes], write)
 
@@ -396,9 +356,7 @@ class SoloCommunicator(HostCommunicator):
         return [memoryview(record)]
 
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
-        message = np.empty(
-            sizes[0], np.uint8
-        )  # a fresh one, because several threads may each be here
+        message = np.empty(sizes[0], np.uint8)  # a new one: several threads may be here at once
         if write is not None:
             write(message)
         return [message]

@@ -1,4 +1,4 @@
-"""The communicator of ranks on any hosts, by MPI alone."""
+"""The communicator of ranks on any hosts, through MPI alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
-from hpcstrat._communicators.background import WINDOW, Background, PatientComm, wait_patiently
+from hpcstrat._communicators.background import WINDOW, Background, SleepingComm, wait_with_sleeps
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
 from hpcstrat._communicators.reduction import reduce_flat, slice_of
@@ -18,27 +18,27 @@ from hpcstrat._memory.layout import ALIGNMENT, Layout, Sections, sections_in
 
 
 class MpiCommunicator(HostCommunicator):
-    """Ranks anywhere, over mpi4py.
+    """Ranks on any hosts, over mpi4py.
 
     Only bytes travel, and every rank reduces in rank order itself. So any dtype can be reduced,
-    whatever MPI knows of it, and results are bit-identical on all ranks and from run to run.
+    even one that MPI lacks, and results are bit-identical on all ranks and from run to run.
 
     Args:
-        comm: an MPI communicator, used by nobody else.
+        comm: an MPI communicator that only this object uses.
     """
 
     PIECE = 1 << 20
     """Bytes that are sent at once.
 
-    Small messages go by one collective call of MPI, larger ones by pieces.
+    Small messages take one collective call of MPI, larger ones are sent in pieces.
 
     MPI moves a large message in one direction at a time, over TCP at least, which takes twice as
-    long where both sides send. Many small ones at a time keep links busy in both.
+    long where both sides send. Many small messages at a time keep links busy in both directions.
     """
     LARGEST = (1 << 31) - 1
-    """Bytes of a buffer that one collective call of MPI takes at most: MPI counts with 32 bits."""
+    """The most bytes of a buffer in one collective call of MPI, which counts with 32 bits."""
     CHECKED_BYTES = 1 << 26
-    """Bytes of messages from which on the ranks ask each other whether all have the memory."""
+    """Messages at least this large are preceded by a check that every rank could allocate."""
 
     def __init__(self, comm: Any) -> None:
         from mpi4py import MPI
@@ -50,7 +50,7 @@ class MpiCommunicator(HostCommunicator):
         self._record: Bytes = np.zeros(RECORD, np.uint8)
         self._records: Bytes = np.empty((comm.size, RECORD), np.uint8)
         self._views = [memoryview(record[:WHOLE]) for record in self._records]
-        # Kept from call to call: the pages of fresh memory would cost about as much as a copy.
+        # Kept from call to call: the pages of new memory would cost about as much as a copy.
         self._send_buffer: Bytes = np.empty(0, np.uint8)
         self._receive_buffer: Bytes = np.empty(0, np.uint8)
         self._window = self.PIECE
@@ -64,21 +64,21 @@ class MpiCommunicator(HostCommunicator):
 
             with self.calls.waiting:
                 if all(self._comm.allgather(MPI.Query_thread() == MPI.THREAD_MULTIPLE)):
-                    self._background = Background(self._patient_second, self.calls, self.watchdog)
+                    self._background = Background(
+                        self._duplicate_for_background, self.calls, self.watchdog
+                    )
             self._has_asked_for_background = True
         return self._background
 
-    def _patient_second(self) -> MpiCommunicator:
-        second = self._second()
-        second._comm, second._wait_for, second._window = (
-            PatientComm(second._comm),
-            wait_patiently,
-            WINDOW,
-        )
-        return second
+    def _duplicate_for_background(self) -> MpiCommunicator:
+        duplicate = self._duplicate()
+        duplicate._comm = SleepingComm(duplicate._comm)
+        duplicate._wait_for = wait_with_sleeps
+        duplicate._window = WINDOW
+        return duplicate
 
-    def _second(self) -> MpiCommunicator:
-        """Another one of the same ranks. Collective."""
+    def _duplicate(self) -> MpiCommunicator:
+        """Another communicator of the same ranks. Collective."""
         return MpiCommunicator(self._comm.Dup())
 
     @span(WAITING, "the other ranks")
@@ -86,7 +86,7 @@ class MpiCommunicator(HostCommunicator):
         self._record[: len(record)] = np.frombuffer(record, np.uint8)
         if write is not None and nbytes <= PAYLOAD:
             write(self._record[HEADER:])
-        # It is the barrier too: nobody has all records before every rank has come.
+        # It is also the barrier: no rank has all records before every rank has come.
         self._comm.Allgather(self._record, self._records)
         return self._views
 
@@ -110,29 +110,26 @@ class MpiCommunicator(HostCommunicator):
             return
         problem = ""
         try:
-            # Given back before larger ones are asked for.
+            # Freed before larger ones are allocated.
             self._send_buffer = self._receive_buffer = np.empty(0, np.uint8)
-            self._send_buffer, self._receive_buffer = (
-                np.empty(wanted, np.uint8),
-                np.empty(wanted, np.uint8),
-            )
+            buffers = np.empty(wanted, np.uint8), np.empty(wanted, np.uint8)
+            self._send_buffer, self._receive_buffer = buffers
         except MemoryError as error:
             self._send_buffer = np.empty(0, np.uint8)
             problem = f"rank {self.rank}: {error}"
         # A rank without the memory would raise while the others wait for it in MPI. For small
-        # messages the question would cost more than it is worth.
+        # messages the check would cost more than it is worth.
         if wanted < self.CHECKED_BYTES:
             if problem:
                 raise MemoryError(f"no memory for a message between replicas: {problem}")
-        elif problems := [one for one in self._comm.allgather(problem) if one]:
-            self._send_buffer = self._receive_buffer = np.empty(
-                0, np.uint8
-            )  # on all ranks, which ask again together
-            self.settle()
+        elif problems := [text for text in self._comm.allgather(problem) if text]:
+            # On all ranks, which then check again together.
+            self._send_buffer = self._receive_buffer = np.empty(0, np.uint8)
+            self.note_shared_error()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
 
     def _all_gather(self, sections: Sections) -> None:
-        """Fills in every rank's section but this rank's own, which is there already.
+        """Fills in every rank's section except this rank's own, which is there already.
 
         The sizes are all ranks'.
         """
@@ -148,10 +145,8 @@ class MpiCommunicator(HostCommunicator):
     def _sends_to_each(self, sizes: Sequence[int]) -> bool:
         """Whether each rank sends its section to all others itself.
 
-        Else MPI passes them on from rank to rank.
-
-        Where one rank has nearly everything, as in a broadcast, its link would carry that once for
-        every other rank.
+        Otherwise MPI passes sections on from rank to rank: if one rank has nearly everything, as in
+        a broadcast, its link would carry that once for every other rank.
         """
         return self.size * max(sizes) <= 2 * sum(sizes)
 
@@ -162,13 +157,13 @@ class MpiCommunicator(HostCommunicator):
         longest: int,
         prepare: Callable[[slice], None] | None = None,
     ) -> None:
-        """Sends each rank its section of `ours`; each one of `theirs` is what that rank sent here.
+        """Sends each rank its section of `ours`; `theirs` gets what each rank sends to this rank.
 
         Args:
-            ours: to each rank.
-            theirs: from each rank.
-            longest: the size of the longest one of all ranks, so that all make the same MPI calls.
-            prepare: writes this range of bytes of every section of `ours`, before it is sent.
+            ours: a section for each rank.
+            theirs: a section from each rank.
+            longest: size of the longest section on any rank: all must make the same MPI calls.
+            prepare: writes a range of bytes of every section of `ours`, before it is sent.
         """
         if self.size * longest <= self.PIECE:
             if prepare is not None:
@@ -191,11 +186,9 @@ class MpiCommunicator(HostCommunicator):
         incoming: Sequence[Bytes],
         prepare: Callable[[slice], None] | None = None,
     ) -> None:
-        """Sends each rank but this one a section, while theirs come.
+        """Sends each other rank a section, and receives theirs, which are as long as they send.
 
-        What comes from a rank is as long as it sends.
-
-        By windows: while one is on its way, `prepare` writes the next.
+        In windows: while one is on its way, `prepare` writes the next.
         """
         longest = max([section.size for section in (*outgoing, *incoming)])
         before: list[Any] = []
@@ -204,12 +197,10 @@ class MpiCommunicator(HostCommunicator):
             here = slice(start, start + self._window)
             if prepare is not None:
                 prepare(here)
-            # The next rank first, so that not all ranks send to the same one.
+            # The next rank first, so that not all ranks send to the same rank.
             for distance in range(1, self.size):
-                source, target = (
-                    (self.rank - distance) % self.size,
-                    (self.rank + distance) % self.size,
-                )
+                source = (self.rank - distance) % self.size
+                target = (self.rank + distance) % self.size
                 now += [
                     self._comm.Irecv(piece, source)
                     for piece in self._pieces(incoming[source][here])
@@ -218,7 +209,7 @@ class MpiCommunicator(HostCommunicator):
                     self._comm.Isend(piece, target)
                     for piece in self._pieces(outgoing[target][here])
                 ]
-            self._wait_for(before)  # of two windows one is always on its way
+            self._wait_for(before)  # one of two windows is always on its way
             before = now
         self._wait_for(before)
 
@@ -235,9 +226,9 @@ class MpiCommunicator(HostCommunicator):
         out: Bytes,
         whole: Layout | None = None,
     ) -> None:
-        """Small messages every rank reduces itself.
+        """Every rank reduces small messages itself.
 
-        Large ones go by slices: each rank reduces one, all gather them.
+        Of a large message each rank reduces one slice, and all gather the slices.
         """
         if layout.nbytes <= SMALL_MESSAGE_BYTES:
             self._reduce_by_all(self.exchange(signature, layout.nbytes, write), layout, op, out)
@@ -248,19 +239,18 @@ class MpiCommunicator(HostCommunicator):
     def _reduce_by_slices(
         self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes
     ) -> None:
-        self._reserve(
-            layout.nbytes + 1024 * self.size
-        )  # slices are equal but for 64 elements, of 16 bytes at most
+        # Slices differ by at most 64 elements, of at most 16 bytes.
+        self._reserve(layout.nbytes + 1024 * self.size)
         write(self._send_buffer)
-        # Before messages move: where sizes differ, MPI raises on one rank and gives another a wrong
-        # result.
+        # Before messages move: where sizes differ, MPI raises on one rank, and another rank gets a
+        # wrong result.
         self.exchange(signature)
         for group in layout.groups:
             values, result = group.of(self._send_buffer), group.of(out)
             slices = [slice_of(group.elements, rank, self.size) for rank in range(self.size)]
             own, item = slices[self.rank], group.dtype.itemsize
-            sizes = [item * (one.stop - one.start) for one in slices]
-            starts = [item * one.start for one in slices]
+            sizes = [item * (part.stop - part.start) for part in slices]
+            starts = [item * part.start for part in slices]
             theirs = sections_in(self._receive_buffer, [sizes[self.rank]] * self.size)
             self._all_to_all(Sections(values.view(np.uint8), sizes, starts), theirs, max(sizes))
             reduce_flat(result[own], [part.view(group.dtype) for part in theirs.all()], op)
@@ -269,7 +259,7 @@ class MpiCommunicator(HostCommunicator):
     def exchange_sections(
         self, signature: CallSignature, sizes: Sequence[int], write: Callable[[int, Bytes], None]
     ) -> list[Bytes]:
-        """See `HostCommunicator.exchange_sections`. Nobody gets what is for others."""
+        """See `HostCommunicator.exchange_sections`. Each rank gets only its own sections."""
 
         def write_sizes(message: Bytes) -> None:
             message[: 8 * self.size].view(np.int64)[:] = sizes
@@ -284,9 +274,7 @@ class MpiCommunicator(HostCommunicator):
                 for rank, section in enumerate(ours.all()):
                     write(rank, section)
                 self._all_to_all(ours, theirs, int(everyones.max()))
-        except (
-            BaseException
-        ) as error:  # a signal's, say: the others may wait for this rank's sections
+        except BaseException as error:  # such as a signal's: the others may wait for this rank
             self.mark_interrupted(error)
             raise
         return theirs.all()

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, TypeVar, final
 import numpy as np
 
 from hpcstrat._calls.records import signature_of
+from hpcstrat._communicators.array_messages import pack_shapes, unpack_shapes
 from hpcstrat._communicators.base import Outgoing, check_gatherable
-from hpcstrat._communicators.host import pack_shapes, unpack_shapes
-from hpcstrat._communicators.nccl_link import NcclLink, reduced_dtype
+from hpcstrat._communicators.nccl_link import NcclLink, dtype_to_reduce
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, Details, span
@@ -22,17 +22,17 @@ _Given = TypeVar("_Given")
 
 @final
 class NcclCommunicator(NcclLink):
-    """Every rank on a GPU. GPU arrays move on the strategy's stream; the host never waits for them.
+    """All ranks on GPUs. GPU arrays move on the strategy's stream; the host never waits for them.
 
-    Every call begins with a record, as on the host, so that a mismatch is an error on all ranks
-    before NCCL sees it. Sums are the same on every rank, but their order, and so their last bits,
-    is NCCL's; a NaN does not win a minimum.
+    Every call starts with a record, as on the host, so that a mismatch is an error on all ranks
+    before NCCL sees it. Sums are equal on all ranks, but NCCL chooses their order, and so their
+    last bits. A minimum may ignore a NaN.
 
-    Making one is collective.
+    The constructor is collective.
 
     Args:
         control: moves records, objects and host arrays of the same ranks.
-        stream: this rank's.
+        stream: this rank's stream.
 
     Raises:
         RuntimeError: NCCL does not start, on any rank.
@@ -57,8 +57,8 @@ class NcclCommunicator(NcclLink):
                     else:
                         PackKernel(layout, group, out)(arrays)
                         parts.append(group.of(out))
-                # Only now: a rank without the memory for all this stops the others, which would
-                # wait in NCCL for it.
+                # Only now: a rank without the memory stops the others here, which would wait for it
+                # in NCCL.
                 self.exchange(
                     signature_of(
                         current_call(),
@@ -70,7 +70,7 @@ class NcclCommunicator(NcclLink):
                     self._all_reduce(current_call(), part, group.of(out), op)
                 return layout.views(out)
 
-        return self._apart(
+        return self._move_separately(
             must_match,
             arrays,
             move,
@@ -86,8 +86,8 @@ class NcclCommunicator(NcclLink):
             def write(message: Any) -> None:
                 message[: shapes.size] = shapes
 
-            # The shapes first, and through the host: a rank must know what it will receive before
-            # it asks NCCL for it.
+            # The shapes first, through the host: before a call of NCCL a rank must know what it
+            # receives.
             messages = self.exchange(
                 signature_of(current_call(), *must_match, *[a.dtype for a in arrays]),
                 shapes.size,
@@ -100,15 +100,14 @@ class NcclCommunicator(NcclLink):
                 with self.raise_together():
                     arrays = [self.stream.here(array) for array in arrays]
                     parts = [
-                        _Parts.of(self.stream.xp, a, [one[i] for one in by_rank])
-                        for i, a in enumerate(arrays)
+                        _Parts.of(self.stream.xp, array, [shapes[i] for shapes in by_rank])
+                        for i, array in enumerate(arrays)
                     ]
-                    self.exchange(
-                        signature_of(current_call(), "memory")
-                    )  # a rank that lacks it stops those that would wait for it
+                    # A rank without the memory stops the others, which would wait for it in NCCL.
+                    self.exchange(signature_of(current_call(), "memory"))
                 return self._gather(parts, axis)
 
-        return self._apart(
+        return self._move_separately(
             must_match,
             arrays,
             move,
@@ -132,7 +131,7 @@ class NcclCommunicator(NcclLink):
                     self.broadcast_flat(array.reshape(-1), root)
                 return copies
 
-        return self._apart(
+        return self._move_separately(
             must_match,
             arrays,
             move,
@@ -149,7 +148,9 @@ class NcclCommunicator(NcclLink):
                     xp.concatenate([self.stream.here(part).reshape(-1) for part in leaf])
                     for leaf in parts
                 ]
-                flat = [array.astype(reduced_dtype(array.dtype, op), copy=False) for array in flat]
+                flat = [
+                    array.astype(dtype_to_reduce(array.dtype, op), copy=False) for array in flat
+                ]
                 out = [
                     xp.empty(leaf[self.rank].shape, array.dtype)
                     for leaf, array in zip(parts, flat, strict=True)
@@ -163,7 +164,7 @@ class NcclCommunicator(NcclLink):
                     for leaf, array in zip(parts, out, strict=True)
                 ]
 
-        return self._apart(
+        return self._move_separately(
             must_match,
             parts,
             move,
@@ -182,9 +183,9 @@ class NcclCommunicator(NcclLink):
         out: Sequence[Array],
         op: ReduceOp,
     ) -> None:
-        """Reduces flat arrays, of which `sizes[i][r]` elements go to each rank r, one behind the other."""
+        """Reduces flat arrays; of array i the next `sizes[i][r]` elements go to each rank r."""
         operation, stream = self._operations[op], self.stream.raw.ptr
-        with self._grouped(current_call()):
+        with self._start_group(current_call()):
             for source, counts, target in zip(flat, sizes, out, strict=True):
                 address, total, kind = self._flat(source)
                 factor = total // max(source.size, 1)  # a complex number counts as two
@@ -193,7 +194,7 @@ class NcclCommunicator(NcclLink):
                         address, target.data.ptr, factor * counts[0], kind, operation, stream
                     )
                     continue
-                # NCCL's takes equal parts only.
+                # NCCL's reduce-scatter takes equal parts only.
                 for root, count in enumerate(counts):
                     if count:
                         into = target.data.ptr if root == self.rank else address
@@ -210,45 +211,45 @@ class NcclCommunicator(NcclLink):
         def move(
             outgoing: Sequence[Outgoing], must_match: tuple[Any, ...]
         ) -> list[dict[int, Array]]:
-            # The shapes first, and through the host, as in `gather_arrays`.
+            # The shapes first, through the host, as in `gather_arrays`.
             shapes = [
                 {
                     rank: np.array([array.ndim, *array.shape], np.int64)
-                    for rank, array in one.to.items()
+                    for rank, array in item.to.items()
                 }
-                for one in outgoing
+                for item in outgoing
             ]
-            kinds = [
-                Outgoing(np.dtype(np.int64), to, one.sources, is_on_gpu=False)
-                for to, one in zip(shapes, outgoing, strict=True)
+            own_shapes = [
+                Outgoing(np.dtype(np.int64), to, item.sources, is_on_gpu=False)
+                for to, item in zip(shapes, outgoing, strict=True)
             ]
-            everyones = self._control.exchange_parts(must_match, kinds)
+            shapes_here = self._control.exchange_parts(must_match, own_shapes)
             with self.stream.current():
                 with self.raise_together():
                     sent = [
                         {
                             rank: self.stream.xp.ascontiguousarray(self.stream.here(array))
-                            for rank, array in one.to.items()
+                            for rank, array in item.to.items()
                         }
-                        for one in outgoing
+                        for item in outgoing
                     ]
                     received = [
                         {
-                            source: self.stream.xp.empty(tuple(shape[1:].tolist()), one.dtype)
+                            source: self.stream.xp.empty(tuple(shape[1:].tolist()), item.dtype)
                             for source, shape in of.items()
                         }
-                        for one, of in zip(outgoing, everyones, strict=True)
+                        for item, of in zip(outgoing, shapes_here, strict=True)
                     ]
                     self.exchange(signature_of(current_call(), "memory"))
                 self._send_and_receive(sent, received)
             return received
 
-        return self._apart(
+        return self._move_separately(
             must_match,
             outgoing,
             move,
             lambda hosts, must_match: self._control.exchange_parts(must_match, hosts),
-            lambda one: one.is_on_gpu,
+            lambda item: item.is_on_gpu,
         )
 
     @span(
@@ -258,9 +259,9 @@ class NcclCommunicator(NcclLink):
         self, sent: Sequence[dict[int, Array]], received: Sequence[dict[int, Array]]
     ) -> None:
         stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
-        with self._grouped(current_call()):
-            # What two ranks send each other pairs up in the order of these calls, so in that of the
-            # arguments.
+        with self._start_group(current_call()):
+            # What two ranks send each other pairs up in the order of these calls, which is that of
+            # the arguments.
             for to, of in zip(sent, received, strict=True):
                 for rank, array in to.items():
                     if array.nbytes:
@@ -269,7 +270,7 @@ class NcclCommunicator(NcclLink):
                     if array.nbytes:
                         self._comm.recv(array.data.ptr, array.nbytes, kind, rank, stream)
 
-    def _apart(
+    def _move_separately(
         self,
         must_match: Sequence[Any],
         given: Sequence[_Given],
@@ -277,20 +278,19 @@ class NcclCommunicator(NcclLink):
         move_on_host: Callable[[Sequence[_Given], tuple[Any, ...]], list[Any]],
         is_on_gpu: Callable[[_Given], bool] = gpu.is_on_gpu,
     ) -> list[Any]:
-        """Moves what is on the GPU and what is on the host, each its own way; which are which must agree."""
-        on_gpu = [i for i, one in enumerate(given) if is_on_gpu(one)]
+        """Moves GPU arrays with `move` and host arrays with `move_on_host`; ranks must agree."""
+        on_gpu = [i for i, item in enumerate(given) if is_on_gpu(item)]
         on_host = [i for i in range(len(given)) if i not in on_gpu]
-        # Part of what must match. Without arrays on a GPU, a message about something else need not
-        # speak of one.
+        # Part of what must match. Without GPU arrays it is left out of the messages.
         on_which = [f"on the GPU {on_gpu}"] if on_gpu else []
         results: list[Any] = [None] * len(given)
-        # In one order on all ranks: one in NCCL and one in a call of the host would wait for each
-        # other.
+        # In the same order on all ranks: a rank in NCCL and a rank in a call of the host would wait
+        # for each other.
         for indices, way in ((on_gpu, move), (on_host, move_on_host)):
             if indices or (way is move_on_host and not given):
-                with self.raise_together():  # the second way has one of its own
-                    found = way([given[i] for i in indices], (*must_match, *on_which))
-                for i, result in zip(indices, found, strict=True):
+                with self.raise_together():  # the second way has its own
+                    moved = way([given[i] for i in indices], (*must_match, *on_which))
+                for i, result in zip(indices, moved, strict=True):
                     results[i] = result
         return results
 
@@ -301,9 +301,9 @@ class NcclCommunicator(NcclLink):
         ),
     )
     def _gather(self, gathered: Sequence[_Parts], axis: int) -> list[Array]:
-        """All arrays in one group of messages: parts of one size by all-gather, others from each rank to each."""
+        """Gathers all arrays in one group: equal parts by all-gather, others from rank to rank."""
         stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
-        with self._grouped(current_call()):
+        with self._start_group(current_call()):
             for own, whole, sizes, starts, _ in gathered:
                 if not whole.size:
                     continue
@@ -324,11 +324,11 @@ class _Parts(NamedTuple):
     """All ranks' parts of an array that is gathered, and the memory for them.
 
     Attributes:
-        own: this rank's, C-contiguous.
-        whole: all of them, one behind the other, as bytes.
-        sizes: bytes of each rank's.
-        starts: where each begins.
-        shapes: each rank's.
+        own: this rank's part, C-contiguous.
+        whole: memory for all parts, one after the other, as bytes.
+        sizes: the bytes of each rank's part.
+        starts: where each part starts.
+        shapes: each part's shape.
     """
 
     own: Array
@@ -348,7 +348,7 @@ class _Parts(NamedTuple):
     def along(self, xp: Any, axis: int) -> Array:
         """The parts concatenated along an axis."""
         dtype, shape = self.own.dtype, self.shapes[0]
-        if axis % len(shape) == 0:  # they lie one behind the other already
+        if axis % len(shape) == 0:  # they are one after the other already
             rows = sum(shape[0] for shape in self.shapes)
             return self.whole.view(dtype).reshape(rows, *shape[1:])
         ends = zip(self.starts, self.starts[1:], self.shapes, strict=False)

@@ -21,12 +21,17 @@ from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._process import failure
 
 _TYPES = {
-    **{
-        name: f"NCCL_{name.upper()}"
-        for name in ("int8", "int32", "int64", "uint8", "uint32", "uint64")
-    },
-    **{name: f"NCCL_{name.upper()}" for name in ("float16", "bfloat16", "float32", "float64")},
-    # What NCCL does not know goes as what it does: booleans as bytes, complex numbers as twice as
+    "int8": "NCCL_INT8",
+    "int32": "NCCL_INT32",
+    "int64": "NCCL_INT64",
+    "uint8": "NCCL_UINT8",
+    "uint32": "NCCL_UINT32",
+    "uint64": "NCCL_UINT64",
+    "float16": "NCCL_FLOAT16",
+    "bfloat16": "NCCL_BFLOAT16",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+    # What NCCL does not have travels as what it has: booleans as bytes, complex numbers as twice as
     # many reals.
     "bool": "NCCL_UINT8",
     "complex64": "NCCL_FLOAT32",
@@ -34,30 +39,37 @@ _TYPES = {
 }
 
 
+# Both streams use one NCCL communicator, whose calls must run one after the other, in the same
+# order on all ranks. So two events order the streams (`device.py` shows them with the others):
+#
+#   `side_stream()`         `stream`    --- `_fork_event` --> side stream, for what NCCL reads
+#   `join_side_stream()`    side stream --- `_join_event` --> `stream`, for what NCCL has written
+#
+# Each call of NCCL on `stream` joins first. Until then `_held` keeps the side stream's memory.
+# After each call `run_ahead` records an event on the call's stream; the host waits for the event
+# of 32 calls before.
 class NcclLink(DeviceCommunicator):
-    """What `NcclCommunicator` moves arrays with."""
+    """The calls of NCCL by which `NcclCommunicator` moves arrays."""
 
     stream: gpu.Stream
-    lane: gpu.Stream
-    has_second_lane = True
+    active_stream: gpu.Stream
+    has_side_stream = True
 
     def __init__(self, control: HostCommunicator, stream: gpu.Stream) -> None:
         super().__init__(control, stream)
         self._nccl = load_nccl()
         self._comm: Any = start(control, stream)
         with stream.current():
-            self._reached: Any = stream.xp.cuda.Event(disable_timing=True)
-            self._joined: Any = stream.xp.cuda.Event(disable_timing=True)
-        self._second: gpu.Stream | None = None
-        self._held: list[Array] = []  # memory that the second stream uses
+            self._fork_event: Any = stream.xp.cuda.Event(disable_timing=True)
+            self._join_event: Any = stream.xp.cuda.Event(disable_timing=True)
+        self._side: gpu.Stream | None = None
+        self._held: list[Array] = []  # memory that the side stream uses
         self.run_ahead: RunAhead = RunAhead(stream, self.calls.waiting)
         if self.watchdog is not None:
             self.watchdog.add_check(self._failure, self.run_ahead.is_behind)
-        self._types: dict[
-            np.dtype[Any], int
-        ] = {}  # the names of dtypes, which those of NCCL's types go by, are slow
-        # Both tables once: attributes of a C module and names of dtypes are slow to look up at each
-        # step.
+        # NCCL's types and operations, looked up once: names of dtypes and attributes of a C module
+        # are slow to look up at each step.
+        self._types: dict[np.dtype[Any], int] = {}
         self._operations = {
             op: getattr(self._nccl, reduction.nccl) for op, reduction in REDUCTIONS.items()
         }
@@ -68,39 +80,34 @@ class NcclLink(DeviceCommunicator):
         """See `DeviceCommunicator.all_reduce_flat`."""
         self._all_reduce("the sum of gradients", array, out, op)
 
-    @span(COMMUNICATION, lambda self, what, array, *_, **__: Details(what, array.nbytes, self.lane))
+    @span(
+        COMMUNICATION,
+        lambda self, what, array, *_, **__: Details(what, array.nbytes, self.active_stream),
+    )
     def _all_reduce(self, what: str, array: Array, out: Array, op: ReduceOp) -> None:
-        if (dtype := reduced_dtype(out.dtype, op)) != out.dtype:
+        if (dtype := dtype_to_reduce(out.dtype, op)) != out.dtype:
             wide = array.reshape(-1).astype(dtype)
             self._all_reduce(what, wide, wide, op)
             out[...] = wide
         elif array.size:
             target, count, kind = self._flat(out)
-            with self._guarded(what):
-                self._comm.allReduce(
-                    array.data.ptr, target, count, kind, self._operations[op], self.lane.raw.ptr
-                )
+            operation, stream = self._operations[op], self.active_stream.raw.ptr
+            with self._guard(what):
+                self._comm.allReduce(array.data.ptr, target, count, kind, operation, stream)
             self._divide(out, op)
 
     @span(COMMUNICATION, on_stream("reduce"))
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
-        if (dtype := reduced_dtype(array.dtype, op)) != array.dtype:
+        if (dtype := dtype_to_reduce(array.dtype, op)) != array.dtype:
             wide = array.reshape(-1).astype(dtype)
             self.reduce_flat(wide, wide, op, root)
             out[...] = wide
         elif out.size:
             target, count, kind = self._flat(out)
-            with self._guarded("the sum of gradients"):
-                self._comm.reduce(
-                    array.data.ptr,
-                    target,
-                    count,
-                    kind,
-                    self._operations[op],
-                    root,
-                    self.lane.raw.ptr,
-                )
+            operation, stream = self._operations[op], self.active_stream.raw.ptr
+            with self._guard("the sum of gradients"):
+                self._comm.reduce(array.data.ptr, target, count, kind, operation, root, stream)
             if self.rank == root:
                 self._divide(out, op)
 
@@ -108,79 +115,74 @@ class NcclLink(DeviceCommunicator):
     def broadcast_flat(self, array: Array, root: int) -> None:
         """See `DeviceCommunicator.broadcast_flat`."""
         if array.size:
-            address = array.data.ptr
-            with self._guarded("the broadcast of new values"):
-                self._comm.broadcast(
-                    address, address, array.nbytes, self._nccl.NCCL_UINT8, root, self.lane.raw.ptr
-                )
+            address, kind = array.data.ptr, self._nccl.NCCL_UINT8
+            stream = self.active_stream.raw.ptr
+            with self._guard("the broadcast of new values"):
+                self._comm.broadcast(address, address, array.nbytes, kind, root, stream)
 
     @span(COMMUNICATION, on_stream("reduce-scatter"))
     def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
         source, count, kind = self._flat(array)
-        target, operation, stream = out.data.ptr, self._operations[ReduceOp.SUM], self.lane.raw.ptr
-        factor, itemsize = (
-            count // max(array.size, 1),
-            array.dtype.itemsize,
-        )  # a complex number counts as two
+        operation, stream = self._operations[ReduceOp.SUM], self.active_stream.raw.ptr
+        target, itemsize = out.data.ptr, array.dtype.itemsize
+        factor = count // max(array.size, 1)  # a complex number counts as two
         equal = _equal_part(segments, self.size)
-        with self._grouped("the sum of gradients"):
+        with self._start_group("the sum of gradients"):
             if equal:
                 self._comm.reduceScatter(source, target, factor * equal, kind, operation, stream)
-            for root, begin, end, place in _beyond(equal, segments):
-                there, into = (
-                    source + begin * itemsize,
-                    target + place * itemsize if root == self.rank else 0,
-                )
+            for root, start, stop, place in _beyond(equal, segments):
+                there = source + start * itemsize
+                into = target + place * itemsize if root == self.rank else 0
                 self._comm.reduce(
-                    there, into, factor * (end - begin), kind, operation, root, stream
+                    there, into, factor * (stop - start), kind, operation, root, stream
                 )
 
     @span(COMMUNICATION, on_stream("all-gather"))
     def all_gather_flat(self, array: Array, segments: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
         address, itemsize = array.data.ptr, array.dtype.itemsize
-        kind, stream = self._nccl.NCCL_UINT8, self.lane.raw.ptr
+        kind, stream = self._nccl.NCCL_UINT8, self.active_stream.raw.ptr
         equal = _equal_part(segments, self.size)
-        with self._grouped("the new values"):
+        with self._start_group("the new values"):
             if equal:  # in place
                 own = address + self.rank * equal * itemsize
                 self._comm.allGather(own, address, equal * itemsize, kind, stream)
-            for root, begin, end, _ in _beyond(equal, segments):
-                at = address + begin * itemsize
-                self._comm.broadcast(at, at, (end - begin) * itemsize, kind, root, stream)
+            for root, start, stop, _ in _beyond(equal, segments):
+                at = address + start * itemsize
+                self._comm.broadcast(at, at, (stop - start) * itemsize, kind, root, stream)
 
     @contextlib.contextmanager
-    def beside(self, memory: Array) -> Iterator[None]:
-        """See `DeviceCommunicator.beside`."""
-        if self._second is None:
-            self._second = gpu.Stream(self.stream.ordinal)
-        self._reached.record(self.stream.raw)
-        self._second.raw.wait_event(self._reached)
-        # CuPy's pool gives freed memory to the first stream's next work, which is not ordered with
-        # the second.
+    def side_stream(self, memory: Array) -> Iterator[None]:
+        """See `DeviceCommunicator.side_stream`."""
+        if self._side is None:
+            self._side = gpu.Stream(self.stream.ordinal)
+        self._fork_event.record(self.stream.raw)
+        self._side.raw.wait_event(self._fork_event)
+        # CuPy's pool gives freed memory to the next work of `stream`, which is not ordered with the
+        # side stream.
         self._held.append(memory)
-        self.lane = self._second
+        self.active_stream = self._side
         try:
             yield
         finally:
-            self.lane = self.stream
+            self.active_stream = self.stream
 
-    def join(self) -> None:
-        """See `DeviceCommunicator.join`."""
-        if self._second is not None and self._held:
-            self._joined.record(self._second.raw)
-            self.stream.raw.wait_event(self._joined)
+    def join_side_stream(self) -> None:
+        """See `DeviceCommunicator.join_side_stream`."""
+        if self._side is not None and self._held:
+            self._join_event.record(self._side.raw)
+            self.stream.raw.wait_event(self._join_event)
             self._held.clear()
 
     @contextlib.contextmanager
-    def _grouped(self, what: str) -> Iterator[None]:
-        """A block whose calls NCCL starts together: one by one, two ranks that both send first would wait forever."""
-        with self._guarded(what):
+    def _start_group(self, what: str) -> Iterator[None]:
+        """A block whose calls NCCL starts together: two ranks that send first would both hang."""
+        with self._guard(what):
             self._nccl.groupStart()
             try:
                 yield
-            finally:  # after an error too: an open group would hold back every later call
+            finally:  # after an error too: an open group would block all later calls
                 self._nccl.groupEnd()
 
     def _flat(self, array: Array) -> tuple[int, int, int]:
@@ -202,8 +204,8 @@ class NcclLink(DeviceCommunicator):
     def close(self) -> None:
         """See `DeviceCommunicator.close`."""
         if self._comm is not None:
-            self.join()
-            # NCCL's communicator must not be destroyed before its work is done
+            self.join_side_stream()
+            # NCCL's communicator must not be destroyed before its work is done.
             self.stream.synchronize()
             comm, self._comm = self._comm, None
             if self.watchdog is not None:
@@ -211,32 +213,31 @@ class NcclLink(DeviceCommunicator):
             self.run_ahead.close()
             comm.destroy()
 
-    def _guarded(self, what: str) -> _Guard:
+    def _guard(self, what: str) -> _Guard:
         if self._comm is None:
             raise RuntimeError(
                 f"{what}: the strategy's NCCL communicator is closed; make another strategy"
             )
-        if (
-            self.lane is self.stream
-        ):  # a communicator's calls must be made one after the other, on all ranks alike
-            self.join()
+        # A communicator's calls must run one after the other, in the same order on all ranks.
+        if self.active_stream is self.stream:
+            self.join_side_stream()
         return _Guard(self, what)
 
     def _failure(self) -> str:
-        """What NCCL says has gone wrong since the last call, if anything: a peer or the network is gone, say.
+        """NCCL's error since the last call, if any: for example, a peer or the network is gone.
 
-        The watchdog asks, because a host that waits for the GPU never hears of it.
+        The watchdog calls it, because a host that waits for the GPU is not told.
         """
         comm = self._comm
         try:
             if comm is not None:
                 comm.check_async_error()
-        except Exception as error:  # CuPy has no name for NCCL's newer results: they are a KeyError
+        except Exception as error:  # CuPy has no names for NCCL's newer results: a KeyError
             return self.describe_failure(error)
         return ""
 
     def describe_failure(self, error: Exception) -> str:
-        """What the end of the job says where NCCL has raised this."""
+        """The text with which the job ends when NCCL raises this error."""
         return (
             f"hpcstrat: the job ends: NCCL failed on rank {self.rank} of {self.size}: {error!r} "
             f"({describe(self.stream.xp)}). Start with NCCL_DEBUG=INFO to see why"
@@ -244,25 +245,27 @@ class NcclLink(DeviceCommunicator):
 
 
 def _equal_part(segments: Sequence[RankSlice], size: int) -> int:
-    """The elements of each part where each rank has one, in rank order, and only the last may be longer; else 0.
+    """The elements per part, if each rank has one, in rank order, and only the last is longer.
+
+    Otherwise 0.
 
     NCCL's reduce-scatter and all-gather take equal parts only.
     """
     if len(segments) < size:
         return 0
     equal = segments[1].start
-    for i, one in enumerate(segments):
-        # One may end before the next begins, with a gap between two variables.
-        end = one.start + equal
-        if (one.rank, one.start) != (i, i * equal) or not (
-            one.stop >= end if i == size - 1 else one.stop <= end
+    for i, segment in enumerate(segments):
+        # A segment may end before the next starts, with a gap between two variables.
+        end = segment.start + equal
+        if (segment.rank, segment.start) != (i, i * equal) or not (
+            segment.stop >= end if i == size - 1 else segment.stop <= end
         ):
             return 0
     return equal
 
 
 def _beyond(equal: int, segments: Sequence[RankSlice]) -> list[RankSlice]:
-    """What equal parts leave out: the end of the last one, or everything where there are none."""
+    """What equal parts leave out: the end of the last part, or everything if there are none."""
     if not equal:
         return [*segments]
     last = segments[-1]
@@ -271,20 +274,19 @@ def _beyond(equal: int, segments: Sequence[RankSlice]) -> list[RankSlice]:
 
 
 @functools.cache
-def reduced_dtype(dtype: np.dtype[Any], op: ReduceOp) -> np.dtype[Any]:
-    """The dtype in which NCCL reduces `dtype`; what it makes is cast back."""
-    if (
-        dtype.kind in "iu" and dtype.itemsize == 2
-    ):  # NCCL has none of these; a sum cast back is the same modulo 2**16
+def dtype_to_reduce(dtype: np.dtype[Any], op: ReduceOp) -> np.dtype[Any]:
+    """The dtype in which NCCL reduces `dtype`; the result is cast back."""
+    # NCCL does not have these. A sum that is cast back is the same modulo 2**16.
+    if dtype.kind in "iu" and dtype.itemsize == 2:
         return np.dtype(np.int32)
     # The sum of 16-bit floats may overflow where their mean does not.
     return accumulator(dtype) if REDUCTIONS[op].is_mean else dtype
 
 
 class _Guard:
-    """A call of NCCL, in which the host may wait for the other ranks: NCCL connects them when it first has to.
+    """A call of NCCL: the host may wait in it, because NCCL connects ranks when it first has to.
 
-    If it fails the job ends. The ranks have agreed on the call, and some may be in it for good.
+    If it fails, the job ends: the ranks have agreed on the call, and some may be in it forever.
     """
 
     __slots__ = ("_communicator", "_what")
@@ -300,7 +302,7 @@ class _Guard:
         communicator = self._communicator
         communicator.calls.waiting.depth -= 1
         if error is None:
-            communicator.run_ahead.note(communicator.lane.raw)
+            communicator.run_ahead.note(communicator.active_stream.raw)
         elif not isinstance(error, Exception):
             communicator.mark_interrupted(error, self._what)
         else:

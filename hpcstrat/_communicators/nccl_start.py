@@ -1,4 +1,4 @@
-"""Loads NCCL, checks its version, and connects the ranks with a time-out, which NCCL itself does not have."""
+"""Loads NCCL, checks its version, and connects the ranks with a time-out, which NCCL lacks."""
 
 from __future__ import annotations
 
@@ -20,19 +20,16 @@ from hpcstrat._core.call_name import current_call, names_call
 MIN_NCCL_VERSION = 21000
 """NCCL 2.10, the first with bfloat16.
 
-Since 2.9 NCCL numbers its versions so: major, minor and patch by two digits.
+Since 2.9 NCCL writes a version as major, minor and patch, the last two with two digits each.
 """
 MIN_NCCL_VERSION_FOR_SHARING = 23000
-"""NCCL 2.30, the first that takes several ranks on one GPU."""
+"""NCCL 2.30, the first that allows several ranks on one GPU."""
 START_SECONDS = 300.0
-"""How long NCCL may take to connect the ranks and to do one call of each kind.
-
-It has no time-out of its own.
-"""
+"""How long NCCL, which has no time-out, may take to connect the ranks and make its first calls."""
 
 
 def describe(cupy: Any) -> str:
-    """The versions that matter where NCCL fails."""
+    """The versions that matter when NCCL fails."""
     runtime = cupy.cuda.runtime
     return (
         f"NCCL {version_text(load_nccl().get_version())}, CuPy {cupy.__version__}, "
@@ -41,28 +38,31 @@ def describe(cupy: Any) -> str:
 
 
 def version_text(version: int) -> str:
-    """NCCL's number of a version in words: 22803 is 2.28.3."""
+    """NCCL's version number as text: 22803 is 2.28.3."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def load_nccl() -> Any:
-    """The module `cupy.cuda.nccl`, whose `available` says whether it is more than a name."""
+    """The module `cupy.cuda.nccl`, whose `available` says whether CuPy found NCCL."""
     gpu.load_cupy("NCCL")
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # of CuPy, where there is no NCCL: ours says what follows from it
+        # CuPy warns if there is no NCCL; our own message says what follows from it.
+        warnings.simplefilter("ignore")
         return importlib.import_module("cupy.cuda.nccl")
 
 
 def why_not(shared: bool) -> str:
-    """Why this process cannot use NCCL; empty where it can.
+    """Why this process cannot use NCCL; empty if it can.
 
-    `shared`: several ranks compute on one GPU.
+    Args:
+        shared: several ranks compute on one GPU.
     """
     nccl = load_nccl()
     if not nccl.available:
-        return "CuPy finds no NCCL: `pip install nvidia-nccl-cu12` (or -cu13), or load the module of your cluster"
+        return (
+            "CuPy finds no NCCL: `pip install nvidia-nccl-cu12` (or -cu13), or load the module of "
+            "your cluster"
+        )
     version = nccl.get_version()
     if version < MIN_NCCL_VERSION:
         return (
@@ -78,20 +78,20 @@ def why_not(shared: bool) -> str:
         )
     if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         return (
-            "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only; "
-            "start by `hpcstrat run --share-gpu`, which sets it"
+            "several ranks share a GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1; "
+            "start with `hpcstrat run --share-gpu`, which sets it"
         )
     return ""
 
 
 @names_call("starting NCCL")
 def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
-    """NCCL's communicator, which has done one call of each kind.
+    """NCCL's communicator, after one call of each kind.
 
-    Collective; if one rank fails, or hangs, all raise.
+    Collective; if one rank fails or hangs, all raise.
 
-    NCCL's own call waits for all ranks forever. So it waits in a thread, and the ranks look
-    together, over the control communicator, how it goes.
+    NCCL's own call waits for all ranks forever. So it runs in a thread, and the ranks exchange its
+    state through the control communicator.
     """
     nccl = load_nccl()
     with control.raise_together():
@@ -100,8 +100,8 @@ def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
         own = (nccl.get_version(), nccl.get_unique_id() if control.rank == 0 else None)
     by_rank = control.all_gather_obj(own)
     versions = [version for version, _ in by_rank]
-    # The first libnccl that is loaded in a process counts, and another library may bring its own:
-    # ranks can differ.
+    # A process uses the first libnccl that is loaded, and another library may bring its own: ranks
+    # can differ.
     if len(set(versions)) > 1:
         listed = ", ".join(
             f"{version_text(version)} on rank {rank}" for rank, version in enumerate(versions)
@@ -129,22 +129,20 @@ def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
     thread = threading.Thread(target=connect, name="hpcstrat-nccl-start", daemon=True)
     thread.start()
     deadline = time.monotonic() + START_SECONDS
-    # The first looks follow each other quickly. Later ones come ten times a second, since each is
-    # an exchange of all ranks.
+    # The first looks follow each other quickly, later ones ten times per second, because each is an
+    # exchange of all ranks.
     pause = 0.001
     while True:
         thread.join(pause)
         pause = min(2 * pause, 0.1)
-        own = (
-            outcome[0] if outcome else "waits" if time.monotonic() < deadline else "waits too long"
-        )
-        state = (
-            f"{type(own).__name__}: {own}"
-            if isinstance(own, Exception)
-            else own
-            if isinstance(own, str)
-            else ""
-        )
+        if outcome:
+            own = outcome[0]
+        else:
+            own = "waits" if time.monotonic() < deadline else "waits too long"
+        if isinstance(own, Exception):
+            state = f"{type(own).__name__}: {own}"
+        else:
+            state = own if isinstance(own, str) else ""
         states = control.all_gather_obj(state)
         if not any(states):
             return own
@@ -153,13 +151,12 @@ def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
                 f"\n  rank {rank}: {state or 'connected'}" for rank, state in enumerate(states)
             )
             if not isinstance(own, (str, Exception)):
-                # Not destroy, which would wait for ranks that are not connected.
+                # Not `destroy`, which would wait for ranks that are not connected.
                 own.abort()
             elif thread.is_alive():
                 _skip_exit_handlers()
-                atexit.register(
-                    _skip_exit_handlers
-                )  # those, too, that CUDA's libraries register until then
+                # Also those that CUDA's libraries register until then.
+                atexit.register(_skip_exit_handlers)
             raise RuntimeError(
                 f"{current_call()}: NCCL does not connect the {control.size} ranks "
                 f"({describe(stream.xp)}):{listed}\n"
@@ -170,11 +167,11 @@ def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
 
 
 def _try_calls(nccl: Any, comm: Any, rank: int, size: int, stream: gpu.Stream) -> None:
-    """One small call of each kind, whose end the host waits for. The stream is current.
+    """Makes one small call of each kind, and waits for them. The stream is current.
 
-    What of the ranks' connections is left to the first call that needs it is made here, and not in
-    a training step: of other peers than neighbors those of `send` and `recv` alone, which would
-    cost each rank memory for every other one.
+    So connections that NCCL makes in the first call that needs them are made here, and not in a
+    training step. Except those of `send` and `recv` to ranks that are not neighbors, which would
+    cost each rank memory for every other rank.
     """
     sent, received = stream.xp.zeros((2, size), np.uint8)
     source, target, kind, raw = sent.data.ptr, received.data.ptr, nccl.NCCL_UINT8, stream.raw.ptr
@@ -191,13 +188,12 @@ def _try_calls(nccl: Any, comm: Any, rank: int, size: int, stream: gpu.Stream) -
 
 
 def _skip_exit_handlers() -> None:
-    """From now on the process ends without the exit handlers that C libraries have registered until now.
+    """Makes the process end without the exit handlers that C libraries have registered so far.
 
-    They would take CUDA and NCCL apart while a thread is inside them. What Python does at exit
-    comes before, and the exit status stays: C's `exit` calls the last handler first, and this one
-    is `_exit`.
+    They would shut down CUDA and NCCL while a thread is inside them. What Python does at exit comes
+    before, and the exit status stays: C's `exit` calls the last handler, this `_exit`, first.
     """
     libc = ctypes.CDLL(None)
     libc.fflush(None)
-    if hasattr(libc, "on_exit"):  # glibc's, with which all of NCCL's own builds are
+    if hasattr(libc, "on_exit"):  # glibc's, which all of NCCL's own builds use
         libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)

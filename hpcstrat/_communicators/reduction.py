@@ -1,4 +1,4 @@
-"""Reductions of several ranks' arrays: the dtypes they take, and sums in rank order, whatever the timing."""
+"""Reductions of several ranks' arrays: the dtypes they take, and sums that are in rank order."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _HALVES = ("float16", "bfloat16")
 
 
 class Reduction(NamedTuple):
-    """All that transports and strategies know of a `ReduceOp`.
+    """All that transports and strategies know about a `ReduceOp`.
 
     Attributes:
-        ufunc: combines the elements of two ranks, which a rank does in rank order.
-        nccl: NCCL's name of the same.
+        ufunc: combines the elements of two ranks; applied in rank order.
+        nccl: NCCL's name of the operation.
         along_axes: NumPy's and CuPy's function that reduces an array's own elements.
         dtypes: the names of the dtypes that it takes.
         is_mean: whether the result is divided by the number of ranks.
-        neutral: for a dtype, the element that changes no result, which stands for an array without
-            elements.
+        neutral: returns, for a dtype, the element that changes no result: the result of an array
+            without elements.
     """
 
     ufunc: np.ufunc
@@ -42,23 +42,15 @@ class Reduction(NamedTuple):
 
 
 def _lowest(dtype: np.dtype[Any]) -> Any:
-    return (
-        False
-        if dtype.kind == "b"
-        else np.iinfo(dtype).min
-        if dtype.kind in "iu"
-        else np.asarray(-np.inf, dtype)[()]
-    )
+    if dtype.kind == "b":
+        return False
+    return np.iinfo(dtype).min if dtype.kind in "iu" else np.asarray(-np.inf, dtype)[()]
 
 
 def _highest(dtype: np.dtype[Any]) -> Any:
-    return (
-        True
-        if dtype.kind == "b"
-        else np.iinfo(dtype).max
-        if dtype.kind in "iu"
-        else np.asarray(np.inf, dtype)[()]
-    )
+    if dtype.kind == "b":
+        return True
+    return np.iinfo(dtype).max if dtype.kind in "iu" else np.asarray(np.inf, dtype)[()]
 
 
 class _Reductions(dict[ReduceOp, Reduction]):
@@ -76,17 +68,14 @@ REDUCTIONS: dict[ReduceOp, Reduction] = _Reductions(
         ReduceOp.MAX: Reduction(np.maximum, "NCCL_MAX", "max", (*_REALS, "bool"), neutral=_lowest),
     }
 )
-"""Whoever meets an operation looks here.
-
-What is not here raises `TypeError`, and never computes another one.
-"""
+"""All reductions; an operation that is not here raises `TypeError`."""
 
 
 def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:
     """Checks that values of this dtype can be reduced by `op`.
 
     Raises:
-        TypeError: they cannot; the message says what can be.
+        TypeError: they cannot; the message lists what can.
     """
     if _is_reducible(dtype, op):
         return
@@ -110,33 +99,37 @@ def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:
 
 @functools.cache
 def _is_reducible(dtype: np.dtype[Any], op: ReduceOp) -> bool:
-    return dtype.name in REDUCTIONS[op].dtypes  # NumPy makes the name anew each time
+    return dtype.name in REDUCTIONS[op].dtypes  # cached: NumPy builds the name on each access
 
 
 @functools.cache
 def accumulator(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in which values of `dtype` are summed: `float32` for the 16-bit floats, else `dtype` itself."""
+    """The dtype in which `dtype` is summed: `float32` for 16-bit floats, else `dtype` itself."""
     return np.dtype(np.float32) if dtype.name in _HALVES else dtype
 
 
 @functools.cache
 def mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype of a mean of `dtype`, TensorFlow's: `float32` of integers of up to 16 bits, `float64` of wider ones."""
+    """The dtype of a mean of `dtype`, as in TensorFlow.
+
+    It is `float32` for integers of up to 16 bits and `float64` for wider integers.
+    """
     if dtype.kind not in "iu":
         return dtype
     return np.dtype(np.float32 if dtype.itemsize <= 2 else np.float64)
 
 
 CHUNK = 1 << 15
-"""Elements that are reduced, and updated, while they are in cache."""
+"""This many elements are reduced, and updated, while they are in cache."""
 
 
 def reduce_chunk(
     out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp
 ) -> None:
-    """Writes the reduction of `parts`, flat arrays of one length and dtype, to `out`, which may be one of them.
+    """Writes the reduction of `parts` to `out`, which may be one of them.
 
-    16-bit floats are summed in `float32` and rounded once.
+    The arrays are flat, of equal length and dtype. 16-bit floats are summed in `float32`, and
+    rounded once.
     """
     if len(parts) == 1:
         if out is not parts[0]:
@@ -144,7 +137,7 @@ def reduce_chunk(
         return
     reduction = REDUCTIONS[op]
     ufunc = reduction.ufunc
-    # `out` may be one of `parts`, and must not be written before that part was read.
+    # `out` may be one of `parts`, and must not be written before that part is read.
     if len(parts) == 2 and out.itemsize > 2:
         total = ufunc(parts[0], parts[1], out=out)
     else:
@@ -159,14 +152,13 @@ def reduce_chunk(
         out[...] = total
 
 
-@np.errstate(all="ignore")  # as a decorator it takes half the time of a block
+@np.errstate(all="ignore")  # a decorator takes half the time of a block
 def reduce_flat(
     out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp
 ) -> None:
-    """`reduce_chunk` over flat arrays of any length, a chunk at a time.
+    """`reduce_chunk` for flat arrays of any length, chunk by chunk.
 
-    An overflow gives inf, as on a GPU. It must not become an exception on the one rank whose slice
-    it is in.
+    An overflow gives inf, as on a GPU. It must not raise only on the rank whose slice it is in.
     """
     if out.size <= CHUNK:
         reduce_chunk(out, parts, op)
@@ -178,8 +170,11 @@ def reduce_flat(
 
 
 def slice_of(count: int, rank: int, size: int) -> slice:
-    """The part of `count` elements that `rank` works on, in whole multiples of 64 elements, so of cache lines."""
-    # Two ranks must not write to one cache line: it would move between their cores with each write.
+    """The part of `count` elements that `rank` works on, in multiples of 64 elements.
+
+    These are whole cache lines: two ranks must not write to one cache line, which would move
+    between their cores with each write.
+    """
     lines = -(-count // 64)
     return slice(
         min(count, 64 * (lines * rank // size)), min(count, 64 * (lines * (rank + 1) // size))

@@ -1,4 +1,4 @@
-"""How far a host is ahead of what NCCL does on its GPU: it is bounded, and the watchdog hears whether it is at all."""
+"""Limits how far a host is ahead of NCCL's work on its GPU, and tells the watchdog if it is."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from hpcstrat._calls.state import Waiting
 from hpcstrat._core import gpu
 
 AHEAD = 32
-"""Calls of NCCL, two for most updates, that a host may be ahead: enough to keep the GPU busy when the host is late."""
+"""Calls of NCCL, two per update mostly, that a host may be ahead: the GPU then has enough to do."""
 
 
 @final
 class RunAhead:
-    """Notes each call of NCCL by an event on its stream.
+    """Records an event after each call of NCCL, on the call's stream.
 
-    A host that runs ahead of a GPU that hangs fills CUDA's queue of launches, and then waits inside
-    the driver, where it holds a lock. Whatever asks CUDA next, such as for the state of an event,
-    waits for that lock, in CuPy with Python's: no thread of the process runs any more, and nobody
-    ends the job. So the host waits here first, where it counts as waiting; and the watchdog reads
-    numbers, which a thread of this class brings: that one waits for the GPU, by a call for which
-    CuPy lets go of Python's lock.
+    A host that runs ahead of a hanging GPU fills CUDA's launch queue, and then waits in the driver
+    with a lock held. The next call of CUDA, such as for an event's state, waits for that lock, in
+    CuPy with Python's lock held: no thread of the process runs any more, and nothing ends the job.
+    So the host waits here first, where it counts as waiting. The watchdog only reads numbers, which
+    a thread of this class updates: it waits for the GPU in a call during which CuPy releases
+    Python's lock.
 
     Args:
         stream: makes the events, on its GPU.
-        waiting: counts this rank as one that waits for others.
+        waiting: counts this rank as waiting for others.
     """
 
     def __init__(self, stream: gpu.Stream, waiting: Waiting) -> None:
         with stream.current():
-            # Whoever waits for them sleeps: a spinning thread would take a core from the program.
+            # Threads sleep while they wait for them: spinning would take a core from the program.
             self._events: list[Any] = [
                 stream.cuda.Event(block=True, disable_timing=True) for _ in range(AHEAD)
             ]
@@ -49,8 +49,8 @@ class RunAhead:
         """
         event = self._events[self._noted % AHEAD]
         if self._noted >= AHEAD:
-            # Not asked first whether it is done: that would hold Python's lock, and this returns at
-            # once if it is.
+            # Without asking first whether it is done: that would hold Python's lock, and this
+            # returns at once if it is.
             self._waiting.depth += 1
             try:
                 event.synchronize()
@@ -60,9 +60,9 @@ class RunAhead:
         self._noted += 1
 
     def is_behind(self) -> bool:
-        """Whether the GPU has not done all calls, as far as is known.
+        """Whether the GPU has calls left, as far as is known.
 
-        Asks nothing of CUDA, and may say so too late.
+        Makes no call of CUDA, and may return true for a moment too long.
         """
         self._look.set()
         return self._done < self._noted
@@ -82,9 +82,8 @@ class RunAhead:
             noted = self._noted
             if self._done < noted:
                 try:
-                    # Of a call that may be newer by now, which is done later than the one that
-                    # counts here.
+                    # The event may belong to a newer call by now, which is done later.
                     self._events[(noted - 1) % AHEAD].synchronize()
-                except Exception:  # the program meets the same, in its own next call of CUDA
+                except Exception:  # the program gets the same error in its next call of CUDA
                     pass
                 self._done = noted

@@ -1,4 +1,4 @@
-"""The communicator of ranks on one host: records and mailboxes in one shared segment, and a barrier of flags."""
+"""The communicator of ranks on one host: shared records and mailboxes, and a barrier of flags."""
 
 from __future__ import annotations
 
@@ -22,44 +22,44 @@ from hpcstrat._core.span import COMMUNICATION, WAITING, span
 from hpcstrat._core.types import Bytes, ReduceOp
 from hpcstrat._memory.allocator import RangeAllocator
 from hpcstrat._memory.layout import Layout
-from hpcstrat._memory.segment import check_available, physical_memory, shared_segment
+from hpcstrat._memory.segment import check_available, make_shared_segment, physical_memory
 from hpcstrat._watchdog.channels import SLOT
 
 LINE = 64
-"""Bytes of a rank's flag: a cache line of its own."""
+"""Bytes of a rank's flag: a whole cache line."""
 
-_SPINS = (
-    20  # polls before the core is offered to another rank: more cost more where ranks share cores
-)
-_YIELDS = 300  # polls before the rank sleeps: then somebody computes, perhaps on this very core
-# the same where every rank has a core: about a millisecond, many times what a wake-up costs
+# Polls before the core is offered to another rank. More would cost more where ranks share cores.
+_SPINS = 20
+# Polls before the rank sleeps: then another rank computes, perhaps on this core.
+_YIELDS = 300
+# The same if every rank has its own core: about a millisecond, many times the cost of a wake-up.
 _YIELDS_ON_CORES = 1500
 _SLEEP = 50e-6  # seconds
 _PROGRESS = 64  # polls between two chances for MPI
 
 
 def barrier(flags: np.ndarray[Any, np.dtype[np.uint8]], comm: Any) -> Callable[[], object]:
-    """A function that returns when all ranks of `comm`, an MPI communicator used by nobody else, have called it.
+    """A function that returns when all ranks of `comm` have called it.
 
     Args:
         flags: `LINE * comm.size` bytes of zeros, shared by the ranks.
-        comm: the ranks.
+        comm: an MPI communicator that only this function uses.
     """
-    # Only here do all processors see the writes of one in the order in which it made them;
-    # elsewhere it takes fences, which Python has not.
+    # Only on these machines do all processors see one's writes in the order in which it made them.
+    # Others need fences, which Python does not have.
     if platform.machine() in ("x86_64", "AMD64"):
         return _FlagBarrier(flags, comm)
     return comm.Barrier
 
 
 class _FlagBarrier:
-    """Each rank counts its calls in its flag and waits until the others have counted as far."""
+    """Each rank counts its calls in its flag, and waits until the others have counted as many."""
 
     def __init__(self, flags: np.ndarray[Any, np.dtype[np.uint8]], comm: Any) -> None:
-        # A memoryview, whose single elements are read faster than those of a NumPy array.
+        # A memoryview: its elements are read faster than those of a NumPy array.
         self._flags = memoryview(flags.view(np.int64))  # pyright: ignore[reportArgumentType]
         indices = [rank * LINE // 8 for rank in range(comm.size)]
-        # A flag has a cache line to itself. On a shared line each write would take the line away
+        # Each flag has its own cache line. On a shared line each write would take the line away
         # from the ranks that poll it.
         self._own = indices.pop(comm.rank)
         self._others = indices
@@ -69,8 +69,7 @@ class _FlagBarrier:
         self.calls = 0
 
     def __call__(self) -> None:
-        # Counts only grow. So no flag is ever reset, and a rank that is one call ahead does no
-        # harm.
+        # Counts only grow: no flag is ever reset, and a rank may be one call ahead.
         self.calls += 1
         flags, calls = self._flags, self.calls
         flags[self._own] = calls
@@ -88,14 +87,13 @@ class _FlagBarrier:
             elif polls > _SPINS:
                 os.sched_yield()
             if polls > yields or polls % _PROGRESS == 0:
-                # a message that the other rank waits to get rid of moves only in a call of MPI
+                # A message that the other rank waits to send moves only in a call of MPI.
                 self._progress()
 
 
 _LARGEST = 1 << 45  # an address space has 47 bits
-_DOUBLED = (
-    1 << 26
-)  # bytes up to which mailboxes double, so that they seldom grow; beyond, memory counts for more
+# Up to this size mailboxes double, to grow seldom; beyond it they grow as needed, to save memory.
+_DOUBLED = 1 << 26
 
 
 @final
@@ -103,12 +101,12 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
     """Ranks of one host.
 
     The segment holds, for each rank, two records that alternate from call to call, a flag and a
-    mailbox, and behind them the storage of variables. A rank writes its record and its message, all
-    meet in a barrier, and everyone reads. Records alternate because a fast rank writes the next one
-    while a slow one still reads. A mailbox is written again only after another barrier.
+    mailbox; the storage of variables follows. A rank writes its record and its message, all meet in
+    a barrier, and all read. Records alternate because a fast rank writes the next record while a
+    slow rank still reads. A mailbox is overwritten only after another barrier.
 
     Attributes:
-        status_slots: one per rank, for the watchdog.
+        status_slots: for the watchdog, one per rank.
 
     Args:
         comm: an MPI communicator whose ranks share memory.
@@ -120,29 +118,28 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         records_end = 2 * self.size * RECORD
         slots_start = -(-(records_end + self.size * LINE) // 4096) * 4096
         head = -(-(slots_start + self.size * SLOT) // 4096) * 4096
-        # Addresses, not memory: a mailbox can grow to all that the host has without moving; memory
-        # comes as it grows.
+        # Addresses, not memory: a mailbox can grow to all of the host's memory without moving, and
+        # gets memory as it grows.
         wanted = min(physical_memory(), (_LARGEST - head) // (self.size + 1))
-        self.segment = shared_segment(comm, head + wanted * (self.size + 1))
+        self.segment = make_shared_segment(comm, head + wanted * (self.size + 1))
         reserve = (self.segment.size - head) // (self.size + 1) // 4096 * 4096
         self.heap = RangeAllocator(head + reserve * self.size, self.segment.size, self.segment.hint)
         self._reserve = reserve
         self._mailbox_starts = [head + reserve * rank for rank in range(self.size)]
         self._mailboxes: list[Bytes] = [self.segment.array[:0]] * self.size
         self._capacity = PAYLOAD
-        self._being_read = False  # mailboxes, by ranks that may be slower than this one
+        self._being_read = False  # whether slower ranks may still read mailboxes
         if self.rank == 0:
             self.segment.commit(0, head)
-        # Nobody may touch the head before its pages exist. Rank 0 alone makes them: they are the
-        # file's, and so all ranks'.
+        # No rank may touch the head before its pages exist. Rank 0 alone makes them: they belong to
+        # the file, and so to all ranks.
         comm.Barrier()
         flags = self.segment.array[records_end : records_end + self.size * LINE]
         self._barrier = span(WAITING, "the other ranks")(barrier(flags, comm))
         self.status_slots: Bytes = self.segment.array[
             slots_start : slots_start + self.size * SLOT
         ].reshape(self.size, SLOT)
-        # Slices of a memoryview: for a few bytes they are assigned and compared faster than NumPy's
-        # arrays.
+        # Slices of a memoryview: a few bytes are assigned and compared faster than in NumPy arrays.
         whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
         starts = [
             [RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)
@@ -158,7 +155,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         """Makes room for messages of this many bytes. Collective; all ranks pass the same number.
 
         Raises:
-            MemoryError: there is none, on any rank.
+            MemoryError: there is not enough, on any rank.
         """
         if nbytes > self._capacity:
             self._grow(nbytes)
@@ -174,9 +171,8 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         self._being_read = False
 
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        if (
-            self._being_read
-        ):  # a slow rank may still copy from this mailbox, which `write` is about to overwrite
+        # A slow rank may still copy from this rank's mailbox, which `write` is about to overwrite.
+        if self._being_read:
             self.sync()
         slot = self.calls.number & 1
         self._own_records[slot][:] = record
@@ -190,8 +186,8 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
         largest = max(sizes)
         if largest > self._capacity:
-            # All ranks know the sizes from the records, so all grow alike; a message that did not
-            # fit is written only now.
+            # All ranks know the sizes from the records, so all make the same room. A message that
+            # did not fit is written only now.
             self._grow(largest)
             if write is not None:
                 write(self._mailboxes[self.rank])
@@ -220,8 +216,8 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         def check() -> None:
             if wanted > capacity:
                 raise MemoryError(
-                    f"{wanted:,} bytes are wanted and {self._reserve:,} are reserved; pass smaller "
-                    f"arrays{self.segment.hint}"
+                    f"{wanted:,} bytes were requested, but {self._reserve:,} are reserved; pass "
+                    f"smaller arrays{self.segment.hint}"
                 )
             check_available(capacity - there, self.size)
 
@@ -230,22 +226,22 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
             self.segment.commit(start + there, start + capacity)
 
         # No rank takes memory before all have found enough for all.
-        self._together(check)
-        self._together(commit)
+        self._do_together(check)
+        self._do_together(commit)
         self._capacity = capacity
         self._mailboxes = [
             self.segment.array[start : start + capacity] for start in self._mailbox_starts
         ]
 
-    def _together(self, step: Callable[[], None]) -> None:
-        """Over MPI: an exchange would need the very mailboxes that are missing."""
+    def _do_together(self, step: Callable[[], None]) -> None:
+        """Makes all ranks raise together; over MPI, because the mailboxes are not there yet."""
         problem = ""
         try:
             step()
         except MemoryError as error:
             problem = f"rank {self.rank}: {error}"
-        if problems := [one for one in self._comm.allgather(problem) if one]:
-            self.settle()
+        if problems := [text for text in self._comm.allgather(problem) if text]:
+            self.note_shared_error()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
 
     @span(COMMUNICATION, describe_message)
@@ -258,9 +254,9 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         out: Bytes,
         whole: Layout | None = None,
     ) -> None:
-        """Small messages every rank reduces itself.
+        """Every rank reduces small messages itself.
 
-        Of large ones each reduces its slice, in its own mailbox.
+        Of a large message each rank reduces its slice, in its own mailbox.
         """
         messages = self.exchange(signature, layout.nbytes, write)
         if layout.nbytes <= SMALL_MESSAGE_BYTES:
@@ -269,7 +265,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         for group in layout.groups:
             mine = slice_of(group.elements, self.rank, self.size)
             parts = [group.of(message)[mine] for message in messages]
-            # The result overwrites this rank's slice of its own mailbox, which nobody else reads
+            # The result overwrites this rank's slice of its own mailbox, which no other rank reads
             # before all have met.
             reduce_flat(parts[self.rank], parts, op)
         self.sync()

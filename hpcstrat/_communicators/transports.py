@@ -1,7 +1,7 @@
 """The transports, best first: what connects the ranks, and what moves the arrays on their GPUs.
 
-A new one is a file beside this one, and an entry in a table here. Modules of transports are
-imported where they are needed: one rank alone needs no MPI, and ranks on CPUs no CuPy.
+A new transport is a file next to this file, and an entry in a table here. Modules of transports are
+imported where they are needed: a single rank needs no MPI, and ranks on CPUs need no CuPy.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class HostTransport(NamedTuple):
     """Moves records, objects and host arrays between all ranks.
 
     Attributes:
-        reaches: whether it connects ranks that are placed like these.
-        connect: makes the communicator, and the channel of its watchdog: `None` where there can be
-            none. Collective.
+        reaches: whether it can connect ranks with this placement.
+        connect: makes the communicator, and the channel of its watchdog, `None` if there cannot be
+            a channel. Collective.
     """
 
     reaches: Callable[[World], bool]
@@ -37,9 +37,8 @@ class DeviceTransport(NamedTuple):
 
     Attributes:
         name: for messages.
-        why_not: why this rank, whose GPU is the current one, cannot use it among ranks with these
-            GPUs; empty where it can. A rank's GPU is told by its unique id, and is empty where it
-            computes on the CPU.
+        why_not: why this rank cannot use it among ranks with these GPUs; empty if it can. This
+            rank's GPU is current. GPUs are unique ids, empty for ranks that compute on the CPU.
         connect: makes the communicator on top of the host's; the stream is `None` on the CPU.
             Collective.
     """
@@ -74,7 +73,7 @@ HOST_TRANSPORTS: list[HostTransport] = [
     HostTransport(lambda world: world.local_size == world.size, _share_memory),
     HostTransport(lambda world: True, _connect_hosts),
 ]
-"""Of these the first counts that reaches all ranks."""
+"""The first that reaches all ranks is used."""
 
 
 def _why_no_nccl(gpus: Sequence[str]) -> str:
@@ -99,12 +98,12 @@ def _connect_by_staging(control: HostCommunicator, stream: gpu.Stream | None) ->
 
 
 STAGING = DeviceTransport("host memory", lambda gpus: "", _connect_by_staging)
-"""What any ranks can use, also those of which some compute on the CPU, and one alone."""
+"""Any ranks can use it: also if some compute on the CPU, and a single rank."""
 DEVICE_TRANSPORTS: list[DeviceTransport] = [
     DeviceTransport("NCCL", _why_no_nccl, _connect_by_nccl),
     STAGING,
 ]
-"""Of these the first counts that all ranks with a GPU can use."""
+"""The first that all ranks with a GPU support is used."""
 
 
 def connect_host(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
@@ -119,31 +118,31 @@ def connect_host(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
         if transport.reaches(world):
             return transport.connect(world)
     raise RuntimeError(
-        "hpcstrat: no transport connects ranks that are placed so; add one to HOST_TRANSPORTS"
+        "hpcstrat: no transport supports this placement of ranks; add one to HOST_TRANSPORTS"
     )
 
 
 def choose_device_transport(
     control: HostCommunicator, gpus: Sequence[str], has_gpu: bool
 ) -> tuple[DeviceTransport, str]:
-    """The best transport for these GPUs, and instead of which better one, and why; empty where it is the best.
+    """The transport chosen, and the faster one that was not possible, with the reason, as text.
 
-    Collective: a rank alone cannot know what the others can use.
+    The text is empty if the fastest is possible. Collective: a rank alone cannot know what the
+    others can use.
 
     Raises:
-        RuntimeError: none can be used.
+        RuntimeError: no transport can be used.
     """
     if control.size == 1:  # nothing is exchanged
         return STAGING, ""
-    found = ""
+    reason = ""
     for transport in DEVICE_TRANSPORTS:
         # One rank's problem is enough: NCCL connects all ranks or none.
-        problems = [
-            one for one in control.all_gather_obj(transport.why_not(gpus) if has_gpu else "") if one
-        ]
+        by_rank = control.all_gather_obj(transport.why_not(gpus) if has_gpu else "")
+        problems = [problem for problem in by_rank if problem]
         if not problems:
-            return transport, found
-        found = found or f"instead of {transport.name}: {problems[0]}"
+            return transport, reason
+        reason = reason or f"instead of {transport.name}: {problems[0]}"
     raise RuntimeError(
-        f"{current_call()}: no transport is left {found}; add one to DEVICE_TRANSPORTS"
+        f"{current_call()}: no transport is left {reason}; add one to DEVICE_TRANSPORTS"
     )

@@ -1,1 +1,1 @@
-"""The nouns that every floor uses: dtypes, values, nests, arrays, GPUs, the name of the public call."""
+"""What every layer uses: dtypes, values, nests, arrays, GPUs, the name of the public call."""

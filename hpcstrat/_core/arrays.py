@@ -1,9 +1,9 @@
-"""Conversion to arrays: arrays of any library, by the protocols that they support, numbers and sequences.
+"""Converts to arrays: arrays of any library, by the protocols they support, numbers, sequences.
 
 Names say who owns the memory. `as_...` returns the same memory if possible, `..._copy` never does,
-and `from_foreign` shares the memory of another library's array, which the result keeps alive. What
-is allowed as a variable, a gradient or an element of a dataset is decided in their modules. No
-other library is imported: a program that has an array of a library has imported it already.
+and `from_foreign` shares the memory of another library's array, which the result keeps alive. The
+modules of variables, gradients and datasets decide what they allow. No other library is imported: a
+program that has a library's array has imported it already.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ _GPUS = (2, 10, 13)  # device types of DLPack: CUDA, ROCm, CUDA managed memory
 
 
 def is_foreign(value: Any) -> bool:
-    """Whether `value` is an array of another library, which supports DLPack.
-
-    Variables support it, too.
-    """
+    """Whether `value` is an array of another library, which supports DLPack (as do variables)."""
     return (
         not isinstance(value, PLAIN) and hasattr(value, "__dlpack__") and not gpu.is_on_gpu(value)
     )
 
 
 def is_stored(value: Any) -> bool:
-    """Whether `value` is an array with dimensions that is not in memory, such as one of h5py, zarr or netCDF4.
+    """Whether `value` is an array with dimensions but not in memory, such as h5py's or zarr's.
 
-    It can be indexed and has a shape and a dtype, but no memory to share. A Series of pandas looks
-    like one, too, but is in memory, and indexed by labels.
+    It can be indexed and has a shape and a dtype, but no memory to share; netCDF4 has such arrays
+    too. A Series of pandas looks the same, but is in memory, and indexed by labels.
     """
     return (
         not isinstance(value, PLAIN)
@@ -49,12 +46,12 @@ def is_stored(value: Any) -> bool:
 
 
 def has_own_dtype(value: Any) -> bool:
-    """Whether `value` has a dtype, unlike Python numbers and sequences of them, for which NumPy chooses one."""
+    """Whether `value` has a dtype; for Python numbers and their sequences NumPy chooses one."""
     return hasattr(value, "dtype") or exports_array(value)
 
 
 def as_array(call: str, value: Any, on_gpu: bool) -> Array:
-    """`value` as an array, on the host or the GPU where it is; in the same memory if it is an array.
+    """`value` as an array on its host or GPU; an array stays in the same memory.
 
     Args:
         call: the user's name of the method.
@@ -66,19 +63,19 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
         GPU. A tensor that requires a gradient is detached.
 
     Raises:
-        TypeError: `value` is on a GPU and must not be, an array without values in memory, such as a
-            sparse one, or a masked one.
+        TypeError: `value` is on a GPU and must not be, is an array without values in memory, such
+            as a sparse one, or is masked.
         ValueError: it is a sequence of arrays of different shapes.
         RuntimeError: it is on a GPU, and CuPy is not installed.
     """
-    # The usual case, before any protocol is looked up.
+    # The usual case, before any look at a protocol.
     if type(value) is np.ndarray:
         return value
     _refuse_masked(call, value)
     if isinstance(value, PLAIN) or not exports_array(value):
         try:
             return np.asarray(value)
-        except ValueError as error:  # without the name of the call
+        except ValueError as error:  # which lacks the name of the call
             raise ValueError(f"{call}: {error}") from error
     array = from_foreign(call, value)
     if not gpu.is_on_gpu(array):
@@ -94,10 +91,10 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
 
 
 def as_read_only(call: str, value: Any, on_gpu: bool) -> Array:
-    """`as_array` of a value that changes a variable; on the host, another library's memory is marked read-only.
+    """`as_array` of a value that changes a variable; marks another library's host memory read-only.
 
     Such memory may be a variable's own, exported by `__array__` or DLPack. An update reads its
-    values while variables already change, here or on another rank. So it first copies whatever is
+    values while variables already change, here or on another rank, so it first copies whatever is
     read-only.
 
     Raises:
@@ -115,10 +112,7 @@ def as_native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype holds numbers or booleans.
-
-    Those of `ml_dtypes` have NumPy's kind `V`, as records have.
-    """
+    """Whether a dtype holds numbers or booleans. Those of `ml_dtypes` have kind `V`, as records."""
     return dtype.kind in "biufc" or (dtype.kind == "V" and not issubclass(dtype.type, np.void))
 
 
@@ -126,7 +120,7 @@ def host_copy(call: str, value: Any) -> np.ndarray[Any, Any]:
     """A NumPy copy of `value`, an array of any library or a number.
 
     Raises:
-        TypeError: it is an array without values in memory, such as a sparse one, or a masked one.
+        TypeError: it is an array without values in memory, such as a sparse one, or is masked.
     """
     _refuse_masked(call, value)
     array = from_foreign(call, value) if exports_array(value) else np.asarray(value)
@@ -134,7 +128,7 @@ def host_copy(call: str, value: Any) -> np.ndarray[Any, Any]:
 
 
 def from_foreign(call: str, value: Any) -> Array:
-    """An array of any library as a NumPy or CuPy array in the same memory, which the result keeps alive.
+    """An array of any library as a NumPy or CuPy array in the same memory, which it keeps alive.
 
     Raises:
         TypeError: it has no values in memory, such as a sparse tensor.
@@ -142,7 +136,7 @@ def from_foreign(call: str, value: Any) -> Array:
     """
     if isinstance(value, DistributedValues):
         refuse(call)
-    # CuPy's own arrays need no protocol, and are no other library's.
+    # CuPy's own arrays need no protocol.
     if gpu.is_on_gpu(value):
         return value
     try:
@@ -157,21 +151,20 @@ def from_foreign(call: str, value: Any) -> Array:
 
 
 def foreign_copy(value: Any) -> Any:
-    """A copy of an array of another library, of that library too."""
+    """A copy of another library's array, made by that library."""
     return value.clone() if hasattr(value, "clone") else value.copy()
 
 
 def _refuse_masked(call: str, value: Any) -> None:
     # Refused by its class, even if nothing is masked now: otherwise a program would run until the
-    # first step in which something is.
-    ma = sys.modules.get(
-        "numpy.ma"
-    )  # not imported: then there is no masked array, and an import takes a millisecond
+    # first step in which something is. Without an import, which takes a millisecond: before the
+    # program imports it there is no masked array.
+    ma = sys.modules.get("numpy.ma")
     if ma is not None and isinstance(value, ma.MaskedArray):
         raise TypeError(
             f"{call}: this is a masked array, and its mask would be lost; pass "
-            "array.filled(value), or array.data with the mask as an array of its own. A netCDF4 "
-            "variable gives plain arrays after variable.set_auto_mask(False)"
+            "array.filled(value), or array.data with the mask as a separate array. A netCDF4 "
+            "variable returns plain arrays after variable.set_auto_mask(False)"
         )
 
 
@@ -190,9 +183,8 @@ def _has_gpu_memory(value: Any) -> bool:
 
 def _as_cupy(call: str, value: Any) -> Array:
     cupy = gpu.load_cupy(call)
-    if hasattr(
-        value, "__dlpack__"
-    ):  # preferred, because DLPack orders the streams of the two libraries
+    # Preferred, because DLPack orders the streams of the two libraries.
+    if hasattr(value, "__dlpack__"):
         return cupy.from_dlpack(value.detach() if _is_of_torch(value) else value)
     return cupy.asarray(value)
 
@@ -231,10 +223,10 @@ def _bfloat16() -> np.dtype[Any]:
 
 
 def as_number(call: str, argument: str, value: Any, allowed: str = "a number") -> float:
-    """The value of an argument or attribute as a float; `call` is the user's name of what has it.
+    """The value of an argument or attribute of `call` (the user's name) as a float.
 
     Raises:
-        TypeError: it is not a number; texts are none.
+        TypeError: it is not a number, such as a text.
     """
     try:
         return value.__float__()

@@ -1,8 +1,8 @@
-"""The edge between a program and the library: names of calls, signatures of classes, warnings at the program's line.
+"""Names the public call that is running, for errors, and warns at the program's own line.
 
-A public method names itself here once. Messages, signatures and spans of all that it calls ask for
-that name, so no layer in between carries it. It is a context variable, because several threads may
-be in calls of their own at once.
+A public method names itself here once. Messages, signatures and spans of everything that it calls
+ask for that name, so no layer in between carries it. It is a context variable because each thread
+may be in its own call.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ _warned: set[str] = set()
 
 _call: ContextVar[str] = ContextVar("hpcstrat_call", default="hpcstrat")
 
-# The variable's own methods, which are C: every step passes here, and a Python function costs
+# The variable's own methods, which are C: every step uses them, and a Python function would cost
 # several times as much.
 current_call: Callable[[], str] = _call.get
-"""The user's name of the call that this line is in, such as `Strategy.reduce`."""
+"""The user's name of the running call, such as `Strategy.reduce`."""
 enter_call: Callable[[str], Token[str]] = _call.set
-"""Names the call that begins. What it returns goes to `leave_call`, in a `finally`."""
+"""Names the call that starts. Pass the result to `leave_call`, in a `finally`."""
 leave_call: Callable[[Token[str]], None] = _call.reset
-"""Ends the call: the name of the one around it counts again."""
+"""Ends the call: the name of the call around it counts again."""
 
 
-# A class, and no generator with `contextmanager`, whose block costs several times as much.
+# A class, because a generator with `contextmanager` would cost several times as much.
 @final
 class call_named:
-    """A block that is in a call of this name."""
+    """A block that runs as a call of this name."""
 
     __slots__ = ("_name", "_token")
 
@@ -49,7 +49,7 @@ class call_named:
 
 
 def names_call(name: str | Callable[..., str]) -> Callable[[_Function], _Function]:
-    """Names each call of a function that does not communicate, or whose ranks do not raise together.
+    """Names calls of a function that does not communicate, or whose ranks do not raise together.
 
     Args:
         name: the user's name of the call, or a function of the call's arguments that returns it.
@@ -57,20 +57,20 @@ def names_call(name: str | Callable[..., str]) -> Callable[[_Function], _Functio
 
     def decorate(function: _Function) -> _Function:
         @functools.wraps(function)
-        def edge(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             outer = enter_call(name if isinstance(name, str) else name(*args, **kwargs))
             try:
                 return function(*args, **kwargs)
             finally:
                 leave_call(outer)
 
-        return cast("_Function", edge)
+        return cast("_Function", call)
 
     return decorate
 
 
 def constructor_signature(cls: type) -> inspect.Signature:
-    """The arguments of a class, for `inspect`, which would find those of the `__call__` of its metaclass."""
+    """A class's arguments, for `inspect`, which would find those of its metaclass's `__call__`."""
     _, *arguments = inspect.signature(cls.__init__).parameters.values()
     return inspect.Signature(arguments)
 
@@ -81,10 +81,10 @@ def constructor_signature(cls: type) -> inspect.Signature:
 def warn_together(message: str, category: type[Warning], is_lead: bool) -> None:
     """Warns on the lead, at the line of the program.
 
-    Where a filter makes it an error, all ranks that call this raise.
+    If a filter makes it an error, all ranks that call this raise.
 
     Raises:
-        Warning: `category`, as the filters have it.
+        Warning: `category`, if a filter makes it an error.
     """
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and _module(frame.f_globals).partition(".")[0] in _OWN:
@@ -92,13 +92,12 @@ def warn_together(message: str, category: type[Warning], is_lead: bool) -> None:
     if is_lead:
         warnings.warn(message, category, stacklevel=level)
     elif _is_error(message, category, _module(frame.f_globals), frame.f_lineno):
-        # The other ranks stay silent, since one warning is enough, but must raise where the lead
-        # does: else it would raise alone.
+        # The other ranks stay silent, since one warning is enough, but must raise if the lead does.
         raise category(message)
 
 
 def warn_renamed(old: str, new: str) -> None:
-    """Warns that a function has a new name, once a process.
+    """Warns, once per process, that a function has a new name.
 
     Call it directly in the function of the old name.
     """
@@ -112,7 +111,7 @@ def _module(names: dict[str, object]) -> str:
 
 
 def _is_error(message: str, category: type[Warning], module: str, line: int) -> bool:
-    """What the filters make of a warning; to give it and to catch it would change what is shown of others."""
+    """Whether the filters make a warning an error; a trial would change which others show."""
     for action, text, kind, of_module, of_line in warnings.filters:
         if (
             (text is None or text.match(message))

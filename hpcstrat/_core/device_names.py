@@ -1,4 +1,4 @@
-"""Device strings, and which rank computes where."""
+"""Device strings, and the device that each rank computes on."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import numpy as np
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 
-# All of TensorFlow's spellings. Of jobs and tasks only this process's own is there.
+# All of TensorFlow's spellings. The only job and task is this process's own.
 _FORMS = re.compile(
-    r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/)?(?P<kind>CPU|GPU):(?P<index>\d+)",
+    r"(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?(?:/device:|/)?"
+    r"(?P<kind>CPU|GPU):(?P<index>\d+)",
     re.IGNORECASE,
 )
 
@@ -24,8 +25,8 @@ class Device(NamedTuple):
 
     Attributes:
         kind: `"CPU"` or `"GPU"`.
-        ordinal: which of the host's; there is one CPU.
-        worker: the index of its host, where a strategy has several workers; else `None`.
+        ordinal: its number on the host; there is one CPU.
+        worker: the index of its host if a strategy has several workers, else `None`.
     """
 
     kind: str
@@ -33,7 +34,7 @@ class Device(NamedTuple):
     worker: int | None = None
 
     def __str__(self) -> str:
-        """TensorFlow's long form, the canonical one."""
+        """TensorFlow's long form, which is canonical."""
         task = (
             "localhost/replica:0/task:0"
             if self.worker is None
@@ -43,7 +44,7 @@ class Device(NamedTuple):
 
     @property
     def short(self) -> str:
-        """The kind and the number, of which there may be one on each host."""
+        """The kind and the number, which each host may have."""
         return f"{self.kind}:{self.ordinal}"
 
     @property
@@ -56,7 +57,9 @@ CPU = Device("CPU", 0)
 
 
 def parse(text: Any) -> Device:
-    """The device that `text` names, in any of TensorFlow's forms: `"GPU:1"`, `"/gpu:1"`, `"/device:GPU:1"`, the long.
+    """The device that `text` names, in any of TensorFlow's forms.
+
+    These are `"GPU:1"`, `"/gpu:1"`, `"/device:GPU:1"` and the long form.
 
     Raises:
         ValueError: it names none.
@@ -70,8 +73,8 @@ def parse(text: Any) -> Device:
     return Device(match["kind"].upper(), int(match["index"]))
 
 
-def named(compute_devices: Sequence[str] | None, size: int) -> list[Device] | None:
-    """The devices that the user named for `size` ranks, in rank order; `None` for none.
+def parse_all(compute_devices: Sequence[str] | None, size: int) -> list[Device] | None:
+    """The devices that the user named for `size` ranks, in rank order; `None` if none.
 
     Raises:
         TypeError: `compute_devices` is a single string.
@@ -79,17 +82,17 @@ def named(compute_devices: Sequence[str] | None, size: int) -> list[Device] | No
     """
     if compute_devices is None:
         return None
-    # A string is a sequence as well, of letters: it would be refused letter by letter.
+    # A string is a sequence of letters: each would be refused.
     if isinstance(compute_devices, str):
         raise TypeError(
             f"{current_call()}: compute_devices is the string {compute_devices!r}; pass a list "
-            f"with one device a rank, such as [{compute_devices!r}]"
+            f"with one device per rank, such as [{compute_devices!r}]"
         )
     if len(compute_devices) != size:
         raise ValueError(
             f"{current_call()}: {len(compute_devices)} compute devices were named and {size} ranks "
-            f"run; start the program with `mpirun -n {len(compute_devices)}`, or name one device a "
-            "rank"
+            f"run; start the program with `mpirun -n {len(compute_devices)}`, or name one device "
+            "per rank"
         )
     return [parse(text) for text in compute_devices]
 
@@ -97,11 +100,11 @@ def named(compute_devices: Sequence[str] | None, size: int) -> list[Device] | No
 def place(
     devices: list[Device] | None, seen: Sequence[Sequence[str]], shares: bool
 ) -> list[Device]:
-    """The device of each rank of one host, in rank order: what was named, or GPU i for rank i, or the CPU.
+    """The device of each rank of a host: as named, or GPU i for rank i, or the CPU.
 
     Args:
-        devices: those that the user named.
-        seen: for each rank the unique ids of the GPUs that its process sees.
+        devices: the devices that the user named.
+        seen: for each rank, the unique ids of the GPUs that its process sees.
         shares: whether several ranks may compute on one GPU.
 
     Raises:
@@ -111,8 +114,8 @@ def place(
         return devices
     if not any(seen):
         return [CPU] * len(seen)
-    # The launcher has shown each rank a GPU of its own, so there is nothing left to choose.
-    if _one_each(seen):
+    # The launcher has shown each rank its own GPU, so there is nothing left to choose.
+    if _each_sees_its_own(seen):
         return [Device("GPU", rank) for rank in range(len(seen))]
     placed = []
     for rank, gpus in enumerate(seen):
@@ -123,7 +126,7 @@ def place(
                 f"rank{'s' * (len(gpus) > 1)}, or let ranks share a GPU: `hpcstrat run --share-gpu "
                 f"-n {len(seen)} ...`"
             )
-        # More ranks than GPUs, where that was asked for: they take turns.
+        # More ranks than GPUs, on request: they take turns.
         placed.append(Device("GPU", rank % len(gpus)) if gpus else CPU)
     return placed
 
@@ -131,10 +134,10 @@ def place(
 def place_on_hosts(
     hosts: Sequence[int], seen: Sequence[Sequence[str]], shares: bool
 ) -> list[Device]:
-    """`place` for ranks on several hosts, each by its number on its own.
+    """`place` for ranks on several hosts, by each rank's index on its host.
 
     Args:
-        hosts: for each rank the index of its host.
+        hosts: for each rank, the index of its host.
         seen: see `place`.
         shares: see `place`.
     """
@@ -151,13 +154,13 @@ def place_on_hosts(
 def ordinal(device: Device, rank: int, seen: Sequence[Sequence[str]]) -> int | None:
     """CUDA's number of a rank's device in its process; `None` for the CPU.
 
-    A process to which its launcher shows another GPU than the other ranks (`CUDA_VISIBLE_DEVICES` a
-    rank) knows it as number 0, whatever its name here.
+    If the launcher shows each process a different GPU (`CUDA_VISIBLE_DEVICES` per rank), the
+    process knows it as number 0, whatever its name here.
 
     Args:
-        device: the rank's.
-        rank: which rank.
-        seen: for each rank the unique ids of the GPUs that its process sees.
+        device: the rank's device.
+        rank: the rank.
+        seen: for each rank, the unique ids of the GPUs that its process sees.
 
     Raises:
         ValueError: there is no such CPU.
@@ -167,45 +170,47 @@ def ordinal(device: Device, rank: int, seen: Sequence[Sequence[str]]) -> int | N
         if device.ordinal > 0:
             raise ValueError(
                 f"{current_call()}: there is no CPU:{device.ordinal}; use 'CPU:0', which is all "
-                "cores of a host"
+                "cores of the host"
             )
         return None
-    # A device that was asked for and cannot be used is an error: a fallback would only show as a
-    # slow program.
+    # A requested device that cannot be used is an error: a fallback would only show as a slow
+    # program.
     gpu.load_cupy(f"{current_call()}: {device}")
     if device.ordinal < len(seen[rank]):
         return device.ordinal
-    if _one_each(seen) and device.ordinal == rank:
+    if _each_sees_its_own(seen) and device.ordinal == rank:
         return 0
     count = len(seen[rank])
     raise RuntimeError(
         f"{current_call()}: there is no GPU:{device.ordinal}; this process sees {count or 'no'} "
         f"GPU{'s' * (count != 1)}. Name another: CUDA_VISIBLE_DEVICES says which it sees, and "
-        "`nvidia-smi -L` which the host has"
+        "`nvidia-smi -L` says which the host has"
     )
 
 
 def check_shared(gpus: Sequence[str], shares: bool) -> None:
-    """Checks that ranks share a GPU only where they may.
+    """Checks that ranks share a GPU only if they may.
 
-    `gpus`: the unique id of each rank's, or nothing.
+    Args:
+        gpus: the unique id of each rank's GPU, or an empty string.
+        shares: whether they may.
 
     Raises:
-        RuntimeError: they do, and may not.
+        RuntimeError: they share one, and may not.
     """
-    # By unique id, since two ranks may name one GPU differently. NCCL would hang, or fail late,
-    # where ranks share a GPU unprepared.
+    # By unique id, since two ranks may name one GPU differently. NCCL would hang, or fail late, if
+    # ranks shared a GPU unprepared.
     for shared in dict.fromkeys(filter(None, gpus)):
         ranks = [rank for rank, other in enumerate(gpus) if other == shared]
         if len(ranks) > 1 and not shares:
             raise RuntimeError(
                 f"{current_call()}: ranks {', '.join(map(str, ranks))} would compute on one GPU, "
-                f"{len(set(filter(None, gpus)))} for {len(gpus)} ranks; name a GPU for each or "
-                "start fewer ranks, or let ranks share a GPU: "
-                f"`hpcstrat run --share-gpu -n {len(gpus)} ...`"
+                f"{len(set(filter(None, gpus)))} for {len(gpus)} ranks; name a GPU for each, start "
+                f"fewer ranks, or let ranks share a GPU: `hpcstrat run --share-gpu -n {len(gpus)} "
+                "...`"
             )
 
 
-def _one_each(seen: Sequence[Sequence[str]]) -> bool:
-    """Whether each process sees one GPU, and each another one."""
+def _each_sees_its_own(seen: Sequence[Sequence[str]]) -> bool:
+    """Whether each process sees one GPU, and no two see the same."""
     return all(len(gpus) == 1 for gpus in seen) and len({gpus[0] for gpus in seen}) == len(seen)

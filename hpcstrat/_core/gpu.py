@@ -19,7 +19,7 @@ def load_cupy(wanted_by: str) -> Any:
     From now on its matrix products accept variables, as its other array functions do.
 
     Raises:
-        RuntimeError: it is not installed. `wanted_by` begins the message.
+        RuntimeError: it is not installed. The message starts with `wanted_by`.
     """
     if not has_cupy():
         raise RuntimeError(
@@ -30,28 +30,30 @@ def load_cupy(wanted_by: str) -> Any:
 
     # Once, in the module itself: programs call `cupy.matmul`, and CuPy's own `@` looks it up there.
     if not hasattr(cupy.matmul, "__wrapped__"):
-        cupy.matmul, cupy.dot = map(_taking_variables, (cupy.matmul, cupy.dot))
+        cupy.matmul, cupy.dot = map(_accept_variables, (cupy.matmul, cupy.dot))
     return cupy
 
 
-def _taking_variables(product: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of CuPy that also accepts objects that give it a CuPy array.
+def _accept_variables(product: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a function of CuPy also accept objects that export a CuPy array.
 
-    `x @ w` with an array on the left is CuPy's: it lets pass whatever it could convert, looks for
-    `matmul` in its own module, and that takes nothing but arrays.
+    CuPy handles `x @ w` with an array on the left: it passes on whatever it could convert to
+    `matmul` of its own module, which accepts only arrays.
     """
 
     @functools.wraps(product)
-    def taking(*operands: Any, **options: Any) -> Any:
+    def multiply(*operands: Any, **options: Any) -> Any:
         return product(
             *[
-                one.__cupy_get_ndarray__() if hasattr(one, "__cupy_get_ndarray__") else one
-                for one in operands
+                operand.__cupy_get_ndarray__()
+                if hasattr(operand, "__cupy_get_ndarray__")
+                else operand
+                for operand in operands
             ],
             **options,
         )
 
-    return taking
+    return multiply
 
 
 def has_cupy() -> bool:
@@ -60,23 +62,23 @@ def has_cupy() -> bool:
 
 
 def is_on_gpu(value: Any) -> bool:
-    """Whether `value` is a CuPy array. Does not import CuPy: without it there is none."""
+    """Whether `value` is a CuPy array. Does not import CuPy: before its import there is none."""
     cupy = sys.modules.get("cupy")
     return cupy is not None and isinstance(value, cupy.ndarray)
 
 
 def array_module(*arrays: Any) -> Any:
-    """`cupy` where any of them is a CuPy array, else `numpy`."""
+    """`cupy` if any of them is a CuPy array, else `numpy`."""
     return sys.modules["cupy"] if any(map(is_on_gpu, arrays)) else np
 
 
 @final
 class Stream:
-    """A stream of a strategy's own on a GPU of this process, which becomes the current one.
+    """A strategy's own stream on a GPU of this process, which becomes the current GPU.
 
-    It is non-blocking: not ordered with the null stream, which would forbid overlap. Whoever enters
-    it is ordered with
-    it by events, on the way in and on the way out; the host never waits.
+    It is non-blocking: not ordered with the null stream, which would forbid overlap. Events order
+    it with the stream of the code that enters it, on the way in and on the way out; the host never
+    waits.
 
     Args:
         ordinal: CUDA's number of the GPU in this process.
@@ -86,7 +88,7 @@ class Stream:
         ordinal: CUDA's number of the GPU.
         cuda: the module `cupy.cuda`.
         raw: the `cupy.cuda.Stream`.
-        reads: events after which this stream has read memory of others, and that memory.
+        reads: events after which this stream has read other libraries' memory, and that memory.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -102,11 +104,14 @@ class Stream:
         _computing.add(ordinal)
 
     def current(self) -> _Current:
-        """A context manager in which this stream, and its GPU, is the current one of this thread."""
+        """A context manager in which this stream, and its GPU, are current in this thread."""
         return _Current(self)
 
     def wait_for_current(self) -> Any:
-        """Makes this stream wait for what is on the thread's current stream, which is returned; its GPU is current."""
+        """Makes this stream wait for the thread's current one, and returns that.
+
+        This stream's GPU is current.
+        """
         outer = self.cuda.get_current_stream()
         if outer.ptr != self.raw.ptr:
             self._entered.record(outer)
@@ -120,7 +125,7 @@ class Stream:
             outer.wait_event(self._left)
 
     def here(self, array: Any) -> Any:
-        """`array` on this stream's GPU, copied where it is on the host or on another GPU.
+        """`array` on this stream's GPU, copied from the host or another GPU.
 
         The stream is current.
         """
@@ -128,35 +133,33 @@ class Stream:
             return self.xp.asarray(array)
         if array.data.device_id == self.ordinal:
             return array
-        there = self.cuda.Device(array.data.device_id)
-        with there:
-            array = self.xp.asarray(
-                array, order="C"
-            )  # CuPy copies nothing strided from another GPU
-            there.synchronize()  # with whatever stream it is computed on
-        made = self.xp.asarray(array)
+        other = self.cuda.Device(array.data.device_id)
+        with other:
+            # CuPy copies nothing strided from another GPU.
+            array = self.xp.asarray(array, order="C")
+            other.synchronize()  # with whatever stream computes it
+        copy = self.xp.asarray(array)
         copied = self.cuda.Event(disable_timing=True)
         copied.record(self.raw)
-        with there:  # the null stream is the current GPU's
+        with other:  # the null stream is the current GPU's
             self.cuda.get_current_stream().wait_event(copied)  # before the program writes to it
-        # Its memory would return to the stream that it was allocated on, which may be another one.
+        # Its memory would return to the stream that allocated it, which may not be this one.
         self.reads.append((copied, [array.data]))
-        return made
+        return copy
 
     def let_go(self) -> None:
-        """Lets go of the memory that `keep_alive` kept, as far as this stream has read it."""
+        """Releases the memory that `keep_alive` kept, as far as this stream has read it."""
         dead = _dead[self.ordinal]
         if dead:
             event = self.cuda.Event(disable_timing=True)
-            # Whatever still reads this memory was queued before this event.
+            # All reads of this memory were queued before this event.
             event.record(self.raw)
             self.reads.append((event, [dead.popleft() for _ in range(len(dead))]))
         while self.reads and self.reads[0][0].done:
             self.reads.popleft()
         for ordinal, memory in [*_dead.items()]:
-            if (
-                ordinal not in _computing
-            ):  # a stream has only copied from there, and kept it meanwhile
+            # A stream has only copied from such a GPU, and kept the memory meanwhile (`here`).
+            if ordinal not in _computing:
                 memory.clear()
 
     def synchronize(self) -> None:
@@ -178,18 +181,16 @@ class _Current:
         self._device = runtime.getDevice()
         if self._device != stream.ordinal:
             runtime.setDevice(stream.ordinal)
-        # What the program has queued on its own stream, such as the arrays it passes, must be there
-        # first.
+        # First what the program has queued on its own stream, such as the arrays that it passes.
         self._outer = stream.wait_for_current()
         if self._outer.ptr != stream.raw.ptr:
-            # not use(), which a `with stream:` block inside would undo for what follows it
+            # Not use(): a `with stream:` block inside would undo it for what follows.
             stream.raw.__enter__()
 
     def __exit__(self, *_: Any) -> None:
         stream = self._stream
         runtime = stream.cuda.runtime
-        # What follows is done on the current GPU, and the program may have left another one
-        # current.
+        # The following calls act on the current GPU, and the program may have changed that.
         if runtime.getDevice() != stream.ordinal:
             runtime.setDevice(stream.ordinal)
         if _dead or stream.reads:
@@ -198,45 +199,45 @@ class _Current:
             stream.let_wait(self._outer)
             stream.raw.__exit__(None, None, None)
             if stream.cuda.get_current_stream().ptr != self._outer.ptr:
-                self._outer.use()  # that is what made it current, and CuPy forgets it here
+                self._outer.use()  # use() had made it current, which CuPy forgets here
         if self._device != stream.ordinal:
             runtime.setDevice(self._device)
 
 
-def pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def allocate_pinned(nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Host memory that a GPU copies from and to without the processor's help.
 
     Raises:
-        MemoryError: there is not enough.
+        MemoryError: not enough is left.
     """
     cupy = load_cupy("pinned memory")
     try:
         memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
     except cupy.cuda.runtime.CUDARuntimeError as error:
         raise MemoryError(
-            f"{nbytes:,} bytes of pinned host memory cannot be had: {error}; start fewer ranks on "
-            "a host"
+            f"cannot allocate {nbytes:,} bytes of pinned host memory: {error}; start fewer ranks "
+            "per host"
         ) from error
     return np.frombuffer(memory, np.uint8, nbytes)
 
 
 def keep_alive(array: Any) -> None:
-    """Keeps the memory of a CuPy array, which is another library's, until a strategy's stream has read it.
+    """Keeps another library's memory, in a CuPy array, until a strategy's stream has read it.
 
-    Its library orders the memory's next use with its own streams only. When the array itself dies,
-    whatever reads it is on the stream.
+    Its library orders the memory's next use only with its own streams. When the array itself dies,
+    all reads of it are already on the stream.
     """
-    # The memory and not the array: a finalizer that held the array would keep it alive for good.
+    # The memory, not the array: a finalizer that held the array would keep it alive for good.
     memory = array.data
     weakref.finalize(array, _dead[memory.device_id].append, memory).atexit = False
 
 
 _dead: defaultdict[int, deque[Any]] = defaultdict(deque)
-"""Memory of arrays that were held and are no more, by GPU. A finalizer may run at any moment."""
+"""Memory of arrays that are dead, by GPU. A finalizer may add to it at any moment."""
 _computing: set[int] = set()
 """The GPUs on which strategies have had streams."""
 
 
 def to_host(array: Any) -> Any:
-    """A NumPy copy of a CuPy array, once the current stream has come so far; anything else as it is."""
+    """A NumPy copy of a CuPy array, after the current stream's work; anything else unchanged."""
     return array.get() if is_on_gpu(array) else array

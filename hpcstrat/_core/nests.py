@@ -23,7 +23,7 @@ Structure: TypeAlias = optree.PyTreeSpec
 _Class = TypeVar("_Class", bound=type)
 _NAMESPACE = "hpcstrat"
 _LEAF: Structure = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
-# Types that are known to be leaves: most nests are one of these, and optree need not be asked.
+# Types that are known to be leaves: most nests are just a leaf, and need no call of optree.
 _leaf_types: set[type] = {type(None), int, float, bool, str, complex}
 
 
@@ -43,7 +43,7 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
             f"{optree.MAX_RECURSION_DEPTH} levels deep, or contains itself; pass a flatter one"
         ) from error
     for leaf in leaves:
-        # A class is registered when it is first met: optree takes dataclasses and subclasses of
+        # A class is registered when it first occurs: optree takes dataclasses and subclasses of
         # dict for leaves.
         if type(leaf) not in _leaf_types and _register(type(leaf)):
             return flatten(nest)
@@ -51,20 +51,19 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
 
 
 def describe(structure: Structure) -> str:
-    """The structure as text, such as `{'a': *, 'b': [*, *]}`, by which ranks compare theirs.
+    """The structure as text, such as `{'a': *, 'b': [*, *]}`, for ranks to compare theirs.
 
     Equal structures have equal descriptions on all ranks, and different ones different
     descriptions. Keys with equal reprs might be sorted differently on another rank, so a
     description with such keys equals no other rank's.
     """
-    return (
-        "*" if structure is _LEAF else _described(structure)
-    )  # a structure's hash takes longer than a leaf's rest
+    # A leaf skips the cache: hashing costs more than this comparison.
+    return "*" if structure is _LEAF else _describe(structure)
 
 
 @functools.lru_cache(maxsize=1024)
-def _described(structure: Structure) -> str:
-    # Not by recursion, of which Python allows less than nests may be deep.
+def _describe(structure: Structure) -> str:
+    # Not by recursion: nests may be deeper than Python allows calls to be.
     nodes, below = [], [structure]
     while below:
         nodes.append(node := below.pop())
@@ -72,11 +71,11 @@ def _described(structure: Structure) -> str:
     texts: list[str] = []
     for node in reversed(nodes):
         start = len(texts) - node.num_children
-        texts[start:] = [_joined(node, texts[start:])]
+        texts[start:] = [_join(node, texts[start:])]
     return texts[0]
 
 
-def _joined(node: Structure, members: list[str]) -> str:
+def _join(node: Structure, members: list[str]) -> str:
     kind = node.type
     if kind is None:
         return "*"
@@ -87,8 +86,7 @@ def _joined(node: Structure, members: list[str]) -> str:
     if not issubclass(kind, dict):
         names = getattr(kind, "_fields", node.entries())
         return f"{kind.__qualname__}({', '.join(map('{}={}'.format, names, members))})"
-    # Text, because the structure itself cannot be compared across processes: a hash differs from
-    # process to process.
+    # Text, because structures cannot be compared across processes: their hashes differ.
     keys = [repr(key) for key in node.entries()]
     text = f"{{{', '.join(map('{}: {}'.format, keys, members))}}}"
     if len(set(keys)) < len(keys):
@@ -102,7 +100,7 @@ def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
 
 
 def leaf(cls: _Class) -> _Class:
-    """A class decorator: instances of the dataclass are leaves, not nests, as they stand for a single value."""
+    """A class decorator: instances of the dataclass are leaves, because each is a single value."""
     _leaf_types.add(cls)
     return cls
 
@@ -116,7 +114,7 @@ def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
 def _register(cls: type) -> bool:
     """Registers a class that optree took for a leaf; returns whether its instances are nests.
 
-    An array never is: zarr's is a dataclass.
+    Arrays never are, even if the class is a dataclass, as zarr's is.
     """
     if hasattr(cls, "__array__") or all(
         hasattr(cls, name) for name in ("shape", "dtype", "__getitem__")
@@ -162,7 +160,7 @@ def _register_mapping(cls: type[dict[Any, Any]]) -> None:
     def from_leaves(keys: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         items = base(zip(keys, leaves, strict=True))
         # Through __init__, as in TensorFlow, because some classes also set attributes from the
-        # items. If __init__ takes other arguments, or changes the items, then without it.
+        # items; without it if it takes other arguments, or changes the items.
         try:
             node = cls(items)
             if len(node) == len(items) and all(

@@ -1,4 +1,4 @@
-"""Public names show as programs write them: `hpcstrat.Variable`, not the private file that defines it."""
+"""Makes public names show as programs write them: `hpcstrat.Variable`, not its private file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def set_module(namespace: dict[str, Any]) -> None:
-    """Makes the classes and functions that a public module exports show its name in `repr`, tracebacks and pickles.
+    """Gives what a public module exports the module's name, for `repr`, tracebacks and pickles.
 
     Args:
         namespace: `globals()` of the module, after its last import.

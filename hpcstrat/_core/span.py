@@ -1,4 +1,4 @@
-"""Which calls are spans of the timeline: a decorator, which without a timeline leaves a function as it is."""
+"""A decorator that makes calls spans of the timeline; without a timeline it changes nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Details(NamedTuple):
-    """What a span says of its call.
+    """Describes the call of a span.
 
     Attributes:
-        name: of the span.
-        nbytes: bytes that this rank sends; `None` where nothing travels.
-        stream: the `gpu.Stream` on which the call puts work; `None` where it puts none.
+        name: the span's name.
+        nbytes: bytes that this rank sends; `None` if nothing travels.
+        stream: the `gpu.Stream` on which the call puts work; `None` if it puts none.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Details(NamedTuple):
 
 
 class Recorder(Protocol):
-    """What records spans."""
+    """An object that records spans."""
 
     def begin(self, category: str, name: str, nbytes: int | None, stream: Any) -> Any:
-        """Opens a span; `None` where none is recorded."""
+        """Opens a span; `None` if none is recorded."""
         ...
 
     def end(self, span: Any) -> None:
@@ -50,19 +50,19 @@ def record_to(recorder: Recorder | None) -> None:
 
 
 def span(category: str, details: str | Callable[..., Details]) -> Callable[[_Function], _Function]:
-    """Makes every call of a function a span, if `HPCSTRAT_TIMELINE` is set as the library is imported.
+    """Makes every call of a function a span if `HPCSTRAT_TIMELINE` is set at the library's import.
 
     Args:
-        category: one of the constants above.
+        category: a constant of this module, such as `RUN`.
         details: the span's name, or a function of the call's arguments.
     """
     describe = details if callable(details) else lambda *_, **__: Details(details)
 
     def decorate(function: _Function) -> _Function:
-        # Decided once, at import: without a timeline the function itself is returned, and no call
+        # Decided once, at import: without a timeline this returns the function itself, and no call
         # pays for it.
         return (
-            cast("_Function", _recorded(function, category, describe))
+            cast("_Function", _record(function, category, describe))
             if settings.timeline()
             else function
         )
@@ -70,20 +70,18 @@ def span(category: str, details: str | Callable[..., Details]) -> Callable[[_Fun
     return decorate
 
 
-def _recorded(
+def _record(
     function: Callable[..., Any], category: str, describe: Callable[..., Details]
 ) -> Callable[..., Any]:
     @functools.wraps(function)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         recorder = _recorder
         if recorder is None:
             return function(*args, **kwargs)
         try:
             details = describe(*args, **kwargs)
-        except (
-            TypeError,
-            AttributeError,
-        ):  # wrong arguments, of which the function itself complains
+        # Wrong arguments: the function itself complains about them.
+        except (TypeError, AttributeError):
             return function(*args, **kwargs)
         opened = recorder.begin(category, *details)
         if opened is None:
@@ -93,4 +91,4 @@ def _recorded(
         finally:
             recorder.end(opened)
 
-    return recorded
+    return call

@@ -1,4 +1,4 @@
-"""Small types that every layer uses: the library's error, reduce operations, array specifications, sparse slices."""
+"""Small types that every layer uses: the error, reductions, specifications, sparse slices."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 """Flat memory on the host."""
 
 MaybeNone: TypeAlias = Any
-"""`Thing | MaybeNone` is a `Thing`, or None where the caller asked for it, as type checkers need not be told."""
+"""`Thing | MaybeNone` is a `Thing`, or None on request; type checkers need not know."""
 
 _Choice = TypeVar("_Choice", bound=enum.Enum)
 
 
 class ReplicaMismatchError(ValueError):
-    """Replicas disagree where they must agree: on the call, on a shape, on a dtype, on an option.
+    """Replicas disagree where they must agree: on the call, a shape, a dtype or an option.
 
     It is raised on every rank, and its message names every rank's value.
     """
@@ -38,14 +38,14 @@ class ReduceOp(enum.Enum):
     MIN = "MIN"
     MAX = "MAX"
 
-    # By identity, in C: members are singletons, and Enum's own hash is Python code in the middle of
-    # every reduction.
-    if not TYPE_CHECKING:  # to which it is an override of doubtful type
+    # By identity, in C: members are singletons, and Enum's own hash is Python code, which every
+    # reduction would run.
+    if not TYPE_CHECKING:  # a type checker rejects the override
         __hash__ = object.__hash__
 
     @classmethod
     def parse(cls, op: ReduceOp | str, call: str) -> ReduceOp:
-        """The operation that `op`, a member or its name in any case, stands for.
+        """The operation that `op` names: a member, or its name in any case.
 
         Raises:
             ValueError: `op` is neither. `call` names the method in the message.
@@ -54,7 +54,7 @@ class ReduceOp(enum.Enum):
 
 
 class FirstReplica(enum.Enum):
-    """Beside `ReduceOp`: nothing is reduced, and the first replica's values count."""
+    """In addition to `ReduceOp`: nothing is reduced, and the first replica's values count."""
 
     FIRST_REPLICA = "FIRST_REPLICA"
 
@@ -64,19 +64,19 @@ class FirstReplica(enum.Enum):
 
 FIRST_REPLICA: Final = FirstReplica.FIRST_REPLICA
 Aggregation: TypeAlias = "ReduceOp | FirstReplica"
-"""How an update brings the replicas' values together, before a rule changes the variables by them."""
+"""How an update combines the replicas' values, before a rule changes the variables by them."""
 
 
 def parse_choice(choices: type[_Choice], given: Any, call: str, argument: str) -> _Choice:
-    """The member of the enumeration `choices` that `given`, a member or its name in any case, stands for.
+    """The member of the enumeration that `given` names: a member, or its name in any case.
 
     Raises:
         ValueError: `given` is neither.
     """
     if isinstance(given, choices):
         return given
-    if isinstance(given, str) and (found := _named(choices, given)) is not None:
-        return cast("_Choice", found)
+    if isinstance(given, str) and (member := _find_member(choices, given)) is not None:
+        return cast("_Choice", member)
     names = ", ".join(f"{choices.__name__}.{name}" for name in choices.__members__)
     raise ValueError(
         f"{call}: {argument} is {given!r}; it must be one of {names}, or such a name as a string"
@@ -84,8 +84,8 @@ def parse_choice(choices: type[_Choice], given: Any, call: str, argument: str) -
 
 
 @functools.lru_cache(maxsize=256)
-def _named(choices: type[enum.Enum], name: str) -> enum.Enum | None:
-    # Kept, because `__members__` is made anew each time, and programs pass "SUM" and "MEAN" in
+def _find_member(choices: type[enum.Enum], name: str) -> enum.Enum | None:
+    # Cached, because `__members__` is a new object each time, and programs pass "SUM" and "MEAN" in
     # every step.
     return choices.__members__.get(name.upper())
 
@@ -94,7 +94,7 @@ class TensorSpec:
     """The shape and dtype of an array.
 
     Attributes:
-        shape: a tuple of ints; `None` stands for a size that is not known.
+        shape: a tuple of ints; `None` is a size that is not known.
         dtype: the NumPy dtype.
         name: a name, or `None`.
     """
@@ -111,7 +111,7 @@ class TensorSpec:
         self.dtype: np.dtype[Any] = np.dtype(dtype)
         self.name: str | None = name
 
-    # The class counts too: the specification of one replica's component is not that of a value.
+    # With the class: the specification of one replica's component does not equal a value's.
     def _key(self) -> tuple[Any, ...]:
         return (type(self), self.shape, self.dtype, self.name)
 
@@ -122,22 +122,23 @@ class TensorSpec:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype.name}, name={self.name!r})"
+        content = f"shape={self.shape}, dtype={self.dtype.name}, name={self.name!r}"
+        return f"{type(self).__name__}({content})"
 
 
 class PerReplicaSpec(TensorSpec):
-    """The specification of what one replica's component of a distributed value looks like."""
+    """The specification of one replica's component of a distributed value."""
 
     __slots__ = ()
 
 
 class IndexedSlices:
-    """Rows of a larger array: `dense[indices[i]] += values[i]`, as the gradient of an embedding has it.
+    """Rows of a larger array, as of an embedding's gradient: `dense[indices[i]] += values[i]`.
 
     Attributes:
         values: array of shape `(k, ...)`.
         indices: integer array of shape `(k,)`; an index may occur several times.
-        dense_shape: the shape of the whole, or `None`.
+        dense_shape: the shape of the whole array, or `None`.
     """
 
     __slots__ = ("dense_shape", "indices", "values")
@@ -149,7 +150,7 @@ class IndexedSlices:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of the whole, or `None` where it was not given."""
+        """The shape of the whole array, or `None` if it was not given."""
         return None if self.dense_shape is None else tuple(int(n) for n in self.dense_shape)
 
     @property
@@ -158,12 +159,15 @@ class IndexedSlices:
         return self.values.dtype
 
     def __repr__(self) -> str:
-        return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape!r})"
+        return (
+            f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, "
+            f"dense_shape={self.dense_shape!r})"
+        )
 
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What a function that makes one replica's value gets to know about the replica.
+    """Describes the replica to a function that makes its value.
 
     Attributes:
         replica_id_in_sync_group: the index of the replica.
@@ -180,7 +184,7 @@ class RunOptions:
 
     Attributes:
         experimental_enable_dynamic_batch_size: batches may differ in size.
-        experimental_bucketizing_dynamic_shape: sizes are rounded up to few different ones.
+        experimental_bucketizing_dynamic_shape: sizes are rounded up to a few different sizes.
         experimental_xla_options: options of a compiler.
     """
 

@@ -18,9 +18,8 @@ class DistributedValues:
     and `Strategy.gather` combine them, and `Strategy.run` passes each replica its own.
 
     Operators never communicate, so none can work on the whole value: truth, comparison, arithmetic,
-    conversion,
-    indexing, iteration and array functions raise `TypeError`. A distributed value is hashed by
-    identity, and can be copied and pickled.
+    conversion, indexing, iteration and array functions raise `TypeError`. A distributed value is
+    hashed by identity, and can be copied and pickled.
     """
 
     __slots__ = ("_component", "_replica_id", "_replicas")
@@ -31,7 +30,8 @@ class DistributedValues:
         self._replicas = replicas
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(replica {self._replica_id} of {self._replicas}: {self._component!r})"
+        place = f"replica {self._replica_id} of {self._replicas}"
+        return f"{type(self).__name__}({place}: {self._component!r})"
 
     def __format__(self, spec: str) -> str:
         if spec:
@@ -42,30 +42,31 @@ class DistributedValues:
 def refuse(call: str) -> NoReturn:
     """Raises the `TypeError` for a distributed value that is used as a number or an array."""
     raise TypeError(
-        f"{call}: this is one value a replica; reduce it first: strategy.reduce('MEAN', value, "
+        f"{call}: this is one value per replica; reduce it first: strategy.reduce('MEAN', value, "
         "axis=None), or look at all of them: strategy.experimental_local_results(value). A replica "
         "function is given its own: strategy.run(fn, args=(value,))"
     )
 
 
 _REFUSED = """
-    bool int float complex index round abs neg pos invert len iter contains getitem setitem eq ne lt le gt ge
+    bool int float complex index round abs neg pos invert
+    len iter contains getitem setitem eq ne lt le gt ge
     add sub mul matmul truediv floordiv mod divmod pow lshift rshift and xor or
     radd rsub rmul rmatmul rtruediv rfloordiv rmod rdivmod rpow rlshift rrshift rand rxor ror
     array array_ufunc array_function cupy_get_ndarray
 """
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refused(self: DistributedValues, *_: Any, **__: Any) -> NoReturn:
+def _make_refusal(name: str) -> Callable[..., NoReturn]:
+    def refuse_call(self: DistributedValues, *_: Any, **__: Any) -> NoReturn:
         refuse(f"{type(self).__name__}.{name}")
 
-    return refused
+    return refuse_call
 
 
 # Set after the class is made: a class body that defines __eq__ loses its hash.
 for _name in _REFUSED.split():
-    setattr(DistributedValues, f"__{_name}__", _refusing(f"__{_name}__"))
+    setattr(DistributedValues, f"__{_name}__", _make_refusal(f"__{_name}__"))
 
 
 class PerReplica(DistributedValues):
@@ -91,7 +92,7 @@ _PLAIN = frozenset({type(None), bool, int, float, complex, str, np.ndarray, np.f
 def select(nest: Any) -> Any:
     """`nest` with every distributed value replaced by the component of this process's replica.
 
-    What has none in it is itself and no copy: a function may append to a list that it is given.
+    A nest without any is returned itself, not a copy: a function may append to its list.
     """
     kind = type(nest)
     if kind in _PLAIN:

@@ -1,1 +1,1 @@
-"""Where bytes are: segments that grow on demand, allocators, the blocks of variables, the layout of messages."""
+"""Memory: segments that grow on demand, allocators, variables' blocks, the layout of messages."""

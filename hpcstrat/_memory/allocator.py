@@ -15,34 +15,33 @@ import numpy as np
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block, block_of, read_only, size_of
-from hpcstrat._memory.segment import private_segment
+from hpcstrat._memory.segment import make_private_segment
 
 ALIGNMENT = 256
-"""Bytes to whose multiples every variable starts, as matrix products want it."""
-_SMALLEST, _LARGEST = 1 << 26, 1 << 30  # of a slab, but for one variable alone
+"""Every variable starts at a multiple of this many bytes, which suits matrix products."""
+_SMALLEST, _LARGEST = 1 << 26, 1 << 30  # of a slab; a single larger variable gets a larger one
 _UNIT = 1 << 21  # a slab's size is a multiple of this
-SLAB_ADDRESS_STRIDE = 1 << 44  # so that no two slabs touch in the addresses that blocks have
+SLAB_ADDRESS_STRIDE = 1 << 44  # no two slabs are adjacent in the addresses of blocks
 
 
 class RangeAllocator:
     """Hands out ranges of bytes.
 
-    The same calls in the same order give the same ranges, so ranks need not communicate.
+    The same calls in the same order return the same ranges, so ranks need not communicate.
 
-    A range follows the one before it where there is room, and holes are filled when the end is
-    reached: what is made
-    together is contiguous, and is updated as one, whatever was freed before.
+    A range follows the previous one where there is room; holes are filled once the end is reached.
+    Variables that are made together are therefore contiguous, and are updated as one range.
 
     Args:
         start: the first byte to hand out.
-        stop: the byte after the last one.
-        hint: the end of the message that there is too little.
+        stop: the byte after the last.
+        hint: the end of the error message when memory runs out.
     """
 
     def __init__(self, start: int, stop: int, hint: str = "") -> None:
         self._hint = hint
         self._free: list[tuple[int, int]] = [(start, stop)]
-        self._last = start  # where the range that was handed out last ends
+        self._last = start  # the end of the latest range
 
     def allocate(self, nbytes: int, alignment: int) -> int:
         """The first byte of a free range of this size.
@@ -50,31 +49,30 @@ class RangeAllocator:
         Raises:
             MemoryError: there is none.
         """
-        # Next fit: it goes on behind the last range. A first fit would put what is made together
-        # into old holes, far apart, and each hole would be a range of its own in every later
-        # update.
+        # Next fit: it continues after the latest range. A first fit would scatter variables that
+        # are made together over old holes, each of them a separate range in every later update.
         first = bisect.bisect(self._free, (self._last, 0))
         if first and self._free[first - 1][1] > self._last:  # that range was freed
             first -= 1
         for i in (*range(first, len(self._free)), *range(first)):
             start, stop = self._free[i]
-            begin = -(-start // alignment) * alignment
-            if begin + nbytes <= stop:
+            aligned = -(-start // alignment) * alignment
+            if aligned + nbytes <= stop:
                 # What alignment skips stays free: a smaller block may fit.
-                rest = [(start, begin), (begin + nbytes, stop)]
+                rest = [(start, aligned), (aligned + nbytes, stop)]
                 self._free[i : i + 1] = [(a, b) for a, b in rest if a < b]
-                self._last = begin + nbytes
-                return begin
+                self._last = aligned + nbytes
+                return aligned
         raise MemoryError(
-            f"no {nbytes:,} contiguous bytes are left of the memory that was reserved for "
-            f"variables; make them smaller, or start fewer ranks on a host{self._hint}"
+            f"cannot allocate {nbytes:,} contiguous bytes: the memory that was reserved for "
+            "variables is full or fragmented; make variables smaller, or start fewer ranks per "
+            f"host{self._hint}"
         )
 
     def free(self, start: int, nbytes: int) -> tuple[int, int]:
-        """Takes a range back; returns the whole free range that it is now part of."""
+        """Frees a range; returns the whole free range that it is now part of."""
         stop = start + nbytes
-        # Neighbours are merged at once, so that what is left never falls into pieces too small for
-        # anything.
+        # Neighbours are merged at once, so that free memory does not fall into useless pieces.
         i = bisect.bisect(self._free, (start, stop))
         if i < len(self._free) and self._free[i][0] == stop:
             stop = self._free.pop(i)[1]
@@ -87,25 +85,24 @@ class RangeAllocator:
 
 
 class PrivateMemory:
-    """Memory of this process alone."""
+    """Memory of this process only."""
 
     def __init__(self) -> None:
-        self.segment = private_segment()
+        self.segment = make_private_segment()
         self._heap = RangeAllocator(0, self.segment.size, self.segment.hint)
-        self._dead: deque[tuple[int, int]] = (
-            deque()
-        )  # a finalizer may run at any moment, also inside this class
+        # Filled by finalizers, which may run at any moment, also inside this class.
+        self._dead: deque[tuple[int, int]] = deque()
         self._lock = threading.Lock()
 
     def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
-        """A new block of this number, whose memory returns when it dies.
+        """A new block with this number, whose memory is freed when it dies.
 
         Raises:
-            MemoryError: there is not enough.
+            MemoryError: there is not enough memory.
         """
         with self._lock:
-            # Finalizers only leave a note: one may run at any line, this class's included. Memory
-            # returns here, under the lock.
+            # Finalizers only leave a note, as they may run at any line; memory is freed here, under
+            # the lock.
             while self._dead:
                 start, stop = self._dead.popleft()
                 self.segment.release(*self._heap.free(start, stop - start))
@@ -116,8 +113,8 @@ class PrivateMemory:
             except MemoryError:
                 self._heap.free(start, nbytes)
                 raise
-        # At exit nothing is freed: the process' memory goes as a whole, and other threads may still
-        # read it.
+        # At exit nothing is freed: the system takes the process's memory as a whole, and other
+        # threads may still read it.
         block = block_of(self.segment, start, shape, dtype, number)
         weakref.finalize(block, self._dead.append, (block.start, block.stop)).atexit = False
         return block
@@ -130,7 +127,7 @@ def private_memory() -> PrivateMemory:
 
 
 class _Slab:
-    """A slab, and how many blocks there are in it."""
+    """A slab, and the number of blocks in it."""
 
     __slots__ = ("array", "blocks", "heap")
 
@@ -143,9 +140,9 @@ class _Slab:
 class SlabAllocator:
     """Slabs of memory of this process, in which variables made one after another are contiguous.
 
-    Each is as large as all before it together, within limits, and has room for two variables like
-    its first, so that a network lies in few. A block's address is its slab's number times a
-    constant plus its offset in the slab.
+    Each slab is as large as all earlier ones together, within limits, and has room for two
+    variables like its first, so that a network needs few. A block's address is its slab's number
+    times a constant plus its offset in the slab.
 
     Args:
         allocate: makes a flat array of at least this many bytes, or raises `MemoryError`.
@@ -155,13 +152,13 @@ class SlabAllocator:
         self._allocate = allocate
         self._slabs: dict[int, _Slab] = {}
         self._made = 0
-        self._dead: deque[tuple[int, int]] = deque()  # a finalizer may run at any moment
+        self._dead: deque[tuple[int, int]] = deque()  # filled by finalizers, at any moment
 
     def new_block(self, shape: tuple[int, ...], dtype: np.dtype, number: int) -> Block:
-        """A new block of this number, whose memory returns when it dies.
+        """A new block with this number, whose memory is freed when it dies.
 
         Raises:
-            MemoryError: there is not enough.
+            MemoryError: there is not enough memory.
         """
         while self._dead:
             start, nbytes = self._dead.popleft()
@@ -172,24 +169,23 @@ class SlabAllocator:
         start = self._find(nbytes)
         self._slabs[start // SLAB_ADDRESS_STRIDE].blocks += 1
         part = self.part(start, start + nbytes)
-        # A program must not write to a variable behind the library's back: on the host NumPy
-        # forbids it.
-        readable = part if gpu.is_on_gpu(part) else read_only(part)  # CuPy has no such flag
+        # A program must not write to a variable behind the library's back. On the host NumPy
+        # forbids it; CuPy has no such flag.
+        readable = part if gpu.is_on_gpu(part) else read_only(part)
         # Two arrays over the same bytes: storage writes through one, and programs get the other.
-        array, view = (one.view(dtype).reshape(shape) for one in (part, readable))
+        array, view = (memory.view(dtype).reshape(shape) for memory in (part, readable))
         block = Block(array, view, start, start + nbytes, number)
         weakref.finalize(block, self._dead.append, (start, nbytes)).atexit = False
         return block
 
     def _find(self, nbytes: int) -> int:
-        for slab in reversed(
-            self._slabs.values()
-        ):  # in a hole of an older one it would be in nobody's row
+        # Newest first: in an older slab's hole a block would be contiguous with nothing.
+        for slab in reversed(self._slabs.values()):
             try:
                 return slab.heap.allocate(nbytes, ALIGNMENT)
             except MemoryError:  # not in this slab
                 continue
-        # Before more is asked for, what nobody uses goes back.
+        # Unused slabs are freed before another is allocated.
         self._slabs = {number: slab for number, slab in self._slabs.items() if slab.blocks}
         slab = _Slab(self._new_slab(nbytes), self._made * SLAB_ADDRESS_STRIDE)
         self._slabs[self._made] = slab
@@ -202,23 +198,23 @@ class SlabAllocator:
             max(sum(slab.array.size for slab in self._slabs.values()), _SMALLEST, 2 * least),
             _LARGEST,
         )
-        # Room for more is a wish; the variable itself must fit.
+        # Room for further variables is optional; this variable must fit.
         if size > least:
             try:
                 return self._allocate(size)
-            except MemoryError:  # then without room for more
+            except MemoryError:  # then without that room
                 pass
         return self._allocate(least)
 
     def part(self, start: int, stop: int) -> Array:
-        """The bytes between two addresses of one slab, a flat array."""
+        """The bytes between two addresses of one slab, as a flat array."""
         base = start // SLAB_ADDRESS_STRIDE * SLAB_ADDRESS_STRIDE
         return self._slabs[start // SLAB_ADDRESS_STRIDE].array[start - base : stop - base]
 
     def has(self, array: Array) -> bool:
-        """Whether an array, NumPy's or CuPy's, lies in this memory, by whatever way it came from there."""
-        # By address: views, reshaped arrays and those of other libraries over the same memory refer
-        # to no slab.
+        """Whether a NumPy or CuPy array is in this memory, also as a view or another library's."""
+        # By address: views, reshaped arrays and those of other libraries over the same memory have
+        # no reference to a slab.
         slabs = [slab.array for slab in self._slabs.values()]
         if not gpu.is_on_gpu(array):
             return any(
@@ -231,8 +227,8 @@ class SlabAllocator:
         )
 
 
-# Strategies on one stream share slabs, so that a second strategy does not cost a second minimum of
-# memory. Weak, so that memory goes with the stream.
+# Strategies on one stream share slabs, so that a second strategy does not need another slab of the
+# smallest size. Weak, so that the memory is freed with the stream.
 _by_stream: weakref.WeakKeyDictionary[gpu.Stream, SlabAllocator] = weakref.WeakKeyDictionary()
 
 
@@ -243,12 +239,12 @@ def gpu_memory(stream: gpu.Stream) -> SlabAllocator:
 
         def allocate(nbytes: int) -> Array:
             with xp.cuda.Device(ordinal):
-                # Not from CuPy's pool, which gives a block back to its stream at once: variables
+                # Not from CuPy's pool, which returns a block to its stream at once: variables
                 # outlive streams.
                 try:
                     memory = xp.cuda.MemoryPointer(xp.cuda.Memory(nbytes), 0)
                 except xp.cuda.runtime.CUDARuntimeError:
-                    # what the pool keeps for later is in the way
+                    # The pool may keep the memory for later.
                     xp.get_default_memory_pool().free_all_blocks()
                     memory = _last_try(xp, nbytes, ordinal)
                 slab = xp.ndarray((nbytes,), np.uint8, memory)
@@ -264,15 +260,14 @@ def _last_try(xp: Any, nbytes: int, ordinal: int) -> Any:
         return xp.cuda.MemoryPointer(xp.cuda.Memory(nbytes), 0)
     except xp.cuda.runtime.CUDARuntimeError:
         pass
-    # The program's own allocator may have the whole GPU, such as a pool of RMM's. It takes memory
-    # back in the order of the stream that is current now, the storage's: as a slab's own parts are
-    # used again.
+    # The program's allocator, such as a pool of RMM's, may have taken the whole GPU. It reuses
+    # memory in the order of the stream that is current now, the storage's, just as a slab does.
     try:
         return xp.cuda.alloc(nbytes)
     except (MemoryError, xp.cuda.runtime.CUDARuntimeError) as error:
         raise MemoryError(
-            f"{nbytes:,} bytes cannot be had on GPU {ordinal}: {error}; make variables or batches "
-            "smaller, or free what other libraries keep there: set "
+            f"cannot allocate {nbytes:,} bytes on GPU {ordinal}: {error}; make variables or "
+            "batches smaller, or free what other libraries keep there: set "
             "XLA_PYTHON_CLIENT_PREALLOCATE=false for JAX, call torch.cuda.empty_cache() for "
             "PyTorch, make the pool of RMM smaller"
         ) from error
@@ -281,6 +276,6 @@ def _last_try(xp: Any, nbytes: int, ordinal: int) -> Any:
 def host_memory(is_pinned: bool) -> SlabAllocator:
     """Host memory for variables of this process, pinned where a GPU copies from it."""
     if is_pinned:
-        # CuPy has powers of two only, and what a slab left of one would be lost.
-        return SlabAllocator(lambda nbytes: gpu.pinned(1 << (nbytes - 1).bit_length()))
+        # CuPy allocates powers of two only; the slab takes all of it, or the rest would be lost.
+        return SlabAllocator(lambda nbytes: gpu.allocate_pinned(1 << (nbytes - 1).bit_length()))
     return SlabAllocator(lambda nbytes: np.empty(nbytes, np.uint8))

@@ -1,4 +1,4 @@
-"""Blocks of a segment, each of which holds the numbers of one variable."""
+"""Blocks of memory, each of which holds one variable or one slot of an optimizer."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.segment import Segment
 
 Cuts: TypeAlias = tuple[int, ...]
-"""Where each rank's part of a variable's elements begins, in rank order, and where the last one ends."""
+"""The element at which each rank's part of a variable starts, in rank order, and the last end."""
 
 
 class VariableId(NamedTuple):
     """A variable in the signature of a call.
 
     Attributes:
-        name: in quotes, as the user gave it.
+        name: the user's name, in quotes.
         number: creation index in its storage, from 1.
         storage: creation index of its storage, from 1.
         dtype: its dtype.
@@ -37,23 +37,33 @@ class Block:
     Attributes:
         array: the data; only storage writes it.
         view: the same data for readers; read-only if the array library can mark it so.
-        start: its first byte in the memory that it lies in.
-        stop: the byte after its last one.
+        start: its first byte in its memory.
+        stop: the byte after its last.
         number: creation index in its storage, from 1; equal on all ranks.
-        storage: creation index of its storage, from 1; likewise.
+        storage: creation index of its storage, from 1; equal on all ranks.
         name: of the variable, in quotes, or of an optimizer's slot.
-        copy: the block of which `view` is, where a rank reads a copy on its GPU; else `None`.
-        cuts: how it is split over the ranks, where `array` is this rank's part only, flat; else
+        copy: the block that `view` is from, where a rank reads a copy on its GPU; else `None`.
+        cuts: how it is split over the ranks, where `array` is only this rank's part, flat; else
             `None`.
-        checksum: of `array` after the last change that the storage knows of, where it compares;
+        checksum: of `array` after the last change that the storage knows of, where it checks;
             else `None`.
         interrupted_by: the call that an exception interrupted while it changed `array`, which is
-            gone then; else empty.
+            then deleted; else empty.
     """
 
     __slots__ = (
-        *("__weakref__", "array", "checksum", "copy", "cuts", "interrupted_by", "name", "number"),
-        *("start", "stop", "storage", "view"),
+        "__weakref__",
+        "array",
+        "checksum",
+        "copy",
+        "cuts",
+        "interrupted_by",
+        "name",
+        "number",
+        "start",
+        "stop",
+        "storage",
+        "view",
     )
 
     def __init__(self, array: Array, view: Array, start: int, stop: int, number: int) -> None:
@@ -69,20 +79,20 @@ class Block:
         self.storage: int = 0
         self.name: str = ""
 
-    def held(self) -> VariableId:
-        """The variable as the ranks compare it."""
+    def identity(self) -> VariableId:
+        """What must be equal on all ranks for this to be the same variable."""
         return VariableId(self.name, self.number, self.storage, self.array.dtype, self.array.shape)
 
-    # The attributes go instead of becoming None, so that a read finds out by itself: no reader has
-    # to check a flag.
+    # The attributes are deleted rather than set to None, so that every read raises and no reader
+    # has to check a flag.
     def mark_interrupted(self, call: str) -> None:
-        """Takes the numbers away, which an exception in `call` left changed in part, so that nobody reads them."""
+        """Forbids reading the elements, which an exception in `call` left changed in part."""
         if not self.interrupted_by:
             self.interrupted_by = call
             del self.array, self.view
 
     def __getattr__(self, name: str) -> Any:
-        # Only for what is not there, so it costs a read nothing.
+        # Called only for a missing attribute, so normal reads cost nothing.
         if name in ("array", "view") and self.interrupted_by:
             raise RuntimeError(
                 f"Variable: an exception interrupted {self.interrupted_by}, which was changing it, "
@@ -95,7 +105,7 @@ class Block:
 def block_of(
     segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int
 ) -> Block:
-    """The block at this byte of a segment."""
+    """The block that starts at this byte of a segment."""
     stop = start + size_of(shape, dtype)
     part = segment.part(start, stop)
     # Two arrays over the same bytes: storage writes through one, and programs get the other.
@@ -104,8 +114,8 @@ def block_of(
 
 
 def read_only(part: Bytes) -> Bytes:
-    """An array over the same bytes that NumPy does not let anyone make writable again."""
-    # Over a read-only buffer, because `setflags(write=True)` would undo a mere flag.
+    """An array over the same bytes that NumPy lets no program make writable again."""
+    # Over a read-only buffer: `setflags(write=True)` could undo a flag.
     return np.asarray(part.data.toreadonly())
 
 

@@ -1,4 +1,4 @@
-"""Many arrays in one flat message: grouped by dtype, back to back; on a GPU copied by one kernel for each dtype."""
+"""Many arrays in one flat message, grouped by dtype; on a GPU one kernel per dtype copies them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpcstrat._core import gpu
 from hpcstrat._core.types import Bytes
 
 ALIGNMENT = 16
-"""Bytes to whose multiples groups and sections begin, so that any dtype is aligned in them."""
+"""Groups and sections start at multiples of this many bytes, so that any dtype is aligned."""
 
 
 class DtypeGroup(NamedTuple):
@@ -21,9 +21,9 @@ class DtypeGroup(NamedTuple):
 
     Attributes:
         dtype: their dtype.
-        start: the byte where they begin.
-        elements: how many they are.
-        members: the indices of the arrays that they are of.
+        start: the byte at which they start.
+        elements: the number of elements.
+        members: the indices of the arrays of this dtype.
     """
 
     dtype: np.dtype[Any]
@@ -36,27 +36,27 @@ class DtypeGroup(NamedTuple):
         return _view(message, (self.elements,), self.dtype, self.start)
 
     def within(self, window: slice) -> slice:
-        """Those of these elements that have a byte in a range of the message's bytes."""
-        begin, end = window.start - self.start, window.stop - self.start
+        """The elements of this group that have a byte in a range of the message's bytes."""
+        start, stop = window.start - self.start, window.stop - self.start
         item = self.dtype.itemsize
-        return slice(max(0, begin // item), min(self.elements, max(0, -(-end // item))))
+        return slice(max(0, start // item), min(self.elements, max(0, -(-stop // item))))
 
 
 class Layout:
-    """Where each of some arrays lies in a message.
+    """The place of each array in a message.
 
-    Equal arguments give the same object: use `layout_of`.
+    Use `layout_of`, which returns the same object for equal arguments.
 
     Args:
         shapes: of the arrays.
-        dtypes: likewise.
-        alignment: bytes to whose multiples each starts. Groups start at multiples of 16, or of this
-            if it is more.
+        dtypes: of the arrays.
+        alignment: each array starts at a multiple of this many bytes. Groups start at multiples of
+            16, or of this if it is more.
 
     Attributes:
         nbytes: bytes of the message.
         groups: the message by dtype, in order of first appearance.
-        starts: for each array, the byte where it begins.
+        starts: for each array, the byte at which it starts.
         sizes: for each array, its number of elements.
     """
 
@@ -72,15 +72,14 @@ class Layout:
         self.sizes: list[int] = [math.prod(shape) for shape in shapes]
         self.groups: list[DtypeGroup] = []
         end = 0
-        # By dtype, so that everything of one dtype is reduced by one call, however many arrays
-        # there are.
+        # Grouped by dtype, so that one call reduces all arrays of a dtype.
         for dtype in dict.fromkeys(dtypes):
             start = end = _up(end, max(alignment, ALIGNMENT))
             members = tuple([i for i, other in enumerate(dtypes) if other == dtype])
             for i in members:
-                begin = _up(end, alignment)
-                end = begin + self.sizes[i] * dtype.itemsize
-                self._entries[i] = (begin, shapes[i], dtype)
+                first = _up(end, alignment)
+                end = first + self.sizes[i] * dtype.itemsize
+                self._entries[i] = (first, shapes[i], dtype)
             self.groups.append(DtypeGroup(dtype, start, (end - start) // dtype.itemsize, members))
         self.nbytes = end
         self.starts: list[int] = [entry[0] for entry in self._entries]
@@ -104,10 +103,9 @@ def layout_of(
 
 
 def _view(message: Any, shape: tuple[int, ...], dtype: np.dtype[Any], start: int) -> Any:
-    """An array that lies in a message of bytes, from byte `start` on."""
-    if (
-        type(message) is np.ndarray
-    ):  # in one call, at a third of the cost of slicing, viewing and reshaping
+    """An array in a message of bytes, from byte `start` on."""
+    # One call, at a third of the cost of slicing, viewing and reshaping.
+    if type(message) is np.ndarray:
         return np.ndarray(shape, dtype, message, start)  # pyright: ignore[reportArgumentType]
     return message[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
@@ -116,18 +114,14 @@ def _up(offset: int, alignment: int) -> int:
     return -(-offset // alignment) * alignment
 
 
-# Passed by value, the table needs no memory on the GPU that would have to live until the kernel has
-# run.
+# The table of arrays is passed by value, so it needs no memory on the GPU that would have to live
+# until the kernel has run. A kernel's arguments are limited to 4 KiB.
 ENTRIES = 128
-"""Arrays that one launch copies.
-
-The table of them is passed by value, and a kernel's arguments have 4 KiB.
-"""
+"""Arrays that one launch copies at most."""
 
 _WORDS_OF_TABLE = 3 * ENTRIES + 1
-_TABLE = np.dtype(
-    (np.void, 8 * _WORDS_OF_TABLE)
-)  # without fields, of which NumPy tells CuPy at length, each time
+# Without fields, which NumPy would describe to CuPy at each launch.
+_TABLE = np.dtype((np.void, 8 * _WORDS_OF_TABLE))
 _WORDS = {
     1: "unsigned char",
     2: "unsigned short",
@@ -141,13 +135,19 @@ _LARGEST_GRID = 4096
 _CODE = """
 typedef unsigned long long size;
 
-struct Table { const WORD* source[ENTRIES]; size start[ENTRIES]; size length[ENTRIES]; long long count; };
+struct Table {
+    const WORD* source[ENTRIES];
+    size start[ENTRIES];
+    size length[ENTRIES];
+    long long count;
+};
 
 extern "C" __global__ void pack(const Table table, WORD* __restrict__ out)
 {
     const int last = (int)table.count - 1;
     const size words = table.start[last] + table.length[last];
-    for (size k = (size)blockIdx.x * blockDim.x + threadIdx.x; k < words; k += (size)gridDim.x * blockDim.x) {
+    const size stride = (size)gridDim.x * blockDim.x;
+    for (size k = (size)blockIdx.x * blockDim.x + threadIdx.x; k < words; k += stride) {
         int low = 0, high = last;
         while (low < high) {  // the last array that starts at word k or before
             const int middle = (low + high + 1) / 2;
@@ -161,14 +161,14 @@ extern "C" __global__ void pack(const Table table, WORD* __restrict__ out)
 
 
 class PackKernel:
-    """Copies CuPy arrays of a group of a layout into a message, on the current stream; the host does not wait.
+    """Copies CuPy arrays of one dtype into a message, on the current stream, without waiting.
 
-    Six copies one by one take the host longer than the communication that they prepare. It is made
-    once for many copies of arrays of the same shapes.
+    Six separate copies take the host longer than the communication that follows. A `PackKernel` is
+    made once, for many copies of arrays of the same shapes.
 
     Args:
-        layout: where each array goes.
-        group: which of the layout's groups is copied.
+        layout: of the message.
+        group: the group of the layout that is copied.
         message: at least `layout.nbytes` bytes, C-contiguous, on the arrays' GPU.
     """
 
@@ -183,14 +183,12 @@ class PackKernel:
             )
 
     def __call__(self, arrays: Sequence[Any]) -> None:
-        """Copies these, of the shapes and dtypes of the layout, in any order in memory; those of others are ignored."""
-        # Only the addresses change from step to step: they are written into a table that is already
-        # there.
+        """Copies the group's members among `arrays`, which are all arrays of the layout."""
+        # Only the addresses change from step to step; they are written into an existing table.
         for launch, words, table, target in self._launches:
+            # Contiguous copies live until the launch.
             sources = [
-                array
-                if array.flags.c_contiguous
-                else self._ascontiguous(array)  # kept until the launch
+                array if array.flags.c_contiguous else self._ascontiguous(array)
                 for array in [arrays[i] for i in launch.members]
             ]
             words[: len(sources)] = [source.data.ptr for source in sources]
@@ -198,11 +196,11 @@ class PackKernel:
 
 
 class _Launch(NamedTuple):
-    """What one launch does, but for the addresses.
+    """One launch, without the addresses.
 
     Attributes:
         members: the indices of the arrays that it copies.
-        words: its argument, in words of 8 bytes, of which the addresses are the first.
+        words: its argument, in words of 8 bytes; the addresses come first.
         start, stop: the bytes of the message that it writes.
         grid: blocks of threads.
     """
@@ -220,17 +218,16 @@ def _launches(layout: Layout, group: DtypeGroup) -> list[_Launch]:
     members = [i for i in group.members if layout.sizes[i]]
     launches = []
     for first in range(0, len(members), ENTRIES):
-        some = members[first : first + ENTRIES]
-        start = layout.starts[some[0]]
-        stop = layout.starts[some[-1]] + layout.sizes[some[-1]] * item
+        batch = members[first : first + ENTRIES]
+        start = layout.starts[batch[0]]
+        stop = layout.starts[batch[-1]] + layout.sizes[batch[-1]] * item
         words = np.zeros(_WORDS_OF_TABLE, np.uint64)
-        words[ENTRIES : ENTRIES + len(some)] = [(layout.starts[i] - start) // item for i in some]
-        words[2 * ENTRIES : 2 * ENTRIES + len(some)] = [layout.sizes[i] for i in some]
-        words[-1] = len(some)
-        # Enough threads for a word each, up to a limit beyond which more blocks would only wait
-        # their turn.
+        words[ENTRIES : ENTRIES + len(batch)] = [(layout.starts[i] - start) // item for i in batch]
+        words[2 * ENTRIES : 2 * ENTRIES + len(batch)] = [layout.sizes[i] for i in batch]
+        words[-1] = len(batch)
+        # One thread per word, up to a limit beyond which more blocks would only queue.
         grid = min(-(-(stop - start) // (item * _BLOCK)), _LARGEST_GRID)
-        launches.append(_Launch(some, words, start, stop, (max(grid, 1),)))
+        launches.append(_Launch(batch, words, start, stop, (max(grid, 1),)))
     return launches
 
 
@@ -241,12 +238,12 @@ def _kernel(itemsize: int) -> Any:
 
 
 class Sections(NamedTuple):
-    """A section for, or of, each rank, all in one buffer, from which MPI sends and to which it receives.
+    """One section per rank in one buffer, which MPI sends from or receives into.
 
     Attributes:
         memory: the buffer, in bytes.
         sizes: bytes of each rank's section.
-        starts: where each begins.
+        starts: the first byte of each.
     """
 
     memory: Bytes
@@ -258,21 +255,21 @@ class Sections(NamedTuple):
         return self.memory[self.starts[rank] : self.starts[rank] + self.sizes[rank]]
 
     def all(self) -> list[Bytes]:
-        """Every rank's, in rank order."""
+        """The sections of all ranks, in rank order."""
         return [self.of(rank) for rank in range(len(self.sizes))]
 
     def for_mpi(self) -> tuple[Bytes, tuple[Sequence[int], Sequence[int]]]:
-        """The buffer as mpi4py takes it."""
+        """The buffer in the form that mpi4py expects."""
         return self.memory, (self.sizes, self.starts)
 
 
 def layout_of_sections(sizes: Sequence[int]) -> Layout:
-    """The layout of a message of sections of these sizes, in bytes."""
+    """The layout of a message that consists of sections of these sizes, in bytes."""
     return layout_of(
         tuple([(size,) for size in sizes]), (np.dtype(np.uint8),) * len(sizes), ALIGNMENT
     )
 
 
 def sections_in(memory: Bytes, sizes: Sequence[int]) -> Sections:
-    """Sections of these sizes, in bytes, in the first bytes of a buffer."""
+    """Sections of these sizes, in bytes, at the start of a buffer."""
     return Sections(memory, sizes, layout_of_sections(sizes).starts)

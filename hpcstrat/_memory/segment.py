@@ -1,4 +1,4 @@
-"""A large sparse reservation of memory, private or shared by the ranks of one host, of which pages appear on demand."""
+"""A large sparse reservation of memory, private or shared by a host's ranks, backed on demand."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class _Controller(NamedTuple):
     """The files of one version of control groups.
 
     Attributes:
-        folder: of the hierarchy, where it is mounted.
-        limit: bytes that a group and those in it may have.
-        usage: bytes that they have, with cached files, which the system gives up first.
-        cached: the fields of `memory.stat` with those.
+        folder: where the hierarchy is mounted.
+        limit: the file with the bytes that a group and its subgroups may use.
+        usage: the file with the bytes they use, including cached files.
+        cached: the fields of `memory.stat` for cached files, which the system drops first.
     """
 
     folder: str
@@ -39,44 +39,43 @@ _V2 = (_Controller("sys/fs/cgroup", *_V2_FILES), _Controller("sys/fs/cgroup/unif
 
 
 def physical_memory() -> int:
-    """Bytes of memory of this host."""
+    """The host's memory, in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes that this process can still get: what the host has left, or one of its control groups if that is less.
+    """Bytes that this process can still get, from the host and within its control groups.
 
     Args:
-        root: the folder that `proc` and `sys` are in.
+        root: the folder with `proc` and `sys`.
     """
     fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
-    # MemAvailable and not MemFree: it counts cached files, which the kernel gives up on demand.
-    return max(0, min([1024 * int(fields["MemAvailable"].split()[0]), *_left_in_groups(root)]))
+    # Not MemFree: MemAvailable counts cached files, which the kernel drops on demand.
+    return max(0, min([1024 * int(fields["MemAvailable"].split()[0]), *_read_free_in_groups(root)]))
 
 
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """What is left in each group that this process is in, from the innermost out, where it has a limit."""
+def _read_free_in_groups(root: Path) -> Iterator[int]:
+    """The bytes that are left in each of this process's groups with a limit, innermost first."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return
-    # A limit of any group further out applies as well: batch systems and containers set theirs at
-    # different levels.
+    # Limits of the outer groups apply as well: batch systems and containers set theirs at different
+    # levels.
     for line in lines:
         _, controllers, path = line.split(":", 2)
         # Version 2 has one hierarchy for all controllers and leaves the field empty; version 1 may
-        # have one for each.
+        # have a hierarchy per controller.
         if controllers and "memory" not in controllers.split(","):
             continue
         for controller in (_V1,) if controllers else _V2:
-            # A container may show the group's path on the host, and mount the group itself at the
-            # root.
+            # A container may show the group's path on the host, but mount the group at the root.
             parts = [part for part in path.split("/") if part and part != ".."]
             for length in range(len(parts), -1, -1):
-                yield from _left(root.joinpath(controller.folder, *parts[:length]), controller)
+                yield from _read_free(root.joinpath(controller.folder, *parts[:length]), controller)
 
 
-def _left(group: Path, controller: _Controller) -> Iterator[int]:
+def _read_free(group: Path, controller: _Controller) -> Iterator[int]:
     try:
         limit = int((group / controller.limit).read_text())
         usage = int((group / controller.usage).read_text())
@@ -88,46 +87,46 @@ def _left(group: Path, controller: _Controller) -> Iterator[int]:
 
 
 def reservable(nbytes: int, part: int = 2) -> tuple[int, str]:
-    """How much of a reservation this process can have, and the limit of `ulimit` that keeps it below `nbytes`, if any.
+    """The bytes that this process can reserve, and the `ulimit` that allows no more, if any.
 
     Args:
-        nbytes: what is wanted.
-        part: one in so many of the bytes that `ulimit -v` leaves; the others are for the program,
-            and for libraries.
+        nbytes: the bytes wanted.
+        part: of the addresses that `ulimit -v` leaves, take one `part`-th; the rest is for the
+            program and its libraries.
     """
-    found = [(nbytes, "")]
+    limits = [(nbytes, "")]
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
-        found.append((max(0, addresses - used) // part, f"`ulimit -v` ({addresses:,} bytes)"))
+        limits.append((max(0, addresses - used) // part, f"`ulimit -v` ({addresses:,} bytes)"))
     file, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if file != resource.RLIM_INFINITY:
-        found.append((file, f"`ulimit -f` ({file:,} bytes)"))
-    return min(found)
+        limits.append((file, f"`ulimit -f` ({file:,} bytes)"))
+    return min(limits)
 
 
 LARGE = 1 << 26
-"""Bytes from which on a request is compared with what the host has left."""
+"""Requests of at least this many bytes are compared with the host's free memory."""
 
 _SMALLEST = 1 << 26
 
 
-# A file of our own, and not an MPI window: a window cannot grow, one on a full /dev/shm ends in a
-# bus error, and freeing it under a NumPy view is a segmentation fault.
+# A file and not an MPI window: a window cannot grow, a window on a full /dev/shm ends in a bus
+# error, and freeing it under a NumPy view ends in a segmentation fault.
 class Segment:
-    """Memory that is reserved once, never moved, and backed by pages only where `commit` was called.
+    """Memory that is reserved once, never moved, and backed by pages only after `commit`.
 
-    It is a sparse file that has no name, so nothing is left behind however the job ends.
+    It is a sparse file without a name, so nothing is left behind however the job ends.
 
     Args:
-        file: it.
-        size: how many of its bytes.
-        limit: what keeps it so small; empty where nothing does.
+        file: its descriptor.
+        size: its bytes.
+        limit: the limit that allows no more; empty where there is none.
 
     Attributes:
-        array: all of its bytes. Writing where nothing was committed ends the process.
-        size: how many they are.
-        hint: the end of a message that it is too small.
+        array: all its bytes. Writing where nothing was committed ends the process.
+        size: its bytes.
+        hint: the end of the error message when it is too small.
     """
 
     def __init__(self, file: int, size: int, limit: str = "") -> None:
@@ -145,87 +144,86 @@ class Segment:
         """Backs these bytes with memory.
 
         Raises:
-            MemoryError: there is not enough of it. Nothing is lost.
+            MemoryError: there is not enough memory. Nothing is lost.
         """
         nbytes = stop - start
         if nbytes <= 0:
             return
-        # Every request has its pages made now, where their lack is an error.
+        # Pages are allocated now, when a lack of memory is an error and not yet a signal.
         check_available(nbytes)
         if stop > self.size:
             raise MemoryError(
-                f"{nbytes:,} bytes are wanted beyond the {self.size:,} that are reserved; make "
+                f"{nbytes:,} bytes were requested beyond the {self.size:,} that are reserved; make "
                 f"variables smaller{self.hint}"
             )
         try:
             os.posix_fallocate(self._file, start, nbytes)
         except OSError as error:
             raise MemoryError(
-                f"{nbytes:,} bytes cannot be had: {error.strerror}; start fewer ranks on a host"
+                f"cannot allocate {nbytes:,} bytes: {error.strerror}; start fewer ranks per host"
             ) from error
 
     def part(self, start: int, stop: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """The bytes between two offsets, a flat array."""
+        """The bytes between two offsets, as a flat array."""
         return self.array[start:stop]
 
     def release(self, start: int, stop: int) -> None:
-        """Gives the whole pages within these bytes back to the system."""
-        # Whole pages only: the rest of a page at either end may be another variable's.
+        """Returns the whole pages within these bytes to the system."""
+        # Whole pages only: the rest of a page at either end may belong to another variable.
         page = mmap.PAGESIZE
         start, stop = -(-start // page) * page, stop // page * page
         if start < stop:
-            # MADV_REMOVE takes the pages out of the file, and so from all ranks; MADV_DONTNEED
-            # would unmap them here only.
+            # MADV_REMOVE removes the pages from the file, for all ranks; MADV_DONTNEED would unmap
+            # them in this process only.
             self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
 
 def check_available(nbytes: int, ranks: int = 1) -> None:
-    """Compares a large request with what is left: the system promises more, and ends who takes it at its word.
+    """Refuses a large request for more than is free; the system would grant it and kill later.
 
     Args:
-        nbytes: of each rank.
-        ranks: how many of this host request as much at the same time.
+        nbytes: bytes per rank.
+        ranks: how many ranks of this host request as much at the same time.
 
     Raises:
-        MemoryError: there is less.
+        MemoryError: less is free.
     """
     wanted = ranks * nbytes
     if wanted >= LARGE and wanted > (free := available_memory()):
-        each = f" for {ranks} ranks, {nbytes:,} for each," if ranks > 1 else ""
+        each = f" for {ranks} ranks, {nbytes:,} for each," if ranks > 1 else ","
         raise MemoryError(
-            f"{wanted:,} bytes are wanted{each} and this host has {free:,} left; start fewer ranks "
-            "on a host"
+            f"{wanted:,} bytes were requested{each} but this host has {free:,} free; start fewer "
+            "ranks per host"
         )
 
 
-def private_segment() -> Segment:
-    """A segment of this process alone, as large as the host's memory, or as limits allow.
+def make_private_segment() -> Segment:
+    """Makes a segment for this process, as large as the host's memory, or as limits allow.
 
     Raises:
-        RuntimeError: they allow next to nothing.
+        RuntimeError: the limits allow next to nothing.
     """
     # Reserved addresses cost nothing, but `ulimit -v` may count them.
-    size, limit = _checked(reservable(physical_memory()))
-    file, _ = _nameless_file(size)
+    size, limit = _require_enough(reservable(physical_memory()))
+    file, _ = _make_nameless_file(size)
     return Segment(file, size, limit)
 
 
-def shared_segment(comm: Any, size: int) -> Segment:
-    """One segment for all ranks of `comm`, an MPI communicator of one host. Collective.
+def make_shared_segment(comm: Any, size: int) -> Segment:
+    """Makes one segment for all ranks of `comm`, an MPI communicator of one host. Collective.
 
     Args:
         comm: the ranks.
-        size: its bytes; where limits allow a rank less, all ranks have that.
+        size: its bytes; all ranks use the least that a rank's limits allow.
 
     Raises:
         RuntimeError: the ranks cannot share memory; on every rank, with the reasons.
     """
-    size, limit = _checked(min(comm.allgather(reservable(size))))
+    size, limit = _require_enough(min(comm.allgather(reservable(size))))
     problems: list[str] = []
     # The other ranks open rank 0's nameless file by its path in /proc, which one container may hide
-    # from another. A file whose name is taken away as soon as all have opened it is the second
-    # choice.
-    for create in (_nameless_file, _named_file):
+    # from another. The second choice is a file that is unlinked as soon as all have opened it.
+    for create in (_make_nameless_file, _make_named_file):
         file, path, problem = -1, "", ""
         if comm.rank == 0:
             try:
@@ -244,47 +242,46 @@ def shared_segment(comm: Any, size: int) -> Segment:
                 segment = Segment(file, size, limit)
             except (OSError, ValueError) as error:
                 problem = f"rank {comm.rank}: {error}"
-        # All ranks take the same way, or none: memory that one of them lacks is of no use to the
-        # others.
-        found = [one for one in comm.allgather(problem) if one]
+        # All ranks use this file, or none does: the ranks need the same memory.
+        failures = [reported for reported in comm.allgather(problem) if reported]
         if comm.rank == 0 and path and not path.startswith("/proc/"):
             # By now each rank has opened the file or failed to. Without a name it cannot be left
             # behind, however the job ends.
             os.unlink(path)
-        if not found and segment is not None:
+        if not failures and segment is not None:
             return segment
-        problems += found
+        problems += failures
     raise RuntimeError(
         f"hpcstrat cannot connect the ranks: those of this host cannot share {size:,} bytes of "
         f"memory: {'; '.join(dict.fromkeys(problems))}. Start them as one user, in one container"
     )
 
 
-def _checked(found: tuple[int, str]) -> tuple[int, str]:
-    nbytes, limit = found
+def _require_enough(reserved: tuple[int, str]) -> tuple[int, str]:
+    nbytes, limit = reserved
     if nbytes < _SMALLEST:
         raise RuntimeError(
             f"hpcstrat cannot reserve memory: {limit} leaves {nbytes:,} bytes for variables and "
-            f"messages, and {_SMALLEST:,} are the least; raise it, or ask for more memory for the "
+            f"messages, and the minimum is {_SMALLEST:,}; raise it, or ask for more memory for the "
             "job"
         )
     return nbytes // mmap.PAGESIZE * mmap.PAGESIZE, limit
 
 
-def _nameless_file(size: int) -> tuple[int, str]:
-    """A new file of this size, and the path by which other processes open it."""
+def _make_nameless_file(size: int) -> tuple[int, str]:
+    """Makes a file of this size; returns it and the path by which other processes open it."""
     file = os.memfd_create("hpcstrat", os.MFD_CLOEXEC)
     os.ftruncate(file, size)
-    # It has no path of its own; processes of the same user reach it through this one's descriptor.
+    # It has no path; other processes of the same user reach it through this process's descriptor.
     return file, f"/proc/{os.getpid()}/fd/{file}"
 
 
-def _named_file(size: int) -> tuple[int, str]:
-    """Where processes may not open each other's files.
+def _make_named_file(size: int) -> tuple[int, str]:
+    """The same, where processes may not open each other's descriptors.
 
-    The name lives for the milliseconds until all have opened it.
+    The name exists for the milliseconds until all have opened the file.
     """
-    import tempfile  # 10 ms, and hardly ever needed
+    import tempfile  # 10 ms, and rarely needed
 
     file, path = tempfile.mkstemp(prefix="hpcstrat-", dir="/dev/shm")
     try:

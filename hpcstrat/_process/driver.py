@@ -1,4 +1,4 @@
-"""NVIDIA's driver, asked without CUDA or CuPy: which GPUs this process may use, or why it cannot tell."""
+"""NVIDIA's driver, without CUDA or CuPy: the GPUs that this process may use, or why not known."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import ctypes
 import functools
 import os
 
-_NO_GPU = {
-    34,
-    100,
-}  # CUDA's stub of the library, which is no driver, and a driver that finds no device
+# CUDA's stub of the library, which is not a driver, and a driver that finds no device.
+_NO_GPU = {34, 100}
 _MPS = (
-    "look at the log of the MPS daemon, in CUDA_MPS_LOG_DIRECTORY, and start it anew: "
+    "look at the log of the MPS daemon, in CUDA_MPS_LOG_DIRECTORY, and restart it: "
     "`echo quit | nvidia-cuda-mps-control`, or let `hpcstrat run --share-gpu` start one"
 )
 _REMEDIES = {
-    2: "end what fills its memory: nvidia-smi shows it",
+    2: "end the processes that fill its memory: nvidia-smi shows them",
     802: "on hosts with NVSwitch, start the fabric manager: `systemctl start nvidia-fabricmanager`",
-    803: "libcuda and the kernel's module are of different versions: reboot after an update of the driver, and let "
-    "containers have the host's libcuda",
+    803: "libcuda and the kernel's module have different versions: reboot after an update of the "
+    "driver, and give containers the host's libcuda",
     804: "take the folder of CUDA's compatibility package (cuda/compat) out of LD_LIBRARY_PATH",
     **dict.fromkeys((805, 806, 807, 808, 809), _MPS),
 }
@@ -38,7 +36,7 @@ def visible_gpus() -> tuple[str, ...]:
     Raises:
         DriverError: there is a driver, and it does not start. It may do so later: nothing is kept.
     """
-    # Whoever hides all GPUs wants none, whatever state they are in.
+    # A user who hides all GPUs wants none, whatever state they are in.
     if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
         return ()
     try:
@@ -51,15 +49,15 @@ def visible_gpus() -> tuple[str, ...]:
         return ()
     _check(driver, "cuInit", status)
     _check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
-    # The second version tells the parts of a GPU that is divided (MIG) from one another.
+    # The second version gives the parts of a divided GPU (MIG) different ids.
     ask = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
-    found = []
+    ids = []
     for ordinal in range(count.value):
         device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
         _check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal))
         _check(driver, "cuDeviceGetUuid", ask(ctypes.byref(uuid), device))
-        found.append(bytes(uuid).hex())
-    return tuple(found)
+        ids.append(bytes(uuid).hex())
+    return tuple(ids)
 
 
 def _check(driver: ctypes.CDLL, call: str, status: int) -> None:

@@ -1,4 +1,33 @@
-"""An error on one rank ends all ranks: with its traceback, tagged with the rank, and a non-zero exit status."""
+"""An error on one rank ends all ranks: with its traceback, its rank, and a non-zero exit status.
+
+Hooks are installed in this order:
+
+1. `import hpcstrat`, several ranks: `sys.excepthook`, `sys.exit`, `builtins.exit` and `quit`, and
+   `_end_after_exit` at Python's exit. First, so that an error of any later import ends all ranks.
+2. `output.install`, still in the import: the writes of the streams; on ranks that hide output also
+   thread start, logging, `os._exit`, and a last look at Python's exit. That look runs before
+   `_end_after_exit`, because the last registered runs first, and leaves the text to its report.
+3. The ranks are connected: `sys.excepthook` again if the program has replaced it since, because its
+   hook does the printing, and `threading.excepthook`: only from now on do others depend on threads.
+
+Who calls whom: `sys.excepthook` -> the previous hook, whose text is captured -> `reports.say` ->
+the stream's write -> `MPI.Abort` or `os._exit` -> what is still hidden.
+
+| event                     | what this rank does                 | what the other ranks see      |
+|---------------------------|-------------------------------------|-------------------------------|
+| error in the main thread, | prints its traceback; starts MPI to | killed in MPI's start         |
+| ranks not yet connected   | meet the others (MPICH), or exits   |                               |
+| error, any thread, later  | prints its traceback, `MPI.Abort`   | killed in any call, silently  |
+| error that another rank   | waits 1 s for the cause; is mostly  | nothing of it: the cause      |
+| caused                    | killed before it prints             | ends them                     |
+| `sys.exit(1)`, ranks not  | says so as Python ends; aborts, or  | killed in MPI's start         |
+| yet connected             | exits with that status              |                               |
+| `sys.exit(1)`, later      | tells the launcher, and leaves      | their next call ends the job: |
+|                           |                                     | "left the program before"     |
+| `os._exit(1)`, crash in C | shows hidden output; Python's lines | killed by the launcher        |
+| error only logged; thread | shows the text, and continues       | nothing                       |
+| fails before they connect |                                     |                               |
+"""
 
 from __future__ import annotations
 
@@ -7,76 +36,57 @@ import builtins
 import contextlib
 import faulthandler
 import functools
-import io
 import os
 import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from hpcstrat._process import guard, job_files, launchers, mpi
+from hpcstrat._process import guard, job_files, launchers, mpi, reports
 from hpcstrat._process.job_files import JobMemory, State
 
-_CONSEQUENCE_DELAY = (
-    1.0  # seconds that a rank gives the cause of its exception to be reported first
-)
-# seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone
+# Seconds that a rank waits, so that the cause of its exception is reported first.
+_CONSEQUENCE_DELAY = 1.0
+# Seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone.
 _LEAD_DELAY = 0.3
-# seconds that mpirun gets to pass on what was printed, before its own message about the abort
+# Seconds that mpirun gets to pass on what was printed, before its own message about the abort.
 _FORWARD_DELAY = 0.1
-
-_ABORT_SECONDS = (
-    5.0  # that MPI gets to end the job; after them this rank ends itself, in C code too
-)
-_PRINT_SECONDS = 3.0  # that the launcher gets to take what is printed
-_HAS_NOTES = sys.version_info >= (3, 11)
-_MEET_SECONDS = 3.0  # that a rank waits in the start of MPI for those that it ends
+# Seconds that MPI gets to end the job; then this rank ends itself, even in C code.
+_ABORT_SECONDS = 5.0
+# Seconds that a rank waits in the start of MPI for those that it ends.
+_MEET_SECONDS = 3.0
 
 _mpi: Any = None  # the module mpi4py.MPI, once there are several ranks
 _is_connected = False
-_others_wait = False  # perhaps, in the start of MPI, which this rank could not begin
+_others_wait = False  # perhaps, in the start of MPI, which this rank could not complete
 _rank = 0
 _process = 0  # a forked child must not end its parent's job
-_hook: Callable[..., None] | None = None  # ours, of which the last counts
-_exit: tuple[FrameType, int, object] | None = (
-    None  # the outermost frame and its instruction at sys.exit, the status
-)
+_hook: Callable[..., None] | None = None  # ours, the latest of them
+# At the last `sys.exit`: the outermost frame and its instruction, the status.
+_exit: tuple[FrameType, int, object] | None = None
 
 exit_status: object = ()
-"""What `sys.exit` was called with last; an empty tuple before.
-
-Filled where a launcher started several ranks.
-"""
+"""The last status passed to `sys.exit`, where a launcher started several ranks; first `()`."""
 
 hidden_errors: Callable[[], str] = str
-"""What this rank wrote to standard error that was not shown; it is shown from now on.
-
-Filled in from above.
-"""
+"""Returns this rank's hidden standard error, which counts as shown from then on. Set from above."""
 
 show_hidden_errors: Callable[[], object] = str
-"""Shows what this rank wrote to standard error and was not shown, if the program ends badly.
-
-Filled in from above.
-"""
-
-_reporting = threading.local()
+"""Shows this rank's hidden standard error if the program ends badly. Set from above."""
 
 before_the_end: list[Callable[[], None]] = []
 """Called when this rank ends the job, by the thread that does."""
 
 
 def end_all_ranks_on_early_error() -> None:
-    """From now on an uncaught exception of the main thread, or `sys.exit` with a status, ends all ranks.
+    """Lets an uncaught exception of the main thread, or `sys.exit` with a status, end all ranks.
 
-    This is for the time before MPI has started, in whose start the others wait, or soon will: this
-    rank then starts MPI
-    too, and ends them. Does nothing unless a launcher started several ranks. The call itself starts
-    nothing.
+    For the time before MPI has started: the others wait in its start, or soon will, so this rank
+    starts MPI too, and ends them. Does nothing unless a launcher started several ranks. The call
+    itself starts nothing.
     """
     global _rank, _process
     launcher = launchers.find()
@@ -88,15 +98,16 @@ def end_all_ranks_on_early_error() -> None:
             _install_note()
         return
     _rank, _process = launcher.rank, os.getpid()
+    reports.tag_with(_rank)
     _install_hook()
     # Python calls no hook for SystemExit, so `sys.exit` itself has to be watched.
-    sys.exit = _noting(sys.exit)
+    sys.exit = _note_calls_of(sys.exit)
     for name in {"exit", "quit"} & vars(builtins).keys():  # the site's
-        setattr(builtins, name, _noting(getattr(builtins, name)))
+        setattr(builtins, name, _note_calls_of(getattr(builtins, name)))
     atexit.register(_end_after_exit)
 
 
-def _noting(leave: Callable[[Any], NoReturn]) -> Callable[..., NoReturn]:
+def _note_calls_of(leave: Callable[[Any], NoReturn]) -> Callable[..., NoReturn]:
     def exit(status: Any = None, /) -> NoReturn:
         global exit_status
         exit_status = status
@@ -115,21 +126,20 @@ def end_all_ranks_on_error(rank: int, MPI: Any) -> None:
     if sys.excepthook is not _hook:  # the user's, set since
         _install_hook()
     _mpi, _rank, _process, _is_connected = MPI, rank, os.getpid(), True
+    reports.tag_with(rank)
     _tell_launcher(lambda memory: memory.note_connected(rank))
-    # Python goes on when a thread fails. The ranks would not: they wait for what that thread was to
-    # do.
+    # Python survives a failed thread. Other ranks would hang: they wait for that thread's calls.
     previous = threading.excepthook
 
     def on_exception(arguments: threading.ExceptHookArgs) -> None:
+        error = arguments.exc_value
         if arguments.exc_type is SystemExit or not _ends_job():
-            with reporting():
+            with reports.reporting():
                 previous(arguments)
             return
-        _wait_for_cause(arguments.exc_value)
-        _note(arguments.exc_value)
-        _print_tagged(
-            _hidden(arguments.exc_value) + _shown(lambda: previous(arguments), arguments.exc_value)
-        )
+        _wait_for_cause(error)
+        _note(error)
+        reports.say(_take_hidden(error) + reports.capture(lambda: previous(arguments), error))
         _abort(1)
 
     threading.excepthook = on_exception
@@ -137,11 +147,10 @@ def end_all_ranks_on_error(rank: int, MPI: Any) -> None:
 
 
 def _show_lines_of_crashes() -> None:
-    """From now on a segmentation fault prints Python's traceback, unless the user has arranged that already."""
+    """Makes a segmentation fault print Python's traceback, unless the user has arranged that."""
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError):  # closed
-            # A file of its own: the number of one that the program closes may become that of its
-            # data.
+            # A duplicate: if the program closes its own, that number may become its data's file.
             faulthandler.enable(os.dup(sys.__stderr__.fileno()))
 
 
@@ -152,21 +161,24 @@ def _install_hook() -> None:
     def on_exception(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        if (
-            _hook is not on_exception or not _ends_job()
-        ):  # a later one calls this one, or there is nothing to end
-            with reporting():
+        # A later hook of ours calls this one, or there is nothing to end.
+        if _hook is not on_exception or not _ends_job():
+            with reports.reporting():
                 previous(kind, error, trace)
             return
         # A Ctrl-C comes to all ranks; before they are connected, rank 0 cannot end the others
         # before they speak.
         is_brief = isinstance(error, KeyboardInterrupt) and _rank > 0 and not _is_connected
-        shown = _summary(error) if is_brief else _shown(lambda: previous(kind, error, trace), error)
-        text = _hidden(error) + shown
+        shown = (
+            reports.summarize(error)
+            if is_brief
+            else reports.capture(lambda: previous(kind, error, trace), error)
+        )
+        text = _take_hidden(error) + shown
         _meet(text)
         _wait_for_cause(error)
         _note(error)
-        _print_tagged(text)
+        reports.say(text)
         if _mpi is not None or _others_wait:
             _abort(1)
 
@@ -174,7 +186,7 @@ def _install_hook() -> None:
 
 
 def _install_note() -> None:
-    """Of a rank alone, which ends no others."""
+    """The hook of a rank alone, which ends no others."""
     previous = sys.excepthook
 
     def on_exception(
@@ -190,23 +202,11 @@ def _note(error: BaseException | None) -> None:
     """Tells the launcher what ends this rank, unless another rank caused it."""
     if error is not None and not _is_consequence(error):
         state = State.INTERRUPTED if isinstance(error, KeyboardInterrupt) else State.FAILED
-        _tell_launcher(lambda memory: memory.note_failure(_rank, _summary(error), state))
-
-
-def _summary(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = os.path.dirname(__file__)
-    frame = next((one for one in reversed(frames) if not one.filename.startswith(own)), None)
-    place = (
-        ""
-        if frame is None
-        else f", at {os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
-    )
-    return "".join(traceback.format_exception_only(error)).strip() + place
+        _tell_launcher(lambda memory: memory.note_failure(_rank, reports.summarize(error), state))
 
 
 def note_left() -> None:
-    """Tells the launcher that this rank leaves the program in order: what ends it later ends no other rank."""
+    """Tells the launcher that this rank leaves in order: what ends it later ends no other rank."""
     _tell_launcher(lambda memory: memory.note_left(_rank))
 
 
@@ -219,19 +219,16 @@ def _tell_launcher(tell: Callable[[JobMemory], None]) -> None:
 def _meet(text: str) -> None:
     """Starts MPI if necessary, to end the ranks that wait in its start.
 
-    If none come, `text` is printed last.
-
-    Only for launchers that ignore the exit status of a process that has not started MPI, as MPICH's
-    does.
+    If none come, `text` is printed last. Only for launchers that ignore the exit status of a
+    process that has not started MPI, as MPICH's does.
     """
     global _mpi, _others_wait
-    _mpi = _mpi or _started_mpi()
-    # While MPI starts no Python thread runs, so a process beside this one ends it if the others
-    # never come.
+    _mpi = _mpi or _find_mpi()
+    # While MPI starts no Python thread runs, so another process ends this one if no rank comes.
     if _mpi is None and "PMI_FD" in os.environ:
         with (
             contextlib.suppress(Exception),
-            guard.guarded([guard.Deadline(_MEET_SECONDS, tagged(text), True)]),
+            guard.watch([guard.Deadline(_MEET_SECONDS, reports.tag(text), True)]),
         ):
             MPI = mpi.load()
             mpi.check_launcher(MPI)
@@ -247,16 +244,15 @@ def _note_exit(status: object) -> None:
         frame: FrameType = sys._getframe()
         while frame.f_back is not None:
             frame = frame.f_back
-        # If the exit is caught, the outermost frame goes on, which its instruction will show.
+        # If the exit is caught, the outermost frame continues, and its instruction changes.
         _exit = frame, frame.f_lasti, status
-        if _started_mpi() is not None:
-            atexit.register(
-                _end_after_exit
-            )  # before mpi4py's own end, which would wait for the others
+        if _find_mpi() is not None:
+            # Again, to run before mpi4py's own end, which would wait for the others.
+            atexit.register(_end_after_exit)
 
 
 def leaves_early() -> bool:
-    """Whether this rank leaves by `sys.exit` with a status before the ranks are connected, and will end them."""
+    """Whether a `sys.exit` with a status, before the ranks are connected, will end all ranks."""
     return not _is_connected and _leaves()
 
 
@@ -264,7 +260,7 @@ def _leaves() -> bool:
     if _exit is None or not _ends_job():
         return False
     frame, instruction, _ = _exit
-    return frame.f_lasti == instruction  # else the outermost frame went on: the exit was caught
+    return frame.f_lasti == instruction  # else the outermost frame continued: the exit was caught
 
 
 def _end_after_exit() -> None:
@@ -279,83 +275,54 @@ def _end_after_exit() -> None:
         f"hpcstrat: the job ends: rank {_rank} left the program by sys.exit({status!r}) before the "
         "ranks were connected; look at what it printed last"
     )
-    hidden = _hidden(None)
+    hidden = _take_hidden(None)
     _meet(hidden + text)
     time.sleep(_LEAD_DELAY if _rank else 0)
     if _mpi is not None or _others_wait:
         end_job(hidden + text, status if isinstance(status, int) else 1)
-    elif hidden:  # the launcher ends the others, by this one's status
-        _print_tagged(hidden)
+    elif hidden:  # the launcher ends the others, because of this rank's status
+        reports.say(hidden)
 
 
-def _started_mpi() -> Any:
+def _find_mpi() -> Any:
     """The module `mpi4py.MPI` if MPI has been started, else None."""
     MPI = sys.modules.get("mpi4py.MPI")
     return MPI if MPI is not None and MPI.Is_initialized() else None
 
 
 def mark_as_consequence(error: BaseException) -> None:
-    """Marks an error as caused by another rank's: if it ends the job, the other is reported first."""
+    """Marks an error as caused by another rank's, which is then reported first."""
     # On the error itself: it may be raised again, or be reported by another hook, far from here.
     error.__dict__["_hpcstrat_consequence"] = True
 
 
 def end_job(message: str, status: int = 1, consequence: bool = False) -> NoReturn:
-    """Ends all ranks: prints the message to standard error, tagged with the rank, and exits with this status.
+    """Ends all ranks: prints the message, tagged, to standard error, and exits with this status.
 
     A consequence waits for the rank that reports the cause, and is not printed if that rank ends
     the job first.
     """
     if consequence:
         time.sleep(_CONSEQUENCE_DELAY)
-    _print_tagged(message)
+    reports.say(message)
     _abort(status)
 
 
 def end_rank(message: str) -> NoReturn:
     """Ends this rank when its launcher, which could end the others, is gone."""
-    _print_tagged(message)
+    reports.say(message)
     _end_well()
-    guard.unlink_segments(os.getpid(), guard.OPEN_MPI)  # which it leaves to its launcher
+    guard.unlink_segments(os.getpid(), guard.OPEN_MPI)  # which Open MPI leaves to its launcher
     os._exit(1)
 
 
-def say(message: str) -> None:
-    """Prints a message to standard error, tagged with the rank."""
-    _print_tagged(message)
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """`BaseException.add_note`; for Python 3.10, which lacks it, the note is shown if the error ends the job."""
-    if _HAS_NOTES:
-        error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        vars(error).setdefault("__notes__", []).append(note)
-
-
 def _ends_job() -> bool:
-    MPI = _started_mpi()
+    MPI = _find_mpi()
     return os.getpid() == _process and (MPI is None or not MPI.Is_finalized())
 
 
-@contextlib.contextmanager
-def reporting() -> Iterator[None]:
-    """A block in which this thread reports a failure: what it writes to standard error is shown, on any rank."""
-    before = is_reporting()
-    _reporting.is_on = True
-    try:
-        yield
-    finally:
-        _reporting.is_on = before
-
-
-def is_reporting() -> bool:
-    """Whether this thread reports a failure."""
-    return getattr(_reporting, "is_on", False)
-
-
-def _hidden(error: BaseException | None) -> str:
-    """What this rank wrote to standard error that was not shown, which may explain its failure."""
+def _take_hidden(error: BaseException | None) -> str:
+    """This rank's hidden standard error, which may explain its failure."""
     text = "" if _is_consequence(error) else hidden_errors()
     return f"{text.rstrip()}\n" if text.strip() else ""
 
@@ -373,82 +340,30 @@ def _wait_for_cause(error: BaseException | None) -> None:
         time.sleep(_LEAD_DELAY)
 
 
-def _shown(show: Callable[[], object], error: BaseException | None) -> str:
-    """What `show` prints to standard error, or the plain traceback if it prints nothing."""
-    text = io.StringIO()
-    # Caught, to be printed in one piece with the rank in front of each line: the ranks share one
-    # standard error.
-    with contextlib.suppress(Exception), contextlib.redirect_stderr(text):
-        show()
-    shown = text.getvalue()
-    if not shown.strip() and error is not None:
-        shown = "".join(traceback.format_exception(error))
-    if not _HAS_NOTES:  # though the package exceptiongroup makes Python 3.10 show them too
-        shown += "".join(
-            f"{note}\n" for note in getattr(error, "__notes__", ()) if f"{note}\n" not in shown
-        )
-    return shown
-
-
-def tagged(text: str) -> str:
-    """The text's lines, each prefixed with the rank if there are several."""
-    tag = f"[rank {_rank}] " if _process else ""
-    return "".join(f"{tag}{line}\n" for line in text.splitlines())
-
-
-def _print_tagged(text: str) -> None:
-    """Prints the text, but gives up if nobody reads it: a launcher whose output is blocked must not block this rank."""
-    printing = threading.Thread(
-        target=_print, args=(tagged(text),), name="hpcstrat-print", daemon=True
-    )
-    try:
-        printing.start()
-    except RuntimeError:  # no more threads, or Python ends
-        _print(tagged(text))
-    else:
-        # A thread that still writes is left behind. Ending the job matters more than its last
-        # lines.
-        printing.join(_PRINT_SECONDS)
-
-
-def _print(lines: str) -> None:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    # The program may have replaced or closed one of them.
-    for stream in (sys.stderr, sys.__stderr__):
-        with contextlib.suppress(Exception), reporting():
-            stream.write(lines)  # pyright: ignore[reportOptionalMemberAccess]
-            stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
-            return
-    with contextlib.suppress(Exception):  # standard error is closed: better there than nowhere
-        os.write(sys.__stdout__.fileno(), lines.encode(errors="replace"))  # pyright: ignore[reportOptionalMemberAccess]
-
-
 def _end_well() -> None:
-    for last in before_the_end:
+    for call in before_the_end:
         with contextlib.suppress(Exception):
-            last()
+            call()
     if _process:
-        # After an abort MPICH's segment stays in /dev/shm, and Open MPI's of a rank that no
-        # launcher of its own knows.
-        is_single = (MPI := _started_mpi()) is not None and _ends_job() and MPI.COMM_WORLD.size == 1
+        # After an abort MPICH's segment stays in /dev/shm, as does Open MPI's of a rank that was
+        # started without a launcher.
+        is_single = (MPI := _find_mpi()) is not None and _ends_job() and MPI.COMM_WORLD.size == 1
         guard.unlink_segments(os.getpid(), guard.MPICH + (guard.OPEN_MPI if is_single else ()))
 
 
 def _abort(status: int) -> NoReturn:
-    """Ends all ranks, or this process where it is alone."""
+    """Ends all ranks, or this process if it is alone."""
     status = status or 1
     _end_well()
     if _mpi is not None and _ends_job():
-        # MPI may only be called from the thread that started it, unless it was started for any.
+        # Only the thread that started MPI may call it, unless it was started for any thread.
         main = threading.current_thread() is threading.main_thread()
         if main or _mpi.Query_thread() == _mpi.THREAD_MULTIPLE:
             time.sleep(_FORWARD_DELAY)
-            if (
-                signal.getsignal(signal.SIGALRM) == signal.SIG_DFL
-            ):  # Open MPI waits for its launcher, maybe forever
+            # Open MPI waits for its launcher, maybe forever.
+            if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
                 signal.setitimer(signal.ITIMER_REAL, _ABORT_SECONDS)
             _mpi.COMM_WORLD.Abort(status)
     if _mpi is None and _others_wait:
         os.kill(os.getpid(), signal.SIGKILL)
-    os._exit(status)  # which, as a signal, makes the launcher end the others
+    os._exit(status)  # a non-zero status or a signal makes the launcher end the others

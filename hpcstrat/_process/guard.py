@@ -1,7 +1,6 @@
-"""A helper process that reports for a rank, and ends it, while C code blocks Python, as MPI's start does.
+"""A helper process that reports for a rank, and ends it, while C code (MPI's start) blocks Python.
 
-The process runs this file, as a script of its own: it must start fast, and imports the standard
-library alone.
+The process runs this file as a script. It must start fast, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -19,19 +18,18 @@ from typing import NamedTuple
 
 _LOOK_SECONDS = 0.2
 _FOLDER = "/dev/shm"
-# How the names of their files there begin.
+# How the names of their files there start.
 MPICH = ("mpich_shm_",)
 OPEN_MPI = ("sm_segment.", "vader_segment.")  # of versions 5 and 4
-_UCX = (
-    "ucx_shm_posix_",
-)  # below MPICH or Open MPI; nobody opens them by name, so they have one for microseconds only
+# Below MPICH or Open MPI; nothing opens them by name, so they have one for microseconds only.
+_UCX = ("ucx_shm_posix_",)
 
 
 class Deadline(NamedTuple):
-    """What to do if this process is still in the guarded block at some time.
+    """What to do if this process is still in the guarded block after some time.
 
     Attributes:
-        seconds: since the block began; `inf` means never.
+        seconds: since the start of the block; `inf` means never.
         text: printed to standard error.
         ends: whether this process is killed as well, which makes the launcher end the others.
     """
@@ -42,14 +40,14 @@ class Deadline(NamedTuple):
 
 
 @contextlib.contextmanager
-def guarded(steps: Sequence[Deadline]) -> Iterator[None]:
+def watch(steps: Sequence[Deadline]) -> Iterator[None]:
     """A block during which another process takes these steps, in order, until the block ends.
 
     If no process can be started, the block is not guarded.
     """
     guard = None
     with contextlib.suppress(OSError, ValueError, RuntimeError):
-        # A session of its own: the launcher, and Ctrl-C, end the rank's, and the guard cleans up
+        # In its own session: the launcher, and Ctrl-C, end the rank's, and the guard cleans up
         # after it.
         command = [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid())]
         guard = subprocess.Popen(command, stdin=subprocess.PIPE, bufsize=0, start_new_session=True)
@@ -59,13 +57,13 @@ def guarded(steps: Sequence[Deadline]) -> Iterator[None]:
         yield
     finally:
         if guard is not None:
-            # It holds nothing, and has nothing left to do.
+            # The guard holds nothing, and has nothing left to do.
             guard.kill()
             guard.communicate()
 
 
 def unlink_segments(process: int, prefixes: tuple[str, ...] = MPICH) -> None:
-    """Unlinks MPI's own segments that this process has mapped, which a forced end would leave behind.
+    """Unlinks MPI's own segments that this process has mapped: a forced end would leave them.
 
     Call it only when every rank of the host has mapped them, or none will.
     """
@@ -79,7 +77,7 @@ def _segments(process: int, prefixes: tuple[str, ...] = MPICH) -> set[tuple[str,
             return {
                 tuple(line.split()[4:])
                 for line in maps
-                if any(f" {_FOLDER}/{one}" in line for one in prefixes)
+                if any(f" {_FOLDER}/{prefix}" in line for prefix in prefixes)
             }
     except OSError:  # no /proc
         return set()
@@ -93,10 +91,10 @@ def _unlink(segments: set[tuple[str, ...]]) -> None:
 
 
 def unlink_orphans(since: float) -> None:
-    """Unlinks MPI's own segments that nobody uses: their ranks were killed in the start of MPI, or with their guards.
+    """Unlinks unused segments of MPI: their ranks were killed in its start, or with their guards.
 
-    Only this user's, made since then (as `time.time`), that no process has open or mapped: who
-    makes a segment has it open until it has mapped it, so it cannot be in between.
+    Only this user's, made after `since` (as `time.time`), that no process has open or mapped: the
+    process that makes a segment has it open until it has mapped it, so there is no gap.
     """
     paths: dict[int, str] = {}  # by inode
     with contextlib.suppress(OSError):
@@ -113,9 +111,9 @@ def unlink_orphans(since: float) -> None:
             os.unlink(path)
 
 
-def has_started_one(launcher: int | None) -> bool:
-    """Whether this launcher's process has started one that has begun to start MPI, and so has segments of MPI's."""
-    prefixes = tuple(f"{_FOLDER}/{one}" for one in MPICH + OPEN_MPI + _UCX)
+def is_mpi_starting(launcher: int | None) -> bool:
+    """Whether a process below this launcher's is starting MPI, and so has segments of MPI."""
+    prefixes = tuple(f"{_FOLDER}/{prefix}" for prefix in MPICH + OPEN_MPI + _UCX)
     return any(
         path.startswith(prefixes)
         for process in (_processes() if launcher is not None else [])
@@ -141,7 +139,7 @@ def _files(process: int) -> Iterator[tuple[int, str]]:
     """Inode and path of the files in shared memory that a process has open or mapped."""
     with contextlib.suppress(OSError):  # it has ended, or is another user's
         device = os.stat(_FOLDER).st_dev
-        # First those that are open: who makes a file has it open until it has mapped it.
+        # First the open files: the process that makes a file has it open until it has mapped it.
         for name in os.listdir(f"/proc/{process}/fd"):
             with contextlib.suppress(OSError):
                 link = f"/proc/{process}/fd/{name}"
@@ -155,7 +153,7 @@ def _files(process: int) -> Iterator[tuple[int, str]]:
 
 
 def _status(process: int) -> list[bytes]:
-    """The process's fields in /proc from its state on."""
+    """The process's fields in /proc, from its state on."""
     with open(f"/proc/{process}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
 
@@ -171,20 +169,20 @@ def _main(process: int) -> None:
     steps = [Deadline(*step) for step in json.loads(sys.stdin.buffer.readline())]
     segments: set[tuple[str, ...]] = set()
     since = time.time()
-    begin = looked = time.monotonic()
+    start = looked = time.monotonic()
     for step in steps:
-        while (left := begin + step.seconds - looked) > 0:
+        while (left := start + step.seconds - looked) > 0:
             if select.select([sys.stdin], [], [], min(left, _LOOK_SECONDS))[0]:
-                # The process was killed: at the block's end it kills this one.
+                # The process was killed: at the end of the block it would have killed this one.
                 _unlink(segments)
-                unlink_orphans(since)  # it may have made one since the last look
+                unlink_orphans(since)  # it may have made a segment since the last look
                 return
             segments |= _segments(process)
             before, looked = looked, time.monotonic()
             if _is_stopped(process):  # a suspended job's time does not count
-                # Ctrl-Z stops the rank, and not this process, which has a session of its own.
-                begin += looked - before
-        # The process has ended, and this one has another parent now.
+                # Ctrl-Z stops the rank, but not this process, which is in its own session.
+                start += looked - before
+        # If the process has ended, this one has another parent now.
         if os.getppid() != process:
             return
         for file in (2, 1):  # the first that is not closed

@@ -1,7 +1,7 @@
-"""What outlives the ranks of a job: memory of their launcher, by which it knows what to do when they have ended.
+"""Memory owned by the launcher that survives a crash of the ranks and tells it what to do then.
 
 `hpcstrat run` makes it and passes its place on in a variable. It consists of files without names,
-so it goes with the launcher, however that ends. Ranks on other hosts do without.
+so it vanishes with the launcher, however that ends. Ranks on other hosts have none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 GENERATIONS = 2
-"""Files for snapshots: while one is written, the other's is whole."""
+"""Files for snapshots: while one is written, the other is whole."""
 
 _VARIABLE = "_HPCSTRAT_JOB"
 _NAME = "hpcstrat-job"
@@ -36,9 +36,8 @@ _RANK_BYTES = 1024
 class State(enum.IntEnum):
     """How far a rank has come.
 
-    From `FAILED` on it is how the program ended there: by an exception, by a KeyboardInterrupt, or
-    because it was asked
-    to, with its checkpoint saved.
+    From `FAILED` on it says how the program ended there: by an exception, by a KeyboardInterrupt,
+    or on request, with its checkpoint saved.
     """
 
     STARTED = 0
@@ -53,9 +52,9 @@ class Note(NamedTuple):
     """What a rank has noted.
 
     Attributes:
-        process: its own.
+        process: its process id.
         state: how far it has come.
-        time: when it failed, by `time.monotonic`; 0 where it did not.
+        time: when it failed, by `time.monotonic`; 0 if it did not.
         text: the exception's type, message and place.
     """
 
@@ -69,10 +68,10 @@ class Failure(NamedTuple):
     """What ended the program on a rank.
 
     Attributes:
-        rank: which.
+        rank: the rank.
         text: the exception's type, message and place.
         time: when it was reported, by `time.monotonic`.
-        state: what kind of end it was.
+        state: how the program ended.
     """
 
     rank: int
@@ -84,11 +83,11 @@ class Failure(NamedTuple):
 class JobMemory:
     """A control block, and files for snapshots.
 
-    Each part has one writer, and readers come when that has ended.
+    Each part has one writer, and is read once its writer has ended.
 
     Attributes:
         place: a word that names it to other processes of this host.
-        files: paths of the files for snapshots, if there are to be any.
+        files: paths of the files for snapshots, if there are any.
     """
 
     def __init__(self, place: str) -> None:
@@ -120,11 +119,11 @@ class JobMemory:
         self._write_rank(rank, State.STARTED)
 
     def note_connected(self, rank: int) -> None:
-        """Notes that others depend on this rank from now on."""
+        """Notes that other ranks depend on this one from now on."""
         self._write_rank(rank, State.CONNECTED)
 
     def note_left(self, rank: int) -> None:
-        """Notes that this rank has left the program with the others, and none depends on it any more."""
+        """Notes that this rank has left the program with the others: none depends on it now."""
         if (note := self.note_of(rank)) is not None and note.state == State.CONNECTED:
             self._write_rank(rank, State.LEFT)
 
@@ -134,12 +133,12 @@ class JobMemory:
         self._write_rank(rank, state, time.monotonic(), encoded)
 
     def note_step(self, number: int) -> None:
-        """Notes that the program has done this step. One rank does."""
+        """Notes that the program has done this step. Only one rank calls this."""
         _, done = self.steps()
         _STEPS.pack_into(self._control, _STEPS_AT, number, done + 1)
 
     def write_record(self, generation: int, record: bytes) -> None:
-        """Describes the snapshot in a file; nothing for none."""
+        """Describes the snapshot in a file; an empty record means that there is none."""
         at = _RECORDS_AT + generation * RECORD_BYTES
         self._control[at : at + RECORD_BYTES] = record.ljust(RECORD_BYTES, b"\0")
 
@@ -156,7 +155,7 @@ class JobMemory:
         return number, done
 
     def note_of(self, rank: int) -> Note | None:
-        """What this rank has noted; `None` where it has not imported the library, or runs on another host."""
+        """This rank's note; `None` if it has not imported the library, or runs on another host."""
         at = _RANKS_AT + rank * _RANK_BYTES
         if at >= len(self._control):
             return None
@@ -165,22 +164,22 @@ class JobMemory:
         return Note(process, State(state), when, text) if process else None
 
     def notes(self, ranks: int) -> dict[int, Note]:
-        """What each rank has noted that runs on this host and has imported the library."""
-        found = {rank: self.note_of(rank) for rank in range(ranks)}
-        return {rank: note for rank, note in found.items() if note is not None}
+        """The note of each rank that runs on this host and has imported the library."""
+        notes = {rank: self.note_of(rank) for rank in range(ranks)}
+        return {rank: note for rank, note in notes.items() if note is not None}
 
     def first_failure(self, ranks: int) -> Failure | None:
-        """What was reported first of what ended the program, if anything."""
+        """The first report of an end of the program, if any."""
         notes = self.notes(ranks).items()
         failures = [
             Failure(rank, note.text, note.time, note.state) for rank, note in notes if note.time
         ]
         return min(failures, key=lambda failure: failure.time, default=None)
 
-    def begin(self) -> None:
-        """Forgets the ranks of the start before, and how many steps they did.
+    def forget_ranks(self) -> None:
+        """Forgets the ranks of the previous start, and how many steps they did.
 
-        The launcher does, before each start.
+        The launcher calls this before each start.
         """
         number, _ = self.steps()
         _STEPS.pack_into(self._control, _STEPS_AT, number, 0)
@@ -197,14 +196,14 @@ def create(ranks: int, snapshot_bytes: int) -> JobMemory:
     """New memory, which lives as long as this process.
 
     Args:
-        ranks: how many the job has at most.
-        snapshot_bytes: that a file for a snapshot can have at most; it takes what is written. 0 for
-            no such files.
+        ranks: the most that the job has.
+        snapshot_bytes: the most that a file for a snapshot can have; it takes up what is written.
+            0 for no such files.
 
     Raises:
         OSError: the system, or a limit, does not allow it.
     """
-    if not hasattr(os, "memfd_create"):  # as of a Python that was built for an old C library
+    if not hasattr(os, "memfd_create"):  # such as a Python that was built for an old C library
         raise OSError(errno.ENOSYS, "this Python has no os.memfd_create")
     token = secrets.token_bytes(_TOKEN_BYTES)
     sizes = [
@@ -230,9 +229,9 @@ def expects_snapshots(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def find(environment: Mapping[str, str] = os.environ) -> JobMemory | None:
-    """The memory of the launcher that started this process; None where there is none, or it is on another host."""
+    """The memory of the launcher that started this process; None without one on this host."""
     place = environment.get(_VARIABLE, "")
-    # Files of our own, and not those of another process that has the same number on this host.
+    # Our own files, and not those of another process that has the same number on this host.
     with contextlib.suppress(OSError, ValueError):
         process, *numbers, token = place.split(":")
         if _are_ours(process, numbers, bytes.fromhex(token)):

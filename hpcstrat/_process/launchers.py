@@ -1,4 +1,4 @@
-"""Which launcher started this process, from its environment alone."""
+"""The launcher that started this process, told from its environment alone."""
 
 from __future__ import annotations
 
@@ -8,27 +8,25 @@ import stat
 import sys
 from dataclasses import dataclass
 
-_MARK = (
-    "_HPCSTRAT_PROCESS"  # what a rank leaves to the processes that it starts: its own, and its job
-)
+_MARK = "_HPCSTRAT_PROCESS"  # tells the processes that a rank starts its process id and its job
 # 2(x3): 2 tasks on each of 3 nodes.
 _SLURM_TASKS = re.compile(r"(?P<tasks>[0-9]{1,18})(?:\(x(?P<nodes>[0-9]{1,18})\))?")
 MOST_NODES, MOST_TASKS = 1 << 20, 1 << 24
-"""More than these in a variable are an error, and no list is made of them."""
+"""A variable with more than these is an error, and no list is made of it."""
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
-"""Variables that hold a rank, the one that counts first."""
+"""Variables that hold a rank; the first that is set counts."""
 
 
 @dataclass(frozen=True)
 class Launcher:
-    """What the launcher says about this process, before MPI starts.
+    """What the launcher tells about this process, before MPI starts.
 
     Attributes:
         name: for messages, e.g. `"mpirun of Open MPI"` or `"srun"`.
-        rank: this process among all of the job.
-        size: the number of processes, or None where the launcher does not tell (bare PMIx).
-        local_rank: this process among those of its host, or None where the launcher does not tell.
-        local_size: the number of processes on this host, or None where the launcher does not tell.
+        rank: this process's index among all of the job.
+        size: the number of processes, or None if the launcher does not tell (bare PMIx).
+        local_rank: this process's index on its host, or None if the launcher does not tell.
+        local_size: the number of processes on this host, or None if the launcher does not tell.
     """
 
     name: str
@@ -39,21 +37,21 @@ class Launcher:
 
     @property
     def alone(self) -> bool:
-        """Whether the launcher started one process only."""
+        """Whether the launcher started only one process."""
         return self.size == 1
 
     def describe(self) -> str:
-        """What it did, for messages."""
+        """Describes what it did, for messages."""
         if self.size is None:
             return f"{self.name} started this process as rank {self.rank}"
         return f"{self.name} started {self.size} processes"
 
 
 def find() -> Launcher | None:
-    """The launcher of this process, or None where it was started by hand.
+    """The launcher of this process, or None if it was started by hand.
 
-    `mpirun` is looked for before `srun`, because on a cluster it starts its daemons, and so the
-    ranks, through `srun`.
+    `mpirun` comes before `srun`, because on a cluster it starts its daemons, and so the ranks,
+    through `srun`.
 
     Raises:
         RuntimeError: a variable is not as launchers set it.
@@ -67,8 +65,7 @@ def find() -> Launcher | None:
             local_rank=_number("OMPI_COMM_WORLD_LOCAL_RANK"),
             local_size=_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
         )
-    # A step of srun may have PMI's variables as well, from its plug-in, so PMI is asked before
-    # Slurm.
+    # A step of srun may have PMI's variables as well, from its plug-in, so PMI comes before Slurm.
     size = _number("PMI_SIZE")
     if size is not None:
         return _pmi(size)
@@ -81,7 +78,7 @@ def find() -> Launcher | None:
     if size is not None:
         return Launcher(
             name="srun",
-            rank=_number("SLURM_PROCID") or 0,  # beyond the size in a step of several components
+            rank=_number("SLURM_PROCID") or 0,  # above the size in a step of several components
             size=size,
             local_rank=_number("SLURM_LOCALID"),
             local_size=_step_tasks_here(),
@@ -94,13 +91,12 @@ def find() -> Launcher | None:
 
 
 def has_program_alone(launcher: Launcher) -> bool:
-    """Whether this rank runs a program from standard input that the launcher has given to no other."""
-    if (
-        launcher.size is None or launcher.alone or launcher.rank > 0 or launcher.name == "srun"
-    ):  # which gives it to all
+    """Whether only this rank has the program: it comes from the launcher's standard input."""
+    # srun gives its standard input to all ranks.
+    if launcher.size is None or launcher.alone or launcher.rank > 0 or launcher.name == "srun":
         return False
-    # What Python itself calls a program that it reads there; not one of -c or -m, a prompt's, or a
-    # notebook's.
+    # Python's own name for a program that it reads there; not with -c or -m, at a prompt or in a
+    # notebook.
     if getattr(sys.modules.get("__main__"), "__file__", None) != "<stdin>":
         return False
     # A shell between the two may give each rank a program:
@@ -112,21 +108,20 @@ def has_program_alone(launcher: Launcher) -> bool:
 
 
 def mark_children() -> None:
-    """From now on the processes that this rank starts can tell that they are not ranks: see `is_child`."""
+    """From now on the processes that this rank starts know that they are not ranks (`is_child`)."""
     os.environ[_MARK] = _mark()
 
 
 def is_child() -> bool:
-    """Whether a rank has started this process, which then has the launcher's variables, but is not a rank itself."""
-    # Not imported: a process that it has started has the module already.
+    """Whether a rank started this process: it has the launcher's variables, but is not a rank."""
+    # Not imported: a process that multiprocessing has started has the module already.
     multiprocessing = sys.modules.get("multiprocessing.process")
     if is_importing_child() or (
         multiprocessing is not None and multiprocessing.parent_process() is not None
     ):
         return True
     mark = os.environ.get(_MARK, "")
-    # Of the same job, but another process: the variables were inherited. Of another job, the
-    # program was started anew.
+    # Same job, other process: the variables were inherited. Other job: started by another launcher.
     if mark and mark != _mark() and mark.partition(" ")[2] == _mark().partition(" ")[2]:
         return True
     connection = _number("PMI_FD")  # to the launcher; a child does not get it
@@ -140,10 +135,9 @@ def is_child() -> bool:
 
 
 def is_importing_child() -> bool:
-    """Whether `multiprocessing` has spawned this process, and is still importing its parent's script."""
-    multiprocessing = sys.modules.get(
-        "multiprocessing.process"
-    )  # which such a process has imported
+    """Whether `multiprocessing` spawned this process, which still imports its parent's script."""
+    # Not imported, as in `is_child`.
+    multiprocessing = sys.modules.get("multiprocessing.process")
     return multiprocessing is not None and hasattr(multiprocessing.current_process(), "_inheriting")
 
 
@@ -155,9 +149,9 @@ def find_process() -> int | None:
     """The launcher's process that started this one, perhaps through shells and other wrappers.
 
     It is the nearest ancestor without the rank's variables, or of another user, as Slurm's is.
-    `None` where the system does not show it.
+    `None` if the system does not show it.
     """
-    # Wrappers between launcher and rank have the rank's variables too, so they are passed over.
+    # Wrappers between launcher and rank have the rank's variables too, so they are skipped.
     marks = [f"{name}={os.environ[name]}".encode() for name in RANK_NAMES if name in os.environ][:1]
     process = os.getppid()
     while marks and process > 1:
@@ -168,7 +162,7 @@ def find_process() -> int | None:
             with open(f"/proc/{process}/stat", "rb") as file:
                 process = int(file.read().rpartition(b")")[2].split()[1])
         except PermissionError:
-            # Another user's process, such as Slurm's daemon: that is no wrapper of ours.
+            # Another user's process, such as Slurm's daemon: not one of our wrappers.
             return process
         except OSError:
             return None
@@ -176,16 +170,15 @@ def find_process() -> int | None:
 
 
 def is_on_terminal() -> bool:
-    """Whether the launcher's standard error, to which it passes on this process's, is a terminal."""
+    """Whether the launcher's standard error, which gets this process's, is a terminal."""
     process = find_process()
     if process is None:
         return False
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             name, _, fields = file.read().rpartition(b")")
-        if name.endswith(
-            b"(hydra_pmi_proxy"
-        ):  # stands between MPICH's `mpirun` and the ranks of a host
+        # The proxy is between MPICH's `mpirun` and the ranks of a host.
+        if name.endswith(b"(hydra_pmi_proxy"):
             process = int(fields.split()[1])
         return os.readlink(f"/proc/{process}/fd/2").startswith(("/dev/pts/", "/dev/tty"))
     except OSError:  # it has ended, or is another user's
@@ -193,7 +186,7 @@ def is_on_terminal() -> bool:
 
 
 def is_there(process: int) -> bool:
-    """Whether this process lives."""
+    """Whether this process is alive."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
@@ -210,12 +203,12 @@ def expand_tasks(tasks: str) -> list[int]:
         tasks: for instance `"2(x3),1"`.
 
     Raises:
-        ValueError: it is not such a list, or too many.
+        ValueError: it is not such a list, or has too many.
 
     >>> expand_tasks("2(x3),1")
     [2, 2, 2, 1]
     """
-    found: list[int] = []
+    counts: list[int] = []
     total = 0
     for part in tasks.split(","):
         match = _SLURM_TASKS.fullmatch(part)
@@ -226,13 +219,13 @@ def expand_tasks(tasks: str) -> list[int]:
             )
         count, nodes = int(match["tasks"]), int(match["nodes"] or 1)
         total += count * nodes
-        if len(found) + nodes > MOST_NODES or total > MOST_TASKS:
+        if len(counts) + nodes > MOST_NODES or total > MOST_TASKS:
             raise ValueError(
                 f"{tasks!r:.200} is not a list of numbers of tasks: it has more than {MOST_TASKS} "
                 f"tasks, or than {MOST_NODES} nodes"
             )
-        found += [count] * nodes
-    return found
+        counts += [count] * nodes
+    return counts
 
 
 def _pmi(size: int) -> Launcher:
@@ -261,7 +254,7 @@ def _pmi(size: int) -> Launcher:
 
 
 def _number(name: str) -> int | None:
-    """The variable as a number from 0 up, or None where it is not set.
+    """The variable as a number from 0 up, or None if it is not set.
 
     Raises:
         RuntimeError: it is not such a number.
@@ -269,9 +262,8 @@ def _number(name: str) -> int | None:
     if not (value := os.environ.get(name, "")):
         return None
     if not re.fullmatch(r"[0-9]{1,18}", value):
-        raise RuntimeError(
-            _wrong(name, value, "a number from 0 up")
-        )  # not `None`: two would be rank 0
+        # Not `None`: two processes would be rank 0.
+        raise RuntimeError(_describe_wrong(name, value, "a number from 0 up"))
     return int(value)
 
 
@@ -283,25 +275,27 @@ def _rank(name: str, size: int) -> int:
     """
     rank = _number(name) or 0
     if rank >= size:
-        raise RuntimeError(_wrong(name, str(rank), f"below {size}, the number of ranks"))
+        allowed = f"below {size}, the number of ranks"
+        raise RuntimeError(_describe_wrong(name, str(rank), allowed))
     return rank
 
 
-def _wrong(name: str, value: str, allowed: str) -> str:
-    return f"the environment variable {name} is {value!r:.50}; it must be {allowed}, as the launcher sets it"
+def _describe_wrong(name: str, value: str, allowed: str) -> str:
+    return (
+        f"the environment variable {name} is {value!r:.50}; it must be {allowed}, as the launcher "
+        "sets it"
+    )
 
 
 def _step_number(name: str) -> int | None:
-    """As `_number`, but None outside a step of `srun`: Slurm also describes the batch script and its shell."""
+    """As `_number`, but None outside a step of `srun`: the batch script has the variables too."""
     step = _number("SLURM_STEP_ID")
-    special_steps = (
-        0xFFFFFFF0  # the batch script, an interactive shell and the like have ids from here up
-    )
+    special_steps = 0xFFFFFFF0  # from here up: the batch script, an interactive shell and the like
     return None if step is None or step >= special_steps else _number(name)
 
 
 def _step_tasks_here() -> int | None:
-    """The number of the step's tasks on this node, or None if Slurm does not tell."""
+    """The number of the step's tasks on this node; None if Slurm does not tell."""
     node, name = _number("SLURM_NODEID"), "SLURM_STEP_TASKS_PER_NODE"
     if not (value := os.environ.get(name, "")):
         return None

@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 from hpcstrat._process import guard, launchers
 
 _DEFAULTS = {
-    "OMPI_MCA_osc": "^ucx",  # Open MPI 5 prints an error for every shared window otherwise
-    # which takes a second to start and serves one-sided messages between hosts only
+    # Otherwise Open MPI 5 prints an error for every shared window.
+    "OMPI_MCA_osc": "^ucx",
+    # It takes a second to start and serves only one-sided messages between hosts.
     "OMPI_MCA_btl": "^ofi",
 }
 _OPEN_MPI = "Open MPI"
@@ -34,8 +35,7 @@ def load() -> Any:
 
     rc = mpi4py.rc
     # Importing mpi4py.MPI starts MPI at once, but the launcher must be compared with the library
-    # first: with the wrong pair MPI ends in its own words, or gives ranks that each think they are
-    # alone.
+    # first: with the wrong pair MPI ends with its own message, or each rank thinks it is alone.
     starts = rc.initialize
     if starts and "mpi4py.MPI" not in sys.modules:
         if rc.finalize is None:
@@ -53,16 +53,16 @@ def start(mpi: Any) -> None:
 
     Raises:
         RuntimeError: the `mpirun` belongs to another MPI, so that MPI would fail, or each rank
-            would believe it is alone; or `/proc` is not there; or `/dev/shm` is too full, or not
-            there, and MPI needs it.
+            would believe it is alone; or `/proc` is missing; or `/dev/shm` is too full or missing,
+            and MPI needs it.
     """
     if mpi.Is_initialized():
         return
     check_launcher(mpi)
     if not os.path.exists("/proc/self"):
         raise RuntimeError(
-            "/proc is not mounted, and neither MPI nor hpcstrat starts without it; as root, `mount "
-            "-t proc proc /proc`"
+            "/proc is not mounted, and neither MPI nor hpcstrat starts without it; as root, "
+            "`mount -t proc proc /proc`"
         )
     _check_shared_memory(launchers.find(), mpi)
     import mpi4py
@@ -71,12 +71,12 @@ def start(mpi: Any) -> None:
     if rc.initialize and not rc.threads:
         mpi.Init()
     else:
-        # As mpi4py's import would do it; where the user has switched that off, its thread level is
-        # nobody's wish.
+        # As mpi4py's import would do it; if the user has switched that off, its thread level
+        # expresses no preference.
         level = rc.thread_level if rc.initialize else "multiple"
         mpi.Init_thread(getattr(mpi, f"THREAD_{level.upper()}"))
     if not rc.initialize:
-        # Who switched mpi4py's start off has switched off its end too.
+        # A program that switches off mpi4py's start has switched off its end too.
         atexit.register(_finalize, mpi)
 
 
@@ -84,7 +84,7 @@ def check_launcher(mpi: Any) -> None:
     """Checks that the launcher may belong to this MPI.
 
     Raises:
-        RuntimeError: it does not.
+        RuntimeError: it belongs to another.
     """
     launcher = launchers.find()
     if launcher is not None and _is_foreign(launcher, mpi):
@@ -92,36 +92,34 @@ def check_launcher(mpi: Any) -> None:
 
 
 def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
-    """Refuses a `/dev/shm` without which, or so full that, MPI's start would end in errors of its own, or a bus error.
+    """Refuses a missing or full `/dev/shm`: MPI's start would end in its own errors or a bus error.
 
     The limit is measured: MPICH 5 always starts with 24 MiB for 2 ranks, 32 MiB for 4 and 56 MiB
-    for 8. It takes
-    5.2 MiB for each rank, and yet can end in a segmentation fault where there are up to 7.
+    for 8. It takes 5.2 MiB per rank, and yet can end in a segmentation fault with up to 7 per rank.
     """
     if not os.access(_SHARED_MEMORY, os.W_OK):
         vendor, version = mpi.get_vendor()
-        if vendor == "MPICH" and version >= (
-            5,
-        ):  # even for one rank; Open MPI and MPICH 4 can use another folder
+        # Even for one rank; Open MPI and MPICH 4 can use another folder.
+        if vendor == "MPICH" and version >= (5,):
             what = "cannot be written to" if os.path.exists(_SHARED_MEMORY) else "does not exist"
             raise RuntimeError(
                 f"{_SHARED_MEMORY} {what}, and MPI (MPICH {'.'.join(map(str, version))}) does not "
                 "start without it. Give a container one (`--shm-size=1g`; as root, `mount -t tmpfs "
-                "tmpfs /dev/shm`), or use Open MPI, which can do without"
+                "tmpfs /dev/shm`), or use Open MPI, which does not need it"
             )
         return
     ranks = launcher.local_size if launcher is not None else None
-    # One rank alone shares memory with nobody.
+    # One rank alone shares no memory.
     if ranks is None or ranks < 2:
         return
-    there = os.statvfs(_SHARED_MEMORY)
-    free, needed = there.f_bavail * there.f_frsize / 2**20, max(16 + 4 * ranks, 7 * ranks)
-    # A rank that has begun has found enough for all, of which it has taken some by now.
-    if free < needed and not guard.has_started_one(launchers.find_process()):
+    system = os.statvfs(_SHARED_MEMORY)
+    free, needed = system.f_bavail * system.f_frsize / 2**20, max(16 + 4 * ranks, 7 * ranks)
+    # A rank that is already starting has found enough for all, and has taken some of it by now.
+    if free < needed and not guard.is_mpi_starting(launchers.find_process()):
         raise RuntimeError(
             f"{_SHARED_MEMORY} has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for "
             f"the {ranks} ranks of this host; with less it can end in a bus error. Give a "
-            f"container more (`--shm-size=1g`), or look what lies there (`ls -l {_SHARED_MEMORY}`)"
+            f"container more (`--shm-size=1g`), or see what fills it (`ls -l {_SHARED_MEMORY}`)"
         )
 
 
@@ -133,7 +131,7 @@ def _finalize(mpi: Any) -> None:
 def _is_foreign(launcher: launchers.Launcher, mpi: Any) -> bool:
     """Whether the launcher certainly belongs to another MPI.
 
-    In unclear cases MPI's number of ranks shows it later.
+    In unclear cases MPI's number of ranks tells later.
     """
     vendor = mpi.get_vendor()[0]
     if launcher.name in _OF_OPEN_MPI:
@@ -143,7 +141,7 @@ def _is_foreign(launcher: launchers.Launcher, mpi: Any) -> bool:
 
 
 def _speaks_pmix() -> bool:
-    """Whether the MPI library was built with PMIx, so that Open MPI's launcher can start MPICH's ranks."""
+    """Whether the MPI library was built with PMIx: Open MPI's launcher can then start its ranks."""
     try:
         with open("/proc/self/maps") as maps:
             return any("libpmix" in line for line in maps)
@@ -155,18 +153,21 @@ def refuse(launcher: launchers.Launcher, mpi: Any, what: str) -> NoReturn:
     """Raises the error for a launcher of another MPI.
 
     Args:
-        launcher: it.
+        launcher: the launcher.
         mpi: the library's module.
-        what: the library shows, such as `"has 1 rank"`.
+        what: what the library shows, such as `"has 1 rank"`.
 
     Raises:
         RuntimeError: always.
     """
     vendor, version = mpi.get_vendor()
     own_mpirun = os.path.join(sys.prefix, "bin", "mpirun")
-    # Slurm itself belongs to no MPI; which protocol it speaks is an option of srun.
+    # Slurm itself belongs to no MPI; its protocol is an option of srun.
     if launcher.name == "srun":
-        remedy = f"Start with `srun --mpi=pmi2` or `srun --mpi=pmix`, whichever {vendor} speaks, or with its mpirun"
+        remedy = (
+            f"Start with `srun --mpi=pmi2` or `srun --mpi=pmix`, whichever {vendor} speaks, or "
+            "with its mpirun"
+        )
     else:
         remedy = f"Start with the mpirun of {vendor}"
     if os.path.exists(own_mpirun):
@@ -174,6 +175,6 @@ def refuse(launcher: launchers.Launcher, mpi: Any, what: str) -> NoReturn:
     raise RuntimeError(
         f"hpcstrat cannot connect the ranks: {launcher.describe()}, but MPI ({vendor} "
         f"{'.'.join(map(str, version))}, which mpi4py loads) {what}: the launcher belongs to "
-        f"another MPI, and so every rank would think that it is alone. {remedy}, or install the "
-        "MPI library that your mpirun belongs to."
+        f"another MPI, and every rank would think that it is alone. {remedy}, or install the MPI "
+        "library that your mpirun belongs to."
     )

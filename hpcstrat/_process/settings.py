@@ -15,7 +15,7 @@ _KNOWN = (
     "HPCSTRAT_OUTPUT",
     "HPCSTRAT_STALL_SECONDS",
     "HPCSTRAT_STDERR",
-    "HPCSTRAT_TEST_GPU",  # of the tests, as the next two
+    "HPCSTRAT_TEST_GPU",  # used by the tests, as the next two
     "HPCSTRAT_TEST_SLURM",
     "HPCSTRAT_TEST_TENSORFLOW",
     "HPCSTRAT_TIMELINE",
@@ -27,7 +27,7 @@ def seconds(name: str, default: float) -> float:
     """The variable as a number of seconds; `inf` means no limit.
 
     Raises:
-        ValueError: it is set to something else than a positive number.
+        ValueError: it is set to something other than a positive number.
     """
     value = os.environ.get(name, "").strip()
     if not value:
@@ -48,7 +48,7 @@ def is_on(name: str) -> bool:
     """Whether the variable is set to `1`.
 
     Raises:
-        ValueError: it is set to something else than 0 or 1.
+        ValueError: it is set to something other than 0 or 1.
     """
     value = os.environ.get(name, "").strip()
     if value not in ("", "0", "1"):
@@ -60,35 +60,37 @@ def compiles() -> bool:
     """Whether updates may be compiled by the host's C compiler; `HPCSTRAT_COMPILE=0` forbids it.
 
     Raises:
-        ValueError: it is set to something else than 0 or 1.
+        ValueError: it is set to something other than 0 or 1.
     """
     return is_on("HPCSTRAT_COMPILE") or not os.environ.get("HPCSTRAT_COMPILE", "").strip()
 
 
 def timeline() -> str:
-    """The file that the timeline is written to; empty where none is asked for."""
+    """The file that the timeline is written to; empty if there is none."""
     return os.environ.get("HPCSTRAT_TIMELINE", "").strip()
 
 
 def unknown() -> dict[str, str]:
-    """Environment variables that look like the library's and are not, each with the nearest that is."""
+    """Environment variables that only look like the library's, each with the nearest real one."""
     # Variables that do nothing are worse than errors: a misspelt time-out shows only when a job
     # hangs.
     names = sorted(name for name in os.environ if name.startswith(_PREFIX) and name not in _KNOWN)
     if not names:
         return {}
-    import difflib  # a millisecond, which `import hpcstrat` need not take
+    import difflib  # here, because it would add a millisecond to `import hpcstrat`
 
     def likeness(name: str, known: str) -> float:
-        # Without what most names share, which says nothing.
-        name, known = (one.removeprefix(_PREFIX).removesuffix("_SECONDS") for one in (name, known))
+        # Without the parts that most names share.
+        name, known = (
+            text.removeprefix(_PREFIX).removesuffix("_SECONDS") for text in (name, known)
+        )
         return difflib.SequenceMatcher(None, name, known).ratio()
 
     return {name: max(_KNOWN, key=lambda known: likeness(name, known)) for name in names}
 
 
 def warn_of_unknown() -> None:
-    """Warns of each on rank 0, because a misspelt variable would silently do nothing."""
+    """Warns on rank 0 of each unknown variable: a misspelt one would silently do nothing."""
     launcher = launchers.find()
     if launcher is not None and launcher.rank > 0:
         return

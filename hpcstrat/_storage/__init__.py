@@ -1,1 +1,1 @@
-"""Where variables live: one copy for all ranks or one each (central, mirrored), in host memory or on GPUs."""
+"""Storage of variables: one copy for all ranks (central) or per rank (mirrored), on host or GPU."""

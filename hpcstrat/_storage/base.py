@@ -1,4 +1,4 @@
-"""The one interface to where a strategy keeps its variables' numbers."""
+"""Storage: the interface to the places where a strategy stores its variables."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from hpcstrat._storage.marks import FEWEST_BYTES
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rule import UpdateRule as UpdateRule
 
-# A model that fills the memory can still be saved and restored, because never more than a part of
-# it is in memory twice.
+# A model that fills the memory can still be saved and restored, because at most one part of it is
+# in memory twice.
 PART = 1 << 22
-"""Bytes of a block that are read or written at once at most."""
+"""The most bytes of a block that are read or written at once."""
 
 
 class Storage(abc.ABC):
-    """Keeps variables' numbers. Its methods are collective: all ranks call them.
+    """Stores variables. Its methods are collective: all ranks call them.
 
     Attributes:
-        reads_everywhere: whether every rank can read every block, or its part of a split one; else
-            the parameter rank.
+        reads_everywhere: whether every rank can read every block, or its part of a split block;
+            else only the parameter rank can.
     """
 
     reads_everywhere: bool = True
@@ -49,21 +49,20 @@ class Storage(abc.ABC):
         """The ranks that share the variables."""
 
     def create(self, initial: Array) -> Block:
-        """A new block with the value that the parameter rank passes; the shapes and dtypes of all ranks are equal.
+        """A new block with the parameter rank's value; all ranks pass equal shapes and dtypes.
 
         Raises:
-            MemoryError: there is no room for it.
+            MemoryError: there is not enough memory.
             ReplicaMismatchError: shapes or dtypes differ.
         """
         with self.communicator.change():
-            block = self._named(self._create(initial))
+            block = self._name(self._create(initial))
         if self.communicator.checks:
             self._note_change([block])
         return block
 
-    def _named(self, block: Block) -> Block:
-        # The call that makes a variable is "Variable 'w'", and that of a slot "SGD: momentum of
-        # 'w'".
+    def _name(self, block: Block) -> Block:
+        # A variable is made by the call "Variable 'w'", a slot by "SGD: momentum of 'w'".
         block.name, block.storage = current_call().removeprefix("Variable "), self._number
         return block
 
@@ -71,25 +70,25 @@ class Storage(abc.ABC):
     def _create(self, initial: Array) -> Block: ...
 
     def split(self, variables: Sequence[Block]) -> Sequence[Cuts | None]:
-        """How slots of these variables are split over the ranks; `None` for those that are not."""
+        """How slots of these variables are split over the ranks; `None` if they are not split."""
         return [None] * len(variables)
 
     def create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
-        """A new block for an optimizer's numbers beside a variable, of its shape and dtype, filled with `value`.
+        """A new block for a slot, of the variable's shape and dtype, filled with `value`.
 
-        It can be read and written where updates run only: on the parameter rank, or on every rank
+        It can be read and written only where updates run: on the parameter rank, or on every rank
         for mirrors.
 
         Args:
-            variable: its block.
+            variable: the variable's block.
             value: of all elements.
-            cuts: from `split`, of this variable among all those that get their slots together.
+            cuts: this variable's item of `split` for all variables that get slots together.
 
         Raises:
-            MemoryError: there is no room for it.
+            MemoryError: there is not enough memory.
         """
         with self.communicator.change():
-            return self._named(self._create_slot(variable, value, cuts))
+            return self._name(self._create_slot(variable, value, cuts))
 
     def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
         return self._create(slot_values(variable, value))
@@ -99,8 +98,7 @@ class Storage(abc.ABC):
         """The plan of updates of these variables, each with its slots."""
 
     @span(UPDATE, lambda _, plan, *__, **___: Details(current_call(), plan.layout.nbytes))
-    # An overflow gives inf, as on a GPU. It must not become an exception on the one rank that meets
-    # it.
+    # An overflow results in inf, as on a GPU. It must not become an exception on one rank only.
     @np.errstate(all="ignore")
     def update(
         self,
@@ -115,8 +113,8 @@ class Storage(abc.ABC):
 
         Args:
             plan: of the variables.
-            values: one array a variable, of its shape; cast to its dtype.
-            op: how the replicas' values become one; `FIRST_REPLICA` takes those of rank 0.
+            values: one array per variable, of its shape; cast to its dtype.
+            op: how the replicas' values are reduced; `FIRST_REPLICA` takes those of rank 0.
             rule: how they change the variables. Its constants must be equal on all ranks.
 
         Raises:
@@ -125,34 +123,30 @@ class Storage(abc.ABC):
         communicator = self.communicator
         if communicator.checks:
             self._check_unchanged(plan.blocks)
-        # Only then: reading every block's view would cost each step what nearly no program needs.
+        # Guarded by a flag: reading every block's view would cost time in each step.
         if self._has_interrupted:
             plan.require_whole()
         # Part of the signature: a rank whose gradients are in its buffers sends none, and the
         # others must expect that.
         in_buffers = plan.are_in_buffers(values)
-        if plan.marks.begun and not (in_buffers and op is ReduceOp.SUM):
+        if plan.marks.started and not (in_buffers and op is ReduceOp.SUM):
             with communicator.raise_together():
                 raise RuntimeError(
                     f"{current_call()}: its gradient buffers are being summed, since some were "
-                    "marked ready in this step; it must take these buffers, and sum them over the "
-                    "replicas"
+                    "marked ready in this step; pass these buffers, and sum them over the replicas"
                 )
         signature = plan.signature(op, rule.constants, in_buffers)
         try:
             self._update(signature, plan, None if in_buffers else values, op, rule)
             if communicator.checks:
                 self._note_change(plan.blocks)
-        except BaseException as error:  # a signal's, say, at any moment
+        except BaseException as error:  # a signal's, for example, at any moment
             self.mark_interrupted(error, plan.blocks)
             raise
 
     def mark_interrupted(self, error: BaseException, blocks: Sequence[Block]) -> None:
-        """Forbids the use of blocks that this call, which an exception interrupted, may have changed in part.
-
-        Not where all ranks raised alike, which they do before anything changes.
-        """
-        # An error that all ranks raised came before anything changed, and leaves the blocks as they
+        """Forbids the use of blocks that an interrupted call may have changed in part."""
+        # An error that all ranks raise comes before anything changes, and leaves blocks as they
         # are.
         if self.communicator.mark_interrupted(error):
             self._has_interrupted = True
@@ -183,44 +177,45 @@ class Storage(abc.ABC):
         op: Aggregation,
         rule: UpdateRule,
     ) -> None:
-        """`update`; the values are `None` where they lie in the plan's buffers."""
+        """`update`; `values` is `None` if they are in the plan's buffers."""
 
-    def mark(self, plan: Plan, places: Sequence[int], begins: bool) -> None:
-        """Marks gradients in the plan's buffers as complete; the update that follows sums them over the replicas.
+    def mark(self, plan: Plan, places: Sequence[int], may_start: bool) -> None:
+        """Marks gradients in the plan's buffers as complete, which the next update then sums.
 
         Args:
-            plan: with buffers.
-            places: of the gradients in a message, in order; not marked yet.
-            begins: whether their sums may begin. Equal on all ranks.
+            plan: a plan with buffers.
+            places: of the gradients in the message, in order; not marked yet.
+            may_start: whether their sums may start now. Equal on all ranks.
 
         Raises:
-            MemoryError: there is no room for sums, on any rank.
-            ReplicaMismatchError: the ranks mark different ones.
+            MemoryError: there is not enough memory for sums, on any rank.
+            ReplicaMismatchError: the ranks mark different gradients.
         """
         communicator, marks = self.communicator, plan.marks
         with communicator.raise_together():
             communicator.exchange(plan.signature_of_marks(places))
         marks.marked.update(places)
         self._marked.add(plan)
-        new = marks.marked - marks.begun
-        # Small sums go in one message, and a message of few bytes in one with the rest.
-        if begins and sum(plan.nbytes_of(place) for place in new) >= FEWEST_BYTES:
-            marks.begun |= new if self._begin_sums(plan, sorted(new)) else set()
+        new = marks.marked - marks.started
+        # Small gradients are summed in one message, or together with the rest.
+        if may_start and sum(plan.nbytes_of(place) for place in new) >= FEWEST_BYTES:
+            marks.started |= new if self._start_sums(plan, sorted(new)) else set()
 
-    def _begin_sums(self, plan: Plan, places: Sequence[int]) -> bool:
-        """Begins to sum some of the plan's buffers over the replicas.
+    def _start_sums(self, plan: Plan, places: Sequence[int]) -> bool:
+        """Starts to sum some of the plan's buffers over the replicas, where this saves time.
 
-        Whether it does: not where that gains nothing.
+        Returns:
+            Whether it did.
         """
         return False
 
     def end_marks(self, plan: Plan) -> None:
-        """Forgets the marks of a plan whose variables were updated."""
+        """Clears the marks of a plan whose variables were updated."""
         self._marked.discard(plan)
         plan.marks.clear()
 
     def drop_marks(self) -> None:
-        """Forgets all marks, after an error. When it returns nobody reads the buffers any more.
+        """Clears all marks after an error. Once it returns, nothing reads the buffers any more.
 
         Not collective.
         """
@@ -234,20 +229,20 @@ class Storage(abc.ABC):
             self.end_marks(plan)
 
     def _finish_sums(self) -> None:  # noqa: B027
-        """Waits for the sums that are under way; on a GPU, its stream does.
+        """Waits for the sums that are under way; on a GPU, the stream waits.
 
         Raises:
-            Exception: one failed.
+            Exception: a sum failed.
         """
 
     @abc.abstractmethod
     def make_buffers(self, plan: Plan) -> None:
-        """Gives a plan buffers from which the gradients of its variables need not be copied.
+        """Makes buffers for a plan, from which the gradients of its variables need not be copied.
 
         Collective.
 
         Raises:
-            MemoryError: there is no room for them.
+            MemoryError: there is not enough memory.
         """
 
     @span(
@@ -264,14 +259,14 @@ class Storage(abc.ABC):
         gradient: Array,
         rule: UpdateRule,
     ) -> None:
-        """Applies `rule` to some rows of a variable and of its slots; the others are neither read nor written.
+        """Applies `rule` to some rows of a variable and of its slots, without using other rows.
 
         Args:
             variable: its block, of shape `(n, ...)`.
-            slots: its slots' blocks.
+            slots: the blocks of its slots.
             rows: integers of shape `(k,)`, all different and the same on every rank.
             gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank. With
-                fewer dimensions than the variable, `rows` count those of `row_view`.
+                fewer dimensions than the variable, `rows` are rows of `row_view`.
             rule: how they change. Its constants must be equal on all ranks.
 
         Raises:
@@ -281,9 +276,9 @@ class Storage(abc.ABC):
         if communicator.checks:
             self._check_unchanged([variable])
         try:
-            signature = signature_of(current_call(), rows.shape, variable.held())
-            # The rows and the gradient are the same on every rank already (the ranks gathered
-            # them), so only what is updated is compared.
+            signature = signature_of(current_call(), rows.shape, variable.identity())
+            # The ranks gathered the rows and the gradient, so these are the same on every rank;
+            # only the variable is compared.
             communicator.exchange(
                 signature.with_numbers(tuple(rule.constants.values()), tuple(rule.constants))
             )
@@ -302,7 +297,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
-        """Changes a variable on this rank alone, which is not collective."""
+        """Changes a variable on this rank only. Not collective."""
 
     @abc.abstractmethod
     def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
@@ -311,13 +306,13 @@ class Storage(abc.ABC):
         Each part is read-only by convention and valid until the next. Not collective.
 
         Args:
-            block: of which a rank has its part only, where it is split.
+            block: if it is split, a rank has only its part.
             start: the first byte.
-            stop: the byte after the last one; `None` for all.
+            stop: the byte after the last; `None` for all.
         """
 
     def all_parts(self, block: Block) -> Iterator[Bytes]:
-        """`parts` of all ranks, in rank order, of a block that is split over them.
+        """The `parts` of all ranks, in rank order, of a block that is split over them.
 
         Collective, part by part.
         """
@@ -326,19 +321,19 @@ class Storage(abc.ABC):
         own = self.parts(block)
         for rank, cuts in enumerate(itertools.pairwise(block.cuts)):
             start, stop = (cut * itemsize for cut in cuts)
-            for begin in range(start, stop, PART):
-                nbytes = min(PART, stop - begin)
-                signature = signature_of(f"{current_call()}: {block.name}", rank, begin)
+            for first in range(start, stop, PART):
+                nbytes = min(PART, stop - first)
+                signature = signature_of(f"{current_call()}: {block.name}", rank, first)
                 with communicator.raise_together():
                     part = next(own) if communicator.rank == rank else flat(np.empty(0))
                     messages = communicator.exchange(signature, part.size, _writer_of(part))
                 yield messages[rank][:nbytes]
 
     def write_part(self, block: Block, start: int, part: Bytes) -> None:
-        """Writes bytes, in host memory, to a block from its byte `start` on; on this rank alone, not collective.
+        """Writes host bytes to a block, from its byte `start` on, on this rank only.
 
-        Of a block that is split over the ranks, `start` counts in all of it, and this rank takes
-        what is its own.
+        If the block is split over the ranks, `start` counts from the start of the whole, and this
+        rank writes only its own part. Not collective.
         """
         if block.cuts is not None:
             first, last = (cut * block.array.dtype.itemsize for cut in self._own_cuts(block.cuts))
@@ -356,11 +351,11 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def publish(self, blocks: Sequence[Block]) -> None:
-        """Makes readable on every rank what the parameter rank alone wrote to these variables."""
+        """Makes the parameter rank's writes to these variables readable on every rank."""
 
     @abc.abstractmethod
     def has(self, array: Array) -> bool:
-        """Whether an array, NumPy's or CuPy's, lies in this storage's memory, which changes.
+        """Whether a NumPy or CuPy array is in this storage's memory, which updates change.
 
         Not collective.
         """
@@ -369,7 +364,8 @@ class Storage(abc.ABC):
 def slot_values(variable: Block, value: float) -> Array:
     """The initial value of a slot, as a host array."""
     dtype = variable.array.dtype
-    # One element seen many times: a slot is as large as its variable, and must not cost that twice.
+    # One element, repeated as a view: a slot is as large as its variable, and must not cost twice
+    # that.
     return np.broadcast_to(dtype.type(value), variable.array.shape)
 
 
@@ -381,13 +377,12 @@ def _writer_of(part: Bytes) -> Write:
 
 
 def flat(array: Array) -> Bytes:
-    """The bytes of an array of storage, in place."""
+    """The bytes of an array in storage, in place."""
     return array.reshape(-1).view(np.uint8)
 
 
 def host_parts(array: Array, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-    """The bytes of an array in host memory, from `start` to `stop`, in place and in parts."""
-    # In place: what is saved is read where it lies, and never copied.
+    """The bytes of an array in host memory, from `start` to `stop`, in parts and without copies."""
     wanted = flat(array)[start:stop]
-    for begin in range(0, wanted.size, PART):
-        yield wanted[begin : begin + PART]
+    for first in range(0, wanted.size, PART):
+        yield wanted[first : first + PART]

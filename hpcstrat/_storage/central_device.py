@@ -1,4 +1,4 @@
-"""Central storage on a GPU, or for ranks of both kinds: one master copy, read copies by broadcast."""
+"""Central storage with GPUs: one master copy, and read copies that are updated by broadcast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._storage.base import UpdateRule, slot_values
-from hpcstrat._storage.device import DevicePlan, DeviceStorage, fill
+from hpcstrat._storage.device import DeviceStorage, fill
+from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.marks import MarkedRange
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import row_view, update_rows
@@ -19,18 +20,17 @@ from hpcstrat._update.rows import row_view, update_rows
 
 @final
 class CentralDeviceStorage(DeviceStorage):
-    """The parameter rank alone updates variables, and alone has their slots; every rank has a copy to read.
+    """Only the parameter rank updates variables and has their slots; every rank reads a copy.
 
     An update: each rank packs its gradients into one flat message by one kernel; one reduction to
-    the parameter rank;
-    one fused kernel there; one broadcast of the new values. All of it goes to the strategy's
-    stream, and the host waits for nothing, unless the master copy is in host memory.
+    the parameter rank; one fused kernel there; one broadcast of the new values. All of it is queued
+    on the strategy's stream, and the host does not wait, unless the master copy is in host memory.
     """
 
     reads_everywhere = False
 
     def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
-        """See `Storage.create_slot`. On the other ranks the block has no numbers."""
+        """A new block for a slot, which has memory on the parameter rank only."""
         communicator = self._communicator
         with communicator.raise_together(), self._current():
             number = self._created + 1
@@ -38,15 +38,15 @@ class CentralDeviceStorage(DeviceStorage):
                 block = self._master.new_block(variable.array.shape, variable.array.dtype, number)
                 fill(block.array, slot_values(variable, value))
             else:
-                # It has the number, so that all ranks count alike, and no memory: slots are as
+                # It has the number, so that all ranks count the same, but no memory: slots are as
                 # large as the model.
                 block = Block(None, None, 0, 0, number)
-            communicator.exchange(signature_of(current_call(), "slot", value, variable.held()))
+            communicator.exchange(signature_of(current_call(), "slot", value, variable.identity()))
         self._created += 1
         return block
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
-        """See `Storage.plan`. The other ranks know nothing of slots."""
+        """The plan of updates, with slots on the parameter rank only."""
         return super().plan(variables, slots if self._is_root else [()] * len(variables))
 
     def _update(
@@ -60,38 +60,37 @@ class CentralDeviceStorage(DeviceStorage):
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():
-            sources = self._begin(signature, plan, values, op is not FIRST_REPLICA)
-            if plan.marks.begun:
+            sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
+            if plan.marks.started:
                 self._sum_rest(plan)
             else:
                 for source, gradient in zip(sources, plan.gradients, strict=True):
                     if op is not FIRST_REPLICA:
                         communicator.reduce_flat(source, gradient, op, self._root)
                     elif self._root:
-                        # The first replica is rank 0, but another may be the parameter rank, which
-                        # needs the values.
+                        # The first replica is rank 0; a parameter rank other than 0 needs its
+                        # values.
                         communicator.broadcast_flat(gradient, 0)
             if self._is_root:
                 self._apply(plan, rule)
             self._broadcast(plan)
 
-    def _sum_range(self, plan: DevicePlan, one: MarkedRange) -> None:
-        part = plan.gradients[one.group][one.start : one.stop]
+    def _sum_range(self, plan: DevicePlan, marked: MarkedRange) -> None:
+        part = plan.gradients[marked.group][marked.start : marked.stop]
         self._communicator.reduce_flat(part, part, ReduceOp.SUM, self._root)
 
     def _broadcast(self, plan: DevicePlan) -> None:
         """Sends the master copy of the plan's variables to all read copies.
 
-        Where a rank's variables are contiguous, they are sent, or received, in place. Whether they
-        do may differ from rank to rank, because memory is given back at different moments; what is
-        sent may not.
+        Where a rank's variables are contiguous, they are sent or received in place. That may differ
+        from rank to rank, because memory is freed at different moments; the bytes may not.
         """
-        if self._is_apart:
+        if self._reads_copies:
             for block in plan.blocks:
                 fill(block.view, block.array)
-        # One broadcast for each dtype, however many variables there are: a message's latency counts
-        # more than its bytes.
-        for flat, parts in plan.moved:
+        # One broadcast per dtype, for all variables: a message's latency counts more than its
+        # bytes.
+        for flat, parts in plan.transfers:
             if self._is_root:
                 for value, part in parts:
                     part[...] = value
@@ -106,7 +105,7 @@ class CentralDeviceStorage(DeviceStorage):
         variable = blocks[0]
         with self._current():
             rows, gradient = self.on_device(rows), self.on_device(gradient)
-            if self._is_root and self._is_apart:
+            if self._is_root and self._reads_copies:
                 # The master copy is in host memory, and only the new rows travel to the GPU.
                 host_rows = gpu.to_host(rows)
                 update_rows(blocks, host_rows, gpu.to_host(gradient), rule)
@@ -119,10 +118,10 @@ class CentralDeviceStorage(DeviceStorage):
             row_view((variable.copy or variable).array, gradient.ndim - 1)[rows] = new
 
     def publish(self, blocks: Sequence[Block]) -> None:
-        """See `Storage.publish`."""
+        """Broadcasts the parameter rank's values."""
         if blocks:
             self._communicator.exchange(
-                signature_of(current_call(), "publish", *[block.held() for block in blocks])
+                signature_of(current_call(), "publish", *[block.identity() for block in blocks])
             )
             with self._current():
                 for block in blocks:

@@ -1,4 +1,4 @@
-"""Central storage in the memory of a host: one copy, in the shared segment, which every rank reads in place."""
+"""Central storage in host memory: one copy in the shared segment, which all ranks read in place."""
 
 from __future__ import annotations
 
@@ -29,14 +29,13 @@ class CentralHostStorage(HostStorage):
     """One copy for all ranks of a host.
 
     All ranks allocate by the same rule from the same reports, so they need not tell each other
-    where a block is. A block's memory is used again once all of them have said that its variable is
+    where a block is. A block's memory is reused once all ranks have reported that its variable is
     dead: garbage collection comes at different moments on different ranks.
 
     An update is cooperative: each rank leaves its gradients in its mailbox; after a barrier each
-    reduces and updates
-    its slice of the elements, chunk by chunk while they are in cache; after another all read the
-    new values. A rank that an exception stops in between does not come to that one, so that nobody
-    reads what is changed in part.
+    rank reduces and updates its slice of the elements, chunk by chunk while they are in cache;
+    after another barrier all read the new values. A rank that an exception stops in between does
+    not reach the second barrier, so that no rank reads variables that are changed in part.
     """
 
     def __init__(self, communicator: MemorySharingCommunicator) -> None:
@@ -44,13 +43,13 @@ class CentralHostStorage(HostStorage):
         self._communicator = communicator
         self._scratch = ScratchBuffers()
         self._created = 0
-        self._dead: deque[int] = deque()  # numbers of blocks, not yet told
-        self._reports: dict[int, int] = {}  # number of a block -> ranks that told
+        self._dead: deque[int] = deque()  # numbers of blocks, not yet reported
+        self._reports: dict[int, int] = {}  # number of a block -> ranks that reported it
         self._places: dict[int, tuple[int, int]] = {}
 
     @property
     def communicator(self) -> MemorySharingCommunicator:
-        """See `Storage.communicator`."""
+        """The ranks that share the variables."""
         return self._communicator
 
     @property
@@ -59,20 +58,20 @@ class CentralHostStorage(HostStorage):
 
     def _create(self, initial: Array) -> Block:
         communicator = self._communicator
-        told = np.array([self._dead.popleft() for _ in range(len(self._dead))], np.int64)
+        dead = np.array([self._dead.popleft() for _ in range(len(self._dead))], np.int64)
         shape, dtype = initial.shape, initial.dtype
 
-        def tell(message: Array) -> None:
-            message[:8].view(np.int64)[0] = told.size
-            message[8 : 8 + told.nbytes].view(np.int64)[...] = told
+        def report(message: Array) -> None:
+            message[:8].view(np.int64)[0] = dead.size
+            message[8 : 8 + dead.nbytes].view(np.int64)[...] = dead
 
         try:
             messages = communicator.exchange(
-                signature_of(current_call(), (dtype, shape, self._number)), 8 + told.nbytes, tell
+                signature_of(current_call(), (dtype, shape, self._number)), 8 + dead.nbytes, report
             )
         except Exception:
-            # Nobody has heard of them. They are reported again with the next variable.
-            self._dead.extendleft(told.tolist())
+            # No rank has received the report: it is sent again with the next variable.
+            self._dead.extendleft(dead.tolist())
             raise
         # Every rank counts the same reports in the same call, so all free the same ranges at the
         # same time.
@@ -80,19 +79,18 @@ class CentralHostStorage(HostStorage):
             count = int(message[:8].view(np.int64)[0])
             self._note_dead(message[8 : 8 + 8 * count].view(np.int64).tolist())
         nbytes = size_of(shape, dtype)
-        # All ranks allocate alike, so all raise here or none. The block makes that known: nothing
-        # was interrupted.
+        # All ranks allocate the same, so all of them raise here or none. `raise_together` records
+        # that nothing was interrupted.
         with communicator.raise_together():
             start = communicator.heap.allocate(nbytes, dtype.itemsize)
         try:
             with communicator.raise_together():
-                if communicator.rank == 0:  # pages are the file's, and so all ranks'
+                if communicator.rank == 0:  # pages belong to the file, and so to all ranks
                     communicator.segment.commit(start, start + nbytes)
                 block = block_of(communicator.segment, start, shape, dtype, self._created + 1)
                 if communicator.rank == 0:
                     block.array[...] = initial
-            # No rank may read before rank 0 has written the value, nor go on where the memory could
-            # not be had.
+            # No rank may read before rank 0 has written the value, or continue without the memory.
             communicator.exchange(signature_of(f"{current_call()}: memory"))
         except Exception:
             communicator.heap.free(start, nbytes)
@@ -113,7 +111,7 @@ class CentralHostStorage(HostStorage):
                     self._communicator.segment.release(*free)
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
-        """See `Storage.plan`. Each rank's has its slice of the elements."""
+        """The plan of updates, with this rank's slice of the elements."""
         communicator = self._communicator
         return Plan(
             communicator.segment,
@@ -125,9 +123,8 @@ class CentralHostStorage(HostStorage):
         )
 
     def make_buffers(self, plan: Plan) -> None:
-        """See `Storage.make_buffers`. They lie in the shared segment, one message for each rank."""
-        # Each rank's message has cache lines of its own, since the ranks write them at the same
-        # time.
+        """Makes buffers in the shared segment, one message per rank."""
+        # The messages share no cache lines, since the ranks write them at the same time.
         nbytes = -(-plan.layout.nbytes // LINE) * LINE
         block = self.create(np.zeros((self._communicator.size, nbytes), np.uint8))
         plan.give_buffers(list(block.array), block.array[self._communicator.rank], block)
@@ -148,8 +145,8 @@ class CentralHostStorage(HostStorage):
         elif op is FIRST_REPLICA and communicator.rank != 0:
             messages = communicator.exchange(signature)
         else:
-            # Where values are summed, this rank reads its own part of a large gradient in place:
-            # nobody else needs it.
+            # Where values are summed, this rank reads its own part of a large gradient in place: no
+            # other rank needs it.
             write = plan.write if op is FIRST_REPLICA else plan.write_for_others
             messages = communicator.exchange(
                 signature, plan.layout.nbytes, lambda message: write(message, values)
@@ -158,16 +155,15 @@ class CentralHostStorage(HostStorage):
             plan.apply(rule, messages[:1], self._scratch, share=share)
         else:
             plan.apply(rule, messages, self._scratch, op, values, share)
-        # Until all have written, a read could see new numbers beside old ones.
+        # Until all have written, a read could see both new and old elements.
         communicator.sync()
 
     def _share(self, plan: Plan, count: int) -> Callable[[Array], Array]:
-        """What adds up the ranks' sums over their parts of the variables, in rank order and so alike on all of them."""
+        """A function that adds up the ranks' sums, in rank order: the same bits on every rank."""
         communicator = self._communicator
         shape = (communicator.size, len(plan.blocks), count)
-        if (
-            plan.sums is None or plan.sums.array.shape != shape
-        ):  # an option may choose a formula of other norms
+        # The shape changes when an option selects a formula with other norms.
+        if plan.sums is None or plan.sums.array.shape != shape:
             with call_named(f"{current_call()}: norms"):
                 plan.sums = self.create(np.zeros(shape))
         sums: Array = plan.sums.array
@@ -185,17 +181,13 @@ class CentralHostStorage(HostStorage):
         """Each rank updates its share of the rows."""
         communicator = self._communicator
         # Rows are all different, so ranks that update different rows never touch the same memory.
-        share = slice(
-            *(
-                len(rows) * rank // communicator.size
-                for rank in (communicator.rank, communicator.rank + 1)
-            )
-        )
+        rank, size = communicator.rank, communicator.size
+        share = slice(len(rows) * rank // size, len(rows) * (rank + 1) // size)
         update_rows(blocks, rows[share], gradient[share], rule)
         communicator.sync()
 
     def publish(self, blocks: Sequence[Block]) -> None:
-        """See `Storage.publish`. All ranks read what was written."""
+        """Clears the checksums; all ranks read the same memory."""
         for block in blocks:
             block.checksum = None
 

@@ -1,4 +1,4 @@
-"""What the storages of replicas on GPUs have in common: one flat message an update, on each rank's own device."""
+"""Common parts of storage on GPUs: one flat message per update, on each rank's own device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,100 +18,14 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, UPDATE, Details, span
 from hpcstrat._core.types import Array, Bytes
-from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, host_memory
+from hpcstrat._memory.allocator import gpu_memory, host_memory
 from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.layout import PackKernel
 from hpcstrat._storage.base import PART, Storage, UpdateRule, flat, host_parts
 from hpcstrat._storage.chunks import ScratchBuffers
+from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.marks import MarkedRange, ranges_in
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rule import Norms
-
-
-class Moved(NamedTuple):
-    """What one broadcast brings to the ranks: the variables of one dtype.
-
-    Attributes:
-        flat: what is sent or received: the variables in place where they are contiguous, else a
-            part of the message.
-        parts: in the latter case, each range of the variables and its part of `flat`.
-    """
-
-    flat: Array
-    parts: list[tuple[Array, Array]]
-
-
-class DevicePlan(Plan):
-    """A plan and the flat message of its updates, on this rank's device, with all parts of it that updates use.
-
-    Attributes:
-        message: its bytes, of which there may be more than the plan needs.
-        gradients: the message by dtype.
-        packings: what copies to each of these.
-        updates: each range of the variables, the message's part for it, and the range of each slot.
-        moved: how new values get to the other ranks.
-
-    Args:
-        memory: where the variables are that this rank updates.
-        variables: their blocks.
-        slots: likewise, of their slots.
-        copies: where this rank reads them instead; `None` where it reads what it updates.
-        chunk: elements that are updated together at most.
-    """
-
-    def __init__(
-        self,
-        memory: SlabAllocator,
-        variables: Sequence[Block],
-        slots: Sequence[Sequence[Block]],
-        copies: SlabAllocator | None,
-        chunk: int,
-    ) -> None:
-        # The message has the gaps of the memory, so that a range of variables is one range of the
-        # message too.
-        super().__init__(memory, variables, slots, chunk=chunk, alignment=ALIGNMENT)
-        self.message: Array = None
-        self.gradients: list[Array] = []
-        self.packings: list[PackKernel] = []
-        self.updates: list[tuple[Array, Array, tuple[Array, ...]]] = []
-        self.moved: list[Moved] = []
-        self.read: Plan = self
-        if copies is not None:
-            read = [block.copy or block for block in variables]
-            self.read = Plan(copies, read, [()] * len(read), chunk=sys.maxsize, alignment=ALIGNMENT)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the message."""
-        return self.layout.nbytes
-
-    def take(self, message: Array) -> None:
-        """Makes this the message."""
-        self.message = message
-        self.gradients = [group.of(message) for group in self.layout.groups]
-        # Kernels, views and addresses are made once for a message: a steady step only launches.
-        if gpu.is_on_gpu(message):
-            self.packings = [
-                PackKernel(self.layout, group, message) for group in self.layout.groups
-            ]
-        self.updates = [
-            (chunk.value, self.gradients[chunk.group][chunk.start : chunk.stop], chunk.slots)
-            for chunk in self.chunks
-        ]
-        self.moved = []
-        for index, part in enumerate(self.gradients):
-            chunks = [chunk for chunk in self.read.chunks if chunk.group == index]
-            if len(chunks) == 1:
-                self.moved.append(Moved(chunks[0].value, []))
-            else:
-                self.moved.append(
-                    Moved(part, [(chunk.value, part[chunk.start : chunk.stop]) for chunk in chunks])
-                )
-
-    def let_go(self) -> None:
-        """Forgets the message, whose memory else lives as long as the plan."""
-        self.message, self.gradients, self.packings, self.updates, self.moved = None, [], [], [], []
-        self.forget_messages()
 
 
 def _on_stream(name: str) -> Callable[..., Details]:
@@ -119,7 +33,7 @@ def _on_stream(name: str) -> Callable[..., Details]:
 
 
 class DeviceStorage(Storage):
-    """Variables of ranks of which some, or all, compute on GPUs.
+    """Variables of ranks some or all of which compute on GPUs.
 
     Every rank reads them on its own device.
 
@@ -135,28 +49,26 @@ class DeviceStorage(Storage):
         self._root = root
         self._is_root = communicator.rank == root
         stream = communicator.stream
-        # Ranks on CPUs and on GPUs can be replicas of one strategy, so each has memory of its own
-        # kind.
+        # Ranks on CPUs and on GPUs can be replicas of one strategy, so memory is chosen per rank.
         self._read = host_memory(is_pinned=False) if stream is None else gpu_memory(stream)
         self._master = host_memory(is_pinned=True) if on_host else self._read
-        self._is_apart = on_host  # what this rank updates is not what it reads
+        self._reads_copies = on_host  # this rank reads copies of the variables that it updates
         self._updates_on_gpu = stream is not None and not on_host
         self._scratch = ScratchBuffers()
-        self._message: Array = (
-            None  # of all plans but those with buffers: one update comes after the other
-        )
-        # Weak, because plans live as long as their variables, and the storage lives longer.
-        self._takers: weakref.WeakSet[DevicePlan] = weakref.WeakSet()  # that hold it
+        # Shared by all plans without buffers: updates come one after the other.
+        self._message: Array = None
+        # The plans that hold it. Weak, because the storage outlives variables and their plans.
+        self._message_plans: weakref.WeakSet[DevicePlan] = weakref.WeakSet()
         self._pinned: Array = np.empty(0, np.uint8)
         self._created = 0
 
     @property
     def communicator(self) -> DeviceCommunicator:
-        """See `Storage.communicator`."""
+        """The ranks that share the variables."""
         return self._communicator
 
     def _current(self) -> contextlib.AbstractContextManager[None]:
-        """In this context the stream of the strategy is the current one, on a GPU."""
+        """A context in which the strategy's stream is the current stream, on a GPU."""
         stream = self._communicator.stream
         return contextlib.nullcontext() if stream is None else stream.current()
 
@@ -175,10 +87,10 @@ class DeviceStorage(Storage):
             communicator.exchange(
                 signature_of(current_call(), (initial.dtype, initial.shape, self._number))
             )
-        # Only now, when all ranks have made it: the numbers of blocks must stay equal on all ranks.
+        # Counted after all ranks have made it: the numbers of blocks must stay equal on all ranks.
         self._created += 1
         with self._current():
-            # The parameter rank's value replaces what the other ranks passed.
+            # The parameter rank's value replaces the other ranks' values.
             communicator.broadcast_flat((block.copy or block).array.reshape(-1), self._root)
         return block
 
@@ -186,32 +98,29 @@ class DeviceStorage(Storage):
         """A new block with this value, on this rank."""
         block = self._master.new_block(initial.shape, initial.dtype, self._created + 1)
         fill(block.array, initial)
-        if self._is_apart:
+        if self._reads_copies:
             block.copy = self._read.new_block(initial.shape, initial.dtype, self._created + 1)
             fill(block.copy.array, initial)
-            # Programs on this rank compute with the copy, and never see the master.
+            # Programs on this rank compute with the copy, never with the master.
             block.view = block.copy.view
         return block
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
-        """See `Storage.plan`.
-
-        A GPU updates a range at once, host memory in chunks that fit in cache.
-        """
+        """The plan of updates: whole ranges on a GPU, chunks that fit in cache in host memory."""
         return DevicePlan(
             self._master,
             variables,
             slots,
-            self._read if self._is_apart else None,
+            self._read if self._reads_copies else None,
             sys.maxsize if self._updates_on_gpu else CHUNK,
         )
 
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
-        """See `Storage.write`."""
+        """Changes the variable, and its copy, on this rank's device."""
         with self._current():
-            if self._is_apart:
+            if self._reads_copies:
                 if (stream := self._communicator.stream) is not None:
-                    # what was written before may still be on its way to the GPU
+                    # An earlier write may still be on its way to the GPU.
                     stream.synchronize()
                 rule.apply(block.array, gpu.to_host(new), (), block.array)
                 fill(block.view, block.array)
@@ -219,16 +128,16 @@ class DeviceStorage(Storage):
                 rule.apply(block.array, self.on_device(new), (), block.array)
 
     def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-        """See `Storage.parts`. What is on a GPU comes through pinned memory."""
+        """The bytes of a block, from a GPU through pinned memory."""
         if not gpu.is_on_gpu(block.array):
             yield from host_parts(block.array, start, stop)
             return
         wanted: Array = flat(block.array)[start:stop]
-        pinned = gpu.pinned(min(PART, wanted.size))
-        for begin in range(0, wanted.size, PART):
-            part = wanted[begin : begin + PART]
+        pinned = gpu.allocate_pinned(min(PART, wanted.size))
+        for first in range(0, wanted.size, PART):
+            part = wanted[first : first + PART]
             with self._current():
-                # Into pinned memory: from the GPU a copy to ordinary memory goes through a small
+                # Into pinned memory: a copy from the GPU to ordinary memory goes through a small
                 # staging buffer of the driver.
                 part.get(out=pinned[: part.size])
             yield pinned[: part.size]
@@ -237,66 +146,60 @@ class DeviceStorage(Storage):
         blocks = [block] if block.copy is None else [block, block.copy]
         with self._current():
             if (stream := self._communicator.stream) is not None:
-                stream.synchronize()  # what was written before may still be on its way to the GPU
-            for one in blocks:
-                fill(flat(one.array)[start : start + part.size], part)
+                stream.synchronize()  # an earlier write may still be on its way to the GPU
+            for target in blocks:
+                fill(flat(target.array)[start : start + part.size], part)
             if stream is not None:
                 stream.synchronize()  # the caller may change `part`
 
     def has(self, array: Array) -> bool:
-        """See `Storage.has`."""
+        """Whether an array is in the memory that this rank reads."""
         return self._read.has(array)
 
     # ---- updates
 
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
-        """See `Storage._check_unchanged`. CuPy cannot forbid writing."""
+        """Compares the ranks' copies with each other, because CuPy cannot forbid writing."""
         with self._current():
             copies = [block.view for block in blocks]
             self._communicator.require_equal(copies, ": the copies that the ranks read")
 
     def _note_change(self, blocks: Sequence[Block]) -> None:
-        """See `Storage._note_change`. The ranks' copies are compared with each other."""
+        """Does nothing: `_check_unchanged` needs no notes."""
 
     def make_buffers(self, plan: Plan) -> None:
-        """See `Storage.make_buffers`.
-
-        They are a message of the plan's own, which is written nowhere else.
-        """
+        """Gives the plan a message that only its buffers write to."""
         assert isinstance(plan, DevicePlan)
         with self._communicator.raise_together(), self._current():
             message = self._zeros(plan.nbytes)
             self._communicator.exchange(plan.signature())
-            # After the exchange, because a rank that had no memory has raised on all of them by
-            # then.
+            # After the exchange, when a rank without enough memory would have raised on all ranks.
             plan.take(message)
         plan.give_buffers([message], message)
 
-    def _begin_sums(self, plan: Plan, places: Sequence[int]) -> bool:
+    def _start_sums(self, plan: Plan, places: Sequence[int]) -> bool:
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
-        if not communicator.has_second_lane:
+        if not communicator.has_side_stream:
             return False
-        with self._current(), communicator.beside(plan.message):
-            for one in ranges_in(plan.layout, places):
-                self._sum_range(plan, one)
+        with self._current(), communicator.side_stream(plan.message):
+            for marked in ranges_in(plan.layout, places):
+                self._sum_range(plan, marked)
         return True
 
     @abc.abstractmethod
-    def _sum_range(self, plan: DevicePlan, one: MarkedRange) -> None:
-        """Sums some gradients over the replicas, in place, where the update takes them from."""
+    def _sum_range(self, plan: DevicePlan, marked: MarkedRange) -> None:
+        """Sums some gradients over the replicas, in place, where the update reads them."""
 
     def _sum_rest(self, plan: DevicePlan) -> None:
-        """Sums what was not marked, once the rest is there."""
+        """Waits for the sums of marked gradients, and sums the others."""
         self._finish_sums()
-        for one in ranges_in(
-            plan.layout,
-            [place for place in range(len(plan.blocks)) if place not in plan.marks.begun],
-        ):
-            self._sum_range(plan, one)
+        rest = [place for place in range(len(plan.blocks)) if place not in plan.marks.started]
+        for unmarked in ranges_in(plan.layout, rest):
+            self._sum_range(plan, unmarked)
 
     def _finish_sums(self) -> None:
-        self._communicator.join()
+        self._communicator.join_side_stream()
 
     def _zeros(self, nbytes: int) -> Array:
         stream = self._communicator.stream
@@ -306,51 +209,52 @@ class DeviceStorage(Storage):
         if plan.buffers is not None:
             return
         if self._message is None or self._message.size < plan.nbytes:
-            # Plans hold views of the message, and so its memory: they let go of it before a larger
-            # one is allocated, or the GPU would need room for both.
-            for other in self._takers:  # which may never be used again
-                other.let_go()
-            self._takers.clear()
-            self._message = None  # so that its memory can be used for the larger one
+            # Plans hold views of the message, and so its memory. They drop it before a larger
+            # message is allocated, or the GPU would need room for both.
+            for other in self._message_plans:
+                other.forget_message()
+            self._message_plans.clear()
+            self._message = None  # freed first
             self._message = self._zeros(plan.nbytes)
         if plan.message is not self._message:
             plan.take(self._message)
-            self._takers.add(plan)
+            self._message_plans.add(plan)
 
-    def _begin(
+    def _pack_and_agree(
         self,
         signature: CallSignature,
         plan: DevicePlan,
         values: Sequence[Array] | None,
         is_reduced: bool,
     ) -> list[Array]:
-        """Brings the values together, and agrees on the update: what fails here on one rank, all ranks raise.
+        """Packs the values and agrees on the update; an error on one rank is raised on all.
 
         Returns:
-            For each dtype where this rank's numbers are, one behind the other: a part of the
-            message or, where they are reduced, what was passed.
+            For each dtype the flat array with this rank's values: a part of the message or, where
+            they are reduced, the array that was passed.
         """
         with self._communicator.raise_together():
-            sources = self._packed(plan, values, is_reduced)
+            sources = self._pack(plan, values, is_reduced)
             self._communicator.exchange(signature)
         return sources
 
     @span(COMMUNICATION, _on_stream("pack"))
-    def _packed(
+    def _pack(
         self, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool
     ) -> list[Array]:
         stream = self._communicator.stream
         self._require_message(plan)
         if values is None:
             return plan.gradients
-        if (
-            plan.buffers is not None
-        ):  # which are the message: those that are passed in another order lie in it
-            values = [value.copy() if _lies_in(value, plan.message) else value for value in values]
+        # Buffers are in the message, which would be overwritten where the order is another.
+        if plan.buffers is not None:
+            values = [
+                value.copy() if _may_overlap(value, plan.message) else value for value in values
+            ]
         if stream is None:
             plan.write(plan.message, values)
             return plan.gradients
-        arrays = [stream.here(array) for array in plan.in_order(values)]
+        arrays = [stream.here(array) for array in plan.to_message_order(values)]
         sources = list(plan.gradients)
         for index, group in enumerate(plan.layout.groups):
             for i in group.members:
@@ -358,17 +262,22 @@ class DeviceStorage(Storage):
                 if arrays[i].dtype != group.dtype:
                     arrays[i] = arrays[i].astype(group.dtype)
             first = arrays[group.members[0]]
-            # A single gradient is its own message: NCCL reads it where it is, and the copy is
-            # saved.
+            # A single gradient is its own message: NCCL reads it in place, which saves the copy.
             if is_reduced and len(group.members) == 1 and first.flags.c_contiguous:
                 sources[index] = first
             else:
                 plan.packings[index](arrays)
         return sources
 
+    # Packing, NCCL's calls and the kernels of an update are queued on the strategy's stream in this
+    # order, so kernels that read the message need not wait for it. Work elsewhere must:
+    # - marked gradients are summed on the side stream; `_sum_rest` makes the strategy's stream wait
+    #   for it before the rest is queued;
+    # - an update in host memory reads the message on the host; `_host_message` copies it there as
+    #   the last call on the stream, and blocks until the copy is complete.
     @span(UPDATE, _on_stream("update"))
     def _apply(self, plan: DevicePlan, rule: UpdateRule) -> None:
-        """Updates what this rank holds by the gradients, or new values, in the plan's message."""
+        """Updates this rank's variables by the gradients, or new values, in the plan's message."""
         if not self._updates_on_gpu:
             plan.apply(rule, [self._host_message(plan)], self._scratch, share=self._share)
         elif rule.norms is not None:
@@ -378,9 +287,10 @@ class DeviceStorage(Storage):
                 rule.on_gpu(value, gradient, slots)
 
     def _apply_with_norms(self, plan: DevicePlan, norms: Norms) -> None:
-        """The host waits once, for the norms of all variables: what is computed of them it passes to kernels."""
+        """Updates with norms; the host waits once, for the norms of all variables."""
         variables = []
-        for cut in plan.cuts:  # each all that is here of a variable: a GPU's plan has no chunks
+        # A cut is all that this rank has of a variable: on a GPU, chunks are whole ranges.
+        for cut in plan.cuts:
             value, gradient, slots = plan.updates[cut.chunk]
             here = slice(cut.start, cut.stop)
             variables.append(
@@ -392,35 +302,33 @@ class DeviceStorage(Storage):
         )
         for variable, value, gradient, slots in variables:
             norms.sums_on_gpu(value, gradient, slots, sums[variable])
-        found = np.sqrt(self._share(gpu.to_host(sums))).tolist()
+        roots = np.sqrt(self._share(gpu.to_host(sums))).tolist()
         for variable, value, gradient, slots in variables:
-            norms.bound(found[variable]).on_gpu(value, gradient, slots)
+            norms.rule_with(roots[variable]).on_gpu(value, gradient, slots)
 
     def _share(self, sums: Array) -> Array:
-        """The sums over all of each variable, of those over this rank's part."""
+        """The sums over whole variables, from the sums over this rank's parts."""
         return sums
 
     def _host_message(self, plan: DevicePlan) -> Any:
-        if not self._is_apart:
+        if not self._reads_copies:
             return plan.message
         nbytes = plan.layout.nbytes
         if self._pinned.size < nbytes:
-            self._pinned = gpu.pinned(nbytes)
-        plan.message[:nbytes].get(
-            out=self._pinned[:nbytes]
-        )  # waits for what the stream does before
+            self._pinned = gpu.allocate_pinned(nbytes)
+        plan.message[:nbytes].get(out=self._pinned[:nbytes])  # blocks until the copy is complete
         return self._pinned
 
 
-def _lies_in(array: Array, memory: Array) -> bool:
-    """Whether an array may share memory with another one; on a GPU and on the host it does not."""
+def _may_overlap(array: Array, memory: Array) -> bool:
+    """Whether two arrays may share memory; one on a GPU and one on the host never do."""
     return gpu.is_on_gpu(array) is gpu.is_on_gpu(memory) and bool(
         gpu.array_module(array).may_share_memory(array, memory)
     )
 
 
 def fill(array: Array, value: Array) -> None:
-    """Writes `value`, of the same shape and dtype, to an array; each may be on the host or on a GPU."""
+    """Writes `value`, of the same shape and dtype, to an array; each may be on host or GPU."""
     if not gpu.is_on_gpu(array):
         array[...] = gpu.to_host(value)
     elif gpu.is_on_gpu(value):

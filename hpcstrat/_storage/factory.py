@@ -1,4 +1,4 @@
-"""Which storage keeps the variables of ranks that are connected so."""
+"""Chooses the storage for the kind of connection between the ranks."""
 
 from __future__ import annotations
 
@@ -10,37 +10,37 @@ from hpcstrat._storage.base import Storage
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
 
 
-def replica_storage(communicator: Communicator) -> Storage:
-    """Where each replica keeps variables of its own, on its device.
+def make_replica_storage(communicator: Communicator) -> Storage:
+    """Storage in which each replica has its own variables, on its device.
 
     Raises:
-        TypeError: there is none for ranks that are connected so.
+        TypeError: there is no storage for this kind of connection.
     """
     if isinstance(communicator, DeviceCommunicator):
-        # Imported here, because a program on CPUs needs none of the modules for GPUs.
+        # Imported here, because a program on CPUs does not need the modules for GPUs.
         from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 
         return MirroredDeviceStorage(communicator, root=0)
     if isinstance(communicator, HostCommunicator):
         return MirroredHostStorage(communicator)
     raise TypeError(
-        f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the "
-        "factory"
+        f"{current_call()}: no storage supports a {type(communicator).__name__}; add one "
+        "to the factory"
     )
 
 
-def sharded_storage(communicator: Communicator, root: int = 0) -> Storage:
-    """Where each replica keeps a copy of the variables on its device, and the slots of a part of them only.
+def make_sharded_storage(communicator: Communicator, root: int = 0) -> Storage:
+    """Storage in which each replica has all variables on its device, but only a part of the slots.
 
     Args:
         communicator: the replicas.
         root: the rank whose initial values count.
 
     Raises:
-        TypeError: there is none for ranks that are connected so.
+        TypeError: there is no storage for this kind of connection.
     """
-    if communicator.size == 1:  # the part is all of it
-        return replica_storage(communicator)
+    if communicator.size == 1:  # nothing to split
+        return make_replica_storage(communicator)
     if isinstance(communicator, DeviceCommunicator):
         from hpcstrat._storage.sharded_device import ShardedDeviceStorage
 
@@ -50,21 +50,21 @@ def sharded_storage(communicator: Communicator, root: int = 0) -> Storage:
 
         return ShardedHostStorage(communicator)
     raise TypeError(
-        f"{current_call()}: no storage takes a {type(communicator).__name__}; add what does to the "
-        "factory"
+        f"{current_call()}: no storage supports a {type(communicator).__name__}; add one "
+        "to the factory"
     )
 
 
-def central_storage(communicator: Communicator, root: int, on_host: bool = False) -> Storage:
-    """Where variables are once, for all replicas.
+def make_central_storage(communicator: Communicator, root: int, on_host: bool = False) -> Storage:
+    """Storage with one copy of the variables for all replicas.
 
     Args:
         communicator: the replicas.
         root: the parameter rank.
-        on_host: whether it keeps them in host memory although it computes on a GPU.
+        on_host: whether it stores them in host memory although it computes on a GPU.
 
     Raises:
-        TypeError: there is none for ranks that are connected so.
+        TypeError: there is no storage for this kind of connection.
     """
     if isinstance(communicator, DeviceCommunicator):
         from hpcstrat._storage.central_device import CentralDeviceStorage

@@ -1,4 +1,4 @@
-"""What storages in host memory have in common: each rank reads and writes a block in place."""
+"""Common parts of storage in host memory: each rank reads and writes blocks in place."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from hpcstrat._storage.base import Storage, UpdateRule, flat, host_parts
 
 
 class HostStorage(Storage):
-    """Storage whose blocks lie in a segment of host memory."""
+    """Storage whose blocks are in a segment of host memory."""
 
     def __init__(self, communicator: Communicator) -> None:
         super().__init__(communicator)
-        self._compiles = settings.compiles()  # here, where an error is one of making the strategy
+        self._compiles = settings.compiles()  # read here, so that making the strategy may raise
 
     @property
     @abc.abstractmethod
     def _segment(self) -> Segment:
-        """The memory that all blocks lie in."""
+        """The memory with all blocks."""
 
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
-        """See `Storage.write`."""
-        # Written by the library itself: the next check has nothing to compare with.
+        """Changes the variable in place."""
+        # The library itself writes: the next check has nothing to compare with.
         block.checksum = None
         rule.apply(block.array, new, (), block.array)
 
     def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-        """See `Storage.parts`."""
+        """The bytes of a block, in place and in parts."""
         return host_parts(block.array, start, stop)
 
     def _write_part(self, block: Block, start: int, part: Bytes) -> None:
@@ -45,11 +45,11 @@ class HostStorage(Storage):
         flat(block.array)[start : start + part.size] = part
 
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
-        """See `Storage._check_unchanged`. NumPy's `at` writes to read-only arrays, too."""
+        """Compares checksums, because NumPy's `at` writes to read-only arrays, too."""
         with self.communicator.raise_together():
             for block in blocks:
-                # Forgotten at once, so that one foreign write is reported once and not at every
-                # later update.
+                # Cleared at once, so that a foreign write is reported once and not at every later
+                # update.
                 seen, block.checksum = block.checksum, None
                 if seen not in (None, checksum(block.array)):
                     raise RuntimeError(
@@ -60,10 +60,10 @@ class HostStorage(Storage):
                     )
 
     def _note_change(self, blocks: Sequence[Block]) -> None:
-        """See `Storage._note_change`."""
+        """Notes the new checksums."""
         for block in blocks:
             block.checksum = checksum(block.array)
 
     def has(self, array: Array) -> bool:
-        """See `Storage.has`."""
+        """Whether an array is in this segment."""
         return not gpu.is_on_gpu(array) and np.may_share_memory(array, self._segment.array)

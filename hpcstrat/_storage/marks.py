@@ -1,4 +1,4 @@
-"""Gradients that are complete before the rest of a step's: their sums begin while the rest is computed."""
+"""Gradients that are complete early in a step: their sums start while the rest is computed."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.layout import Layout, layout_of
 
 FEWEST_BYTES = 1 << 20
-"""Bytes of marked gradients from which on their sum begins: it takes messages, whose latency few bytes do not hide."""
+"""Summing starts once this many bytes are marked: fewer do not hide the latency of messages."""
 
 
 @final
 class Marks:
-    """Which of a plan's gradients lie in its buffers, complete, in this step; by their places in a message.
+    """The gradients of a plan that are complete in this step, by their places in the message.
 
     Attributes:
-        marked: the places.
-        begun: those whose sums are under way, or done.
-        sums: where these sums go, if not to the buffers; as the storage makes it.
+        marked: the places of complete gradients.
+        started: the places of those whose sums have started.
+        sums: the storage's memory for these sums, if they are not in the buffers.
     """
 
-    __slots__ = ("begun", "marked", "sums")
+    __slots__ = ("marked", "started", "sums")
 
     def __init__(self) -> None:
         self.marked: set[int] = set()
-        self.begun: set[int] = set()
+        self.started: set[int] = set()
         self.sums: Array | None = None
 
     def clear(self) -> None:
-        """Begins a new step."""
+        """Clears the marks, for the next step."""
         self.marked.clear()
-        self.begun.clear()
+        self.started.clear()
 
 
 class MarkedRange(NamedTuple):
-    """Gradients that lie in a row.
+    """Contiguous gradients in a message.
 
     Attributes:
-        group: their dtype's index in the message.
-        start, stop: their elements in the group.
+        group: the index of their dtype in the message.
+        start, stop: the range in that group, in elements.
     """
 
     group: int
@@ -51,9 +51,9 @@ class MarkedRange(NamedTuple):
 
 
 def ranges_in(layout: Layout, places: Iterable[int]) -> list[MarkedRange]:
-    """The ranges of a message that some of its arrays make, with the gaps between neighbours; without empty ones."""
+    """The ranges of some arrays of a message, without empty arrays; neighbours are merged."""
     wanted = set(places)
-    found: list[MarkedRange] = []
+    ranges: list[MarkedRange] = []
     for index, group in enumerate(layout.groups):
         continues = False
         for i in group.members:
@@ -62,34 +62,35 @@ def ranges_in(layout: Layout, places: Iterable[int]) -> list[MarkedRange]:
             start = (layout.starts[i] - group.start) // group.dtype.itemsize
             stop = start + layout.sizes[i]
             if i in wanted:
-                found.append(MarkedRange(index, found.pop().start if continues else start, stop))
+                ranges.append(MarkedRange(index, ranges.pop().start if continues else start, stop))
             continues = i in wanted
-    return found
+    return ranges
 
 
 class Bucket:
-    """Some arrays of a message as a message of their own.
+    """Some arrays of a message as a smaller message.
 
     Args:
         whole: the layout of the whole message.
-        places: of the arrays in it.
+        places: the places of the arrays in it.
 
     Attributes:
-        layout: of their own message.
+        layout: of the smaller message.
     """
 
     def __init__(self, whole: Layout, places: Iterable[int]) -> None:
         self._whole = whole
         self._ranges = ranges_in(whole, places)
-        dtypes = tuple([whole.groups[one.group].dtype for one in self._ranges])
+        dtypes = tuple([whole.groups[part.group].dtype for part in self._ranges])
         self.layout: Layout = layout_of(
-            tuple([(one.stop - one.start,) for one in self._ranges]), dtypes
+            tuple([(part.stop - part.start,) for part in self._ranges]), dtypes
         )
 
     def views(self, message: Array) -> list[Array]:
         """Its parts of the whole message."""
         return [
-            self._whole.groups[one.group].of(message)[one.start : one.stop] for one in self._ranges
+            self._whole.groups[part.group].of(message)[part.start : part.stop]
+            for part in self._ranges
         ]
 
     def in_place(self, message: Array) -> Bytes | None:
@@ -98,15 +99,15 @@ class Bucket:
 
 
 def places_of(buffers: Sequence[Array], every: Sequence[Array]) -> list[int]:
-    """The places of some buffers among `every` one, in order.
+    """The places of some buffers in `every`, in order.
 
     Raises:
-        LookupError: one is not among them; its index is the argument.
+        LookupError: a buffer is not in `every`; its index is the argument.
     """
     places = {id(buffer): place for place, buffer in enumerate(every)}
-    found: list[int] = []
+    chosen: list[int] = []
     for i, buffer in enumerate(buffers):
         if id(buffer) not in places:
             raise LookupError(i)
-        found.append(places[id(buffer)])
-    return sorted(found)
+        chosen.append(places[id(buffer)])
+    return sorted(chosen)

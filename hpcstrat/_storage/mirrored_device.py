@@ -1,6 +1,6 @@
-"""A copy of every variable on each replica's device, where some are GPUs.
+"""A copy of every variable on each replica's device, where some devices are GPUs.
 
-With one replica: the only copy.
+With one replica it is the only copy.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from hpcstrat._calls.records import CallSignature
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import UpdateRule
-from hpcstrat._storage.device import DevicePlan, DeviceStorage
+from hpcstrat._storage.device import DeviceStorage
+from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.marks import MarkedRange
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import update_rows
 
 
 class MirroredDeviceStorage(DeviceStorage):
-    """Each rank keeps, and updates, all numbers itself.
+    """Each rank stores and updates all variables.
 
     The same steps on the same sums keep the copies equal.
     """
@@ -34,10 +35,10 @@ class MirroredDeviceStorage(DeviceStorage):
         assert isinstance(plan, DevicePlan)
         communicator = self._communicator
         with self._current():
-            # Everything is queued on one stream, and the host waits for nothing: the next step's
-            # Python runs while the GPU works.
-            sources = self._begin(signature, plan, values, op is not FIRST_REPLICA)
-            if plan.marks.begun:
+            # Everything is queued on one stream, and the host does not wait: the next step's Python
+            # code runs while the GPU works.
+            sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
+            if plan.marks.started:
                 self._sum_rest(plan)
             else:
                 for source, gradient in zip(sources, plan.gradients, strict=True):
@@ -47,8 +48,8 @@ class MirroredDeviceStorage(DeviceStorage):
                         communicator.all_reduce_flat(source, gradient, op)
             self._apply(plan, rule)
 
-    def _sum_range(self, plan: DevicePlan, one: MarkedRange) -> None:
-        part = plan.gradients[one.group][one.start : one.stop]
+    def _sum_range(self, plan: DevicePlan, marked: MarkedRange) -> None:
+        part = plan.gradients[marked.group][marked.start : marked.stop]
         self._communicator.all_reduce_flat(part, part, ReduceOp.SUM)
 
     def _update_rows(
@@ -58,4 +59,4 @@ class MirroredDeviceStorage(DeviceStorage):
             update_rows(blocks, self.on_device(rows), self.on_device(gradient), rule)
 
     def publish(self, blocks: Sequence[Block]) -> None:
-        """See `Storage.publish`. Every rank wrote to its own."""
+        """Does nothing: every rank wrote to its own copy."""

@@ -1,6 +1,6 @@
-"""A copy of every variable on each replica, in memory of its own.
+"""A copy of every variable on each replica, in its private memory.
 
-With one replica: the only copy.
+With one replica it is the only copy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hpcstrat._update.rows import update_rows
 
 
 class MirroredHostStorage(HostStorage):
-    """Each rank keeps, and updates, all numbers itself.
+    """Each rank stores and updates all variables.
 
     The same steps on the same sums keep the copies equal.
     """
@@ -37,7 +37,7 @@ class MirroredHostStorage(HostStorage):
         self._communicator = communicator
         self._sum: Array = np.empty(0, np.uint8)
         self._scratch = ScratchBuffers()
-        # Several threads may write variables made outside of every scope; what they work in is
+        # Several threads may write variables made outside every scope; the scratch memory is
         # shared.
         self._lock = threading.Lock()
         self._created = 0
@@ -45,7 +45,7 @@ class MirroredHostStorage(HostStorage):
 
     @property
     def communicator(self) -> HostCommunicator:
-        """See `Storage.communicator`."""
+        """The ranks that share the variables."""
         return self._communicator
 
     @property
@@ -56,7 +56,7 @@ class MirroredHostStorage(HostStorage):
         communicator = self._communicator
         signature = signature_of(current_call(), (initial.dtype, initial.shape, self._number))
         communicator.require_memory(initial.nbytes, signature)
-        # A rank without the memory stops the others before they wait for its part.
+        # A rank without enough memory stops the others before they wait for its part.
         with communicator.raise_together():
             block = private_memory().new_block(initial.shape, initial.dtype, self._created + 1)
             block.array[...] = initial
@@ -73,14 +73,11 @@ class MirroredHostStorage(HostStorage):
         return block
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
-        """See `Storage.plan`. Each rank's has all elements."""
+        """The plan of updates, with all elements on each rank."""
         return Plan(private_memory().segment, variables, slots, compiles=self._compiles)
 
     def make_buffers(self, plan: Plan) -> None:
-        """See `Storage.make_buffers`.
-
-        With several replicas they are copied into a message after all, but at once.
-        """
+        """Makes buffers in one message, which several replicas copy as a whole to send it."""
         with self._communicator.raise_together():
             message = self._communicator.new_buffer(plan.layout.nbytes, plan.signature())
             message[...] = 0
@@ -107,39 +104,39 @@ class MirroredHostStorage(HostStorage):
             # One buffer for all plans, as large as the largest: updates come one after the other.
             if self._sum.size < plan.layout.nbytes:
                 self._sum = communicator.new_buffer(plan.layout.nbytes, signature)
-            # There is nobody to exchange with; the call is still counted, and refused where none
-            # may be made.
+            # There is no other rank to exchange with, but the call is counted, and refused where no
+            # call is allowed.
             if communicator.size == 1:
                 communicator.exchange(signature)
                 if values is None:
                     plan.apply(rule, plan.buffer_messages, self._scratch)
                 else:
-                    plan.write_for_others(self._sum, values)  # large gradients stay where they are
+                    plan.write_for_others(self._sum, values)  # large gradients are not copied
                     plan.apply(rule, [self._sum], self._scratch, values=values)
                 return
-            if plan.marks.begun:
+            if plan.marks.started:
                 reduced = self._sums_of_marked(signature, plan)
             elif op is not FIRST_REPLICA:
                 reduced = self._sum
                 communicator.reduce_message(signature, plan.layout, write, op, reduced)
             elif communicator.rank == 0:
-                # The first replica's values, as they are: the others have nothing to send.
+                # The first replica's values; the others have nothing to send.
                 reduced = communicator.exchange(signature, plan.layout.nbytes, write)[0]
             else:
                 reduced = communicator.exchange(signature)[0]
             plan.apply(rule, [reduced], self._scratch)
 
-    def _begin_sums(self, plan: Plan, places: Sequence[int]) -> bool:
+    def _start_sums(self, plan: Plan, places: Sequence[int]) -> bool:
         communicator, marks = self._communicator, plan.marks
         self._background = communicator.background()
         if self._background is None:
             return False
-        if marks.sums is None:  # the plan's own: others are updated while they come together
+        if marks.sums is None:  # one per plan: other plans may be updated during the sums
             with communicator.raise_together():
                 marks.sums = np.empty(self._sum_bytes(plan), np.uint8)
                 communicator.exchange(signature_of(f"{current_call()}: memory"))
         if (exchange := self._exchange_of(plan, places, marks.sums)) is not None:
-            self._background.begin(exchange)
+            self._background.start(exchange)
         return True
 
     def _sum_bytes(self, plan: Plan) -> int:
@@ -149,14 +146,14 @@ class MirroredHostStorage(HostStorage):
     def _exchange_of(
         self, plan: Plan, places: Sequence[int], sums: Array
     ) -> Callable[[HostCommunicator], None] | None:
-        """What sums some of the plan's buffers over the replicas; `None` where they have no elements."""
+        """A function that sums some of the plan's buffers; `None` if they have no elements."""
         bucket, message = Bucket(plan.layout, places), plan.buffer_messages[0]
         layout, signature = bucket.layout, signature_of(f"{current_call()}: sums")
 
         def exchange(communicator: HostCommunicator) -> None:
             views, into = bucket.views(message), bucket.in_place(sums)
             out = np.empty(layout.nbytes, np.uint8) if into is None else into
-            # In the order of the whole: the same bits, whatever is marked.
+            # Summed in the order of the whole message: the same bits, whatever is marked.
             communicator.reduce_message(
                 signature,
                 layout,
@@ -176,12 +173,11 @@ class MirroredHostStorage(HostStorage):
             self._background.wait()
 
     def _sums_of_marked(self, signature: CallSignature, plan: Plan) -> Array:
-        """All sums, once the ranks agree on the update: those that have begun, and the rest."""
+        """All sums, once the ranks agree on the update: those that have started, and the rest."""
         assert plan.marks.sums is not None
         self._communicator.exchange(signature)
-        self._begin_sums(
-            plan, [place for place in range(len(plan.blocks)) if place not in plan.marks.begun]
-        )
+        rest = [place for place in range(len(plan.blocks)) if place not in plan.marks.started]
+        self._start_sums(plan, rest)
         self._finish_sums()
         return plan.marks.sums
 
@@ -191,4 +187,4 @@ class MirroredHostStorage(HostStorage):
         update_rows(blocks, rows, gradient, rule)
 
     def publish(self, blocks: Sequence[Block]) -> None:
-        """See `Storage.publish`. Every rank wrote to its own."""
+        """Does nothing: every rank wrote to its own copy."""

@@ -1,8 +1,7 @@
-"""How one update of several variables walks through storage: merged ranges, in chunks that fit in cache."""
+"""How one update of several variables walks through storage: in chunks that fit in cache."""
 
 from __future__ import annotations
 
-import bisect
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.reduction import CHUNK, reduce_chunk, slice_of
+from hpcstrat._communicators.reduction import CHUNK, reduce_chunk
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block
@@ -23,8 +22,10 @@ from hpcstrat._storage.chunks import (
     Memory,
     ScratchBuffers,
     UpdateChunk,
+    chunks_of,
+    cut_at_variables,
     is_readable_in_place,
-    ranges_of,
+    local_ranges_of,
 )
 from hpcstrat._storage.marks import Marks
 from hpcstrat._update import compiled
@@ -32,17 +33,26 @@ from hpcstrat._update.rule import NO_CONSTANTS, Norms, UpdateRule
 
 
 class Plan:
-    """One update of some variables, computed once.
+    """One update of some variables, planned once for all steps.
 
-    Variables that were made one after another are one range.
+    Variables are counted in three orders:
+
+    - the order of the call: the caller's `variables`, gradients and values, in the caller's order;
+    - the order in the message: by creation number, which is equal on all ranks; its bytes are
+      grouped by dtype. A "place" is an index in this order, such as in `blocks`, `layout.starts`,
+      marks and `Cut.variable`;
+    - the order in memory: by address. `ranges_of` finds where it follows that of the message.
+
+    `to_message_order` takes arrays from the order of the call to that of the message;
+    `to_call_order` is its inverse, for the views of a message.
 
     Args:
-        memory: where they are.
+        memory: the memory that the blocks are in.
         variables: their blocks.
         slots: for each variable the blocks of its slots, of its shape and dtype.
         rank, size: this process updates the `rank`-th of `size` slices of all elements.
         chunk: elements that are updated together at most.
-        alignment: bytes to whose multiples every variable starts, in memory and in a message.
+        alignment: every variable starts at a multiple of this many bytes, in memory and message.
         compiles: whether `apply` may compile rules, if the variables are large.
     """
 
@@ -57,12 +67,12 @@ class Plan:
         alignment: int = 1,
         compiles: bool = False,
     ) -> None:
-        # What a steady step's gradients must be, in the order of the call; see `fits`.
+        # The types, shapes and dtypes of a steady step's gradients, in the order of the call.
         self._expected = [
             (type(block.view), block.array.shape, block.array.dtype) for block in variables
         ]
-        # By number, the order in memory, and not in the order of the call: variables that were made
-        # one after another are then one range, and the ranks have the same ranges.
+        # By number: variables that were made one after another are mostly contiguous in memory, and
+        # all ranks have the same order, whatever the order of the call.
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
         variables, slots = [variables[i] for i in self._order], [slots[i] for i in self._order]
         self.layout: Layout = layout_of(
@@ -71,41 +81,27 @@ class Plan:
             alignment,
         )
         self.blocks: list[Block] = variables
-        self._must_match = [block.held() for block in variables]
-        self.chunks: list[ElementRange] = []
-        self.buffers: list[Array] | None = (
-            None  # for the variables' gradients, where `Storage.make_buffers` was called
+        self._must_match = [block.identity() for block in variables]
+        self.chunks: list[ElementRange] = chunks_of(
+            memory, self.layout, variables, slots, rank, size, chunk, alignment
         )
-        self.buffer_messages: list[
-            Array
-        ] = []  # in which the ranks' buffers lie, as far as this rank sees them
+        # For the variables' gradients, where `Storage.make_buffers` was called.
+        self.buffers: list[Array] | None = None
+        # The messages that contain the ranks' buffers, as far as this rank sees them.
+        self.buffer_messages: list[Array] = []
         self._buffers_owner: Block | None = None
         self.marks: Marks = Marks()
-        self.sums: Block | None = None  # of each rank and variable, where updates take norms
-        # By call: `assign` and `assign_add` of a variable, say, share a plan.
+        self.sums: Block | None = None  # per rank and variable, where updates take norms
+        # By call: `assign` and `assign_add` of a variable, for example, share a plan.
         self._signatures: dict[tuple[str, Aggregation], CallSignature] = {}
         self._views: dict[int, tuple[Array, list[Array]]] = {}
         self._pieces: dict[tuple[int, int], tuple[Array, list[UpdateChunk]]] = {}
-        for index, group in enumerate(self.layout.groups):
-            # A slice of all elements and not of each variable: ranks have equal work, whatever the
-            # variables' sizes.
-            mine = slice_of(group.elements, rank, size)
-            for place, count, starts in ranges_of(
-                group, variables, slots, self.layout.starts, alignment
-            ):
-                for a in range(max(place, mine.start), min(place + count, mine.stop), chunk):
-                    b = min(a + chunk, place + count, mine.stop)
-                    item = group.dtype.itemsize
-                    value, *rest = [
-                        memory.part(start + (a - place) * item, start + (b - place) * item).view(
-                            group.dtype
-                        )
-                        for start in starts
-                    ]
-                    self.chunks.append(ElementRange(index, a, b, value, tuple(rest)))
         self._rank = rank
-        self._own = self._own_parts()
-        # Compiling takes half a second, which updates of a few numbers never earn back.
+        # By the variable's index in the order of the call.
+        self._own: dict[int, LocalOnlyRange] = {
+            self._order[i]: own for i, own in local_ranges_of(self.layout, self.chunks).items()
+        }
+        # Compiling takes half a second, which small updates never make up for.
         self._is_compiled = compiles and sum(self.layout.sizes) >= compiled.FEWEST
         self._addresses: dict[int, tuple[Array, compiled.Table, Array]] = {}
 
@@ -118,92 +114,66 @@ class Plan:
         """What the ranks must agree on for an update."""
         call = f"{current_call()} from buffers" if in_buffers else current_call()
         numbers = tuple(constants.values())
-        found = self._signatures.get((call, op))
-        if found is None or found.numbers != numbers:
-            found = signature_of(
+        signature = self._signatures.get((call, op))
+        if signature is None or signature.numbers != numbers:
+            signature = signature_of(
                 call, *([] if op is FIRST_REPLICA else [op.name]), *self._must_match
             )
             if numbers:
-                found = found.with_numbers(numbers, tuple(constants))
-            self._signatures[call, op] = found
-        return found
+                signature = signature.with_numbers(numbers, tuple(constants))
+            self._signatures[call, op] = signature
+        return signature
 
     def signature_of_marks(self, places: Sequence[int]) -> CallSignature:
         """What the ranks must agree on to mark these gradients."""
         return signature_of(current_call(), *[self._must_match[place] for place in places])
 
     def nbytes_of(self, place: int) -> int:
-        """Bytes of a gradient, by its place in a message."""
+        """Bytes of the gradient at a place in the message."""
         return self.blocks[place].array.nbytes
 
     def require_whole(self) -> None:
-        """Raises where an update of one of the variables was interrupted.
+        """Refuses variables that an interrupted update left changed in part.
 
         Raises:
-            RuntimeError: it was.
+            RuntimeError: an update of one of the variables was interrupted.
         """
         for block in self.blocks:
             _ = block.view
 
-    def arranged(self, message: Array) -> list[Array]:
-        """The variables' parts of a message, as views, in the order of the call."""
-        in_order = dict(zip(self._order, self.layout.views(message), strict=True))
-        return [in_order[i] for i in range(len(in_order))]
+    def to_call_order(self, message: Array) -> list[Array]:
+        """The variables' views of a message, in the order of the call."""
+        views = dict(zip(self._order, self.layout.views(message), strict=True))
+        return [views[i] for i in range(len(views))]
 
     def give_buffers(self, messages: list[Array], own: Array, owner: Block | None = None) -> None:
         """Makes the parts of a message the buffers, from which gradients need not be copied.
 
         Args:
-            messages: the messages that an update reads: all ranks', or this rank's alone.
+            messages: the messages that an update reads: all ranks', or only this rank's.
             own: this rank's.
-            owner: the block that they lie in, whose memory returns when nobody holds it.
+            owner: the block that contains them, which this plan keeps alive.
         """
-        self.buffers = self.arranged(own)
+        self.buffers = self.to_call_order(own)
         self.buffer_messages = messages
         self._buffers_owner = owner
 
     def are_in_buffers(self, values: Sequence[Array]) -> bool:
         """Whether these gradients are the plan's buffers, and so need not be copied."""
-        # By identity, which costs nothing: another array, even over the same memory, is copied as
+        # By identity, which costs nothing: another array, even over the same memory, is copied like
         # any gradient.
         return self.buffers is not None and all(map(operator.is_, values, self.buffers))
 
-    def _own_parts(self) -> dict[int, LocalOnlyRange]:
-        """By the place in the call, where there is any such part."""
-        found: dict[int, LocalOnlyRange] = {}
-        for index, group in enumerate(self.layout.groups):
-            for i in group.members:
-                begin, size = (
-                    (self.layout.starts[i] - group.start) // group.dtype.itemsize,
-                    self.layout.sizes[i],
-                )
-                inside = [
-                    k
-                    for k, chunk in enumerate(self.chunks)
-                    if chunk.group == index and begin <= chunk.start and chunk.stop <= begin + size
-                ]
-                # A small one is not worth the trouble. Of a large one, this saves a rank the copy
-                # of its own share.
-                if size >= CHUNK and inside:
-                    start, stop = (
-                        self.chunks[inside[0]].start - begin,
-                        self.chunks[inside[-1]].stop - begin,
-                    )
-                    found[self._order[i]] = LocalOnlyRange(
-                        index, begin, start, stop, range(inside[0], inside[-1] + 1)
-                    )
-        return found
-
     def fits(self, gradients: Sequence[Any]) -> bool:
-        """Whether these are arrays of the variables' kind, shapes and dtypes, in the order of the call."""
+        """Whether these, in the order of the call, are of the variables' kinds, shapes, dtypes."""
         for gradient, (kind, shape, dtype) in zip(gradients, self._expected, strict=True):
-            # Equal dtypes need not be identical; those that are not take the longer way.
+            # Equal dtypes need not be identical; if they are not, the slow path checks them.
             if type(gradient) is not kind or gradient.shape != shape or gradient.dtype is not dtype:
                 return False
         return True
 
-    def in_order(self, values: Sequence[Array]) -> list[Array]:
-        """The variables' gradients, or new values, in the order of a message."""
+    def to_message_order(self, values: Sequence[Array]) -> list[Array]:
+        """Gradients, new values or slots in the order of the message, from that of the call."""
         return [values[i] for i in self._order]
 
     def write(self, message: Array, values: Sequence[Array]) -> None:
@@ -212,7 +182,7 @@ class Plan:
             view[...] = value
 
     def write_for_others(self, message: Array, values: Sequence[Array]) -> None:
-        """`write` without the ranges that `with_own` reads from the values directly."""
+        """Like `write`, but skips the ranges that only this rank reads (see `with_own`)."""
         if not self._own:
             self.write(message, values)
             return
@@ -235,20 +205,19 @@ class Plan:
         values: Sequence[Array] | None = None,
         share: Callable[[Array], Array] | None = None,
     ) -> None:
-        """Reduces the messages, and changes this rank's chunks of the variables and slots by the result.
+        """Reduces the messages and updates this rank's chunks of the variables and slots.
 
         Args:
-            rule: how.
-            messages: of all ranks, or the one that counts.
-            scratch: to work in.
+            rule: the update.
+            messages: all ranks', or the single one that counts.
+            scratch: memory to work in.
             op: how the messages are reduced.
             values: this rank's gradients, where `write_for_others` wrote its message.
             share: adds up an array of float64 over the ranks that have the other chunks; `None` if
                 this rank has all.
         """
+        # Loops sum in rank order, like NumPy. Other operations are rare, on small variables.
         is_compiled = op is ReduceOp.SUM and self._is_compiled
-        # Loops sum what NumPy would, in rank order. Other operations are rare, and of small
-        # variables.
         if rule.norms is not None:
             self._apply_with_norms(
                 rule, rule.norms, messages, scratch, op, values, share, is_compiled
@@ -259,8 +228,8 @@ class Plan:
             and (loops := self._loops(lambda dtype: compiled.loop(rule, dtype))) is not None
         ):
             for loop, group in loops:
-                if (found := self._table(group, messages, values)) is not None:
-                    loop(found[1], len(messages), rule.kernel_constants)
+                if (table := self._table(group, messages, values)) is not None:
+                    loop(table[1], len(messages), rule.kernel_constants)
             return
         pieces = self.pieces(messages, scratch)
         if values is not None:
@@ -280,7 +249,7 @@ class Plan:
         share: Callable[[Array], Array] | None,
         is_compiled: bool,
     ) -> None:
-        """`apply` in two passes: the norms of all variables, then the update of each by its own."""
+        """`apply` in two passes: the norms of all variables, then the update of each variable."""
         sums = np.zeros((len(self.blocks), norms.size))
         first = self._loops(lambda dtype: compiled.norm_loop(norms, dtype)) if is_compiled else None
         second = (
@@ -288,16 +257,16 @@ class Plan:
         )
         if first is not None and second is not None:
             tables = [self._table(group, messages, values) for _, group in second]
-            for (loop, _), found in zip(first, tables, strict=True):
-                if found is not None:
-                    np.add.at(sums, found[0], loop(found[1], len(messages), norms.kernel_constants))
-            # The norms need all elements of a variable, of which other ranks have the rest, so no
-            # chunk can be updated before.
-            rules = self._bound(norms, sums, share)
-            for (loop, _), found in zip(second, tables, strict=True):
-                if found is not None:
-                    for variable in np.unique(found[0]):
-                        rows = found[1][found[0] == variable]
+            for (loop, _), table in zip(first, tables, strict=True):
+                if table is not None:
+                    np.add.at(sums, table[0], loop(table[1], len(messages), norms.kernel_constants))
+            # A norm needs all elements of a variable, some of them on other ranks, so no chunk can
+            # be updated before.
+            rules = self._rules_from(norms, sums, share)
+            for (loop, _), table in zip(second, tables, strict=True):
+                if table is not None:
+                    for variable in np.unique(table[0]):
+                        rows = table[1][table[0] == variable]
                         loop(rows, len(messages), rules[variable].kernel_constants)
             return
         pieces = self.pieces(messages, scratch)
@@ -307,68 +276,46 @@ class Plan:
         for variable, (value, slots, parts, gradient, _) in cut:
             reduce_chunk(gradient, parts, op)
             sums[variable] += norms.sums(value, gradient, slots)
-        rules = self._bound(norms, sums, share)
-        for variable, (
-            value,
-            slots,
-            parts,
-            gradient,
-            work,
-        ) in cut:  # summed again: a copy would cost as much memory
+        rules = self._rules_from(norms, sums, share)
+        # Reduced again: a copy of the gradients would cost as much memory.
+        for variable, (value, slots, parts, gradient, work) in cut:
             reduce_chunk(gradient, parts, op)
             rules[variable].apply(value, gradient, slots, work)
 
-    def _bound(
+    def _rules_from(
         self, norms: Norms, sums: Array, share: Callable[[Array], Array] | None
     ) -> list[UpdateRule]:
-        """The update of each variable, by the sums of squares of this rank's chunks."""
-        return [
-            norms.bound(found) for found in np.sqrt(sums if share is None else share(sums)).tolist()
-        ]
+        """The update of each variable, from the sums of squares of this rank's chunks."""
+        roots = np.sqrt(sums if share is None else share(sums)).tolist()
+        return [norms.rule_with(of_variable) for of_variable in roots]
 
     def _loops(
         self, loop_of: Callable[[np.dtype[Any]], Any]
     ) -> list[tuple[Any, DtypeGroup]] | None:
         """The loop of each dtype; `None` unless all of them have one."""
-        # All or none: half an update in C and half in NumPy would need both ways' bookkeeping for a
-        # rare case.
+        # All or none: half an update in C and half in NumPy would need the bookkeeping of both, for
+        # a rare case.
         loops = [(loop_of(group.dtype), group) for group in self.layout.groups]
         return loops if all(loop is not None for loop, _ in loops) else None
 
     @functools.cached_property
     def cuts(self) -> list[Cut]:
-        """This rank's chunks, cut where one variable ends and another begins."""
-        found: list[Cut] = []
-        for index, group in enumerate(self.layout.groups):
-            chunks = [(k, chunk) for k, chunk in enumerate(self.chunks) if chunk.group == index]
-            starts = [chunk.start for _, chunk in chunks]
-            for i in group.members:
-                begin = (self.layout.starts[i] - group.start) // group.dtype.itemsize
-                end = begin + self.layout.sizes[i]
-                first, last = (
-                    bisect.bisect_right(starts, begin) - 1,
-                    bisect.bisect_left(starts, end),
-                )
-                for k, chunk in chunks[max(first, 0) : last]:
-                    start, stop = max(begin, chunk.start), min(end, chunk.stop)
-                    if start < stop:
-                        found.append(Cut(index, i, k, start - chunk.start, stop - chunk.start))
-        return found
+        """This rank's chunks, cut where one variable ends and the next starts."""
+        return cut_at_variables(self.layout, self.chunks)
 
     def _table(
         self, group: DtypeGroup, messages: Sequence[Array], values: Sequence[Array] | None
     ) -> tuple[Array, compiled.Table] | None:
-        """This rank's part of a group of the messages, as a compiled loop takes it; `None` where it has none.
+        """The table for a compiled loop over this rank's part of a group; `None` if it has none.
 
         Returns:
-            Of each row, the variable's place in the order of a message; and the rows.
+            The variable's place in the message for each row; and the rows.
         """
         index = self.layout.groups.index(group)
         if index not in self._addresses:
             cuts = [cut for cut in self.cuts if cut.group == index]
             arrays = [(self.chunks[cut.chunk].value, *self.chunks[cut.chunk].slots) for cut in cuts]
-            # The addresses of storage never change, so only those of the messages are filled in at
-            # each step.
+            # Addresses in storage never change; a step fills in only those of the messages.
             fixed = compiled.table(
                 [
                     [a[cut.start : cut.stop] for a in each]
@@ -383,23 +330,23 @@ class Plan:
             return None
         variables, chunks = numbers.T
         item = group.dtype.itemsize
-        begins = np.array([group.of(message).ctypes.data for message in messages], np.int64)
-        table = np.concatenate([fixed, begins + item * starts[:, None]], axis=1)
+        bases = np.array([group.of(message).ctypes.data for message in messages], np.int64)
+        table = np.concatenate([fixed, bases + item * starts[:, None]], axis=1)
         if values is not None:
             views = self._message_views(messages[self._rank])
             for i, own in self._own.items():
                 if own.group == index and is_readable_in_place(values[i], views[i]):
                     rows = (chunks >= own.chunks.start) & (chunks < own.chunks.stop)
                     # This rank's own part of a large gradient was not copied to its message: the
-                    # loop reads it where it is.
-                    begin = values[i].ctypes.data - item * own.begin
-                    table[rows, fixed.shape[1] + self._rank] = begin + item * starts[rows]
+                    # loop reads it in place.
+                    base = values[i].ctypes.data - item * own.first
+                    table[rows, fixed.shape[1] + self._rank] = base + item * starts[rows]
         return variables, table
 
     def with_own(
         self, pieces: list[UpdateChunk], messages: Sequence[Array], values: Sequence[Array]
     ) -> list[UpdateChunk]:
-        """The pieces, with this rank's parts taken from its values where `write_for_others` left them out."""
+        """The pieces with this rank's values in place of what `write_for_others` left out."""
         if not self._own:
             return pieces
         pieces = list(pieces)
@@ -410,30 +357,30 @@ class Plan:
                 for k in own.chunks:
                     parts = list(pieces[k].parts)
                     parts[self._rank] = given[
-                        self.chunks[k].start - own.begin : self.chunks[k].stop - own.begin
+                        self.chunks[k].start - own.first : self.chunks[k].stop - own.first
                     ]
                     pieces[k] = pieces[k]._replace(parts=parts)
         return pieces
 
     def _message_views(self, message: Array) -> list[Array]:
-        """The variables' parts of a message, in the order of the call. A mailbox's are kept."""
+        """`to_call_order`, with the views of recent messages kept."""
         kept = self._views.get(id(message))
         if kept is None or kept[0] is not message:
             # An update's message is one of a few arrays that live as long as the communicator:
             # views of them are made once. By id, because arrays have no hash; the array is kept
-            # beside it, so the id stays its own.
+            # with it, so that no other array gets the id.
             if len(self._views) == 3:  # two records and a mailbox, before it grew
                 self._views.clear()
-            kept = self._views[id(message)] = (message, self.arranged(message))
+            kept = self._views[id(message)] = (message, self.to_call_order(message))
         return kept[1]
 
     def forget_messages(self) -> None:
-        """Lets go of what is kept of messages."""
+        """Drops the kept views of messages, and with them the messages."""
         self._views.clear()
         self._pieces.clear()
 
     def pieces(self, messages: Sequence[Array], scratch: ScratchBuffers) -> list[UpdateChunk]:
-        """The chunks with these messages. Those of mailboxes are kept."""
+        """The chunks with these messages; those of recent messages are kept."""
         key = (id(messages[0]), len(messages))
         kept = self._pieces.get(key)
         if kept is None or kept[0] is not messages[0]:

@@ -1,4 +1,4 @@
-"""Mirrored variables on the replicas' devices whose updates, and slots, are split over the ranks."""
+"""Mirrored variables on the replicas' devices, with updates and slots split over the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.layout import layout_of
 from hpcstrat._storage.base import UpdateRule, slot_values
-from hpcstrat._storage.device import DevicePlan, fill
+from hpcstrat._storage.device import fill
+from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.marks import MarkedRange
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._storage.plan import Plan
@@ -24,15 +25,15 @@ from hpcstrat._storage.shards import cuts_of, parts_of, update_rows_in_shards
 
 @final
 class ShardedDeviceStorage(MirroredDeviceStorage):
-    """Each rank reads a copy of its own; it keeps the slots of a part of all elements, and updates these.
+    """Each rank reads its own copy, but stores the slots and makes the updates of only a part.
 
     An update: one reduce-scatter of the gradients, one fused kernel, one all-gather of the new
-    values. Each element is
-    updated by one rank, so copies stay equal even where some ranks compute on CPUs.
+    values. Each element is updated by one rank, so copies stay equal even where some ranks compute
+    on CPUs.
     """
 
     def split(self, variables: Sequence[Block]) -> list[Cuts]:
-        """See `Storage.split`."""
+        """An equal part of all elements per rank."""
         return cuts_of(variables, self._communicator.size, ALIGNMENT)
 
     def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
@@ -43,14 +44,14 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
             block = self._master.new_block((stop - start,), variable.array.dtype, self._created + 1)
             fill(block.array, slot_values(block, value))
             communicator.exchange(
-                signature_of(current_call(), "slot", value, variable.held(), cuts)
+                signature_of(current_call(), "slot", value, variable.identity(), cuts)
             )
         block.cuts = cuts
         self._created += 1
         return block
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
-        """See `Storage.plan`."""
+        """The plan of updates; variables without slots are updated by every rank."""
         if not any(slots):
             return super().plan(variables, slots)
         chunk = sys.maxsize if self._updates_on_gpu else CHUNK
@@ -69,13 +70,13 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
             return
         communicator = self._communicator
         with self._current():
-            sources = self._begin(signature, plan, values, op is not FIRST_REPLICA)
-            if plan.marks.begun:
+            sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
+            if plan.marks.started:
                 self._sum_rest(plan)
             else:
                 self._sum(plan, sources, op)
             self._apply(plan.own, rule)
-            for (flat, parts), segments in zip(plan.moved, plan.segments, strict=True):
+            for (flat, parts), segments in zip(plan.transfers, plan.segments, strict=True):
                 for value, part in parts:
                     part[...] = value
                 communicator.all_gather_flat(flat, segments)
@@ -95,17 +96,17 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
                 if rank == communicator.rank:
                     part[place : place + stop - start] = gradient[start:stop]
 
-    def _sum_range(self, plan: DevicePlan, one: MarkedRange) -> None:
+    def _sum_range(self, plan: DevicePlan, marked: MarkedRange) -> None:
         if not isinstance(plan, ShardedDevicePlan):
-            super()._sum_range(plan, one)
+            super()._sum_range(plan, marked)
             return
         segments = []
-        for rank, start, stop, place in plan.segments[one.group]:
-            first, last = max(start, one.start), min(stop, one.stop)
+        for rank, start, stop, place in plan.segments[marked.group]:
+            first, last = max(start, marked.start), min(stop, marked.stop)
             if first < last:
                 segments.append(RankSlice(rank, first, last, place + first - start))
         self._communicator.reduce_scatter_flat(
-            plan.gradients[one.group], plan.own.gradients[one.group], segments
+            plan.gradients[marked.group], plan.own.gradients[marked.group], segments
         )
 
     def _share(self, sums: Array) -> Array:
@@ -128,8 +129,8 @@ class ShardedDevicePlan(DevicePlan):
     """The plan of variables whose slots are split over the ranks.
 
     Attributes:
-        own: the plan of this rank's part, whose message lies behind that of the whole.
-        segments: of each dtype of the message, whose elements are which.
+        own: the plan of this rank's part, whose message follows that of the whole.
+        segments: for each dtype of the message, the range of elements of each rank.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class ShardedDevicePlan(DevicePlan):
         chunk: int,
     ) -> None:
         super().__init__(memory, variables, [()] * len(variables), None, sys.maxsize)
-        own_slots = self.in_order(slots)
+        own_slots = self.to_message_order(slots)
         cuts = [of[0].cuts for of in own_slots if of[0].cuts is not None]
         self.own: DevicePlan = DevicePlan(
             memory, parts_of(self.blocks, cuts, rank), own_slots, None, chunk
@@ -149,53 +150,53 @@ class ShardedDevicePlan(DevicePlan):
         size = len(cuts[0]) - 1
         dtypes = tuple([block.array.dtype for block in self.blocks])
         layouts = [
-            layout_of(tuple([(of[one + 1] - of[one],) for of in cuts]), dtypes, ALIGNMENT)
-            for one in range(size)
+            layout_of(tuple([(of[peer + 1] - of[peer],) for of in cuts]), dtypes, ALIGNMENT)
+            for peer in range(size)
         ]
         self.segments: list[list[RankSlice]] = []
         for index, group in enumerate(self.layout.groups):
             itemsize = group.dtype.itemsize
-            found: list[RankSlice] = []
+            segments: list[RankSlice] = []
             for i in group.members:
-                begin = (self.layout.starts[i] - group.start) // itemsize
-                for one in range(size):
-                    start, stop = cuts[i][one] + begin, cuts[i][one + 1] + begin
+                first = (self.layout.starts[i] - group.start) // itemsize
+                for peer in range(size):
+                    start, stop = cuts[i][peer] + first, cuts[i][peer + 1] + first
                     if start == stop:
                         continue
-                    there = layouts[one]
+                    there = layouts[peer]
                     place = (there.starts[i] - there.groups[index].start) // itemsize
-                    # What lies in a row both in the whole and in the part is one segment, with the
-                    # gap in between.
+                    # Neighbours both in the whole and in the part are one segment, with the gap
+                    # between them.
                     if (
-                        found
-                        and found[-1].rank == one
-                        and start - found[-1].start == place - found[-1].place
+                        segments
+                        and segments[-1].rank == peer
+                        and start - segments[-1].start == place - segments[-1].place
                     ):
-                        found[-1] = found[-1]._replace(stop=stop)
+                        segments[-1] = segments[-1]._replace(stop=stop)
                     else:
-                        found.append(RankSlice(one, start, stop, place))
-            self.segments.append(found)
+                        segments.append(RankSlice(peer, start, stop, place))
+            self.segments.append(segments)
 
     @property
     def nbytes(self) -> int:
         """Bytes of both messages."""
-        # With the gap behind the last part, which equal parts have too.
-        return self._own_start + _aligned(self.own.layout.nbytes)
+        # With the gap after the last part, which has one too where all parts are equal.
+        return self._own_start + _align(self.own.layout.nbytes)
 
     @property
     def _own_start(self) -> int:
-        return _aligned(self.layout.nbytes)
+        return _align(self.layout.nbytes)
 
     def take(self, message: Array) -> None:
-        """See `DevicePlan.take`."""
+        """Makes this the message of both plans."""
         super().take(message)
         self.own.take(message[self._own_start : self.nbytes])
 
-    def let_go(self) -> None:
-        """See `DevicePlan.let_go`."""
-        super().let_go()
-        self.own.let_go()
+    def forget_message(self) -> None:
+        """Drops the message of both plans."""
+        super().forget_message()
+        self.own.forget_message()
 
 
-def _aligned(nbytes: int) -> int:
+def _align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,4 +1,4 @@
-"""Mirrored variables in host memory whose updates, and slots, are split over the ranks."""
+"""Mirrored variables in host memory, with updates and slots split over the ranks."""
 
 from __future__ import annotations
 
@@ -25,16 +25,15 @@ from hpcstrat._storage.shards import cuts_of, parts_of, update_rows_in_shards
 
 @final
 class ShardedHostStorage(MirroredHostStorage):
-    """Each rank reads a copy of its own; it keeps the slots of a part of all elements, and updates these.
+    """Each rank reads its own copy, but stores the slots and makes the updates of only a part.
 
-    An update: each rank sends the others the gradients of their parts, sums those of its own, in
-    rank order as ever,
-    and updates it; then all get all new values. Variables without slots are updated by each rank,
-    as mirrored ones.
+    An update: each rank sends the others the gradients of their parts, sums those of its own part
+    in rank order, and updates it; then all ranks get all new values. Variables without slots are
+    updated by each rank, like mirrored variables.
     """
 
     def split(self, variables: Sequence[Block]) -> list[Cuts]:
-        """See `Storage.split`."""
+        """An equal part of all elements per rank."""
         return cuts_of(variables, self._communicator.size)
 
     def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
@@ -49,17 +48,17 @@ class ShardedHostStorage(MirroredHostStorage):
                 (stop - start,), variable.array.dtype, self._created + 1
             )
             block.array[...] = value
-            # The cuts depend on all the variables that get slots together: ranks that differ in
-            # these must not go on.
+            # The cuts depend on all variables that get slots together: ranks that differ in these
+            # must not continue.
             self._communicator.exchange(
-                signature_of(current_call(), "slot", value, variable.held(), cuts)
+                signature_of(current_call(), "slot", value, variable.identity(), cuts)
             )
         block.cuts = cuts
         self._created += 1
         return block
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
-        """See `Storage.plan`."""
+        """The plan of updates; variables without slots are updated by every rank."""
         if not any(slots):
             return super().plan(variables, slots)
         return ShardedPlan(self._segment, variables, slots, self._communicator.rank, self._compiles)
@@ -82,27 +81,29 @@ class ShardedHostStorage(MirroredHostStorage):
             plan.write_section(rank, section, flat)
 
         with self._lock:
-            if plan.marks.begun:
+            if plan.marks.started:
                 messages = [self._sums_of_marked(signature, plan)]
             elif op is ReduceOp.SUM:
                 layouts = [shard.layout for shard in plan.shards]
                 messages = communicator.sum_sections(signature, layouts, plan.layout, write)
             else:
-                assert (
-                    op is FIRST_REPLICA
-                )  # optimizers, whose variables alone have slots, know no other
+                # Only optimizers' variables have slots, and optimizers use no other `op`.
+                assert op is FIRST_REPLICA
                 sizes = [shard.layout.nbytes * (communicator.rank == 0) for shard in plan.shards]
                 first = write if communicator.rank == 0 else lambda _, __: None
                 messages = communicator.exchange_sections(signature, sizes, first)[:1]
             if rule.norms is None:
                 own.apply(rule, messages, self._scratch)
             else:
-                # The norms are exchanged between the two passes over the gradients, which must
-                # still be there then.
+                # The norms are exchanged between two passes over the gradients. Summed first, these
+                # outlive the messages.
                 own.apply(
-                    rule, [self._summed(own.layout, messages)], self._scratch, share=self._share
+                    rule,
+                    [self._sum_messages(own.layout, messages)],
+                    self._scratch,
+                    share=self._share,
                 )
-            own.forget_messages()  # which live no longer than this call
+            own.forget_messages()  # they end with this call
             sizes = [shard.layout.nbytes for shard in plan.shards]
             new = communicator.gather_sections(
                 signature_of(f"{current_call()}: values"), sizes, plan.write_new
@@ -138,14 +139,14 @@ class ShardedHostStorage(MirroredHostStorage):
         def exchange(communicator: HostCommunicator) -> None:
             messages = communicator.sum_sections(signature, layouts, plan.layout, write)
             parts = zip(*[layouts[own].views(message) for message in messages], strict=True)
-            for (i, start, stop, begin), summands in zip(pieces[own], parts, strict=True):
+            for (i, start, stop, offset), summands in zip(pieces[own], parts, strict=True):
                 dtype = plan.blocks[i].array.dtype
-                out = sums[begin : begin + (stop - start) * dtype.itemsize].view(dtype)
+                out = sums[offset : offset + (stop - start) * dtype.itemsize].view(dtype)
                 reduce_flat(out, summands, ReduceOp.SUM)
 
         return exchange if any(layout.nbytes for layout in layouts) else None
 
-    def _summed(self, layout: Layout, messages: Sequence[Bytes]) -> Bytes:
+    def _sum_messages(self, layout: Layout, messages: Sequence[Bytes]) -> Bytes:
         if self._sum.size < layout.nbytes:
             self._sum = np.empty(layout.nbytes, np.uint8)
         for group in layout.groups:
@@ -155,7 +156,7 @@ class ShardedHostStorage(MirroredHostStorage):
         return self._sum
 
     def _share(self, sums: Array) -> Array:
-        """The ranks' sums over their parts of the variables, added up in rank order."""
+        """The sums over whole variables: the ranks' sums over their parts, added in rank order."""
         with call_named(f"{current_call()}: norms"):
             return self._communicator.all_reduce([sums], ReduceOp.SUM)[0]
 
@@ -172,8 +173,7 @@ class ShardedPlan(Plan):
     """The plan of variables whose slots are split over the ranks.
 
     Attributes:
-        shards: for each rank, the plan of its part of the variables; without slots but for this
-            rank's.
+        shards: for each rank, the plan of its part of the variables; only this rank's has slots.
         own: this rank's.
     """
 
@@ -185,51 +185,49 @@ class ShardedPlan(Plan):
         rank: int,
         compiles: bool,
     ) -> None:
-        # Nothing is updated by this plan: one range is one chunk.
+        # This plan updates nothing: each range is one chunk.
         super().__init__(memory, variables, [()] * len(variables), chunk=sys.maxsize)
-        own_slots = self.in_order(slots)
+        own_slots = self.to_message_order(slots)
         cuts = [of[0].cuts for of in own_slots]
         self._rank = rank
         self.shards: list[Plan] = []
-        for one in range(len(cuts[0]) - 1):
-            parts = parts_of(self.blocks, cuts, one)
-            if one == rank:
+        for peer in range(len(cuts[0]) - 1):
+            parts = parts_of(self.blocks, cuts, peer)
+            if peer == rank:
                 self.shards.append(Plan(memory, parts, own_slots, compiles=compiles))
             else:
                 self.shards.append(Plan(memory, parts, [()] * len(parts), chunk=sys.maxsize))
         self.own: Plan = self.shards[rank]
-        # For each rank what of the gradients it gets: the variable's place in a message, its
-        # elements, and where they begin in the rank's section. Most ranks have no part of most
+        # For each rank the gradients it gets: the variable's place in the message, the range of its
+        # elements, and their first byte in the rank's section. Most ranks have no part of most
         # variables.
         self._sources = [
             [
-                (i, of[one], of[one + 1], shard.layout.starts[i])
+                (i, of[peer], of[peer + 1], shard.layout.starts[i])
                 for i, of in enumerate(cuts)
-                if of[one] < of[one + 1]
+                if of[peer] < of[peer + 1]
             ]
-            for one, shard in enumerate(self.shards)
+            for peer, shard in enumerate(self.shards)
         ]
 
     def pieces_of(self, places: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:
-        """For each rank what it gets of some of the gradients.
+        """For each rank, its pieces of the gradients at these places.
 
-        That is, of each: its place in a message, the range of its elements, and the byte where that
-        begins in the
-        rank's section of all.
+        A piece is the place in the message, the range of elements, and the range's first byte in
+        the rank's section.
         """
-        return [[one for one in of if one[0] in places] for of in self._sources]
+        return [[piece for piece in of_rank if piece[0] in places] for of_rank in self._sources]
 
     def flat(self, values: Sequence[Array]) -> list[Array]:
-        """The variables' gradients, in the order of a message, as flat arrays."""
-        return [value.reshape(-1) for value in self.in_order(values)]
+        """The variables' gradients, in the order of the message, as flat arrays."""
+        return [value.reshape(-1) for value in self.to_message_order(values)]
 
     def write_section(self, rank: int, section: Bytes, flat: Sequence[Array]) -> None:
-        """Copies to a section what a rank gets of the gradients."""
-        for i, start, stop, begin in self._sources[rank]:
+        """Copies a rank's pieces of the gradients to its section."""
+        for i, start, stop, offset in self._sources[rank]:
             dtype = self.blocks[i].array.dtype
-            section[begin : begin + (stop - start) * dtype.itemsize].view(dtype)[...] = flat[i][
-                start:stop
-            ]
+            piece = section[offset : offset + (stop - start) * dtype.itemsize].view(dtype)
+            piece[...] = flat[i][start:stop]
 
     def write_new(self, message: Bytes) -> None:
         """Copies this rank's part of the variables to a message."""
@@ -237,7 +235,7 @@ class ShardedPlan(Plan):
             self.own.layout.groups[chunk.group].of(message)[chunk.start : chunk.stop] = chunk.value
 
     def read_new(self, rank: int, message: Bytes) -> None:
-        """Copies another rank's part to the variables, from its message."""
+        """Copies another rank's part from its message to the variables."""
         if rank == self._rank:
             return
         shard = self.shards[rank]

@@ -1,4 +1,4 @@
-"""How the elements of variables are split over the ranks, each of which keeps the slots of its part, and updates it."""
+"""Shards: the parts of variables' elements that each rank updates, and whose slots it stores."""
 
 from __future__ import annotations
 
@@ -16,39 +16,34 @@ from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
 
 _UNIT = 256
-"""Elements that stay together.
-
-On a GPU, where every variable starts at a multiple of 256 bytes, so do all parts.
-"""
+"""Parts start at multiples of this many elements: on a GPU, at multiples of 256 bytes."""
 
 
 def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[Cuts]:
-    """Splits variables of ascending numbers into equal parts of all elements of a dtype; the last one has the rest.
+    """Splits all elements of a dtype into equal parts; the last part takes the remainder.
 
     Args:
-        variables: their blocks.
+        variables: their blocks, in order of creation.
         size: the number of ranks.
-        alignment: bytes to whose multiples every variable starts.
+        alignment: every variable starts at a multiple of this many bytes.
     """
-    # Of all elements and not of each variable's: ranks have equal parts, whatever the variables'
+    # All elements are split, not each variable: ranks have equal parts, whatever the variables'
     # sizes, and a part is one range of memory and of a message.
-    shapes, dtypes = (
-        tuple([v.array.shape for v in variables]),
-        tuple([v.array.dtype for v in variables]),
-    )
+    shapes = tuple([v.array.shape for v in variables])
+    dtypes = tuple([v.array.dtype for v in variables])
     layout = layout_of(shapes, dtypes, alignment)
     cuts: list[Cuts] = [()] * len(variables)
     for group in layout.groups:
         part = group.elements // size // _UNIT * _UNIT
         for i in group.members:
-            begin, count = (layout.starts[i] - group.start) // group.dtype.itemsize, layout.sizes[i]
-            cuts[i] = (*[min(max(rank * part - begin, 0), count) for rank in range(size)], count)
+            first, count = (layout.starts[i] - group.start) // group.dtype.itemsize, layout.sizes[i]
+            cuts[i] = (*[min(max(rank * part - first, 0), count) for rank in range(size)], count)
     return cuts
 
 
 def part_of(block: Block, start: int, stop: int) -> Block:
-    """Some elements of a variable as a flat block of their own."""
-    array, view = (one.reshape(-1)[start:stop] for one in (block.array, block.view))
+    """Some elements of a variable as a flat block."""
+    array, view = (whole.reshape(-1)[start:stop] for whole in (block.array, block.view))
     itemsize = array.dtype.itemsize
     part = Block(
         array, view, block.start + start * itemsize, block.start + stop * itemsize, block.number
@@ -58,7 +53,7 @@ def part_of(block: Block, start: int, stop: int) -> Block:
 
 
 def parts_of(variables: Sequence[Block], cuts: Sequence[Cuts], rank: int) -> list[Block]:
-    """Each variable's elements that a rank updates."""
+    """The elements of each variable that a rank updates."""
     return [part_of(v, *of[rank : rank + 2]) for v, of in zip(variables, cuts, strict=True)]
 
 
@@ -69,7 +64,7 @@ def update_rows_in_shards(
     gradient: Array,
     rule: UpdateRule,
 ) -> None:
-    """`update_rows` of a variable whose slots are split: each rank updates its elements, and all get all new values.
+    """`update_rows` with split slots: each rank updates its elements and gets all new values.
 
     Collective.
     """
@@ -79,7 +74,7 @@ def update_rows_in_shards(
     xp = gpu.array_module(rows)
     columns = int(np.prod(gradient.shape[1:], dtype=np.int64))
     elements = (rows[:, np.newaxis] * columns + xp.arange(columns)).reshape(-1)
-    # By rank, as the new values come together.
+    # Sorted by rank, in the order in which the new values are gathered.
     owners = sum((elements >= cut).astype(np.int64) for cut in cuts[1:-1])
     order = xp.argsort(owners, kind="stable")
     elements, gradient = elements[order], gradient.reshape(-1)[order]

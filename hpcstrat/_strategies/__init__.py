@@ -1,1 +1,1 @@
-"""The strategies, and what they do with values: run, reduce, gather, transfer."""
+"""The strategies, and their operations on values: run, reduce, gather, transfer."""

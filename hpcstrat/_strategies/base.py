@@ -1,4 +1,4 @@
-"""Strategy and what programs get from it: its scope, and the context of each replica."""
+"""Strategy, its scope, and the context of its replicas."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.replica_collectives import ReplicaCollectives
 from hpcstrat._strategies.transfer import (
-    check_alike,
+    check_same_structure,
     explain_empty_part,
     regroup,
     require_equal_arguments,
@@ -41,22 +41,23 @@ from hpcstrat._variable.array import note_read_only
 from hpcstrat._variable.options import creators
 
 
-def _described(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
+def _describe_run(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
     return Details(f"run {name.rpartition('.<locals>.')[2]}", None, group_of(strategy).stream)
 
 
 class Strategy(InputMethods, ValueMethods):
-    """Runs one program on several replicas: one per rank, each on its own device.
+    """Runs one program on several replicas: one replica per rank, each on its own device.
 
     Construct one of the subclasses. All ranks must call the methods marked collective, in the same
-    order. Code at the script's top level does so by itself, because every rank runs the same lines.
+    order. Code at the top level of the script does so automatically, because every rank runs the
+    same lines.
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._connect(group)
 
-    # Apart from the constructor, because a copy of a strategy has no devices to place.
+    # Separate from the constructor, because copying a strategy does not place devices again.
     def _connect(self, group: ReplicaGroup) -> None:
         self._group = group
         self._across = AcrossReplicas(group, self)
@@ -78,7 +79,7 @@ class Strategy(InputMethods, ValueMethods):
 
     @property
     def extended(self) -> StrategyExtended:
-        """Further methods, for libraries built on strategies."""
+        """More methods, for libraries built on strategies."""
         return self._extended
 
     @property
@@ -89,21 +90,19 @@ class Strategy(InputMethods, ValueMethods):
     def __repr__(self) -> str:
         group, replicas = self._group, self.num_replicas_in_sync
         devices = ", ".join(dict.fromkeys(device.short for device in group.devices))
-        variables = (
-            ""
-            if group.mirrors or replicas == 1
-            else f", variables on {group.parameter_device.short}"
-        )
+        is_central = not group.mirrors and replicas > 1
+        variables = f", variables on {group.parameter_device.short}" if is_central else ""
         state = ", closed" if group.lifetime.is_closed else ""
-        return f"{type(self).__name__}({replicas} replica{'s' * (replicas != 1)} on {devices}{variables}{state})"
+        placed = f"{replicas} replica{'s' * (replicas != 1)} on {devices}"
+        return f"{type(self).__name__}({placed}{variables}{state})"
 
     # ---- life
 
     def scope(self) -> Scope:
-        """A context manager: variables made inside are the strategy's.
+        """A context manager in which the strategy is current and new variables belong to it.
 
         Raises:
-            RuntimeError: on entering, inside a replica function or the scope of another strategy.
+            RuntimeError: entered inside a replica function or the scope of another strategy.
         """
         return Scope(self, self._across)
 
@@ -115,7 +114,7 @@ class Strategy(InputMethods, ValueMethods):
         """
         group = self._group
         if not group.lifetime.is_closed:
-            # NCCL's communicator may only be closed when no rank still uses it.
+            # An NCCL communicator may be closed only when no rank uses it any more.
             group.communicator.barrier()
             group.lifetime.is_closed = True
             if isinstance(group.communicator, DeviceCommunicator):
@@ -127,23 +126,23 @@ class Strategy(InputMethods, ValueMethods):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if error is None:  # after an error the ranks do not meet again
+        if error is None:  # after an error the other ranks may never call `close`
             self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
-        """A copy that shares the communicator and the variables, and whose `extended` belongs to the copy."""
+        """A copy with its own `extended`, which shares the communicator and the variables."""
         other = copy.copy(self)
         memo[id(self)] = other
         group = self._group
         if isinstance(group.communicator, DeviceCommunicator):
-            # Each copy is closed by itself; the last one closes the connection.
+            # Each copy is closed separately; the last one closes the connection.
             keep_connected(group.communicator)
         other._connect(dataclasses.replace(group, lifetime=Lifetime(group.lifetime.is_closed)))
         return other
 
     # ---- replicas
 
-    @span(RUN, _described)
+    @span(RUN, _describe_run)
     def run(
         self,
         fn: Callable[..., Any],
@@ -151,45 +150,44 @@ class Strategy(InputMethods, ValueMethods):
         kwargs: Mapping[str, Any] | None = None,
         options: RunOptions | None = None,
     ) -> Any:
-        """Runs `fn(*args, **kwargs)` once on each replica.
+        """Runs `fn(*args, **kwargs)` once on each replica, in its replica context.
 
         Args:
             fn: the replica function.
-            args: positional arguments, a tuple of nests. Distributed values in them are replaced by
-                this replica's component.
-            kwargs: keyword arguments, likewise.
+            args: positional arguments, a tuple of nests. Each distributed value in them is replaced
+                by this replica's component.
+            kwargs: keyword arguments, treated as `args` are.
             options: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
-            A nest like the one `fn` returns, whose leaves are `PerReplica`; plain values with one
-            replica. A variable of the strategy comes back as itself, `None` as `None`.
+            A nest like the one that `fn` returns, with `PerReplica` leaves; with one replica, plain
+            values. A variable is returned as itself, `None` as `None`.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
             TypeError: `fn` is not callable, or `args` is not a tuple or list.
             ReplicaMismatchError: with `HPCSTRAT_CHECK=1`, arrays or numbers in `args` or `kwargs`,
-                other than distributed values, differ between ranks. All ranks must make the call
-                then.
-            Exception: what `fn` raised. The program may catch it and go on only where every replica
-                raised.
+                other than distributed values, differ between ranks. All ranks must then call `run`.
+            Exception: whatever `fn` raised. The program may catch it and continue only if every
+                replica raised.
 
         Examples:
-            As one replica prints it:
+            With one replica:
 
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
-            >>> dataset = strategy.experimental_distribute_dataset(hs.data.Dataset.range(5).batch(2))
-            >>> for x in dataset:
+            >>> dataset = hs.data.Dataset.range(5).batch(2)
+            >>> for x in strategy.experimental_distribute_dataset(dataset):
             ...     print(strategy.run(lambda value: value + 1, args=(x,)))
             [1 2]
             [3 4]
             [5]
         """
         del options
-        # It does not become the current call: that would cost every step, and what runs here is the
-        # program's own.
+        # Not recorded as the current call: that would cost time in every step, and the code that
+        # runs inside is the program's.
         require_cross_replica(self._group, "Strategy.run")
-        # Without a GPU there is no context manager to enter, which every step would pay for.
+        # On the CPU no context manager is entered: every step would pay for it.
         stream = self._group.stream
         if stream is None:
             return self._run(fn, args, kwargs)
@@ -200,24 +198,25 @@ class Strategy(InputMethods, ValueMethods):
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
     ) -> Any:
         communicator, before = self._group.communicator, contexts.current.get()
-        try:  # in which the context is set: a signal's exception may come right behind that
+        # The context is set inside the `try`: a signal may raise right after it was set.
+        try:
             check_arguments(fn, args, "Strategy.run")
             if communicator.checks:
-                # Plain values count as one value of all replicas. Comparing them communicates, so
-                # it has to be asked for.
+                # A plain value is the same for all replicas. Comparing it communicates, so only
+                # HPCSTRAT_CHECK does.
                 require_equal_arguments(communicator, args, kwargs or {})
-            own = [select(one) for one in args]
-            own_by_name = {name: select(one) for name, one in kwargs.items()} if kwargs else {}
+            own = [select(arg) for arg in args]
+            own_by_name = {name: select(arg) for name, arg in kwargs.items()} if kwargs else {}
             contexts.current.set(self._in_replica)
             result = regroup(self._group, fn(*own, **own_by_name))
             if communicator.checks:
-                check_alike(communicator, result)
+                check_same_structure(communicator, result)
             return result
         except BaseException as error:
             note_read_only(error)
-            # The other ranks may know nothing of this one. If the program catches it, the next call
-            # compares, and ends the job.
-            communicator.note_fault(error)
+            # Other ranks may not have raised. If the program catches the exception, the next
+            # collective call compares the ranks and ends the job.
+            communicator.note_escaped(error)
             self._group.storage.drop_marks()
             explain_empty_part(error, args, kwargs)
             raise
@@ -230,16 +229,13 @@ class Strategy(InputMethods, ValueMethods):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """The name of `run` in TensorFlow 2.0."""
+        """Calls `run`, by its name in TensorFlow 2.0."""
         warn_renamed("Strategy.experimental_run_v2", "Strategy.run")
         return self.run(fn, args, kwargs)
 
 
 class Scope:
-    """The scope of a strategy: its cross-replica context, in which new variables belong to it.
-
-    See `Strategy.scope`.
-    """
+    """Enters a strategy's cross-replica context; see `Strategy.scope`."""
 
     __slots__ = ("_across", "_entered", "_strategy")
 
@@ -255,8 +251,8 @@ class Scope:
         return self._strategy
 
     def __exit__(self, *_: Any) -> None:
-        token, asked = self._entered[-1]
-        if creators.get() != asked:
+        token, creators_before = self._entered[-1]
+        if creators.get() != creators_before:
             raise RuntimeError(
                 "Strategy.scope was left inside a variable_creator_scope that was entered in it; "
                 "leave that one first"
@@ -266,9 +262,9 @@ class Scope:
 
 
 class ReplicaContext(ReplicaCollectives):
-    """What a replica function knows about its replica, and how it communicates with the others.
+    """Tells a replica function which replica it is, and lets it communicate with the others.
 
-    Inside `Strategy.run`, `hpcstrat.get_replica_context()` returns it.
+    `hpcstrat.get_replica_context()` returns it inside `Strategy.run`.
     """
 
     __slots__ = ("_across", "_group", "_strategy")
@@ -285,7 +281,7 @@ class ReplicaContext(ReplicaCollectives):
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """The index of this replica, 0..num_replicas_in_sync-1."""
+        """The index of this replica, from 0 to `num_replicas_in_sync - 1`."""
         return self._group.communicator.rank
 
     @property
@@ -310,13 +306,13 @@ class ReplicaContext(ReplicaCollectives):
         Collective: all replicas call this.
 
         Args:
-            merge_fn: runs on every rank, with the leaves of `args` and `kwargs` as `PerReplica`
-                values.
-            args: positional arguments, nests.
+            merge_fn: the function to run on every rank, with the leaves of `args` and `kwargs` as
+                `PerReplica` values.
+            args: positional arguments, a tuple of nests.
             kwargs: keyword arguments, nests.
 
         Returns:
-            This replica's component of what `merge_fn` returns.
+            This replica's component of the result of `merge_fn`.
 
         Raises:
             RuntimeError: called outside the replica context, or outside every strategy with several
@@ -325,11 +321,10 @@ class ReplicaContext(ReplicaCollectives):
         """
         self._require()
         check_arguments(merge_fn, args)
-        # Args and kwargs as one nest: one structure to compare, one flattening.
+        # `args` and `kwargs` as one nest: it is flattened and compared once.
         given = (tuple(args), dict(kwargs or {}))
         leaves, structure = nests.flatten(given)
-        # All replicas must be here, with nests of one structure, before the function runs on any of
-        # them.
+        # The function runs only after all replicas have called this with nests of one structure.
         self._group.communicator.exchange(signature_of(current_call(), nests.describe(structure)))
         merged_args, merged_kwargs = regroup(self._group, given) if leaves else given
         before = contexts.current.get()
@@ -341,9 +336,10 @@ class ReplicaContext(ReplicaCollectives):
         return select(result)
 
     def random_generator(self, seed: int) -> Any:
-        """This replica's own random generator: `numpy.random.Generator`, or CuPy's on a GPU.
+        """A random generator for this replica: `numpy.random.Generator`, or CuPy's on a GPU.
 
-        The same seed gives each replica an independent stream, and the same streams in every run.
+        One seed gives each replica an independent stream, and the same streams in every run of the
+        program.
         """
         xp = self._group.xp
         own = np.random.SeedSequence(entropy=seed, spawn_key=(self.replica_id_in_sync_group,))
@@ -352,17 +348,16 @@ class ReplicaContext(ReplicaCollectives):
         return xp.random.default_rng(int(own.generate_state(1, np.uint64)[0]))
 
     def _require(self) -> None:
-        """Refuses a call outside of the replica function that was given this context."""
-        found = contexts.context()
-        # Outside of every scope each process is in the only replica of the default strategy.
-        is_here = self._group is default_group() if found is None else found.owner is self
-        if not is_here:
+        here = contexts.context()
+        # Outside every scope each process is the only replica of the default strategy.
+        is_own = self._group is default_group() if here is None else here.owner is self
+        if not is_own:
             raise RuntimeError(
                 f"{current_call()} was called outside of its replica context; call it inside the "
                 "function that Strategy.run runs"
             )
-        # The default strategy has one replica, so a sum would silently be this rank's own value.
-        if found is None and (ranks := worlds.size()) > 1:
+        # The default strategy has one replica: a sum would silently be this rank's own value.
+        if here is None and (ranks := worlds.size()) > 1:
             raise RuntimeError(
                 f"{current_call()} was called outside of Strategy.run, where each of the {ranks} "
                 "ranks is alone; call it inside the function that strategy.run runs, or use "
@@ -370,9 +365,10 @@ class ReplicaContext(ReplicaCollectives):
             )
 
     def __repr__(self) -> str:
-        return f"ReplicaContext(replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync})"
+        index, count = self.replica_id_in_sync_group, self.num_replicas_in_sync
+        return f"ReplicaContext(replica {index} of {count})"
 
 
 def group_of(strategy: Strategy) -> ReplicaGroup:
-    """What a strategy shares with its variables."""
+    """The group of a strategy."""
     return strategy._group

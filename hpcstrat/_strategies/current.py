@@ -1,4 +1,4 @@
-"""The strategy that a line runs in, and the default strategy, in effect outside every scope."""
+"""The current strategy, and the default strategy, which is current outside every scope."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hpcstrat._strategies.base import ReplicaContext, Scope, Strategy
 
 @final
 class DefaultStrategy(Strategy):
-    """Outside every scope each process is a single replica. Does not start MPI."""
+    """The strategy outside every scope: each process is a single replica. Does not start MPI."""
 
     def __init__(self) -> None:
         super().__init__(default_group())
 
     def scope(self) -> Scope:
-        """Changes nothing: code outside every scope is in the default strategy's context already."""
+        """A context manager that changes nothing: outside every scope this strategy is current."""
         return _DefaultScope(self, self._across)
 
 
 class _DefaultScope(Scope):
-    """The default strategy's scope, which changes nothing, as in TensorFlow: its context is in effect already."""
+    """The default strategy's scope, which changes nothing, as in TensorFlow."""
 
     __slots__ = ()
 
@@ -40,19 +40,19 @@ class _DefaultScope(Scope):
         pass
 
 
-# One object: `get_strategy()` is compared by identity, and programs may keep it.
+# Always the same object: programs may keep it, and compare `get_strategy()` with it by identity.
 @functools.cache
 def default_strategy() -> Strategy:
-    """The strategy in effect outside every scope, of one replica."""
+    """The strategy that is current outside every scope, with one replica."""
     return DefaultStrategy()
 
 
 def get_strategy() -> Strategy:
-    """The strategy that this line runs in; outside every scope the default strategy, of one replica."""
-    found = contexts.context()
-    if found is None:
+    """The current strategy; outside every scope the default strategy, which has one replica."""
+    context = contexts.context()
+    if context is None:
         return default_strategy()
-    owner = found.owner
+    owner = context.owner
     if isinstance(owner, ReplicaContext):
         return owner.strategy
     assert isinstance(owner, Strategy)
@@ -60,26 +60,27 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Whether this line runs in the scope, or in a replica, of a strategy other than the default one."""
+    """Whether the current strategy is another than the default strategy."""
     return contexts.group() is not default_group()
 
 
 def get_replica_context() -> ReplicaContext | MaybeNone:
-    """This replica's context; None in the cross-replica context; the default strategy's outside every scope.
+    """This replica's context; None in the cross-replica context.
 
-    The latter's `all_reduce`, `all_gather` and `merge_call` need a single rank.
+    Outside every scope it is the default strategy's, whose collective methods raise if there are
+    several ranks.
     """
-    found = contexts.context()
-    if found is None:
+    context = contexts.context()
+    if context is None:
         return default_strategy()._replica_context
-    if not isinstance(found, InReplica):
+    if not isinstance(context, InReplica):
         return None
-    assert isinstance(found.owner, ReplicaContext)
-    return found.owner
+    assert isinstance(context.owner, ReplicaContext)
+    return context.owner
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Makes `strategy` the default outside any scope; None restores the default.
+    """Makes `strategy` current outside every scope; None restores the default strategy.
 
     Raises:
         RuntimeError: called inside a scope or a replica.

@@ -1,4 +1,4 @@
-"""Nests of values that replicas send each other, inside the collective methods of a replica context."""
+"""Sends nests of values between replicas, for the collective methods of a replica context."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcstrat._strategies.reduction import as_numeric, scalar
 
 
 def broadcast(communicator: Communicator, value: Any, root: int) -> Any:
-    """The value of replica `root`; `value` is a nest of this replica's values."""
+    """Returns the nest of replica `root`; `value` is this replica's nest."""
     if (
         isinstance(root, bool)
         or not isinstance(root, (int, np.integer))
@@ -25,7 +25,7 @@ def broadcast(communicator: Communicator, value: Any, root: int) -> Any:
             f"{current_call()}: root is {root!r}; it must be the index of a replica, "
             f"0..{communicator.size - 1}"
         )
-    return _moved(
+    return _exchange(
         value, lambda arrays, *must_match: communicator.broadcast(arrays, int(root), *must_match)
     )
 
@@ -33,18 +33,18 @@ def broadcast(communicator: Communicator, value: Any, root: int) -> Any:
 def reduce_scatter(
     communicator: Communicator, reduce_op: ReduceOp | str, value: Any, axis: int
 ) -> Any:
-    """This replica's part of a reduction; `value` is a nest of this replica's values."""
+    """Returns this replica's part of a reduction; `value` is this replica's nest."""
     op = ReduceOp.parse(reduce_op, current_call())
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
         raise TypeError(f"{current_call()}: axis is {axis!r}; it must be an int")
-    return _moved(
+    return _exchange(
         value,
         lambda arrays, *must_match: communicator.reduce_scatter(arrays, op, int(axis), *must_match),
     )
 
 
 def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
-    """What each replica has for this one; `values` are nests, one for each replica."""
+    """Returns each replica's nest for this one; `values` are this replica's nests for each."""
     size = communicator.size
     if not isinstance(values, (list, tuple)) or len(values) != size:
         given = (
@@ -53,13 +53,12 @@ def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
             else f"of type {type(values).__name__}"
         )
         raise ValueError(
-            f"{current_call()}: values is {given}; pass a list of {size}, one for each replica"
+            f"{current_call()}: values is {given}; pass a list of {size}, one per replica"
         )
     nests = [_Nest(value) for value in values]
     if len({(nest.description, nest.dtypes) for nest in nests}) > 1:
         raise ValueError(
-            f"{current_call()}: what is for one replica differs from what is for another in its "
-            "structure or its dtypes: "
+            f"{current_call()}: the values for the replicas differ in structure or dtypes: "
             f"{'; '.join(f'{nest.description} of {nest.dtypes}' for nest in nests)}; only shapes "
             "may differ"
         )
@@ -68,22 +67,20 @@ def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
         for arrays in zip(*[n.arrays for n in nests], strict=True)
     ]
     received = communicator.all_to_all(outgoing, nests[0].description)
-    return [nests[0].filled([of[source] for of in received]) for source in range(size)]
+    return [nests[0].fill([of[source] for of in received]) for source in range(size)]
 
 
 def neighbor_exchange(
     communicator: Communicator, to_left: Any, to_right: Any, periodic: bool
 ) -> tuple[Any, Any]:
-    """What the left and the right neighbor sent; `None` where there is no neighbor."""
+    """Returns the left and the right neighbor's nests; `None` if a neighbor does not exist."""
     rank, size = communicator.rank, communicator.size
     left, right = (
         (rank + step) % size if periodic or 0 <= rank + step < size else None for step in (-1, 1)
     )
     nests = _Nest(to_left), _Nest(to_right)
-    sides = (
-        (nests[0], left, right),
-        (nests[1], right, left),
-    )  # what goes to the left comes from the right
+    # (nest, destination, source): sending to the left means receiving from the right.
+    sides = ((nests[0], left, right), (nests[1], right, left))
     outgoing = [
         _outgoing({} if to is None else {to: array}, [] if source is None else [source], array)
         for nest, to, source in sides
@@ -91,11 +88,11 @@ def neighbor_exchange(
     ]
     described = [f"to the left {nests[0].description}", f"to the right {nests[1].description}"]
     received = communicator.all_to_all(outgoing, *described, f"periodic={bool(periodic)}")
-    found: list[Any] = []
+    results: list[Any] = []
     for nest, _, source in sides:
         own, received = received[: len(nest.arrays)], received[len(nest.arrays) :]
-        found.append(None if source is None else nest.filled([of[source] for of in own]))
-    from_right, from_left = found
+        results.append(None if source is None else nest.fill([of[source] for of in own]))
+    from_right, from_left = results
     return from_left, from_right
 
 
@@ -103,9 +100,9 @@ class _Nest:
     """A nest and the arrays in it. `None` stays `None`.
 
     Attributes:
-        arrays: the leaves, but for `None`.
-        description: the structure, and where `None` is.
-        dtypes: the names of the arrays'.
+        arrays: the leaves that are not `None`.
+        description: the structure, and which leaves are arrays.
+        dtypes: the names of the arrays' dtypes.
     """
 
     def __init__(self, value: Any) -> None:
@@ -117,17 +114,17 @@ class _Nest:
         if len(self._places) < len(self._leaves):
             self.description += f", arrays at {self._places}"
 
-    def filled(self, arrays: Sequence[Array]) -> Any:
-        """The nest with these arrays."""
+    def fill(self, arrays: Sequence[Array]) -> Any:
+        """A nest of this structure with these arrays."""
         leaves = list(self._leaves)
         for i, array in zip(self._places, arrays, strict=True):
             leaves[i] = scalar(array)
         return self._structure.unflatten(leaves)
 
 
-def _moved(value: Any, move: Callable[..., list[Array]]) -> Any:
+def _exchange(value: Any, exchange_arrays: Callable[..., list[Array]]) -> Any:
     nest = _Nest(value)
-    return nest.filled(move(nest.arrays, nest.description))
+    return nest.fill(exchange_arrays(nest.arrays, nest.description))
 
 
 def _outgoing(to: Mapping[int, Array], sources: Sequence[int], like: Array = None) -> Outgoing:

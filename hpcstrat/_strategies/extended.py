@@ -1,4 +1,4 @@
-"""StrategyExtended: what libraries on top of strategies use."""
+"""StrategyExtended: methods for libraries built on strategies."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ from hpcstrat._variable.variable import Variable, state_of
 
 
 class StrategyExtended:
-    """Methods of a strategy that programs rarely need: `Strategy.extended`.
+    """Methods of a strategy that programs rarely need, as `Strategy.extended`.
 
-    All ranks call those marked collective, in the cross-replica context or outside every scope.
+    All ranks call the methods marked collective, in the cross-replica context or outside every
+    scope.
     """
 
     def __init__(self, across: AcrossReplicas, run: Callable[..., Any]) -> None:
@@ -45,7 +46,7 @@ class StrategyExtended:
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The canonical string of the device where variables live."""
+        """The canonical string of the device that stores variables, in a tuple."""
         return (str(self._group.parameter_device),)
 
     @property
@@ -60,12 +61,12 @@ class StrategyExtended:
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """Whether shapes must be the same in every step: no."""
+        """False: shapes may differ between steps."""
         return False
 
     @property
     def experimental_between_graph(self) -> bool:
-        """Whether workers run programs of their own: no, there is one program."""
+        """False: all workers run the same program."""
         return False
 
     # ---- replicas
@@ -77,7 +78,7 @@ class StrategyExtended:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """`Strategy.run` by its older name."""
+        """Calls `Strategy.run`, by its older name."""
         require_cross_replica(self._group)
         return self._run(fn, args, kwargs)
 
@@ -90,7 +91,7 @@ class StrategyExtended:
         Args:
             reduce_op: a `ReduceOp` or its name.
             value: a distributed value, or a nest of them.
-            destinations: where the result is wanted: a variable, a device string, or a distributed
+            destinations: where to put the result: a variable, a device string, or a distributed
                 value for all replicas.
             options: ignored; accepted for compatibility with TensorFlow.
 
@@ -99,8 +100,8 @@ class StrategyExtended:
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
-            ValueError: `destinations` is none of these, or a plain value other than zero is summed
-                over several replicas.
+            ValueError: unsupported `destinations`, or the sum over several replicas of a plain
+                value other than zero.
         """
         del options
         return self._reduce(reduce_op, [(value, destinations)])[0]
@@ -112,7 +113,7 @@ class StrategyExtended:
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: Any = None,
     ) -> list[Any]:
-        """`reduce_to` of several (value, destinations) pairs, in one message. Collective."""
+        """Reduces (value, destinations) pairs as `reduce_to`, in one message. Collective."""
         del options
         return self._reduce(reduce_op, list(value_destination_pairs))
 
@@ -123,50 +124,49 @@ class StrategyExtended:
             self._group.communicator, reduce_op, [value for value, _ in pairs], None
         )
         return [
-            self._sent(total, destinations)
+            self._deliver(total, destinations)
             for total, (_, destinations) in zip(totals, pairs, strict=True)
         ]
 
     @collective("StrategyExtended.broadcast_to", check_cross_replica)
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """The parameter rank's `tensor`, a nest of plain values, on every rank. Collective.
+        """Copies the parameter rank's `tensor` to every rank. Collective.
 
         Args:
-            tensor: what to send.
+            tensor: a nest of plain values.
             destinations: as in `reduce_to`.
+
+        Returns:
+            The copy, on every rank; a `Mirrored` value if the destinations are all replicas.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
-            ValueError: `destinations` is none of these.
+            ValueError: unsupported `destinations`.
         """
         group = self._group
         with group.on_stream():
             self._check_destinations(destinations)
             sent = group.communicator.broadcast_obj(to_wire(tensor), group.root)
-            return self._sent(from_wire(sent, group.stream), destinations)
+            return self._deliver(from_wire(sent, group.stream), destinations)
 
     def _check_destinations(self, destinations: Any) -> None:
         if isinstance(destinations, (Variable, DistributedValues)):
             return
         alone = self._group.communicator.size == 1
-        for one in (
-            destinations
-            if isinstance(destinations, (list, tuple)) and destinations
-            else [destinations]
-        ):
-            if isinstance(one, str):
-                device_names.parse(one)
-            elif alone and isinstance(one, (int, float, complex, IndexedSlices)):
-                continue  # what a single replica returned
-            elif not hasattr(
-                one, "__array__"
-            ):  # a plain array stands for the one replica that it came from
+        is_list = isinstance(destinations, (list, tuple)) and destinations
+        for destination in destinations if is_list else [destinations]:
+            if isinstance(destination, str):
+                device_names.parse(destination)
+            elif alone and isinstance(destination, (int, float, complex, IndexedSlices)):
+                continue  # the value of the only replica
+            # A plain array may be the value of the only replica, too.
+            elif not hasattr(destination, "__array__"):
                 raise ValueError(
                     f"{current_call()}: destinations is {destinations!r}; pass a variable, a "
                     "device string or a distributed value"
                 )
 
-    def _sent(self, total: Any, destinations: Any) -> Any:
+    def _deliver(self, total: Any, destinations: Any) -> Any:
         communicator = self._group.communicator
         if communicator.size == 1 or not isinstance(destinations, DistributedValues):
             return total
@@ -185,28 +185,30 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(var, *args, **kwargs)` where the variable lives. Collective.
+        """Runs `fn(var, *args, **kwargs)` on the ranks that update the variable. Collective.
 
-        That is the parameter rank only, or every rank for mirrored and `ON_READ` variables. Inside,
-        writes are local, no call may communicate, and only `var` and variables passed in `args` or
-        `kwargs` may be written: under a strategy whose variables live once only the `ON_READ` ones
-        of them, or only the others, as `var` is. An `ON_READ` variable is read there as this
-        replica's own value.
+        These are all ranks for mirrored and `ON_READ` variables, and otherwise the parameter rank
+        alone. In `fn`, writes are local, no call may communicate, and only `var` and variables in
+        `args` or `kwargs` may be written. Under a strategy that stores variables once, those must
+        be `ON_READ` if `var` is, and otherwise must not. Reading an `ON_READ` variable there
+        returns this replica's own value.
 
         Args:
             var: the variable.
-            fn: the update; what it returns, a nest, reaches every rank. For an `ON_READ` variable
-                each replica has its own result, and with several replicas the leaves are
-                `PerReplica`.
-            args: plain values, or `Mirrored` ones.
-            kwargs: likewise.
+            fn: the update.
+            args: plain or `Mirrored` values.
+            kwargs: plain or `Mirrored` values.
             group: if false, each leaf of the result is wrapped in a tuple.
+
+        Returns:
+            The nest that `fn` returns, on every rank. For an `ON_READ` variable each replica has
+            its own result, whose leaves are `PerReplica` if there are several replicas.
 
         Raises:
             ValueError: `var` is not a variable of this strategy.
             TypeError: `fn` is not callable, or `args` is not a tuple or list.
             RuntimeError: called inside a replica function or the scope of another strategy.
-            Exception: what `fn` raised, on every rank.
+            Exception: whatever `fn` raised, on every rank.
         """
         if not isinstance(var, Variable) or not self.variable_created_in_scope(var):
             raise ValueError(
@@ -225,9 +227,9 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(*args, **kwargs)` on the devices of `non_slot_devices`; otherwise like `update`. Collective.
+        """Runs `fn(*args, **kwargs)` on the `non_slot_devices`; otherwise as `update`. Collective.
 
-        The first variable among the arguments, if there is one, takes the place of `var`.
+        The first variable among the arguments, if any, takes the place of `var`.
         """
         del colocate_with
         check_arguments(fn, args)
@@ -241,9 +243,9 @@ class StrategyExtended:
         is_grouped: bool,
     ) -> Any:
         with self._group.communicator.change():
-            return self._changed(fn, args, kwargs, is_grouped)
+            return self._update(fn, args, kwargs, is_grouped)
 
-    def _changed(
+    def _update(
         self,
         fn: Callable[..., Any],
         args: tuple[Any, ...],
@@ -255,7 +257,7 @@ class StrategyExtended:
         variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             raise ValueError(
-                f"{current_call()}: an argument is one value a replica; reduce it first: "
+                f"{current_call()}: an argument is one value per replica; reduce it first: "
                 "StrategyExtended.reduce_to"
             )
         plain = [component_of(leaf) for leaf in leaves]
@@ -263,29 +265,27 @@ class StrategyExtended:
         is_on_read = any(
             state_of(v).is_on_read and state_of(v).group is group for v in variables[:1]
         )
-        # Where one rank writes what lives once, every rank writes its own values only, and neither
-        # does both.
-        is_everyones = group.updates_on is UpdatesOn.ALL_RANKS
-        writable = [v for v in variables if is_everyones or state_of(v).is_on_read is is_on_read]
-        # The function writes in place, and other ranks may still be reading: they must all have
-        # come here first.
+        # If one rank updates the variables that exist once, an update writes either those, or
+        # ON_READ variables, which every rank writes; never both.
+        is_on_all_ranks = group.updates_on is UpdatesOn.ALL_RANKS
+        writable = [v for v in variables if is_on_all_ranks or state_of(v).is_on_read is is_on_read]
+        # The function writes in place: no rank may still be reading.
         communicator.barrier()
-        if is_on_read or is_everyones:
+        if is_on_read or is_on_all_ranks:
             with communicator.raise_together():
-                results, returned = self._updated(lambda: fn(*args, **kwargs), writable)
-                if is_on_read:  # the replicas' values may differ, and so what comes of them
+                results, returned = self._update_here(lambda: fn(*args, **kwargs), writable)
+                if is_on_read:  # the replicas' values may differ, and so may their results
                     results = [regroup(group, leaf) for leaf in results]
-                # Inside the block, so that what `fn` raises on one rank reaches the others here.
+                # Inside the block, so that an exception of one rank reaches the others here.
                 communicator.barrier()
         else:
             written = [state.block for state in map(state_of, writable) if state.group is group]
             try:
-                result = self._updated_by_root(lambda: fn(*args, **kwargs), variables, writable)
+                result = self._update_by_root(lambda: fn(*args, **kwargs), variables, writable)
             except Exception:
-                # All ranks raise it. What was written before it stays, and must be the same for
-                # every reader.
+                # All ranks raise it. Earlier writes stay, and must be the same for all readers.
                 group.storage.publish(written)
-                communicator.settle()
+                communicator.note_shared_error()
                 raise
             group.storage.publish(written)
             results, returned = nests.flatten(result)
@@ -294,34 +294,36 @@ class StrategyExtended:
             ]
         return returned.unflatten(results if is_grouped else [(leaf,) for leaf in results])  # pyright: ignore
 
-    def _updated(
+    def _update_here(
         self, fn: Callable[[], Any], writable: Sequence[Variable]
     ) -> tuple[list[Any], nests.Structure]:
-        """The leaves and the structure of what `fn` returns, which this rank runs in an update's context."""
+        """Runs `fn` on this rank in an update's context, and flattens its result."""
         group = self._group
         before = contexts.current.get()
         try:
             contexts.current.set(InUpdate(group, self._across.owner, writable))
-            # One rank may run this alone, so a collective call in it would wait for ranks that
-            # never come.
-            group.communicator.pause()
+            # One rank may run this alone: a collective call in it would wait forever.
+            group.communicator.pause_calls()
             with group.on_stream():
                 return nests.flatten(fn())
         finally:
-            group.communicator.resume()
+            group.communicator.resume_calls()
             contexts.current.set(before)
 
-    def _updated_by_root(
+    def _update_by_root(
         self, fn: Callable[[], Any], variables: Sequence[Variable], writable: Sequence[Variable]
     ) -> Any:
-        """What `fn` returns on the parameter rank, on every rank; a variable in it as a `_Reference`."""
+        """Runs `fn` on the parameter rank, and sends its result to every rank.
+
+        A variable in the result is sent as a `_Reference`.
+        """
         group, communicator = self._group, self._group.communicator
         sent: list[Any] = []
         with group.on_stream(), communicator.raise_together():
             if communicator.rank == group.root:
-                results, returned = self._updated(fn, writable)
+                results, returned = self._update_here(fn, writable)
+                # A variable is not sent: each rank puts its own variable in the result.
                 leaves = [
-                    # A variable stays where it is; on each rank the result names that rank's own.
                     _Reference(_index(leaf, variables)) if isinstance(leaf, Variable) else leaf
                     for leaf in results
                 ]
@@ -330,7 +332,7 @@ class StrategyExtended:
             return from_wire(sent, group.stream)[0]
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """The device for values that belong to several variables: the parameter device."""
+        """The device for values shared by several variables: the parameter device."""
         del var_list
         return self.parameter_devices
 
@@ -339,16 +341,18 @@ class StrategyExtended:
     def colocate_vars_with(
         self, colocate_with_variable: Variable
     ) -> contextlib.AbstractContextManager[None]:
-        """A context manager in which variables are made on this one's device, as all of a strategy's variables are.
+        """A context manager in which new variables are on this variable's device.
+
+        All variables of a strategy are on one device, so it changes nothing.
 
         Raises:
-            RuntimeError: on entering, outside of the strategy's scope.
-            ValueError: on entering, if the variable is not the strategy's.
+            RuntimeError: entered outside the strategy's scope.
+            ValueError: entered with a variable of another strategy.
         """
-        return self._colocated(colocate_with_variable)
+        return self._colocate(colocate_with_variable)
 
     @contextlib.contextmanager
-    def _colocated(self, variable: Variable) -> Any:
+    def _colocate(self, variable: Variable) -> Any:
         context = contexts.context()
         is_here = self._group is default_group() if context is None else context is self._across
         if not is_here:
@@ -367,16 +371,16 @@ class StrategyExtended:
         return state_of(v).group is self._group
 
     def value_container(self, value: Any) -> Any:
-        """The container that `value` is a component of: `value` itself, because variables have no components."""
+        """The container that holds `value`: `value` itself, since variables have no components."""
         return value
 
     def read_var(self, v: Variable) -> Any:
-        """A copy of the variable's value, like `Variable.read_value`. Collective where that is."""
+        """A copy of the variable's value, as by `Variable.read_value`. Collective where that is."""
         return v.read_value()
 
 
 class _Reference:
-    """Stands for a variable in a result that travels."""
+    """The index of a variable among the arguments of an update, to send in its place."""
 
     __slots__ = ("index",)
 
@@ -385,8 +389,8 @@ class _Reference:
 
 
 def _index(variable: Variable, variables: Sequence[Variable]) -> int:
-    for i, one in enumerate(variables):
-        if one is variable:
+    for i, candidate in enumerate(variables):
+        if candidate is variable:
             return i
     raise ValueError(
         "StrategyExtended.update: the function returned a variable that was not passed to it; pass "

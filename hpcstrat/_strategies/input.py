@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._calls.collective import collective
-from hpcstrat._calls.records import Listed, signature_of
+from hpcstrat._calls.records import ManyValues, signature_of
 from hpcstrat._core import nests
 from hpcstrat._core.arrays import host_copy
 from hpcstrat._core.call_name import current_call, names_call, warn_renamed
@@ -25,7 +25,7 @@ from hpcstrat.data._splitting import InputContext, InputOptions, Prefetcher, bou
 
 
 class InputMethods:
-    """A mixin of `Strategy`, which sets the group."""
+    """The part of `Strategy` that distributes data; `Strategy` sets the group."""
 
     _group: ReplicaGroup
     _takes_pipeline_per_replica: bool = False
@@ -34,35 +34,36 @@ class InputMethods:
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Splits the batches of a dataset among the replicas. Collective, and so is iterating.
+        """Splits each batch of a dataset among the replicas. Collective, and so is iterating.
 
         Args:
             dataset: a `hpcstrat.data.Dataset` that is batched by the global batch size, or any
                 re-iterable of nests of arrays, such as a PyTorch `DataLoader`. Every rank iterates
-                over it and must get the same batches; the first of each pass are compared, with
-                `HPCSTRAT_CHECK=1` all. Of a batch of b elements replica r of N gets the next
-                `b // N + (1 if r < b % N else 0)`. Where b < N, the last get an empty batch; the
-                first time that happens rank 0 warns (`UserWarning`). With `AutoShardPolicy.OFF` in
-                the dataset's options a short batch fills the replicas in order, each up to its part
-                of a full one.
+                over it and must get the same batches; the first batches of each pass are compared,
+                with `HPCSTRAT_CHECK=1` all batches. Of a batch of b elements, replica r of N gets
+                the next `b // N + (1 if r < b % N else 0)`. If b < N, the last replicas get an
+                empty batch, and the first time rank 0 warns (`UserWarning`). With
+                `AutoShardPolicy.OFF` in the dataset's options a short batch fills the replicas in
+                order, each up to its part of a full batch.
             options: see `InputOptions`.
 
         Returns:
-            A re-iterable of nests of `PerReplica`; plain values with one replica. On a GPU the
-            arrays are CuPy's, and the next batches are copied there ahead of their use, unless the
-            options say otherwise.
+            A re-iterable of nests of `PerReplica`; with one replica, of plain values. On a GPU the
+            arrays are CuPy's, and the next batches are copied there in advance, unless the options
+            say otherwise.
 
         Raises:
-            ValueError: the dataset is not batched; or its options say `AutoShardPolicy.OFF`, and
+            ValueError: the dataset is not batched, or its options say `AutoShardPolicy.OFF` and
                 there are several workers.
-            TypeError: `dataset` cannot be iterated.
+            TypeError: `dataset` cannot be iterated over.
 
         Examples:
-            As one replica prints it; two get one element each:
+            With one replica; two would get one element each:
 
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
-            >>> for x in strategy.experimental_distribute_dataset(hs.data.Dataset.range(10).batch(2)):
+            >>> dataset = hs.data.Dataset.range(10).batch(2)
+            >>> for x in strategy.experimental_distribute_dataset(dataset):
             ...     print(strategy.experimental_local_results(x))
             (array([0, 1]),)
             (array([2, 3]),)
@@ -86,31 +87,32 @@ class InputMethods:
         Collective, and so is iterating.
 
         Args:
-            dataset_fn: returns a dataset batched with the batch size of one replica; called once on
-                every rank. The ranks of a host must all get the same elements: in step t the r-th
-                of its n replicas takes element `t * n + r`. On several hosts the context says which
+            dataset_fn: returns a dataset batched by the batch size per replica; called once on
+                every rank. All ranks of a host must get the same elements: in step t, replica r of
+                its n replicas takes element `t * n + r`. On several hosts the context tells which
                 pipeline this is, and each host may have different elements.
-            options: see `InputOptions`. With `PER_REPLICA`, of a `MirroredStrategy`, each replica
-                has a pipeline of its own, whose elements may differ from the others': the context
-                has its index, and as many pipelines as there are replicas.
+            options: see `InputOptions`. With `PER_REPLICA`, in a `MirroredStrategy`, each replica
+                has its own pipeline, with different elements: the context has the pipeline's index,
+                and as many pipelines as there are replicas.
 
         Returns:
-            A re-iterable of nests of `PerReplica`; plain values with one replica. If the elements
-            run out within a step, the replicas without one get an empty batch.
+            A re-iterable of nests of `PerReplica`; with one replica, of plain values. If the
+            elements run out within a step, the replicas without an element get an empty batch.
 
         Raises:
             TypeError: `dataset_fn` does not return a dataset.
-            NotImplementedError: the options ask for `PER_REPLICA`, of another strategy than
+            NotImplementedError: the options ask for `PER_REPLICA` in another strategy than
                 `MirroredStrategy`.
             ValueError: the options contradict each other.
 
         Examples:
-            With a batch of 4 for each replica:
+            With a batch size of 4 per replica:
 
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
             >>> def dataset_fn(context):
-            ...     batch_size = context.get_per_replica_batch_size(4 * context.num_replicas_in_sync)
+            ...     global_batch_size = 4 * context.num_replicas_in_sync
+            ...     batch_size = context.get_per_replica_batch_size(global_batch_size)
             ...     dataset = hs.data.Dataset.from_tensors(1.0).repeat()
             ...     dataset = dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
             ...     return dataset.batch(batch_size)
@@ -130,29 +132,29 @@ class InputMethods:
 
     @collective("Strategy.scatter", check_cross_replica)
     def scatter(self, value: Any, axis: int = 0) -> Any:
-        """Splits arrays between the replicas: the inverse of `gather`.
+        """Splits arrays among the replicas: the inverse of `gather`.
 
         Collective: all ranks call this.
 
         Args:
-            value: a nest of arrays of one size along `axis`, the same on every rank. Their shapes,
-                dtypes and samples of their contents are compared; with `HPCSTRAT_CHECK=1` all of
-                their contents.
-            axis: the axis, counted from the end where negative.
+            value: a nest of arrays of one size along `axis`, the same on every rank. The shapes,
+                dtypes and samples of the contents are compared; with `HPCSTRAT_CHECK=1` all of the
+                contents.
+            axis: the axis; a negative one counts from the end.
 
         Returns:
-            A nest like `value` of `PerReplica`; of arrays where there is one replica. Of a size S
-            along `axis` replica r of N has the next `S // N + (1 if r < S % N else 0)`, which may
-            be none. The parts are copies, on the replicas' devices.
+            A nest like `value` of `PerReplica`; with one replica, of arrays. Of S elements along
+            `axis`, replica r of N has the next `S // N + (1 if r < S % N else 0)`, which may be
+            none. The parts are copies on the replicas' devices.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
-            TypeError: a leaf is not an array of numbers, or is distributed already.
-            ValueError: an axis that is not there, or sizes along it that differ within `value`.
+            TypeError: a leaf is not a numeric array, or is distributed already.
+            ValueError: the axis does not exist, or sizes along it differ within `value`.
             ReplicaMismatchError: the arrays differ between ranks.
 
         Examples:
-            As one replica prints it; two have `[0 1 2]` and `[3 4]`:
+            With one replica; two would have `[0 1 2]` and `[3 4]`:
 
             >>> import numpy as np
             >>> import hpcstrat as hs
@@ -164,9 +166,11 @@ class InputMethods:
         communicator = self._group.communicator
         leaves, structure = nests.flatten(value)
         with self._group.on_stream():
-            arrays = [_scatterable(leaf, axis) for leaf in leaves]
+            arrays = [_as_scatterable(leaf, axis) for leaf in leaves]
             _check_one_size([array.shape for array in arrays], axis)
-            contents = Listed(tuple([_described(array, communicator.checks) for array in arrays]))
+            contents = ManyValues(
+                tuple([_describe_array(array, communicator.checks) for array in arrays])
+            )
             communicator.exchange(
                 signature_of(current_call(), nests.describe(structure), f"axis={axis}", contents)
             )
@@ -184,7 +188,7 @@ class InputMethods:
         return part.copy() if here is part else here
 
     def _prefetcher(self, options: Any) -> Prefetcher | None:
-        """What brings batches to this replica's GPU: two ahead, unless the options say otherwise."""
+        """Copies batches to this replica's GPU, two in advance unless the options say otherwise."""
         options = options if isinstance(options, InputOptions) else InputOptions()
         moves = options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
         if self._group.stream is None or not moves:
@@ -197,7 +201,7 @@ class InputMethods:
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """The older name of `distribute_datasets_from_function`."""
+        """Calls `distribute_datasets_from_function`, by its older name."""
         warn_renamed(
             "Strategy.experimental_distribute_datasets_from_function",
             "Strategy.distribute_datasets_from_function",
@@ -205,12 +209,12 @@ class InputMethods:
         return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
-        """A dataset of the slices of a nest of arrays along the first dimension, of one size for all."""
+        """A dataset of slices of a nest of arrays, all of one size along their first dimension."""
         return Dataset.from_tensor_slices(numpy_input)
 
 
-def _scatterable(value: Any, axis: Any) -> Any:
-    """`value` as an array that has this axis."""
+def _as_scatterable(value: Any, axis: Any) -> Any:
+    """`value` as an array, after a check that it has this axis."""
     if isinstance(value, DistributedValues):
         raise TypeError(
             f"{current_call()}: {value!r} is distributed already; pass an array that is the same "
@@ -222,22 +226,26 @@ def _scatterable(value: Any, axis: Any) -> Any:
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(
             f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; "
-            "pass one that does"
+            "pass an axis that does"
         )
     return array
 
 
 def _check_one_size(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
-    # Split each by itself, elements that belong together would come to different replicas.
+    # Arrays of different sizes would be split at different places: elements that belong together
+    # would go to different replicas.
     if len({shape[axis] for shape in shapes}) > 1:
         raise ValueError(
             f"{current_call()}: the arrays have shapes {', '.join(map(str, shapes))}, whose sizes "
-            f"along axis {axis} differ; pass arrays of one size, or each to a call of its own"
+            f"along axis {axis} differ; pass arrays of one size, or each to a separate call"
         )
 
 
-def _described(array: Any, every: bool) -> str:
-    """A description of an array, equal where arrays are; of a sample of its contents, or of all if `every`."""
+def _describe_array(array: Any, every: bool) -> str:
+    """A description with a checksum of the array's contents, or of a sample unless `every`.
+
+    Equal arrays have equal descriptions. An array on a GPU has a checksum only if `every`.
+    """
     on_gpu = is_on_gpu(array)
     if on_gpu and not every:
         return f"{array.dtype}{list(array.shape)}"

@@ -1,4 +1,4 @@
-"""Mirrored variables: a copy on each replica, on one host or on several."""
+"""The strategies with mirrored variables: one copy per replica, on one host or several."""
 
 from __future__ import annotations
 
@@ -6,29 +6,34 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.connection import given_back_on_error
+from hpcstrat._communicators.connection import disconnect_on_error
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.device_names import Device
 from hpcstrat._process import worlds
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn
-from hpcstrat._storage.factory import central_storage, replica_storage, sharded_storage
+from hpcstrat._storage.factory import (
+    make_central_storage,
+    make_replica_storage,
+    make_sharded_storage,
+)
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import agree_on_placement, place_on_hosts, place_on_one_host
 from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 
 
 class MirroredStrategy(Strategy):
-    """One replica per rank; each holds a copy of every variable, and all copies change together.
+    """One replica per rank, on one host; variables are mirrored, with a copy on each replica.
 
-    Collective: all ranks construct it. The first strategy of a program starts MPI.
+    All copies of a variable stay equal. Collective: all ranks construct it. The first strategy of a
+    program starts MPI.
 
     Args:
         devices: the device of each rank, in rank order. By default rank i gets the host's GPU i; on
             a host without GPUs all ranks use the CPU.
         shard_updates: whether each replica keeps the optimizers' slots for its part of all elements
             only, and updates that part, as PyTorch's `ZeroRedundancyOptimizer` and DeepSpeed's ZeRO
-            stage 1 do; on the CPU with the same bits.
+            stage 1 do. On the CPU the result has the same bits.
 
     Raises:
         TypeError: `shard_updates` is not a bool.
@@ -43,26 +48,28 @@ class MirroredStrategy(Strategy):
     def __init__(
         self, devices: Sequence[str] | None = None, *, shard_updates: bool = False
     ) -> None:
-        super().__init__(mirrored_group(*place_on_one_host(devices), shard_updates=shard_updates))
+        super().__init__(
+            make_mirrored_group(*place_on_one_host(devices), shard_updates=shard_updates)
+        )
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
-    """One replica per rank, on any number of hosts; each holds a copy of every variable, and all change together.
+    """One replica per rank, on any number of hosts; variables are mirrored on each replica.
 
-    A worker is a host. Reductions run within each host first, then across hosts, one message per
-    host. The script is still one program, as if one worker ran it: every rank runs all its lines.
-    Workers differ only in their own data: `experimental_local_results` gives the components of this
-    host's replicas, and `distribute_datasets_from_function` one pipeline a host.
+    A worker is a host. Reductions run within each host first, then across hosts, with one message
+    per host. The script is still one program: every rank runs all its lines. Only the data is per
+    worker: `experimental_local_results` returns the components of this host's replicas, and
+    `distribute_datasets_from_function` makes one pipeline per host.
     `experimental_distribute_dataset` takes the same dataset on all hosts, and each replica reads
     its own elements only.
 
     Collective: all ranks construct it. The first strategy of a program starts MPI.
 
     Args:
-        cluster_resolver: says which worker this process belongs to; by default MPI does. It must
+        cluster_resolver: tells which worker this process belongs to; by default MPI does. It must
             agree with MPI on the number of hosts.
         communication_options: ignored; accepted for compatibility with TensorFlow.
-        shard_updates: as of `MirroredStrategy`.
+        shard_updates: as in `MirroredStrategy`.
 
     Raises:
         TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`, or `shard_updates` is
@@ -85,8 +92,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         call = current_call()
         devices, communicator = place_on_hosts()
         world = worlds.start()
-        group = mirrored_group(devices, communicator, world.hosts, shard_updates)
-        Strategy.__init__(self, group)  # not MirroredStrategy's, which places the ranks on one host
+        group = make_mirrored_group(devices, communicator, world.hosts, shard_updates)
+        Strategy.__init__(self, group)  # MirroredStrategy's would place the ranks on one host
         with communicator.raise_together():
             if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
                 raise TypeError(
@@ -97,49 +104,46 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             if cluster_resolver is not None:
                 spec = cluster_resolver.cluster_spec().as_dict()
                 tasks = sum(len(tasks) for tasks in spec.values())
-                # Some resolvers list hosts and some list ranks: Slurm's has a task for each rank.
+                # Some resolvers list hosts and some list ranks: Slurm's lists one task per rank.
                 if tasks not in (group.workers.count, world.size):
                     raise RuntimeError(
-                        f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), and the "
+                        f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), but the "
                         f"{world.size} ranks run on {group.workers.count} hosts; omit it, or make "
                         "it name every host once"
                     )
             communicator.barrier()
         if cluster_resolver is None:
-            # The first call is collective. It is made here, so that later one rank may ask alone.
+            # The first call is collective, and made here, so that a single rank may ask later.
             self._resolver.cluster_spec()
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The resolver that was passed, or one of MPI's."""
+        """The resolver that was passed, or an `MPIClusterResolver`."""
         return self._resolver
 
 
-def mirrored_group(
+def make_mirrored_group(
     devices: Sequence[Device],
     communicator: Communicator,
     hosts: Sequence[int] = (),
     shard_updates: bool = False,
 ) -> ReplicaGroup:
-    """The group of placed and connected replicas, over which variables are mirrored. Collective."""
+    """Makes the group of placed and connected replicas that mirror variables. Collective."""
     call = current_call()
-    with given_back_on_error(communicator):
-        # Ranks that place their replicas differently would otherwise differ only in speed, or in
-        # rounding.
+    with disconnect_on_error(communicator):
+        # Otherwise ranks that place replicas differently would differ only in speed and rounding.
         agree_on_placement(communicator, devices, shard_updates)
-    local = storage = replica_storage(communicator)
+    local = storage = make_replica_storage(communicator)
     updates_on = UpdatesOn.ALL_RANKS
-    if (
-        shard_updates
-    ):  # each element is updated by one rank, so that those of both kinds have equal copies
-        storage = sharded_storage(communicator)
+    # With sharded updates one rank updates each element, so CPUs and GPUs have equal copies.
+    if shard_updates:
+        storage = make_sharded_storage(communicator)
     elif (
         isinstance(communicator, DeviceCommunicator)
         and len({device.kind for device in devices}) > 1
     ):
-        # A CPU and a GPU round differently, so that copies which each updates itself would not stay
-        # equal.
-        storage, updates_on = central_storage(communicator, root=0), UpdatesOn.ROOT
+        # A CPU and a GPU round differently: copies that each updates itself would not stay equal.
+        storage, updates_on = make_central_storage(communicator, root=0), UpdatesOn.ROOT
     return ReplicaGroup(
         call,
         communicator,

@@ -1,4 +1,4 @@
-"""OneDeviceStrategy: one replica."""
+"""OneDeviceStrategy: a single replica."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core import device_names
 from hpcstrat._core.call_name import current_call
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._storage.factory import replica_storage
+from hpcstrat._storage.factory import make_replica_storage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import place_on_one_host
 
 
 class OneDeviceStrategy(Strategy):
-    """One replica on one device, with the interface of every strategy, for trying out a program.
+    """One replica on one device, to try out a program without changing its code.
 
     Args:
-        device: the device.
+        device: the string of the device, such as `"CPU:0"` or `"GPU:0"`.
 
     Raises:
         ValueError: `device` does not name a device.
@@ -35,15 +35,15 @@ class OneDeviceStrategy(Strategy):
     @collective("OneDeviceStrategy", communicator_of=lambda _: connect())
     def __init__(self, device: str) -> None:
         call, control = current_call(), connect()
-        # Checked before anything is placed: with several ranks all of them raise.
+        # Checked before the replica is placed, so that with several ranks all of them raise.
         device_names.parse(device)
         if control.size > 1:
             raise RuntimeError(
-                f"{call} has one replica, and {control.size} ranks run; start the program without "
+                f"{call} has one replica, but {control.size} ranks run; start the program without "
                 "mpirun"
             )
         placed, communicator = place_on_one_host([device])
-        storage = replica_storage(communicator)
+        storage = make_replica_storage(communicator)
         super().__init__(
             ReplicaGroup(
                 call, communicator, placed, placed[0], storage, storage, requires_aggregation=False

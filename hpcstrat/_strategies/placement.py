@@ -1,4 +1,4 @@
-"""Placing the replicas of a strategy that needs one host."""
+"""Places the replicas of a strategy on devices, and connects their ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hpcstrat._process import driver, launchers, worlds
 def place_on_one_host(
     compute_devices: Sequence[str] | None,
 ) -> tuple[list[device_names.Device], Communicator]:
-    """Starts MPI, gives each rank its device after all checks, and connects the ranks. Collective.
+    """Starts MPI, checks the devices, assigns them to the ranks, connects the ranks. Collective.
 
     Returns:
         The device of each rank, in rank order, and the communicator, which is a
-        `DeviceCommunicator` where any of the ranks computes on a GPU.
+        `DeviceCommunicator` if any rank computes on a GPU.
 
     Raises:
         TypeError: `compute_devices` is a single string.
@@ -30,12 +30,15 @@ def place_on_one_host(
         RuntimeError: the ranks are on several hosts, a device does not exist, there are more ranks
             than GPUs, or MPI, NCCL or the GPUs' driver does not start.
     """
-    return _placed(compute_devices, is_one_host=True)
+    return _place(compute_devices, is_one_host=True)
 
 
 def place_on_hosts() -> tuple[list[device_names.Device], Communicator]:
-    """`place_on_one_host` on any number of hosts: rank i of a host gets its GPU i, or the CPU."""
-    return _placed(None, is_one_host=False)
+    """Places as `place_on_one_host`, on any number of hosts: rank i of a host gets its GPU i.
+
+    On hosts without GPUs all ranks get the CPU.
+    """
+    return _place(None, is_one_host=False)
 
 
 def agree_on_placement(
@@ -44,7 +47,7 @@ def agree_on_placement(
     shard_updates: bool,
     *must_match: str,
 ) -> None:
-    """Compares how the ranks make a strategy. Collective.
+    """Checks that all ranks make the same strategy. Collective.
 
     Raises:
         TypeError: `shard_updates` is not a bool.
@@ -61,7 +64,7 @@ def agree_on_placement(
         )
 
 
-def _placed(
+def _place(
     compute_devices: Sequence[str] | None, is_one_host: bool
 ) -> tuple[list[device_names.Device], Communicator]:
     # Before `connect`, which may start MPI.
@@ -72,20 +75,20 @@ def _placed(
         if is_one_host and world.local_size < world.size:
             hosts = max(world.hosts) + 1
             raise RuntimeError(
-                f"{call} has one worker, and the {world.size} ranks run on {hosts} hosts; start "
-                "them on one, such as with `srun --nodes=1` or a host list of one, or take "
+                f"{call} has one worker, but the {world.size} ranks run on {hosts} hosts; start "
+                "them on one host, such as by `srun --nodes=1` or a host list of one, or use "
                 "MultiWorkerMirroredStrategy"
             )
-        named = device_names.named(compute_devices, control.size)
+        named = device_names.parse_all(compute_devices, control.size)
         on_cpus = named is not None and all(device.kind == "CPU" for device in named)
         visible = () if on_cpus else _visible_gpus()
-        # Hosts, or the environments of ranks, may show different GPUs; all ranks must decide from
+        # Ranks may see different GPUs, because of their host or environment; all must decide from
         # the same facts.
         by_rank = control.all_gather_obj((visible, gpu.has_cupy()))
     with control.raise_together():
         seen = [gpus for gpus, _ in by_rank]
-        # Named devices are used or refused; only where nothing was named may the CPU stand in, and
-        # with a warning.
+        # Named devices are used or refused. Only if no devices were named does the CPU replace
+        # them, with a warning.
         if named is None and any(seen) and not all(has_cupy for _, has_cupy in by_rank):
             _warn_of_missing_cupy(is_lead=control.rank == 0)
             seen = [()] * control.size
@@ -101,7 +104,7 @@ def _placed(
                 if host == world.hosts[world.rank]
             ]
             ordinal = device_names.ordinal(devices[control.rank], world.local_rank, on_host)
-        # By unique id from here on, because an ordinal means another GPU in another process.
+        # By unique id from here on, because an ordinal may mean another GPU in another process.
         own = "" if ordinal is None else seen[control.rank][ordinal]
         gpus = tuple(control.all_gather_obj(own, *map(str, devices)))
     if not any(gpus):
@@ -114,7 +117,7 @@ def _placed(
         transport, reason = choose_device_transport(control, gpus, ordinal is not None)
     if reason:
         warn_together(
-            f"{call}: what the replicas exchange goes through {transport.name} {reason}",
+            f"{call}: the replicas exchange data through {transport.name} {reason}",
             UserWarning,
             is_lead=control.rank == 0,
         )
@@ -126,7 +129,7 @@ def _visible_gpus() -> tuple[str, ...]:
         return driver.visible_gpus()
     except driver.DriverError as error:
         raise RuntimeError(
-            f"{current_call()}: {error}. To compute on the CPU nevertheless, name it, as in "
+            f"{current_call()}: {error}. To compute on the CPU anyway, name it, as in "
             "compute_devices=['CPU:0', ...], or set CUDA_VISIBLE_DEVICES to nothing"
         ) from None
 
@@ -144,12 +147,12 @@ def _warn_of_missing_cupy(is_lead: bool) -> None:
 def _make_current_early(compute_devices: Sequence[str] | None) -> None:
     """Makes the GPU current that this rank will probably compute on, before MPI starts.
 
-    MPI may open a context on the GPU that is current when it starts (pmodels/mpich#5810): without
-    this on GPU 0, in every rank. Only the launcher's variables are known by then; the ranks check
-    the placement together afterwards.
+    MPI may open a context on the GPU that is current when it starts (pmodels/mpich#5810). Without
+    this every rank would open one on GPU 0. Only the launcher's variables are known at that time;
+    the ranks check the placement together afterwards.
     """
     launcher = launchers.find()
-    if worlds.started() is not None or launcher is None or launcher.local_rank is None:
+    if worlds.find() is not None or launcher is None or launcher.local_rank is None:
         return
     with contextlib.suppress(Exception):
         visible = driver.visible_gpus()

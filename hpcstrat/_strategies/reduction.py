@@ -1,4 +1,4 @@
-"""Reducing and gathering nests of values over the replicas, inside the collective methods of a strategy."""
+"""Reduces and gathers nests of values over the replicas, for the collective methods."""
 
 from __future__ import annotations
 
@@ -19,24 +19,27 @@ from hpcstrat._variable.variable import Variable
 
 
 def as_numeric(value: Any) -> Array:
-    """`value`, an array of any library, a variable or a number, as an array where it is, in this machine's byte order.
+    """`value` as a numeric array on its own device, in this machine's byte order.
+
+    Args:
+        value: an array of any library, a variable or a number.
 
     Raises:
-        TypeError: it is none of these, or a masked array.
+        TypeError: `value` is something else, or a masked array.
     """
     if isinstance(value, Variable):
         value = value.value()
     array = as_array(current_call(), value, on_gpu=True)
     if not is_numeric(array.dtype):
         raise TypeError(
-            f"{current_call()}: {value!r} is not an array of numbers and does not become one; pass "
+            f"{current_call()}: {value!r} is not an array of numbers and cannot become one; pass "
             "an array"
         )
     return as_native(array)
 
 
 def convert_foreign_leaves(nest: Any) -> Any:
-    """`nest` with the arrays of other libraries in it as NumPy's or CuPy's; itself where there are none."""
+    """`nest` with arrays of other libraries as NumPy's or CuPy's; itself if there are none."""
     leaves, structure = nests.flatten(nest)
     indices = [
         i for i, leaf in enumerate(leaves) if not isinstance(leaf, Variable) and is_foreign(leaf)
@@ -49,7 +52,7 @@ def convert_foreign_leaves(nest: Any) -> Any:
 
 
 def all_reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any) -> Any:
-    """Elementwise over the replicas; `value` is a nest of this replica's values."""
+    """Reduces elementwise over the replicas; `value` is a nest of this replica's values."""
     op = ReduceOp.parse(reduce_op, current_call())
     leaves, structure = nests.flatten(value)
     return structure.unflatten(_reduce_leaves(communicator, op, leaves, nests.describe(structure)))
@@ -58,18 +61,17 @@ def all_reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any
 def _reduce_leaves(
     communicator: Communicator, op: ReduceOp, leaves: Sequence[Any], *must_match: str
 ) -> list[Any]:
-    """All leaves in one message.
+    """Reduces all arrays in one message, since a message costs more than its bytes.
 
-    `None` stays `None`; slices are brought together, not made dense.
+    `None` stays `None`; slices are gathered, not made dense.
     """
     results: list[Any] = list(leaves)
-    # All arrays of a nest travel in one message. A message costs more than its bytes.
     indices = [
         i
         for i, leaf in enumerate(leaves)
         if leaf is not None and not isinstance(leaf, IndexedSlices)
     ]
-    # `None` alone is a call too, which another rank's arrays do not match.
+    # A call with `None` only still communicates: another rank may pass arrays.
     if indices or all(leaf is None for leaf in leaves):
         arrays = [as_numeric(leaves[i]) for i in indices]
         if len(indices) < len(leaves):
@@ -82,13 +84,13 @@ def _reduce_leaves(
     return results
 
 
-@np.errstate(
-    all="ignore"
-)  # an overflow is inf on all ranks, and no exception on the one that has asked for those
+# An overflow is inf on all ranks, instead of an exception on a rank that enabled those.
+@np.errstate(all="ignore")
 def _reduce_slices(
     communicator: Communicator, op: ReduceOp, slices: IndexedSlices
 ) -> IndexedSlices:
-    with communicator.raise_together():  # arrays beside the slices were reduced before
+    # The arrays of the nest have been reduced by now, so an error here must reach every rank.
+    with communicator.raise_together():
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise ValueError(
                 f"{current_call()}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}; "
@@ -96,7 +98,7 @@ def _reduce_slices(
             )
         values, indices = as_numeric(slices.values), as_numeric(slices.indices)
         check_reducible(values.dtype, op)
-    # Gathered, not added up: a dense sum would need memory for all rows of, say, an embedding.
+    # Gathered, not summed: a dense sum would need memory for every row of, say, an embedding.
     values, indices = communicator.all_gather([values, indices], 0)
     if op is ReduceOp.MEAN and communicator.size > 1:
         values = (values / communicator.size).astype(mean_dtype(values.dtype), copy=False)
@@ -121,7 +123,7 @@ def reduce(
             results[i] = _reduce_plain(op, leaf, axis)
     if indices:
         own = [component_of(leaves[i]) for i in indices]
-        # What the sums alone do not show: ranks that pass other nests, or reduce along other axes.
+        # Differences that the sums alone do not show: other nests, or other axes.
         must_match = [nests.describe(structure), f"axis={axis}"]
         if len(indices) < len(leaves):
             must_match.append(f"distributed at {indices}")
@@ -132,19 +134,24 @@ def reduce(
         for i, result in zip(indices, reduced, strict=True):
             results[i] = result
     else:
-        require_alike(communicator, structure, op.name, f"axis={axis}")
+        require_same_structure(communicator, structure, op.name, f"axis={axis}")
     return structure.unflatten(results)
 
 
-def require_alike(communicator: Communicator, structure: nests.Structure, *must_match: str) -> None:
-    """Has the ranks agree that a call needs nothing of the others: the values of `run` may differ in structure."""
+def require_same_structure(
+    communicator: Communicator, structure: nests.Structure, *must_match: str
+) -> None:
+    """Checks that no rank has values to exchange, since this rank has none. Collective.
+
+    Without this a rank that has some would wait for the others.
+    """
     if communicator.size > 1:
         communicator.exchange(
             signature_of(current_call(), *must_match, nests.describe(structure), "not distributed")
         )
 
 
-@np.errstate(all="ignore")  # as above
+@np.errstate(all="ignore")  # as in `_reduce_slices`
 def _reduce_along(
     communicator: Communicator,
     op: ReduceOp,
@@ -152,32 +159,32 @@ def _reduce_along(
     axis: int | Sequence[int],
     *must_match: str,
 ) -> list[Any]:
-    """Reduces along axes within each replica, too."""
-    inner = [_Inner(op, leaf, axis) for leaf in own]
+    """Reduces along axes within each replica, and over the replicas."""
+    parts = [_Part(op, leaf, axis) for leaf in own]
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        # Sums and counts in one message. Dividing by what all replicas really have makes the mean
+        # Sums and counts in one message. Dividing by the true number of elements makes the mean
         # right for a short last batch.
-        totals = [array for one in inner for array in (one.total, one.count)]
+        totals = [array for part in parts for array in (part.total, part.count)]
         sums = communicator.all_reduce(totals, ReduceOp.SUM, op.name, *must_match)
         return [
-            one.mean_or_sum(*pair)
-            for one, pair in zip(inner, zip(sums[::2], sums[1::2], strict=True), strict=True)
+            part.mean_or_sum(total, count)
+            for part, total, count in zip(parts, sums[::2], sums[1::2], strict=True)
         ]
-    extremes = communicator.all_reduce([one.total for one in inner], op, *must_match)
-    # Counts are always added, so they need a message of their own here.
-    counts = communicator.all_reduce([one.count for one in inner], ReduceOp.SUM)
+    extremes = communicator.all_reduce([part.total for part in parts], op, *must_match)
+    # Counts are always summed, so they need another message here.
+    counts = communicator.all_reduce([part.count for part in parts], ReduceOp.SUM)
     return [
-        one.extreme(*pair)
-        for one, pair in zip(inner, zip(extremes, counts, strict=True), strict=True)
+        part.extreme(total, count)
+        for part, total, count in zip(parts, extremes, counts, strict=True)
     ]
 
 
-class _Inner:
-    """A replica's own part of a reduction along axes.
+class _Part:
+    """This replica's part of a reduction along axes.
 
     Attributes:
-        total: the value reduced along the axes, in the dtype to add up in.
-        count: the number of elements behind each of its own.
+        total: the value reduced along the axes, in the dtype of the accumulator.
+        count: the number of elements that were reduced to each element of `total`.
     """
 
     def __init__(self, op: ReduceOp, value: Any, axis: int | Sequence[int]) -> None:
@@ -188,7 +195,7 @@ class _Inner:
         array = as_numeric(value)
         check_reducible(array.dtype, op)
         axes = _axes(axis, array.ndim)
-        # An array, because it travels beside the total.
+        # An array, because it is sent with the total.
         self.count = np.array(np.prod([array.shape[a] for a in axes], dtype=np.int64))
         self._op, self._dtype = op, array.dtype
         xp = self._xp = gpu.array_module(array)
@@ -196,9 +203,8 @@ class _Inner:
             wide = accumulator(array.dtype)
             if array.dtype.kind in "iu" and op is ReduceOp.MEAN:
                 wide, self._dtype = np.dtype(np.float64), mean_dtype(array.dtype)
-            elif (
-                array.dtype.kind in "iu" and array.dtype.itemsize <= 2
-            ):  # a few pixels are beyond its range
+            # Sums of 8- and 16-bit integers soon overflow: the pixels of an image do.
+            elif array.dtype.kind in "iu" and array.dtype.itemsize <= 2:
                 wide = self._dtype = np.dtype(f"{array.dtype.kind}8")
             self.total = xp.asarray(xp.sum(array, axis=axes, dtype=wide))
             return
@@ -217,12 +223,12 @@ class _Inner:
         return scalar(total.astype(self._dtype, copy=False))
 
     def extreme(self, total: Array, count: Array) -> Any:
-        # Integers have no value for nothing; floats have nan.
+        # Floats have nan for the result without elements; integers have nothing like it.
         if count == 0:
             if self._dtype.kind in "iub":
                 raise ValueError(
                     f"{current_call()}: {self._op.name} along an axis that has no elements on any "
-                    "replica; give it at least one"
+                    "replica; pass at least one element"
                 )
             total = self._xp.full_like(total, np.nan)
         return scalar(total)
@@ -230,31 +236,29 @@ class _Inner:
 
 @np.errstate(all="ignore")
 def _reduce_plain(op: ReduceOp, value: Any, axis: int | Sequence[int] | None) -> Any:
-    """A value that is not distributed, with several replicas."""
+    """Reduces a value that is not distributed over several replicas."""
     if op is ReduceOp.SUM:
-        # One 0 on every replica sums to 0, and so TensorFlow's programs start their totals.
-        # Anything else is ambiguous.
+        # TensorFlow's programs start their totals with a plain 0, which sums to 0. The sum of any
+        # other plain value is ambiguous.
         if not isinstance(value, (Variable, IndexedSlices)) and not as_numeric(value).any():
             return value
         raise ValueError(
-            f"{current_call()}: SUM of a value that is not distributed: is it one value, or one a "
-            "replica? Return it from Strategy.run to have one a replica, or leave it as it is"
+            f"{current_call()}: SUM of a value that is not distributed; did you mean one value, or "
+            "one per replica? Return it from Strategy.run to have one per replica, or leave it as "
+            "it is"
         )
     if isinstance(value, IndexedSlices):
         return value
     array = as_numeric(value)
     if axis is None:
         return array if is_foreign(value) else value
-    inner = _Inner(op, array, axis)
-    return (
-        inner.mean_or_sum(inner.total, inner.count)
-        if op is ReduceOp.MEAN
-        else inner.extreme(inner.total, inner.count)
-    )
+    part = _Part(op, array, axis)
+    finish = part.mean_or_sum if op is ReduceOp.MEAN else part.extreme
+    return finish(part.total, part.count)
 
 
 def all_gather(communicator: Communicator, value: Any, axis: int) -> Any:
-    """Concatenation over the replicas; `value` is a nest of this replica's values."""
+    """Concatenates over the replicas; `value` is a nest of this replica's values."""
     leaves, structure = nests.flatten(value)
     return structure.unflatten(
         _gather_leaves(communicator, leaves, axis, nests.describe(structure))
@@ -267,7 +271,7 @@ def gather(communicator: Communicator, value: Any, axis: int) -> Any:
     indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
     for i, leaf in enumerate(leaves):
         if i not in indices and leaf is not None:
-            array = _gatherable(leaf, axis)
+            array = _as_gatherable(leaf, axis)
             check_gatherable([array.shape], axis)
             leaves[i] = leaf if isinstance(leaf, Variable) else array
     if indices:
@@ -280,16 +284,16 @@ def gather(communicator: Communicator, value: Any, axis: int) -> Any:
         for i, result in zip(indices, gathered, strict=True):
             leaves[i] = result
     else:
-        require_alike(communicator, structure, f"axis={axis}")
+        require_same_structure(communicator, structure, f"axis={axis}")
     return structure.unflatten(leaves)
 
 
 def _gather_leaves(
     communicator: Communicator, leaves: Sequence[Any], axis: int, *must_match: str
 ) -> list[Any]:
-    """All leaves in one message. `None` stays `None`."""
+    """Gathers all leaves in one message. `None` stays `None`."""
     indices = [i for i, leaf in enumerate(leaves) if leaf is not None]
-    arrays = [_gatherable(leaves[i], axis) for i in indices]
+    arrays = [_as_gatherable(leaves[i], axis) for i in indices]
     results: list[Any] = list(leaves)
     if len(indices) < len(leaves):
         must_match = (*must_match, f"arrays at {indices}")
@@ -298,7 +302,7 @@ def _gather_leaves(
     return results
 
 
-def _gatherable(value: Any, axis: int) -> Array:
+def _as_gatherable(value: Any, axis: int) -> Array:
     if isinstance(value, IndexedSlices):
         raise NotImplementedError(
             f"{current_call()}: IndexedSlices cannot be gathered; gather their values and indices"
@@ -309,7 +313,10 @@ def _gatherable(value: Any, axis: int) -> Array:
 
 
 def scalar(array: Array) -> Any:
-    """An array of no dimensions as NumPy's own reductions give it (CuPy's stay arrays), anything else as it is."""
+    """A NumPy array without dimensions as a NumPy scalar; any other array as it is.
+
+    CuPy has no scalars: its arrays stay arrays.
+    """
     return array[()] if array.ndim == 0 else array
 
 
@@ -323,7 +330,7 @@ def _axes(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     if any(not -ndim <= a < ndim for a in axes):
         raise ValueError(
             f"{current_call()}: axis {axis} does not exist in a value of {ndim} dimensions; pass "
-            "one that does"
+            "an axis that does"
         )
     if len({a % ndim for a in axes}) < len(axes):
         raise ValueError(f"{current_call()}: axis {axis} names a dimension twice; name each once")

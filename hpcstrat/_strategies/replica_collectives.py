@@ -1,4 +1,4 @@
-"""The methods of a replica context by which replicas communicate."""
+"""The collective methods of a replica context, by which replicas communicate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REQUIRE: Callable[[Any], None] = operator.methodcaller("_require")
 
 
 class ReplicaCollectives(abc.ABC):
-    """A part of `ReplicaContext`, which has its group."""
+    """The part of `ReplicaContext` that communicates; `ReplicaContext` sets the group."""
 
     __slots__ = ()
 
@@ -24,7 +24,7 @@ class ReplicaCollectives(abc.ABC):
 
     @abc.abstractmethod
     def _require(self) -> None:
-        """Refuses a call outside of the replica function that was given this context."""
+        """Refuses a call outside the replica function that this context belongs to."""
 
     @collective("ReplicaContext.all_reduce", _REQUIRE)
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
@@ -32,19 +32,18 @@ class ReplicaCollectives(abc.ABC):
 
         Args:
             reduce_op: a `ReduceOp` or its name.
-            value: a nest of arrays or numbers, of equal shapes and dtypes on all replicas, sent in
-                one message.
+            value: a nest of arrays or numbers, of equal shapes and dtypes on all replicas. They are
+                sent in one message.
             options: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
-            A nest like `value`, the same on every replica; integers keep their dtype in a sum.
-            Their mean over several replicas is `float32` of up to 16 bits, `float64` of more.
+            A nest like `value`, the same on every replica. Sums of integers keep their dtype. Means
+            of integers over several replicas are `float32` for up to 16 bits, `float64` for more.
 
         Raises:
-            RuntimeError: called outside the replica context, or outside every strategy with several
-                ranks.
-            TypeError: a leaf is not an array of numbers, or its dtype does not support the
-                reduction.
+            RuntimeError: called outside the replica context, or outside every strategy while there
+                are several ranks.
+            TypeError: a leaf is not a numeric array, or its dtype does not support the reduction.
             ReplicaMismatchError: shapes or dtypes differ between replicas.
         """
         del options
@@ -58,15 +57,15 @@ class ReplicaCollectives(abc.ABC):
 
         Args:
             value: a nest of arrays with at least one dimension; sizes may differ along `axis` only.
-            axis: the axis, counted from the end where negative.
+            axis: the axis; a negative one counts from the end.
             options: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
             A nest like `value`, the same on every replica.
 
         Raises:
-            RuntimeError: called outside the replica context, or outside every strategy with several
-                ranks.
+            RuntimeError: called outside the replica context, or outside every strategy while there
+                are several ranks.
             NotImplementedError: a leaf is an `IndexedSlices`.
             ReplicaMismatchError: the shapes do not match; the message lists every replica's.
         """
@@ -75,72 +74,72 @@ class ReplicaCollectives(abc.ABC):
 
     @collective("ReplicaContext.broadcast", _REQUIRE)
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """A copy of `value` of replica `root`. Collective: all replicas call this.
+        """Copies `value` from replica `root` to all replicas. Collective: all replicas call this.
 
         Args:
-            value: a nest of arrays or numbers, of one structure and one set of shapes and dtypes on
-                all replicas. Only the root's numbers count. `hpcstrat.broadcast_object` sends what
-                has no such shape.
-            root: the index of the replica whose value counts.
+            value: a nest of arrays or numbers, of equal structure, shapes and dtypes on all
+                replicas. Only the root's values are used. For other objects there is
+                `hpcstrat.broadcast_object`.
+            root: the index of the replica whose value is sent.
 
         Returns:
-            A nest like `value`, fresh and the same on every replica.
+            A new nest like `value`, the same on every replica.
 
         Raises:
-            RuntimeError: called outside of the replica context; outside of every strategy there are
-                several ranks.
-            TypeError: a leaf is no array of numbers.
-            ValueError: there is no replica `root`.
+            RuntimeError: called outside the replica context, or outside every strategy while there
+                are several ranks.
+            TypeError: a leaf is not a numeric array.
+            ValueError: replica `root` does not exist.
             ReplicaMismatchError: shapes, dtypes or `root` differ between replicas.
         """
         return exchange.broadcast(self._group.communicator, value, root)
 
     @collective("ReplicaContext.reduce_scatter", _REQUIRE)
     def reduce_scatter(self, reduce_op: ReduceOp | str, value: Any, axis: int = 0) -> Any:
-        """This replica's part of what `all_reduce` gives; together they are all of it. Collective.
+        """Returns this replica's part of the result of `all_reduce`. Collective.
 
-        It takes half of the communication of `all_reduce`: nobody gets what is another replica's
-        part.
+        All replicas call this. It needs half the communication of `all_reduce`, because each
+        replica receives only its own part.
 
         Args:
             reduce_op: a `ReduceOp` or its name.
-            value: a nest of arrays, of equal shapes and dtypes on all replicas. They travel
+            value: a nest of arrays, of equal shapes and dtypes on all replicas. They are sent
                 together.
-            axis: the axis along which each array is split, as evenly as can be: `numpy.array_split`
-                has the same parts, of which replica r gets number r, and `all_gather` along this
+            axis: the axis along which each array is split, as evenly as possible. The parts are
+                those of `numpy.array_split`: replica r gets part r, and `all_gather` along this
                 axis joins them.
 
         Returns:
-            A nest like `value`, of the dtypes that `all_reduce` gives.
+            A nest like `value`, with the dtypes of `all_reduce`.
 
         Raises:
-            RuntimeError: called outside of the replica context; outside of every strategy there are
-                several ranks.
-            TypeError: a leaf is no array of numbers, or its dtype cannot be reduced so; `axis` is
-                no int.
-            ValueError: an array without that axis.
+            RuntimeError: called outside the replica context, or outside every strategy while there
+                are several ranks.
+            TypeError: a leaf is not a numeric array, its dtype does not support the reduction, or
+                `axis` is not an int.
+            ValueError: an array does not have that axis.
             ReplicaMismatchError: shapes, dtypes or arguments differ between replicas.
         """
         return exchange.reduce_scatter(self._group.communicator, reduce_op, value, axis)
 
     @collective("ReplicaContext.all_to_all", _REQUIRE)
     def all_to_all(self, values: Sequence[Any]) -> list[Any]:
-        """Sends each replica a value of its own. Collective: all replicas call this.
+        """Sends each replica a different value. Collective: all replicas call this.
 
         Args:
-            values: a list, or tuple, of a nest of arrays for each replica, in replica order. Shapes
-                may differ, and an array may be empty; structures and dtypes are equal for all
-                replicas and on all of them.
+            values: a list or tuple with one nest of arrays per replica, in replica order. Shapes
+                may differ, and an array may be empty. Structures and dtypes must be equal for all
+                replicas, and on all replicas.
 
         Returns:
-            A list of what each replica has sent to this one, in replica order.
+            A list of the values that the replicas sent to this replica, in replica order.
 
         Raises:
-            RuntimeError: called outside of the replica context; outside of every strategy there are
-                several ranks.
-            TypeError: a leaf is no array of numbers.
-            ValueError: `values` has not one value for each replica, or they differ in more than
-                shapes.
+            RuntimeError: called outside the replica context, or outside every strategy while there
+                are several ranks.
+            TypeError: a leaf is not a numeric array.
+            ValueError: `values` does not have one value per replica, or they differ in structure or
+                dtypes.
             ReplicaMismatchError: structures or dtypes differ between replicas.
         """
         return exchange.all_to_all(self._group.communicator, values)
@@ -149,27 +148,26 @@ class ReplicaCollectives(abc.ABC):
     def neighbor_exchange(
         self, to_left: Any, to_right: Any, periodic: bool = False
     ) -> tuple[Any, Any]:
-        """Sends a value to each neighbor, such as the edges of a part of a grid.
+        """Sends a value to each neighbor, such as the edges of this replica's part of a grid.
 
-        Collective: all replicas call this.
-
-        The left neighbor of replica r is r - 1, the right one r + 1.
+        Collective: all replicas call this. Replica r has the left neighbor r - 1 and the right
+        neighbor r + 1.
 
         Args:
             to_left: a nest of arrays or numbers for the left neighbor; `None` sends nothing. Shapes
-                may differ between replicas; structures and dtypes are equal on all of them, also
-                where there is no such neighbor.
-            to_right: likewise, for the right neighbor.
-            periodic: whether the first replica and the last one are neighbors.
+                may differ between replicas. Structures and dtypes must be equal on all replicas,
+                including those without a left neighbor.
+            to_right: the same for the right neighbor.
+            periodic: whether the first and the last replica are neighbors.
 
         Returns:
-            What the left neighbor has sent, as `to_right`, and what the right one has, as
-            `to_left`; `None` where there is no neighbor.
+            The left neighbor's `to_right` and the right neighbor's `to_left`; `None` in place of a
+            neighbor that does not exist.
 
         Raises:
-            RuntimeError: called outside of the replica context; outside of every strategy there are
-                several ranks.
-            TypeError: a leaf is no array of numbers.
+            RuntimeError: called outside the replica context, or outside every strategy while there
+                are several ranks.
+            TypeError: a leaf is not a numeric array.
             ReplicaMismatchError: structures, dtypes or `periodic` differ between replicas.
         """
         return exchange.neighbor_exchange(self._group.communicator, to_left, to_right, periodic)

@@ -1,4 +1,4 @@
-"""The methods of a strategy that reduce the replicas' values, gather them, or make them."""
+"""The methods of a strategy that reduce, gather or make the replicas' values."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from hpcstrat._strategies import reduction
 from hpcstrat._strategies.reduction import as_numeric
 from hpcstrat._strategies.transfer import from_wire, to_wire
 
-_LOGICAL_DEVICES = 1  # of a replica; TensorFlow's methods for several take this one
+_LOGICAL_DEVICES = 1
+"""The logical devices per replica. TensorFlow has methods for several."""
 
 
 class ValueMethods:
-    """A mixin of `Strategy`, which sets the group."""
+    """The part of `Strategy` that reduces, gathers and makes values; `Strategy` sets the group."""
 
     _group: ReplicaGroup
 
@@ -34,40 +35,40 @@ class ValueMethods:
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
     ) -> Any:
-        """Combines the replicas' values into one, the same on every rank.
+        """Reduces the replicas' values to one value, the same on every rank.
 
         Collective: all ranks call this.
 
         Args:
             reduce_op: a `ReduceOp` or its name.
-            value: a nest of distributed values, of arrays or numbers, sent in one message.
-            axis: `None` combines elementwise over replicas, whose shapes must then be equal. An
-                int, or several, reduces along these axes within each replica too; `MEAN` then
-                divides by the true number of elements. So with a last batch of 6 elements on 2
-                replicas, 4 and 2, the mean is the sum of the six divided by six. Without any
-                elements it is nan.
+            value: a nest of distributed values of arrays or numbers. They are sent in one message.
+            axis: `None` reduces elementwise over the replicas, whose shapes must be equal. An int,
+                or several, reduces along these axes within each replica too, and `MEAN` divides by
+                the true number of elements: of a last batch of 6 elements, 4 on one replica and 2
+                on the other, the mean is the sum of the six divided by six. The mean of no elements
+                is nan.
 
         Returns:
             A nest like `value` of plain arrays. Sums of integers keep their dtype, except that 8-
-            and 16-bit integers become 64-bit along an axis, as in NumPy; means are `float32` of
-            integers of up to 16 bits, `float64` of wider ones. The mean of a plain value is the
+            and 16-bit integers become 64-bit along an axis, as in NumPy. Means of integers are
+            `float32` for up to 16 bits and `float64` for more. The mean of a plain value is the
             value itself, or its mean along `axis`; the sum of a plain zero is that zero.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
-            TypeError: a leaf is not an array of numbers, or its dtype does not support the
-                reduction.
+            TypeError: a leaf is not a numeric array, or its dtype does not support the reduction.
             ValueError: an axis does not exist, or a plain value other than zero is summed over
                 several replicas.
             ReplicaMismatchError: shapes or dtypes differ between replicas.
 
         Examples:
-            As one replica prints it; two have `[0 1 2 3]` and `[4 5 6 7]`, whose sums are
+            With one replica; two would have `[0 1 2 3]` and `[4 5 6 7]`, whose sums are
             `[4 6 8 10]` and 28:
 
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
-            >>> for x in strategy.experimental_distribute_dataset(hs.data.Dataset.range(8).batch(8)):
+            >>> dataset = hs.data.Dataset.range(8).batch(8)
+            >>> for x in strategy.experimental_distribute_dataset(dataset):
             ...     result = strategy.run(lambda value: value, args=(x,))
             >>> print(strategy.reduce(hs.ReduceOp.SUM, result, axis=None))
             [0 1 2 3 4 5 6 7]
@@ -87,7 +88,7 @@ class ValueMethods:
         Args:
             value: a distributed value, or a nest of them, of arrays with at least one dimension.
                 Sizes may differ along `axis` only. A plain array is returned as it is.
-            axis: the axis, counted from the end where negative.
+            axis: the axis; a negative one counts from the end.
 
         Returns:
             A nest like `value` of plain arrays, the same on every rank.
@@ -98,13 +99,14 @@ class ValueMethods:
             ReplicaMismatchError: the shapes do not match; the message lists every replica's.
 
         Examples:
-            As one replica prints it; two give the shapes (2, 2, 3), (1, 4, 3) and (1, 2, 6):
+            With one replica; with two the shapes would be (2, 2, 3), (1, 4, 3) and (1, 2, 6):
 
             >>> import numpy as np
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
+            >>> array = np.array([[[0, 1, 2], [3, 4, 5]]])
             >>> value = strategy.experimental_distribute_values_from_function(
-            ...     lambda context: np.array([[[0, 1, 2], [3, 4, 5]]]) + context.replica_id_in_sync_group)
+            ...     lambda context: array + context.replica_id_in_sync_group)
             >>> for axis in (0, 1, 2):
             ...     print(strategy.gather(value, axis).shape)
             (1, 2, 3)
@@ -120,32 +122,30 @@ class ValueMethods:
         Collective, except in a replica function: all ranks call this.
 
         Args:
-            value: anything.
+            value: any value.
 
         Returns:
-            For a `PerReplica` value a tuple of components, in replica order, on every rank: of all
-                replicas or, in a
-            `MultiWorkerMirroredStrategy`, of this host's. For a nest with such leaves a tuple of
-            nests; for anything else `(value,)`. Arrays of other libraries become NumPy's or CuPy's.
+            For a `PerReplica` value, a tuple of its components in replica order, on every rank: all
+            replicas' or, in a `MultiWorkerMirroredStrategy`, those of this host's replicas. For a
+            nest with such leaves, a tuple of nests. For any other value, `(value,)`. Arrays of
+            other libraries become NumPy's or CuPy's.
 
         Raises:
-            TypeError: a component cannot be sent between ranks, since it cannot be pickled.
+            TypeError: a component cannot be pickled, and so cannot be sent between ranks.
             ReplicaMismatchError: the replicas' values have different structures.
         """
         leaves, structure = nests.flatten(value)
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
-        # Where this rank has nothing to send, another may: they must find out, and not wait for
-        # each other.
+        # This rank has nothing to send, but another may have: the ranks must agree, not wait.
         if not any(isinstance(leaf, PerReplica) for leaf in leaves) and _is_cross_replica():
-            reduction.require_alike(self._group.communicator, structure)
+            reduction.require_same_structure(self._group.communicator, structure)
         if not indices:
             return (reduction.convert_foreign_leaves(value),)
         own = [component_of(leaves[i]) for i in indices]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             with self._group.on_stream():
                 with self._group.communicator.raise_together():
-                    # To all ranks, each of which returns the components of all its worker's
-                    # replicas.
+                    # Sent to all ranks: each returns the components of its worker's replicas.
                     packed = to_wire(own)
                     at = [f"distributed at {indices}"] if len(indices) < len(leaves) else []
                     by_rank = self._group.communicator.all_gather_obj(
@@ -169,27 +169,29 @@ class ValueMethods:
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """Makes distributed values: each replica's component is what `value_fn(ValueContext)` returns there.
+        """Makes distributed values, calling `value_fn(ValueContext)` on each replica.
 
-        Collective: what one replica raises, all raise.
+        Collective: all ranks call this; an exception of one replica is raised on all.
 
         Args:
-            value_fn: returns a nest of arrays, or of values that become arrays.
+            value_fn: returns this replica's component, a nest of arrays or of values that become
+                arrays.
 
         Returns:
-            The nest with `PerReplica` leaves; with plain leaves if there is one replica.
+            The nest with `PerReplica` leaves; with one replica, plain leaves.
 
         Raises:
-            TypeError: a leaf is not an array of numbers and does not become one.
+            TypeError: a leaf is not a numeric array and cannot become one.
             ReplicaMismatchError: the replicas' nests differ in structure.
 
         Examples:
-            As one replica prints it: a constant, an element of an array by the replica's index, a
-                computed value:
+            With one replica: a constant, an element chosen by the replica's index, and a computed
+            value:
 
             >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
-            >>> constant = strategy.experimental_distribute_values_from_function(lambda context: 1.0)
+            >>> constant = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: 1.0)
             >>> strategy.experimental_local_results(constant)
             (1.0,)
             >>> values = [3.0, 2.0, 1.0, 0.0]
@@ -212,7 +214,7 @@ class ValueMethods:
         return structure.unflatten(leaves)
 
     def _own_value(self, value: Any) -> Any:
-        """A number as it is, anything else as an array on this replica's device."""
+        """A number as it is, any other value as an array on this replica's device."""
         if isinstance(value, (np.generic, bool, int, float, complex)):
             return value
         is_array = isinstance(value, np.ndarray)
@@ -225,7 +227,7 @@ class ValueMethods:
     # ---- logical devices
 
     def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """`tensor`, which is already on the replica's only logical device, number 0.
+        """Returns `tensor`, which is already on the replica's only logical device, number 0.
 
         Raises:
             ValueError: `logical_device_id` is not 0.
@@ -240,31 +242,30 @@ class ValueMethods:
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
     ) -> Any:
-        """`tensor`, in one part for the replica's one logical device.
+        """Returns `tensor`, undivided, for the replica's only logical device.
 
         Args:
             tensor: an array.
-            partition_dimensions: for each dimension the number of parts along it; all of them are
-                1.
+            partition_dimensions: the number of parts along each dimension; each must be 1.
 
         Raises:
             ValueError: the number of entries is not the number of dimensions, their product is not
-                the number of logical devices, or one does not divide the shape.
+                the number of logical devices, or an entry does not divide its dimension.
         """
         call = "Strategy.experimental_split_to_logical_devices"
         shape = np.shape(tensor)
         parts = list(partition_dimensions)
-        # TensorFlow's checks, though there is only one logical device: a program for several must
+        # TensorFlow's checks, though there is one logical device only: a program for several must
         # not run as if it had them.
         if len(parts) != len(shape):
             raise ValueError(
                 f"{call}: partition_dimensions is {parts}; it must have {len(shape)} entries, as "
-                f"the shape {shape} has"
+                f"many as the shape {shape}"
             )
         if math.prod(parts) != _LOGICAL_DEVICES:
             raise ValueError(
                 f"{call}: partition_dimensions is {parts}, which makes {math.prod(parts)} parts; "
-                "for the replica's one logical device all must be 1"
+                "for the replica's only logical device all must be 1"
             )
         if any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
             raise ValueError(
@@ -273,7 +274,7 @@ class ValueMethods:
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """`tensor`, which is on every logical device of the replica already."""
+        """Returns `tensor`, which is already on every logical device of the replica."""
         return tensor
 
 

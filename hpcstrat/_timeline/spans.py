@@ -1,4 +1,4 @@
-"""What a rank records of itself: spans of time, on the host and on a GPU, each with a name and a category."""
+"""What a rank records: spans of time, on the host and a GPU, with a name and a category."""
 
 from __future__ import annotations
 
@@ -12,64 +12,64 @@ from typing import Any, final
 from hpcstrat._core import gpu
 
 LIMIT = 1_000_000
-"""Spans that a rank records at most: some 150 MB of the trace."""
+"""The largest number of spans that a rank records: about 150 MB of the trace."""
 
 
 @final
 class Span:
-    """A stretch of a thread's time, and of a GPU's.
+    """A period of a thread's time, and of a GPU's.
 
     Attributes:
         category: one of the constants of `hpcstrat._core.span`.
         name: what is done.
-        nbytes: that travel, of this rank; `None` where none do.
+        nbytes: bytes that this rank sends; `None` for a span that sends nothing.
         thread: the number of its thread.
-        begin, end: nanoseconds of this process's clock.
-        stream: on which it has a part, a `cupy.cuda.Stream`; `None` where it has none.
-        events: of that stream at its begin and its end.
-        has_range: it is an NVTX range too.
-        is_begun: its begin is in the trace already.
+        start, end: nanoseconds of this process's clock.
+        stream: the `cupy.cuda.Stream` that does its work on a GPU; `None` if it has none.
+        events: the events on that stream at its start and its end.
+        has_range: whether it is an NVTX range too.
+        is_start_written: whether its start is in the trace already.
     """
 
     __slots__ = (
-        "begin",
         "category",
         "end",
         "events",
         "has_range",
-        "is_begun",
+        "is_start_written",
         "name",
         "nbytes",
+        "start",
         "stream",
         "thread",
     )
 
     def __init__(
-        self, category: str, name: str, nbytes: int | None, thread: int, begin: int
+        self, category: str, name: str, nbytes: int | None, thread: int, start: int
     ) -> None:
         self.category = category
         self.name = name
         self.nbytes = nbytes
         self.thread = thread
-        self.begin = begin
+        self.start = start
         self.end = 0
         self.stream: Any = None
         self.events: list[Any] = []
         self.has_range = False
-        self.is_begun = False
+        self.is_start_written = False
 
 
 @final
 class Spans:
-    """The spans of this process that are open, and those that have ended and are not written yet.
+    """The spans of this process that are open, or have ended and are not written yet.
 
     Attributes:
-        ended: the latter; one thread takes them out.
+        ended: the spans that have ended; one thread takes them out.
         threads: the name of each thread that has had a span, by its number.
-        is_full: there were `limit` spans, and no more are recorded.
+        is_full: whether there were `limit` spans, and no more are recorded.
 
     Args:
-        limit: how many are recorded.
+        limit: the largest number of spans to record.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -87,16 +87,15 @@ class Spans:
     ) -> Span | None:
         """Opens a span of this thread.
 
-        `None`, and nothing, where all is full, or where the span would lie in one of the same
-        category, which it is a part of; `anyway` records the latter too.
+        Returns `None`, and opens nothing, if the limit is reached, or if the span would be inside
+        another of the same category, which includes it; with `anyway` it is recorded even then.
         """
         try:
             # A stack for each thread, so that opening and closing a span takes no lock.
             stack, thread = self._local.own
         except AttributeError:
             stack, thread = self._local.own = self._new_thread()
-        # A reduction is made of exchanges: their own spans would only repeat what the outer one
-        # says.
+        # A reduction consists of exchanges, whose spans would only repeat what the outer span says.
         if stack and stack[-1].category == category and not anyway:
             return None
         if self._left <= 0:
@@ -114,9 +113,9 @@ class Spans:
         self.ended.append(span)
 
     def open_since(self, before: int) -> Iterator[Span]:
-        """The spans that began before this time and are open, of all threads, outer ones first."""
+        """The open spans of all threads that started before this time, outer before inner."""
         for stack in list(self._stacks):
-            yield from [span for span in list(stack) if span.begin < before]
+            yield from [span for span in list(stack) if span.start < before]
 
     def _new_thread(self) -> tuple[list[Span], int]:
         stack: list[Span] = []
@@ -129,12 +128,12 @@ class Spans:
 
 @final
 class GpuSpans:
-    """The parts of spans on this rank's GPU, timed by events on its streams; and NVTX ranges, for NVIDIA's profilers.
+    """The parts of spans on this rank's GPU, timed by events; and NVTX ranges for profilers.
 
-    The host waits for nothing.
+    The program's threads wait for nothing.
 
-    CUDA tells how much time lies between two events, as a 32-bit number of milliseconds; so events
-    are compared with one that is seldom older than a second, whose time on the host's clock is
+    CUDA returns the time between two events as a 32-bit float of milliseconds. So events are
+    compared with a reference event, rarely older than a second, whose time on the host's clock is
     known.
 
     Args:
@@ -149,15 +148,15 @@ class GpuSpans:
         self.tracks: dict[int, int] = {}
         """The number of the track of each stream, by its address."""
         with self._cuda.Device(ordinal):
-            # Of its own, and empty: an event on it is done at once, whatever the program's streams
-            # are doing.
+            # A separate, empty stream: an event on it is done at once, whatever the program's
+            # streams are doing.
             self._stream = self._cuda.Stream(non_blocking=True)
         self.compare_clocks()
 
     def compare_clocks(self) -> None:
-        """Notes an event and its time on the host's clock.
+        """Records a reference event and its time on the host's clock.
 
-        It waits for a stream on which nothing else is.
+        It waits for the event, on a stream that has no other work.
         """
         event = self._event()
         with self._cuda.Device(self._ordinal):
@@ -166,7 +165,7 @@ class GpuSpans:
         self._known = event, time.perf_counter_ns()
 
     def begin(self, span: Span, stream: Any) -> None:
-        """The span is a range, and what is put on this stream, a `cupy.cuda.Stream` or `None`, belongs to it."""
+        """Starts the span's range, and its part on this `cupy.cuda.Stream`, unless it is `None`."""
         self._nvtx.RangePush(span.name)
         span.has_range = True
         if stream is not None:
@@ -174,23 +173,23 @@ class GpuSpans:
             span.stream, span.events = stream, [self._record(stream)]
 
     def end(self, span: Span) -> None:
-        """The end of what `begin` began."""
+        """Ends what `begin` started."""
         if span.stream is not None:
             span.events.append(self._record(span.stream))
         self._nvtx.RangePop()
 
     def wait_for(self, span: Span) -> None:
-        """Waits until the GPU has come so far."""
+        """Waits until the GPU has reached the span's end."""
         span.events[1].synchronize()
 
     def times(self, span: Span) -> tuple[int, int, int]:
-        """The span's track and its begin and end, in nanoseconds of the host's clock, once it is done."""
+        """The track, start and end of a span that is done, in nanoseconds of the host's clock."""
         known, at = self._known
         with self._cuda.Device(self._ordinal):
-            begun, ended = (self._cuda.get_elapsed_time(known, event) for event in span.events)
-        # Used again: a step needs several, and each would be another call of the driver to make.
+            start, end = (self._cuda.get_elapsed_time(known, event) for event in span.events)
+        # Reused: a step needs several, and each new event would be another call of the driver.
         self._spare += span.events
-        return self.tracks[span.stream.ptr], at + int(begun * 1e6), at + int(ended * 1e6)
+        return self.tracks[span.stream.ptr], at + int(start * 1e6), at + int(end * 1e6)
 
     def _record(self, stream: Any) -> Any:
         event = self._event()
@@ -203,4 +202,4 @@ class GpuSpans:
             return self._spare.pop()
         except IndexError:
             with self._cuda.Device(self._ordinal):
-                return self._cuda.Event(block=True)  # whoever waits for it sleeps
+                return self._cuda.Event(block=True)  # a thread that waits for it sleeps

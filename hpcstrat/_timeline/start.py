@@ -1,4 +1,4 @@
-"""The life of a timeline: it begins when the ranks are connected, and ends with the program."""
+"""The life of a timeline: it starts when the ranks are connected, and ends with the program."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from hpcstrat._communicators.connection import when_connected, when_left
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.span import record_to
-from hpcstrat._process import failure, worlds
+from hpcstrat._process import failure, reports, worlds
 from hpcstrat._timeline.recorder import TimelineRecorder
-from hpcstrat._timeline.trace import TraceFile, is_timeline, join_parts, part_name, parts_beside
+from hpcstrat._timeline.trace import TraceFile, is_timeline, join_parts, other_parts, part_name
 
-_ROUNDS = 16  # meetings by which the clocks of several hosts are compared
+_ROUNDS = 16  # barriers that compare the clocks of several hosts
 
 
 def start(path: str) -> None:
-    """From now on this process records what it does, once the ranks are connected.
+    """Makes this process record what it does, once the ranks are connected.
 
     Args:
         path: the file.
     """
     path = os.path.abspath(path)  # the program may change the folder
-    when_connected.append(functools.partial(_begin, path))
+    when_connected.append(functools.partial(_start_recording, path))
     when_left.append(functools.partial(_end, path))
 
 
 @names_call("HPCSTRAT_TIMELINE, the file")
-def _begin(path: str, communicator: HostCommunicator) -> None:
-    """Makes the file, and begins to record. Collective.
+def _start_recording(path: str, communicator: HostCommunicator) -> None:
+    """Makes the file, and starts to record. Collective.
 
     Raises:
         OSError: the file cannot be written, on any rank.
@@ -42,8 +42,8 @@ def _begin(path: str, communicator: HostCommunicator) -> None:
     part = part_name(path, hosts[rank])
     is_first = hosts.index(hosts[rank]) == rank
     file = None
-    # Rank 0 removes what a run before has left, then the first rank of each host makes a file,
-    # which the others find.
+    # Rank 0 removes the files of a previous run; then the first rank of each host makes a file;
+    # then the other ranks open it.
     turn = 0 if rank == 0 else 1 if is_first else 2
     for now in range(3):
         with communicator.raise_together():
@@ -52,7 +52,7 @@ def _begin(path: str, communicator: HostCommunicator) -> None:
             communicator.barrier()
     assert file is not None
     recorder = TimelineRecorder(rank, communicator.size, file, zero(communicator, hosts))
-    if communicator.size == 1:  # nobody to wait for
+    if communicator.size == 1:  # no rank to wait for
         atexit.register(_join, path, 1)
     record_to(recorder)
     atexit.register(recorder.close)  # before what was registered before
@@ -67,19 +67,19 @@ def _open(path: str, is_first: bool) -> TraceFile:
         )
     try:
         if is_first:
-            for old in parts_beside(path):
+            for old in other_parts(path):
                 os.unlink(old)
         return TraceFile(path, is_first)
     except OSError as error:
         raise OSError(
-            f"HPCSTRAT_TIMELINE={path}: the file cannot be written: {error}; name one in a folder "
-            "that is there"
+            f"HPCSTRAT_TIMELINE={path}: the file cannot be written: {error}; "
+            "name a file in a folder that exists"
         ) from error
 
 
 @names_call("HPCSTRAT_TIMELINE, the end")
 def _end(path: str, communicator: HostCommunicator) -> None:
-    """Makes one file of all hosts'. Collective: all ranks have written all they had."""
+    """Merges the files of all hosts, after all ranks have written everything. Collective."""
     communicator.barrier()
     if communicator.rank == 0:
         _join(path, max(worlds.start().hosts) + 1)
@@ -89,9 +89,9 @@ def _join(path: str, hosts: int) -> None:
     try:
         join_parts(path, [part_name(path, host) for host in range(1, hosts)])
     except OSError as error:  # the ranks still have to end together
-        failure.say(
-            f"hpcstrat: the timeline {path} cannot be ended: {error}; `python -m hpcstrat "
-            "timeline` reads it as it is. Name a file on a disk that has room"
+        reports.say(
+            f"hpcstrat: the timeline {path} could not be finalized: {error}; "
+            "`python -m hpcstrat timeline` reads it as it is. Name a file on a disk that has room"
         )
 
 
@@ -99,14 +99,11 @@ def _join(path: str, hosts: int) -> None:
 
 
 def zero(communicator: Communicator, hosts: Sequence[int]) -> int:
-    """Nanoseconds of this process's clock when the trace begins, at the same moment on all ranks.
+    """Nanoseconds of this process's clock when the trace starts, at the same moment on all ranks.
 
-    Collective.
-
-    Processes of one host share a clock. Those of several meet some times: each leaves only after
-    all have come, so of
-    two ranks the one's leaving is later than the other's coming, which bounds how far apart their
-    clocks are.
+    Collective. Processes of one host share a clock. Processes of several hosts pass several
+    barriers. A rank leaves a barrier only after all ranks have entered it, so each rank leaves
+    later than each other rank enters, which bounds the difference of their clocks.
 
     Args:
         communicator: of all ranks.
@@ -120,22 +117,24 @@ def zero(communicator: Communicator, hosts: Sequence[int]) -> int:
 
 @names_call("HPCSTRAT_TIMELINE, the clocks")
 def meet(communicator: Communicator, rounds: int) -> list[list[tuple[int, int]]]:
-    """When each rank came to each meeting and left it, in nanoseconds of its own clock.
+    """When each rank entered and left each of these barriers, by its own clock, in nanoseconds.
 
     Collective.
     """
-    met = []
+    times = []
     for _ in range(rounds):
-        come = time.perf_counter_ns()
+        entered = time.perf_counter_ns()
         communicator.barrier()
-        met.append((come, time.perf_counter_ns()))
-    return communicator.all_gather_obj(met)
+        times.append((entered, time.perf_counter_ns()))
+    return communicator.all_gather_obj(times)
 
 
-def difference(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """What the other's clock shows more than the one's, in nanoseconds: at least and at most."""
-    # Each leaving of one follows each coming of the other in the same meeting. Of many meetings the
-    # tightest bounds count.
-    least = max(come - left for (_, left), (come, _) in zip(one, other, strict=True))
-    most = min(left - come for (come, _), (_, left) in zip(one, other, strict=True))
+def difference(
+    first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    """The second clock's time minus the first's, in nanoseconds: at least and at most."""
+    # Each rank leaves a barrier after the other has entered it. The tightest bounds of all barriers
+    # count.
+    least = max(entered - left for (_, left), (entered, _) in zip(first, second, strict=True))
+    most = min(left - entered for (entered, _), (_, left) in zip(first, second, strict=True))
     return least, most

@@ -1,4 +1,4 @@
-"""What runs beside programs, behind `python -m hpcstrat`.
+"""The commands of `python -m hpcstrat`, which run outside programs.
 
 Nothing else in the package imports it.
 """

@@ -1,4 +1,4 @@
-"""`python -m hpcstrat check`: moves data between all ranks, and reports whether it arrived, and how fast."""
+"""`python -m hpcstrat check`: moves data between all ranks, checks it, and reports the speed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check() -> int:
     is_right = True
     for name, call in (("all_reduce", _all_reduce), ("all_gather", _all_gather)):
         for nbytes in _SIZES:
-            seconds, right = _timed(
+            seconds, right = _time_call(
                 group.communicator, lambda nbytes=nbytes, call=call: call(group, nbytes // 8)
             )
             is_right &= right
@@ -60,29 +60,29 @@ def check() -> int:
         print(
             "All data arrived."
             if is_right
-            else "Data arrived wrong: do not compute with this set-up."
+            else "Data was corrupted in transfer: do not use this configuration."
         )
     strategy.close()
     return 0 if is_right else 1
 
 
-def _timed(communicator: Communicator, call: Callable[[], bool]) -> tuple[float, bool]:
-    """The slowest rank's best time of several rounds, and whether all ranks were right in all of them."""
+def _time_call(communicator: Communicator, call: Callable[[], bool]) -> tuple[float, bool]:
+    """The best time of several rounds, on the slowest rank; and whether all data was right."""
     times, right = [], True
     for _ in range(_ROUNDS):
-        # All ranks begin together, so that nobody's lateness counts as time of the call.
+        # All ranks start together: waiting for a late rank is not the call's time.
         communicator.barrier()
-        begin = time.perf_counter()
+        start = time.perf_counter()
         right &= call()
-        times.append(time.perf_counter() - begin)
+        times.append(time.perf_counter() - start)
     by_rank = communicator.all_gather_obj((min(times), right))
-    return max(seconds for seconds, _ in by_rank), all(one for _, one in by_rank)
+    return max(seconds for seconds, _ in by_rank), all(is_right for _, is_right in by_rank)
 
 
 def _all_reduce(group: ReplicaGroup, count: int) -> bool:
     xp, n, rank = group.xp, group.communicator.size, group.communicator.rank
-    # Numbers that differ from rank to rank and from element to element, and whose sum is exact: a
-    # mixed-up part cannot look right.
+    # Numbers that differ between ranks and between elements, and whose sum is exact: a misplaced
+    # part cannot look right.
     (total,) = group.communicator.all_reduce([xp.arange(count) % 1009 + float(rank)], ReduceOp.SUM)
     return bool((total == n * (xp.arange(count) % 1009) + n * (n - 1) / 2).all())
 

@@ -1,1 +1,1 @@
-"""What happens to the elements of variables in an update: formulas, and what runs them."""
+"""Updates of variables' elements: formulas, and the code that runs them."""

@@ -1,9 +1,9 @@
-"""Updates in one pass over memory: a rule's kernel as a loop in C, compiled by the host's own compiler.
+"""Updates in one pass over memory: a rule's kernel as a C loop, compiled by the host's compiler.
 
-NumPy's operations go over a chunk a dozen times, from cache, and are four times slower than memory
-is. The loop gives the same bits, which is tried on a few numbers whenever one is loaded. Without a
-compiler, where its files cannot be kept or loaded, or where anything else goes wrong, NumPy does
-the work.
+NumPy's operations pass over a chunk a dozen times, from cache, and are four times slower than
+memory. The loop computes the same bits, which is tested on a few numbers whenever a loop is loaded.
+Without a compiler, where its files cannot be kept or loaded, or where anything else goes wrong,
+NumPy does the work.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from hpcstrat._update.library_cache import compiler, load_library
 from hpcstrat._update.rule import LANES, Kernel, Norms, UpdateRule
 
 FEWEST = 100_000
-"""Elements of an update that is worth a compiled loop: a compiler takes half a second, the first time on a machine."""
+"""The fewest elements of an update worth compiling: it takes half a second, once per machine."""
 
 Table: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
-"""A row for each chunk: the number of its elements, then the addresses of the variable's, of each slot's and of each
-message's, which are summed in this order."""
+"""One row per chunk: its number of elements, then its addresses in the variable, in each slot and
+in each message. Messages are summed in this order."""
 Loop: TypeAlias = Callable[[Table, int, Sequence[float]], None]
 """Takes a table, the number of messages, and the rule's numbers."""
 NormLoop: TypeAlias = Callable[[Table, int, Sequence[float]], Array]
-"""Likewise. It changes nothing, and gives for each row the sum of the squares of each term."""
+"""Takes the same, changes nothing, and returns each row's sum of the squares of each term."""
 
-# CHUNK: what a chunk is copied to stays in the fastest cache, eight arrays of it. One or two
-# messages are read in place: a loop that reads several streams at once is faster than a copy of one
-# of them, and then the others.
+# CHUNK: eight buffers of this many elements fit in the fastest cache. One or two messages are read
+# in place: a loop that reads several streams at once is faster than copying one of them first.
 _SOURCE = """
 #include <stdint.h>
 #include <string.h>
@@ -43,11 +42,12 @@ _SOURCE = """
 #define LANES {lanes}
 typedef {computed} number;
 {stored}
-void update(const int64_t *table, int64_t chunks, int64_t messages, const double *given, double *sums) {{
+void update(const int64_t *table, int64_t chunks, int64_t messages, const double *given,
+            double *sums) {{
     {numbers}
     number gradients[CHUNK]{buffers};
     for (; chunks > 0; --chunks, table += {fixed} + messages) {{
-        {begin}
+        {start}
         for (int64_t start = 0; start < table[0]; start += CHUNK) {{
             const int64_t count = table[0] - start < CHUNK ? table[0] - start : CHUNK;
             {reads}
@@ -56,13 +56,17 @@ void update(const int64_t *table, int64_t chunks, int64_t messages, const double
                 for (int64_t i = 0; i < count; ++i) {{ const number gradient = first[i]; {update} }}
             }} else if (IN_PLACE && messages == 2) {{
                 const number *restrict const second = (const number *)table[{fixed} + 1] + start;
-                for (int64_t i = 0; i < count; ++i) {{ const number gradient = first[i] + second[i]; {update} }}
+                for (int64_t i = 0; i < count; ++i) {{
+                    const number gradient = first[i] + second[i]; {update}
+                }}
             }} else {{
                 read((const stored *)table[{fixed}] + start, gradients, count);
                 for (int64_t k = 1; k < messages; ++k)
                     add((const stored *)table[{fixed} + k] + start, gradients, count);
                 if (messages > 1) round_to_stored(gradients, count);
-                for (int64_t i = 0; i < count; ++i) {{ const number gradient = gradients[i]; {update} }}
+                for (int64_t i = 0; i < count; ++i) {{
+                    const number gradient = gradients[i]; {update}
+                }}
             }}
             {writes}
         }}
@@ -113,14 +117,15 @@ static inline void read(const stored *restrict from, number *restrict to, int64_
     }
 }
 static inline void write(const number *restrict from, stored *restrict to, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {  // to the nearest, of two the even one
+    for (int64_t i = 0; i < count; ++i) {  // to nearest, ties to even
         uint32_t bits;
         memcpy(&bits, from + i, sizeof bits);
-        to[i] = from[i] != from[i] ? (bits >> 16 & 0x8000) | 0x7fc0 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        to[i] = from[i] != from[i] ? (bits >> 16 & 0x8000) | 0x7fc0
+                                   : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     }
 }
 """
-# Compilers do not find these instructions by themselves; without them it takes ten times as long.
+# Compilers do not choose these instructions by themselves; without them it takes ten times as long.
 _FLOAT16 = """
 #ifdef __F16C__
 #include <immintrin.h>
@@ -129,14 +134,16 @@ typedef _Float16 stored;
 static inline void read(const stored *restrict from, number *restrict to, int64_t count) {
     int64_t i = 0;
 #ifdef __F16C__
-    for (; i + 8 <= count; i += 8) _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + i))));
+    for (; i + 8 <= count; i += 8)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + i))));
 #endif
     for (; i < count; ++i) to[i] = from[i];
 }
 static inline void write(const number *restrict from, stored *restrict to, int64_t count) {
     int64_t i = 0;
 #ifdef __F16C__
-    for (; i + 8 <= count; i += 8) _mm_storeu_si128((void *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+    for (; i + 8 <= count; i += 8)
+        _mm_storeu_si128((void *)(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
 #endif
     for (; i < count; ++i) to[i] = from[i];
 }
@@ -153,7 +160,7 @@ _loops: dict[tuple[Kernel, str], Any] = {}
 
 
 def loop(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
-    """The update of variables of this dtype as a compiled loop; `None` where there is none, for whatever reason."""
+    """The compiled loop that updates variables of this dtype; `None` if none can be made."""
     if rule.kernel is None or dtype.name not in _STORED:
         return None
     key = (rule.kernel, dtype.name)
@@ -163,7 +170,7 @@ def loop(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
 
 
 def norm_loop(norms: Norms, dtype: np.dtype[Any]) -> NormLoop | None:
-    """Likewise, the first pass of an update that takes norms."""
+    """The compiled loop of the first pass of an update with norms; `None` if none can be made."""
     if dtype.name not in _STORED:
         return None
     key = (norms.kernel, dtype.name)
@@ -173,18 +180,18 @@ def norm_loop(norms: Norms, dtype: np.dtype[Any]) -> NormLoop | None:
 
 
 def _or_none(make: Callable[..., Any], *arguments: Any) -> Any:
-    # Whatever goes wrong, on one rank perhaps: in the middle of an update an exception would break
-    # it off.
+    # Any error, perhaps on one rank only, is suppressed: an exception would interrupt the update.
     with contextlib.suppress(Exception):
         return make(*arguments)
     return None
 
 
 def load(kernel: Kernel, rule: UpdateRule, dtype: np.dtype[Any]) -> Loop:
-    """The compiled loop of a rule with this kernel, made if it is not there yet.
+    """The compiled loop of a rule with this kernel, compiled if it is not in the cache.
 
     Raises:
-        OSError, AttributeError, RuntimeError, SubprocessError: there is none; the error says why.
+        OSError, AttributeError, RuntimeError, SubprocessError: it cannot be made; the error says
+            why.
     """
     function = _function(_source(kernel, dtype.name))
 
@@ -193,9 +200,9 @@ def load(kernel: Kernel, rule: UpdateRule, dtype: np.dtype[Any]) -> Loop:
         function(table.ctypes.data, len(table), messages, given.ctypes.data, None)
 
     if rule.norms is not None:
-        rule = rule.norms.bound([0.5 + i for i in range(rule.norms.size)])
-    if not _gives_the_same(run, rule, len(kernel.slots), dtype):
-        raise OSError(f"what {compiler()} makes of {kernel.name} gives other numbers than NumPy")
+        rule = rule.norms.rule_with([0.5 + i for i in range(rule.norms.size)])
+    if not _matches_numpy(run, rule, len(kernel.slots), dtype):
+        raise OSError(f"{compiler()}: the code for {kernel.name} computes other values than NumPy")
     return run
 
 
@@ -211,11 +218,13 @@ def _load_norms(norms: Norms, dtype: np.dtype[Any]) -> NormLoop:
     random = np.random.default_rng(0)
     arrays = [random.random(5009).astype(dtype) for _ in range(2 + len(norms.kernel.slots))]
     *changed, gradient = arrays
-    found = run(table([arrays]), 1, norms.kernel_constants)
+    sums = run(table([arrays]), 1, norms.kernel_constants)
     with np.errstate(all="ignore"):
         expected = norms.sums(changed[0], gradient.copy(), changed[1:])
-    if not np.array_equal(found[0], expected, equal_nan=True):
-        raise OSError(f"what {compiler()} makes of {norms.kernel.name} gives other sums than NumPy")
+    if not np.array_equal(sums[0], expected, equal_nan=True):
+        raise OSError(
+            f"{compiler()}: the code for {norms.kernel.name} computes other sums than NumPy"
+        )
     return run
 
 
@@ -233,7 +242,7 @@ def _function(source: str) -> Any:
 
 
 def _source(kernel: Kernel, dtype: str, norms: int = 0) -> str:
-    """The text of a kernel's loop; with `norms`, of one that adds up the squares of so many terms."""
+    """The C code of a kernel's loop; with `norms`, it adds up the squares of that many terms."""
     computed, stored = _STORED[dtype]
     changed = ("value", *kernel.slots)
     is_whole = "IN_PLACE 1" in stored
@@ -270,7 +279,7 @@ def _source(kernel: Kernel, dtype: str, norms: int = 0) -> str:
         ),
         buffers="".join(buffers),
         fixed=1 + len(changed),
-        begin="\n".join(f"double lanes_{i}[LANES] = {{0}};" for i in range(norms)),
+        start="\n".join(f"double lanes_{i}[LANES] = {{0}};" for i in range(norms)),
         reads="\n".join(reads),
         update="\n".join([*loads, kernel.body, *stores]),
         writes="\n".join(writes),
@@ -279,21 +288,21 @@ def _source(kernel: Kernel, dtype: str, norms: int = 0) -> str:
 
 
 def table(chunks: Sequence[Sequence[Array]]) -> Table:
-    """The table of chunks, each the flat arrays of the variable, the slots and the messages, all of one length."""
+    """The table of chunks: per chunk the variable's, slots' and messages' arrays of one length."""
     rows = [[arrays[0].size, *(array.ctypes.data for array in arrays)] for arrays in chunks]
     return np.array(rows, np.int64)
 
 
-def _gives_the_same(run: Loop, rule: UpdateRule, slots: int, dtype: np.dtype[Any]) -> bool:
-    """Whether the loop's results are the operations', but for the bits of what is no number."""
+def _matches_numpy(run: Loop, rule: UpdateRule, slots: int, dtype: np.dtype[Any]) -> bool:
+    """Whether the loop computes the bits of the NumPy operations, except for NaN payloads."""
     random = np.random.default_rng(0)
     special = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-6, 6e4)
     with np.errstate(all="ignore"):
         arrays = []
         for _ in range(3 + slots):
-            found = random.standard_normal(1009)
-            found[::7] = random.choice(special, found[::7].size)
-            arrays.append(found.astype(dtype))
+            numbers = random.standard_normal(1009)
+            numbers[::7] = random.choice(special, numbers[::7].size)
+            arrays.append(numbers.astype(dtype))
         *changed, first, second = arrays
         copies = [array.copy() for array in changed]
         run(table([(*changed, first, second)]), 2, rule.kernel_constants)
@@ -303,7 +312,7 @@ def _gives_the_same(run: Loop, rule: UpdateRule, slots: int, dtype: np.dtype[Any
         wide = [array.astype(np.float64) for array in (*changed, *copies)]
     half = len(changed)
     return all(
-        np.array_equal(found, expected, equal_nan=True)
-        and np.array_equal(np.signbit(found[found == 0]), np.signbit(expected[expected == 0]))
-        for found, expected in zip(wide[:half], wide[half:], strict=True)
+        np.array_equal(result, expected, equal_nan=True)
+        and np.array_equal(np.signbit(result[result == 0]), np.signbit(expected[expected == 0]))
+        for result, expected in zip(wide[:half], wide[half:], strict=True)
     )

@@ -1,4 +1,4 @@
-"""An update written once: a function of symbols, traced, from which NumPy's operations and the kernel's text come."""
+"""An update that is written once, as a function, and traced to NumPy operations and kernel code."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Formula:
     Args:
         call: the name of the formula for messages, such as `Adam.formula`.
         function: takes the value, the gradient and the slots of one element by position, and the
-            numbers and options by name. It returns the new value, or a tuple of it and of the new
-            slots.
+            numbers and options by name. It returns the new value, or a tuple of the new value and
+            the new slots.
         slots: the slots' names.
         numbers: the names of the numbers.
-        options: by name, what is known when the formula is compiled.
+        options: by name, the values that are known when the formula is compiled.
 
     Raises:
-        TypeError: the function does what cannot be compiled; the message names its line.
+        TypeError: the function cannot be compiled; the message names the line.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Formula:
         gradient, *state = given
         result = function(state[0], gradient, *state[1:], **symbols, **options)
         results = result if isinstance(result, tuple) else (result,)
-        kinds = [getattr(one, "kind", type(one).__name__) for one in results]
+        kinds = [getattr(symbol, "kind", type(symbol).__name__) for symbol in results]
         if kinds != [ELEMENT] * len(state):
             raise TypeError(
                 f"{call} returned {kinds}; it must return the new value and {len(slots)} new "
@@ -60,8 +60,8 @@ class Formula:
         norms = _norms_in(taken)
         self._bind = operations(self._names, norms, taken, given, order, results)
         lines, texts = _statements(given, order, taken)
-        # All are read before any is written: a new slot may be another's old one.
-        lines += [f"const auto new_{i} = {texts[id(one)]};" for i, one in enumerate(results)]
+        # All are read before any is written: a new slot may be another slot's old value.
+        lines += [f"const auto new_{i} = {texts[id(new)]};" for i, new in enumerate(results)]
         lines += [f"{old.operands[0]} = new_{i};" for i, old in enumerate(state)]
         self._kernel = _kernel(name, slots, taken, lines)
         self._norms: tuple[int, Kernel, Callable[..., Any]] | None = None
@@ -77,24 +77,23 @@ class Formula:
 
     def rule(self, numbers: Sequence[float]) -> UpdateRule:
         """The update with these numbers, in the order of their names."""
-        constants = (
-            dict(zip(self._names, numbers, strict=True)) | self._options
-        )  # which the ranks agree on, too
+        # The ranks must agree on the options, too.
+        constants = dict(zip(self._names, numbers, strict=True)) | self._options
         if self._norms is None:
             apply, values = self._bind(*numbers)
             return UpdateRule(apply, constants, self._kernel, values)
 
-        def bound(norms: Sequence[float]) -> UpdateRule:
+        def rule_with(norms: Sequence[float]) -> UpdateRule:
             apply, values = self._bind(*numbers, *norms)
             return UpdateRule(apply, constants, self._kernel, values)
 
         size, kernel, bind = self._norms
         terms, values = bind(*numbers)
-        return Norms(size, kernel, terms, values, bound).rule()
+        return Norms(size, kernel, terms, values, rule_with).rule()
 
 
 def _in_order(results: Sequence[Symbol]) -> tuple[list[Symbol], list[Symbol]]:
-    """The operations on elements, each once and after its operands, and the numbers that they take."""
+    """The operations on elements, each once and after its operands, and the numbers they take."""
     order: list[Symbol] = []
     numbers: list[Symbol] = []
     seen: set[int] = set()
@@ -110,31 +109,31 @@ def _in_order(results: Sequence[Symbol]) -> tuple[list[Symbol], list[Symbol]]:
                 visit(operand)
             order.append(symbol)
 
-    for result in reversed(results):  # a value often takes what its slots are made of
+    for result in reversed(results):  # slots first: the new value often depends on them
         visit(result)
     return order, numbers
 
 
 def _norms_in(numbers: Sequence[Symbol]) -> list[Symbol]:
-    """The norms that these numbers are made of, each once."""
-    found: dict[int, Symbol] = {}
+    """The norms that these numbers depend on, each once."""
+    norms: dict[int, Symbol] = {}
 
     def visit(number: Symbol) -> None:
         if number.function is np.linalg.norm:
-            found[id(number)] = number
+            norms[id(number)] = number
         elif number.function is not None:
             for operand in number.operands:
                 visit(operand)
 
     for number in numbers:
         visit(number)
-    return list(found.values())
+    return list(norms.values())
 
 
 def _statements(
     given: Sequence[Symbol], order: Sequence[Symbol], numbers: Sequence[Symbol]
 ) -> tuple[list[str], dict[int, str]]:
-    """The operations as statements of a kernel, and each symbol's text, by its id."""
+    """The operations as statements of a kernel, and the text of each symbol by its id."""
     texts = {id(symbol): symbol.operands[0] for symbol in given}
     texts |= {id(number): f"number_{i}" for i, number in enumerate(numbers)}
     lines = []
@@ -159,14 +158,14 @@ def _kernel(
 
 
 def _reader_of(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """What reads these attributes of an object."""
+    """A function that reads these attributes of an object."""
     if len(names) > 1:
         return operator.attrgetter(*names)
     return lambda thing: tuple(getattr(thing, name) for name in names)
 
 
 class Formulas:
-    """The formulas of one optimizer: one for each choice of its options and slots."""
+    """The formulas of an optimizer, one per choice of its options and slots."""
 
     def __init__(self, call: str, function: Callable[..., Any]) -> None:
         parameters = inspect.signature(function).parameters.values()
@@ -183,11 +182,11 @@ class Formulas:
     def rule(self, optimizer: Any, learning_rate: float, step: int) -> UpdateRule:
         """The update of this step.
 
-        What the formula takes, but for these two, are the optimizer's attributes.
+        The formula's other arguments are the optimizer's attributes of those names.
 
         Raises:
             AttributeError: the optimizer has no such attribute.
-            TypeError: one is no number, or the formula cannot be compiled.
+            TypeError: an attribute is not a number, or the formula cannot be compiled.
         """
         values = self._attributes_of(optimizer)
         if self._takes_step:

@@ -1,8 +1,8 @@
 """Libraries that the host's C compiler makes, kept in a folder for the next time.
 
-What is there is run, so nothing is trusted by its path. The folder is opened once, and must be this
-user's own; so must each library. Its checksum is compared before it is loaded: one that was cut off
-by a power cut would end the process.
+The libraries are run, so no path is trusted. The folder is opened once, and must belong to this
+user alone; so must each library. A library's checksum is compared before it is loaded: a file that
+a power cut truncated would end the process.
 """
 
 from __future__ import annotations
@@ -23,34 +23,33 @@ import time
 from collections.abc import Iterator
 from typing import IO
 
-# Floats must round as NumPy's do: no contraction to fused multiplications, no "fast math". What the
-# two last flags take away is errno, and traps that nobody has set.
+# Floats must round as NumPy's do: no contraction to fused multiplications, no "fast math". The two
+# `-fno` flags turn off only errno, and traps that are not set.
 _FLAGS = (
-    *(
-        "-std=gnu11",
-        "-O3",
-        "-march=native",
-        "-ffp-contract=off",
-        "-fno-math-errno",
-        "-fno-trapping-math",
-    ),
-    *("-shared", "-fPIC"),
+    "-std=gnu11",
+    "-O3",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-shared",
+    "-fPIC",
 )
-_SECONDS = 10  # for a compiler that hangs, and for the process that waits for it
+_SECONDS = 10  # until a compiler that hangs is killed; other processes wait for it as long
 _LOOK_SECONDS = 0.05
 _CHECKSUM_BYTES = 32
 
 _hung: set[str] = set()
-"""Compilers that took so long in vain that this process does not try them again."""
+"""Compilers that failed after a long time, which this process does not try again."""
 
 
 def compiler() -> str | None:
-    """The path of the C compiler; `None` where there is none."""
+    """The path of the C compiler; `None` if there is none."""
     return shutil.which(os.environ.get("CC", "").strip() or "cc")
 
 
 def load_library(source: str) -> ctypes.CDLL:
-    """The library of a C program, compiled if it is not there yet: by one process, for which others wait.
+    """The library of a C program, compiled if it is missing, by one process for all.
 
     Raises:
         OSError, RuntimeError, SubprocessError: it cannot be made, kept or loaded.
@@ -59,8 +58,7 @@ def load_library(source: str) -> ctypes.CDLL:
     if cc is None:
         raise FileNotFoundError("there is no C compiler")
     status = os.stat(cc)
-    # A compiler that was updated, or a home on several kinds of machines, must not find the other's
-    # code.
+    # An updated compiler, or another kind of machine with the same home, must not find this code.
     facts = (
         source,
         *_FLAGS,
@@ -70,10 +68,10 @@ def load_library(source: str) -> ctypes.CDLL:
         *_processor(),
     )
     name = hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-    with _own_folder() as folder:
-        # Found from the open folder, to which nobody else can write. The name has to be in it:
-        # dlopen takes a path that it has seen for the library which it then loaded, and descriptors
-        # get the same numbers again.
+    with _open_folder() as folder:
+        # The path goes through the open folder, to which no other user can write. The name has to
+        # be in the path: dlopen returns the library it loaded before from the same path, and
+        # descriptors get the same numbers again.
         library = f"/proc/self/fd/{folder}/{name}.so"
         if not _is_whole(library):
             _compile_once(os.path.abspath(cc), source, library)
@@ -82,15 +80,15 @@ def load_library(source: str) -> ctypes.CDLL:
 
 
 def _compile_once(cc: str, source: str, library: str) -> None:
-    """Compiles, or waits for the process that does: its library is then taken, or none."""
+    """Compiles, or waits for the process that compiles and uses its library."""
     if cc in _hung:
         raise TimeoutError(f"{cc} took too long before; this process does not try it again")
-    begin = time.monotonic()
+    start = time.monotonic()
     try:
         # The system frees the lock of a process that dies.
         with open(f"{library}.lock", "ab", opener=_open) as lock:
-            if not _is_locked(lock):
-                _wait(lock, library, begin + _SECONDS)
+            if not _try_lock(lock):
+                _wait(lock, library, start + _SECONDS)
                 return
             try:
                 if not _is_whole(library):
@@ -98,13 +96,13 @@ def _compile_once(cc: str, source: str, library: str) -> None:
             finally:
                 pathlib.Path(lock.name).unlink(missing_ok=True)
     except Exception:
-        if time.monotonic() - begin > _SECONDS / 2:
+        if time.monotonic() - start > _SECONDS / 2:
             _hung.add(cc)
         raise
 
 
-def _is_locked(lock: IO[bytes]) -> bool:
-    """Whether this process has the lock, now at the latest."""
+def _try_lock(lock: IO[bytes]) -> bool:
+    """Takes the lock if it is free; whether this process has it now."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -115,7 +113,7 @@ def _wait(lock: IO[bytes], library: str, until: float) -> None:
     is_over = False
     while not is_over and time.monotonic() < until:
         time.sleep(_LOOK_SECONDS)
-        is_over = _is_locked(lock)
+        is_over = _try_lock(lock)
         if _is_whole(library):
             return
     raise TimeoutError(
@@ -124,7 +122,7 @@ def _wait(lock: IO[bytes], library: str, until: float) -> None:
 
 
 def _compile(cc: str, source: str, library: str) -> None:
-    """Makes the library in a folder of its own, where the compiler's temporary files are too."""
+    """Makes the library in a temporary folder, together with the compiler's temporary files."""
     folder = f"{library}.tmp"
     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
     os.mkdir(folder, 0o700)
@@ -132,7 +130,7 @@ def _compile(cc: str, source: str, library: str) -> None:
         _run([cc, *_FLAGS, "-x", "c", "-", "-o", "made", "-lm"], source, folder)
         with open(f"{folder}/made", "r+b") as file:
             os.fchmod(file.fileno(), 0o600)
-            file.write(_checksum(file.read()))  # loaders of ELF files ignore what follows
+            file.write(_checksum(file.read()))  # loaders of ELF files ignore what is appended
             file.flush()
             os.fsync(file.fileno())
         os.replace(f"{folder}/made", library)
@@ -141,8 +139,8 @@ def _compile(cc: str, source: str, library: str) -> None:
 
 
 def _run(command: list[str], source: str, folder: str) -> None:
-    # The compiler starts others: they are one group, which ends with this block, or by `timeout` if
-    # this process is killed. They hold neither this process's output nor its terminal.
+    # The compiler starts other processes: they are one group, which ends with this block, or by
+    # `timeout` if this process is killed. They hold neither this process's output nor its terminal.
     timeout = shutil.which("timeout")
     process = subprocess.Popen(
         [*((timeout, "-s", "KILL", str(_SECONDS + 1)) if timeout else ()), *command],
@@ -165,7 +163,7 @@ def _run(command: list[str], source: str, folder: str) -> None:
 
 
 def _is_whole(library: str) -> bool:
-    """Whether this is a library that this user's compiler has made, to its last byte."""
+    """Whether this is a complete library that this user's compiler has made."""
     with contextlib.suppress(OSError), open(library, "rb", opener=_open) as file:
         status = os.fstat(file.fileno())
         if stat.S_ISREG(status.st_mode) and _is_own(status):
@@ -179,9 +177,8 @@ def _checksum(content: bytes) -> bytes:
 
 
 def _open(path: str, flags: int) -> int:
-    return os.open(
-        path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600
-    )  # a FIFO would wait for its other end
+    # Not blocking: opening a FIFO would wait for its other end.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
 def _is_own(status: os.stat_result) -> bool:
@@ -189,11 +186,11 @@ def _is_own(status: os.stat_result) -> bool:
 
 
 @contextlib.contextmanager
-def _own_folder() -> Iterator[int]:
-    """A block with the open folder, which nobody else can write to.
+def _open_folder() -> Iterator[int]:
+    """A block with the descriptor of the folder, to which no other user can write.
 
     Raises:
-        OSError: there is none, and it cannot be made; or an error in the block, with the folder's
+        OSError: the folder cannot be made or opened; or an error in the block, with the folder's
             name.
         RuntimeError: this user has no home.
     """
@@ -217,7 +214,7 @@ def _own_folder() -> Iterator[int]:
 
 @functools.cache
 def _processor() -> tuple[str, ...]:
-    """What distinguishes this processor from others, for which another library is compiled: homes are often shared."""
+    """What distinguishes this processor: homes are shared, and each kind needs its own library."""
     names = ("flags", "Features", "model name", "CPU part")
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         first = file.read().partition("\n\n")[0]

@@ -1,4 +1,4 @@
-"""A traced formula as NumPy's operations: Python functions, made from text as a GPU's kernel is."""
+"""A traced formula as NumPy operations: Python functions, made from text like a GPU's kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hpcstrat._update.rule import Apply
 from hpcstrat._update.symbols import AS_OPERATIONS, ELEMENT, NUMBER, ON_NUMBERS, WITHOUT_OUT, Symbol
 
 GRADIENT, VALUE = 0, 1
-"""The first arrays of an operation. Then come the slots, and the arrays to work in."""
+"""The first arrays of an operation, followed by the slots and the scratch arrays."""
 
 
 def operations(
@@ -25,40 +25,39 @@ def operations(
     order: Sequence[Symbol],
     results: Sequence[Symbol],
 ) -> Callable[..., tuple[Apply, tuple[float, ...]]]:
-    """NumPy's operations, as a function of the formula's numbers and norms.
+    """A function that binds the formula's numbers and norms to its NumPy operations.
 
-    It gives the operations, and the numbers that these take, computed in float64. It is made from
-    text, as the kernel is: a loop over a table of operations takes twice as long on small
-    variables.
+    It returns the operations, and the numbers that they take, computed in float64. It is made from
+    text, like the kernel: a loop over a table of operations takes twice as long on small variables.
     """
     functions: dict[str, Any] = {
         "wide": _wide,
         "empty_like": np.empty_like,
         "as_arrays": _as_arrays,
     }
-    arrays, steps = _arranged(given, order, results)
+    arrays, steps = _assign_arrays(given, order, results)
 
-    def called(function: Any, operands: Sequence[Symbol | int], out: int) -> str:
+    def format_step(function: Any, operands: Sequence[Symbol | int], out: int) -> str:
         taken = [f"a{o}" if isinstance(o, int) else f"n{numbers.index(o)}" for o in operands]
-        text = _called(function, taken, functions)
+        text = _format_call(function, taken, functions)
         return f"a{out} = {text})" if function in WITHOUT_OUT else f"{text}, out=a{out})"
 
     slots = len(given) - 2
     lines = [
-        *_bound(names, norms, numbers, functions),
+        *_format_bind(names, norms, numbers, functions),
         "    kept = {}",
         f"    def apply(a{VALUE}, a{GRADIENT}, slots, a{slots + 2}):",
         f"        dtype = a{VALUE}.dtype",
         f"        if dtype.itemsize == 2: return wide(apply, a{VALUE}, a{GRADIENT}, slots)",
-        "        found = kept.get(dtype)",
-        "        if found is None: found = kept[dtype] = as_arrays(numbers, dtype)",
-        _unpacked("n", len(numbers), "found"),
-        _unpacked("a", slots, "slots", 2),
+        "        cast = kept.get(dtype)",
+        "        if cast is None: cast = kept[dtype] = as_arrays(numbers, dtype)",
+        _format_unpacking("n", len(numbers), "cast"),
+        _format_unpacking("a", slots, "slots", 2),
         *[f"        a{i} = empty_like(a{VALUE})" for i in range(slots + 3, arrays)],
-        *[f"        {called(*step)}" for step in steps],
+        *[f"        {format_step(*step)}" for step in steps],
         "    return apply, numbers",
     ]
-    exec("\n".join(lines), functions)  # of names and numbers, and of the functions in our tables
+    exec("\n".join(lines), functions)  # only names, numbers, and functions in the tables
     return functions["bind"]
 
 
@@ -71,28 +70,29 @@ def norm_terms(
 ) -> Callable[
     ..., tuple[Callable[[Array, Array, Sequence[Array]], list[Array]], tuple[float, ...]]
 ]:
-    """Likewise, for the arrays whose norms a formula takes: none of what is given changes."""
+    """A function that binds the numbers to the operations for the norms' terms; changes nothing."""
     functions: dict[str, Any] = {"float32": np.float32}
     places = {id(symbol): f"a{i}" for i, symbol in enumerate(given)}
     places |= {id(number): f"n{i}" for i, number in enumerate(numbers)}
     places |= {id(symbol): f"s{i}" for i, symbol in enumerate(order)}
     steps = [
         f"{places[id(symbol)]} = "
-        + _called(symbol.function, [places[id(operand)] for operand in symbol.operands], functions)
+        + _format_call(
+            symbol.function, [places[id(operand)] for operand in symbol.operands], functions
+        )
         for symbol in order
     ]
     lines = [
-        *_bound(names, (), numbers, functions),
+        *_format_bind(names, (), numbers, functions),
         f"    def terms(a{VALUE}, a{GRADIENT}, slots):",
         f"        dtype = a{VALUE}.dtype",
         "        if dtype.itemsize == 2:",
         f"            a{VALUE}, a{GRADIENT}, *slots = [a.astype(float32) for a in (a{VALUE}, "
         f"a{GRADIENT}, *slots)]",
         f"            dtype = a{VALUE}.dtype",
-        _unpacked(
-            "n", len(numbers), "[dtype.type(number) for number in numbers]"
-        ),  # which CuPy's functions take
-        _unpacked("a", len(given) - 2, "slots", 2),
+        # NumPy scalars, which CuPy's functions take.
+        _format_unpacking("n", len(numbers), "[dtype.type(number) for number in numbers]"),
+        _format_unpacking("a", len(given) - 2, "slots", 2),
         *[f"        {step})" for step in steps],
         f"        return [{', '.join(places[id(symbol)] for symbol in wanted)}]",
         "    return terms, numbers",
@@ -101,17 +101,17 @@ def norm_terms(
     return functions["bind"]
 
 
-def _bound(
+def _format_bind(
     names: Sequence[str],
     norms: Sequence[Symbol],
     numbers: Sequence[Symbol],
     functions: dict[str, Any],
 ) -> list[str]:
-    """The first lines of the function: what operations take of numbers is computed once, and not for each chunk."""
+    """The first lines of the function, which compute the numbers once rather than per chunk."""
     places = {id(norm): f"norm_{i}" for i, norm in enumerate(norms)}
-    functions |= {"inf": math.inf, "nan": math.nan}  # as the text has such literals
+    functions |= {"inf": math.inf, "nan": math.nan}  # literals in the text
 
-    def computed(number: Symbol) -> str:
+    def format_number(number: Symbol) -> str:
         if id(number) in places:
             return places[id(number)]
         if number.function is None:
@@ -119,41 +119,42 @@ def _bound(
             return repr(operand) if isinstance(operand, float) else f"given_{operand}"
         name = f"of_{number.function.__name__}"
         functions[name] = ON_NUMBERS[number.function]
-        return f"{name}({', '.join(map(computed, number.operands))})"
+        return f"{name}({', '.join(map(format_number, number.operands))})"
 
     return [
         f"def bind({', '.join([f'given_{name}' for name in names] + list(places.values()))}):",
-        f"    numbers = ({''.join(f'{computed(number)}, ' for number in numbers)})",
+        f"    numbers = ({''.join(f'{format_number(number)}, ' for number in numbers)})",
     ]
 
 
-def _unpacked(prefix: str, count: int, of: str, first: int = 0) -> str:
+def _format_unpacking(prefix: str, count: int, of: str, first: int = 0) -> str:
     return (
         f"        {''.join(f'{prefix}{i + first}, ' for i in range(count))}= {of}" if count else ""
     )
 
 
 def _as_arrays(numbers: Sequence[float], dtype: np.dtype[Any]) -> list[np.ndarray[Any, Any]]:
-    # NumPy takes an array of no dimensions in half the time of a scalar, and a small update is
-    # little else.
+    # NumPy takes a zero-dimensional array in half the time of a scalar, which dominates a small
+    # update.
     return [np.array(number, dtype) for number in numbers]
 
 
-def _called(function: Any, operands: Sequence[str], functions: dict[str, Any]) -> str:
+def _format_call(function: Any, operands: Sequence[str], functions: dict[str, Any]) -> str:
     """A call of one of NumPy's functions, up to the closing bracket."""
     functions[function.__name__] = AS_OPERATIONS.get(function, function)
     return f"{function.__name__}({', '.join(operands)}"
 
 
-def _arranged(
+def _assign_arrays(
     given: Sequence[Symbol], order: Sequence[Symbol], results: Sequence[Symbol]
 ) -> tuple[int, list[tuple[Any, list[Symbol | int], int]]]:
-    """How many arrays there are, and for each operation its operands, numbers or arrays, and the array for its result.
+    """The number of arrays, and per operation its operands and the array for its result.
 
-    That is the result's place in storage, if nobody needs any more what is there.
+    Operands are numbers or the indices of arrays. A result goes to its place in storage as soon as
+    the old content is no longer needed.
     """
     uses = collections.Counter(id(operand) for symbol in order for operand in symbol.operands)
-    uses.update(map(id, results))  # which are needed to the end
+    uses.update(map(id, results))  # results are needed to the end
     place = {id(symbol): i for i, symbol in enumerate(given)}
     homes = {id(result): i for i, result in enumerate(results, VALUE)}
     first = arrays = len(given)
@@ -188,14 +189,14 @@ def _arranged(
         if place[id(result)] != home
     ]
     for i, (at, home) in enumerate(moved):
-        if at < first:  # the place of another slot, which might be written first
+        if at < first:  # another slot's place, which might be written first
             steps.append((np.positive, [at], arrays))
             moved[i], arrays = (arrays, home), arrays + 1
     return arrays, steps + [(np.positive, [at], home) for at, home in moved]
 
 
 def _wide(apply: Apply, value: Array, gradient: Array, slots: Sequence[Array]) -> None:
-    """Numbers of 16 bits as on a GPU: in float32, and rounded once."""
+    """Updates 16-bit numbers as on a GPU: in float32, rounded once."""
     arrays = [array.astype(np.float32) for array in (value, gradient, *slots)]
     apply(arrays[0], arrays[1], arrays[2:], np.empty_like(arrays[0]))
     for array, new in zip((value, *slots), (arrays[0], *arrays[2:]), strict=True):

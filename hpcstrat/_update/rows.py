@@ -1,4 +1,4 @@
-"""Some rows of a variable: updates of them, and one value for each that occurs several times."""
+"""Updates of some rows of a variable; rows that occur several times are combined."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ combined = (T)total;
 
 
 class Combination(NamedTuple):
-    """How the values of one row become one.
+    """How several values of a row become a single one.
 
     Attributes:
-        ufunc: NumPy's function of two values; `None` takes the last one.
-        code: CUDA C++ of the same, of `total` and `next`.
+        ufunc: NumPy's function of two values; `None` takes the last value.
+        code: the same in CUDA C++, of `total` and `next`.
     """
 
     ufunc: np.ufunc | None
@@ -50,19 +50,19 @@ LAST = Combination(None, "next")
 def combine_rows(
     indices: Array, values: Array, combination: Combination = SUM
 ) -> tuple[Array, Array]:
-    """The rows that occur, each once and ascending, and for each its values as one, in the order in which they lie.
+    """The distinct rows, ascending, and for each row its values, combined in their order.
 
-    CuPy's own `add.reduceat` subtracts prefix sums: it loses digits in long arrays, and spreads a
-    NaN to all rows.
+    CuPy's `add.reduceat` subtracts prefix sums: it loses digits in long arrays, and spreads a NaN
+    to all rows.
 
     Args:
-        indices: integers of shape `(k,)`, none of them negative.
+        indices: integers of shape `(k,)`, not negative.
         values: of shape `(k, ...)`, C-contiguous, on the same device. 16-bit floats are combined in
             `float32`.
-        combination: how several values become one.
+        combination: how several values of a row are combined.
     """
     xp = gpu.array_module(indices)
-    # Stable, so that equal rows keep their order, and the results are the same bits on every rank
+    # Stable, so that equal rows keep their order, and the results have the same bits on every rank
     # and in every run.
     order = xp.argsort(indices, kind="stable")
     indices = indices[order]
@@ -75,10 +75,10 @@ def combine_rows(
         if combination.ufunc is None:
             return rows, values[order[np.append(starts[1:], order.size) - 1]]
         with np.errstate(all="ignore"):  # as in the update
-            found = combination.ufunc.reduceat(
+            reduced = combination.ufunc.reduceat(
                 values[order], starts, axis=0, dtype=accumulator(values.dtype)
             )
-            return rows, found.astype(values.dtype, copy=False)
+            return rows, reduced.astype(values.dtype, copy=False)
     combined = xp.empty((rows.size, *values.shape[1:]), values.dtype)
     columns = combined.size // max(rows.size, 1)
     kernel = _kernel(combination.code, accumulator(values.dtype) != values.dtype)
@@ -88,7 +88,7 @@ def combine_rows(
 
 @functools.cache
 def _kernel(code: str, is_short: bool) -> Any:
-    """A thread for each element of the result: the same bits in every run, and on every rank."""
+    """One thread per element of the result: the same bits in every run, and on every rank."""
     return gpu.load_cupy("a sparse gradient").ElementwiseKernel(
         "raw T values, raw int64 order, raw int64 starts, int64 columns, int64 segments, int64 "
         "rows",
@@ -100,17 +100,17 @@ def _kernel(code: str, is_short: bool) -> Any:
 
 
 def row_view(array: Array, row_ndim: int) -> Array:
-    """A contiguous array with its first dimensions as one, so that its rows have `row_ndim` dimensions."""
+    """A contiguous array with its first dimensions merged, so that rows have `row_ndim` of them."""
     leading = array.ndim - row_ndim
     return array.reshape(math.prod(array.shape[:leading]), *array.shape[leading:])
 
 
 def update_rows(blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
-    """Applies a rule to these rows of a variable, the first of the blocks, and of its slots, on this rank."""
+    """Applies a rule to some rows of a variable (the first block) and its slots, on this rank."""
     arrays = [row_view(block.array, gradient.ndim - 1) for block in blocks]
     values = [array[rows] for array in arrays]
     value, *slots = [value.reshape(-1) for value in values]
-    # The rule may overwrite its gradient, and this one is the caller's.
+    # Copied, because the rule may overwrite its gradient.
     gradient = gradient.reshape(-1).copy()
     if gpu.is_on_gpu(value):
         rule.on_gpu(value, gradient, slots)

@@ -25,9 +25,9 @@ class Kernel(NamedTuple):
         name: the kernel's name in profilers.
         slots: names of the slots in `body`.
         constants: names of the constants in `body`.
-        body: statements of CUDA C++ that change `value` and the slots by `gradient`, one element of
-            each. All have the variable's dtype; where that has 16 bits, `float`. Those of norms
-            change nothing and assign to `term_0` and so on.
+        body: statements of CUDA C++ that change `value` and the slots by `gradient`, for one
+            element. All have the variable's dtype; where that has 16 bits, `float`. Statements for
+            norms change nothing and assign to `term_0` and so on.
     """
 
     name: str
@@ -50,8 +50,8 @@ class UpdateRule(NamedTuple):
             constants differ raise `ReplicaMismatchError`, which names them.
         kernel: the same update as one GPU kernel; without it `apply` runs on CuPy arrays.
         kernel_constants: the constants of the kernel, in its order.
-        norms: what it takes of whole variables. Then `apply` is for a whole variable, and the
-            kernel's constants are those of `norms.bound`.
+        norms: the norms of whole variables that it needs. Then `apply` takes a whole variable, and
+            the kernel's constants are those of `norms.rule_with`.
     """
 
     apply: Apply
@@ -63,11 +63,11 @@ class UpdateRule(NamedTuple):
     def on_gpu(self, value: Array, gradient: Array, slots: Sequence[Array]) -> None:
         """Updates flat CuPy arrays, on the current stream; `gradient` may be overwritten."""
         if self.kernel is not None:
-            compiled = _compiled(self.kernel, value.dtype.itemsize == 2)
+            compiled = _compile(self.kernel, value.dtype.itemsize == 2)
             compiled(gradient, *self.kernel_constants, value, *slots)
         else:
-            # An assignment has no constants and uses no scratch: large variables need no memory
-            # beside them.
+            # An assignment has no constants and uses no scratch array: large variables need no
+            # additional memory.
             scratch = (
                 gpu.array_module(gradient).empty_like(gradient) if self.constants else gradient
             )
@@ -75,48 +75,48 @@ class UpdateRule(NamedTuple):
 
 
 LANES = 16
-"""Sums of squares that are kept side by side, so that a compiler can add them up in vectors, in the same order."""
+"""Sums of squares that are kept in parallel, so that a compiler can use vectors in one order."""
 
 
 class Norms(NamedTuple):
     """The norms over a variable that an update of its elements depends on.
 
-    They take a first pass over all elements, which changes nothing. A rank that has a part of the
-    elements only sums up its own, and the ranks add their sums. Squares are summed in float64.
+    They take a first pass over all elements, which changes nothing. A rank that has only a part of
+    the elements sums its own, and the ranks add their sums. Squares are summed in float64.
 
     Attributes:
-        size: how many there are.
-        kernel: assigns, for each norm, the term whose norm it is; changes nothing.
-        terms: the same by NumPy's operations, of a value, a gradient and slots.
+        size: the number of norms.
+        kernel: assigns the term of each norm; changes nothing.
+        terms: the same by NumPy's operations, from a value, a gradient and slots.
         kernel_constants: the constants of the kernel, in its order.
-        bound: the update of a variable that has these norms.
+        rule_with: returns the update of a variable that has these norms.
     """
 
     size: int
     kernel: Kernel
     terms: Callable[[Array, Array, Sequence[Array]], Sequence[Array]]
     kernel_constants: tuple[float, ...]
-    bound: Callable[[Sequence[float]], UpdateRule]
+    rule_with: Callable[[Sequence[float]], UpdateRule]
 
     def rule(self) -> UpdateRule:
         """The update of variables whose norms are not known yet."""
-        return self.bound([1.0] * self.size)._replace(
+        return self.rule_with([1.0] * self.size)._replace(
             apply=self._apply, kernel_constants=(), norms=self
         )
 
     def _apply(self, value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
-        self.bound(np.sqrt(self.sums(value, gradient, slots)).tolist()).apply(
+        self.rule_with(np.sqrt(self.sums(value, gradient, slots)).tolist()).apply(
             value, gradient, slots, scratch
         )
 
     def sums(self, value: Array, gradient: Array, slots: Sequence[Array]) -> Array:
-        """The sum of the squares of each term, of NumPy arrays."""
+        """The sum of the squares of each term, from NumPy arrays."""
         return np.array([sum_of_squares(term) for term in self.terms(value, gradient, slots)])
 
     def sums_on_gpu(
         self, value: Array, gradient: Array, slots: Sequence[Array], out: Array
     ) -> None:
-        """Likewise, of flat CuPy arrays, to `out`, on the current stream."""
+        """Writes the same sums, from flat CuPy arrays, to `out`, on the current stream."""
         xp = gpu.array_module(gradient)
         if value.dtype.kind == "c":
             squares = [
@@ -124,37 +124,36 @@ class Norms(NamedTuple):
             ]
         else:
             squares = [xp.empty(value.shape, np.float64) for _ in range(self.size)]
-            compiled = _compiled_norms(self.kernel, self.size, value.dtype.itemsize == 2)
+            compiled = _compile_norms(self.kernel, self.size, value.dtype.itemsize == 2)
             compiled(gradient, *self.kernel_constants, value, *slots, *squares)
         for i, array in enumerate(squares):
             out[i] = array.sum()
 
 
 def sum_of_squares(term: Array) -> float:
-    """The sum of the squares of a flat array's elements, in float64 and in the order of a compiled loop."""
+    """The sum of a flat array's squares, in float64 and in the order of a compiled loop."""
     squares = np.abs(term).astype(np.float64)
     squares *= squares
     whole = squares.size // LANES * LANES
     lanes = np.zeros(LANES)
     lanes += np.add.reduce(squares[:whole].reshape(-1, LANES), axis=0)
     lanes[: squares.size - whole] += squares[whole:]
-    return functools.reduce(
-        operator.add, lanes.tolist()
-    )  # one after the other: `sum` compensates from Python 3.12 on
+    # Not `sum`, which compensates rounding errors from Python 3.12 on.
+    return functools.reduce(operator.add, lanes.tolist())
 
 
 @functools.cache
-def _compiled(kernel: Kernel, is_short: bool) -> Any:
+def _compile(kernel: Kernel, is_short: bool) -> Any:
     computed = "float" if is_short else "T"
     changed = ("value", *kernel.slots)
     before = [
-        f"{computed} {one} = ({computed})given_{one};"
-        for one in ("gradient", *kernel.constants, *changed)
+        f"{computed} {name} = ({computed})given_{name};"
+        for name in ("gradient", *kernel.constants, *changed)
     ]
-    after = [f"given_{one} = (T){one};" for one in changed]
+    after = [f"given_{name} = (T){name};" for name in changed]
     return gpu.load_cupy("an update").ElementwiseKernel(
-        ", ".join(["T given_gradient", *(f"float64 given_{one}" for one in kernel.constants)]),
-        ", ".join(f"T given_{one}" for one in changed),
+        ", ".join(["T given_gradient", *(f"float64 given_{name}" for name in kernel.constants)]),
+        ", ".join(f"T given_{name}" for name in changed),
         "\n".join([*before, kernel.body, *after]),
         f"hpcstrat_{kernel.name}",
         no_return=True,
@@ -162,14 +161,16 @@ def _compiled(kernel: Kernel, is_short: bool) -> Any:
 
 
 @functools.cache
-def _compiled_norms(kernel: Kernel, count: int, is_short: bool) -> Any:
+def _compile_norms(kernel: Kernel, count: int, is_short: bool) -> Any:
     computed = "float" if is_short else "T"
     taken = ("gradient", *kernel.constants, "value", *kernel.slots)
-    before = [f"const {computed} {one} = ({computed})given_{one};" for one in taken]
+    before = [f"const {computed} {name} = ({computed})given_{name};" for name in taken]
     terms = [f"{computed} term_{i};" for i in range(count)]
     after = [f"square_{i} = (double)term_{i} * (double)term_{i};" for i in range(count)]
     return gpu.load_cupy("an update").ElementwiseKernel(
-        ", ".join(f"{'float64' if one in kernel.constants else 'T'} given_{one}" for one in taken),
+        ", ".join(
+            f"{'float64' if name in kernel.constants else 'T'} given_{name}" for name in taken
+        ),
         ", ".join(f"float64 square_{i}" for i in range(count)),
         "\n".join([*before, *terms, kernel.body, *after]),
         f"hpcstrat_{kernel.name}",

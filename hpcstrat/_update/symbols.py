@@ -1,4 +1,4 @@
-"""Symbols, which stand for elements and numbers while a formula is traced, and what may be done with them."""
+"""Symbols for elements and numbers while a formula is traced, and the operations they allow."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy as np
 
 ELEMENT, CONDITION, NUMBER = "element", "condition", "number"
 
-# What gives the same bits in NumPy, in C++ and from processor to processor: IEEE 754 says how these
-# round. NumPy's exp or log depend on the processor.
+# The operations with the same bits in NumPy, in C++ and on every processor: IEEE 754 defines their
+# rounding. NumPy's exp or log depend on the processor.
 ON_ELEMENTS: dict[Any, str] = {
     np.add: "{} + {}",
     np.subtract: "{} - {}",
@@ -33,18 +33,21 @@ ON_ELEMENTS: dict[Any, str] = {
     np.where: "{} ? {} : {}",
 }
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
-# Which zero NumPy's own takes of two with different signs depends on the processor, and on the
-# place in the array.
+# Of two zeros with different signs, NumPy's own maximum takes one that depends on the processor and
+# on the place in the array.
 AS_OPERATIONS: dict[Any, Callable[..., Any]] = {
     np.maximum: lambda a, b: np.where((a > b) | (a != a), a, b),
     np.minimum: lambda a, b: np.where((a < b) | (a != a), a, b),
 }
 WITHOUT_OUT = (*_COMPARISONS, *AS_OPERATIONS, np.where)
-"""What takes no array for its result, or one of `bool`."""
+"""The operations without an array for the result, or with one of `bool`."""
 
 
 def _as_numpy(function: Callable[..., float], ufunc: Any) -> Callable[..., float]:
-    """Python's function, which is faster, with NumPy's results where it raises: a norm may be 0 or infinite."""
+    """Python's function, which is faster, with NumPy's result where Python's raises.
+
+    A norm may be 0 or infinite.
+    """
 
     def compute(*operands: float) -> float:
         try:
@@ -65,7 +68,7 @@ ON_NUMBERS: dict[Any, Callable[..., Any]] = {
     np.power: _as_numpy(math.pow, np.power),  # `**` makes complex numbers
     np.square: lambda x: x * x,
     np.absolute: abs,
-    np.maximum: lambda a, b: a if a > b or a != a else b,  # unlike `max`, nan if one is
+    np.maximum: lambda a, b: a if a > b or a != a else b,  # unlike `max`, nan if either is
     np.minimum: lambda a, b: a if a < b or a != a else b,
     np.sqrt: _as_numpy(math.sqrt, np.sqrt),
     np.exp: _as_numpy(math.exp, np.exp),
@@ -79,28 +82,29 @@ ON_NUMBERS: dict[Any, Callable[..., Any]] = {
 
 
 def _operator(function: Any) -> Callable[..., Symbol]:
-    return lambda *operands: _applied(function, *operands)
+    return lambda *operands: _apply(function, *operands)
 
 
-def _reflected(function: Any) -> Callable[..., Symbol]:
-    return lambda symbol, other: _applied(function, other, symbol)
+def _reflect(function: Any) -> Callable[..., Symbol]:
+    return lambda symbol, other: _apply(function, other, symbol)
 
 
 @final
 class Symbol:
-    """Stands for an element of an array, or for a number, while a formula is traced.
+    """An element of an array, or a number, while a formula is traced.
 
     Attributes:
-        kind: an element, a condition on elements, or a number, which is the same for all of them.
-        function: NumPy's; `None` for what the formula is given and for literals.
-        operands: its arguments. Of what is given, its name or its value.
+        kind: an element, a condition on elements, or a number, which is the same for all elements.
+        function: NumPy's; `None` for the formula's arguments and for literals.
+        operands: the function's arguments; of a formula's argument its name, of a literal its
+            value.
     """
 
     __slots__ = ("function", "kind", "operands")
-    __add__, __radd__ = _operator(np.add), _reflected(np.add)
-    __sub__, __rsub__ = _operator(np.subtract), _reflected(np.subtract)
-    __mul__, __rmul__ = _operator(np.multiply), _reflected(np.multiply)
-    __truediv__, __rtruediv__ = _operator(np.divide), _reflected(np.divide)
+    __add__, __radd__ = _operator(np.add), _reflect(np.add)
+    __sub__, __rsub__ = _operator(np.subtract), _reflect(np.subtract)
+    __mul__, __rmul__ = _operator(np.multiply), _reflect(np.multiply)
+    __truediv__, __rtruediv__ = _operator(np.divide), _reflect(np.divide)
     __neg__, __abs__ = _operator(np.negative), _operator(np.absolute)
     __lt__, __le__ = _operator(np.less), _operator(np.less_equal)
     __gt__, __ge__ = _operator(np.greater), _operator(np.greater_equal)
@@ -111,27 +115,26 @@ class Symbol:
     def __array_ufunc__(self, ufunc: Any, method: str, *arguments: Any, **options: Any) -> Symbol:
         if method != "__call__" or options:
             _refuse(
-                f"numpy.{ufunc.__name__} with {', '.join(options) or method} has no place in a "
+                f"numpy.{ufunc.__name__} with {', '.join(options) or method} is not allowed in a "
                 "formula"
             )
-        return _applied(ufunc, *arguments)
+        return _apply(ufunc, *arguments)
 
     def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Symbol:
         if function is np.linalg.norm and not options and len(arguments) == 1:
             if self.kind != ELEMENT or any(
                 operand.function is np.linalg.norm for operand in self.inputs()
             ):
-                _refuse("numpy.linalg.norm takes an element that no other norm is in")
+                _refuse("numpy.linalg.norm takes an element that contains no other norm")
             return Symbol(NUMBER, np.linalg.norm, self)
         if function is not np.where or options or len(arguments) != 3:
             _refuse(
-                f"numpy.{function.__name__} has no place in a formula, where each element is by "
-                "itself"
+                f"numpy.{function.__name__} is not allowed in a formula: formulas are elementwise"
             )
-        return _applied(np.where, *arguments)
+        return _apply(np.where, *arguments)
 
     def inputs(self) -> Iterator[Symbol]:
-        """All symbols that this one is made of, some several times."""
+        """All symbols that this symbol depends on, some several times."""
         if self.function is not None:
             for operand in self.operands:
                 yield operand
@@ -139,11 +142,11 @@ class Symbol:
 
     def __pow__(self, exponent: Any) -> Symbol:
         if self.kind == ELEMENT and isinstance(exponent, (int, float)) and exponent in (0.5, 2):
-            return _applied(np.square if exponent == 2 else np.sqrt, self)
-        return _applied(np.power, self, exponent)
+            return _apply(np.square if exponent == 2 else np.sqrt, self)
+        return _apply(np.power, self, exponent)
 
     def __rpow__(self, base: Any) -> Symbol:
-        return _applied(np.power, base, self)
+        return _apply(np.power, base, self)
 
     def __bool__(self) -> NoReturn:
         _refuse(
@@ -160,10 +163,10 @@ class Symbol:
     __int__ = __index__ = __float__
 
     def __iter__(self) -> NoReturn:
-        _refuse(f"{_article(self)} is no sequence")
+        _refuse(f"{_article(self)} is not a sequence")
 
 
-def _applied(function: Any, *arguments: Any) -> Symbol:
+def _apply(function: Any, *arguments: Any) -> Symbol:
     operands = []
     for argument in arguments:
         if isinstance(argument, (int, float, np.integer, np.floating)):

@@ -1,4 +1,4 @@
-"""A variable as the array that it is: arithmetic, methods of arrays, Python numbers, protocols of other libraries."""
+"""A variable used as an array: arithmetic, array methods, Python numbers, array protocols."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Axis: TypeAlias = "int | Sequence[int] | None"
 
 @final
 class VariableReference:
-    """A variable by its identity: equal to the references of the same variable only."""
+    """A hashable reference to a variable: equal only to references to the same variable."""
 
     __slots__ = ("_variable",)
 
@@ -42,9 +42,9 @@ class VariableReference:
 
 
 class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
-    """What reads a variable.
+    """The part of `Variable` that reads it.
 
-    Nothing here communicates; a variable with a value a replica refuses where it would.
+    Nothing here communicates; a per-replica variable raises where reading would communicate.
     """
 
     __slots__ = ("_state", "name")
@@ -76,33 +76,35 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """The bytes of one element."""
         return self._state.block.view.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements."""
+        """The bytes of all elements."""
         return self._state.block.view.nbytes
 
     def get_shape(self) -> tuple[int, ...]:
-        """The shape, by TensorFlow's other name."""
+        """Returns `shape`, by TensorFlow's other name."""
         return self.shape
 
     def ref(self) -> VariableReference:
-        """What stands for this variable, and no other, in sets and as a key: `==` of variables compares elements."""
+        """A hashable reference to this variable, for sets and dict keys.
+
+        `==` between variables compares their elements.
+        """
         return VariableReference(self)
 
     # ---- the array
 
     def value(self) -> Array:
-        """The array: in a replica context storage itself, read-only; elsewhere a copy.
+        """The array: a read-only view of storage in a replica context, a copy everywhere else.
 
         Never communicates.
 
-        Storage is shared memory, which every rank may be reading. NumPy refuses to write to it, but
-        for `np.add.at` and the like before NumPy 2.5, which do not look at whether an array is
-        read-only: pass them a copy, `read_value()`. With `HPCSTRAT_CHECK=1` the next update finds
-        what they wrote.
+        Storage is shared memory, which every rank may be reading. NumPy refuses to write to it,
+        except in `np.add.at` and the like before NumPy 2.5, which ignore the read-only flag: pass
+        those a copy, `read_value()`. With `HPCSTRAT_CHECK=1` the next update detects such a write.
 
         Raises:
             RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of
@@ -111,14 +113,13 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         state, context = self._state, contexts.current.get()
         view = state.block.view
         if type(context) is InReplica and context.group is state.group:
-            return view.view()  # whose shape and flags the caller may change
+            return view.view()  # the caller may change the view's shape and flags
         self._check_readable()
-        # Outside of a replica the next write may come at any line, so a value that changes would
-        # surprise.
+        # Outside a replica the next line may write: a value that then changes would surprise.
         return view.copy()
 
-    def _readable(self) -> Array:
-        """The array in storage, for a read whose result is a fresh array."""
+    def _read_in_place(self) -> Array:
+        """The array in storage, for reads that return a new array."""
         if self._state.is_on_read:
             self._check_readable()
         return self._state.block.view
@@ -126,38 +127,33 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     def _check_readable(self) -> None:
         if self._state.needs_aggregation_to_read():
             raise RuntimeError(
-                f"Variable {self.name!r} has one value a replica (ON_READ), and in the "
-                "cross-replica context arithmetic does not bring them together; call read_value() "
-                "or numpy(), which do"
+                f"Variable {self.name!r} has one value per replica (ON_READ), and arithmetic in "
+                "the cross-replica context does not aggregate them; call read_value() or numpy(), "
+                "which do"
             )
 
     # ---- operators and indexing
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        written = (
-            inputs[:1] if method == "at" else kwargs.get("out", ())
-        )  # NumPy's `at` writes read-only arrays too
+        # `at` writes its first input, even a read-only one.
+        written = inputs[:1] if method == "at" else kwargs.get("out", ())
         for out in written:
             if isinstance(out, ReadableAsArray):
                 raise TypeError(
                     f"Variable {out.name!r} in {ufunc.__name__}: a variable is not written in "
                     "place, as by `+=`, `out=` or `at`; use assign, assign_add or assign_sub"
                 )
-        # Straight from storage: the result is a fresh array, so nothing has to be copied.
-        arrays = [x._readable() if isinstance(x, ReadableAsArray) else x for x in inputs]
+        # Straight from storage: the result is a new array, so nothing has to be copied.
+        arrays = [x._read_in_place() if isinstance(x, ReadableAsArray) else x for x in inputs]
         return getattr(ufunc, method)(*arrays, **kwargs)
 
     def __getitem__(self, index: Any) -> Array:
-        # A part of storage may leave only where reads are views; a single element is a copy
-        # already.
-        part = self._readable()[index]
-        return (
-            part
-            if in_replica_of(self._state.group) or isinstance(part, np.generic)
-            else part.copy()
-        )
+        # A view of storage may be returned only in a replica; a single element is a copy already.
+        part = self._read_in_place()[index]
+        is_final = in_replica_of(self._state.group) or isinstance(part, np.generic)
+        return part if is_final else part.copy()
 
-    if not TYPE_CHECKING:  # to which assigning to an item is an error
+    if not TYPE_CHECKING:  # hidden, so that type checkers report item assignment
 
         def __setitem__(self, index: Any, value: Any) -> None:
             raise TypeError(
@@ -173,42 +169,41 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         return iter(self.value())
 
     def __contains__(self, key: Any) -> bool:
-        return key in self._readable()
+        return key in self._read_in_place()
 
     # ---- Python numbers and text
 
     def __bool__(self) -> bool:
-        return bool(self._readable())
+        return bool(self._read_in_place())
 
     def __int__(self) -> int:
-        return int(self._readable())
+        return int(self._read_in_place())
 
     def __float__(self) -> float:
-        return float(self._readable())
+        return float(self._read_in_place())
 
     def __complex__(self) -> complex:
-        return complex(self._readable())
+        return complex(self._read_in_place())
 
     def __index__(self) -> int:
-        return operator.index(self._readable())
+        return operator.index(self._read_in_place())
 
     def __round__(self, ndigits: int | None = None) -> Any:
-        return round(gpu.to_host(self._readable())[()], ndigits)
+        return round(gpu.to_host(self._read_in_place())[()], ndigits)
 
     def __format__(self, format_spec: str) -> str:
-        return format(gpu.to_host(self._readable()), format_spec) if format_spec else str(self)
+        return format(gpu.to_host(self._read_in_place()), format_spec) if format_spec else str(self)
 
     def item(self, *index: Any) -> Any:
-        """The one element, or that at `index`, as a Python number."""
+        """The only element, or the element at `index`, as a Python number."""
         # CuPy's own `item` takes no index.
-        return gpu.to_host(self._readable()).item(*index)
+        return gpu.to_host(self._read_in_place()).item(*index)
 
     def tolist(self) -> Any:
         """The elements as Python numbers, in nested lists."""
-        return self._readable().tolist()
+        return self._read_in_place().tolist()
 
-    # ---- other shapes and dtypes: like `value()` in place in a replica context, and a copy
-    # elsewhere
+    # ---- other shapes and dtypes: views in a replica context, copies elsewhere, as `value()`
 
     @property
     def T(self) -> Array:
@@ -232,96 +227,94 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         return self.value().squeeze(axis)
 
     def astype(self, dtype: npt.DTypeLike, copy: bool = True) -> Array:
-        """The array in another dtype; without `copy` the array itself if it has it."""
-        # Without `copy` NumPy gives storage itself where the dtype is right; that leaves as
+        """The array in another dtype; with `copy=False`, `value()` if it has that dtype already."""
+        # With `copy=False` NumPy returns storage itself if the dtype matches; return it as
         # `value()` does.
-        array = self._readable().astype(dtype, copy=copy)
+        array = self._read_in_place().astype(dtype, copy=copy)
         return self.value() if array is self._state.block.view else array
 
     def copy(self) -> Array:
-        """A copy of the array, in a replica context too."""
-        return self._readable().copy()
+        """A copy of the array, also in a replica context."""
+        return self._read_in_place().copy()
 
     def flatten(self, order: Any = "C") -> Array:
         """A copy of the elements in one dimension."""
-        return self._readable().flatten(order)
+        return self._read_in_place().flatten(order)
 
-    # ---- reductions, by NumPy's or CuPy's methods of these names
+    # ---- reductions, by the NumPy or CuPy methods of the same names
 
     def sum(
         self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
     ) -> Any:
         """The sum of the elements."""
-        return self._readable().sum(axis, dtype, out, **options)
+        return self._read_in_place().sum(axis, dtype, out, **options)
 
     def prod(
         self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
     ) -> Any:
         """The product of the elements."""
-        return self._readable().prod(axis, dtype, out, **options)
+        return self._read_in_place().prod(axis, dtype, out, **options)
 
     def mean(
         self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
     ) -> Any:
         """The mean of the elements."""
-        return self._readable().mean(axis, dtype, out, **options)
+        return self._read_in_place().mean(axis, dtype, out, **options)
 
     def std(
         self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
     ) -> Any:
         """The standard deviation of the elements."""
-        return self._readable().std(axis, dtype, out, **options)
+        return self._read_in_place().std(axis, dtype, out, **options)
 
     def var(
         self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
     ) -> Any:
         """The variance of the elements."""
-        return self._readable().var(axis, dtype, out, **options)
+        return self._read_in_place().var(axis, dtype, out, **options)
 
     def max(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """The largest of the elements."""
-        return self._readable().max(axis, out, **options)
+        """The largest element."""
+        return self._read_in_place().max(axis, out, **options)
 
     def min(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """The smallest of the elements."""
-        return self._readable().min(axis, out, **options)
+        """The smallest element."""
+        return self._read_in_place().min(axis, out, **options)
 
     def argmax(self, axis: int | None = None, out: Any = None, **options: Any) -> Any:
-        """The index of the largest of the elements."""
-        return self._readable().argmax(axis, out=out, **options)
+        """The index of the largest element."""
+        return self._read_in_place().argmax(axis, out=out, **options)
 
     def argmin(self, axis: int | None = None, out: Any = None, **options: Any) -> Any:
-        """The index of the smallest of the elements."""
-        return self._readable().argmin(axis, out=out, **options)
+        """The index of the smallest element."""
+        return self._read_in_place().argmin(axis, out=out, **options)
 
     def any(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """Whether any of the elements is true."""
-        return self._readable().any(axis, out, **options)
+        """Whether any element is true."""
+        return self._read_in_place().any(axis, out, **options)
 
     def all(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """Whether all of the elements are true."""
-        return self._readable().all(axis, out, **options)
+        """Whether all elements are true."""
+        return self._read_in_place().all(axis, out, **options)
 
     def dot(self, other: Any, out: Any = None) -> Any:
-        """The product with another array, or variable, by NumPy's rules of `dot`."""
-        return self._readable().dot(
-            other._readable() if isinstance(other, ReadableAsArray) else other, out
-        )
+        """The product with another array or variable, by the rules of `numpy.dot`."""
+        factor = other._read_in_place() if isinstance(other, ReadableAsArray) else other
+        return self._read_in_place().dot(factor, out)
 
-    # ---- other libraries: in place, read-only, in a replica context; as a copy elsewhere
+    # ---- other libraries: read-only views in a replica context, copies elsewhere
 
     @property
     def device(self) -> str:
-        """The canonical string of the device where it lives: the parameter device, or this replica's for a mirror."""
+        """The canonical string of the device that holds it; for a mirror, the replica's own."""
         return str(self._state.group.variable_device)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:
-        array = self._readable()
-        # A copy to the host that nobody asked for would make each such line wait for the GPU,
-        # unseen.
+        array = self._read_in_place()
+        # An implicit copy to the host would make every such line wait for the GPU, unnoticed.
         if gpu.is_on_gpu(array):
             raise TypeError(
-                f"Variable {self.name!r} is on a GPU and does not become a NumPy array by itself; "
+                f"Variable {self.name!r} is on a GPU and does not become a NumPy array implicitly; "
                 "call numpy()"
             )
         in_place = in_replica_of(self._state.group)
@@ -335,8 +328,8 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
-        # It names memory, and keeps only the variable alive: a snapshot's would be gone before it
-        # is read.
+        # The interface is an address, and keeps only the variable alive: the memory of a copy would
+        # be freed before it is read.
         if (
             self._state.interface is None
             or self._state.block.interrupted_by
@@ -358,15 +351,16 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     ) -> Any:
         if copy is False:
             raise BufferError(
-                f"Variable {self.name!r} is exported as a copy, because who takes it could write "
-                "to it; without a copy, and read-only, pass value() in a replica context"
+                f"Variable {self.name!r} is exported as a copy, because the consumer could write "
+                "to it; to export it read-only and without a copy, pass value() in a replica "
+                "context"
             )
         if dl_device not in (None, self.__dlpack_device__()):
             raise BufferError(
                 f"Variable {self.name!r} is on {self.device}; call numpy() for a copy in host "
                 "memory"
             )
-        del max_version  # what is writable needs no flag of the newer ones
+        del max_version  # a writable array needs no flag of the newer versions
         self._check_readable()
         return self._state.block.view.copy().__dlpack__(stream=stream)
 
@@ -376,15 +370,13 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
         array = self._state.block.view
-        if not gpu.is_on_gpu(array) or not in_replica_of(
-            self._state.group
-        ):  # as `__array_interface__`
+        # The same restrictions, for the same reason, as `__array_interface__`.
+        if not gpu.is_on_gpu(array) or not in_replica_of(self._state.group):
             raise AttributeError(
-                f"Variable {self.name!r} has a __cuda_array_interface__ on a GPU, in a replica "
-                "context; call value()"
+                f"Variable {self.name!r} has a __cuda_array_interface__ on a GPU in a replica "
+                "context only; call value()"
             )
-        # Who takes it works on the stream that is current, with which the strategy's is ordered:
-        # nobody has to wait.
+        # The consumer works on the current stream, which is ordered with the strategy's: no wait.
         return {**array.__cuda_array_interface__, "stream": None}
 
     @property
@@ -395,11 +387,11 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
 
 def note_read_only(error: BaseException) -> None:
-    """Adds to NumPy's error of a write to a read-only array what that array may be, from Python 3.11 on."""
+    """Adds a note to NumPy's error of a write to a read-only array (Python 3.11 or newer)."""
     add_note = getattr(error, "add_note", None)
     if add_note is not None and isinstance(error, ValueError) and str(error).endswith("read-only"):
         add_note(
             "In a replica context a variable's value() is its memory, which other ranks may be "
-            "reading: change the variable by assign, assign_add or assign_sub, or a copy of it, "
+            "reading: change the variable by assign, assign_add or assign_sub, or change a copy, "
             "read_value()."
         )

@@ -1,4 +1,4 @@
-"""Choices for a new variable: synchronization, aggregation, and the creators that take part in making it."""
+"""Choices for a new variable: its synchronization, its aggregation and its creators."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hpcstrat._core.types import FIRST_REPLICA, Aggregation, ReduceOp
 
 
 class VariableSynchronization(enum.Enum):
-    """When replicas' writes to a variable come together."""
+    """When the replicas' writes to a variable are aggregated."""
 
     AUTO = "AUTO"
     NONE = "NONE"
@@ -24,7 +24,7 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the values that replicas write to a variable become one."""
+    """How the values that replicas write to a variable are combined into one."""
 
     NONE = "NONE"
     SUM = "SUM"
@@ -40,25 +40,25 @@ OPERATIONS: dict[VariableAggregation, Aggregation] = {
 """The operation of each aggregation."""
 
 NO_AGGREGATION = (
-    "it has no aggregation, so the replicas' values do not become one; make it with "
+    "it has no aggregation, so the replicas' values cannot be combined; make it with "
     "aggregation='SUM', 'MEAN' or 'ONLY_FIRST_REPLICA'"
 )
-"""What is wrong with a variable of aggregation `NONE` where replicas' values meet."""
+"""The end of the error where a variable without aggregation would have to combine values."""
 
 # ---- creators
 
 creators: ContextVar[tuple[Callable[..., Any], ...]] = ContextVar(
     "hpcstrat_variable_creators", default=()
 )
-"""The creators of every scope that this line is in, from the outside in."""
+"""The creators of all enclosing scopes, outermost first."""
 
 
 @contextmanager
 def variable_creator_scope(variable_creator: Callable[..., Any]) -> Iterator[None]:
-    """Inside, every variable is made by `variable_creator(next_creator, **kwargs)`.
+    """A scope in which every variable is made by `variable_creator(next_creator, **kwargs)`.
 
-    `next_creator(**kwargs)` makes it; the innermost scope is asked first. `kwargs` are the
-    arguments of `Variable`.
+    `next_creator(**kwargs)` makes the variable, or calls the creator of the next outer scope; the
+    innermost creator is called first. `kwargs` are the arguments of `Variable`.
     """
     token = creators.set((*creators.get(), variable_creator))
     try:
@@ -67,21 +67,20 @@ def variable_creator_scope(variable_creator: Callable[..., Any]) -> Iterator[Non
         creators.reset(token)
 
 
-# A metaclass, because TensorFlow's programs call `Variable(...)`, which a creator may answer with
-# any object.
+# A metaclass, because programs call `Variable(...)`, and a creator may return any object.
 class VariableType(type):
     """Passes `Variable(...)` through the creators of `variable_creator_scope`."""
 
-    if not TYPE_CHECKING:  # to which a variable is made by its `__init__`
+    if not TYPE_CHECKING:  # type checkers take the signature of `__init__`
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-            make, asked = super().__call__, creators.get()
-            if not asked:
+            make, in_scope = super().__call__, creators.get()
+            if not in_scope:
                 return make(*args, **kwargs)
             given = cls.__signature__.bind(*args, **kwargs)
             given.apply_defaults()
-            # From the outside in, so the innermost scope wraps last and is asked first.
-            for creator in asked:
+            # Outermost first, so that the innermost creator wraps last and is called first.
+            for creator in in_scope:
                 make = functools.partial(creator, make)
             return make(**given.arguments)
 

@@ -1,4 +1,4 @@
-"""Single rows and elements of a variable: read by their indices, and written without a copy of the whole."""
+"""Reads and writes rows and elements of a variable by their indices, without copying all of it."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ _Variable = TypeVar("_Variable", bound="WritableByRows")
 
 
 class WritableByRows(ReadableAsArray):
-    """What reads and writes rows of a variable.
+    """The part of `Variable` that reads and writes its rows.
 
-    Each `scatter_...` is collective as `assign` is. At the script's level one value counts, the
-    same on all ranks. In a replica context the replicas' rows come together as TensorFlow's
-    mirrored variables have it: with `SUM` all of them are applied, with `MEAN` all of them after
-    division by the number of replicas, with `ONLY_FIRST_REPLICA` the first replica's. The others of
-    an index that occurs several times are not lost: sums add up, products multiply, and of an
-    update the last one counts.
+    Each `scatter_...` is collective, as `assign` is. In the cross-replica context it takes one
+    value, the same on all ranks. In a replica context the replicas' rows are combined as in
+    TensorFlow's mirrored variables: with `SUM` all are applied, with `MEAN` all are applied after
+    division by the number of replicas, with `ONLY_FIRST_REPLICA` the first replica's are applied.
+    If an index occurs several times, sums add up, products multiply, and the last update is used.
     """
 
     __slots__ = ("aggregation",)
@@ -39,47 +38,46 @@ class WritableByRows(ReadableAsArray):
     # ---- reading
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        """A copy of the rows at these indices; never communicates.
+        """A copy of the rows at these indices. Never communicates.
 
         Args:
             indices: integers of any shape, each in `0..shape[0]-1`.
-            name: taken for TensorFlow's sake.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
             An array of shape `(*indices.shape, *shape[1:])`.
 
         Raises:
-            ValueError: an index is out of range, or is no integer.
+            ValueError: an index is out of range, or is not an integer.
             RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of
                 several replicas.
         """
         del name
         with call_named(f"Variable.sparse_read of {self.name!r}"):
-            return self._taken(self._as_indices(indices)[..., None])
+            return self._take(self._as_indices(indices)[..., None])
 
     def gather_nd(self, indices: Any, name: str | None = None) -> Any:
-        """A copy of the elements, or parts, at these indices; never communicates.
+        """A copy of the elements, or parts, at these indices. Never communicates.
 
         Args:
-            indices: integers of shape `(..., k)`: each row of them is an index into the first k
-                dimensions.
-            name: taken for TensorFlow's sake.
+            indices: integers of shape `(..., k)`; each row is an index into the first k dimensions.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
             An array of shape `(*indices.shape[:-1], *shape[k:])`.
 
         Raises:
-            ValueError: an index is out of range or is no integer, or k is more than the number of
-                dimensions.
+            ValueError: an index is out of range or is not an integer, or k is more than the number
+                of dimensions.
             RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of
                 several replicas.
         """
         del name
         with call_named(f"Variable.gather_nd of {self.name!r}"):
-            return self._taken(self._as_indices(indices))
+            return self._take(self._as_indices(indices))
 
-    def _taken(self, indices: Array) -> Any:
-        array = self._readable()
+    def _take(self, indices: Array) -> Any:
+        array = self._read_in_place()
         with self._state.group.on_stream():
             rows, shape = self._rows(indices)
             return row_view(array, len(shape))[rows].reshape((*indices.shape[:-1], *shape))[()]
@@ -95,22 +93,22 @@ class WritableByRows(ReadableAsArray):
         """Adds values to some rows. Collective: all ranks call it.
 
         Args:
-            sparse_delta: `indices` of rows, integers of any shape; and for each a row of `values`,
-                whose dtype casts safely, or one number for all elements. Of an index that occurs
-                several times all values are added.
-            use_locking: taken for TensorFlow's sake, as the next.
-            name: not used.
+            sparse_delta: `indices` of rows, integers of any shape, and a row of `values` for each,
+                whose dtype casts safely, or one number for all elements. If an index occurs several
+                times, all its values are added.
+            use_locking: ignored; accepted for compatibility with TensorFlow.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
             The variable.
 
         Raises:
-            TypeError: `sparse_delta` is no `IndexedSlices`.
-            ValueError: an index is out of range, values have another shape, or a dtype that does
-                not cast or that the operation does not take; in a replica context an aggregation of
-                `NONE`. Nothing has changed.
+            TypeError: `sparse_delta` is not an `IndexedSlices`.
+            ValueError: an index is out of range; the values have another shape, or a dtype that
+                does not cast safely or that the operation does not take; an aggregation of `NONE`
+                in a replica context. The variable is unchanged.
             NotImplementedError: the variable is `ON_READ`.
-            RuntimeError: the variable belongs to another strategy than the one this line runs in.
+            RuntimeError: the variable belongs to another strategy than the caller's.
             ReplicaMismatchError: the replicas' calls differ.
         """
         return self._scatter("scatter_add", sparse_delta)
@@ -121,7 +119,7 @@ class WritableByRows(ReadableAsArray):
         use_locking: bool = False,
         name: str | None = None,
     ) -> _Variable:
-        """Subtracts values from some rows, otherwise as `scatter_add`. Collective."""
+        """Subtracts values from some rows; otherwise as `scatter_add`. Collective."""
         return self._scatter("scatter_sub", sparse_delta)
 
     def scatter_mul(
@@ -130,7 +128,7 @@ class WritableByRows(ReadableAsArray):
         use_locking: bool = False,
         name: str | None = None,
     ) -> _Variable:
-        """Multiplies some rows by values, otherwise as `scatter_add`. Collective."""
+        """Multiplies some rows by values; otherwise as `scatter_add`. Collective."""
         return self._scatter("scatter_mul", sparse_delta)
 
     def scatter_div(
@@ -139,7 +137,10 @@ class WritableByRows(ReadableAsArray):
         use_locking: bool = False,
         name: str | None = None,
     ) -> _Variable:
-        """Divides some rows by values, none of them 0, otherwise as `scatter_add`; not of integers. Collective."""
+        """Divides some rows by values; otherwise as `scatter_add`. Collective.
+
+        The values must not be 0, and the variable must not be of integers.
+        """
         return self._scatter("scatter_div", sparse_delta)
 
     def scatter_min(
@@ -148,7 +149,7 @@ class WritableByRows(ReadableAsArray):
         use_locking: bool = False,
         name: str | None = None,
     ) -> _Variable:
-        """Sets some rows to the minimum of themselves and values, otherwise as `scatter_update`. Collective."""
+        """Takes the minimum of some rows and values; otherwise as `scatter_update`. Collective."""
         return self._scatter("scatter_min", sparse_delta)
 
     def scatter_max(
@@ -157,7 +158,7 @@ class WritableByRows(ReadableAsArray):
         use_locking: bool = False,
         name: str | None = None,
     ) -> _Variable:
-        """Sets some rows to the maximum of themselves and values, otherwise as `scatter_update`. Collective."""
+        """Takes the maximum of some rows and values; otherwise as `scatter_update`. Collective."""
         return self._scatter("scatter_max", sparse_delta)
 
     def scatter_update(
@@ -166,9 +167,9 @@ class WritableByRows(ReadableAsArray):
         use_locking: bool = False,
         name: str | None = None,
     ) -> _Variable:
-        """Sets some rows, otherwise as `scatter_add`. Collective.
+        """Sets some rows; otherwise as `scatter_add`. Collective.
 
-        Of an index that occurs several times the last value counts. In a replica context the
+        If an index occurs several times, its last value is used. In a replica context the
         aggregation must be `ONLY_FIRST_REPLICA`; with `SUM` and `MEAN` it raises
         `NotImplementedError`, as in TensorFlow.
         """
@@ -177,29 +178,25 @@ class WritableByRows(ReadableAsArray):
     def scatter_nd_add(
         self: _Variable, indices: Any, updates: Any, name: str | None = None
     ) -> _Variable:
-        """Adds to elements, or to parts, otherwise as `scatter_add`. Collective.
+        """Adds values to elements, or to parts; otherwise as `scatter_add`. Collective.
 
         Args:
-            indices: integers of shape `(..., k)`: each row of them is an index into the first k
-                dimensions.
-            updates: of shape `(*indices.shape[:-1], *shape[k:])`.
-            name: taken for TensorFlow's sake.
+            indices: integers of shape `(..., k)`; each row is an index into the first k dimensions.
+            updates: an array of shape `(*indices.shape[:-1], *shape[k:])`.
+            name: ignored; accepted for compatibility with TensorFlow.
         """
         return self._scatter("scatter_nd_add", IndexedSlices(updates, indices))
 
     def scatter_nd_sub(
         self: _Variable, indices: Any, updates: Any, name: str | None = None
     ) -> _Variable:
-        """Subtracts from elements, or from parts, otherwise as `scatter_nd_add`. Collective."""
+        """Subtracts values from elements, or parts; otherwise as `scatter_nd_add`. Collective."""
         return self._scatter("scatter_nd_sub", IndexedSlices(updates, indices))
 
     def scatter_nd_update(
         self: _Variable, indices: Any, updates: Any, name: str | None = None
     ) -> _Variable:
-        """Sets elements, or parts, otherwise as `scatter_nd_add` and `scatter_update`.
-
-        Collective.
-        """
+        """Sets elements, or parts; otherwise as `scatter_nd_add`, `scatter_update`. Collective."""
         return self._scatter("scatter_nd_update", IndexedSlices(updates, indices))
 
     def _scatter(self: _Variable, method: str, slices: Any) -> _Variable:
@@ -210,43 +207,42 @@ class WritableByRows(ReadableAsArray):
             if isinstance(context, InUpdate):
                 context.require_writable(self)
                 with group.on_stream():
-                    self._scatter_alone(
-                        scatter,
-                        *combine_rows(*self._checked(method, scatter, slices), scatter.combination),
-                    )
+                    rows, values = self._parse_slices(method, scatter, slices)
+                    rows, values = combine_rows(rows, values, scatter.combination)
+                    self._scatter_alone(scatter, rows, values)
                 return self
             state.require_writable()
             in_replica = isinstance(context, InReplica) and group.requires_aggregation
             with communicator.raise_together(), group.on_stream():
                 op = self._scatter_operation(scatter) if in_replica else FIRST_REPLICA
-                rows, values = self._checked(method, scatter, slices)
+                rows, values = self._parse_slices(method, scatter, slices)
             if not in_replica:
                 communicator.require_equal([rows, values])
             if communicator.size > 1:
-                rows, values = self._brought_together(rows, values, op, in_replica)
+                rows, values = self._gather_rows(rows, values, op, in_replica)
             with group.on_stream():
                 rows, values = combine_rows(rows, values, scatter.combination)
             state.storage.update_rows(state.block, (), rows, values, scatter.rule)
         return self
 
-    def _brought_together(
+    def _gather_rows(
         self, rows: Array, values: Array, op: Aggregation, in_replica: bool
     ) -> tuple[Array, Array]:
-        """The rows and values of all replicas, in rank order, as the aggregation has them."""
+        """The rows and values of all replicas, in rank order, prepared for the aggregation."""
         communicator = self._state.group.communicator
-        # One value on all ranks, so at least of one size; in a replica context the others may have
-        # any.
+        # Outside a replica all ranks have the same rows, so the same number; replicas may differ.
         must_match = () if in_replica else (f"{rows.size} rows",)
         if op is FIRST_REPLICA and communicator.rank:
             rows, values = rows[:0], values[:0]
         rows, values = communicator.all_gather([rows, values], 0, *must_match)
         if op is ReduceOp.MEAN:
-            with self._state.group.on_stream(), np.errstate(all="ignore"):  # as in the update
+            # Overflow is ignored, as in the update itself.
+            with self._state.group.on_stream(), np.errstate(all="ignore"):
                 values = (values / communicator.size).astype(values.dtype, copy=False)
         return rows, values
 
     def _scatter_alone(self, scatter: Scatter, rows: Array, values: Array) -> None:
-        """In the function of `StrategyExtended.update`, which one rank runs."""
+        """Writes rows in the function of `StrategyExtended.update`, on this rank alone."""
         state = self._state
         new = state.block.view.copy()
         target = row_view(new, values.ndim - 1)
@@ -256,18 +252,18 @@ class WritableByRows(ReadableAsArray):
         state.storage.write(state.block, new, RULES["assign"])
 
     def _scatter_operation(self, scatter: Scatter) -> Aggregation:
-        """How the rows that replicas write come together."""
+        """The operation that combines the rows that replicas write."""
         op = self._write_operation()
         if op is not FIRST_REPLICA and not scatter.is_sum:
             raise NotImplementedError(
                 f"{current_call()} in a replica context: the variable's aggregation is "
-                f"{self.aggregation.name}, and it takes ONLY_FIRST_REPLICA; make the variable with "
+                f"{self.aggregation.name}, and it needs ONLY_FIRST_REPLICA; make the variable with "
                 "that, or call it outside of Strategy.run"
             )
         return op
 
     def _write_operation(self) -> Aggregation:
-        """How the values that replicas write become one."""
+        """The operation that combines the values that replicas write."""
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(f"{current_call()} in a replica context: {NO_AGGREGATION}")
         op = OPERATIONS[self.aggregation]
@@ -276,19 +272,19 @@ class WritableByRows(ReadableAsArray):
         if op is ReduceOp.MEAN and self.dtype.kind in "iu":
             raise ValueError(
                 f"{current_call()}: the mean of the replicas' values is {mean_dtype(self.dtype)} "
-                f"and does not fit {self.dtype.name}; make the variable a float one, or aggregate "
-                "by SUM or ONLY_FIRST_REPLICA"
+                f"and does not fit {self.dtype.name}; make it a float variable, or aggregate by "
+                "SUM or ONLY_FIRST_REPLICA"
             )
         return op
 
     # ---- arguments
 
-    def _checked(self, method: str, scatter: Scatter, slices: Any) -> tuple[Array, Array]:
+    def _parse_slices(self, method: str, scatter: Scatter, slices: Any) -> tuple[Array, Array]:
         """The indices of rows and a value for each, on the variable's device and in its dtype."""
         dtype, group = self.dtype, self._state.group
         if self._state.is_on_read:
             raise NotImplementedError(
-                f"{current_call()}: the variable is ON_READ, one value a replica, and rows of it "
+                f"{current_call()}: the variable is ON_READ, one value per replica, and rows of it "
                 "cannot be written; use assign"
             )
         if not isinstance(slices, IndexedSlices):
@@ -322,7 +318,7 @@ class WritableByRows(ReadableAsArray):
         return rows, group.xp.ascontiguousarray(values)
 
     def _as_indices(self, indices: Any) -> Array:
-        """As an array of `int64` on the variable's device."""
+        """`indices` as an array of `int64` on the variable's device."""
         group = self._state.group
         array = as_read_only(current_call(), indices, group.stream is not None)
         if array.dtype.kind not in "iu" and array.size:
@@ -333,7 +329,10 @@ class WritableByRows(ReadableAsArray):
             return (array if group.stream is None else group.stream.here(array)).astype(np.int64)
 
     def _rows(self, indices: Array) -> tuple[Array, tuple[int, ...]]:
-        """Which rows indices of shape `(..., k)` are of the first k dimensions as one; and the shape of a row."""
+        """The flat row numbers of indices of shape `(..., k)`, and the shape of a row.
+
+        A row number counts over the first k dimensions, flattened into one.
+        """
         shape, depth = self.shape, indices.shape[-1]
         if depth > len(shape):
             raise ValueError(
@@ -345,8 +344,8 @@ class WritableByRows(ReadableAsArray):
         for index, size in zip(indices.reshape(count, depth).T, shape, strict=False):
             if count and not 0 <= int(index.min()) <= int(index.max()) < size:
                 raise ValueError(
-                    f"{current_call()}: an index is not in 0..{size - 1}; all must be, of shape "
-                    f"{shape}"
+                    f"{current_call()}: an index is not in 0..{size - 1}; all must be, because the "
+                    f"variable has shape {shape}"
                 )
             rows = rows * size + index
         return rows, shape[depth:]

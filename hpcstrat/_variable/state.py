@@ -1,4 +1,4 @@
-"""VariableState: what a variable is made of, as optimizers, checkpoints and strategies use it."""
+"""VariableState: the inside of a variable, which optimizers, checkpoints and strategies use."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from hpcstrat._storage.plan import Plan
 
 @final
 class VariableState:
-    """Where a variable's numbers are, and whose they are. Making one is collective.
+    """Where a variable is stored, and which replicas it belongs to. Making one is collective.
 
     Args:
         group: the replicas of the variable's strategy.
-        is_on_read: whether each replica has a value of its own.
-        initial: the value; the parameter rank's counts.
+        is_on_read: whether each replica has its own value.
+        initial: the initial value; the parameter rank's is used.
 
     Attributes:
         group: as above.
         is_on_read: as above.
-        block: the numbers.
+        block: the memory that holds the value.
         plan: how to update this variable alone; made by the first such update.
-        interface: what `__array_interface__` gives in a replica context; `None` where NumPy cannot
-            describe it.
+        interface: the `__array_interface__` in a replica context; `None` if NumPy cannot describe
+            the array.
     """
 
     __slots__ = ("block", "group", "interface", "is_on_read", "plan")
@@ -42,27 +42,27 @@ class VariableState:
         self.block: Block = self.storage.create(initial)
         self.plan: Plan | None = None
         view = self.block.view
-        # A dtype of `ml_dtypes` has no name in it: then NumPy takes `__array__`, as everywhere
-        # outside of a replica.
+        # The interface cannot name a dtype of `ml_dtypes`: NumPy then calls `__array__`, as it does
+        # everywhere outside a replica.
         has_interface = isinstance(view, np.ndarray) and view.dtype.kind != "V"
-        # Made once: `np.asarray` of a variable asks for it, and an array makes a new dict each
-        # time.
+        # Made once: every `np.asarray` of a variable asks for it, and an array makes a new dict
+        # each time.
         self.interface: dict[str, Any] | None = view.__array_interface__ if has_interface else None
 
     @property
     def storage(self) -> Storage:
-        """Where the numbers are."""
+        """The storage that holds the value."""
         return self.group.replica_storage if self.is_on_read else self.group.storage
 
     def needs_aggregation_to_read(self) -> bool:
-        """Whether a read in this line would have to bring several replicas' values together."""
+        """Whether a read here would have to aggregate the values of several replicas."""
         if not self.is_on_read or self.group.communicator.size == 1:
             return False
         context = contexts.current.get()
         return not (isinstance(context, (InReplica, InUpdate)) and context.group is self.group)
 
     def plan_alone(self) -> Plan:
-        """The plan of updates of this variable alone."""
+        """The plan for updates of this variable alone."""
         if self.plan is None:
             self.plan = self.storage.plan([self.block], [()])
         return self.plan
@@ -71,22 +71,25 @@ class VariableState:
         """Refuses an update in the context of another strategy.
 
         Raises:
-            RuntimeError: this line runs in one.
+            RuntimeError: the caller runs in another strategy's context.
         """
         context = contexts.context()
         if context is not None and context.group is not self.group:
             raise RuntimeError(self._foreign_context_message(context))
 
     def require_writable(self) -> None:
-        """`require_strategy`, but what was made outside of every scope may be written by all ranks alike.
+        """Refuses a write in the context of another strategy.
+
+        A variable made outside every scope may be written in any strategy's cross-replica context,
+        and in the only replica of a strategy: all ranks write the same there.
 
         Raises:
-            RuntimeError: this line runs in another strategy's context.
+            RuntimeError: the caller runs in another strategy's context.
         """
         context = contexts.context()
         if context is None or context.group is self.group:
             return
-        # With one replica there is nobody to differ from.
+        # A single replica cannot differ from another.
         differs = isinstance(context, InReplica) and context.group.communicator.size > 1
         if self.group is not default_group() or differs:
             raise RuntimeError(self._foreign_context_message(context))
@@ -95,7 +98,7 @@ class VariableState:
         if self.group is default_group():
             return (
                 f"{current_call()}: the variable was made outside of this strategy's scope, so "
-                "every process has one of its own; make it under `with strategy.scope():`"
+                "every process has its own; make it under `with strategy.scope():`"
             )
         return (
             f"{current_call()}: the variable belongs to another strategy than "
@@ -104,6 +107,6 @@ class VariableState:
 
 
 def in_replica_of(group: ReplicaGroup) -> bool:
-    """Whether this line runs in a replica of the group."""
+    """Whether the caller runs in a replica of the group."""
     context = contexts.current.get()
     return type(context) is InReplica and context.group is group

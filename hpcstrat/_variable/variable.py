@@ -1,4 +1,4 @@
-"""Variables: arrays that live as long as the program and that all replicas see."""
+"""Variables: arrays that keep their values between calls of `Strategy.run`."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ from hpcstrat._variable.options import (
 )
 from hpcstrat._variable.rows import WritableByRows
 from hpcstrat._variable.state import VariableState
-from hpcstrat._variable.writing import RULES, as_initial_value, as_written_value, shared_out
+from hpcstrat._variable.writing import RULES, as_initial_value, as_written_value, share_out
 
 
 class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
-    """An array that lives in the strategy's storage.
+    """An array in the strategy's storage, which replicas read, write and update together.
 
-    In arithmetic a variable acts as that array, and has its methods.
+    A variable acts as its array in arithmetic, and has the methods of an array.
 
-    Making one under a strategy is collective: all ranks do it, and the parameter rank's initial
-    value is used.
+    Making a variable is collective: all ranks make it, and it starts with the parameter rank's
+    initial value.
 
-    A read never communicates, except `read_value` and `numpy` of an `ON_READ` variable in the
-    cross-replica context. In a replica context `value()`, and what arithmetic and indexing use, is
-    the array in storage itself, read-only, valid until the next write to the variable; everywhere
-    else reads are copies. `copy.deepcopy` makes another variable of the same strategy, and is
-    collective, too; `copy.copy` another object of the same numbers. A variable pickles as its
-    array, on the host.
+    Reading never communicates, except `read_value` and `numpy` of an `ON_READ` variable in the
+    cross-replica context. In a replica context, `value()`, arithmetic and indexing read the array
+    in storage itself, which is read-only and valid until the next write to the variable; everywhere
+    else `value()` and indexing return copies. `copy.deepcopy` makes another variable of the same
+    strategy and is collective; `copy.copy` makes another object that shares the storage. A variable
+    is pickled as its array, on the host.
 
     Args:
         initial_value: an array, a number, a sequence of numbers, or a callable without arguments
-            that returns one. As in TensorFlow, Python floats become `float32` and ints `int32`;
-            arrays keep their dtype.
-        trainable: whether optimizers should change it. By default true, except for `ON_READ`.
+            that returns one of these. As in TensorFlow, Python floats become `float32` and ints
+            `int32`; arrays keep their dtype.
+        trainable: whether optimizers should update it. By default true, except for `ON_READ`.
         name: a name; by default `Variable`.
         dtype: the dtype, if not the initial value's.
-        synchronization: `ON_READ` keeps a separate value on each replica. Reading it in the
-            cross-replica context aggregates them.
-        aggregation: how the values that the replicas write become one.
+        synchronization: `ON_READ` keeps a separate value on each replica, and aggregates them when
+            the variable is read in the cross-replica context.
+        aggregation: how the values that the replicas write are combined into one.
         shape: the shape that the initial value must have.
 
     Raises:
-        TypeError: the initial value is not an array of numbers, or `name` is not a string.
-        ValueError: its shape is not `shape`, or an argument is not one of the choices.
+        TypeError: the initial value is not a numeric array, or `name` is not a string.
+        ValueError: the shape is not `shape`, or an argument is not one of its choices.
         RuntimeError: made inside the function of `StrategyExtended.update`.
-        ReplicaMismatchError: its shape or dtype differs between ranks.
-        MemoryError: there is not enough memory for it, on any rank.
+        ReplicaMismatchError: the shape or dtype differs between ranks.
+        MemoryError: a rank does not have enough memory; every rank raises it.
 
     Examples:
-        As one replica prints it; with two, `seen` is 2:
+        With one replica; with two, `seen` would be 2:
 
         >>> import numpy as np
         >>> import hpcstrat as hs
@@ -103,32 +103,29 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         self.aggregation: VariableAggregation = parse_choice(
             VariableAggregation, aggregation or "NONE", current_call(), "aggregation"
         )
-        # Without synchronization a write would change this rank's copy only, and mirrors must stay
-        # equal.
+        # Without synchronization a write would change this rank's copy only; mirrors must be equal.
         if self.synchronization is VariableSynchronization.NONE and group.mirrors:
             raise ValueError(
                 f"Variable: synchronization is NONE, and the copies that {group.name} keeps on the "
-                "replicas change together; leave it out, or take ON_READ for one value a replica"
+                "replicas change together; leave it out, or use ON_READ for one value per replica"
             )
         is_on_read = self.synchronization is VariableSynchronization.ON_READ
         self.trainable: bool = not is_on_read if trainable is None else bool(trainable)
         initial = as_initial_value(initial_value, dtype, shape, group.stream is not None)
         self.name: str = _common_name(group.communicator, "Variable" if name is None else name)
         with call_named(f"Variable {self.name!r}"):
-            # Only the parameter rank's value counts; a rank that meant another one would never
-            # notice.
+            # Only the parameter rank's value is used: a rank with another value would never notice.
             group.communicator.require_equal([initial])
             self._state = VariableState(group, is_on_read, initial)
 
     @names_call(lambda self, _: f"Variable: deepcopy of {self.name!r}")
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
-        # One of its own with the same value, of the same strategy; as collective as making one is.
+        # Another variable of the same strategy with the same value; collective, as making one is.
         state = self._state
         _require_no_update()
-        # Through storage, as any new variable: the copy has its own memory, on every rank at the
-        # same place.
+        # Storage allocates it as it does any new variable, at the same place on every rank.
         copied = VariableState(state.group, state.is_on_read, state.block.view)
-        if state.is_on_read:  # where making one took the first replica's value
+        if state.is_on_read:  # every replica was given the parameter rank's value
             state.storage.write(copied.block, state.block.view, RULES["assign"])
         memo[id(self)] = other = self._with_state(copied)
         return other
@@ -137,7 +134,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         return self._with_state(self._state)
 
     def _with_state(self, state: VariableState) -> Variable:
-        # Not through the class, which would ask the creators of variables again.
+        # Not by calling the class, which would call the variable creators again.
         other = object.__new__(type(self))
         other.name, other.synchronization, other.aggregation = (
             self.name,
@@ -148,17 +145,17 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         return other
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
-        # As its array, which any process can load: the variable itself lives in this job's memory.
+        # As its array, which any process can load: the variable itself exists in this job only.
         self._check_readable()
         return self.numpy().__reduce_ex__(protocol)
 
-    # ---- reading what is brought together
+    # ---- reading the aggregated value
 
     def read_value(self) -> Array:
         """A copy of the value.
 
-        Collective for an `ON_READ` variable in the cross-replica context, where it aggregates the
-        replicas' values: all ranks call it.
+        Collective for an `ON_READ` variable in the cross-replica context: all ranks call it, and it
+        aggregates the replicas' values.
 
         Raises:
             ValueError: an `ON_READ` variable of aggregation `NONE` is read in the cross-replica
@@ -167,22 +164,19 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         if not self._state.needs_aggregation_to_read():
             return self._state.block.view.copy()
         with call_named("Variable.read_value"):
-            return self._aggregated()
+            return self._aggregate()
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """A copy of the value in host memory. Collective where `read_value` is."""
         value = self._state.block.view
         if self._state.needs_aggregation_to_read():
             with call_named("Variable.numpy"):
-                value = self._aggregated()
+                value = self._aggregate()
         return value.get() if gpu.is_on_gpu(value) else value.copy()
 
     def __repr__(self) -> str:
-        value = (
-            "one value a replica"
-            if self._state.needs_aggregation_to_read()
-            else repr(self._state.block.view)
-        )
+        is_per_replica = self._state.needs_aggregation_to_read()
+        value = "one value per replica" if is_per_replica else repr(self._state.block.view)
         return f"Variable({self.name!r}, shape={self.shape}, dtype={self.dtype.name}, {value})"
 
     # ---- writing
@@ -196,23 +190,24 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
     ) -> Variable | MaybeNone:
         """Sets the variable.
 
-        Collective: all ranks call it; in a replica context their values are aggregated first.
+        Collective: all ranks call it. In a replica context the replicas' values are aggregated
+        first.
 
         Args:
             value: an array, a number or a sequence, of exactly the variable's shape, whose dtype
                 casts safely. In a replica context a Python number is aggregated as an array is:
                 with `SUM`, over all replicas.
             use_locking: ignored; accepted for compatibility with TensorFlow.
-            name: ignored, likewise.
-            read_value: whether the variable is returned.
+            name: ignored; accepted for compatibility with TensorFlow.
+            read_value: whether to return the variable.
 
         Returns:
             The variable; `None` without `read_value`.
 
         Raises:
-            ValueError: a wrong shape; a dtype that does not cast; a `PerReplica` value; in a
-                replica context an aggregation of `NONE`. Nothing has changed.
-            RuntimeError: the variable belongs to another strategy than the one this line runs in.
+            ValueError: a wrong shape; a dtype that does not cast safely; a `PerReplica` value; an
+                aggregation of `NONE` in a replica context. The variable is unchanged.
+            RuntimeError: the variable belongs to another strategy than the caller's.
             ReplicaMismatchError: the replicas' calls differ.
         """
         del use_locking, name
@@ -226,7 +221,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         name: str | None = None,
         read_value: bool = True,
     ) -> Variable | MaybeNone:
-        """Adds to the variable, otherwise as `assign`. Collective."""
+        """Adds `value` to the variable; otherwise as `assign`. Collective."""
         del use_locking, name
         self._write("assign_add", value)
         return self if read_value else None
@@ -238,7 +233,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         name: str | None = None,
         read_value: bool = True,
     ) -> Variable | MaybeNone:
-        """Subtracts from the variable, otherwise as `assign`. Collective."""
+        """Subtracts `value` from the variable; otherwise as `assign`. Collective."""
         del use_locking, name
         self._write("assign_sub", value)
         return self if read_value else None
@@ -259,16 +254,16 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
             leave_call(outer)
 
     def _write_in_update(self, update: InUpdate, verb: str, value: Any) -> None:
-        """A write in the function of `StrategyExtended.update`, by this rank alone."""
+        """Writes in the function of `StrategyExtended.update`, on this rank alone."""
         update.require_writable(self)
         state = self._state
         state.storage.write(state.block, self._as_written(verb, value), RULES[verb])
 
     def _write_common(self, verb: str, value: Any, is_replica: bool) -> None:
-        """A write to a variable that all replicas share."""
+        """Writes a variable that all replicas share."""
         state, communicator = self._state, self._state.group.communicator
-        # Replicas write a value each, to be aggregated. The script's own level writes one, the same
-        # on all ranks.
+        # Each replica writes a value, and these are aggregated. The cross-replica context writes
+        # one value, the same on all ranks.
         is_aggregated = is_replica and state.group.requires_aggregation
         with communicator.raise_together():
             op = self._write_operation() if is_aggregated else FIRST_REPLICA
@@ -278,34 +273,34 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         state.storage.update(state.plan_alone(), [new], op, RULES[verb])
 
     def _write_own(self, verb: str, value: Any) -> None:
-        """A write to an ON_READ variable: each replica has its own."""
+        """Writes an `ON_READ` variable, of which each replica has its own value."""
         state, group = self._state, self._state.group
         if isinstance(contexts.context(), InReplica) or group.communicator.size == 1:
             state.storage.write(state.block, self._as_written(verb, value), RULES[verb])
             return
-        # One value for all replicas. Reading it back must give that value, also where the reading
-        # adds the replicas' own ones.
+        # One value for all replicas. Reading must return that value, even where it sums over the
+        # replicas.
         is_sum = self.aggregation is VariableAggregation.SUM
         with group.communicator.raise_together():
             if is_sum and verb != "assign":
                 raise ValueError(
-                    f"{current_call()}: how a change is shared out over the replicas of an ON_READ "
+                    f"{current_call()}: how a change is divided among the replicas of an ON_READ "
                     "variable that sums is not defined in the cross-replica context; use assign, "
                     "or write it in a replica context"
                 )
             new = self._as_written(verb, value)
             if is_sum:
-                new = shared_out(new, group.communicator.size)
+                new = share_out(new, group.communicator.size)
         group.communicator.require_equal([new])
         with group.communicator.change():
-            # The root's, so that all replicas have the same bits even where ranks computed slightly
-            # different ones.
+            # The root's value, so that all replicas have the same bits even if ranks computed
+            # slightly different values.
             new = group.communicator.broadcast_obj(gpu.to_host(new), group.root)
             state.storage.write(state.block, new, RULES[verb])
 
     # ---- help
 
-    def _aggregated(self) -> Array:
+    def _aggregate(self) -> Array:
         group, array = self._state.group, self._state.block.view
         if self.aggregation is VariableAggregation.NONE:
             raise ValueError(
@@ -326,17 +321,17 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
 
 
 def state_of(variable: Variable) -> VariableState:
-    """What a variable is made of."""
+    """The state of a variable."""
     return variable._state
 
 
 def _common_name(communicator: Communicator, name: str) -> str:
-    """The first replica's of the names that end in the replica's number, as TensorFlow takes it; else `name`."""
+    """The first replica's name if the names end in the replicas' numbers; otherwise `name`."""
     if communicator.size == 1 or not isinstance(contexts.context(), InReplica):
         return name
     names = communicator.all_gather_obj(name)
-    # A replica function may number its names: `w0` on replica 0 and `w1` on replica 1 are one
-    # variable's.
+    # A replica function may number its names: `w0` on replica 0 and `w1` on replica 1 name one
+    # variable, which TensorFlow calls `w0`.
     stem = names[0].removesuffix("0")
     return names[0] if names == [f"{stem}{rank}" for rank in range(len(names))] else name
 

@@ -1,4 +1,4 @@
-"""What is written to a variable: which arrays fit, and how each verb changes it."""
+"""Writing a variable: which arrays fit, and how each verb changes the variable."""
 
 from __future__ import annotations
 
@@ -28,21 +28,20 @@ def _by(ufunc: np.ufunc) -> UpdateRule:
     return UpdateRule(apply)
 
 
-# As rules of storage, so that an assignment takes the way of an optimizer's step: one record, one
-# barrier, any storage.
+# As storage's update rules, so that an assignment takes the same path as an optimizer's step: one
+# record, one barrier, any storage.
 RULES = {"assign": UpdateRule(_assign), "assign_add": _by(np.add), "assign_sub": _by(np.subtract)}
-"""How each verb changes a variable, in the form that storage applies."""
+"""The rule by which storage applies each verb to a variable."""
 
 
 class Scatter(NamedTuple):
     """How a verb changes some rows of a variable.
 
     Attributes:
-        rule: how the value of a row changes it.
-        combination: how several values of one row become one first.
-        kinds: of the dtypes that it takes.
-        is_sum: whether values of several replicas become one by the variable's aggregation, as a
-            sum's do.
+        rule: how a value changes its row.
+        combination: how several values for one row are combined before that.
+        kinds: the kinds of dtypes that it takes.
+        is_sum: whether the variable's aggregation may combine the values of several replicas.
     """
 
     rule: UpdateRule
@@ -60,52 +59,51 @@ SCATTERS = {
     "min": Scatter(_by(np.minimum), MINIMUM, "iufV", is_sum=False),
     "max": Scatter(_by(np.maximum), MAXIMUM, "iufV", is_sum=False),
 }
-"""What `scatter_...` and `scatter_nd_...` do, by the end of their names."""
+"""How each `scatter_...` and `scatter_nd_...` changes rows, by the last word of its name."""
 
 
 def as_initial_value(
     value: Any, dtype: npt.DTypeLike | None, shape: Sequence[int] | None, on_gpu: bool
 ) -> Array:
-    """The initial value as an array, of TensorFlow's dtype where it comes from Python numbers.
+    """The initial value as an array; Python numbers take TensorFlow's default dtypes.
 
     Raises:
-        TypeError: it is not an array of numbers and does not become one, or is on a GPU and
-            `on_gpu` is false.
+        TypeError: the value cannot become a numeric array, or is on a GPU and `on_gpu` is false.
         ValueError: its shape is not `shape`, or it does not fit `dtype`.
     """
     if callable(value) and not has_own_dtype(value):
         value = value()
     if isinstance(value, DistributedValues):
-        raise ValueError("Variable: the initial value is one value a replica; reduce it first")
+        raise ValueError("Variable: the initial value is one value per replica; reduce it first")
     array = as_array("Variable", value, on_gpu)
     if not is_numeric(array.dtype):
         raise TypeError(
             f"Variable: the initial value is {value!r}; it must be an array, a number, a sequence "
-            "of numbers, or a callable without arguments that gives one"
+            "of numbers, or a callable without arguments that returns one"
         )
     if dtype is None and not has_own_dtype(value):
-        # TensorFlow's defaults. NumPy's 64 bits would double the memory of every model that is
-        # written with plain numbers.
+        # TensorFlow's defaults. NumPy's 64 bits would double the memory of every model whose
+        # initial values are plain numbers.
         dtype = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}.get(array.dtype.kind)
     if dtype is not None:
         dtype = np.dtype(dtype)
         if not is_numeric(dtype):
-            raise TypeError(f"Variable: dtype is {dtype}; it must be one of numbers or booleans")
+            raise TypeError(f"Variable: dtype is {dtype}; it must be a numeric or boolean dtype")
         if not (
             _casts(array, dtype)
             if array.dtype.kind not in "iu" or dtype.kind not in "iu"
             else _fits(array, dtype)
         ):
             raise ValueError(
-                f"Variable: the initial value {value!r} does not go into {dtype.name} without "
-                "loss; cast it first"
+                f"Variable: the initial value {value!r} cannot be cast to {dtype.name} without "
+                "loss; cast it explicitly first"
             )
         array = array.astype(dtype)
     array = as_native(array)
     if shape is not None and tuple(shape) != array.shape:
         raise ValueError(
-            f"Variable: the initial value has shape {array.shape}, and shape={tuple(shape)} was "
-            "asked for; they must be equal"
+            f"Variable: the initial value has shape {array.shape}, but shape={tuple(shape)} was "
+            "requested; they must be equal"
         )
     return array
 
@@ -116,8 +114,8 @@ def as_written_value(
     """`value` as an array that can be written to a variable of this shape and dtype.
 
     Raises:
-        ValueError: it cannot.
-        TypeError: it is on a GPU and `on_gpu` is false.
+        ValueError: `value` cannot be written to it.
+        TypeError: `value` is on a GPU and `on_gpu` is false.
     """
 
     def check_shape(array: Array) -> None:
@@ -136,16 +134,16 @@ def as_written_value(
 def as_castable_value(
     value: Any, dtype: np.dtype[Any], on_gpu: bool, check_shape: Callable[[Array], None]
 ) -> Array:
-    """`value` as an array of a shape that passes `check_shape`, whose dtype casts safely to a variable's.
+    """`value` as an array whose shape passes `check_shape` and whose dtype casts safely to `dtype`.
 
     Raises:
-        ValueError: it cannot.
-        TypeError: it is on a GPU and `on_gpu` is false.
+        ValueError: `value` is not such an array and cannot become one.
+        TypeError: `value` is on a GPU and `on_gpu` is false.
     """
     if isinstance(value, DistributedValues):
         raise ValueError(
-            f"{current_call()}: the value is a {type(value).__name__}, one value a replica; reduce "
-            "it first: strategy.reduce(ReduceOp.SUM, value, axis=None)"
+            f"{current_call()}: the value is a {type(value).__name__}, one value per replica; "
+            "reduce it first: strategy.reduce(ReduceOp.SUM, value, axis=None)"
         )
     array = as_read_only(current_call(), value, on_gpu)
     if not is_numeric(array.dtype):
@@ -154,34 +152,34 @@ def as_castable_value(
             "or a sequence of numbers"
         )
     check_shape(array)
-    # A Python int is int64 only because NumPy must choose a dtype: whether it fits depends on its
-    # value.
+    # A Python int is int64 only because NumPy must choose a dtype: its value decides if it fits.
     from_python = not has_own_dtype(value)
     integers = array.dtype.kind in "iu" and dtype.kind in "iu"
     if not ((integers and from_python) or _casts(array, dtype)) or (
         integers and not _fits(array, dtype)
     ):
         raise ValueError(
-            f"{current_call()}: a value of dtype {array.dtype.name} does not go into a variable of "
-            f"{dtype.name} without loss; cast it first: value.astype({dtype.name!r})"
+            f"{current_call()}: a value of dtype {array.dtype.name} cannot be cast to the "
+            f"variable's {dtype.name} without loss; cast it by value.astype({dtype.name!r})"
         )
     return array
 
 
-def shared_out(value: Array, replicas: int) -> Array:
+def share_out(value: Array, replicas: int) -> Array:
     """Each replica's share of a value; the shares add up to the value.
 
     Raises:
-        ValueError: they are integers that the number of replicas does not divide.
+        ValueError: the value is of integers that the number of replicas does not divide.
     """
     if value.dtype.kind not in "iu":
         return value / replicas
     share = value // replicas
-    # Rounded shares would sum to another number than the one that was assigned.
+    # Rounded shares would not add up to the assigned value.
     if (share * replicas != value).any():
         raise ValueError(
             f"{current_call()}: the variable sums over {replicas} replicas, and {value!r} cannot "
-            "be shared out to them in integers; assign a multiple, or make the variable a float one"
+            f"be divided among them in integers; assign a multiple of {replicas}, or make it a "
+            "float variable"
         )
     return share
 

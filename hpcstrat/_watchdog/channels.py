@@ -27,7 +27,7 @@ _HEAD = struct.Struct("<II")  # length and checksum: a reader may come while the
 
 
 class StatusChannel(abc.ABC):
-    """Where each rank leaves its status.
+    """Where each rank publishes its status.
 
     Attributes:
         every_rank_sees_all: whether every rank sees all statuses; else rank 0 alone does.
@@ -37,7 +37,7 @@ class StatusChannel(abc.ABC):
 
     @abc.abstractmethod
     def publish(self, status: RankStatus) -> list[RankStatus | None] | None:
-        """Leaves this rank's status; returns all ranks' last ones, or `None` where this rank is not told."""
+        """Publishes this rank's status; returns each rank's last one, or `None` if unknown here."""
 
     @abc.abstractmethod
     def wait(self, seconds: float) -> None:
@@ -49,7 +49,10 @@ class StatusChannel(abc.ABC):
         """Ranks whose processes are known to have ended."""
 
     def silent_since(self) -> float | None:
-        """When rank 0 was last heard of, by `time.monotonic`; `None` on rank 0, or if every rank sees all."""
+        """When rank 0 was last heard from, by `time.monotonic`.
+
+        `None` on rank 0, and where every rank sees all statuses.
+        """
         return None
 
     @abc.abstractmethod
@@ -63,7 +66,7 @@ class SharedMemoryChannel(StatusChannel):
 
     Args:
         rank: this process's.
-        slots: `SLOT` bytes a rank, shape `(size, SLOT)`, zeros at first, shared by the ranks.
+        slots: `SLOT` bytes per rank, shape `(size, SLOT)`, zeros at first, shared by the ranks.
         processes: the process id of each rank, 0 for those whose end this process cannot see.
     """
 
@@ -76,9 +79,8 @@ class SharedMemoryChannel(StatusChannel):
         self.dead_ranks: list[int] = []
         for other, process in enumerate(processes):
             if other != rank and process:
-                with contextlib.suppress(
-                    OSError, AttributeError
-                ):  # then it is the launcher's to notice
+                # Where there is no pidfd, the launcher notices the death of a rank.
+                with contextlib.suppress(OSError, AttributeError):
                     # A pidfd turns readable when its process ends, so a death needs no polling, and
                     # a process id that is used again is not mistaken for the old process.
                     self._files[os.pidfd_open(process)] = other
@@ -137,8 +139,8 @@ def _process_namespace() -> str:
 _PREFIX = struct.Struct("<I")
 _BEAT = b"b"  # of rank 0: it is alive, and watches
 _CONNECT_SECONDS = 10.0
-_STRANGERS = 64  # connections of others that wait to be accepted
-_LOOK_SECONDS = 0.2  # after which it may be found that the time is over
+_STRANGERS = 64  # connections of other programs that may wait to be accepted
+_LOOK_SECONDS = 0.2  # between two checks whether the time is over
 
 
 @final
@@ -149,8 +151,8 @@ class TcpChannel(StatusChannel):
 
     Args:
         rank: this process's.
-        size: how many ranks there are.
-        sockets: on rank 0 each other rank's, by its rank; on the others rank 0's, as that of 0.
+        size: the number of ranks.
+        sockets: by rank: on rank 0 that of each other rank, on the others that of rank 0.
     """
 
     every_rank_sees_all = False
@@ -160,28 +162,26 @@ class TcpChannel(StatusChannel):
         self._sockets = dict(sockets)
         self._statuses: list[RankStatus | None] = [None] * size
         self._received: dict[int, bytes] = dict.fromkeys(sockets, b"")
+        self._unsent = b""  # the rest of a frame whose start is on its way to rank 0
         self._dead: list[int] = []
         self._heard = time.monotonic()
         self._poll = select.poll()
-        self._ranks = {one.fileno(): other for other, one in sockets.items()}
-        for other in sockets.values():
+        self._ranks = {connection.fileno(): other for other, connection in sockets.items()}
+        for connection in sockets.values():
             # The watchdog must not wait for a slow peer: it has the others to look at.
-            other.setblocking(False)
-            self._poll.register(other, select.POLLIN)
+            connection.setblocking(False)
+            self._poll.register(connection, select.POLLIN)
 
     def publish(self, status: RankStatus) -> list[RankStatus | None] | None:
         if self._rank == 0:
             self._statuses[0] = status
-            for one in self._sockets.values():
+            for connection in self._sockets.values():
                 with contextlib.suppress(OSError):
-                    one.sendall(_BEAT)
+                    connection.send(_BEAT)
             return self._statuses
         message = status.pack()
-        # A status that does not fit now is dropped: the next one, half a second later, says all
-        # that it would have.
         if 0 in self._sockets:
-            with contextlib.suppress(OSError):  # full for a moment, or closed, which `wait` finds
-                self._sockets[0].sendall(_PREFIX.pack(len(message)) + message)
+            self._send(_PREFIX.pack(len(message)) + message)
         return None
 
     def wait(self, seconds: float) -> None:
@@ -202,6 +202,24 @@ class TcpChannel(StatusChannel):
                 self._poll.unregister(file)
                 self._sockets.pop(other).close()
 
+    def _send(self, frame: bytes) -> None:
+        """Sends a frame, and before it the rest of the last one that was sent in part.
+
+        A frame of which nothing fits now is dropped: the next one says all that it would have. One
+        whose start has left must be completed, or rank 0 would take its rest for the next frame.
+        """
+        if self._unsent:
+            self._unsent = self._unsent[self._send_part(self._unsent) :]
+        if not self._unsent and (sent := self._send_part(frame)):
+            self._unsent = frame[sent:]
+
+    def _send_part(self, data: bytes) -> int:
+        """Sends what the socket takes without waiting; returns the number of bytes."""
+        try:
+            return self._sockets[0].send(data)
+        except OSError:  # full for now, or closed, which `wait` finds
+            return 0
+
     def _read(self, other: int, received: bytes) -> None:
         waiting = self._received[other] + received
         while len(waiting) >= _PREFIX.size:
@@ -220,13 +238,13 @@ class TcpChannel(StatusChannel):
         return self._dead
 
     def close(self) -> None:
-        for one in self._sockets.values():
-            one.close()
+        for connection in self._sockets.values():
+            connection.close()
         self._sockets = {}
 
 
 def connect_by_tcp(comm: Any) -> TcpChannel | None:
-    """The channel of ranks on several hosts, or `None` on all of them where some cannot reach rank 0. Collective.
+    """The channel of ranks on several hosts; `None` on all if some cannot reach rank 0. Collective.
 
     Args:
         comm: their MPI communicator.
@@ -243,7 +261,7 @@ def connect_by_tcp(comm: Any) -> TcpChannel | None:
             target=_accept, args=(listener, token, comm.size, accepted, is_over), daemon=True
         )
         thread.start()
-        # Here all ranks have tried. What is still on its way gets some seconds, unless somebody
+        # Here all ranks have tried. What is still on its way gets some seconds, unless a rank
         # already knows that it failed.
         are_connected = comm.allgather(True)
         thread.join(_CONNECT_SECONDS if all(are_connected) else 0.0)
@@ -260,46 +278,46 @@ def connect_by_tcp(comm: Any) -> TcpChannel | None:
         sockets = {} if own is None else {0: own}
     if is_complete:
         return TcpChannel(comm.rank, comm.size, sockets)
-    for one in sockets.values():
-        one.close()
+    for connection in sockets.values():
+        connection.close()
     return None
 
 
 def _addresses(port: int) -> list[tuple[str, int]]:
     """Where other hosts may reach this one."""
     name = socket.gethostname()
-    found = [name]
+    names = [name]
     with contextlib.suppress(OSError):
-        found += [
+        names += [
             str(entry[4][0])
             for entry in socket.getaddrinfo(name, port, socket.AF_INET, socket.SOCK_STREAM)
         ]
-    # Its name may be nobody else's, or mean 127.0.1.1 on the host itself, as Debian has it.
-    found += [socket.getfqdn(name), *_addresses_of_links()]
-    return [(one, port) for one in dict.fromkeys(found)]
+    # Other hosts may not know its name, or it means 127.0.1.1 on the host itself, as on Debian.
+    names += [socket.getfqdn(name), *_addresses_of_links()]
+    return [(address, port) for address in dict.fromkeys(names)]
 
 
 def _addresses_of_links() -> list[str]:
-    """The IPv4 address of each network link of this host, but for the loopback."""
-    found = []
+    """The IPv4 address of each network link of this host except the loopback."""
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has none
                 answer = fcntl.ioctl(
                     any_socket.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode())
                 )
-                found.append(socket.inet_ntoa(answer[20:24]))
-    return [address for address in found if not address.startswith("127.")]
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+    return [address for address in addresses if not address.startswith("127.")]
 
 
 def _reach(addresses: Sequence[tuple[str, int]], token: bytes, rank: int) -> socket.socket | None:
     for address in addresses:
         try:
-            # Not every name of rank 0's host need work from here, so several are tried; they share
-            # the time.
-            one = socket.create_connection(address, _CONNECT_SECONDS / len(addresses))
-            one.sendall(token + _PREFIX.pack(rank))
-            return one
+            # Some names of rank 0's host may not work from here, so all are tried; they share the
+            # time.
+            connection = socket.create_connection(address, _CONNECT_SECONDS / len(addresses))
+            connection.sendall(token + _PREFIX.pack(rank))
+            return connection
         except OSError:
             continue
     return None
@@ -312,43 +330,39 @@ def _accept(
     accepted: dict[int, socket.socket],
     is_over: threading.Event,
 ) -> None:
-    """Waits for all other ranks.
-
-    Strangers that connect meanwhile, whatever they do, delay nobody.
-    """
+    """Waits for all other ranks. Strangers that connect meanwhile do not delay them."""
     length = len(token) + _PREFIX.size
     listener.setblocking(False)
     poll = select.poll()
     poll.register(listener, select.POLLIN)
-    hellos: dict[
-        int, tuple[socket.socket, bytes]
-    ] = {}  # by file: connections that have not said yet who they are
+    # By file: connections that have not said yet which rank they are, and what they have said.
+    hellos: dict[int, tuple[socket.socket, bytes]] = {}
     while len(accepted) < size - 1 and not is_over.is_set():
         for file, _ in poll.poll(1000 * _LOOK_SECONDS):
             if file == listener.fileno():
                 with contextlib.suppress(OSError):  # it has gone already
-                    one, _ = listener.accept()
-                    one.setblocking(False)
-                    hellos[one.fileno()] = one, b""
-                    poll.register(one, select.POLLIN)
+                    connection, _ = listener.accept()
+                    connection.setblocking(False)
+                    hellos[connection.fileno()] = connection, b""
+                    poll.register(connection, select.POLLIN)
                 continue
-            one, hello = hellos.pop(file)
-            part = _receive(one, length - len(hello))
+            connection, hello = hellos.pop(file)
+            part = _receive(connection, length - len(hello))
             hello += part
             if part and len(hello) < length:
-                hellos[file] = one, hello
+                hellos[file] = connection, hello
                 continue
             poll.unregister(file)
             if len(hello) == length and hello.startswith(token):
-                accepted[_PREFIX.unpack_from(hello, len(token))[0]] = one
+                accepted[_PREFIX.unpack_from(hello, len(token))[0]] = connection
             else:
-                one.close()
-    for one, _ in hellos.values():
-        one.close()
+                connection.close()
+    for connection, _ in hellos.values():
+        connection.close()
 
 
-def _receive(one: socket.socket, nbytes: int) -> bytes:
+def _receive(connection: socket.socket, nbytes: int) -> bytes:
     try:
-        return one.recv(nbytes)
+        return connection.recv(nbytes)
     except OSError:
         return b""

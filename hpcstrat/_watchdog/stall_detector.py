@@ -1,4 +1,4 @@
-"""Decides when ranks have waited for each other for too long, and words the report."""
+"""Decides when ranks have waited for each other for too long, and writes the report."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import NamedTuple
 from hpcstrat._calls.status import RankStatus
 
 SETTLING_SECONDS = 1.5
-"""When a rank is dead: seconds that the launcher, or the rank's own report, gets to end the job first."""
+"""After a rank's death: seconds for the launcher, or the rank's own report, to end the job."""
 
 SILENT_SECONDS = 2.0
 """Seconds without a new status after which a rank's watchdog counts as not running."""
 
 
 class Diagnosis(NamedTuple):
-    """What is to be done.
+    """A report, with or without the end of the job.
 
     Attributes:
-        ends: whether the job ends; else it is a report only.
-        reporter: the rank that says so.
-        text: what it says.
+        ends: whether the job ends; otherwise this is only a report.
+        reporter: the rank that prints it.
+        text: what it prints.
     """
 
     ends: bool
@@ -50,12 +50,12 @@ class StallDetector:
     def diagnose(
         self, statuses: Sequence[RankStatus | None], dead: Sequence[int], now: float
     ) -> Diagnosis | None:
-        """What is to be done, if anything.
+        """A report, if it is time for one.
 
         Args:
-            statuses: each rank's last one.
+            statuses: each rank's last status.
             dead: ranks whose processes have ended.
-            now: seconds, by any monotonic clock.
+            now: seconds of any monotonic clock.
         """
         self._pass_over(now)
         silence = self._silence(statuses, now)
@@ -63,7 +63,7 @@ class StallDetector:
         if missing:
             if self._dead_since is None:
                 self._dead_since = now
-            # A rank that reports its own error dies too. Its report, and the launcher's, know more,
+            # A rank that reports its own error dies too. Its report, and the launcher's, say more,
             # so they get a head start.
             if now - self._dead_since >= SETTLING_SECONDS:
                 first = statuses[missing[0]]
@@ -71,7 +71,7 @@ class StallDetector:
                     f" (process {first.process})" if first is not None and len(missing) == 1 else ""
                 )
                 text = (
-                    f"the job ends: {_listed(missing)}{process} exited without shutting down "
+                    f"the job ends: {_list(missing)}{process} exited without shutting down "
                     "(os._exit, a signal, or out of memory); look at its last output and at its "
                     "host's memory"
                 )
@@ -82,14 +82,17 @@ class StallDetector:
         if seen != self._seen:
             self._seen, self._since, self._reported = seen, now, False
             return None
-        # Ranks that all compute are nobody's business, however long it takes.
+        # If all ranks compute there is nothing to report, however long it takes.
         if not _anyone_waits(statuses, dead, silence):
             self._since = now
             return None
         quiet = now - self._since
         extra = max(status.extra_seconds for status in statuses if status is not None)
         if quiet >= self._timeout_seconds + extra:
-            text = f"the job ends: {_quiet(quiet)} (HPCSTRAT_TIMEOUT_SECONDS); all ranks must make the same calls"
+            text = (
+                f"the job ends: {_quiet(quiet)} (HPCSTRAT_TIMEOUT_SECONDS); all ranks must make "
+                "the same calls"
+            )
             return self._diagnosis(True, text, statuses, dead, silence)
         if quiet >= self._stall_seconds + extra and not self._reported:
             self._reported = True
@@ -103,7 +106,7 @@ class StallDetector:
         return None
 
     def _pass_over(self, now: float) -> None:
-        """Leaves out the time in which this rank, and perhaps the job, was suspended."""
+        """Does not count the time in which this rank, and perhaps the job, was suspended."""
         pause = now - self._looked
         if pause >= SILENT_SECONDS:
             self._since += pause
@@ -113,7 +116,7 @@ class StallDetector:
         self._looked = now
 
     def _silence(self, statuses: Sequence[RankStatus | None], now: float) -> list[float]:
-        """For each rank the seconds since its last new status."""
+        """The seconds since each rank's last new status."""
         for rank, status in enumerate(statuses):
             beat = -1 if status is None else status.beat
             if rank not in self._heard or self._heard[rank][0] != beat:
@@ -133,7 +136,7 @@ class StallDetector:
         for rank, status in enumerate(statuses):
             # Ranks in the same state share a line: a report of hundreds of ranks stays readable.
             groups.setdefault(_line(status, last, rank in dead, silence[rank]), []).append(rank)
-        lines = "".join(f"\n  {_listed(ranks)}: {line}" for line, ranks in groups.items())
+        lines = "".join(f"\n  {_list(ranks)}: {line}" for line, ranks in groups.items())
         return Diagnosis(ends, _reporter(statuses, dead, silence), f"hpcstrat: {head}{lines}")
 
 
@@ -141,9 +144,8 @@ def _anyone_waits(
     statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]
 ) -> bool:
     """Whether a rank that still answers is waiting: statuses of silent ranks may be out of date."""
-    if all(
-        _is_gone(status) for status in statuses
-    ):  # then those that have ended wait for processes that do not
+    # Ranks that have all finished wait for processes that do not end.
+    if all(_is_gone(status) for status in statuses):
         return any(rank in dead or silence[rank] >= SILENT_SECONDS for rank in range(len(statuses)))
     return any(
         status is not None and status.waits and silence[rank] < SILENT_SECONDS
@@ -162,7 +164,7 @@ def _quiet(seconds: float) -> str:
 def _reporter(
     statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]
 ) -> int:
-    """The lowest rank that waits and whose watchdog answers; if none waits, the lowest that lives."""
+    """The lowest rank that waits and whose watchdog answers; if none waits, the lowest alive."""
     living = [
         rank for rank, status in enumerate(statuses) if status is not None and rank not in dead
     ]
@@ -191,5 +193,5 @@ def _line(status: RankStatus | None, last: int, is_dead: bool, silence: float) -
     return f"has not arrived; last in {call}; now at {status.location}"
 
 
-def _listed(ranks: Sequence[int]) -> str:
+def _list(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

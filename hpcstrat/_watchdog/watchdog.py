@@ -1,4 +1,4 @@
-"""The thread that watches for ranks that wait for each other forever, and what the rest of the library tells it."""
+"""The thread that detects ranks that wait for each other forever, and its calls for the library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from hpcstrat._calls.state import CallState
 from hpcstrat._calls.status import RankStatus, user_frame, user_frame_of
-from hpcstrat._process import failure, guard, launchers, settings
+from hpcstrat._process import failure, guard, launchers, reports, settings
 from hpcstrat._watchdog.channels import StatusChannel
 from hpcstrat._watchdog.stall_detector import (
     SETTLING_SECONDS,
@@ -22,19 +22,19 @@ from hpcstrat._watchdog.stall_detector import (
 _BEAT_SECONDS = 0.5
 _SHORTEST_BEAT_SECONDS = 0.01
 _MOST_OWN_ERRORS = 3  # that the watchdog reports
-_GUARD_SECONDS = 0.5  # that a thread of this rank gets to end the job, before its guard does
-_GRACE_SECONDS = 5.0  # that the reporter gets to end the job; after them another does
+_GUARD_SECONDS = 0.5  # for a thread of this rank to end the job, before its guard does
+_GRACE_SECONDS = 5.0  # for the reporter to end the job, before another rank does
 
 
 class Watchdog:
-    """Tells the other ranks where this one is, and ends the job when they wait for each other forever.
+    """Tells the other ranks where this rank is, and ends the job if ranks wait forever.
 
-    It costs the calls nothing: they count themselves anyway, and the thread looks at the stack of
-    the one that works.
+    It costs the calls nothing: they are counted anyway, and the watchdog's thread looks at the
+    stack of the thread that works.
 
     Args:
-        rank: this process's.
-        calls: what the communicators note of their calls.
+        rank: this process's rank.
+        calls: the state of the communicators' calls.
         channel: connects the ranks' watchdogs.
     """
 
@@ -45,7 +45,7 @@ class Watchdog:
         self._stall_seconds = settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
         self._timeout_seconds = settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
         self._detector = StallDetector(self._stall_seconds, self._timeout_seconds)
-        self._extensions: list[float] = []  # seconds of each block that this rank is in
+        self._extensions: list[float] = []  # seconds of each `extend_timeout` this rank is in
         self._progress = 0
         self._gone = False
         self._looked = self._resumed = time.monotonic()
@@ -53,35 +53,35 @@ class Watchdog:
         self._checks: list[Callable[[], str]] = []
         self._waits: list[Callable[[], bool]] = []
         self._checking = threading.Lock()
-        self._lock = threading.Lock()  # of the channel, which `leave` writes to as well
-        # A daemon: the program ends when its own threads do, and the watchdog must not keep it.
+        self._lock = threading.Lock()  # for the channel, which `leave` writes to as well
+        # A daemon: the program ends when its own threads do; the watchdog must not prevent that.
         self._thread = threading.Thread(target=self._watch, name="hpcstrat-watch", daemon=True)
         self._thread.start()
 
     def add_check(self, check: Callable[[], str], waits: Callable[[], bool]) -> None:
-        """From now on both are called at every beat.
+        """Calls both functions at every beat from now on.
 
         Args:
-            check: a text that it returns ends the job with it.
-            waits: whether this rank waits for others, though its thread is not inside a collective
-                call.
+            check: returns a text to end the job with, or an empty text.
+            waits: returns whether this rank waits for others although its thread is not in a
+                collective call.
         """
         self._checks.append(check)
         self._waits.append(waits)
 
     def remove_check(self, check: Callable[[], str], waits: Callable[[], bool]) -> None:
-        """Takes `add_check` back. When this returns, neither is running."""
+        """Removes the check and its callback. When this returns, neither is running."""
         with self._checking:
             self._checks.remove(check)
             self._waits.remove(waits)
 
     def work(self) -> None:
-        """Tells the others that the library itself works for long, so that their waiting is no stall."""
+        """Tells the others that the library itself is working: to wait for it is not a stall."""
         self._progress += 1
 
     @contextlib.contextmanager
     def extend_timeout(self, seconds: float) -> Iterator[None]:
-        """While this rank is inside, the report and the timeout come `seconds` later on every rank."""
+        """While this rank is in the block, all ranks report and time out `seconds` later."""
         self._extensions.append(seconds)
         try:
             yield
@@ -91,19 +91,16 @@ class Watchdog:
     def leave(self) -> None:
         """Tells the others that this process may end from now on.
 
-        The watchdog goes on, for ranks that do not come.
+        The watchdog continues, for ranks that do not come.
         """
         self._gone = True
-        # The others learn of it at once: without this they would take an early end for a crash
-        # until the next beat.
+        # At once: until the next beat the others would take an early end for a crash.
         with contextlib.suppress(Exception), self._lock:
             self._channel.publish(self._status())
 
     def _status(self) -> RankStatus:
         calls = self._calls
-        waits = (
-            calls.waiting.depth > 0
-        )  # read, and not locked: a status that is old is corrected by the next
+        waits = calls.waiting.depth > 0  # without a lock: the next status corrects an old status
         location = self._location()
         with self._checking:
             waits = waits or any(pending() for pending in self._waits)
@@ -121,14 +118,14 @@ class Watchdog:
         )
 
     def _location(self) -> str:
-        """Where this rank is in the program: the thread that waits for the others counts, else the main thread."""
+        """Where in the program the thread is that waits for others; else the main thread."""
         calls = self._calls
         return user_frame_of(
             calls.thread if calls.waiting.depth else threading.main_thread().ident or 0
         )
 
     def _watch(self) -> None:
-        # Several looks within the shortest limit, so that limits of a second and less are kept too.
+        # Several beats within the shortest limit, so that limits of a second and less work too.
         beat = max(
             min(_BEAT_SECONDS, self._stall_seconds / 4, self._timeout_seconds / 4),
             _SHORTEST_BEAT_SECONDS,
@@ -138,20 +135,19 @@ class Watchdog:
             try:
                 self._look()
                 self._channel.wait(beat)
-            except Exception as error:  # of the watchdog itself: no reason to end a healthy job
-                if (what := f"{type(error).__name__}: {error}") not in reported and len(
-                    reported
-                ) < _MOST_OWN_ERRORS:
+            except Exception as error:  # the watchdog's own: no reason to end a healthy job
+                what = f"{type(error).__name__}: {error}"
+                if what not in reported and len(reported) < _MOST_OWN_ERRORS:
                     reported.add(what)
-                    failure.say(
-                        f"hpcstrat: the watchdog goes on after an error of its own, {what}; look "
-                        "whether the program causes it"
+                    reports.say(
+                        f"hpcstrat: the watchdog hit an internal error and continues: {what}; "
+                        "check whether the program causes it"
                     )
                 time.sleep(beat)
 
     def _look(self) -> None:
         with self._checking:
-            # NCCL's own errors first: they say why the ranks wait.
+            # NCCL's errors first: they say why the ranks wait.
             problems = [problem for check in self._checks if (problem := check())]
         if problems:
             failure.end_job(problems[0])
@@ -165,12 +161,11 @@ class Watchdog:
             self._require_rank_0()
 
     def _require_rank_0(self) -> None:
-        """Ends the job where rank 0, which alone sees all statuses, is no more, or says nothing."""
-        # On several hosts the other ranks hear from nobody else. Without rank 0 they would wait
-        # unwatched.
+        """Ends the job if rank 0, which alone sees all statuses, has ended or is silent."""
+        # On several hosts the other ranks hear from no other rank. Without rank 0 nothing would
+        # watch them.
         if self._channel.dead:
-            # Rank 0's own report, or the launcher's, says more than this one can, and needs a
-            # moment.
+            # Rank 0's own report, or the launcher's, says more than this rank can: give it time.
             time.sleep(SETTLING_SECONDS)
             failure.end_job(
                 "hpcstrat: the job ends: rank 0, or the network to its host, is gone; look at what "
@@ -179,7 +174,7 @@ class Watchdog:
         heard = self._channel.silent_since()
         limit = self._timeout_seconds + sum(self._extensions)
         now = time.monotonic()
-        if now - self._looked >= SILENT_SECONDS:  # this rank was suspended, as rank 0 may have been
+        if now - self._looked >= SILENT_SECONDS:  # this rank was suspended; perhaps rank 0 too
             self._resumed = now
         self._looked = now
         if heard is not None and now - max(heard, self._resumed) >= limit:
@@ -193,9 +188,9 @@ class Watchdog:
         if diagnosis.reporter == self._rank or not self._channel.every_rank_sees_all:
             if diagnosis.ends:
                 failure.end_job(diagnosis.text)
-            failure.say(diagnosis.text)
+            reports.say(diagnosis.text)
         elif diagnosis.ends:
-            # The reporter itself may be stuck, such as in C code that holds the interpreter lock.
+            # The reporter may be stuck, for example in C code that holds the interpreter lock.
             time.sleep(_GRACE_SECONDS)
             failure.end_job(diagnosis.text)
 
@@ -204,10 +199,8 @@ class Watchdog:
 def waiting_for_all(what: str) -> Iterator[None]:
     """A block in which the ranks meet for the first time.
 
-    There is no channel yet, so each rank watches only itself.
-
-    While mpi4py starts MPI no Python thread runs, so a helper process reports in this one's
-    location.
+    There is no channel yet, so each rank watches only itself. While mpi4py starts MPI no Python
+    thread runs, so a second process reports for this process.
 
     Args:
         what: what this rank waits for, in words.
@@ -225,9 +218,9 @@ def waiting_for_all(what: str) -> Iterator[None]:
         f"(HPCSTRAT_TIMEOUT_SECONDS), at {location}: not all ranks have come; all must create a "
         "strategy"
     )
-    steps = [guard.Deadline(timeout_seconds + _GUARD_SECONDS, failure.tagged(end), True)]
+    steps = [guard.Deadline(timeout_seconds + _GUARD_SECONDS, reports.tag(end), True)]
     if stall_seconds < timeout_seconds:
-        steps.insert(0, guard.Deadline(stall_seconds, failure.tagged(report), False))
+        steps.insert(0, guard.Deadline(stall_seconds, reports.tag(report), False))
     is_done = threading.Event()
     deadline = time.monotonic() + timeout_seconds
 
@@ -238,7 +231,7 @@ def waiting_for_all(what: str) -> Iterator[None]:
 
     threading.Thread(target=watch, name="hpcstrat-start", daemon=True).start()
     try:
-        with guard.guarded(steps):
+        with guard.watch(steps):
             yield
     finally:
         is_done.set()
@@ -248,7 +241,7 @@ _LOOK_SECONDS = 1.0
 
 
 def end_with_launcher() -> None:
-    """From now on this rank ends when the launcher process that started it is gone."""
+    """Ends this rank, from now on, when the launcher process that started it is gone."""
     launcher, process = launchers.find(), launchers.find_process()
     if launcher is not None and process is not None:
         threading.Thread(
@@ -260,6 +253,6 @@ def _watch(name: str, process: int) -> None:
     while launchers.is_there(process):
         time.sleep(_LOOK_SECONDS)
     failure.end_rank(
-        f"hpcstrat: this rank ends: the process that has started it ({name}, process {process}) "
-        "was killed; look who ends it, and at its host's memory"
+        f"hpcstrat: this rank ends: the process that started it ({name}, process {process}) was "
+        "killed; check who killed it, and its host's memory"
     )

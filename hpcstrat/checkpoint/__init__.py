@@ -1,4 +1,4 @@
-"""Checkpoints: files that survive a kill at any moment, and a last one before a job is preempted."""
+"""Checkpoints: files that a kill cannot damage, and a last checkpoint before a preemption."""
 
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat.checkpoint._checkpoint import Checkpoint as Checkpoint

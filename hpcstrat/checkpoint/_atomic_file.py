@@ -1,4 +1,4 @@
-"""Replaces a file atomically: whatever kills the program, the old file or the new one is there, and whole."""
+"""Replaces a file atomically: whatever kills the program, the old file or the new one is whole."""
 
 from __future__ import annotations
 
@@ -21,25 +21,24 @@ _PARTIAL = re.compile(r"\.partial-([0-9a-f]{8})")
 
 @contextlib.contextmanager
 def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
-    """An empty file to write to, unbuffered, which replaces `path` once everything is written and on disk.
+    """An empty, unbuffered file to write to, which replaces `path` once it is on disk.
 
-    Until then its name is `path.partial-` and eight random digits, so that two programs may write
-    at once: each writes
-    a whole file, and the last one stays. Leftovers of killed programs are removed first. An
-    exception inside leaves only the previous file. Owner and permissions are those of the previous
-    file.
+    Until then its name is `path.partial-` and eight random digits. If two programs write at once,
+    each writes a whole file, and the last to finish stays. Leftovers of killed programs are removed
+    first. An exception inside leaves only the previous file. Owner and permissions are those of the
+    previous file.
 
     Args:
         path: the file; symbolic links are followed.
-        keep: the number of files to keep: `path` and the previous ones, `path.1`, `path.2` ...
-            Older files are removed. `None` keeps no previous file, and removes none. Directories of
-            such names stay.
+        keep: the number of files to keep: `path` and previous files, `path.1`, `path.2` ...
+            Older files are removed. `None` keeps no previous file, and removes none. Directories
+            with such names stay.
 
     Raises:
         OSError: the file system's error; or another program writes to the same file, on a file
             system without locks.
     """
-    path = followed(path)
+    path = follow_link(path)
     folder = os.path.dirname(path) or "."
     try:
         os.makedirs(folder, exist_ok=True)
@@ -48,14 +47,14 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
             errno.ENOTDIR, f"{error.filename} is a file and not a folder"
         ) from error
     before = _regular_file(path)  # a wrong path is an error now, not after everything is written
-    for number in numbered(path):
+    for number in find_numbers(path):
         if keep is not None and number < keep and os.path.isdir(f"{path}.{number}"):
             raise IsADirectoryError(
                 errno.EISDIR,
                 f"{path}.{number} is a directory, and keep={keep} needs this name; rename it",
             )
-    _remove_left(path)
-    with _beside(path, before) as (partial, file):
+    _remove_leftovers(path)
+    with _temporary_file(path, before) as (partial, file):
         yield file
         # Before the rename: after a power cut the name must not lead to a file whose blocks never
         # reached the disk.
@@ -68,42 +67,42 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
         os.replace(partial, path)
     if keep is not None:
         # After the rename, so that there is never one file fewer than `keep`.
-        for number in numbered(path):
+        for number in find_numbers(path):
             if number >= keep:
-                with contextlib.suppress(
-                    FileNotFoundError, IsADirectoryError
-                ):  # a directory is none of ours
+                # A directory is not ours.
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(f"{path}.{number}")
     _sync_folder(folder)
 
 
-def explained(path: str, error: OSError, consequence: str) -> OSError:
-    """The error with the call and the consequence, of the same class: OSError picks the subclass by `errno`."""
+def explain(path: str, error: OSError, consequence: str) -> OSError:
+    """The same error, with the call and the consequence in its message."""
+    # OSError picks the subclass by `errno`, so the class is the same.
     text = f"{current_call()} of {path}: {error.strerror or error}; {consequence}"
     return OSError(error.errno, text) if error.errno is not None else OSError(text)
 
 
 @contextlib.contextmanager
 def explaining(path: str, consequence: str) -> Iterator[None]:
-    """An OSError of the block becomes `explained`."""
+    """A block whose OSError is passed through `explain`."""
     try:
         yield
     except OSError as error:
-        raise explained(path, error, consequence) from error
+        raise explain(path, error, consequence) from error
 
 
-def followed(path: str) -> str:
+def follow_link(path: str) -> str:
     """The path, or the target of a symbolic link: a rename would replace the link itself."""
     return os.path.realpath(path) if os.path.islink(path) else path
 
 
-def numbered(path: str) -> list[int]:
+def find_numbers(path: str) -> list[int]:
     """The numbers of the files `path.1`, `path.2` ... that exist, in order."""
-    return sorted(map(int, _named(path, _NUMBER)))
+    return sorted(map(int, _match_names(path, _NUMBER)))
 
 
-def _named(path: str, rest: re.Pattern[str]) -> list[str]:
-    """For each file in the folder named as `path` plus a `rest`, what the pattern's group matches."""
+def _match_names(path: str, rest: re.Pattern[str]) -> list[str]:
+    """The pattern's group, for each file in the folder whose name is `path` plus a `rest`."""
     try:
         names = os.listdir(os.path.dirname(path) or ".")
     except OSError:
@@ -120,26 +119,25 @@ def _regular_file(path: str) -> os.stat_result | None:
         OSError: it is a folder, a device or a FIFO, which a rename would replace.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except FileNotFoundError:
         return None
-    if stat.S_ISDIR(found.st_mode):
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, "it is a directory", path)
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", path)
-    return found
+    return status
 
 
 @contextlib.contextmanager
-def _beside(path: str, like: os.stat_result | None) -> Iterator[tuple[str, BinaryIO]]:
-    """The name of a new file next to `path`, and the file, locked. Afterwards the name is gone.
+def _temporary_file(path: str, like: os.stat_result | None) -> Iterator[tuple[str, BinaryIO]]:
+    """The name of a new file next to `path`, and the file, locked. The name is removed at the end.
 
     Next to it, because a rename is atomic only within one file system. The lock tells other
     programs that the file is in use. The kernel drops it when the program is killed, which makes
     the file a leftover that anyone may remove.
     """
-    # Nobody else may read it until it has the previous file's owner and permissions: the contents
-    # may be secret.
+    # Private until it has the previous file's owner and permissions: the contents may be secret.
     mode = 0o666 if like is None else 0o600
     while True:  # again if another program removed the file as a leftover before we locked it
         partial = f"{path}.partial-{secrets.token_hex(4)}"
@@ -175,9 +173,9 @@ def _lock(file: BinaryIO) -> bool:
     return True
 
 
-def _remove_left(path: str) -> None:
+def _remove_leftovers(path: str) -> None:
     """Removes the leftovers of killed programs: the files that are not locked."""
-    for digits in _named(path, _PARTIAL):
+    for digits in _match_names(path, _PARTIAL):
         left = f"{path}.partial-{digits}"
         with contextlib.suppress(OSError):  # it is gone, or belongs to another user
             if stat.S_ISREG(os.lstat(left).st_mode):
@@ -206,7 +204,7 @@ def _make_way(path: str, keep: int) -> None:
     except FileExistsError:  # another program has just made it
         pass
     except OSError:  # a file system without hard links
-        with _beside(path, os.stat(path)) as (copy, _):
+        with _temporary_file(path, os.stat(path)) as (copy, _):
             shutil.copyfile(path, copy)
             os.replace(copy, newest)
 

@@ -1,4 +1,4 @@
-"""A save in the background: the program goes on with its next step, while a thread writes a copy to the file."""
+"""A save in the background: a thread writes a copy to the file while the program continues."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from hpcstrat.checkpoint._pieces import Piece
 _HOUR = 3600.0  # seconds
 
 _pending: _Save | None = None
-_buffer: Bytes = np.empty(
-    0, np.uint8
-)  # of the last save: fresh memory costs about as much as the copy into it
+# Kept from the last save: fresh memory costs about as much as the copy into it.
+_buffer: Bytes = np.empty(0, np.uint8)
 _waits_at_exit = False
 
 
 class _Save:
     """One save, whose thread has started.
 
-    It writes from `_buffer`, so there is one at a time in a process.
+    It writes from `_buffer`, so a process runs one save at a time.
     """
 
     def __init__(self, path: str, write: Callable[[], None]) -> None:
         self.path = path
         self._write = write
         self._error: Exception | None = None
-        # A daemon, because Python itself waits for others before any hook runs, when the other
-        # ranks know nothing of it. `_finish_at_exit` waits for this one.
+        # A daemon: Python waits for other threads before it runs any hook, and then the other
+        # ranks know nothing of it. `_finish_at_exit` waits for this thread.
         self._thread = threading.Thread(target=self._run, name="hpcstrat-save", daemon=True)
         self._thread.start()
 
@@ -46,7 +45,7 @@ class _Save:
             self._error = error
 
     def join(self) -> Exception | None:
-        """What it raised, once it has ended.
+        """Waits for its end, and returns what it raised.
 
         Meanwhile the other ranks wait, for as long as the disk takes.
         """
@@ -56,17 +55,17 @@ class _Save:
         return self._error
 
 
-def copied(pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
-    """Copies of pieces of a file, of `nbytes` together.
+def copy_pieces(pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
+    """Copies pieces of a file, `nbytes` in all.
 
-    The save before this one must have finished.
+    The previous save must have finished.
 
     Raises:
-        MemoryError: there is no room for them.
+        MemoryError: there is no memory for them.
     """
     global _buffer
     if _buffer.size < nbytes:
-        _buffer = np.empty(0, np.uint8)  # given back before the larger one is asked for
+        _buffer = np.empty(0, np.uint8)  # freed before the larger one is allocated
         _buffer = np.empty(nbytes, np.uint8)
     copies: list[Piece] = []
     end = 0
@@ -79,11 +78,11 @@ def copied(pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
 
 
 def start(path: str, file: NewFile, copies: Sequence[Piece]) -> None:
-    """Leaves the writing of copies to a thread, on each rank, and returns."""
+    """Starts a thread on each rank that writes its copies, and returns."""
     global _pending, _waits_at_exit
     if not _waits_at_exit:
-        # Not when this module is imported: then it would run after the hook that ends MPI, with
-        # which a failure ends the other ranks.
+        # Not when this module is imported: then it would run after the hook that ends MPI, and a
+        # failure needs MPI to end the other ranks.
         atexit.register(_finish_at_exit)
         _waits_at_exit = True
 
@@ -95,10 +94,7 @@ def start(path: str, file: NewFile, copies: Sequence[Piece]) -> None:
 
 
 def finish() -> tuple[str, Exception | None]:
-    """Waits for the save that is under way on this rank; returns its path and its error.
-
-    Without one: nothing.
-    """
+    """Waits for this rank's save; returns its path, empty if there is none, and its error."""
     global _pending
     if _pending is None:
         return "", None

@@ -1,4 +1,4 @@
-"""Checkpoint: objects that are saved to a file and restored from one."""
+"""Checkpoint: objects that are saved to a file and restored from it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.span import CHECKPOINT, span
 from hpcstrat.checkpoint._objects import CheckpointObjects
-from hpcstrat.checkpoint._restoring import Restored, opened, restore_from
-from hpcstrat.checkpoint._saving import checked_keep, checked_path, finish_background, save_to_file
+from hpcstrat.checkpoint._restoring import Restored, open_file, restore_from
+from hpcstrat.checkpoint._saving import check_keep, check_path, finish_background, save_to_file
 
 
 @final
 class Checkpoint:
-    """Objects that are saved to a file and restored from one: `Checkpoint(model=[w, b], optimizer=optimizer)`.
+    """Objects that are saved to a file and restored from it.
 
-    A checkpoint holds the values of variables; an optimizer's number of steps, and the slots of its
-    variables, which must be among the objects too; the totals of a metric; and the position of a
-    dataset or an iterator: which elements come next, in which order. A dataset's position is that
-    of the iteration under way: after `restore`, the next `for batch in dataset:` yields the rest.
-    Arguments of constructors, such as a learning rate, are not saved.
+    `Checkpoint(model=[w, b], optimizer=optimizer)` holds the values of variables; an optimizer's
+    number of steps, and the slots of its variables, which must be among the objects too; the totals
+    of a metric; and the position of a dataset or an iterator: which elements come next, in which
+    order. A dataset's position is that of the current iteration: after `restore`, the next
+    `for batch in dataset:` yields the rest. Arguments of constructors, such as a learning rate, are
+    not saved.
 
     Args:
         **objects: variables, optimizers, metrics, datasets, distributed datasets, their iterators,
             and nests of them. Their names and their paths in nests are the names in the file, so
-            restore with the same ones.
+            restore with the same names.
     """
 
     @names_call("Checkpoint")
@@ -41,27 +42,27 @@ class Checkpoint:
     def save(
         self, path: str | os.PathLike[str], keep: int | None = None, blocking: bool = True
     ) -> str:
-        """Writes the objects to a file and replaces the previous one.
+        """Writes the objects to a file and replaces the previous file.
 
         Collective: all ranks call this.
 
-        All ranks write their shares of one file at the same time; where a rank does not see the
+        All ranks write their shares of one file at the same time; if a rank does not see the
         parameter rank's file, because it is on another host, the parameter rank writes alone. The
-        file is next to `path` first, so that a kill at any moment leaves the previous file whole;
-        when this returns, the new one is on disk. Permissions stay. Arrays are not copied in
-        memory. Variables made outside every scope may differ between ranks; those of the parameter
-        rank are saved.
+        file is written next to `path` and then renamed, so a kill at any moment leaves the previous
+        file whole; when this returns, the new file is on disk. Permissions stay. Arrays are not
+        copied in memory. Variables made outside every scope may differ between ranks; those of the
+        parameter rank are saved.
 
         With `blocking=False` this returns as soon as each rank has copied its share; threads write
-        the file while the program goes on. The copies take as much memory once more, which is kept
-        for the next ones. The next `save`, `restore` or `sync` of any checkpoint waits for the
-        file, and raises what its writing met; so does the end of the program, with a non-zero
+        the file while the program continues. The copies take the same memory again, which is kept
+        for the next save. The next `save`, `restore` or `sync` of any checkpoint waits for the
+        file, and raises the error of its writing; so does the end of the program, with a non-zero
         status.
 
         Args:
-            path: the file; symbolic links are followed, and missing folders are made, as by
+            path: the file; symbolic links are followed, and missing folders are made, as in
                 TensorFlow.
-            keep: the number of files to keep: `path`, always the newest, and the previous ones,
+            keep: the number of files to keep: `path`, always the newest, and the previous files,
                 `path.1`, `path.2` ...; older files are removed. `None` keeps no previous file, and
                 removes none.
             blocking: whether to wait until the file is on disk.
@@ -71,21 +72,21 @@ class Checkpoint:
 
         Raises:
             OSError: the file system refuses on any rank, or `path` is a folder, a device or a FIFO;
-                all ranks raise. The previous file is whole. Or it refused the save before, in the
-                background; this one has not begun.
+                all ranks raise. The previous file is whole. Or it refused the previous save, in the
+                background; this save has not started.
             MemoryError: there is no memory for the copy that `blocking=False` makes.
             RuntimeError: called inside a replica function, or in the scope of another strategy.
             TypeError: an object cannot be saved, or `path` is not a path.
             ValueError: an optimizer's variable is not among the objects, or `keep` is not positive.
             ReplicaMismatchError: the ranks save different things.
         """
-        path = checked_path(path)
-        save_to_file(objects_of(self), path, checked_keep(keep), blocking)
+        path = check_path(path)
+        save_to_file(objects_of(self), path, check_keep(keep), blocking)
         return path
 
     @collective("Checkpoint.sync", communicator_of=lambda _: connect())
     def sync(self) -> None:
-        """Waits until what `save(blocking=False)` writes is on disk.
+        """Waits until the file of `save(blocking=False)` is on disk.
 
         Collective: all ranks call this.
 
@@ -103,8 +104,7 @@ class Checkpoint:
 
         Only the parameter rank reads. Before anything changes, it checks the whole file, and all
         ranks check that the file fits the objects. The number of ranks, the strategy and the
-        devices may differ from those of the program that saved. Optimizers without slots get
-        theirs.
+        devices may differ from those of the program that saved. Optimizers without slots get them.
 
         Args:
             path: the file.
@@ -115,7 +115,7 @@ class Checkpoint:
             The names of whatever was skipped.
 
         Raises:
-            FileNotFoundError: there is no such file; the message names older ones.
+            FileNotFoundError: there is no such file; the message names older files.
             OSError: the file cannot be read.
             ValueError: the file is not a checkpoint, or truncated, damaged, or does not fit the
                 objects; the message says where.
@@ -124,8 +124,8 @@ class Checkpoint:
             TypeError: an object cannot be restored, or `path` is not a path.
             ReplicaMismatchError: the ranks restore different things.
         """
-        path = checked_path(path)
-        return restore_from(objects_of(self), path, lambda work: opened(path, work), partial)[0]
+        path = check_path(path)
+        return restore_from(objects_of(self), path, lambda work: open_file(path, work), partial)[0]
 
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(self._objects)})"

@@ -15,11 +15,12 @@ from hpcstrat._core.span import CHECKPOINT, span
 from hpcstrat._process import job_files
 from hpcstrat._process.job_files import JobMemory
 from hpcstrat._replicas import contexts
-from hpcstrat.checkpoint import _safetensors
 from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of
+from hpcstrat.checkpoint._checkpoint_file import CheckpointFile, step_in
 from hpcstrat.checkpoint._preemption import PreemptionHandler
-from hpcstrat.checkpoint._restoring import opened, restore_from
-from hpcstrat.checkpoint._saving import Saved, checked_keep, checked_path, save_to_file
+from hpcstrat.checkpoint._restoring import open_file, restore_from
+from hpcstrat.checkpoint._safetensors import Contents
+from hpcstrat.checkpoint._saving import Saved, check_keep, check_path, save_to_file
 from hpcstrat.checkpoint._snapshot import Snapshot, SnapshotMemory
 
 _IN_MEMORY = "the snapshot in memory"
@@ -31,31 +32,29 @@ class _Source(NamedTuple):
 
     snapshot: Snapshot | None
     is_file: bool
-    problem: str  # why there are no snapshots though the launcher would keep them
+    problem: str  # why there are no snapshots, although the launcher would keep them
 
 
 @final
 class CheckpointManager:
-    """Saves a checkpoint every so many steps, and restores the newest one: two lines make a program restartable.
+    """Saves a checkpoint every N steps, and restores the newest: it makes a program restartable.
 
-    Make it, `with CheckpointManager(checkpoint, path, every=1000) as manager:` around the training,
-    call `manager.restore_or_initialize()` before the first step and `manager.step()` at the end of
-    each.
+    Put `with CheckpointManager(checkpoint, path, every=1000) as manager:` around the training, call
+    `manager.restore_or_initialize()` before the first step and `manager.step()` at the end of each.
 
     Under `hpcstrat run --restarts` it also takes snapshots, which are checkpoints in memory of the
-    launcher's host. They outlive the ranks, and cost no disk; the file is for what ends the
-    launcher too. Snapshots are taken where the rank that writes the file runs on the launcher's
-    host. One manager at a time takes them.
+    launcher's host. They survive the death of the ranks, and cost no disk; the file also survives
+    the end of the launcher. Snapshots are taken if the rank that writes the file runs on the
+    launcher's host. One manager at a time takes them.
 
     In the `with` block it does what `PreemptionHandler` does: after a SIGTERM or SIGUSR1 the ranks
-    save at the end of
-    the step, and exit with status 75.
+    save at the end of the step, and exit with status 75.
 
     Args:
         checkpoint: what to save.
         path: as in `Checkpoint.save`.
-        every: steps from one file to the next; `None` for files by `save`, and when preempted,
-            only.
+        every: steps from one file to the next; with `None`, only `save` and a preemption write
+            files.
         snapshot_every: steps from one snapshot to the next; `None` for no snapshots.
         keep: as in `Checkpoint.save`.
 
@@ -77,14 +76,14 @@ class CheckpointManager:
         for name, steps in (("every", every), ("snapshot_every", snapshot_every)):
             if steps is not None and (not isinstance(steps, int) or steps < 1):
                 raise ValueError(
-                    f"{current_call()}: {name} is {steps!r}; it must be a number of steps, from 1 "
-                    "up, or None"
+                    f"{current_call()}: {name} is {steps!r}; it must be a number of steps, "
+                    "from 1 up, or None"
                 )
         self._checkpoint = checkpoint
-        self._path = checked_path(path)
+        self._path = check_path(path)
         self._every = every
         self._snapshot_every = snapshot_every
-        self._keep = checked_keep(keep)
+        self._keep = check_keep(keep)
         self._steps = 0
         self._is_ready = False
         self._memory: JobMemory | None = None  # on rank 0, which counts steps for the launcher
@@ -94,7 +93,7 @@ class CheckpointManager:
 
     @property
     def steps(self) -> int:
-        """How many steps the program has done, with those before it was restored."""
+        """The number of steps that the program has done, including those before it was restored."""
         return self._steps
 
     @collective("CheckpointManager.restore_or_initialize", communicator_of=lambda _: connect())
@@ -104,20 +103,20 @@ class CheckpointManager:
         Collective: all ranks call this.
 
         Returns:
-            The file's path, or `"the snapshot in memory"`; `None` where there is neither, and
+            The file's path, or `"the snapshot in memory"`; `None` if there is neither: then
             nothing has changed.
 
         Raises:
-            Exception: what `Checkpoint.restore` raises. A damaged snapshot is passed over, and so
-                is a damaged file where there is a snapshot.
+            Exception: what `Checkpoint.restore` raises. A damaged snapshot is skipped, and so is a
+                damaged file if there is a snapshot.
         """
         source = self._prepare()
         if source.snapshot is not None:
             name = _IN_MEMORY
-            self._restore(name, lambda work: _opened_snapshot(source.snapshot, work))
+            self._restore(name, lambda work: _open_snapshot(source.snapshot, work))
         elif source.is_file:
             name = self._path
-            self._restore(name, lambda work: opened(name, work))
+            self._restore(name, lambda work: open_file(name, work))
         else:
             return None
         return name
@@ -129,7 +128,7 @@ class CheckpointManager:
 
         Collective: all ranks call this at the end of each step.
 
-        Outside of the `with` block, and when there is nothing to save, it does not communicate.
+        Outside the `with` block, and when there is nothing to save, it does not communicate.
 
         Raises:
             SystemExit: a signal was received, and the checkpoint is saved; see `PreemptionHandler`.
@@ -138,7 +137,7 @@ class CheckpointManager:
         """
         if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
             raise RuntimeError(
-                f"{current_call()} was called inside a replica function; call it outside of "
+                f"{current_call()} was called inside a replica function; call it outside "
                 "Strategy.run"
             )
         if not self._is_ready:
@@ -175,7 +174,7 @@ class CheckpointManager:
         save_to_file(objects_of(self._checkpoint), self._path, self._keep, step=self._steps)
 
     def _take_snapshot(self) -> None:
-        def write(contents: _safetensors.Contents) -> None:
+        def write(contents: Contents) -> None:
             assert self._snapshots is not None
             self._snapshots.write(contents, self._steps)
 
@@ -186,12 +185,12 @@ class CheckpointManager:
                 saved.by_root(write)
                 communicator.exchange(signature_of(f"{current_call()}: written"))
         except MemoryError as error:  # on all ranks
-            # No reason to end a healthy program: the file is left.
+            # Not a reason to end a healthy program: there is still the file.
             self._takes_snapshots = False
             self._warn(f"there is no memory for snapshots, {error}")
 
     def _prepare(self) -> _Source:
-        """Finds the launcher's memory, and what it and the disk hold. Collective."""
+        """Finds the launcher's memory, and the newest checkpoint. Collective."""
         global _owner
         communicator = connect()
         root = objects_of(self._checkpoint).parameter_rank()
@@ -235,19 +234,19 @@ class CheckpointManager:
 
     def _file_is_newer(self, step: int) -> bool:
         """Whether the file was made after a later step, and is whole."""
-        if (_safetensors.step_in(self._path) or 0) <= step:
+        if (step_in(self._path) or 0) <= step:
             return False
         try:
-            _safetensors.CheckpointFile(self._path, connect().work).close()
+            CheckpointFile(self._path, connect().work).close()
         except (OSError, ValueError):
             return False
         return True
 
     def _restore(
-        self, name: str, open_source: Callable[[Callable[[], None]], _safetensors.CheckpointFile]
+        self, name: str, open_source: Callable[[Callable[[], None]], CheckpointFile]
     ) -> None:
         _, step = restore_from(objects_of(self._checkpoint), name, open_source)
-        self._steps = step or 0  # a file of `Checkpoint.save` has no number
+        self._steps = step or 0  # a file of `Checkpoint.save` has no step
 
     def _warn(self, problem: str) -> None:
         if connect().rank == 0:
@@ -268,7 +267,7 @@ class CheckpointManager:
 
 @final
 class _Numbered:
-    """A manager's checkpoint, for a handler of signals: its files have the number of the step."""
+    """A manager's checkpoint, for the handler of signals: its files hold the step."""
 
     def __init__(self, checkpoint: Checkpoint, manager: CheckpointManager) -> None:
         self._checkpoint = checkpoint
@@ -281,8 +280,6 @@ class _Numbered:
         return path
 
 
-def _opened_snapshot(
-    snapshot: Snapshot | None, work: Callable[[], None]
-) -> _safetensors.CheckpointFile:
+def _open_snapshot(snapshot: Snapshot | None, work: Callable[[], None]) -> CheckpointFile:
     assert snapshot is not None
-    return _safetensors.CheckpointFile(snapshot.path, work, snapshot.nbytes)
+    return CheckpointFile(snapshot.path, work, snapshot.nbytes)

@@ -1,4 +1,4 @@
-"""The file of a save while it is written: all ranks have it open, and one of them puts it in its place."""
+"""The file of a save while it is written: all ranks have it open, and the root renames it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from hpcstrat.checkpoint._atomic_file import explaining, replacing
 from hpcstrat.checkpoint._pieces import Piece, write_pieces
 
 NOT_SAVED = "nothing was saved, and the previous file is whole. Correct this, and save again"
-"""How the message of an error ends."""
+"""The end of an error's message."""
 
 
 class _Place(NamedTuple):
-    """Where the others find the root's file.
+    """Where the other ranks find the root's file.
 
     Attributes:
-        path: of the file, with random digits that no other file has.
-        inode: its number.
+        path: the file's name, with random digits that no other file has.
+        inode: its inode number.
         header: bytes before the arrays.
-        nbytes: of the whole.
-        pipe: where the root hears of the others, without the communicator; `None` where it need
-            not.
+        nbytes: bytes of the whole file.
+        pipe: on which the other ranks report to the root, without the communicator; `None` for a
+            blocking save.
     """
 
     path: str
@@ -44,23 +44,22 @@ class _Place(NamedTuple):
 class NewFile:
     """The file of a save.
 
-    Collective: all ranks make it, with the same arguments but for `contents`.
-
-    It is a context: an exception inside leaves only the previous file.
+    Collective: all ranks make it, with the same arguments except `contents`. It is a context: an
+    exception inside leaves only the previous file.
 
     Args:
         communicator: all ranks.
         root: the rank that has `contents`.
         path: as in `replacing`.
         keep: as in `replacing`.
-        contents: what is to be written; `None` on the other ranks.
-        blocking: whether the communicator can be used until the end; otherwise a thread may go on
-            without it.
+        contents: what to write; `None` on the other ranks.
+        blocking: whether the communicator can be used until the end; otherwise a thread may
+            continue without it.
 
     Attributes:
         header: bytes before the arrays.
         is_shared: whether every rank has it open. A rank on another host may see other files; then
-            the root writes.
+            the root writes alone.
 
     Raises:
         OSError: the file system refuses the root; all ranks raise.
@@ -82,8 +81,7 @@ class NewFile:
         self._descriptors = contextlib.ExitStack()
         self._file = self._pipe = -1
         try:
-            # The root closes its own writing end of the pipe: that of the others is the last one
-            # then.
+            # The root closes its writing end of the pipe: then the pipe ends with the other ranks.
             with contextlib.ExitStack() as opening:
                 with communicator.raise_together():
                     own = (
@@ -150,14 +148,12 @@ class NewFile:
         self._descriptors.close()
         self._replacing.__exit__(kind, error, traceback)
 
-    def detached(self) -> NewFile:
-        """The same, for a thread that goes on with it when this context has ended."""
+    def detach(self) -> NewFile:
+        """The same file, for a thread that continues after this context has ended."""
         other = object.__new__(NewFile)
         other.__dict__.update(self.__dict__)
-        other._replacing, other._descriptors = (
-            self._replacing.pop_all(),
-            self._descriptors.pop_all(),
-        )
+        other._replacing = self._replacing.pop_all()
+        other._descriptors = self._descriptors.pop_all()
         return other
 
     def write(self, pieces: Iterable[Piece]) -> int:
@@ -170,7 +166,7 @@ class NewFile:
             return self._write(pieces)
 
     def finish(self, checksums: Iterable[int]) -> None:
-        """Puts the file in its place, on the root, once all have written.
+        """On the root, seals and renames the file, once all ranks have written.
 
         Raises:
             OSError: the file system's error.
@@ -181,8 +177,8 @@ class NewFile:
     def _write(self, pieces: Iterable[Piece]) -> int:
         checksum = write_pieces(self._file, pieces, self._nbytes)
         if self._size > 1:
-            # By each rank: a host knows what it has written itself. The root does it once more, for
-            # the header.
+            # On each rank: a host syncs only what it has written itself. The root syncs again, once
+            # the header has the checksum.
             os.fsync(self._file)
         return checksum
 
@@ -191,10 +187,10 @@ class NewFile:
             self._contents.seal(self._file, functools.reduce(operator.xor, checksums))
             self._replacing.close()
 
-    # ---- without the communicator, and without its names of calls
+    # ---- without the communicator, and without names of calls
 
     def write_alone(self, pieces: Iterable[Piece]) -> None:
-        """`write` on every rank, and `finish`, in threads, which tell each other by the pipe how it ended.
+        """`write` and `finish` in a thread on each rank; the pipe tells the root how it ended.
 
         Raises:
             OSError: the file system's error, on the root also that of another rank.
@@ -212,10 +208,9 @@ class NewFile:
                     "errno": error.errno or errno.EIO,
                     "text": str(error.strerror or error)[:1000],
                 }
-            with contextlib.suppress(BrokenPipeError):  # the root has failed itself, and says so
-                os.write(
-                    self._pipe, json.dumps(report).encode() + b"\n"
-                )  # short, and so in one piece
+            with contextlib.suppress(BrokenPipeError):  # the root has failed too, and says so
+                # Short enough that the system writes it in one piece.
+                os.write(self._pipe, json.dumps(report).encode() + b"\n")
 
     def _others(self) -> Iterator[int]:
         with open(self._pipe, encoding="utf-8", closefd=False) as reports:
@@ -246,9 +241,9 @@ class _PipePlace(NamedTuple):
         """The writing end.
 
         Raises:
-            OSError: this process is on another host, or in a container of its own.
+            OSError: this process is on another host, or in another container.
         """
-        # Looked at before it is opened, and not waited for: elsewhere this name may be anything.
+        # Checked before it is opened, and not waited for: elsewhere this name may be anything.
         status = os.stat(self.path)
         here = _host(), status.st_dev, status.st_ino
         if here != (self.host, self.device, self.inode) or not stat.S_ISFIFO(status.st_mode):

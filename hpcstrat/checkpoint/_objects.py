@@ -78,16 +78,15 @@ class CheckpointObjects:
         self.on_read: dict[str, Variable] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.positions: dict[str, Resumable] = {}
-        self._kinds: dict[str, str] = {}  # of all objects but ordinary variables
+        self._kinds: dict[str, str] = {}  # of all objects except ordinary variables
         seen: set[int] = set()
         for name, leaf in _leaves(dict(objects)):
             if name in self._kinds or name in self.variables or name == "__metadata__":
                 raise ValueError(
                     f"{current_call()}: two objects have the name {name!r}; rename one"
                 )
-            if (
-                id(leaf) in seen
-            ):  # shared, such as the weights of two layers: saved once, under the first name
+            # Shared, such as the weights of two layers: saved once, under the first name.
+            if id(leaf) in seen:
                 continue
             seen.add(id(leaf))
             self._add(name, leaf)
@@ -100,7 +99,7 @@ class CheckpointObjects:
             self.on_read[name] = leaf
             self._kinds[name] = _ON_READ
         elif isinstance(leaf, Metric):
-            # A metric's totals are one ON_READ variable, so it is saved as one.
+            # A metric's totals are one ON_READ variable, and saved as such.
             self.on_read[name] = leaf.totals
             self._kinds[name] = type(leaf).__name__
         elif isinstance(leaf, Optimizer):
@@ -111,10 +110,11 @@ class CheckpointObjects:
             self._kinds[name] = _POSITION
         else:
             raise TypeError(
-                f"{current_call()}: {name} is {_shortened(repr(leaf))}, which cannot be saved; pass variables, "
-                "optimizers, metrics, datasets, their iterators, and dicts, lists and tuples of these. To save a "
-                "number, put it into a variable: Variable(0, dtype=np.int64); to save an object, pass its "
-                'attributes: Checkpoint(model={"w": model.w, "b": model.b})'
+                f"{current_call()}: {name} is {_shorten(repr(leaf))}, which cannot be saved; "
+                "pass variables, optimizers, metrics, datasets, their iterators, and dicts, lists "
+                "and tuples of these. To save a number, put it into a variable: "
+                "Variable(0, dtype=np.int64); to save an object, pass its attributes: "
+                'Checkpoint(model={"w": model.w, "b": model.b})'
             )
 
     @property
@@ -131,7 +131,7 @@ class CheckpointObjects:
             ValueError: a slot's variable is not among the objects, or an object has its name.
         """
         names = {id(v): name for name, v in self.variables.items()}
-        found: dict[str, Slot] = {}
+        slots: dict[str, Slot] = {}
         for name, optimizer in self.optimizers.items():
             for v, blocks in state_of_optimizer(optimizer).slots.values():
                 if id(v) not in names:
@@ -141,27 +141,30 @@ class CheckpointObjects:
                         f"Checkpoint({name}=..., variable=...)"
                     )
                 for slot, block in zip(optimizer.all_slots, blocks, strict=True):
-                    found[f"{name}/{slot}/{names[id(v)]}"] = Slot(
+                    slots[f"{name}/{slot}/{names[id(v)]}"] = Slot(
                         v, block, optimizer.all_slots[slot]
                     )
-        if taken := found.keys() & (self.variables.keys() | self._kinds.keys()):
+        if taken := slots.keys() & (self.variables.keys() | self._kinds.keys()):
             raise ValueError(
-                f"{current_call()}: an object and a slot have the name {min(taken)!r}; rename the "
-                "object"
+                f"{current_call()}: an object and a slot have the name {min(taken)!r}; "
+                "rename the object"
             )
-        return found
+        return slots
 
     def entries(self) -> dict[str, Entry]:
         """The arrays to save."""
-        found = {name: _entry(v) for name, v in self.variables.items()}
-        found |= {name: _entry(slot.variable) for name, slot in self.slots().items()}
+        entries = {name: _entry(v) for name, v in self.variables.items()}
+        entries |= {name: _entry(slot.variable) for name, slot in self.slots().items()}
         for name, v in self.on_read.items():
-            found[name] = _entry(v, state_of(v).group.communicator.size)
-        return found
+            entries[name] = _entry(v, state_of(v).group.communicator.size)
+        return entries
 
     def metadata(self) -> dict[str, dict[str, Any]]:
-        """What to save besides arrays, by object: its kind, unless it is an ordinary variable, and its counts."""
-        found: dict[str, dict[str, Any]] = {
+        """What to save in addition to arrays, by object: its kind and its counts.
+
+        Ordinary variables have no entry.
+        """
+        metadata: dict[str, dict[str, Any]] = {
             name: {"kind": kind} for name, kind in self._kinds.items()
         }
         for name, optimizer in self.optimizers.items():
@@ -172,10 +175,11 @@ class CheckpointObjects:
                     f"{accumulator.steps} calls, each replica its own, which no checkpoint holds; "
                     "save after the call that changes the variables"
                 )
-            found[name] |= {"iterations": optimizer.iterations, "slots": list(optimizer.all_slots)}
+            slots = list(optimizer.all_slots)
+            metadata[name] |= {"iterations": optimizer.iterations, "slots": slots}
         for name, resumable in self.positions.items():
-            found[name] |= resumable._position()._asdict()
-        return found
+            metadata[name] |= resumable._position()._asdict()
+        return metadata
 
     # ---- restoring
 
@@ -183,8 +187,7 @@ class CheckpointObjects:
         self, entries: Mapping[str, Entry], metadata: Mapping[str, Any]
     ) -> Compatibility:
         """Compares the objects with what a file holds."""
-        # All slots that the optimizers could have: usually none exists yet, because the program has
-        # made no step.
+        # All slots that the optimizers could have: usually none exists yet, before the first step.
         slots = {
             f"{name}/{slot}/{of}": v
             for name, optimizer in self.optimizers.items()
@@ -198,7 +201,9 @@ class CheckpointObjects:
         for name in sorted(common):
             kind, saved = self._kinds.get(name), metadata.get(name, {}).get("kind")
             if kind != saved:
-                problems.append(f"{name} is {_named(kind)} here and {_named(saved)} in the file")
+                problems.append(
+                    f"{name} is {_kind_text(kind)} here and {_kind_text(saved)} in the file"
+                )
             elif name in self.optimizers:
                 problems += _optimizer_problems(name, self.optimizers[name], metadata[name])
             elif name in self.positions:
@@ -207,28 +212,26 @@ class CheckpointObjects:
             elif name in self.on_read:
                 problems += _on_read_problems(name, self.on_read[name], entries.get(name))
             elif entries.get(name) != (
-                wanted := _entry(self.variables[name] if name in self.variables else slots[name])
+                own := _entry(self.variables[name] if name in self.variables else slots[name])
             ):
-                problems.append(f"{name} is {wanted} here and {entries.get(name)} in the file")
-        missing, left_over = (
-            tuple(sorted(needed - in_file)),
-            tuple(sorted(in_file - needed - slots.keys())),
-        )
+                problems.append(f"{name} is {own} here and {entries.get(name)} in the file")
+        missing = tuple(sorted(needed - in_file))
+        left_over = tuple(sorted(in_file - needed - slots.keys()))
         return Compatibility(common, missing, left_over, tuple(problems))
 
     # ---- ranks
 
     def groups(self) -> list[ReplicaGroup]:
         """The groups of replicas that the variables belong to, in the same order on all ranks."""
-        # Sorted, because all ranks must ask the groups in one order, and a dict's may differ.
+        # Sorted, because all ranks must use the groups in the same order, and dicts' may differ.
         everything = [*sorted(self.variables.items()), *sorted(self.on_read.items())]
         return list(dict.fromkeys(state_of(v).group for _, v in everything))
 
     def parameter_rank(self) -> int:
-        """The rank that writes: the one that has all optimizers' slots.
+        """The rank that writes, because it has all optimizers' slots.
 
         Raises:
-            ValueError: the slots lie on different ranks.
+            ValueError: the slots are on different ranks.
         """
         roots = {group.root for group in self.groups() if group.updates_on is UpdatesOn.ROOT}
         if len(roots) > 1:
@@ -240,7 +243,7 @@ class CheckpointObjects:
         return roots.pop() if roots else 0
 
     def require_cross_replica(self) -> None:
-        """Raises RuntimeError unless called at the top level of the script, for all strategies of the variables."""
+        """Raises RuntimeError unless called outside replica functions and other scopes."""
         context = contexts.context()
         if isinstance(context, (contexts.InReplica, contexts.InUpdate)):
             raise RuntimeError(
@@ -248,7 +251,7 @@ class CheckpointObjects:
                 "the top level of the script, outside Strategy.run"
             )
         for group in self.groups():
-            # Variables that were made outside of all scopes may be saved anywhere.
+            # Variables that were made outside every scope may be saved anywhere.
             if group is not default_group():
                 contexts.require_cross_replica(group)
 
@@ -270,12 +273,12 @@ def position_of(metadata: Mapping[str, Any]) -> Position:
 
 @np.errstate(all="ignore")
 def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
-    """This replica's share of an ON_READ variable's saved values, of shape `(n, ...)` for n replicas.
+    """This replica's share of an ON_READ variable's values, saved as `(n, ...)` by n replicas.
 
-    With n replicas again, each gets its own value back. With another number, reading the variable
-    must still return what it did: of a SUM variable the first replica gets the sum and the others
-    zeros, because dividing the sum would round; of a MEAN variable all get the mean; otherwise all
-    get the first value.
+    With n replicas again, each gets its own value. With another number, reading the variable must
+    still return the same: for a SUM variable the first replica gets the sum and the others zeros,
+    because dividing the sum would round; for a MEAN variable all get the mean; otherwise all get
+    the first value.
     """
     communicator = state_of(v).group.communicator
     if len(values) == communicator.size:
@@ -292,8 +295,8 @@ def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
     )
 
 
-def listed(names: Sequence[str], most: int = 8) -> str:
-    """The first `most` names, and how many more there are."""
+def list_names(names: Sequence[str], most: int = 8) -> str:
+    """The first `most` names, and the number of those that are left out."""
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
@@ -342,15 +345,15 @@ def _on_read_problems(name: str, v: Variable, entry: Entry | None) -> list[str]:
 
 
 def _count(number: Any) -> int:
-    """A count from a file, checked: anyone may have written the file."""
+    """A count from a file, after a check: any program may have written the file."""
     if type(number) is not int or not 0 <= number < 2**64:
         raise ValueError(f"{number!r} is not a count")
     return number
 
 
-def _named(kind: str | None) -> str:
+def _kind_text(kind: str | None) -> str:
     return "a variable" if kind is None else kind
 
 
-def _shortened(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."

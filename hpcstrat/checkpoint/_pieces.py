@@ -1,4 +1,4 @@
-"""Pieces of a file: which of its bytes each rank writes, and how their checksums become that of the whole."""
+"""Pieces of a file: the bytes that each rank writes, and how their checksums are combined."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Piece(NamedTuple):
     """Bytes of a file.
 
     Attributes:
-        start: where in the file.
+        start: their place in the file.
         data: the bytes.
     """
 
@@ -41,19 +41,18 @@ def share_of(
     cuts: Mapping[str, Sequence[int]],
     of_root: Collection[str],
 ) -> Iterator[Extent]:
-    """The bytes that a rank writes, in the order of `nbytes`; all ranks together write each byte once.
+    """The bytes that a rank writes, in the order of `nbytes`; the ranks write each byte once.
 
     Args:
-        rank: which.
+        rank: the rank.
         size: the number of ranks.
         root: the rank that alone has some arrays.
-        nbytes: of each array.
-        cuts: of arrays that are split over the ranks, where each rank's part begins, and where the
-            last one ends.
-        of_root: arrays that only the root has. All others every rank has.
+        nbytes: the size of each array.
+        cuts: for arrays that are split over the ranks: where each rank's part starts, and where the
+            last part ends.
+        of_root: arrays that only the root has. Every rank has all others.
     """
-    # Equal parts of all bytes, not of each array's: few and large writes, however many arrays there
-    # are.
+    # Equal parts of all bytes, not of each array: few and large writes for any number of arrays.
     common = sum(
         count for name, count in nbytes.items() if name not in cuts and name not in of_root
     )
@@ -71,38 +70,38 @@ def share_of(
 
 
 def write_pieces(file: int, pieces: Iterable[Piece], nbytes: int) -> int:
-    """Writes pieces of a file of `nbytes`, in their order in it; returns their part of its CRC-32.
+    """Writes pieces of a file, in the file's order; returns their part of its CRC-32.
 
-    The parts of pieces that make up the whole file give its checksum by `^`.
+    The `^` of the parts of all ranks, which together write the whole file, is its checksum.
 
     Args:
         file: its descriptor.
         pieces: each is read once, before the next.
-        nbytes: of the whole file.
+        nbytes: the size of the whole file.
 
     Raises:
         OSError: the file system's error.
     """
     checksum = end = 0
     for start, data in pieces:
-        checksum = zlib.crc32(data, _followed(checksum, start - end))
+        checksum = zlib.crc32(data, _append_zeros(checksum, start - end))
         end = start + len(data)
         at = start
         while data:  # a write may take less than it was given
             written = os.pwrite(file, data, at)
             data, at = data[written:], at + written
-        # The disk begins now, beside the work on the next piece, instead of when all is there.
-        # (Nobody reads these pages soon; Linux starts to write them, whatever the name says.)
+        # The disk starts now, during the work on the next piece, not when everything is written.
+        # (These pages are not read soon; Linux starts to write them, whatever the name says.)
         with contextlib.suppress(OSError):
             os.posix_fadvise(file, start, end - start, os.POSIX_FADV_DONTNEED)
-    return _followed(checksum, nbytes - end)
+    return _append_zeros(checksum, nbytes - end)
 
 
-def _followed(checksum: int, nbytes: int) -> int:
-    """What a CRC-32 contributes to that of a longer text, in which `nbytes` others follow.
+def _append_zeros(checksum: int, nbytes: int) -> int:
+    """The CRC-32 after `nbytes` zero bytes are appended.
 
-    As in zlib's `crc32_combine`: a CRC is a remainder of polynomials over GF(2), and each byte that
-    follows multiplies it by x**8.
+    As in zlib's `crc32_combine`: a CRC is a remainder of polynomials over GF(2), and each appended
+    byte multiplies it by x**8.
     """
     return _product(checksum, _power(nbytes)) if checksum and nbytes else checksum
 

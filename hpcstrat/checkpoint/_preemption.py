@@ -1,4 +1,4 @@
-"""When a job is about to be stopped: saves a last checkpoint and exits with a status that asks for a restart."""
+"""Before a job is stopped: a last checkpoint, and an exit status that asks for a restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hpcstrat._replicas import contexts
 
 
 class Savable(Protocol):
-    """What a handler saves: a `Checkpoint`, or one that numbers its files."""
+    """What a handler saves: a `Checkpoint`, or a manager's checkpoint."""
 
     def save(self, path: str | os.PathLike[str], keep: int | None = None) -> str:
         """See `Checkpoint.save`."""
@@ -28,7 +28,7 @@ class Savable(Protocol):
 
 @final
 class PreemptionHandler:
-    """Records signals that announce the end of the job; at the end of the step all ranks save and exit.
+    """Records signals that announce the job's end; after the step all ranks save and exit.
 
     Put `with PreemptionHandler(checkpoint, path) as handler:` around the training, and call
     `handler.check()` after each step. A signal to any rank is enough. While the ranks save and
@@ -44,7 +44,7 @@ class PreemptionHandler:
         exit_status: the status of all ranks, and so of `mpirun`; by default `EX_TEMPFAIL`, 75.
 
     Raises:
-        RuntimeError: made in a thread other than the main one, where Python handles no signals.
+        RuntimeError: made in a thread other than the main thread, which alone handles signals.
         ValueError: `exit_status` is not from 1 to 255.
     """
 
@@ -59,13 +59,13 @@ class PreemptionHandler:
         call = "PreemptionHandler"
         if not 1 <= exit_status <= 255:
             raise ValueError(
-                f"{call}: exit_status is {exit_status}; it must be from 1 to 255, so that it does "
-                "not look like success"
+                f"{call}: exit_status is {exit_status}; it must be from 1 to 255, "
+                "so that it does not look like success"
             )
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError(
-                f"{call} was made in the thread {threading.current_thread().name!r}; make it in "
-                "the main one"
+                f"{call} was made in the thread {threading.current_thread().name!r}; "
+                "make it in the main thread"
             )
         self._checkpoint = checkpoint
         self._path = path
@@ -84,7 +84,7 @@ class PreemptionHandler:
 
     @property
     def is_preempted(self) -> bool:
-        """Whether this rank has received a signal, or `check` learnt of one on another.
+        """Whether this rank has received a signal, or `check` learnt of a signal on another rank.
 
         May differ between ranks.
         """
@@ -105,7 +105,7 @@ class PreemptionHandler:
         communicator = connect()
         if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
             raise RuntimeError(
-                f"{current_call()} was called inside a replica function; call it outside of "
+                f"{current_call()} was called inside a replica function; call it outside "
                 "Strategy.run"
             )
         noted = self._noted
@@ -118,8 +118,8 @@ class PreemptionHandler:
             int(message[0])
             for message in communicator.exchange(signature_of(current_call()), 1, write)
         ]
-        # One rank's signal is enough: Slurm may signal them at different moments, and all must save
-        # the same step.
+        # One rank's signal is enough: Slurm may signal the ranks at different moments, and all must
+        # save the same step.
         if not any(numbers):
             return
         self._noted = max(numbers)
@@ -135,8 +135,8 @@ class PreemptionHandler:
                 flush=True,
             )
         self._leaves = True
-        # Python removes its handlers before the process ends; a signal after that would kill it,
-        # and change the status.
+        # Python removes its handlers before the process ends; a signal after that would kill the
+        # process, and change the status.
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         if (memory := job_files.find()) is not None:
@@ -144,7 +144,7 @@ class PreemptionHandler:
         raise SystemExit(self._exit_status)
 
     def close(self) -> None:
-        """Restores the previous handlers, except while the ranks exit: signals are ignored then."""
+        """Restores the previous handlers, unless the ranks exit: then signals stay ignored."""
         if not self._leaves:
             for number, previous in self._previous.items():
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)

@@ -1,4 +1,4 @@
-"""Restoring: a file is checked as a whole, and then read part by part, on the number of ranks that there are now."""
+"""Restoring: a file is checked as a whole and read part by part, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from hpcstrat._replicas.group import UpdatesOn
 from hpcstrat._storage.base import PART, flat
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat._variable.writing import RULES
-from hpcstrat.checkpoint import _safetensors
-from hpcstrat.checkpoint._atomic_file import explained
+from hpcstrat.checkpoint._atomic_file import explain
+from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
 from hpcstrat.checkpoint._objects import (
     CheckpointObjects,
     Compatibility,
-    listed,
+    list_names,
     own_share,
     position_of,
     storage_of,
 )
+from hpcstrat.checkpoint._safetensors import Entry
 from hpcstrat.checkpoint._saving import finish_background, signature
 from hpcstrat.optimizers._optimizer import state_of_optimizer
 from hpcstrat.optimizers._state import copy_block
@@ -36,7 +37,7 @@ class Restored(NamedTuple):
     """What `Checkpoint.restore` did not restore; both are empty unless `partial=True`.
 
     Attributes:
-        missing: the names of objects that are not in the file; they are unchanged.
+        missing: the names of objects that are not in the file and so are unchanged.
         left_over: the names in the file that are not among the objects.
     """
 
@@ -47,15 +48,15 @@ class Restored(NamedTuple):
 def restore_from(
     objects: CheckpointObjects,
     source: str,
-    open_source: Callable[[Callable[[], None]], _safetensors.CheckpointFile],
+    open_source: Callable[[Callable[[], None]], CheckpointFile],
     partial: bool = False,
 ) -> tuple[Restored, int | None]:
-    """What `Checkpoint.restore` does; returns the number of the step, too. Collective.
+    """What `Checkpoint.restore` does; also returns the number of the step. Collective.
 
     Args:
         objects: what to set.
         source: the file's name, for messages; equal on all ranks.
-        open_source: opens it on the parameter rank, given what to call now and then to show
+        open_source: opens it on the parameter rank; its argument is called repeatedly, to show
             progress.
         partial: as in `Checkpoint.restore`.
     """
@@ -83,7 +84,7 @@ def restore_from(
 
 
 class _Restoring:
-    """Sets objects to the contents of a compatible file, on all ranks; only the parameter rank has the file."""
+    """Sets objects, on all ranks, to the contents of a compatible file of the parameter rank."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class _Restoring:
         objects: CheckpointObjects,
         compatibility: Compatibility,
         metadata: dict[str, Any],
-        file: _safetensors.CheckpointFile | None,
+        file: CheckpointFile | None,
     ) -> None:
         self._communicator = communicator
         self._root = root
@@ -109,8 +110,8 @@ class _Restoring:
         try:
             self._run()
         except BaseException as error:
-            # Some variables may be restored and some not, perhaps on one rank only (Ctrl-C). Nobody
-            # may compute with such a mixture, so reading them raises until they are assigned again.
+            # Some variables may be restored and some not, perhaps on one rank only (Ctrl-C). Such a
+            # mixture is useless, so reading them raises until they are assigned again.
             for v in self._objects.variables.values():
                 storage_of(v).mark_interrupted(error, [state_of(v).block])
             raise
@@ -120,8 +121,8 @@ class _Restoring:
         for name in names:
             if (optimizer := objects.optimizers.get(name)) is not None:
                 with_slots = [v for of, v in objects.variables.items() if self._has_slots(name, of)]
-                # A new optimizer has no slots before its first step, and what the file has for them
-                # would be lost.
+                # A new optimizer has no slots before its first step, and the file's slots would be
+                # lost.
                 state_of_optimizer(optimizer).make_slots(
                     with_slots, optimizer.name, optimizer.all_slots
                 )
@@ -163,14 +164,14 @@ class _Restoring:
         )
 
     def _load(self, name: str, v: Variable, block: Block) -> None:
-        """Reads an array of the file into a block: on the rank that owns the block, or on every rank.
+        """Reads an array of the file into a block, on the rank that owns it or on every rank.
 
-        It goes part by part, so that a model that fills the memory can be restored, and an error in
+        It does so part by part, so that a model that fills the memory can be restored. An error in
         reading a part is raised on all ranks.
         """
         communicator, is_root = self._communicator, self._file is not None
-        # Where each rank keeps a copy, each gets every part. Central storage is written by one
-        # rank, and published at the end.
+        # If each rank keeps a copy, each gets every part. One rank writes central storage, which is
+        # published at the end.
         is_everywhere = (
             state_of(v).group.updates_on is UpdatesOn.ALL_RANKS and communicator.size > 1
         )
@@ -180,7 +181,7 @@ class _Restoring:
             with communicator.raise_together():
                 part = next(parts, None)
                 if is_everywhere:
-                    part = self._shared(
+                    part = self._broadcast_part(
                         f"{name} from byte {start}", part, min(PART, nbytes - start)
                     )
             if part is not None and (is_root or is_everywhere):
@@ -192,20 +193,19 @@ class _Restoring:
             try:
                 yield from self._file.parts(name)
             except OSError as error:
-                part_done = "some objects are restored and some are not; restore them again"
-                raise explained(self._file.path, error, part_done) from error
+                consequence = "some objects are restored and some are not; restore them again"
+                raise explain(self._file.path, error, consequence) from error
 
-    def _shared(self, what: str, part: Bytes | None, nbytes: int) -> Bytes:
-        """The parameter rank's part, of `nbytes` bytes, on every rank; valid until the next call."""
+    def _broadcast_part(self, what: str, part: Bytes | None, nbytes: int) -> Bytes:
+        """Sends the parameter rank's part, of `nbytes` bytes, to all; valid until the next call."""
 
         def write(message: Bytes) -> None:
             assert part is not None
             message[:nbytes] = part
 
         own = {} if part is None else {"nbytes": nbytes, "write": write}
-        return self._communicator.exchange(signature_of(current_call(), what), **own)[self._root][
-            :nbytes
-        ]
+        messages = self._communicator.exchange(signature_of(current_call(), what), **own)
+        return messages[self._root][:nbytes]
 
     def _load_on_read(self, name: str, v: Variable) -> None:
         communicator, array = self._communicator, None
@@ -220,12 +220,12 @@ class _Restoring:
         state_of(v).storage.write(state_of(v).block, own_share(v, array), RULES["assign"])
 
     def _reset(self, v: Variable, block: Block, value: float | None) -> None:
-        """Fills a slot that is not in the file: no step had updated its variable when the file was written."""
+        """Fills a slot that is not in the file because no step had updated its variable."""
         if value is None and state_of(v).group.updates_here:
             copy_block(storage_of(v), state_of(v).block, block)
         elif value is not None and state_of(v).group.updates_here:
             itemsize = v.dtype.itemsize
-            # In parts, so that a slot as large as the model costs no second copy of it.
+            # In parts, so that a slot as large as the model needs no second copy of it.
             part = np.full(PART // itemsize, v.dtype.type(value), v.dtype).view(np.uint8)
             for start in range(0, v.size * itemsize, part.size):
                 storage_of(v).write_part(block, start, part[: v.size * itemsize - start])
@@ -235,12 +235,12 @@ class _Restoring:
             storage.publish([state_of(v).block for v in variables if storage_of(v) is storage])
 
 
-def opened(path: str, work: Callable[[], None]) -> _safetensors.CheckpointFile:
-    """The file, open for reading; its errors name the call."""
+def open_file(path: str, work: Callable[[], None]) -> CheckpointFile:
+    """Opens the file for reading; its errors name the call."""
     try:
-        return _safetensors.CheckpointFile(path, work)
+        return CheckpointFile(path, work)
     except OSError as error:
-        raise explained(
+        raise explain(
             path, error, "nothing was changed; correct this, and restore again"
         ) from error
     except ValueError as error:
@@ -252,7 +252,7 @@ def opened(path: str, work: Callable[[], None]) -> _safetensors.CheckpointFile:
 def _require_compatible(
     path: str,
     objects: CheckpointObjects,
-    entries: dict[str, _safetensors.Entry],
+    entries: dict[str, Entry],
     metadata: dict[str, Any],
     partial: bool,
 ) -> Compatibility:
@@ -266,9 +266,9 @@ def _require_compatible(
     problems = list(compatibility.problems)
     if not partial:
         if compatibility.missing:
-            problems.append(f"missing in the file: {listed(compatibility.missing)}")
+            problems.append(f"missing in the file: {list_names(compatibility.missing)}")
         if compatibility.left_over:
-            problems.append(f"left over in the file: {listed(compatibility.left_over)}")
+            problems.append(f"left over in the file: {list_names(compatibility.left_over)}")
     if problems:
         lines = "".join(f"\n  {problem}" for problem in problems[:12])
         more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""

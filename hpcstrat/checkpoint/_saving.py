@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hpcstrat._calls.records import CallSignature, Listed, new_signature, signature_of
+from hpcstrat._calls.records import CallSignature, ManyValues, new_signature, signature_of
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
@@ -16,7 +16,7 @@ from hpcstrat._core.types import Bytes
 from hpcstrat._storage.base import host_parts
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.checkpoint import _background, _safetensors
-from hpcstrat.checkpoint._atomic_file import explained
+from hpcstrat.checkpoint._atomic_file import explain
 from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile
 from hpcstrat.checkpoint._objects import CheckpointObjects, storage_of
 from hpcstrat.checkpoint._pieces import Extent, Piece, share_of
@@ -31,10 +31,7 @@ def save_to_file(
     blocking: bool = True,
     step: int | None = None,
 ) -> None:
-    """What `Checkpoint.save` does, and `CheckpointManager` with the number of a step.
-
-    Collective.
-    """
+    """What `Checkpoint.save` and, with the number of a step, `CheckpointManager` do. Collective."""
     finish_background()
     communicator = connect()
     saved = Saved(objects, (path, f"keep={keep}, blocking={bool(blocking)}"), step)
@@ -42,16 +39,16 @@ def save_to_file(
         if not blocking:
             with communicator.raise_together():
                 if file.is_shared:
-                    copies = _background.copied(
+                    copies = _background.copy_pieces(
                         saved.share(file.header), saved.nbytes_of_share(file.header)
                     )
                 else:
                     copies = saved.by_root(
-                        lambda contents: _background.copied(contents.pieces(), contents.nbytes)
+                        lambda contents: _background.copy_pieces(contents.pieces(), contents.nbytes)
                     )
-                # Nobody goes on, and changes what others may still read.
+                # No rank continues, and changes what others may still read.
                 communicator.exchange(signature_of(f"{current_call()}: copied"))
-            _background.start(path, file.detached(), copies or [])
+            _background.start(path, file.detach(), copies or [])
             return
         with communicator.raise_together():
             if file.is_shared:
@@ -61,39 +58,35 @@ def save_to_file(
             checksums = communicator.all_gather_obj(checksum or 0)
         with communicator.raise_together():
             file.finish(checksums)
-            # A full disk is an error on all ranks, and no rank continues before the file exists: it
-            # may be killed next.
+            # A full disk is an error on all ranks, and no rank continues before the file exists,
+            # because the job may be killed next.
             communicator.exchange(signature_of(f"{current_call()}: written"))
 
 
 class Saved:
-    """What is saved: all ranks have found that it is the same on all. Collective.
+    """What is saved, after a check that it is the same on all ranks. Collective.
 
     Args:
         objects: what to save.
         target: where to, in words that must be equal on all ranks.
-        step: of the program, to be saved with them.
+        step: the program's step, which is saved too.
 
     Attributes:
         root: the parameter rank, which has everything, and makes the file.
-        contents: of the file, on the root, part by part; `None` elsewhere.
+        contents: the file's contents, on the root, part by part; `None` elsewhere.
     """
 
     def __init__(
         self, objects: CheckpointObjects, target: tuple[str, ...], step: int | None
     ) -> None:
-        # All ranks of the program, and not of one strategy: the objects may belong to several.
+        # All ranks of the program, not of a strategy: the objects may belong to several strategies.
         self._communicator = communicator = connect()
         objects.require_cross_replica()
-        entries, metadata, self.root = (
-            objects.entries(),
-            objects.metadata(),
-            objects.parameter_rank(),
-        )
-        # Before any file is touched, all ranks find out whether they save the same.
+        entries, metadata = objects.entries(), objects.metadata()
+        self.root = objects.parameter_rank()
+        # Before any file is touched, all ranks check that they save the same.
         communicator.exchange(signature(target, self.root, objects, entries))
-        # ON_READ variables have a value on each rank, so all ranks gather them before one begins to
-        # write.
+        # ON_READ variables have a value on each rank, so all ranks gather them before any writes.
         self._arrays = {name: _all_values(v) for name, v in objects.on_read.items()}
         self._blocks = {name: (v, state_of(v).block) for name, v in objects.variables.items()}
         self._blocks |= {
@@ -107,11 +100,9 @@ class Saved:
             communicator.exchange(signature_of(f"{current_call()}: contents"))
 
     def by_root(self, use: Callable[[_safetensors.Contents], _Result]) -> _Result | None:
-        """Has the root use the contents, while the others wait and send it what it has not.
+        """The root calls `use`, while the other ranks send it what it does not have.
 
-        Collective.
-
-        What `use` raises, all ranks raise, in a block of `raise_together`.
+        Collective. If `use` raises, all ranks raise, in a block of `raise_together`.
         """
         communicator = self._communicator
         if self.contents is None:
@@ -123,9 +114,9 @@ class Saved:
         try:
             return use(self.contents)
         except Exception as error:
-            # The others wait for the next part of a slot, or for the end: for this rank's next call
-            # in any case.
-            if communicator.calls.settled != communicator.number:  # else all ranks raise it already
+            # The others wait for this rank's next call: the next part of a slot, or the end. If the
+            # numbers are equal, all ranks raise the error already.
+            if communicator.calls.shared_error_call != communicator.number:
                 communicator.share_error(error, communicator.number)
             raise
 
@@ -135,7 +126,7 @@ class Saved:
     def _parts(self, name: str) -> Iterator[Bytes]:
         """The bytes of an array.
 
-        Of one that is split over the ranks this is collective, part by part.
+        If the array is split over the ranks, this is collective, part by part.
         """
         if self._is_split(name):
             v, block = self._blocks[name]
@@ -146,13 +137,16 @@ class Saved:
             yield from self._own_parts(name, 0, None)
 
     def _own_parts(self, name: str, start: int, stop: int | None) -> Iterator[Bytes]:
-        """Bytes of an array that this rank has; of one that is split over the ranks they count in its part."""
+        """Bytes of an array that this rank has.
+
+        In an array that is split over the ranks, `start` and `stop` count in this rank's part.
+        """
         if name in self._arrays:
-            found = host_parts(self._arrays[name], start, stop)
+            parts = host_parts(self._arrays[name], start, stop)
         else:
             v, block = self._blocks[name]
-            found = storage_of(v).parts(block, start, stop)
-        for part in found:
+            parts = storage_of(v).parts(block, start, stop)
+        for part in parts:
             # Other ranks wait for the disk. Every part counts as progress, so that the watchdog
             # sees no stall.
             self._communicator.work()
@@ -161,14 +155,14 @@ class Saved:
     # ---- shares
 
     def share(self, header: int) -> Iterator[Piece]:
-        """What this rank writes of the file, whose arrays begin behind a header of so many bytes."""
+        """What this rank writes of the file, whose arrays start after `header` bytes."""
         if self.contents is not None:
             yield Piece(0, memoryview(self.contents.header))
-        begins, end = {}, header
+        starts, end = {}, header
         for name, nbytes in _safetensors.sizes(self._entries).items():
-            begins[name], end = end, end + nbytes
-        for name, start, stop in self._stretches():
-            at, skipped = begins[name] + start, start if self._is_split(name) else 0
+            starts[name], end = end, end + nbytes
+        for name, start, stop in self._extents():
+            at, skipped = starts[name] + start, start if self._is_split(name) else 0
             for part in self._own_parts(name, start - skipped, stop - skipped):
                 yield Piece(at, part.data)
                 at += part.size
@@ -176,15 +170,15 @@ class Saved:
     def nbytes_of_share(self, header: int) -> int:
         """Bytes of `share`."""
         own = header if self.contents is not None else 0
-        return own + sum(stop - start for _, start, stop in self._stretches())
+        return own + sum(stop - start for _, start, stop in self._extents())
 
-    def _stretches(self) -> Iterator[Extent]:
+    def _extents(self) -> Iterator[Extent]:
         communicator, cuts, of_root = self._communicator, {}, []
         for name, (v, block) in self._blocks.items():
             storage = storage_of(v)
             if block.cuts is not None:
                 cuts[name] = [cut * v.dtype.itemsize for cut in block.cuts]
-            # A variable made outside of every scope is of one replica: each rank has another one.
+            # A variable made outside every scope has one replica: it differs from rank to rank.
             elif not storage.reads_everywhere or storage.communicator.size < communicator.size:
                 of_root.append(name)
         sizes = _safetensors.sizes(self._entries)
@@ -206,16 +200,16 @@ def _all_values(v: Variable) -> np.ndarray[Any, Any]:
 
 
 def finish_background() -> None:
-    """Waits for the save in the background, if this rank writes one, and raises what it met."""
+    """Waits for this rank's save in the background, if there is one, and raises its error."""
     path, error = _background.finish()
     if isinstance(error, OSError):
-        raise explained(path, error, f"this was in the background; {NOT_SAVED}") from error
+        raise explain(path, error, f"this was in the background; {NOT_SAVED}") from error
     if error is not None:
         raise error
 
 
-def checked_path(path: Any) -> str:
-    """The path as a text.
+def check_path(path: Any) -> str:
+    """The path as text.
 
     Raises:
         TypeError: it is not the name of a file.
@@ -226,16 +220,16 @@ def checked_path(path: Any) -> str:
     return path
 
 
-def checked_keep(keep: Any) -> int | None:
-    """A number of files.
+def check_keep(keep: Any) -> int | None:
+    """The number of files to keep, or `None`.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a positive int.
     """
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise ValueError(
-            f"{current_call()}: keep is {keep!r}; it must be the number of files to keep, from 1 "
-            "up, or None"
+            f"{current_call()}: keep is {keep!r}; it must be the number of files to keep, "
+            "from 1 up, or None"
         )
     return keep
 
@@ -246,11 +240,10 @@ def signature(
     objects: CheckpointObjects,
     entries: dict[str, _safetensors.Entry],
 ) -> CallSignature:
-    """What must match on all ranks: the file and options, who writes or reads it, the objects and their arrays."""
+    """What must match on all ranks: file and options, the rank that has it, objects and arrays."""
     arrays = [
         f"{name} ({entry.dtype} of shape {entry.shape})" for name, entry in sorted(entries.items())
     ]
     others = [name for name in objects.names if name not in entries]
-    # `new_signature`, because `signature_of` would keep the names of all arrays for a call that
-    # seldom comes again.
-    return new_signature(current_call(), *where, f"by rank {root}", Listed((*arrays, *others)))
+    # `new_signature`, because `signature_of` would keep the names of all arrays for a rare call.
+    return new_signature(current_call(), *where, f"by rank {root}", ManyValues((*arrays, *others)))

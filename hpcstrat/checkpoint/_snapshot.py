@@ -1,4 +1,4 @@
-"""Snapshots: checkpoints in the memory of the job's launcher, which outlive the ranks."""
+"""Snapshots: checkpoints in memory of the job's launcher, which survive the death of the ranks."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from hpcstrat.checkpoint._safetensors import Contents
 
 _ROW_BYTES = 1 << 13
 _PIECE = 1 << 20  # bytes that are copied and summed at once, so that they are summed in the cache
-_RECORD = struct.Struct(
-    "<QqQII"
-)  # sequence, step, bytes, checksum of these, that of the manager's path
+# sequence, step, bytes, checksum of these bytes, checksum of the manager's path
+_RECORD = struct.Struct("<QqQII")
 _RECORD_CHECK = struct.Struct("<I")
 
 
 class SnapshotChecksum:
     """A checksum of a snapshot, several times as fast as a CRC of all its bytes.
 
-    It is the CRC-32 of sums: of each piece the sums of its columns, where a piece is rows of 1,024
-    words of 64 bits.
-    So it sees flipped bits, and pieces that are old, in part or as a whole, or in another's place.
+    A piece is rows of 1,024 words of 64 bits; the checksum is the CRC-32 of the sums of each
+    piece's columns. So it detects flipped bits, pieces that are partly or wholly old, and pieces
+    that are swapped.
     """
 
     def __init__(self) -> None:
         self.value: int = 0
 
     def add(self, piece: Bytes) -> None:
-        """Adds a piece, of whole rows."""
+        """Adds a piece that consists of whole rows."""
         words = piece.view(np.uint64).reshape(-1, _ROW_BYTES // 8)
         self.value = zlib.crc32(words.sum(axis=0).data, self.value)
 
@@ -43,10 +42,10 @@ class Snapshot(NamedTuple):
     """A whole snapshot.
 
     Attributes:
-        generation: the file that it is in.
-        path: of this file.
-        step: after which it was made.
-        nbytes: how many of the file's bytes it is.
+        generation: the index of its file.
+        path: the file's path.
+        step: the step after which it was made.
+        nbytes: its size: the first bytes of the file.
     """
 
     generation: int
@@ -68,7 +67,7 @@ class _Record(NamedTuple):
 
     @classmethod
     def unpack(cls, packed: bytes) -> _Record | None:
-        """The record, or `None` where there is none, or a part of one."""
+        """The record; `None` if there is none, or only a part."""
         fields = packed[: _RECORD.size]
         (check,) = _RECORD_CHECK.unpack_from(packed, _RECORD.size)
         record = cls(*_RECORD.unpack(fields))
@@ -78,11 +77,11 @@ class _Record(NamedTuple):
 class SnapshotMemory:
     """Two generations of snapshots.
 
-    The newer one's file is never written to, so that a kill leaves one whole.
+    The file of the newer snapshot is never written to, so a kill leaves one snapshot whole.
 
     Args:
-        memory: the launcher's.
-        path: of the checkpoint that the snapshots belong to.
+        memory: the launcher's memory.
+        path: the path of the checkpoint that the snapshots belong to.
     """
 
     def __init__(self, memory: JobMemory, path: str) -> None:
@@ -90,20 +89,21 @@ class SnapshotMemory:
         self._key = zlib.crc32(os.path.abspath(path).encode())
         self._segments = [_segment(file) for file in memory.files]
         self._newest = max(
-            range(len(self._segments)), key=lambda one: (self._record(one) or _NONE).sequence
+            range(len(self._segments)), key=lambda i: (self._record(i) or _NONE).sequence
         )
 
     def write(self, contents: Contents, step: int) -> None:
-        """Writes a snapshot in place of the older one.
+        """Writes a snapshot in place of the older snapshot.
 
         Raises:
-            MemoryError: there is not enough memory for it. The newer one is whole.
+            MemoryError: there is not enough memory for it. The newer snapshot is whole.
         """
         newest = self._record(self._newest)
         generation = self._newest if newest is None else (self._newest + 1) % len(self._segments)
         segment = self._segments[generation]
         self._memory.write_record(generation, b"")
-        segment.commit(_committed(self._memory.files[generation]), _whole_rows(contents.nbytes))
+        committed = _count_committed(self._memory.files[generation])
+        segment.commit(committed, _whole_rows(contents.nbytes))
         checksum, written, array = SnapshotChecksum(), 0, segment.array
         for view in contents.views():
             data = np.frombuffer(view, np.uint8)
@@ -122,16 +122,16 @@ class SnapshotMemory:
         self._newest = generation
 
     def newest(self) -> Snapshot | None:
-        """The newest whole snapshot, which `write` spares from now on."""
+        """The newest whole snapshot, which the next `write` does not overwrite."""
         records = [
-            (record, one)
-            for one in range(len(self._segments))
-            if (record := self._record(one)) is not None
+            (record, i)
+            for i in range(len(self._segments))
+            if (record := self._record(i)) is not None
         ]
-        for record, one in sorted(records, reverse=True):
-            if record.key == self._key and self._is_whole(one, record):
-                self._newest = one
-                return Snapshot(one, self._memory.files[one], record.step, record.nbytes)
+        for record, i in sorted(records, reverse=True):
+            if record.key == self._key and self._is_whole(i, record):
+                self._newest = i
+                return Snapshot(i, self._memory.files[i], record.step, record.nbytes)
         return None
 
     def _record(self, generation: int) -> _Record | None:
@@ -140,7 +140,8 @@ class SnapshotMemory:
     def _is_whole(self, generation: int, record: _Record) -> bool:
         segment, checksum = self._segments[generation], SnapshotChecksum()
         stop = _whole_rows(record.nbytes)
-        if stop > _committed(self._memory.files[generation]):  # reading there would end the process
+        # Reading memory that is not committed would end the process.
+        if stop > _count_committed(self._memory.files[generation]):
             return False
         for start in range(0, stop, _PIECE):
             checksum.add(segment.array[start : min(start + _PIECE, stop)])
@@ -151,11 +152,11 @@ _NONE = _Record(0, 0, 0, 0, 0)
 
 
 def newest_step(memory: JobMemory) -> int | None:
-    """The step of the newest snapshot, which is not looked at; `None` where there is none."""
+    """The step of the newest snapshot, which is not checked; `None` if there is none."""
     records = [
         record
-        for one in range(GENERATIONS)
-        if (record := _Record.unpack(memory.record(one))) is not None
+        for i in range(GENERATIONS)
+        if (record := _Record.unpack(memory.record(i))) is not None
     ]
     return max(records).step if records else None
 
@@ -165,8 +166,8 @@ def _segment(path: str) -> Segment:
     return Segment(file, *reservable(os.fstat(file).st_size, 4))
 
 
-def _committed(path: str) -> int:
-    """Bytes of a file that have memory, from its beginning."""
+def _count_committed(path: str) -> int:
+    """The number of a file's bytes that have memory, from its start."""
     return os.stat(path).st_blocks * 512
 
 

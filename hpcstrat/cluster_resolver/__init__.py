@@ -1,4 +1,4 @@
-"""Which tasks make up a job, and which of them this process is: TensorFlow's `tf.distribute.cluster_resolver`."""
+"""The tasks of a job, and which task this process is; as `tf.distribute.cluster_resolver`."""
 
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec as ClusterSpec

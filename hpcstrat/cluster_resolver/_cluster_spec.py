@@ -8,16 +8,16 @@ from typing import TypeAlias, final
 from hpcstrat._process.launchers import MOST_TASKS
 
 Tasks: TypeAlias = "Sequence[str] | Mapping[int, str] | Mapping[str, str]"
-"""The addresses of tasks 0, 1, ..., or a mapping from task numbers, which may be text as in JSON, to addresses."""
+"""The addresses of tasks 0, 1, ..., or a mapping from task numbers, or their text, to addresses."""
 
 
 @final
 class ClusterSpec:
-    """The tasks of a cluster, organised into named jobs; `tf.train.ClusterSpec` without protocol buffers.
+    """The tasks of a cluster in named jobs: `tf.train.ClusterSpec` without protocol buffers.
 
     Args:
-        cluster: for each job its tasks' addresses, usually `"host:port"`, as a list, or as a dict
-            from their numbers if not all are known; or another `ClusterSpec`.
+        cluster: for each job its tasks' addresses, usually `"host:port"`: a list, or a dict from
+            their numbers if some are unknown; or another `ClusterSpec`.
 
     Raises:
         TypeError: `cluster` is something else.
@@ -39,7 +39,7 @@ class ClusterSpec:
                 f"ClusterSpec: the cluster is {cluster!r}; pass a dict from names of jobs to lists "
                 "of addresses"
             )
-        self._jobs = {job: _numbered(job, tasks) for job, tasks in cluster.items()}
+        self._jobs = {job: _number_tasks(job, tasks) for job, tasks in cluster.items()}
 
     def __bool__(self) -> bool:
         return bool(self._jobs)
@@ -51,14 +51,14 @@ class ClusterSpec:
         return f"ClusterSpec({dict(sorted(self.as_dict().items()))})"
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """For each job the list of its tasks' addresses, or a dict from their numbers if some are missing."""
-        found: dict[str, list[str] | dict[int, str]] = {}
+        """For each job its tasks' addresses: a list, or a dict by number if some are missing."""
+        jobs: dict[str, list[str] | dict[int, str]] = {}
         for job, tasks in self._jobs.items():
             numbers = sorted(tasks)
-            # As in TensorFlow: a list while all are known, else a dict.
+            # As in TensorFlow: a list if all are known, else a dict.
             is_dense = bool(numbers) and numbers[-1] + 1 == len(numbers)
-            found[job] = [tasks[n] for n in numbers] if is_dense else {n: tasks[n] for n in numbers}
-        return found
+            jobs[job] = [tasks[n] for n in numbers] if is_dense else {n: tasks[n] for n in numbers}
+        return jobs
 
     @property
     def jobs(self) -> list[str]:
@@ -85,18 +85,18 @@ class ClusterSpec:
         """The address of a task.
 
         Raises:
-            ValueError: there is no such job, or no task of this number in it.
+            ValueError: there is no such job, or no such task in it.
         """
         tasks = self._job(job_name)
         if task_index not in tasks:
             raise ValueError(
                 f"ClusterSpec.task_address: No task with index {task_index!r} in job {job_name!r}; "
-                f"there are {', '.join(map(str, sorted(tasks)))}, and it must be one of these"
+                f"there are {', '.join(map(str, sorted(tasks)))}; pass one of these"
             )
         return tasks[task_index]
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """The addresses of the job's tasks by number; `None` for unknown ones.
+        """The addresses of the job's tasks by number; `None` if unknown.
 
         Raises:
             ValueError: there is no such job.
@@ -108,14 +108,14 @@ class ClusterSpec:
         if name not in self._jobs:
             there = ", ".join(map(repr, self._jobs)) or "none"
             raise ValueError(
-                f"ClusterSpec: No such job in cluster: {name!r}; there are {there}, and it must be "
-                "one of these"
+                f"ClusterSpec: No such job in cluster: {name!r}; there are {there}; pass one of "
+                "these"
             )
         return self._jobs[name]
 
 
-def _numbered(job: str, tasks: Tasks) -> dict[int, str]:
-    """The checked tasks of a job, by number."""
+def _number_tasks(job: str, tasks: Tasks) -> dict[int, str]:
+    """Returns the tasks of a job by number, after checks."""
     if not isinstance(job, str):
         raise TypeError(f"ClusterSpec: the name of a job is {job!r}; it must be a string")
     if isinstance(tasks, list | tuple):
@@ -135,15 +135,15 @@ def _numbered(job: str, tasks: Tasks) -> dict[int, str]:
     return numbered
 
 
-# JSON has text for keys, so `TF_CONFIG` may give numbers as text.
+# JSON has text for keys, so numbers in `TF_CONFIG` may be text.
 def _number(job: str, number: object) -> int:
     try:
-        found = int(number)  # pyright: ignore[reportArgumentType]
+        index = int(number)  # pyright: ignore[reportArgumentType]
     except (OverflowError, TypeError, ValueError):
-        found = -1
-    if not 0 <= found < MOST_TASKS:
+        index = -1
+    if not 0 <= index < MOST_TASKS:
         raise ValueError(
             f"ClusterSpec: a task of job {job!r} has the number {number!r:.50}; it must be 0, 1, "
             f"... below {MOST_TASKS}"
         )
-    return found
+    return index

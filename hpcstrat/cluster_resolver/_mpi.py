@@ -15,14 +15,14 @@ from hpcstrat.cluster_resolver._resolver import ClusterResolver
 
 @final
 class MPIClusterResolver(ClusterResolver):
-    """The hosts that `mpirun` or `srun` started the ranks on, one task each: a worker is a host.
+    """The hosts that `mpirun` or `srun` started the ranks on: each host is a task, a worker.
 
     It needs no variables and no arguments. An address is the host's name, without a port, because
     nothing listens there. With a single rank, with or without MPI, the cluster is this host.
 
     Constructing a resolver starts nothing. The first use of `cluster_spec`, `task_id`, `master` or
     `num_accelerators` is collective: all ranks take part, and MPI starts unless it runs already; if
-    it cannot, a RuntimeError follows. Later uses do not communicate.
+    it cannot start, that raises a RuntimeError. Later uses do not communicate.
 
     Attributes:
         task_type: always `"worker"`, unless set.
@@ -56,7 +56,7 @@ class MPIClusterResolver(ClusterResolver):
         return {"GPU": _hosts()[task_id or 0].gpus}
 
     def _find_task_id(self) -> int:
-        _hosts()  # connects the ranks, which tells each its host
+        _hosts()  # connects the ranks, so that each learns its host
         world = worlds.start()
         return world.hosts[world.rank]
 
@@ -74,8 +74,7 @@ def _hosts() -> list[_Host]:
     with communicator.raise_together():
         by_rank = communicator.all_gather_obj((socket.gethostname(), driver.visible_gpus()))
     hosts = worlds.start().hosts
-    # By unique id, because ranks may see the same GPUs or, if the launcher hides the others', each
-    # only its own.
+    # By unique id: ranks may see the same GPUs, or each only its own if the launcher hides others.
     names: dict[int, str] = {}
     gpus: dict[int, set[str]] = {}
     for host, (name, visible) in zip(hosts, by_rank, strict=True):

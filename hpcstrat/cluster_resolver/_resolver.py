@@ -1,4 +1,4 @@
-"""The interface of cluster resolvers, and the two that the program fills itself."""
+"""The interface of cluster resolvers, and two that the program fills itself."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
 
 
 class ClusterResolver(abc.ABC):
-    """Says which tasks make up the job, where they are, and which of them this process is.
+    """Tells the tasks of the job, their addresses, and which task this process is.
 
-    A subclass implements `cluster_spec` and passes what it knows of this process to the
+    A subclass implements `cluster_spec` and passes what it knows about this process to the
     constructor.
 
     Attributes:
         task_type: the name of this process's job in the cluster, such as `"worker"`; `None` if
             unknown.
         task_id: this process's index in that job; `None` if unknown.
-        rpc_layer: the protocol that `master` puts before addresses, as in `"grpc://"`; `None` or
+        rpc_layer: the protocol that `master` puts before addresses, such as `"grpc"`; `None` or
             empty for no protocol.
     """
 
@@ -40,11 +40,11 @@ class ClusterResolver(abc.ABC):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The address of a task, after its protocol; empty if neither the caller nor the resolver names a task.
+        """The address of a task, with its protocol; empty if no task is named.
 
         Args:
-            task_type: the task's job; by default this process's.
-            task_id: its index in the job; by default this process's.
+            task_type: the task's job; by default this process's, if known.
+            task_id: its index in the job; by default this process's, if known.
             rpc_layer: the protocol; by default the resolver's.
 
         Raises:
@@ -60,7 +60,7 @@ class ClusterResolver(abc.ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """The number of GPUs of a task: `{"GPU": 4}`, or empty if it has no GPUs or they are unknown.
+        """The number of GPUs of a task: `{"GPU": 4}`; empty if there are none or they are unknown.
 
         Only this process's GPUs are known. A missing kind counts as 0.
 
@@ -71,19 +71,19 @@ class ClusterResolver(abc.ABC):
         """
         # Another task's GPUs are on a host that this process cannot ask.
         is_other = task_type not in (None, self.task_type) or task_id not in (None, self.task_id)
-        found: dict[str, int] = defaultdict(int)  # as in TensorFlow: found["GPU"] is 0 without GPUs
+        devices: dict[str, int] = defaultdict(int)  # as in TensorFlow: "GPU" is 0 without GPUs
         gpus = 0 if is_other else visible_gpus()
         if gpus:
-            found["GPU"] = gpus
-        return found
+            devices["GPU"] = gpus
+        return devices
 
     @property
     def environment(self) -> str | None:
         """Where the program runs, such as `"google"` in TensorFlow; empty here."""
         return ""
 
-    # A subclass whose answers depend on its environment overrides `_find_...`, not the properties,
-    # so that the values that the user passed or set take precedence everywhere.
+    # A subclass whose answers depend on its environment overrides `_find_...`, not the properties:
+    # values that the user passed or set take precedence everywhere.
 
     @property
     def task_type(self) -> str | None:
@@ -122,7 +122,7 @@ class ClusterResolver(abc.ABC):
         return None
 
     def _or_own(self, task_type: str | None, task_id: int | None) -> tuple[str | None, int | None]:
-        """The task, completed by this process's own."""
+        """The task; what is missing is taken from this process's task."""
         return (
             self.task_type if task_type is None else task_type,
             self.task_id if task_id is None else task_id,
@@ -135,7 +135,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     Args:
         cluster_spec: the jobs and their tasks.
-        master: the result of `master` if it is not asked for a task.
+        master: the result of `master` without a task.
         task_type: the name of this process's job.
         task_id: this process's index in it.
         environment: the value of `environment`.
@@ -166,8 +166,8 @@ class SimpleClusterResolver(ClusterResolver):
         super().__init__(task_type, task_id, rpc_layer)
         if not isinstance(cluster_spec, ClusterSpec):
             raise TypeError(
-                f"SimpleClusterResolver: cluster_spec is {cluster_spec!r}; pass a ClusterSpec, such as "
-                'ClusterSpec({"worker": ["n1:8888", "n2:8888"]})'
+                f"SimpleClusterResolver: cluster_spec is {cluster_spec!r}; pass a ClusterSpec, "
+                'such as ClusterSpec({"worker": ["n1:8888", "n2:8888"]})'
             )
         if not isinstance(master, str):
             raise TypeError(f"SimpleClusterResolver: master is {master!r}; it must be a string")
@@ -183,7 +183,7 @@ class SimpleClusterResolver(ClusterResolver):
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The address of a task if both its job and index are given, else the constructor's `master`."""
+        """The address of a task if its job and index are given, else `master` as constructed."""
         if task_type is None or task_id is None:
             return url(self._master, rpc_layer or self.rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
@@ -205,7 +205,7 @@ class UnionResolver(ClusterResolver):
     """The tasks of several resolvers together; everything else comes from the first resolver.
 
     Args:
-        *resolvers: one or more resolvers.
+        *resolvers: at least one resolver.
         rpc_layer: the protocol for `master`, instead of the first resolver's.
         task_type: the name of this process's job, instead of the first resolver's.
         task_id: this process's index in it, instead of the first resolver's. (0 counts; TensorFlow
@@ -213,7 +213,7 @@ class UnionResolver(ClusterResolver):
 
     Raises:
         TypeError: an argument is not a `ClusterResolver`.
-        ValueError: there is no resolver.
+        ValueError: no resolver was passed.
     """
 
     def __init__(
@@ -235,28 +235,27 @@ class UnionResolver(ClusterResolver):
         self._resolvers = resolvers
 
     def cluster_spec(self) -> ClusterSpec:
-        """All jobs.
+        """All jobs. Tasks of a job in several resolvers are concatenated.
 
-        If several resolvers have a job, its tasks are concatenated; numbered tasks keep their
-        numbers.
+        Numbered tasks keep their numbers.
 
         Raises:
-            KeyError: a resolver gives only some indices of the job, and two resolvers give the same
+            KeyError: a resolver has only some indices of a job, and two resolvers have the same
                 index.
         """
         lists: dict[str, list[list[str] | dict[int, str]]] = {}
         for resolver in self._resolvers:
             for job, tasks in resolver.cluster_spec().as_dict().items():
                 lists.setdefault(job, []).append(tasks)
-        return ClusterSpec({job: _merged(job, tasks) for job, tasks in lists.items()})
+        return ClusterSpec({job: _merge(job, tasks) for job, tasks in lists.items()})
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The address of a task if both its job and index are given, else the first resolver's master.
+        """The address of a task if its job and index are given, else the first resolver's master.
 
-        A task's address has the protocol that is passed here or was given to the union, not the
-        first resolver's.
+        A task's address has the protocol passed here or to the constructor, not the first
+        resolver's.
         """
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
@@ -267,12 +266,12 @@ class UnionResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
     ) -> dict[str, int]:
-        """The first resolver's answer."""
+        """The first resolver's value."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
     @property
     def environment(self) -> str | None:
-        """The first resolver's answer."""
+        """The first resolver's value."""
         return self._resolvers[0].environment
 
     def _find_task_type(self) -> str | None:
@@ -286,7 +285,7 @@ class UnionResolver(ClusterResolver):
 
 
 def url(address: str, rpc_layer: str | None) -> str:
-    """The address, after the protocol if there is one."""
+    """Puts the protocol, if any, before the address."""
     return f"{rpc_layer}://{address}" if rpc_layer else address
 
 
@@ -301,8 +300,8 @@ def visible_gpus() -> int:
     return len(driver.visible_gpus())
 
 
-def _merged(job: str, lists: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
-    """The tasks one after the other if all are lists; else by index."""
+def _merge(job: str, lists: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+    """Concatenates the tasks if all are lists; else merges them by index."""
     dense = [tasks for tasks in lists if isinstance(tasks, list)]
     if len(dense) == len(lists):
         return [task for tasks in dense for task in tasks]

@@ -27,13 +27,13 @@ class SlurmClusterResolver(ClusterResolver):
 
     As in TensorFlow, tasks are numbered by the *names* of their nodes in alphabetical order (`n10`
     before `n9`); a node's tasks have the ports `port_base`, `port_base + 1` and so on; and jobs
-    take their tasks in the order of their names. If the node list has another order, a task's
+    take their tasks in the order of the jobs' names. If the node list has another order, a task's
     address is not that of the node on which it runs.
 
     Unlike TensorFlow's resolver, it knows from the start which task this is, and it never changes
-    `CUDA_VISIBLE_DEVICES`: a strategy gives each rank its GPU among the visible ones, and the GPUs
-    of the host's other ranks must stay visible for direct transfers between GPUs. TensorFlow's also
-    counts GPUs from 0, whatever Slurm allowed the task.
+    `CUDA_VISIBLE_DEVICES`: a strategy assigns each rank a visible GPU, and the GPUs of the host's
+    other ranks must stay visible for direct transfers between GPUs. TensorFlow's also counts GPUs
+    from 0, whatever GPUs Slurm allowed the task.
 
     It reads `SLURM_PROCID` and, unless arguments replace them, `SLURM_STEP_NUM_TASKS`,
     `SLURM_STEP_NODELIST`, `SLURM_STEP_TASKS_PER_NODE` and `CUDA_VISIBLE_DEVICES`.
@@ -42,17 +42,17 @@ class SlurmClusterResolver(ClusterResolver):
         jobs: the number of tasks of each job; by default all are workers.
         port_base: the port of the first task of each node.
         gpus_per_node: by default the number of visible GPUs. If the node has more tasks than that,
-            the launcher shows each task its own GPUs, or tasks share them: all visible GPUs then
+            the launcher shows each task its own GPUs, or tasks share them: then all visible GPUs
             count as the task's.
         gpus_per_task: by default the node's GPUs, divided by the tasks of the node with most tasks.
-        tasks_per_node: one number for all nodes, or a number for each node name; by default
-            Slurm's.
-        auto_set_gpu: ignored; in TensorFlow it lets the resolver set `CUDA_VISIBLE_DEVICES`.
+        tasks_per_node: a number for all nodes, or a dict from node names; by default Slurm's
+            numbers.
+        auto_set_gpu: ignored; in TensorFlow the resolver then sets `CUDA_VISIBLE_DEVICES`.
         rpc_layer: the protocol that `master` puts before addresses.
 
     Raises:
-        RuntimeError: a variable is missing or not as Slurm writes it, the jobs and the nodes have
-            different numbers of tasks, or the tasks need more GPUs than a node has.
+        RuntimeError: a variable is missing or malformed, the jobs and the nodes have different
+            numbers of tasks, or the tasks need more GPUs than a node has.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class SlurmClusterResolver(ClusterResolver):
         auto_set_gpu: bool = True,
         rpc_layer: str | None = "grpc",
     ) -> None:
-        # Variables of the step, not of the job: a job may run several steps, of fewer tasks each.
+        # Variables of the step, not of the job: a job may run several steps with fewer tasks.
         rank = _number("SLURM_PROCID")
         self._jobs = dict(jobs) if jobs is not None else {"worker": _number("SLURM_STEP_NUM_TASKS")}
         self._port_base = port_base
@@ -82,10 +82,10 @@ class SlurmClusterResolver(ClusterResolver):
             for node, tasks in sorted(self._tasks_per_node.items())
             for number in range(tasks)
         ]
-        found = {}
+        jobs = {}
         for job, tasks in sorted(self._jobs.items()):
-            found[job], addresses = addresses[:tasks], addresses[tasks:]
-        return ClusterSpec(found)
+            jobs[job], addresses = addresses[:tasks], addresses[tasks:]
+        return ClusterSpec(jobs)
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """The name of this task's job and its index in it."""
@@ -122,10 +122,10 @@ def _tasks_per_node(given: int | Mapping[str, int] | None) -> dict[str, int]:
     """The number of tasks by node."""
     if isinstance(given, Mapping):
         return dict(given)
-    nodes = _expanded("SLURM_STEP_NODELIST", expand_nodes)
+    nodes = _expand("SLURM_STEP_NODELIST", expand_nodes)
     if given is not None:
         return dict.fromkeys(nodes, int(given))
-    tasks = _expanded("SLURM_STEP_TASKS_PER_NODE", expand_tasks)
+    tasks = _expand("SLURM_STEP_TASKS_PER_NODE", expand_tasks)
     # A node that is named twice has one entry in the list of tasks.
     if len(tasks) != len(set(nodes)):
         raise RuntimeError(
@@ -137,7 +137,7 @@ def _tasks_per_node(given: int | Mapping[str, int] | None) -> dict[str, int]:
     return dict(zip(dict.fromkeys(nodes), tasks, strict=True))
 
 
-def _expanded(name: str, expand: Callable[[str], list[_Item]]) -> list[_Item]:
+def _expand(name: str, expand: Callable[[str], list[_Item]]) -> list[_Item]:
     try:
         return expand(_variable(name))
     except ValueError as error:
@@ -151,8 +151,8 @@ def _check_tasks(jobs: dict[str, int], tasks_per_node: dict[str, int], rank: int
     if wanted != there or not there:
         raise RuntimeError(
             f"SlurmClusterResolver: the jobs have {wanted} tasks ({jobs}), and the nodes run "
-            f"{there} ({tasks_per_node!s:.200}); start as many as the jobs have with `srun "
-            f"--ntasks={wanted}`"
+            f"{there} ({tasks_per_node!s:.200}); start as many as the jobs have with "
+            f"`srun --ntasks={wanted}`"
         )
     if rank >= there:
         raise RuntimeError(
@@ -162,11 +162,10 @@ def _check_tasks(jobs: dict[str, int], tasks_per_node: dict[str, int], rank: int
 
 
 def _gpus_per_task(per_node: int | None, per_task: int | None, most_tasks: int) -> int:
-    """The number of GPUs of each task, after a check that there are enough."""
+    """Returns the number of GPUs of each task, after a check that there are enough."""
     if per_node is None and per_task is None:
         visible = visible_gpus()
-        # Fewer GPUs than tasks: they are this task's own, or shared, and either way all that are
-        # visible.
+        # Fewer GPUs than tasks: they are this task's own or shared; either way all visible count.
         return visible if visible < most_tasks else visible // most_tasks
     if per_node is None:
         per_node = visible_gpus()
@@ -194,7 +193,7 @@ def _task_of(jobs: dict[str, int], rank: int) -> tuple[str, int]:
 
 
 def expand_nodes(nodes: str) -> list[str]:
-    """The names of the nodes, in Slurm's order, as `scontrol show hostnames` gives them.
+    """The names of the nodes, in Slurm's order, as `scontrol show hostnames` prints them.
 
     A name may have several ranges, and text after them, which TensorFlow refuses. The last range
     varies fastest, then the first, the second and so on.
@@ -208,7 +207,7 @@ def expand_nodes(nodes: str) -> list[str]:
     >>> expand_nodes("n[1-2],p[0,07]x[3-4]y")
     ['n1', 'n2', 'p0x3y', 'p0x4y', 'p07x3y', 'p07x4y']
     """
-    found: list[str] = []
+    names: list[str] = []
     for name in re.findall(r"(?:\[[^\[\]]*\]|[^,])+", nodes):
         pieces = list(_PIECE.finditer(name))
         if "".join(piece[0] for piece in pieces) != name:
@@ -222,27 +221,27 @@ def expand_nodes(nodes: str) -> list[str]:
         if len(choices) > 1 and not pieces[-1]["ranges"]:
             [end] = choices.pop()
             choices[-1] = [number + end for number in choices[-1]]
-        if len(found) + math.prod(map(len, choices)) > MOST_NODES:
+        if len(names) + math.prod(map(len, choices)) > MOST_NODES:
             raise ValueError(
                 f"{nodes!r:.200} is not a Slurm node list: it has more than {MOST_NODES} nodes"
             )
         *others, last = choices
-        found += [
+        names += [
             "".join([*first[::-1], end]) for *first, end in itertools.product(*others[::-1], last)
         ]
-    return found
+    return names
 
 
 def _numbers(nodes: str, ranges: str) -> list[str]:
     """The numbers of `1-3,07`, padded with zeros to the width of their range's first number."""
-    found: list[str] = []
+    numbers: list[str] = []
     for text in ranges.split(","):
         match = _RANGE.fullmatch(text)
         first, last = (match["first"], match["last"] or match["first"]) if match else ("1", "0")
-        if not 0 <= int(last) - int(first) < MOST_NODES - len(found):
+        if not 0 <= int(last) - int(first) < MOST_NODES - len(numbers):
             raise ValueError(
                 f"{nodes!r:.200} is not a Slurm node list: {text!r:.50} is not like 7 or 1-3, of "
                 f"{MOST_NODES} nodes at most"
             )
-        found += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return found
+        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return numbers

@@ -43,20 +43,23 @@ class TFConfigClusterResolver(ClusterResolver):
         """The jobs and their tasks; empty if the variable names no job.
 
         Raises:
-            ValueError: it is no object of jobs, each a list of addresses or an object.
+            ValueError: it is not an object of jobs, each a list of addresses or an object.
         """
         cluster = _config().get("cluster", {})
         try:
             return ClusterSpec(cluster)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f'TFConfigClusterResolver: TF_CONFIG: its "cluster" is not like {{"worker": ["n1:8888"]}}. {error}'
+                'TFConfigClusterResolver: TF_CONFIG: its "cluster" is not like '
+                f'{{"worker": ["n1:8888"]}}. {error}'
             ) from error
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> str:
-        """The variable's `"session_master"`, else the address of the task; empty if the cluster has a single task.
+        """The variable's `"session_master"`, else the address of the task.
+
+        Empty if the cluster has a single task.
 
         Raises:
             ValueError: there is no such task, or neither the caller nor the variable names a task.
@@ -71,8 +74,8 @@ class TFConfigClusterResolver(ClusterResolver):
         task_type, task_id = self._or_own(task_type, task_id)
         if task_type is None or task_id is None:
             raise ValueError(
-                'TFConfigClusterResolver.master: TF_CONFIG does not say which task this is; add "task": {"type": '
-                '"worker", "index": 0} to it, or pass task_type and task_id'
+                "TFConfigClusterResolver.master: TF_CONFIG does not say which task this is; add "
+                '"task": {"type": "worker", "index": 0} to it, or pass task_type and task_id'
             )
         return url(
             spec.task_address(task_type, task_id),
@@ -81,20 +84,21 @@ class TFConfigClusterResolver(ClusterResolver):
 
     @property
     def environment(self) -> str | None:
-        """As passed to the constructor."""
+        """Where the program runs, as passed to the constructor."""
         return self._environment
 
     def _find_task_type(self) -> str | None:
-        found = _task().get("type")
-        return None if found is None else str(found)
+        job = _task().get("type")
+        return None if job is None else str(job)
 
     def _find_task_id(self) -> int | None:
         index = _task().get("index")
         if index is None:
             return None
-        if not re.fullmatch("[0-9]{1,9}", str(index)):  # `True` and 1.5 are no text of digits
+        if not re.fullmatch("[0-9]{1,9}", str(index)):  # refuses `True` and 1.5 too
             raise ValueError(
-                f'TF_CONFIG: the "index" of its "task" is {index!r:.50}; it must be a number, from 0 up'
+                f'TF_CONFIG: the "index" of its "task" is {index!r:.50}; it must be a number, '
+                "from 0 up"
             )
         return int(index)
 
@@ -112,22 +116,24 @@ def _config() -> dict[str, Any]:
         ) from error
     if not isinstance(config, dict):
         raise ValueError(
-            f'TF_CONFIG must be an object in JSON, such as {{"cluster": ..., "task": ...}}; it is {text!r:.200}'
+            'TF_CONFIG must be an object in JSON, such as {"cluster": ..., "task": ...}; '
+            f"it is {text!r:.200}"
         )
     return config
 
 
 def _text(name: str) -> str | None:
-    found = _config().get(name)
-    if found is not None and not isinstance(found, str):
-        raise ValueError(f'TF_CONFIG: its "{name}" is {found!r:.50}; it must be a text')
-    return found
+    text = _config().get(name)
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f'TF_CONFIG: its "{name}" is {text!r:.50}; it must be a string')
+    return text
 
 
 def _task() -> dict[str, Any]:
     task = _config().get("task", {})
     if not isinstance(task, dict):
         raise ValueError(
-            f'TF_CONFIG: its "task" is {task!r:.50}; it must be like {{"type": "worker", "index": 0}}'
+            f'TF_CONFIG: its "task" is {task!r:.50}; it must be like '
+            '{"type": "worker", "index": 0}'
         )
     return task

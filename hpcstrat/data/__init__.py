@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat._core.types import RunOptions as RunOptions
 from hpcstrat._core.types import ValueContext as ValueContext
+from hpcstrat.data._arguments import AUTOTUNE as AUTOTUNE
 from hpcstrat.data._dataset import Dataset as Dataset
 from hpcstrat.data._distributed import DistributedDataset as DistributedDataset
 from hpcstrat.data._distributed import DistributedIterator as DistributedIterator
@@ -18,7 +19,6 @@ from hpcstrat.data._refused import missing_in_module as _missing_in_module
 from hpcstrat.data._splitting import InputContext as InputContext
 from hpcstrat.data._splitting import InputOptions as InputOptions
 from hpcstrat.data._splitting import InputReplicationMode as InputReplicationMode
-from hpcstrat.data._transformations import AUTOTUNE as AUTOTUNE
 
 __all__ = [
     "AUTOTUNE",
@@ -40,7 +40,7 @@ __all__ = [
 
 _set_module(globals())
 
-if not TYPE_CHECKING:  # type checkers know without it that there is no such attribute
+if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
 
     def __getattr__(name: str) -> Any:
         raise _missing_in_module(name)

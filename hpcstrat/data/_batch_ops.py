@@ -1,4 +1,4 @@
-"""Nodes that make batches of elements, or elements of batches: batch, padded_batch, unbatch, window."""
+"""Nodes that make or split batches: batch, padded_batch, unbatch, window."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from hpcstrat.data._node import (
     Node,
     Transformation,
     join,
-    unwrapped,
+    unwrap,
     with_failures,
 )
-from hpcstrat.data._padding import known_sizes, pad_together, shapes_for
+from hpcstrat.data._padding import mark_unknown, pad_together, shapes_for
 
 
 class _Batching(Transformation):
-    """Consecutive elements together.
+    """Groups consecutive elements.
 
-    An item is a chunk of the input's items, so no data is touched to batch.
+    An item is a chunk of the input's items, so batching touches no data.
 
     Args:
         source: the input.
-        sizes: the size of each batch, in turn, over and over.
-        drop_remainder: whether a last batch that is shorter is dropped.
+        sizes: the sizes of the batches, repeated in turn.
+        drop_remainder: whether to drop a last batch that is shorter.
         call: see `Transformation`.
         user_code: see `Node`.
         rows: see `Node`.
@@ -49,19 +49,19 @@ class _Batching(Transformation):
         user_code: bool,
         rows: Node | None,
     ) -> None:
-        alike = len(set(sizes)) == 1
+        is_uniform = len(set(sizes)) == 1
         super().__init__(
             source,
             call,
             width=None,
             user_code=user_code,
-            batch_sizes=(*source.batch_sizes, sizes[0] if alike else 0),
+            batch_sizes=(*source.batch_sizes, sizes[0] if is_uniform else 0),
             rows=rows,
-            inputs_per_element=sizes[0] if alike else None,
+            inputs_per_element=sizes[0] if is_uniform else None,
         )
         self._sizes = tuple(sizes)
         self._drop_remainder = drop_remainder
-        self._are_alike_keys = alike and source.width is not None
+        self._are_uniform_keys = is_uniform and source.width is not None
 
     def cardinality(self) -> int:
         size = self._source.cardinality()
@@ -83,11 +83,12 @@ class _Batching(Transformation):
         for chunk in self._source.chunks(epoch):
             start, stop = 0, len(chunk)
             while stop - start >= missing:
-                if self._are_alike_keys and not waiting:
+                if self._are_uniform_keys and not waiting:
+                    # All whole batches of the chunk at once, as a view.
                     count = (stop - start) // missing
                     yield chunk[start : start + count * missing].reshape(
                         count, missing, chunk.shape[1]
-                    )  # a view
+                    )
                     start += count * missing
                     continue
                 waiting.append(chunk[start : start + missing])
@@ -101,7 +102,7 @@ class _Batching(Transformation):
             yield [join(waiting)]
 
     def first_size(self) -> int | None:
-        """The first dimension of each batch, if all have the same."""
+        """The number of rows of every batch; `None` if batches can differ."""
         return self.inputs_per_element if self._drop_remainder else None
 
 
@@ -111,8 +112,8 @@ class Batch(_Batching):
 
     def __init__(self, source: Node, sizes: Sequence[int], drop_remainder: bool) -> None:
         call = f"batch({sizes[0] if len(sizes) == 1 else list(sizes)}, {drop_remainder})"
-        # Rows of different shapes fail where one replica has them; steps are compared as if they
-        # came from user code.
+        # Rows of different shapes fail only on the replica that has them, so steps are compared as
+        # if the rows came from user code.
         may_fail = source.user_code or any(
             None in leaf.shape for leaf in nests.flatten(source.spec())[0]
         )
@@ -126,7 +127,7 @@ class Batch(_Batching):
 
     @property
     def threads(self) -> int:
-        # Rows that are made in threads are so within each batch.
+        # Threads that make rows work within one batch.
         return 1 if self._source.threads else 0
 
     def load(self, item: Any) -> Any:
@@ -137,8 +138,8 @@ class Batch(_Batching):
 class PaddedBatch(_Batching):
     """Consecutive elements, padded to one shape and stacked.
 
-    Where all sizes are given, a replica loads its own rows only. Else they are those of the largest
-    elements of the batch, which each replica must load to find out.
+    If all sizes are given, a replica loads only its own rows. Otherwise it must load the whole
+    batch to find the largest element.
     """
 
     def __init__(
@@ -161,7 +162,7 @@ class PaddedBatch(_Batching):
         specs, structure = nests.flatten(self._source.spec())
         shapes = shapes_for(self._shapes, structure, [leaf.shape for leaf in specs])
         padded = [
-            known_sizes(shape or (-1,) * len(leaf.shape))
+            mark_unknown(shape or (-1,) * len(leaf.shape))
             for shape, leaf in zip(shapes, specs, strict=True)
         ]
         return structure.unflatten(
@@ -172,21 +173,21 @@ class PaddedBatch(_Batching):
     def load(self, item: Any) -> Any:
         if self.rows is not None:
             return self.rows.fetch(item)
-        return pad_together([self._source.load(one) for one in item], self._shapes, self._values)
+        return pad_together([self._source.load(row) for row in item], self._shapes, self._values)
 
 
 @final
 class _Padded(Choosing):
-    """The elements, each padded to a shape that is given."""
+    """The elements, each padded to a given shape."""
 
     def __init__(self, source: Node, shapes: Any, values: Any) -> None:
         super().__init__(source, f"padded to {shapes}")
-        # An element that is too large fails the replica that loads it, so steps are compared as if
-        # it ran user code.
+        # An element that is too large fails only on the replica that loads it, so steps are
+        # compared as if this node ran user code.
         self.user_code = True
         self._shapes, self._values = shapes, values
 
-    def _chosen(self, size: int) -> int:
+    def _count_chosen(self, size: int) -> int:
         return size
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
@@ -196,14 +197,14 @@ class _Padded(Choosing):
         return nests.map_leaves(lambda leaf: leaf[0], self.fetch([item]))
 
     def fetch(self, chunk: Chunk) -> Any:
-        return pad_together([self._source.load(one) for one in chunk], self._shapes, self._values)
+        return pad_together([self._source.load(item) for item in chunk], self._shapes, self._values)
 
 
 @final
 class Unbatch(Transformation):
     """The rows of elements.
 
-    Directly after `batch` it undoes it on the items, and stacks nothing.
+    Directly after `batch` it splits the items again, and nothing is ever stacked.
     """
 
     def __init__(self, source: Node) -> None:
@@ -230,7 +231,7 @@ class Unbatch(Transformation):
 
     def cardinality(self) -> int:
         size = self._source.cardinality()
-        if size <= 0 or self._source.user_code:  # whose spec would call functions
+        if size <= 0 or self._source.user_code:  # asking for the spec would call functions
             return UNKNOWN if size > 0 else size
         sizes = {
             leaf.shape[0] if leaf.shape else None for leaf in nests.flatten(self._source.spec())[0]
@@ -249,7 +250,7 @@ class Unbatch(Transformation):
                 )
 
     def load(self, item: Any) -> Any:
-        return unwrapped(item) if self._source.rows is None else self._source.rows.load(item)
+        return unwrap(item) if self._source.rows is None else self._source.rows.load(item)
 
     def fetch(self, chunk: Chunk) -> Any:
         return super().fetch(chunk) if self._source.rows is None else self._source.rows.fetch(chunk)
@@ -257,7 +258,7 @@ class Unbatch(Transformation):
 
 @final
 class Window(Transformation):
-    """Datasets of `size` elements, each of which begins `shift` elements after the one before.
+    """Datasets of `size` elements; each starts `shift` elements after the previous one.
 
     An item is a chunk of the input's items, so a window touches no data until its datasets are
     iterated over.
@@ -265,9 +266,9 @@ class Window(Transformation):
     Args:
         source: the input.
         size: the number of elements of a window.
-        shift: the number of elements from the begin of a window to that of the next.
-        stride: the number of elements from one element of a window to its next.
-        drop_remainder: whether last windows that are shorter are dropped.
+        shift: the number of elements from the start of one window to the start of the next.
+        stride: the number of input elements from one element of a window to the next.
+        drop_remainder: whether to drop windows that are shorter.
         dataset_of: makes a dataset of a node.
     """
 
@@ -301,8 +302,8 @@ class Window(Transformation):
         size = self._source.cardinality()
         if size < 0:
             return size
-        begins = size - (self._size - 1) * self._stride if self._drop_remainder else size
-        return max(0, -(-begins // self._shift))
+        starts = size - (self._size - 1) * self._stride if self._drop_remainder else size
+        return max(0, -(-starts // self._shift))
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         span = (self._size - 1) * self._stride + 1
@@ -326,7 +327,7 @@ class Window(Transformation):
         count = self._structure.num_leaves
         if count == 1:
             columns = [_Leaf(elements, 0) if self._structure.num_nodes > 1 else elements]
-        else:  # each element is loaded once, and not for each of the datasets
+        else:  # load each element once, not once per dataset
             kept = cache(elements)
             columns = [_Leaf(kept, i) for i in range(count)]
         return self._structure.unflatten(map(self._dataset_of, columns))
@@ -378,7 +379,7 @@ class _Leaf(Choosing):
     def spec(self) -> Any:
         return nests.flatten(self._source.spec())[0][self._index]
 
-    def _chosen(self, size: int) -> int:
+    def _count_chosen(self, size: int) -> int:
         return size
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:

@@ -1,4 +1,4 @@
-"""Checksums of elements and arrays, by which ranks notice that theirs differ."""
+"""Checksums of elements and arrays, with which ranks detect that their data differ."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy.typing as npt
 
 from hpcstrat._core import nests
 
-# A sample must cost little next to a first epoch, and yet see a shuffle, a cast or an offset.
-_SAMPLE_ROWS = 64, 1024  # the fewest and the most
-_SAMPLE_BYTES = 1 << 16  # about
-_ROW_ELEMENTS = 512  # taken from each row of a sample
-_FILE_SAMPLE = 4, 8  # rows, and elements of each, of a file: every one may be a read from disk
-_CHUNK_BYTES = 1 << 20  # so that the copy of an array that is not contiguous stays small
+# A sample must be cheap compared with a first epoch, and yet show a shuffle, a cast or an offset.
+_SAMPLE_ROWS = 64, 1024  # minimum and maximum
+_SAMPLE_BYTES = 1 << 16  # approximately
+_ROW_ELEMENTS = 512  # per row of a sample
+_FILE_SAMPLE = 4, 8  # rows, and elements per row, of a file: each may cost a disk read
+_CHUNK_BYTES = 1 << 20  # keeps the copy of a non-contiguous array small
 
 
 class PipelineChecksum:
@@ -26,7 +26,7 @@ class PipelineChecksum:
 
     Args:
         is_on: whether elements are added at all.
-        every: whether all elements are added, or only the first ones.
+        every: whether all elements are added, rather than only the first few.
 
     Attributes:
         value: the checksum so far.
@@ -40,11 +40,11 @@ class PipelineChecksum:
         self.value: int = 0
 
     def fresh(self) -> PipelineChecksum:
-        """One to which the same elements are added, and nothing has been yet."""
+        """A checksum with the same settings to which nothing has been added."""
         return PipelineChecksum(self._is_on, self._every)
 
     def takes(self, number: int, first: int) -> bool:
-        """Whether to add element `number` of a source; the first `first` elements always are."""
+        """Whether to add element `number` of a source; always, if on, for the first `first`."""
         return self._is_on and (self._every or number < first)
 
     def add_text(self, text: str) -> None:
@@ -60,10 +60,10 @@ class PipelineChecksum:
 
 
 def of_array(array: np.ndarray[Any, Any], value: int = 0) -> int:
-    """The checksum `value` continued with the shape, dtype and contents of an array in host memory.
+    """The checksum `value`, continued with the shape, dtype and contents of a host array.
 
     It compares bytes, so NaNs can be equal. Python objects in the array are skipped: their
-    addresses differ by rank.
+    addresses differ between ranks.
     """
     value = zlib.crc32(f"{array.dtype} {array.shape}".encode(), value)
     if array.nbytes <= _CHUNK_BYTES or array.ndim == 0:
@@ -75,7 +75,10 @@ def of_array(array: np.ndarray[Any, Any], value: int = 0) -> int:
 
 
 def of_arrays(arrays: Sequence[Any], every: bool) -> int:
-    """One checksum of several arrays with dimensions: of samples or, if `every`, of all that are in memory."""
+    """One checksum of several arrays with dimensions.
+
+    It covers samples; if `every`, the whole of each array that is in memory.
+    """
     value = 0
     for array in arrays:
         whole = every and isinstance(array, np.ndarray) and not _is_memory_map(array)
@@ -84,10 +87,10 @@ def of_arrays(arrays: Sequence[Any], every: bool) -> int:
 
 
 def of_sample(array: Any, value: int = 0) -> int:
-    """As `of_array`, but of a sample of rows, spread from the first to the last; the array must have dimensions.
+    """As `of_array`, but of rows spread from the first to the last; the array must have dimensions.
 
-    There are many rows and a CRC depends on their order, so a reshuffle is noticed even if most
-    rows are equal. The sample of a file, which is a memory map or a `StoredArray`, is small.
+    The sample has many rows and a CRC depends on their order, so a reshuffle is noticed even if
+    most rows are equal. The sample of a file (a memory map or a `StoredArray`) is small.
     """
     if not isinstance(array, np.ndarray):
         size = math.prod(array.shape[1:])
@@ -114,7 +117,7 @@ def of_sample(array: Any, value: int = 0) -> int:
 
 
 def _spread(size: int, count: int) -> npt.NDArray[np.int64]:
-    """Up to `count` different indices below `size`, evenly spread, including the first and the last."""
+    """Up to `count` distinct, evenly spread indices below `size`, with the first and the last."""
     count = min(size, count)
     return np.arange(count) * (size - 1) // max(1, count - 1)
 
@@ -127,9 +130,8 @@ def _of_contents(array: np.ndarray[Any, Any], value: int) -> int:
         return value
     if dtype.kind == "O":
         return value
-    if (
-        dtype.char in "gGT"
-    ):  # long double has undefined padding; variable-length strings lie elsewhere
+    # Long double has undefined padding; variable-length strings are stored elsewhere.
+    if dtype.char in "gGT":
         return zlib.crc32(repr(array.tolist()).encode(), value)
     return zlib.crc32(array.tobytes(), value)
 

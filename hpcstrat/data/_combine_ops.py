@@ -1,4 +1,4 @@
-"""Nodes that combine elements: zip, concatenate, sample_from_datasets, choose_from_datasets, enumerate."""
+"""Nodes that combine elements of their inputs: zip, concatenate, enumerate."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ from hpcstrat.data._node import (
     EpochPass,
     Keys,
     Node,
-    ShuffleState,
     first,
-    join,
 )
-
-_CHOICES = 1024
 
 
 class _Combination(Node):
-    """A node whose items combine those of its inputs: as keys with further columns, or as tuples.
+    """A node whose items combine its inputs' items: as keys with more columns, or as tuples.
 
-    Keys stay keys only while all inputs have them; a single input of Python objects makes the items
-    objects.
+    The items are keys only if all inputs have keys; if one input has Python objects, they are
+    Python objects.
     """
 
     def load(self, item: Any) -> Any:
@@ -104,12 +100,17 @@ class Zip(_Combination):
         return self._structure.unflatten(batches)
 
 
-class _OneAfterAnother(_Combination):
-    """The elements of several nodes in some order. The first column of a key says of which node.
+class Merging(_Combination):
+    """The elements of several nodes in some order.
+
+    The first column of a key is the index of the node, the others are that node's own key:
+
+        node 0, keys of width 1:   [0, position, 0]     <- padded with zeros
+        node 1, keys of width 2:   [1, count, position]
 
     Args:
         nodes: the nodes whose elements they are.
-        call: the user's name of the method.
+        call: the public name of the method.
         *others: further nodes that it reads.
     """
 
@@ -117,7 +118,7 @@ class _OneAfterAnother(_Combination):
         lazy = any(node.user_code for node in nodes)
         if not lazy:
             functools.reduce(_elements.common_spec, [node.spec() for node in nodes])
-        # Keys of one stream have one width: the narrower nodes' columns are padded with zeros.
+        # All keys of a stream have the same width: narrower keys are padded with zeros.
         keyed = all(node.width is not None for node in nodes)
         super().__init__(
             *nodes,
@@ -130,16 +131,15 @@ class _OneAfterAnother(_Combination):
         )
         self._nodes = tuple(nodes)
         self._name = call
-        self._unmet = (
-            set(range(len(nodes))) if lazy else set[int]()
-        )  # nodes whose elements have not been compared
-        self._met: Any = None  # the spec of the others' elements
+        # The nodes whose elements have not been compared yet, and the spec of the other nodes'.
+        self._unmet = set(range(len(nodes))) if lazy else set[int]()
+        self._met: Any = None
 
     def spec(self) -> Any:
         return functools.reduce(_elements.common_spec, [node.spec() for node in self._nodes])
 
-    def _tagged(self, which: int, chunk: Chunk) -> Chunk:
-        """Items of a node as those of this one."""
+    def _tag(self, which: int, chunk: Chunk) -> Chunk:
+        """Turns items of an input into items of this node."""
         if which in self._unmet:
             self._meet(which, chunk)
         if self.width is None:
@@ -150,14 +150,14 @@ class _OneAfterAnother(_Combination):
         return keys
 
     def _meet(self, which: int, chunk: Chunk) -> None:
-        """Compares the first element of a node with the others'.
+        """Compares the first element of a node with the other nodes' elements.
 
-        Every rank loads it, so that all raise: the elements of a rank's own may all be of one node.
+        Every rank loads it, so all ranks raise: a rank's own elements may all come from one node.
         """
         for item in chunk:
             try:
                 spec = _elements.spec_of(self._nodes[which].load(item))
-            except Exception:  # raised when the element's turn comes; the next one is compared
+            except Exception:  # raised when the element's turn comes; compare the next element
                 continue
             self._met = spec if self._met is None else _elements.common_spec(self._met, spec)
             self._unmet.discard(which)
@@ -172,25 +172,24 @@ class _OneAfterAnother(_Combination):
         present = np.unique(which).tolist() or [0]
         if len(present) == 1:
             return self._fetch_from(present[0], keys)
-        # A batch of several nodes, in any order after a shuffle: fetch from each at once, then
+        # A batch from several nodes, in any order after a shuffle: fetch once from each node, then
         # restore the order.
         parts = [nests.flatten(self._fetch_from(node, keys[which == node])) for node in present]
         (first_leaves, structure), *rest = parts
         if any(
             other != structure
             or any(
-                not _elements.are_alike(a.dtype, b.dtype) or a.shape[1:] != b.shape[1:]
+                not _elements.are_compatible(a.dtype, b.dtype) or a.shape[1:] != b.shape[1:]
                 for a, b in zip(first_leaves, leaves, strict=True)
             )
             for leaves, other in rest
         ):
             raise ValueError(
-                f"{self._name}: the elements of a batch must be alike in structure, shape and "
-                f"dtype; those of {self!r} are not"
+                f"{self._name}: the elements of a batch must have the same structure, shape and "
+                f"dtype; those of {self!r} do not"
             )
-        rows = np.argsort(
-            np.argsort(which, kind="stable")
-        )  # the inverse of the permutation that sorts by node
+        # The inverse of the permutation that sorts by node.
+        rows = np.argsort(np.argsort(which, kind="stable"))
         columns = zip(*[leaves for leaves, _ in parts], strict=True)
         return structure.unflatten([np.concatenate(column).take(rows, 0) for column in columns])
 
@@ -200,8 +199,8 @@ class _OneAfterAnother(_Combination):
 
 
 @final
-class Concatenate(_OneAfterAnother):
-    """The elements of one node, then those of another."""
+class Concatenate(Merging):
+    """The elements of one node, then the elements of another."""
 
     def __init__(self, source: Node, other: Node) -> None:
         super().__init__((source, other), "Dataset.concatenate")
@@ -216,162 +215,7 @@ class Concatenate(_OneAfterAnother):
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         for which, node in enumerate(self.inputs):
             for chunk in node.chunks(epoch):
-                yield self._tagged(which, chunk)
-
-
-class _Chosen(_OneAfterAnother):
-    """The next element of one node or another, as numbers say.
-
-    Args:
-        nodes: the nodes.
-        stop_on_empty: whether the end of a node that is chosen ends all; else its choices are
-            passed over.
-        call: the user's name of the method.
-        *others: further nodes that it reads.
-    """
-
-    def __init__(
-        self, nodes: Sequence[Node], stop_on_empty: bool, call: str, *others: Node
-    ) -> None:
-        super().__init__(nodes, call, *others)
-        self._stops = stop_on_empty
-        # How many are chosen at once. What user code makes is taken one by one: no sooner than
-        # needed.
-        self._together = 1 if self.user_code else _CHOICES
-
-    @abc.abstractmethod
-    def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
-        """Chunks of the numbers of nodes, of any length."""
-
-    def _can_follow(self, ended: Sequence[bool]) -> bool:
-        """Whether a node that has not ended may still be chosen."""
-        return not all(ended)
-
-    def cardinality(self) -> int:
-        return INFINITE if INFINITE in [node.cardinality() for node in self._nodes] else UNKNOWN
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        streams = [_SourceCursor(node.chunks(epoch)) for node in self._nodes]
-        ended = np.zeros(len(streams), bool)
-        for chunk in self._choices(epoch):
-            for start in range(0, len(chunk), self._together):
-                chosen = chunk[start : start + self._together]
-                if not self._stops:
-                    chosen = chosen[~ended[chosen]]
-                found, end = [], len(chosen)
-                for which in np.unique(chosen).tolist():
-                    places = np.flatnonzero(chosen == which)
-                    items = streams[which].take(len(places))
-                    if len(items) < len(places):
-                        ended[which] = True
-                        if self._stops:
-                            end = min(end, int(places[len(items)]))
-                    found.append(
-                        (places[: len(items)], self._tagged(which, items) if len(items) else ())
-                    )
-                yield from self._in_order(found, end)
-                if end < len(chosen) or not (self._stops or self._can_follow(ended.tolist())):
-                    return
-
-    def _in_order(self, found: list[tuple[Keys, Chunk]], end: int) -> Iterator[Chunk]:
-        """The items at their places, as one chunk: those before the place `end`."""
-        found = [(places, items) for places, items in found if len(items)]
-        if not found:
-            return
-        places = np.concatenate([places for places, _ in found])
-        order = np.argsort(places)[: int((places < end).sum())]
-        if len(order):
-            items = join([items for _, items in found])
-            yield items[order] if isinstance(items, np.ndarray) else [items[i] for i in order]
-
-
-@final
-class Sample(_Chosen):
-    """The next element of a node that is drawn at random."""
-
-    def __init__(
-        self,
-        nodes: Sequence[Node],
-        weights: Sequence[float] | None,
-        seed: int | None,
-        reshuffle: bool,
-        stops: bool,
-    ) -> None:
-        super().__init__(nodes, stops, "Dataset.sample_from_datasets")
-        self._weights = [1.0] * len(nodes) if weights is None else list(weights)
-        self._shuffle = ShuffleState(seed, reshuffle)
-
-    def __repr__(self) -> str:
-        seed = (
-            self._shuffle.own_seed
-        )  # ranks compare texts, and seeds of datasets that a function makes only so
-        return f"Dataset.sample_from_datasets({list(self._nodes)}, {self._weights}, {seed}, {self._stops})"
-
-    def cardinality(self) -> int:
-        sizes = [
-            node.cardinality()
-            for node, weight in zip(self._nodes, self._weights, strict=True)
-            if weight > 0
-        ]
-        return sizes[0] if len(sizes) == 1 else INFINITE if INFINITE in sizes else UNKNOWN
-
-    def own_shuffles(self) -> Sequence[ShuffleState]:
-        return (self._shuffle,)
-
-    def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
-        random, total = epoch.generator(self._shuffle), sum(self._weights)
-        while True:
-            yield random.choice(
-                len(self._nodes), _CHOICES, p=[weight / total for weight in self._weights]
-            )
-
-    def _can_follow(self, ended: Sequence[bool]) -> bool:
-        return any(
-            weight > 0 and not over for weight, over in zip(self._weights, ended, strict=True)
-        )
-
-
-@final
-class Choose(_Chosen):
-    """The next element of the node whose number another node gives."""
-
-    def __init__(self, nodes: Sequence[Node], choice: Node, stops: bool) -> None:
-        super().__init__(nodes, stops, "Dataset.choose_from_datasets", choice)
-        self._choice = choice
-
-    def __repr__(self) -> str:
-        return f"Dataset.choose_from_datasets({list(self._nodes)}, {self._choice!r}, {self._stops})"
-
-    def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
-        for choice in self._choice.elements(epoch):
-            if not (
-                np.ndim(choice) == 0
-                and isinstance(choice, np.integer)
-                and 0 <= choice < len(self._nodes)
-            ):
-                raise ValueError(
-                    f"{self._name}: choice_dataset has an element {choice!r}; it must be an "
-                    f"integer of [0, {len(self._nodes)}), the number of a dataset"
-                )
-            yield np.array([choice], np.int64)
-
-
-class _SourceCursor:
-    """Takes items from a stream of chunks."""
-
-    def __init__(self, chunks: Iterator[Chunk]) -> None:
-        self._chunks = chunks
-        self._head: Chunk = []
-
-    def take(self, count: int) -> Chunk:
-        """The next `count` items, or as many as there are."""
-        while len(self._head) < count:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            self._head = join([self._head, chunk]) if len(self._head) else chunk
-        taken, self._head = self._head[:count], self._head[count:]
-        return taken
+                yield self._tag(which, chunk)
 
 
 @final
@@ -432,8 +276,8 @@ def _side_by_side(streams: Sequence[Iterator[Chunk]]) -> Iterator[list[Chunk]]:
 
 
 def _common_batch_sizes(nodes: Sequence[Node]) -> tuple[int, ...]:
-    """The batches that hold for all nodes; of unknown size where nodes differ."""
-    found = {node.batch_sizes for node in nodes}
-    if len(found) == 1:
-        return found.pop()
-    return () if () in found else (0,)
+    """The batch sizes of all nodes; one unknown size (0) if all have batches but they differ."""
+    sizes = {node.batch_sizes for node in nodes}
+    if len(sizes) == 1:
+        return sizes.pop()
+    return () if () in sizes else (0,)

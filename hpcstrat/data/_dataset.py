@@ -17,64 +17,22 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import TensorSpec
-from hpcstrat.data import _combine_ops, _elements, _files, _index_ops, _sources
-from hpcstrat.data._arguments import path_of, seed_of, weights_of, whole
+from hpcstrat.data import _choice_ops, _combine_ops, _elements, _files, _index_ops, _sources
+from hpcstrat.data._arguments import path_of, refuse_arguments, seed_of, weights_of, whole
+from hpcstrat.data._iterator import DatasetIterator
 from hpcstrat.data._node import UNKNOWN, EpochPass, Node
 from hpcstrat.data._options import Options
-from hpcstrat.data._pass import ResumableIterator, after, length, prefetched
+from hpcstrat.data._pass import length
 from hpcstrat.data._refused import NamesWhatIsMissing, missing_in_dataset
-from hpcstrat.data._transformations import TransformableDataset, checked_node
-
-
-@final
-class DatasetIterator(ResumableIterator):
-    """One iteration over a `Dataset`."""
-
-    def __init__(self, node: Node, epoch: EpochPass, taken: int) -> None:
-        super().__init__(node)
-        self._begin(epoch, taken)
-
-    def _begin(self, epoch: EpochPass, taken: int) -> None:
-        self._epoch, self._taken = epoch, taken
-        self._elements = prefetched(after(self._node, taken).elements(epoch), self._node, epoch)
-
-    def _end(self) -> None:
-        self._elements, self._taken = iter(()), None
-
-    @property
-    def element_spec(self) -> Any:
-        """As `Dataset.element_spec`."""
-        return self._node.spec()
-
-    def __iter__(self) -> DatasetIterator:
-        return self
-
-    def __next__(self) -> Any:
-        """The next element: a nest of NumPy arrays and scalars.
-
-        Raises:
-            StopIteration: the pass is over.
-            Exception: whatever a function of the pipeline raised. The next call returns the next
-                element; if `batch` follows the function, the next batch.
-        """
-        try:
-            return next(self._elements)
-        except StopIteration:
-            self._end()
-            raise
-        finally:
-            # An element that failed counts too: a program that resumes after it must not meet it
-            # again.
-            if self._taken is not None:
-                self._taken += 1
+from hpcstrat.data._transformations import TransformableDataset, check_node
 
 
 @final
 class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     """A pipeline that yields elements: nests of NumPy arrays or, without dimensions, NumPy scalars.
 
-    Make one with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or
-    transform another one. Datasets are lazy, can be iterated over repeatedly, and never change.
+    Make a dataset with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or
+    transform another dataset. Datasets are lazy, can be iterated over repeatedly, and never change.
     Each iteration yields new arrays, safe to write to; only the results of a function given to
     `map` are passed on as they are.
 
@@ -82,8 +40,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     namedtuples and dataclasses make nests. A function of an element receives the members of a tuple
     as separate arguments.
 
-    An argument of a method that is not of its type, such as text for a size, is a TypeError that
-    names both.
+    An argument of the wrong type, such as text for a size, is a TypeError that names both.
     """
 
     def __init__(self, node: Node) -> None:
@@ -102,7 +59,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
             TypeError: an argument is not an int.
             ValueError: the step is 0.
         """
-        bounds = [whole(one, "Dataset.range", "an argument") for one in args]
+        bounds = [whole(number, "Dataset.range", "an argument") for number in args]
         return Dataset(_sources.Integers(range(*bounds), output_type))
 
     @staticmethod
@@ -119,10 +76,10 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         """The slices of a nest of arrays of shapes `(n, ...)`: n elements.
 
         The arrays are not copied, so do not change them while the dataset is used. A `numpy.memmap`
-        stays on disk, and so does an array in a file, such as one of h5py, zarr or netCDF4:
-        whatever can be indexed, has a shape and a dtype, and shares no memory. Its rows are read
-        when they are needed, consecutive ones of a batch together, and by a replica its own only. A
-        read may fail on one rank, so ranks compare their steps, as with functions.
+        stays on disk, and so does an array in a file (h5py, zarr, netCDF4): whatever can be
+        indexed, has a shape and a dtype, and shares no memory. Its rows are read when they are
+        needed, consecutive rows of a batch together, and each replica reads only its own. A read
+        may fail on one rank, so ranks compare their steps, as with functions.
 
         Raises:
             TypeError: a leaf cannot become an array.
@@ -138,7 +95,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         args: tuple[Any, ...] | None = None,
         output_signature: Any = None,
     ) -> Dataset:
-        """What a generator function yields. The function is called once for each iteration.
+        """The elements that a generator function yields; each iteration calls the function once.
 
         Args:
             generator: a function that returns an iterable. Under a strategy it runs on every rank
@@ -151,7 +108,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
 
         Raises:
             TypeError: `generator` is not a function, both a signature and types or shapes are
-                given, or shapes only.
+                given, or only shapes.
             ValueError: while iterating: an element does not match.
         """
         call = "Dataset.from_generator"
@@ -187,7 +144,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         """Elements of several datasets side by side, until one dataset ends.
 
         Args:
-            *datasets: one nest of datasets, whose structure the elements get, or several datasets,
+            *datasets: one nest of datasets, whose structure the elements have, or several datasets,
                 which make a tuple.
 
         Raises:
@@ -197,7 +154,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         if not leaves:
             raise TypeError("Dataset.zip: there is no dataset; pass a nest with at least one")
         return Dataset(
-            _combine_ops.Zip([checked_node(leaf, "Dataset.zip") for leaf in leaves], structure)
+            _combine_ops.Zip([check_node(leaf, "Dataset.zip") for leaf in leaves], structure)
         )
 
     @staticmethod
@@ -208,21 +165,22 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         stop_on_empty_dataset: bool = False,
         rerandomize_each_iteration: bool | None = None,
     ) -> Dataset:
-        """Elements of several datasets, each from one that is drawn at random.
+        """Elements of several datasets, each from a dataset drawn at random.
 
         Args:
-            datasets: the datasets, whose elements must be alike.
-            weights: the probability of each dataset, up to a common factor; equal ones by default.
-            seed: pipelines with equal seeds draw alike. Without one, replicas share a random seed.
-            stop_on_empty_dataset: whether to end when a dataset is drawn that has no further
-                element. If not, the others go on.
-            rerandomize_each_iteration: whether each iteration draws anew; by default all draw
-                alike.
+            datasets: the datasets; their elements must match, as for `concatenate`.
+            weights: the probability of each dataset, up to a common factor; equal by default.
+            seed: equal seeds give equal draws. Without it, replicas share a random seed.
+            stop_on_empty_dataset: whether to end when a dataset without further elements is drawn.
+                If not, the others continue.
+            rerandomize_each_iteration: whether each iteration has its own draws; by default all
+                have the same.
 
         Raises:
-            TypeError: one is not a `Dataset`, or their elements are not alike, as for
-                `concatenate`; or `weights` are not numbers.
-            ValueError: there is none, or `weights` are not as many, are negative, or all 0.
+            TypeError: an item is not a `Dataset`, their elements do not match, or `weights` are not
+                numbers.
+            ValueError: there are no datasets, or `weights` has another length, a negative number,
+                or only zeros.
         """
         call = "Dataset.sample_from_datasets"
         nodes = _nodes_of(datasets, call)
@@ -233,7 +191,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
             )
         numbers = None if weights is None else weights_of(weights, call, len(nodes))
         return Dataset(
-            _combine_ops.Sample(
+            _choice_ops.Sample(
                 nodes,
                 numbers,
                 seed_of(seed, call),
@@ -246,47 +204,45 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     def choose_from_datasets(
         datasets: Sequence[Dataset], choice_dataset: Dataset, stop_on_empty_dataset: bool = True
     ) -> Dataset:
-        """Elements of several datasets, each from the one whose number `choice_dataset` gives.
+        """Elements of several datasets, each from the dataset that `choice_dataset` selects.
 
         Args:
-            datasets: the datasets, whose elements must be alike.
-            choice_dataset: gives integers, each the index of a dataset.
-            stop_on_empty_dataset: whether to end when a dataset is chosen that has no further
-                element. If not, that choice is passed over.
+            datasets: the datasets; their elements must match, as for `concatenate`.
+            choice_dataset: yields integers, each the index of a dataset.
+            stop_on_empty_dataset: whether to end when a dataset without further elements is chosen.
+                If not, that choice is skipped.
 
         Raises:
-            TypeError: one is not a `Dataset`, or their elements are not alike, as for
-                `concatenate`.
-            ValueError: there is none. While iterating: a choice is not the index of a dataset.
+            TypeError: an item is not a `Dataset`, or their elements do not match.
+            ValueError: there are no datasets. While iterating: a choice is not the index of a
+                dataset.
         """
         call = "Dataset.choose_from_datasets"
         nodes = _nodes_of(datasets, call)
         return Dataset(
-            _combine_ops.Choose(
-                nodes, checked_node(choice_dataset, call), bool(stop_on_empty_dataset)
-            )
+            _choice_ops.Choose(nodes, check_node(choice_dataset, call), bool(stop_on_empty_dataset))
         )
 
     @staticmethod
     def list_files(
         file_pattern: Any, shuffle: bool | None = None, seed: int | None = None
     ) -> Dataset:
-        """The names of the files that match, each a string. All ranks must find the same files.
+        """The names of the matching files, as strings. All ranks must find the same files.
 
         Args:
             file_pattern: a pattern as `glob.glob` takes it, or several.
-            shuffle: whether the order is random, and another one in each iteration; `None` means
+            shuffle: whether the order is random, and different in each iteration; `None` means
                 `True`. If not, it is sorted.
-            seed: of the shuffle.
+            seed: the seed of the shuffle.
 
         Raises:
-            ValueError: there is no such file.
+            ValueError: no file matches.
         """
         call = "Dataset.list_files"
         several = isinstance(file_pattern, Iterable) and not isinstance(file_pattern, str)
         patterns = [
-            path_of(one, call, "file_pattern")
-            for one in (file_pattern if several else [file_pattern])
+            path_of(pattern, call, "file_pattern")
+            for pattern in (file_pattern if several else [file_pattern])
         ]
         seed = seed_of(seed, call)
         names = sorted(name for pattern in patterns for name in glob.glob(pattern))
@@ -307,8 +263,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
 
         Collective: all ranks call this, and rank 0 writes.
 
-        A dataset that was saved there before is replaced, once the new one is whole. Shuffles are
-        those of the first iteration. The format is not TensorFlow's.
+        A dataset that was saved there before is replaced, once the new one is complete. Shuffles
+        have the order of their first iteration. The format is not TensorFlow's.
 
         Args:
             path: the folder, on a file system that all ranks see.
@@ -317,16 +273,16 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
             checkpoint_args: must be `None`.
 
         Raises:
-            NotImplementedError: another argument than `path` is given.
-            FileExistsError: there is something else at `path`.
-            TypeError: an element is no nest of tuples, lists and dicts with text keys, or a leaf
+            NotImplementedError: an argument other than `path` is given.
+            FileExistsError: there is something other than a saved dataset at `path`.
+            TypeError: an element is not a nest of tuples, lists and dicts with text keys, or a leaf
                 has no fixed size.
-            ValueError: elements differ in structure, or there are none.
+            ValueError: elements differ in structure, or there are no elements.
             OSError: the file system's error.
             ReplicaMismatchError: the ranks' pipelines or paths differ.
             Exception: whatever a function of the pipeline raised.
         """
-        _refuse(
+        refuse_arguments(
             current_call(),
             compression=compression,
             shard_func=shard_func,
@@ -334,7 +290,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         )
         path, communicator = path_of(path, current_call()), connect()
         for shuffle in self._node.shuffles():
-            shuffle.state()  # the ranks draw their seeds alike, though one alone iterates
+            shuffle.state()  # all ranks draw the same seeds, though only rank 0 iterates
         elements = self._node.elements(EpochPass(frozen=True))
         if communicator.size == 1:
             _files.save(elements, path)
@@ -360,25 +316,25 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     ) -> Dataset:
         """The elements that `save` wrote to the folder `path`, in their order.
 
-        They stay in the files until they are used, and a replica reads its own elements only.
+        They stay in the files until they are used, and a replica reads only its own elements.
 
         Args:
             path: the folder; all ranks must see the same.
-            element_spec: accepted and ignored: the folder has it.
+            element_spec: accepted and ignored: it is stored in the folder.
             compression: must be `None`.
             reader_func: must be `None`.
 
         Raises:
             NotImplementedError: `compression` or `reader_func` is given.
-            FileNotFoundError: there is no saved dataset.
-            ValueError: its files are damaged, or of another format.
+            FileNotFoundError: there is no saved dataset at `path`.
+            ValueError: its files are damaged, or have another format.
         """
         del element_spec
-        _refuse("Dataset.load", compression=compression, reader_func=reader_func)
+        refuse_arguments("Dataset.load", compression=compression, reader_func=reader_func)
         return Dataset(_files.load(path_of(path, "Dataset.load")))
 
     def with_options(self, options: Options) -> Dataset:
-        """The same elements, with these options added to those it has; see `Options`.
+        """The same elements, with these options added to those of the dataset; see `Options`.
 
         Raises:
             TypeError: `options` is not an `Options`.
@@ -391,7 +347,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         return Dataset(_index_ops.WithOptions(self._node, Options().merge(options)))
 
     def options(self) -> Options:
-        """The options of this dataset and of those it was made of; a copy."""
+        """A copy of the options of this dataset and of the datasets it was made from."""
         return _index_ops.options_of(self._node)
 
     def cardinality(self) -> int:
@@ -402,20 +358,20 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     def element_spec(self) -> Any:
         """An element's nest of `TensorSpec`; a size is `None` if it varies or is unknown.
 
-        The dtype of strings has the length of the longest that is known; other elements may be
-        shorter or longer. To find out, the function of `map` is called on the first element, and a
-        generator without a signature starts.
+        The dtype of strings has the length of the longest string that is known; other elements may
+        be shorter or longer. To find the spec, the function of `map` is called on the first
+        element, and a generator without a signature is started.
         """
         return self._node.spec()
 
     def as_numpy_iterator(self) -> DatasetIterator:
-        """An iterator over the elements, as `iter`: they are nests of NumPy arrays anyway."""
+        """The same as `iter`: elements are nests of NumPy arrays anyway."""
         return iter(self)
 
     def __iter__(self) -> DatasetIterator:
         rounds, taken = self._next_start()
         iterator = DatasetIterator(self._node, EpochPass(rounds), taken)
-        self._note_begun(iterator)
+        self._note_start(iterator)
         return iterator
 
     def __len__(self) -> int:
@@ -427,28 +383,17 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
     def __repr__(self) -> str:
         return repr(self._node)
 
-    if not TYPE_CHECKING:  # type checkers know without it that there is no such attribute
+    if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
 
         def __getattr__(self, name: str) -> Any:
-            if hasattr(
-                type(self), name
-            ):  # a property whose function of the user raised AttributeError: again
+            # A property in which user code raised AttributeError: raise that error again.
+            if hasattr(type(self), name):
                 return object.__getattribute__(self, name)
             raise missing_in_dataset(name, "'Dataset' object")
 
 
-def _refuse(call: str, **arguments: Any) -> None:
-    """Refuses arguments of TensorFlow's own format."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{call}: {name} is {value!r}, but elements are kept as they are in memory, one "
-                "file per leaf; leave it None"
-            )
-
-
 def _nodes_of(datasets: Any, call: str) -> list[Node]:
-    nodes = [checked_node(dataset, call) for dataset in datasets]
+    nodes = [check_node(dataset, call) for dataset in datasets]
     if not nodes:
         raise ValueError(f"{call}: there is no dataset; pass one or more")
     return nodes

@@ -1,4 +1,4 @@
-"""Prefetches batches to a GPU: a thread loads them into pinned memory, a copy stream brings them to the device."""
+"""Prefetches batches to a GPU: a thread loads them, and a copy stream moves them to the device."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _ALIGNMENT = 256  # bytes, for fast loads on the GPU
 def prefetch_to_gpu(stream: gpu.Stream, ahead: int) -> Prefetcher:
     """Copies the arrays of steps to a stream's GPU, `ahead` steps before they are used.
 
-    A thread loads batches into pinned memory; a separate copy stream brings each batch to the GPU
-    in one transfer, while the GPU computes. Leaves that are not numeric arrays stay on the host.
+    A thread loads batches into pinned memory; a separate copy stream moves each batch to the GPU in
+    one transfer, while the GPU computes. Leaves that are not numeric arrays stay on the host.
     """
-    return lambda steps: _prefetched(steps, stream, ahead)
+    return lambda steps: _prefetch(steps, stream, ahead)
 
 
 class _Loaded(NamedTuple):
@@ -37,7 +37,7 @@ class _Loaded(NamedTuple):
         leaves: the leaves of its value; those that go to the GPU are replaced.
         structure: the structure of its value.
         moved: the indices of the leaves that go to the GPU.
-        layout: where these lie in `pinned`.
+        layout: their places in `pinned`.
         pinned: their bytes.
         slot: the slot that `pinned` belongs to.
     """
@@ -52,7 +52,11 @@ class _Loaded(NamedTuple):
 
 
 class _PinnedBuffer:
-    """Pinned memory for one step, which grows as needed, and the event after which it may be overwritten."""
+    """Pinned memory for one step; it grows as needed.
+
+    Attributes:
+        copied: the event after which the memory may be overwritten; `None` before the first copy.
+    """
 
     def __init__(self) -> None:
         self._pinned: Any = np.empty(0, np.uint8)
@@ -77,11 +81,11 @@ class _PinnedBuffer:
             _ALIGNMENT,
         )
         if self.copied is not None:
-            # The previous transfer from this memory may still be running, while the batch it
-            # carries is long in use.
+            # The previous transfer from this memory may still be running: a step is yielded before
+            # its transfer ends.
             self.copied.synchronize()
         if self._pinned.size < packed.nbytes:
-            self._pinned = gpu.pinned(packed.nbytes)
+            self._pinned = gpu.allocate_pinned(packed.nbytes)
         packed.write(self._pinned, arrays)
         return _Loaded(
             step._replace(value=None),
@@ -98,16 +102,19 @@ def _goes_to_gpu(leaf: Any) -> bool:
     return is_numeric(leaf.dtype) and leaf.dtype.isnative
 
 
-def _prefetched(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterator[Step]:
+def _prefetch(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterator[Step]:
     device = stream.xp.cuda.Device(stream.ordinal)
     with device:
         copies = stream.xp.cuda.Stream(non_blocking=True)
         # User functions that compute on the GPU get their own stream. CuPy's pool reuses memory per
         # stream, so their temporary arrays can never be memory that a training step still uses.
         computing = stream.xp.cuda.Stream(non_blocking=True)
-    # While `ahead` slots load, one more is on its way to the GPU.
+    # While `ahead` slots load, one more is being copied to the GPU.
+    #
+    #   thread:  steps -> slot.load -> pinned memory     (`loading`, at most `ahead`)
+    #   caller:  pinned memory -> copy stream -> GPU     (`copying`), then yield
     slots = itertools.cycle([_PinnedBuffer() for _ in range(ahead + 1)])
-    # In the thread user functions see the same strategy as outside of it, and print as there.
+    # User functions see the same strategy in the thread as outside, and print in the same way.
     context = contextvars.copy_context()
     executor = ThreadPoolExecutor(1, "hpcstrat-input")
 
@@ -121,15 +128,14 @@ def _prefetched(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterat
         for _ in range(ahead):
             loading.append(executor.submit(load, next(slots)))
         while True:
-            # Wait for a batch only if none is on its way, and raise an error only when its turn
-            # comes.
+            # Wait for a batch only if none is being copied, and raise an error only in its turn.
             while loading and len(copying) <= ahead and (not copying or _is_loaded(loading[0])):
                 loaded = loading.popleft().result()
                 if loaded is None:
                     loading.clear()
                     break
                 with device:
-                    copying.append(_copied(loaded, stream.xp, copies))
+                    copying.append(_copy(loaded, stream.xp, copies))
                 loading.append(executor.submit(load, next(slots)))
             if not copying:
                 return
@@ -159,11 +165,11 @@ class _Copies(NamedTuple):
         "copy a batch", loaded.layout.nbytes, _Copies(copies, copies.device_id)
     ),
 )
-def _copied(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
+def _copy(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
     """The step with arrays on the GPU, and the event of their arrival.
 
-    Their memory comes from the current stream's pool, and kernels already queued there may still
-    use it: the transfer waits for those, and for nothing that is queued later.
+    The arrays' memory comes from the current stream's pool, and kernels already queued there may
+    still use it: the transfer waits for those kernels, and for nothing queued later.
     """
     flat = xp.empty(loaded.layout.nbytes, np.uint8)
     current = xp.cuda.get_current_stream()

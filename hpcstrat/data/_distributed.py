@@ -13,7 +13,7 @@ from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._iterator import DistributedIterator, Distribution
 from hpcstrat.data._node import Node
 from hpcstrat.data._options import AutoShardPolicy
-from hpcstrat.data._pass import InputCommunicator, ResumableDataset, begin_together, length
+from hpcstrat.data._pass import InputCommunicator, ResumableDataset, length, start_together
 from hpcstrat.data._sources import Batches
 from hpcstrat.data._splitting import (
     FROM_FUNCTION,
@@ -35,8 +35,7 @@ class DistributedDataset(ResumableDataset):
     """A dataset whose steps are nests of `PerReplica`, or of plain arrays if there is one replica.
 
     Strategies make them. They can be iterated over repeatedly but not transformed: transform the
-    dataset before you
-    distribute it. Iterating is collective: all ranks take the same steps.
+    dataset before you distribute it. Iterating is collective: all ranks take the same steps.
     """
 
     def __init__(self, distribution: Distribution) -> None:
@@ -48,13 +47,13 @@ class DistributedDataset(ResumableDataset):
     def element_spec(self) -> Any:
         """A step's nest of `PerReplicaSpec`, or of `TensorSpec` if there is one replica.
 
-        A first dimension that can differ between replicas or steps is `None`.
+        A first dimension that may differ between replicas or steps is `None`.
         """
         return self._distribution.element_spec()
 
     @property
     def cardinality(self) -> int:
-        """The number of steps; -1 if it is infinite, -2 if it is unknown, as it is of several workers' datasets."""
+        """The number of steps; -1 if infinite, -2 if unknown, as with several workers' datasets."""
         return self._distribution.cardinality()
 
     def __len__(self) -> int:
@@ -69,12 +68,12 @@ class DistributedDataset(ResumableDataset):
         return True
 
     def __iter__(self) -> DistributedIterator:
-        """Begins an iteration.
+        """Starts an iteration.
 
         Collective: the ranks compare their pipelines and share the seeds of shuffles.
 
         In the first iteration they also compare samples of the arrays that elements come from; with
-        `HPCSTRAT_CHECK=1`, in every iteration, all arrays in memory.
+        `HPCSTRAT_CHECK=1` they compare all arrays in memory, in every iteration.
 
         Raises:
             ReplicaMismatchError: the ranks' pipelines, or arrays, differ.
@@ -82,20 +81,20 @@ class DistributedDataset(ResumableDataset):
         rounds, taken = self._next_start()
         distribution = self._distribution
         every = settings.is_on("HPCSTRAT_CHECK")
-        # Arrays seldom change between epochs, so their samples are compared once: that reads from
-        # disk, or from memory.
+        # Arrays seldom change between epochs, so their samples, which may have to be read from
+        # disk, are compared only once.
         arrays = (
             None
             if self._is_compared and not every
             else functools.partial(self._node.checksums, every)
         )
         with call_named(f"iterating over {distribution.call}"):
-            epoch = begin_together(
+            epoch = start_together(
                 self._node, distribution.communicator, rounds, taken, distribution.workers, arrays
             )
         self._is_compared = True
         iterator = DistributedIterator(distribution, epoch, taken)
-        self._note_begun(iterator)
+        self._note_start(iterator)
         return iterator
 
     def __repr__(self) -> str:
@@ -110,35 +109,34 @@ def distribute_dataset(
 ) -> DistributedDataset:
     """Splits each batch of `dataset` between the replicas.
 
-    Of a batch of b elements replica r of N gets the next `b // N + (1 if r < b % N else 0)`;
+    Of a batch of b elements, replica r of N gets the next `b // N + (1 if r < b % N else 0)`;
     replicas without elements get arrays whose first dimension is 0. With `AutoShardPolicy.OFF` in
-    the dataset's options a short batch fills the replicas in order instead, each up to its part of
-    a full batch, as in TensorFlow.
+    the dataset's options, a short batch instead fills the replicas in order, each up to its share
+    of a full batch, as in TensorFlow.
 
     Args:
         dataset: a `Dataset` batched by the global batch size; or a re-iterable object, or a
-            generator function, that gives batches: nests of arrays with equal first dimensions, the
-            same on every rank.
+            generator function, that yields batches: nests of arrays with equal first dimensions,
+            the same on every rank.
         communicator: the replicas.
         options: see `InputOptions`.
-        prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for nothing.
+        prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for no moves.
 
     Raises:
-        NotImplementedError: `options` asks for a dataset for each replica.
+        NotImplementedError: `options` asks for one dataset per replica.
         TypeError: `dataset` cannot be iterated over again, or is an array or a nest; or `options`
             is not an `InputOptions`.
         ValueError: `dataset` is not batched, or options contradict each other.
     """
     options = _check_options(options, _DISTRIBUTE)
     node = _node_of(dataset, _DISTRIBUTE)
-    # With one replica too: a program that is right on one rank must not fail on two.
+    # Also with one replica: a program that works on one rank must not fail on two.
     if not node.batch_sizes:
         raise ValueError(
-            f"{_DISTRIBUTE}: the dataset {node!r} is not batched, but it is batches that are split "
+            f"{_DISTRIBUTE}: the dataset {node!r} is not batched, but only batches are split "
             "between replicas; call Dataset.batch(global_batch_size) on it first, or "
-            ".unbatch().batch(global_batch_size) if its elements have several rows each. (A "
-            "generator function that yields batches is passed as it is, without "
-            "Dataset.from_generator)"
+            ".unbatch().batch(global_batch_size) if its elements have several rows each. (Pass a "
+            "generator function that yields batches as it is, without Dataset.from_generator)"
         )
     evenly = not _is_off(dataset) if options.even_batches is None else options.even_batches
     split = split_evenly if evenly else split_in_order
@@ -158,23 +156,23 @@ def distribute_from_function(
 ) -> DistributedDataset:
     """Assigns the elements of the dataset that `dataset_fn` makes to the replicas in turn.
 
-    In step t replica r of N gets element `t * N + r`. If the elements end within a step, replicas
+    In step t, replica r of N gets element `t * N + r`. If the elements end within a step, replicas
     without an element get arrays whose first dimension is 0; if elements have no dimensions, the
     step is left out, with a warning. Each worker has its own pipeline for its own replicas; a
-    worker whose elements have ended gets empty arrays until all workers' have.
+    worker whose elements have ended gets empty arrays until all workers' elements have ended.
 
     Args:
         dataset_fn: called once on each rank, with an `InputContext`; returns a dataset as
             `distribute_dataset` takes it, batched by the size for one replica.
         communicator: the replicas.
         options: see `InputOptions`.
-        prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for nothing.
+        prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for no moves.
         workers: the workers, each with its own pipeline; one worker by default.
-        takes_per_replica: whether `options` may ask for a pipeline for each replica, as if each
-            were a worker.
+        takes_per_replica: whether `options` may ask for one pipeline per replica, as if each
+            replica were a worker.
 
     Raises:
-        NotImplementedError: `options` asks for a pipeline for each replica, and may not.
+        NotImplementedError: `options` asks for one pipeline per replica, and may not.
         TypeError: `dataset_fn` is not a function, or does not return a dataset; or `options` is not
             an `InputOptions`.
         ValueError: options contradict each other.
@@ -199,13 +197,13 @@ def check_sharding(dataset: Dataset) -> None:
     """Checks that the options of a dataset let several workers share it.
 
     Raises:
-        ValueError: they do not.
+        ValueError: its `auto_shard_policy` is `OFF`.
     """
     if _is_off(dataset):
         raise ValueError(
-            f"{_DISTRIBUTE}: the dataset's auto_shard_policy is OFF, so that each worker would "
-            "take all its elements, but batches are always split between all replicas; leave it "
-            f"AUTO, or give each worker its own dataset by {FROM_FUNCTION}"
+            f"{_DISTRIBUTE}: the dataset's auto_shard_policy is OFF, so each worker would take all "
+            "its elements, but batches are always split between all replicas; leave it AUTO, or "
+            f"give each worker its own dataset with {FROM_FUNCTION}"
         )
 
 
@@ -228,8 +226,8 @@ def _check_options(
     if per_replica and not takes_per_replica:
         raise NotImplementedError(
             f"{call}: experimental_replication_mode is PER_REPLICA, which only "
-            "MirroredStrategy.distribute_datasets_from_function takes, as in TensorFlow; pass "
-            "PER_WORKER, and one pipeline feeds all replicas of a worker"
+            "MirroredStrategy.distribute_datasets_from_function accepts, as in TensorFlow; pass "
+            "PER_WORKER: one pipeline then feeds all replicas of a worker"
         )
     if options.experimental_place_dataset_on_device and not per_replica:
         raise ValueError(
@@ -240,7 +238,7 @@ def _check_options(
     if options.experimental_place_dataset_on_device and options.experimental_fetch_to_device:
         raise ValueError(
             f"{call}: experimental_place_dataset_on_device and experimental_fetch_to_device are "
-            "both True; pass one, either copies batches to the device"
+            "both True; pass only one: each copies batches to the device"
         )
     return options
 
@@ -256,12 +254,11 @@ def _node_of(dataset: Any, call: str) -> Node:
         )
     if isinstance(getattr(dataset, "__self__", None), Dataset):
         raise TypeError(
-            f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass what it "
-            "returns"
+            f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass its result"
         )
     if isinstance(dataset, DistributedDataset):
         raise TypeError(
-            f"{call}: the dataset is already distributed; pass the Dataset it was made of"
+            f"{call}: the dataset is already distributed; pass the Dataset it was made from"
         )
     if isinstance(dataset, Iterator):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Nodes that make new elements, and the cache that keeps these: map, filter, scan, cache."""
+"""Nodes that compute elements, and the cache that keeps them: map, filter, scan, reduce, cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpcstrat.data._node import (
     FailedElement,
     Node,
     Transformation,
-    unwrapped,
+    unwrap,
     with_failures,
 )
 from hpcstrat.data._sources import Generated, name_of
@@ -28,7 +28,7 @@ from hpcstrat.data._threads import map_in_threads
 class Map(Transformation):
     """The result of a function for each element.
 
-    It runs when an element is loaded: for a replica's own only.
+    The function runs when an element is loaded, so each replica runs it only for its own elements.
 
     Args:
         source: the input.
@@ -62,22 +62,21 @@ class Map(Transformation):
         """See `Node`. Calls the function on the first element.
 
         If a size of the input is unknown, the function is also called on an element of another
-        size: sizes of the
-        result that change are unknown, too.
+        size: sizes of the result that change are unknown, too.
         """
         if self._spec is None:
             inner = self._source.spec()
             example = next(self._source.elements(EpochPass(frozen=True)), None)
             if example is None:
                 example = self._example(inner)
-            resized = _resized(example, inner)
-            found = _elements.spec_of(self._apply(example))
+            resized = _resize(example, inner)
+            spec = _elements.spec_of(self._apply(example))
             if resized is not None:
                 try:
-                    found = _elements.common_spec(found, _elements.spec_of(self._apply(resized)))
-                except Exception:  # the function takes this one size only
+                    spec = _elements.common_spec(spec, _elements.spec_of(self._apply(resized)))
+                except Exception:  # the function accepts only the first size
                     pass
-            self._spec = found
+            self._spec = spec
         return self._spec
 
     def cardinality(self) -> int:
@@ -99,14 +98,14 @@ class Map(Transformation):
     def fetch(self, chunk: Chunk) -> Any:
         if self.width is None:
             elements = map(self._source.load, chunk)
-        else:  # one gather for the whole chunk, then the function row by row
+        else:  # a single gather for the whole chunk, then the function row by row
             elements = _elements.unstack(self._source.fetch(chunk))
         return _elements.stack(
             list(map_in_threads(self._apply, elements, min(self._calls, len(chunk))))
         )
 
     def _example(self, spec: Any) -> Any:
-        """An element that `spec` describes, made of zeros; a dataset in it has one element."""
+        """An element of zeros that matches `spec`; a dataset in it has one element."""
 
         def example(leaf: Any) -> Any:
             if not isinstance(leaf, _elements.DatasetSpec):
@@ -126,7 +125,7 @@ class Map(Transformation):
 class Filter(Transformation):
     """The elements for which a function is true.
 
-    Each is loaded to find out, so an item is the element itself.
+    Every element must be loaded to call it, so an item is the element itself.
     """
 
     def __init__(self, source: Node, predicate: Callable[..., Any]) -> None:
@@ -148,22 +147,22 @@ class Filter(Transformation):
         return UNKNOWN
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        for found in with_failures(map(self._tested, self._source.elements(epoch))):
-            if isinstance(found, FailedElement):
-                yield [found]
-            elif found[0]:
-                yield [found[1]]
+        for result in with_failures(map(self._test, self._source.elements(epoch))):
+            if isinstance(result, FailedElement):
+                yield [result]
+            elif result[0]:
+                yield [result[1]]
 
-    def _tested(self, element: Any) -> tuple[bool, Any]:
+    def _test(self, element: Any) -> tuple[bool, Any]:
         return bool(call_on(self._predicate, element, "Dataset.filter", "predicate")), element
 
     def load(self, item: Any) -> Any:
-        return unwrapped(item)
+        return unwrap(item)
 
 
 @final
 class Scan(Transformation):
-    """What a function makes of a state and each element, beside the next state.
+    """The elements that a function returns, with the next state, for a state and each element.
 
     An item is the element itself.
     """
@@ -186,7 +185,7 @@ class Scan(Transformation):
             return _elements.spec_of(element)
         raise ValueError(
             f"Dataset.element_spec: {self!r} has no elements, so the shapes and dtypes that its "
-            "function would make are unknown"
+            "function would return are unknown"
         )
 
     def cardinality(self) -> int:
@@ -197,7 +196,7 @@ class Scan(Transformation):
         for element in with_failures(self._source.elements(epoch)):
             try:
                 result = call_with(
-                    self._function, (state, unwrapped(element)), "Dataset.scan", "scan_func"
+                    self._function, (state, unwrap(element)), "Dataset.scan", "scan_func"
                 )
                 if not (type(result) in (tuple, list) and len(result) == 2):
                     raise TypeError(
@@ -211,7 +210,17 @@ class Scan(Transformation):
                 yield [FailedElement(error)]
 
     def load(self, item: Any) -> Any:
-        return unwrapped(item)
+        return unwrap(item)
+
+
+def reduce(source: Node, initial_state: Any, function: Callable[..., Any]) -> Any:
+    """The last state. See `Dataset.reduce`."""
+    state = _elements.as_element(initial_state)
+    for element in source.elements(EpochPass()):
+        result = call_with(function, (state, element), "Dataset.reduce", "reduce_func")
+        following = _elements.as_element(tuple(result) if type(result) is list else result)
+        state = same_structure(state, following, "Dataset.reduce", "reduce_func")
+    return state
 
 
 def same_structure(state: Any, following: Any, call: str, argument: str) -> Any:
@@ -230,11 +239,10 @@ def same_structure(state: Any, following: Any, call: str, argument: str) -> Any:
 
 
 def cache(source: Node) -> Node:
-    """The node that keeps what `source` computes.
+    """The node that keeps the results of `source`.
 
-    No order is stored: an order is a function of seed and round, so walking it again gives the same
-    one. And without
-    user code there is nothing to store at all: the arrays are in memory already.
+    It stores no order: an order is a function of seed and round, so walking it again gives the same
+    order. Without user code it stores nothing at all: the arrays are in memory already.
     """
     if not source.user_code:
         return _SameOrder(source)
@@ -245,7 +253,7 @@ class _Cache(Choosing):
     def __init__(self, source: Node) -> None:
         super().__init__(source, "cache()")
 
-    def _chosen(self, size: int) -> int:
+    def _count_chosen(self, size: int) -> int:
         return size
 
 
@@ -257,7 +265,7 @@ class _SameOrder(_Cache):
 
 @final
 class _ByKey(_Cache):
-    """Keeps each element when it is first loaded, so each replica keeps its own only."""
+    """Keeps each element when it is first loaded, so each replica keeps only its own."""
 
     def __init__(self, source: Node) -> None:
         super().__init__(source)
@@ -267,7 +275,7 @@ class _ByKey(_Cache):
         return self._source.chunks(epoch.frozen())
 
     def load(self, item: Any) -> Any:
-        return _elements.copied(self._keep(item))
+        return _elements.copy_of(self._keep(item))
 
     def fetch(self, chunk: Chunk) -> Any:
         return _elements.stack([self._keep(item) for item in chunk])
@@ -281,7 +289,7 @@ class _ByKey(_Cache):
 
 @final
 class _ByPosition(_Cache):
-    """Keeps the elements of the first pass that reached the end without a failure."""
+    """Keeps the elements of the first pass that ends without a failed element."""
 
     def __init__(self, source: Node) -> None:
         super().__init__(source)
@@ -301,10 +309,10 @@ class _ByPosition(_Cache):
             self._kept = kept
 
     def load(self, item: Any) -> Any:
-        return _elements.copied(unwrapped(item))  # the caller may write to it
+        return _elements.copy_of(unwrap(item))  # the caller may write to it
 
     def fetch(self, chunk: Chunk) -> Any:
-        return _elements.stack([unwrapped(item) for item in chunk])
+        return _elements.stack([unwrap(item) for item in chunk])
 
 
 def call_on(function: Callable[..., Any], element: Any, call: str, argument: str) -> Any:
@@ -331,8 +339,8 @@ def call_with(function: Callable[..., Any], args: tuple[Any, ...], call: str, ar
         ) from error
 
 
-def _resized(example: Any, spec: Any) -> Any:
-    """`example` with every size that `spec` does not know changed; `None` if it knows all sizes."""
+def _resize(example: Any, spec: Any) -> Any:
+    """`example` with other sizes where `spec` does not know them; `None` if it knows all sizes."""
     leaves, structure = nests.flatten(example)
     specs, _ = nests.flatten(spec)
     if all(None not in leaf.shape for leaf in specs):

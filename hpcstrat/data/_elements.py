@@ -1,4 +1,4 @@
-"""Elements of a dataset, which are nests of arrays: converting, stacking, unstacking and describing them."""
+"""Converts, stacks, unstacks and describes a dataset's elements, which are nests of arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcstrat._core.types import TensorSpec
 
 
 class DatasetLeaf(abc.ABC):
-    """A dataset, which may stand in an element beside arrays: `window` makes such elements."""
+    """A dataset, which can be a leaf of an element like an array: `window` makes such elements."""
 
     @property
     @abc.abstractmethod
@@ -46,7 +46,7 @@ class DatasetSpec(TensorSpec):
 
 
 def as_leaf(value: Any) -> Any:
-    """`value` as an array, or as a NumPy scalar if it has no dimensions. A dataset stays one.
+    """`value` as an array, or as a NumPy scalar if it has no dimensions. A dataset is unchanged.
 
     As in TensorFlow, Python floats become `float32` and Python ints `int32` if they fit; arrays
     keep their dtype.
@@ -63,23 +63,22 @@ def as_leaf(value: Any) -> Any:
             array = as_array("Dataset", value, on_gpu=False)
         except ValueError as error:
             raise ValueError(
-                f"Dataset: a {type(value).__name__} does not make an array: {error}; "
+                f"Dataset: a {type(value).__name__} cannot become an array: {error}; "
                 "pass a tuple, whose members may have different shapes"
             ) from error
         if array.dtype in (np.int64, np.float64) and _of_python_numbers(value):
-            array = _narrowed(array)
+            array = _narrow(array)
     if array.dtype == object:
-        raise TypeError(no_numbers(value))
+        raise TypeError(describe_non_numeric(value))
     return array[()]
 
 
-def no_numbers(value: Any) -> str:
+def describe_non_numeric(value: Any) -> str:
     """The message for a leaf that does not hold numbers, booleans or strings."""
     if not hasattr(value, "__array__"):
         return (
             f"Dataset: a leaf of an element is {reprlib.repr(value)}, {type(value).__name__}; it "
-            "must be an array, or something from which np.asarray makes numbers, booleans or "
-            "strings"
+            "must be an array, or something that np.asarray turns into numbers, booleans or strings"
         )
     name = getattr(value, "name", None)
     which = f"{type(value).__name__} {name!r}" if isinstance(name, str) else type(value).__name__
@@ -97,19 +96,19 @@ def _of_python_numbers(value: Any) -> bool:
     return type(value) in (int, float, list, tuple)
 
 
-def _narrowed(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _narrow(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     with np.errstate(over="ignore"):
         narrow = array.astype(np.float32 if array.dtype == np.float64 else np.int32)
     return narrow if narrow.dtype == np.float32 or np.array_equal(array, narrow) else array
 
 
 def as_element(value: Any, convert: Callable[[Any], Any] = as_leaf) -> Any:
-    """`value` with `convert(leaf)`, an array, for every leaf.
+    """`value` with `convert(leaf)`, an array, in place of every leaf.
 
     As in `tf.data`, a list is an array, not a nest.
 
     Raises:
-        TypeError: A leaf does not become an array.
+        TypeError: a leaf cannot become an array.
     """
     return nests.map_leaves(convert, _without_lists(value))
 
@@ -126,7 +125,7 @@ def _without_lists(value: Any) -> Any:
 
 
 def with_columns(batch: Any) -> Any:
-    """A batch in which each list of Python numbers or strings, such as a column of a table, is an array.
+    """`batch` with each list of Python numbers or strings (a column of a table) as an array.
 
     Raises:
         ValueError: the rows of a list of lists differ in length.
@@ -161,7 +160,7 @@ def stack(elements: Sequence[Any]) -> Any:
     for element in elements[1:]:
         leaves, other = nests.flatten(element)
         if other != structure:
-            raise _unlike_structures(nests.describe(structure), nests.describe(other))
+            raise _structure_error(nests.describe(structure), nests.describe(other))
         rows.append(leaves)
     for leaves in zip(*rows, strict=True):
         if any(isinstance(leaf, DatasetLeaf) for leaf in leaves):
@@ -172,27 +171,27 @@ def stack(elements: Sequence[Any]) -> Any:
         shapes = {leaf.shape for leaf in leaves}
         dtypes = {leaf.dtype.kind if leaf.dtype.kind in "SU" else leaf.dtype for leaf in leaves}
         if len(shapes) > 1 or len(dtypes) > 1:
-            raise _unlike_kinds([_kind(leaf, leaf.shape) for leaf in leaves])
+            raise _kind_error([_kind(leaf, leaf.shape) for leaf in leaves])
         columns.append(np.stack(leaves) if leaves[0].shape else np.array(leaves))
     return structure.unflatten(columns)
 
 
 _Kind: TypeAlias = tuple[str, tuple[int, ...]]
-"""What must be equal in arrays that are stacked: the dtype but for the length of strings, and the shape."""
+"""What arrays to be stacked must share: the dtype, without the length of strings, and the shape."""
 
 
 def kinds_of_rows(batch: Any) -> tuple[str, tuple[_Kind, ...]]:
-    """What must be equal in all parts of a batch: the structure of a row as text, and the kinds of its arrays."""
+    """What all parts of a batch must share: a row's structure, as text, and its arrays' kinds."""
     leaves, structure = nests.flatten(batch)
     return nests.describe(structure), tuple([_kind(leaf, leaf.shape[1:]) for leaf in leaves])
 
 
-def unlike(parts: Iterable[tuple[str, tuple[_Kind, ...]]]) -> ValueError:
-    """What `stack` would raise if it were given all rows of a batch whose parts differ."""
+def mismatch_error(parts: Iterable[tuple[str, tuple[_Kind, ...]]]) -> ValueError:
+    """The error that `stack` would raise for all rows of a batch whose parts differ."""
     structures, kinds = zip(*parts, strict=True)
     if len(set(structures)) > 1:
-        return _unlike_structures(*sorted(set(structures))[:2])
-    return _unlike_kinds(
+        return _structure_error(*sorted(set(structures))[:2])
+    return _kind_error(
         next(column for column in map(set, zip(*kinds, strict=True)) if len(column) > 1)
     )
 
@@ -201,25 +200,24 @@ def _kind(leaf: Any, shape: tuple[int, ...]) -> _Kind:
     return _name(leaf.dtype), shape
 
 
-@functools.lru_cache(
-    maxsize=64
-)  # NumPy makes the name anew each time, in as long as the rest of a step's comparison
+# NumPy builds the name on each call, which takes as long as the rest of a step's comparison.
+@functools.lru_cache(maxsize=64)
 def _name(dtype: np.dtype[Any]) -> str:
     return {"S": "bytes", "U": "str"}.get(dtype.kind) or dtype.name
 
 
-def _unlike_structures(first: str, second: str) -> ValueError:
+def _structure_error(first: str, second: str) -> ValueError:
     return ValueError(
         "Dataset.batch: the elements of a batch must be nests of the same structure; they are "
         f"{first} and {second}"
     )
 
 
-def _unlike_kinds(kinds: Iterable[_Kind]) -> ValueError:
-    found = ", ".join(sorted({f"{dtype}{list(shape)}" for dtype, shape in kinds}))
+def _kind_error(kinds: Iterable[_Kind]) -> ValueError:
+    text = ", ".join(sorted({f"{dtype}{list(shape)}" for dtype, shape in kinds}))
     return ValueError(
         "Dataset.batch: the elements of a batch must have the same shape and dtype; they have "
-        f"{found}; pad or cast them with Dataset.map first"
+        f"{text}; pad or cast them with Dataset.map first"
     )
 
 
@@ -243,7 +241,7 @@ def rows(batch: Any, start: int, stop: int) -> Any:
     return nests.map_leaves(lambda leaf: leaf[start:stop].copy(), batch)
 
 
-def copied(element: Any) -> Any:
+def copy_of(element: Any) -> Any:
     """A copy of an element, safe to write to."""
     return nests.map_leaves(
         lambda leaf: leaf if isinstance(leaf, DatasetLeaf) else leaf.copy(), element
@@ -279,7 +277,7 @@ def spec_of(element: Any) -> Any:
 
 
 def common_spec(first: Any, second: Any) -> Any:
-    """The spec that describes both: a size in which they differ is `None`, and strings are as long as the longer.
+    """The spec that covers both: differing sizes are `None`, strings have the greater length.
 
     Raises:
         TypeError: they differ in structure, dtype or number of dimensions.
@@ -287,18 +285,18 @@ def common_spec(first: Any, second: Any) -> Any:
     ours, structure = nests.flatten(first)
     theirs, other = nests.flatten(second)
     if structure != other or any(
-        not are_alike(a.dtype, b.dtype) or len(a.shape) != len(b.shape)
+        not are_compatible(a.dtype, b.dtype) or len(a.shape) != len(b.shape)
         for a, b in zip(ours, theirs, strict=True)
     ):
         raise TypeError(
-            "Dataset: elements must be alike in structure, dtype and number of dimensions; they "
+            "Dataset: elements must have the same structure, dtype and number of dimensions; they "
             f"are {first} and {second}"
         )
     return structure.unflatten(map(_common_leaf, ours, theirs))
 
 
-def are_alike(first: np.dtype[Any], second: np.dtype[Any]) -> bool:
-    """Whether elements of one dataset can have these dtypes: equal ones, or strings of any length."""
+def are_compatible(first: np.dtype[Any], second: np.dtype[Any]) -> bool:
+    """Whether elements of a dataset can have both dtypes: equal, or strings of any length."""
     return first == second or (first.kind == second.kind and first.kind in "SU")
 
 

@@ -1,4 +1,12 @@
-"""Datasets in files: a folder with the elements' bytes, leaf by leaf, which is read by memory maps."""
+"""Saves a dataset to a folder, one file per leaf, and loads it through memory maps.
+
+The folder of elements `(x, {"y": y})`:
+
+    dataset.json       format, count, nest, and the kinds (dtype and shape) of each leaf
+    leaf0              the bytes of all x, back to back
+    leaf0.kinds.npy    the index of each x's kind, if the x have several kinds
+    leaf1              the same for y
+"""
 
 from __future__ import annotations
 
@@ -23,17 +31,17 @@ from hpcstrat.data import _elements
 from hpcstrat.data._node import Chunk, Node
 from hpcstrat.data._sources import Indexed, Slices
 
-_HEADER = "dataset.json"  # written last: a folder with it is whole
+_HEADER = "dataset.json"  # written last: a folder that has it is complete
 _FORMAT = 1
-_KINDS = "biufcSUmM"  # of dtypes whose values are their bytes
+_KINDS = "biufcSUmM"  # the dtypes whose bytes are the whole value
 
 
 class _LeafWriter:
-    """Writes one leaf of all elements: their bytes one after the other, and their shapes and dtypes beside.
+    """Writes one leaf of all elements: the bytes to one file, the kinds to another.
 
     Args:
-        folder: where its files are made.
-        index: of the leaf.
+        folder: the folder of its files.
+        index: the index of the leaf.
         files: closes its file.
     """
 
@@ -56,7 +64,7 @@ class _LeafWriter:
             self._file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
     def finish(self) -> list[Any]:
-        """Puts the files on disk. The kinds of elements: dtype and shape of each."""
+        """Flushes the files to disk, and returns the dtype and shape of each kind."""
         self._file.flush()
         os.fsync(self._file.fileno())
         if len(self._kinds) > 1:
@@ -65,19 +73,19 @@ class _LeafWriter:
 
 
 def save(elements: Iterator[Any], path: str) -> None:
-    """Writes the elements to the folder `path`, in place of a dataset that is there.
+    """Writes the elements to the folder `path`; a dataset that is there is replaced.
 
     Raises:
-        FileExistsError: there is something else.
-        TypeError: an element is no nest of tuples, lists and dicts with text keys, or a leaf is no
-            array of a fixed size.
+        FileExistsError: something else is there.
+        TypeError: an element is not a nest of tuples, lists and dicts with text keys, or a leaf is
+            not an array of a fixed size.
         ValueError: elements differ in structure.
         OSError: the file system's error.
     """
     path = os.path.abspath(path)
     if os.path.lexists(path) and not os.path.exists(os.path.join(path, _HEADER)):
         raise FileExistsError(
-            errno.EEXIST, "Dataset.save: it exists and is not a dataset that was saved", path
+            errno.EEXIST, "Dataset.save: the path exists and is not a saved dataset", path
         )
     partial = f"{path}.partial-{secrets.token_hex(4)}"
     os.makedirs(partial)
@@ -101,14 +109,14 @@ def _write(elements: Iterator[Any], folder: str, files: contextlib.ExitStack) ->
     structure, skeleton, count = None, None, 0
     for element in elements:
         count += 1
-        leaves, found = nests.flatten(element)
+        leaves, other = nests.flatten(element)
         if structure is None:
-            structure, skeleton = found, _skeleton(element, iter(range(len(leaves))))
+            structure, skeleton = other, _skeleton(element, iter(range(len(leaves))))
             columns = [_LeafWriter(folder, i, files) for i in range(len(leaves))]
-        if found != structure:
+        if other != structure:
             raise ValueError(
                 f"Dataset.save: elements must be nests of the same structure; they are {structure} "
-                f"and {found}"
+                f"and {other}"
             )
         for column, leaf in zip(columns, leaves, strict=True):
             column.add(leaf)
@@ -127,7 +135,7 @@ def _write(elements: Iterator[Any], folder: str, files: contextlib.ExitStack) ->
 
 
 def _skeleton(nest: Any, numbers: Iterator[int]) -> Any:
-    """The structure of a nest, as JSON can hold it: leaves are numbers."""
+    """The structure of a nest as JSON, with numbers in place of leaves."""
     if type(nest) in (tuple, list):
         return {type(nest).__name__: [_skeleton(member, numbers) for member in nest]}
     if type(nest) is dict and all(type(key) is str for key in nest):
@@ -141,22 +149,22 @@ def _skeleton(nest: Any, numbers: Iterator[int]) -> Any:
     return next(numbers)
 
 
-def _rebuilt(skeleton: Any, leaves: list[Any]) -> Any:
+def _rebuild(skeleton: Any, leaves: list[Any]) -> Any:
     if isinstance(skeleton, int):
         return leaves[skeleton]
     ((kind, members),) = skeleton.items()
     if kind == "dict":
-        return {key: _rebuilt(member, leaves) for key, member in members.items()}
-    found = [_rebuilt(member, leaves) for member in members]
-    return tuple(found) if kind == "tuple" else found
+        return {key: _rebuild(member, leaves) for key, member in members.items()}
+    rebuilt = [_rebuild(member, leaves) for member in members]
+    return tuple(rebuilt) if kind == "tuple" else rebuilt
 
 
 def load(path: str) -> Node:
-    """The elements that were saved in the folder `path`, which are read when they are needed.
+    """The elements that were saved in the folder `path`; they are read when they are needed.
 
     Raises:
         FileNotFoundError: there is no saved dataset.
-        ValueError: it is of another format, or files are damaged.
+        ValueError: it has another format, or files are damaged.
     """
     header_path = os.path.join(path, _HEADER)
     try:
@@ -164,7 +172,7 @@ def load(path: str) -> Node:
             header = json.load(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
-            errno.ENOENT, "Dataset.load: there is no dataset that was saved", path
+            errno.ENOENT, "Dataset.load: there is no saved dataset", path
         ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(
@@ -176,9 +184,9 @@ def load(path: str) -> Node:
             "count, a nest and leaves; save it again"
         )
     if header["format"] != _FORMAT:
-        found = reprlib.repr(header["format"])
         raise ValueError(
-            f"Dataset.load: {path} has the format {found}; this version reads {_FORMAT}"
+            f"Dataset.load: {path} has the format {reprlib.repr(header['format'])}; this version "
+            f"reads {_FORMAT}"
         )
     count, skeleton = header["count"], header["nest"]
     try:
@@ -190,18 +198,13 @@ def load(path: str) -> Node:
         ]
         if sorted(_numbers_in(skeleton)) != [*range(len(columns))]:
             raise ValueError(f"its nest does not have each of the {len(columns)} leaves once")
-    except (
-        FileNotFoundError,
-        RecursionError,
-        TypeError,
-        ValueError,
-        tokenize.TokenError,
-    ) as error:  # the last: NumPy's
+    # NumPy raises the TokenError, for a damaged header of its own.
+    except (FileNotFoundError, RecursionError, TypeError, ValueError, tokenize.TokenError) as error:
         raise ValueError(
             f"Dataset.load: {path} is damaged: {error}; save the dataset again"
         ) from error
     if all(column.whole is not None for column in columns):
-        return Slices(_rebuilt(skeleton, [column.whole for column in columns]))
+        return Slices(_rebuild(skeleton, [column.whole for column in columns]))
     return _Saved(path, skeleton, columns, count)
 
 
@@ -210,10 +213,10 @@ def _is_size(number: Any) -> bool:
 
 
 def _numbers_in(skeleton: Any) -> Iterator[int]:
-    """The leaves of a skeleton, which is checked.
+    """The numbers of the leaves of a skeleton.
 
     Raises:
-        ValueError: it is not what `_skeleton` makes.
+        ValueError: it is not a result of `_skeleton`.
     """
     if type(skeleton) is int:
         yield skeleton
@@ -232,12 +235,12 @@ class _Stored:
     """One leaf of all elements, in a memory map.
 
     Attributes:
-        whole: all as one array of shape `(count, ...)`, if all have one shape and dtype; else
+        whole: all as one array of shape `(count, ...)` if all have the same shape and dtype; else
             `None`.
 
     Raises:
-        ValueError, TypeError: what is described is not what the files hold. No memory is taken
-            before that is known.
+        ValueError, TypeError: the files do not hold what the header describes. No memory is
+            allocated before this is checked.
     """
 
     def __init__(self, path: str, kinds: list[Any], count: int) -> None:
@@ -245,16 +248,16 @@ class _Stored:
         sizes = [dtype.itemsize * math.prod(shape) for dtype, shape in self._kinds]
         counts = [count]
         if len(sizes) != 1:
-            # Mapped: to read it would take the memory that its header claims.
+            # Mapped: reading it would allocate as much memory as its header claims.
             self._kind_of = np.asarray(np.lib.format.open_memmap(f"{path}.kinds.npy", "r"))
             if self._kind_of.shape != (count,) or self._kind_of.dtype != np.int32:
                 raise ValueError(f"{path}.kinds.npy does not hold {count} numbers")
             if not 0 <= self._kind_of.min() <= self._kind_of.max() < len(sizes):
                 raise ValueError(f"{path}.kinds.npy has numbers that are not below {len(sizes)}")
             counts = np.bincount(self._kind_of, minlength=len(sizes)).tolist()
-        found, nbytes = os.path.getsize(path), sum(map(operator.mul, counts, sizes))
-        if found != nbytes:
-            raise ValueError(f"{path} has {found} bytes; it must have {nbytes}")
+        actual, nbytes = os.path.getsize(path), sum(map(operator.mul, counts, sizes))
+        if actual != nbytes:
+            raise ValueError(f"{path} has {actual} bytes; it must have {nbytes}")
         self._bytes: Any = (
             np.asarray(np.memmap(path, np.uint8, "r")) if nbytes else np.empty(0, np.uint8)
         )
@@ -267,7 +270,7 @@ class _Stored:
             self._ends = np.cumsum(np.array(sizes)[self._kind_of])
 
     def at(self, index: int) -> Any:
-        """The leaf of one element, copied."""
+        """A copy of the leaf of one element."""
         if self.whole is not None:
             return self.whole[index].copy()
         dtype, shape = self._kinds[self._kind_of[index]]
@@ -276,12 +279,10 @@ class _Stored:
         return np.frombuffer(data.tobytes(), dtype).reshape(shape).copy()[()]
 
     def spec(self) -> TensorSpec:
-        """Sizes in which elements differ are `None`."""
+        """The spec of the leaf; sizes in which elements differ are `None`."""
         dtypes = {dtype for dtype, _ in self._kinds}
-        ((first, *_), ranks) = (
-            [shape for _, shape in self._kinds],
-            {len(shape) for _, shape in self._kinds},
-        )
+        first, *_ = [shape for _, shape in self._kinds]
+        ranks = {len(shape) for _, shape in self._kinds}
         if (
             len(ranks) > 1
             or len({dtype.kind if dtype.kind in "SU" else dtype for dtype in dtypes}) > 1
@@ -291,7 +292,9 @@ class _Stored:
             )
         shapes = zip(*[shape for _, shape in self._kinds], strict=True)
         sizes = (
-            [one if len({one, *others}) == 1 else None for one, *others in shapes] if first else []
+            [size if len({size, *others}) == 1 else None for size, *others in shapes]
+            if first
+            else []
         )
         return TensorSpec(sizes, np.result_type(*dtypes))
 
@@ -302,17 +305,17 @@ def _as_kind(dtype: Any, shape: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
     Raises:
         ValueError, TypeError: they are not what `_LeafWriter` writes.
     """
-    found = np.dtype(dtype) if isinstance(dtype, str) else None
-    if found is None or found.kind not in _KINDS:
+    parsed = np.dtype(dtype) if isinstance(dtype, str) else None
+    if parsed is None or parsed.kind not in _KINDS:
         raise ValueError(f"elements have the dtype {dtype!r}")
     # An empty string has no bytes, but arrays of them do.
     if (
         not isinstance(shape, list)
         or not all(map(_is_size, shape))
-        or (shape and not found.itemsize)
+        or (shape and not parsed.itemsize)
     ):
         raise ValueError(f"elements of dtype {dtype} have the shape {reprlib.repr(shape)}")
-    return found, tuple(shape)
+    return parsed, tuple(shape)
 
 
 @final
@@ -321,8 +324,8 @@ class _Saved(Indexed):
 
     def __init__(self, path: str, skeleton: Any, columns: list[_Stored], count: int) -> None:
         super().__init__()
-        # Elements of one batch may not go together, which only a replica that has both will find
-        # out.
+        # Elements of one batch may not match, and only a replica that loads both notices: steps
+        # are compared as if they came from user code.
         self.user_code = True
         self._path, self._skeleton, self._columns, self._count = path, skeleton, columns, count
 
@@ -330,13 +333,13 @@ class _Saved(Indexed):
         return f"Dataset.load({os.path.basename(os.path.normpath(self._path))!r})"
 
     def spec(self) -> Any:
-        return _rebuilt(self._skeleton, [column.spec() for column in self._columns])
+        return _rebuild(self._skeleton, [column.spec() for column in self._columns])
 
     def cardinality(self) -> int:
         return self._count
 
     def load(self, item: Any) -> Any:
-        return _rebuilt(self._skeleton, [column.at(int(item[0])) for column in self._columns])
+        return _rebuild(self._skeleton, [column.at(int(item[0])) for column in self._columns])
 
     def fetch(self, chunk: Chunk) -> Any:
         return _elements.stack([self.load(item) for item in chunk])

@@ -1,4 +1,4 @@
-"""Nodes that choose or reorder elements, and touch none: take, skip, shard, repeat, prefetch, with_options, shuffle."""
+"""Nodes that select or reorder elements without touching them: take, skip, repeat, shuffle ..."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from hpcstrat.data._options import Options
 from hpcstrat.data._sources import Indexed
 from hpcstrat.data._threads import map_in_threads
 
-_PREFETCHED = 2  # elements, where a program leaves the number to the library
-_EMPTY_ROUNDS = 10_000  # in a row; a generator that was empty so often is exhausted
+_PREFETCHED = 2  # elements, if the program leaves the number to the library
+_EMPTY_ROUNDS = 10_000  # in a row; after these, a generator counts as exhausted
 
 
 class Choosing(Transformation):
@@ -76,11 +76,11 @@ class Choosing(Transformation):
             if size == INFINITE
             else size
             if size == UNKNOWN
-            else self._chosen(size)
+            else self._count_chosen(size)
         )
 
     @abc.abstractmethod
-    def _chosen(self, size: int) -> int:
+    def _count_chosen(self, size: int) -> int:
         """The number of elements chosen from `size`."""
 
     def _infinite(self) -> int:
@@ -89,13 +89,13 @@ class Choosing(Transformation):
 
 @final
 class Take(Choosing):
-    """The first `count` elements; all if it is negative."""
+    """The first `count` elements; all if `count` is negative."""
 
     def __init__(self, source: Node, count: int) -> None:
         super().__init__(source, f"take({count})")
         self._count = count
 
-    def _chosen(self, size: int) -> int:
+    def _count_chosen(self, size: int) -> int:
         return size if self._count < 0 else min(size, self._count)
 
     def _infinite(self) -> int:
@@ -108,8 +108,8 @@ class Take(Choosing):
         left = self._count
         if left == 0:
             return
-        # It ends at the last element, not at a look at the next: that may run user code, or never
-        # come.
+        # It ends with the last element and does not ask for the next: that may run user code, or
+        # never return.
         for chunk in self._source.chunks(epoch):
             yield chunk[:left]
             left -= min(left, len(chunk))
@@ -119,13 +119,13 @@ class Take(Choosing):
 
 @final
 class Skip(Choosing):
-    """All but the first `count` elements; nothing if it is negative."""
+    """All but the first `count` elements; none if `count` is negative."""
 
     def __init__(self, source: Node, count: int) -> None:
         super().__init__(source, f"skip({count})")
         self._count = count
 
-    def _chosen(self, size: int) -> int:
+    def _count_chosen(self, size: int) -> int:
         return 0 if self._count < 0 else max(0, size - self._count)
 
     def _infinite(self) -> int:
@@ -143,14 +143,14 @@ class Skip(Choosing):
 
 @final
 class Shard(Choosing):
-    """Every `num_shards`-th element, beginning with the one at `index`."""
+    """Every `num_shards`-th element, starting at `index`."""
 
     def __init__(self, source: Node, num_shards: int, index: int) -> None:
         super().__init__(source, f"shard({num_shards}, {index})")
         self._num_shards = num_shards
         self._index = index
 
-    def _chosen(self, size: int) -> int:
+    def _count_chosen(self, size: int) -> int:
         return max(0, -(-(size - self._index) // self._num_shards))
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
@@ -167,7 +167,7 @@ class Shard(Choosing):
 
 @final
 class Repeat(Choosing):
-    """All elements, `count` times; infinitely often if it is negative."""
+    """All elements, `count` times; without end if `count` is negative."""
 
     def __init__(self, source: Node, count: int) -> None:
         super().__init__(source, f"repeat({count})")
@@ -179,7 +179,7 @@ class Repeat(Choosing):
             return 0
         return INFINITE if self._count < 0 else super().cardinality()
 
-    def _chosen(self, size: int) -> int:
+    def _count_chosen(self, size: int) -> int:
         return size * self._count
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
@@ -197,29 +197,29 @@ class Repeat(Choosing):
                 return
 
     def _ends(self, given: int, empty: int) -> bool:
-        """Whether an empty round ends an infinite `repeat`: as in TensorFlow, but not directly after a shuffle.
+        """Whether an empty round ends a `repeat` without a count, as in TensorFlow.
 
-        After a shuffle it ends only if no round had elements; else empty rounds are passed over, as
-        in TensorFlow.
+        It does, except directly after a shuffle if an earlier round had elements: then empty rounds
+        are skipped.
         """
         if empty == _EMPTY_ROUNDS:
             raise RuntimeError(
                 f"Dataset.repeat: after {given} elements came {empty} empty rounds in a row; a "
-                "generator function must return a new iterator in each round; correct it, or give "
-                "the number of rounds"
+                "generator function must return a new iterator in each round; correct it, or pass "
+                "a count"
             )
         return given == 0 or not isinstance(self._source, Shuffle)
 
 
 @final
 class Prefetch(Choosing):
-    """All elements. As the last node of a pipeline it has a thread prepare them; see `ahead`."""
+    """All elements; as a pipeline's last node, prepared by a thread (see `prefetch` in `_pass`)."""
 
     def __init__(self, source: Node, buffer_size: int) -> None:
         super().__init__(source, f"prefetch({buffer_size})", inputs_per_element=1)
         self.size: int = _PREFETCHED if buffer_size < 0 else buffer_size
 
-    def _chosen(self, size: int) -> int:
+    def _count_chosen(self, size: int) -> int:
         return size
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
@@ -231,13 +231,13 @@ class Prefetch(Choosing):
 
 @final
 class WithOptions(Choosing):
-    """All elements, and the options that the user gave. They have no part in saved positions."""
+    """All elements, with the user's options, which saved positions do not include."""
 
     def __init__(self, source: Node, options: Options) -> None:
         super().__init__(source, f"with_options({options})", inputs_per_element=1)
         self.options: Options = options
 
-    def _chosen(self, size: int) -> int:
+    def _count_chosen(self, size: int) -> int:
         return size
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
@@ -248,16 +248,16 @@ class WithOptions(Choosing):
 
 
 def options_of(node: Node) -> Options:
-    """The options of a pipeline; of several settings of one, the last holds."""
-    found = Options()
-    for one in node.inputs:
-        found = found.merge(options_of(one))
-    return found.merge(node.options) if isinstance(node, WithOptions) else found
+    """The options of a pipeline; if an option is set several times, the last setting counts."""
+    options = Options()
+    for source in node.inputs:
+        options = options.merge(options_of(source))
+    return options.merge(node.options) if isinstance(node, WithOptions) else options
 
 
 @final
 class Shuffle(Choosing):
-    """All elements, each drawn at random from a buffer of the next ones."""
+    """All elements, each drawn at random from a buffer of the next elements."""
 
     def __init__(self, source: Node, buffer_size: int, seed: int | None, reshuffle: bool) -> None:
         super().__init__(source, f"shuffle({buffer_size}, {seed}, {reshuffle})")
@@ -267,25 +267,25 @@ class Shuffle(Choosing):
     def own_shuffles(self) -> Sequence[ShuffleState]:
         return (self._shuffle,)
 
-    def _chosen(self, size: int) -> int:
+    def _count_chosen(self, size: int) -> int:
         return size
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         random = epoch.generator(self._shuffle)
         if isinstance(self._source, Indexed) and self._source.cardinality() <= self._buffer_size:
-            return _shuffled_positions(self._source.cardinality(), random)
-        return (_shuffled_items if self.width is None else _shuffled_keys)(
+            return _shuffle_positions(self._source.cardinality(), random)
+        return (_shuffle_items if self.width is None else _shuffle_keys)(
             self._source.chunks(epoch), self._buffer_size, random
         )
 
 
-def _shuffled_positions(size: int, random: np.random.Generator) -> Iterator[Keys]:
-    """As `_shuffled_keys` of positions that the buffer holds all: the same order, without keys that are then copied."""
+def _shuffle_positions(size: int, random: np.random.Generator) -> Iterator[Keys]:
+    """The order of `_shuffle_keys` if the buffer holds all positions, without copying keys."""
     if size:
         yield random.permutation(size)[:, np.newaxis]
 
 
-def _shuffled_items(
+def _shuffle_items(
     stream: Iterator[list[Any]], size: int, random: np.random.Generator
 ) -> Iterator[list[Any]]:
     """Draws from a buffer of `size` items; each new item replaces the one just drawn."""
@@ -297,9 +297,8 @@ def _shuffled_items(
                 continue
             slot = next(slots, None)
             if slot is None:
-                slots = iter(
-                    random.integers(size, size=1024).tolist()
-                )  # many per call: a call costs microseconds
+                # Many per call, because a call takes microseconds.
+                slots = iter(random.integers(size, size=1024).tolist())
                 slot = next(slots)
             yield [buffer[slot]]
             buffer[slot] = item
@@ -307,12 +306,10 @@ def _shuffled_items(
         yield [buffer[slot]]
 
 
-def _shuffled_keys(
-    stream: Iterator[Keys], size: int, random: np.random.Generator
-) -> Iterator[Keys]:
-    """As `_shuffled_items`, but whole chunks at a time.
+def _shuffle_keys(stream: Iterator[Keys], size: int, random: np.random.Generator) -> Iterator[Keys]:
+    """As `_shuffle_items`, but a whole chunk at a time.
 
-    A buffer that holds the whole dataset is one permutation.
+    If the buffer holds the whole dataset, this is a single permutation.
     """
     waiting, held = [], 0
     for chunk in stream:
@@ -334,25 +331,26 @@ def _shuffled_keys(
 def _exchange(size: int, steps: int, random: np.random.Generator) -> tuple[Keys, Keys]:
     """Simulates `steps` draws from a buffer, without a loop.
 
-    The pool is the buffer, places 0 to `size`, followed by the new items, one for each draw.
+    The pool is the buffer (places 0 to `size`), followed by the new items, one per draw:
+
+        place:   0 ... size - 1 | size   size + 1   ...
+        holds:   the buffer     | new item of step 0, of step 1, ...
 
     Returns:
         The place in the pool of the item that leaves at each step, and of each item that is in the
         buffer afterwards.
     """
-    # uint16 where it suffices: NumPy's stable sort is a radix sort for 16 bits, several times as
-    # fast.
+    # uint16 if it suffices: NumPy's stable sort of 16 bits is a radix sort, several times faster.
     slots = random.integers(size, size=steps, dtype=np.uint16 if size <= 1 << 16 else np.int64)
-    # Step t takes what is in its slot and puts item `size + t` there. So what leaves is the
-    # buffer's own item if the slot is drawn for the first time, else the item of the previous step
-    # that drew it. After a stable sort by slot that previous step is the neighbour.
+    # Step t takes the item in its slot and puts item `size + t` there. So the item that leaves is
+    # the buffer's own if the slot is drawn for the first time, else the item of the previous step
+    # that drew the slot. After a stable sort by slot, that previous step is the neighbour.
     order = np.argsort(slots, kind="stable")
     ordered = slots[order]
     again = np.flatnonzero(ordered[1:] == ordered[:-1]) + 1
     leaving = slots.astype(np.int64)
     leaving[order[again]] = order[again - 1] + size
     staying = np.arange(size)
-    staying[slots] = np.arange(
-        size, size + steps
-    )  # of equal indices the last assignment holds, as it should
+    # If a slot was drawn several times, the last assignment counts, as it should.
+    staying[slots] = np.arange(size, size + steps)
     return leaving, staying

@@ -1,4 +1,4 @@
-"""The node behind flat_map and interleave: elements of datasets that a function makes."""
+"""The node of flat_map and interleave: elements of datasets that a function makes."""
 
 from __future__ import annotations
 
@@ -17,29 +17,33 @@ from hpcstrat.data._node import (
     Node,
     ShuffleState,
     Transformation,
-    unwrapped,
+    unwrap,
     with_failures,
 )
 from hpcstrat.data._threads import blocks_ahead, threads_of
 
-# datasets of a pass whose text and arrays the ranks compare: a single one may be equal by chance
+# Datasets per pass whose text and arrays the ranks compare: a single one may be equal by chance.
 _COMPARED = 32
 _END = object()
 
 
 @final
 class Interleave(Transformation):
-    """The elements of the datasets that a function makes of elements: `block_length` of each, in turn.
+    """Elements of the datasets that a function makes from elements: `block_length` of each in turn.
 
-    An item is a node and its item, so every rank makes all datasets but loads its own elements
-    only.
+    An item is a pair of a node and an item of it, so every rank makes all datasets but loads only
+    its own elements. With a cycle length of 2 and a block length of 1:
+
+        dataset of element 0:   a0   a1   a2
+        dataset of element 1:     b0   b1
+        dataset of element 2:                  c0   c1     (replaces an ended dataset)
 
     Args:
         source: the input.
         call: see `Transformation`.
-        function: makes a node of an element.
+        function: makes a node from an element.
         cycle_length: the number of datasets that take turns.
-        block_length: the number of elements of each turn.
+        block_length: the number of elements per turn.
         threads: the number of threads that read the datasets, or 0.
     """
 
@@ -65,9 +69,8 @@ class Interleave(Transformation):
         self._cycle_length = cycle_length
         self._block_length = block_length
         self._threads = threads
-        self._shuffle = ShuffleState(
-            None, True
-        )  # from which those of the datasets have their seeds
+        # The seeds of the datasets' own shuffles derive from this one.
+        self._shuffle = ShuffleState(None, True)
 
     def own_shuffles(self) -> Sequence[ShuffleState]:
         return (self._shuffle,)
@@ -75,14 +78,15 @@ class Interleave(Transformation):
     def spec(self) -> Any:
         """See `Node`.
 
-        The function is called on the first two elements: sizes in which they differ are unknown.
+        The function is called on the first two elements: sizes in which the results differ are
+        unknown.
         """
         elements = itertools.islice(self._source.elements(EpochPass(frozen=True)), 2)
         specs = [self._function(element).spec() for element in elements]
         if not specs:
             raise ValueError(
                 f"Dataset.element_spec: {self!r} has no elements, so the shapes and dtypes that "
-                "its function would make are unknown"
+                "its function would return are unknown"
             )
         return specs[0] if len(specs) == 1 else _elements.common_spec(*specs)
 
@@ -90,7 +94,7 @@ class Interleave(Transformation):
         return UNKNOWN
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        opened = self._opened(epoch)
+        opened = self._open(epoch)
         if not self._threads:
             yield from self._in_turn(items for _, items in opened)
             return
@@ -116,13 +120,13 @@ class Interleave(Transformation):
             if item is _END or given == self._block_length:
                 index, given = (index + 1) % self._cycle_length, 0
 
-    def _opened(self, epoch: EpochPass) -> Iterator[tuple[EpochPass, Iterator[Any]]]:
-        """For each element of the input a pass over its dataset, and the items of that."""
+    def _open(self, epoch: EpochPass) -> Iterator[tuple[EpochPass, Iterator[Any]]]:
+        """For each element of the input, a pass over its dataset and the items of that pass."""
         passes = epoch.inner_passes(self._shuffle)
         for number, element in enumerate(with_failures(self._source.elements(epoch))):
             inner = next(passes)
             try:
-                node = self._function(unwrapped(element))
+                node = self._function(unwrap(element))
             except Exception as error:
                 yield inner, iter([(None, FailedElement(error))])
                 continue
@@ -132,7 +136,7 @@ class Interleave(Transformation):
 
     def load(self, item: Any) -> Any:
         node, inner = item
-        return unwrapped(inner) if node is None else node.load(inner)
+        return unwrap(inner) if node is None else node.load(inner)
 
     def fetch(self, chunk: Chunk) -> Any:
         parts = []

@@ -1,4 +1,7 @@
-"""Iteration over a distributed dataset. If user code takes part, the ranks compare every step."""
+"""Iterators over datasets, plain and distributed.
+
+If user code is part of a distributed pipeline, the ranks compare every step.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,52 @@ from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import PipelineChecksum
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node
-from hpcstrat.data._pass import InputCommunicator, ResumableIterator, after, prefetched
+from hpcstrat.data._pass import InputCommunicator, ResumableIterator, after, prefetch
 from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 
 _END = Step(None, None)
+
+
+@final
+class DatasetIterator(ResumableIterator):
+    """One iteration over a `Dataset`."""
+
+    def __init__(self, node: Node, epoch: EpochPass, taken: int) -> None:
+        super().__init__(node)
+        self._start(epoch, taken)
+
+    def _start(self, epoch: EpochPass, taken: int) -> None:
+        self._epoch, self._taken = epoch, taken
+        self._elements = prefetch(after(self._node, taken).elements(epoch), self._node, epoch)
+
+    def _end(self) -> None:
+        self._elements, self._taken = iter(()), None
+
+    @property
+    def element_spec(self) -> Any:
+        """As `Dataset.element_spec`."""
+        return self._node.spec()
+
+    def __iter__(self) -> DatasetIterator:
+        return self
+
+    def __next__(self) -> Any:
+        """The next element: a nest of NumPy arrays and scalars.
+
+        Raises:
+            StopIteration: the pass is over.
+            Exception: whatever a function of the pipeline raised. The next call returns the next
+                element; if `batch` follows the function, the next batch.
+        """
+        try:
+            return next(self._elements)
+        except StopIteration:
+            self._end()
+            raise
+        finally:
+            # A failed element counts too: a program that resumes after it must not meet it again.
+            if self._taken is not None:
+                self._taken += 1
 
 
 @dataclass(eq=False)
@@ -33,11 +78,11 @@ class Distribution:
     Attributes:
         node: the last node of the pipeline.
         communicator: the replicas.
-        split: a function that gives one replica's steps of a pipeline.
+        split: a function that returns one replica's steps of a pipeline.
         call: the public name of the method that distributed the dataset.
-        prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for nothing.
+        prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for no moves.
         workers: the workers, each with its own pipeline.
-        has_warned: whether a warning said that some replicas had no elements in a step.
+        has_warned: whether the warning that some replicas had no elements was issued.
     """
 
     node: Node
@@ -90,12 +135,12 @@ class DistributedIterator(ResumableIterator):
         self._rank, self._size = distribution.communicator.rank, distribution.communicator.size
         self._distribution = distribution
         self._assigns = distribution.split is assign_elements
-        self._begin(epoch, taken)
+        self._start(epoch, taken)
 
-    def _begin(self, epoch: EpochPass, taken: int) -> None:
+    def _start(self, epoch: EpochPass, taken: int) -> None:
         distribution, communicator = self._distribution, self._communicator
-        # Without user code all ranks of a worker walk the same keys and need no exchange. Workers
-        # have separate pipelines, which may end at different steps.
+        # Without user code, all ranks of a worker walk the same keys and need no exchange. Several
+        # workers have separate pipelines, which may end at different steps.
         self._compares = communicator.size > 1 and (
             self._node.user_code or distribution.workers.count > 1
         )
@@ -106,7 +151,7 @@ class DistributedIterator(ResumableIterator):
         )
         prefetcher = distribution.prefetcher
         self._steps = (
-            prefetched(steps, self._node, epoch) if prefetcher is None else prefetcher(steps)
+            prefetch(steps, self._node, epoch) if prefetcher is None else prefetcher(steps)
         )
         self._number = 0
         self._epoch, self._taken = epoch, taken
@@ -127,8 +172,8 @@ class DistributedIterator(ResumableIterator):
 
         Raises:
             ValueError: called inside a replica function.
-            ReplicaMismatchError: the ranks' pipelines had different numbers of elements, or
-                different elements.
+            ReplicaMismatchError: the ranks' pipelines have different elements, or different numbers
+                of them.
             Exception: whatever a function of the pipeline raised on any rank. The next call returns
                 the next step.
         """
@@ -138,51 +183,50 @@ class DistributedIterator(ResumableIterator):
                 "replicas; call it outside, and pass the result: strategy.run(fn, "
                 "args=(next(iterator),))"
             )
-        step = self._compared_step() if self._compares else next(self._steps, _END)
+        step = self._compare_step() if self._compares else next(self._steps, _END)
         total, value, _, error, is_scarce = step
         if total is None and error is None:
             self._end()
             raise StopIteration
         assert self._taken is not None
-        # Positions count elements of the pipeline: one batch for all replicas, or one element for
-        # each.
+        # Positions count elements of the pipeline: one per step, or as many as the replicas got.
         self._taken += (total or 0) if self._assigns else 1
         if error is not None:
             try:
                 raise error
             finally:
-                del step, value, error  # the traceback keeps this frame, and with it the batch
+                del step, value, error  # the traceback keeps this frame alive, and thus the batch
         if is_scarce and not self._distribution.has_warned:
             self._warn(total)
         rank, size = self._rank, self._size
         if size == 1:
             return value
-        # The most common nests need no flattening: one array, and a few side by side.
+        # The most common nests need no flattening: an array, and a tuple of arrays.
         if type(value) is np.ndarray:
             return PerReplica(value, rank, size)
         if type(value) is tuple:
             parts = []
-            for one in value:
-                if type(one) is not np.ndarray:
+            for array in value:
+                if type(array) is not np.ndarray:
                     break
-                parts.append(PerReplica(one, rank, size))
+                parts.append(PerReplica(array, rank, size))
             else:
                 return tuple(parts)
         leaves, structure = nests.flatten(value)
         return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
 
     def _end(self) -> None:
-        """Ends the pass and releases the pipeline. All ranks do so at the same step."""
+        """Ends the pass and releases the pipeline, at the same step on all ranks."""
         self._steps, self._compares, self._taken = iter(()), False, None
 
     @names_call(lambda self: self._call)
-    def _compared_step(self) -> Step:
-        """The next step, after all ranks have found that they have the same. Collective."""
+    def _compare_step(self) -> Step:
+        """The next step, after all ranks have checked that theirs are the same. Collective."""
         try:
             with self._communicator.raise_together():
                 step = next(self._steps, _END)
-                # One exchange tells all that can differ. Without it a rank whose generator ends
-                # early would leave the others waiting in a collective of the step.
+                # One exchange covers everything that can differ. Without it, a rank whose generator
+                # ends early would leave the other ranks waiting in a collective of the step.
                 own = (
                     step.total,
                     step.checksum,
@@ -214,15 +258,15 @@ class DistributedIterator(ResumableIterator):
                 "or torch.manual_seed(0) before each epoch. Do not use a DistributedSampler: every "
                 "batch is split between the replicas anyway"
             )
-        if kinds.count(kinds[0]) < len(kinds):  # no replica has seen all rows of the batch
-            return step._replace(error=_elements.unlike(kinds))
+        if kinds.count(kinds[0]) < len(kinds):  # no replica alone has seen all rows of the batch
+            return step._replace(error=_elements.mismatch_error(kinds))
         if None in totals and any(total is not None for total in totals):
             empty = self._empty()
             return (step if step.total is not None else empty)._replace(is_scarce=True)
         return step._replace(is_scarce=True) if any(scarce) else step
 
     def _kinds(self, value: Any) -> tuple[Any, ...] | None:
-        """What all parts of a batch must have in common; `None` where no part was loaded by itself."""
+        """What all parts of a batch must share; `None` if parts were not loaded separately."""
         if value is None or self._assigns or self._node.rows is None:
             return None
         return _elements.kinds_of_rows(value)
@@ -237,32 +281,33 @@ class DistributedIterator(ResumableIterator):
                 if error is not None:
                     raise error
                 self._communicator.all_gather_obj(None)
-        except Exception as found:
-            return found
+        except Exception as raised:
+            return raised
 
     def _warn(self, total: int | None) -> None:
-        """Warns, once for each dataset, that some replicas have no elements in a step."""
+        """Warns, once per dataset, that some replicas have no elements in a step."""
         self._distribution.has_warned = True
         size = self._communicator.size
         if self._assigns:
             what = "some replicas have no elements in a step"
-            remedy = "make the number of batches a multiple of that of the replicas"
+            remedy = "make the number of batches a multiple of the number of replicas"
         else:
             what = f"some of {size} replicas have no elements of a batch of {total}"
             remedy = "drop the batch: batch(..., drop_remainder=True)"
             if total and total >= size:
                 remedy += ", or do without AutoShardPolicy.OFF"
         warn_together(
-            f"{self._call}: {what}, and a mean over none is nan; divide sums by the size of the "
-            f"global batch, or {remedy}",
+            f"{self._call}: {what}, and a mean over no elements is nan; divide sums by the global "
+            f"batch size, or {remedy}",
             UserWarning,
             is_lead=self._communicator.rank == 0,
         )
 
     def _differences(self, values: Sequence[int | None]) -> str:
-        """Every rank's value as text, and ends the iteration, if values differ within a worker; else an empty text."""
+        """The values as text, and ends the iteration, if they differ within a worker; else ""."""
         if all(
-            len(set(of_worker)) == 1 for of_worker in self._distribution.workers.grouped(values)
+            len(set(of_worker)) == 1
+            for of_worker in self._distribution.workers.group_by_worker(values)
         ):
             return ""
         self._end()
@@ -271,7 +316,7 @@ class DistributedIterator(ResumableIterator):
         )
 
     def _empty(self) -> Step:
-        """The step of a worker whose elements have ended while those of another go on."""
+        """The step of a worker whose elements have ended before another worker's."""
         spec = self._node.spec()
         if any(not leaf.shape for leaf in nests.flatten(spec)[0]):
             self._end()

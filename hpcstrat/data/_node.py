@@ -1,4 +1,15 @@
-"""The nodes of a pipeline, the streams of keys that say which element comes when, and a pass over all nodes."""
+"""The nodes of a pipeline, the items that flow through them, and a pass over all nodes.
+
+Items say which element comes when; elements are made from them only where they are needed. The
+pipeline `range(6).shuffle(6).batch(2)` on two replicas:
+
+    range     keys 0 1 2 3 4 5          every rank walks the keys ...
+    shuffle   keys 3 0 5 1 4 2
+    batch     items [3 0] [5 1] [4 2]
+                     |  |
+                     |  replica 1 loads element 0      ... but each replica loads only its own rows
+                     replica 0 loads element 3
+"""
 
 from __future__ import annotations
 
@@ -22,25 +33,25 @@ UNKNOWN = -2
 
 Keys: TypeAlias = npt.NDArray[np.int64]
 Chunk: TypeAlias = Any
-"""Some consecutive items of a stream: `Keys` of shape `(n, width)`, one row an item, or a list of n Python objects.
+"""Consecutive items of a stream: `Keys` of shape `(n, width)`, one row per item, or n objects.
 
-In place of a list of arrays of one shape there may be one array of them: batches of keys are a view
-of the keys.
+The n Python objects are in a list. If they are arrays of the same shape, there may be one stacked
+array instead: batches of keys are a view of the keys.
 """
 
 _BYTES_AHEAD = 1 << 20
-_drawn = itertools.count()  # the unseeded shuffles that this process has drawn a seed for
+_drawn = itertools.count()  # counts the unseeded shuffles that drew a seed in this process
 
 
 class ShuffleState:
     """The seed of one shuffle and its round, from which each order is derived.
 
-    An order is a function of (seed, round) alone, so ranks that agree on these two numbers need not
+    An order depends only on (seed, round), so ranks that agree on these two numbers need not
     exchange orders, and a checkpoint that saves them can replay an order.
 
     Attributes:
         seed: the seed of all rounds; `None` until an unseeded shuffle first needs it.
-        next_round: the round with which the next pass begins.
+        next_round: the round with which the next pass starts.
         reshuffle: whether rounds differ.
         own_seed: the seed that the user gave, or `None`.
     """
@@ -54,10 +65,7 @@ class ShuffleState:
         self.own_seed: int | None = self.seed
 
     def state(self) -> tuple[int, int]:
-        """The seed, drawn now if there is none yet, and the next round.
-
-        Equal states give equal orders.
-        """
+        """The seed, drawn now if there is none yet, and the next round: both define the order."""
         if self.seed is None:
             self.seed = _fresh_seed()
         return self.seed, self.next_round
@@ -70,21 +78,22 @@ class EpochPass:
     it meets.
 
     Args:
-        rounds: the round with which each shuffle begins; a shuffle not listed continues after its
-            last pass.
-        frozen: whether every shuffle begins with its first round instead, and its count of rounds
-            stays as it is.
+        rounds: the round with which each shuffle starts; a shuffle that is not listed continues
+            after its last pass.
+        frozen: whether every shuffle starts with its first round instead, and its count of rounds
+            does not change.
         salt: numbers from which orders without a seed derive; for a pass over a dataset that a
-            function of the pipeline makes, whose shuffles no other rank, and no program that
-            resumes, could know of.
-        place: numbers from which, and from its seed, an order with a seed derives there: the round
-            of the pipeline's pass and the position of the dataset in it, the same in every program.
+            function of the pipeline makes, whose shuffles are unknown to other ranks and to a
+            program that resumes.
+        place: numbers from which, with its seed, an order with a seed derives in such a dataset:
+            the round of the pipeline's pass and the position of the dataset in it, the same in
+            every program.
 
     Attributes:
-        checksum: the checksum of what user code yields in this pass.
-        reached: for each shuffle that it has met the round with which a pass after it begins.
-        runs_ahead: whether these count only by `commit`, as the elements behind them are asked for
-            later.
+        checksum: the checksum of the elements that user code yields in this pass.
+        reached: for each shuffle that it has met, the round with which the next pass starts.
+        runs_ahead: whether these rounds count only after `commit`, because the pass runs ahead of
+            the elements that are asked for.
     """
 
     def __init__(
@@ -105,11 +114,11 @@ class EpochPass:
         self.checksum: PipelineChecksum = PipelineChecksum()
 
     def frozen(self) -> EpochPass:
-        """A pass that meets the same orders each time, as a cache needs it."""
+        """A pass that meets the same orders each time, for a cache."""
         return EpochPass(frozen=True, salt=self._salt, place=self._place)
 
     def inner_passes(self, shuffle: ShuffleState) -> Iterator[EpochPass]:
-        """Passes over the datasets that a function makes, one after the other, in a round of the node's own shuffle."""
+        """Passes over the datasets that a function makes, in a round of the node's own shuffle."""
         salt = int(self.generator(shuffle).integers(2**63))
         place = *self._place, self._rounds[shuffle] - 1
         for number in itertools.count():
@@ -118,13 +127,13 @@ class EpochPass:
             yield inner
 
     def first_round(self, shuffle: ShuffleState) -> int:
-        """The round of a shuffle with which this pass began, or will begin."""
+        """The round of a shuffle with which this pass started, or will start."""
         return self._first.get(shuffle, shuffle.next_round)
 
     def commit(self, reached: Mapping[ShuffleState, int]) -> None:
-        """Has the next pass begin with these rounds."""
+        """Makes the next pass start with these rounds."""
         for shuffle, number in reached.items():
-            # Of two passes under way at once, the one that lags behind does not set the count back.
+            # Of two simultaneous passes, the slower must not set the count back.
             shuffle.next_round = max(shuffle.next_round, number)
 
     def generator(self, shuffle: ShuffleState) -> np.random.Generator:
@@ -132,9 +141,9 @@ class EpochPass:
         if self._salt is not None:
             number = self._rounds.setdefault(shuffle, 0)
             self._rounds[shuffle] = number + 1
-            if (
-                shuffle.own_seed is None
-            ):  # two of them have different orders; two with one seed equal ones, as outside
+            # Two shuffles without a seed have different orders; two with the same seed have the
+            # same order, as elsewhere.
+            if shuffle.own_seed is None:
                 own, within = (0, list(self._rounds).index(shuffle)), self._salt
             else:
                 own, within = (shuffle.own_seed,), self._place
@@ -144,10 +153,8 @@ class EpochPass:
         self._rounds[shuffle] = number + 1
         self._first.setdefault(shuffle, number)
         if not self._frozen:
-            self.reached = {
-                **self.reached,
-                shuffle: number + 1,
-            }  # a new one, which another thread may keep
+            # A new dict, because another thread may hold the old one.
+            self.reached = {**self.reached, shuffle: number + 1}
             if not self.runs_ahead:
                 self.commit(self.reached)
         return np.random.default_rng([seed, number if shuffle.reshuffle else 0])
@@ -157,28 +164,27 @@ class Node(abc.ABC):
     """A source or a transformation of elements.
 
     A pass over a node is a stream of *items*, which are cheap and say which element comes when;
-    `load` and `fetch` make elements of them. So nodes that reorder or choose elements touch no
-    data, every rank can walk the whole stream, and each replica loads its own elements only.
+    `load` and `fetch` make elements from them. So nodes that reorder or select elements touch no
+    data, every rank can walk the whole stream, and each replica loads only its own elements.
 
     Everything that distribution and checkpoints need to know is an argument without a default: a
-    new transformation
-    that forgets one fails when it is constructed, instead of being split or resumed like some other
-    node.
+    new transformation that forgets an argument fails when it is constructed, instead of being split
+    or resumed like some other node.
 
     Args:
-        *inputs: the nodes that this one reads.
+        *inputs: the nodes that this node reads.
         width: the number of int64 columns of an item if the stream consists of `Keys`; `None` if
             items are Python objects.
-        user_code: whether a pass runs functions of the user, and so may end or fail on one rank
-            only.
-        batch_sizes: the size of each `batch` that still holds, outermost last; 0 if it is unknown.
+        user_code: whether a pass runs functions of the user, and so may end or fail on a single
+            rank.
+        batch_sizes: the sizes of the `batch` calls still in effect, outermost last; 0 if unknown.
         rows: if elements are batches, the node whose elements are their rows, and whose chunks are
             this node's items; else `None`.
         inputs_per_element: the unit in which a saved position counts. `None`: this node's own
-            elements. A number: elements of its only input, this many to an element, so that a
-            program with another batch size can resume.
+            elements. A number: elements of its only input, that many per element of this node, so
+            that a program with another batch size can resume.
 
-    The arguments are attributes, too.
+    The arguments are also attributes.
     """
 
     def __init__(
@@ -199,7 +205,7 @@ class Node(abc.ABC):
 
     @abc.abstractmethod
     def __repr__(self) -> str:
-        """The pipeline up to here as the user wrote it. Ranks compare pipelines by this text."""
+        """The pipeline up to this node, as the user wrote it; ranks compare this text."""
 
     @abc.abstractmethod
     def spec(self) -> Any:
@@ -211,11 +217,11 @@ class Node(abc.ABC):
 
     @abc.abstractmethod
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        """One pass: the items in order, in chunks of any length, short ones if the stream is infinite."""
+        """One pass: the items in order, in chunks of any length (short ones if it is infinite)."""
 
     @abc.abstractmethod
     def load(self, item: Any) -> Any:
-        """The element that `item` stands for; safe to write to."""
+        """The element of an item; safe to write to."""
 
     def fetch(self, chunk: Chunk) -> Any:
         """The elements of a chunk, stacked: a nest of new arrays of shape `(len(chunk), ...)`."""
@@ -223,7 +229,7 @@ class Node(abc.ABC):
 
     @property
     def threads(self) -> int:
-        """How many threads may call `load` at once; 0 for any number, where that is of no use."""
+        """How many threads may call `load` at once; 0 means any number, but threads do not help."""
         return 1 if self.user_code else 0
 
     @property
@@ -232,37 +238,37 @@ class Node(abc.ABC):
         return self.width is not None and not self.user_code
 
     def elements(self, epoch: EpochPass) -> Iterator[Any]:
-        """One pass over the elements themselves, lazily: user code runs no sooner than needed.
+        """One lazy pass over the elements themselves: user code runs no sooner than needed.
 
-        An element that user code fails to make raises when its turn comes; the next element
-        follows.
+        If user code fails to make an element, the error is raised when the element's turn comes;
+        the next element follows.
         """
         if self.seekable:
-            return self._fetched(epoch)
+            return self._fetch_ahead(epoch)
         return map(self.load, itertools.chain.from_iterable(self.chunks(epoch)))
 
-    def _fetched(self, epoch: EpochPass) -> Iterator[Any]:
+    def _fetch_ahead(self, epoch: EpochPass) -> Iterator[Any]:
         ahead = None
         for chunk in self.chunks(epoch):
-            # One gather for many rows: element by element the cost of NumPy's calls would dominate.
+            # One gather for many rows: with one per element, NumPy's call overhead would dominate.
             ahead = ahead or self._rows_ahead(chunk)
             for start in range(0, len(chunk), ahead):
                 yield from _elements.unstack(self.fetch(chunk[start : start + ahead]))
 
     def shuffles(self) -> list[ShuffleState]:
         """The shuffles of this node and of all before it, in a fixed order, each once."""
-        found: dict[ShuffleState, None] = {}
+        shuffles: dict[ShuffleState, None] = {}
         for node in self.inputs:
-            found.update(dict.fromkeys(node.shuffles()))
-        return [*found, *self.own_shuffles()]
+            shuffles.update(dict.fromkeys(node.shuffles()))
+        return [*shuffles, *self.own_shuffles()]
 
     def own_shuffles(self) -> Sequence[ShuffleState]:
         """The shuffles of this node itself."""
         return ()
 
     def checksums(self, every: bool) -> list[tuple[str, int]]:
-        """For each source of arrays its description and a checksum: of samples, or of all its data if `every`."""
-        return [found for node in self.inputs for found in node.checksums(every)]
+        """The description and checksum of each source of arrays: of samples, or all if `every`."""
+        return [checksum for node in self.inputs for checksum in node.checksums(every)]
 
     def _rows_ahead(self, chunk: Keys) -> int:
         """How many elements make about a megabyte, to fetch at once."""
@@ -277,11 +283,11 @@ class Transformation(Node):
     Args:
         source: the input.
         call: the method that made this node, with its arguments.
-        width: see `Node`, as the rest.
-        user_code: likewise.
-        batch_sizes: likewise.
-        rows: likewise.
-        inputs_per_element: likewise.
+        width: see `Node`.
+        user_code: see `Node`.
+        batch_sizes: see `Node`.
+        rows: see `Node`.
+        inputs_per_element: see `Node`.
     """
 
     def __init__(
@@ -311,11 +317,10 @@ class Transformation(Node):
 
 
 class FailedElement:
-    """Stands in a stream for an element that user code failed to make.
+    """Takes the place of an element that user code failed to make.
 
-    A generator that raises is finished. Where elements stay in a stream or a buffer, the exception
-    has to travel as a value, so that it is raised when its turn comes and the elements after it are
-    not lost.
+    A generator that raises is finished. So an exception travels through streams and buffers as a
+    value: it is raised in its turn, and the elements after it are not lost.
 
     Attributes:
         error: the exception.
@@ -339,8 +344,8 @@ def with_failures(elements: Iterator[Any]) -> Iterator[Any]:
         yield element
 
 
-def unwrapped(item: Any) -> Any:
-    """The item, which is an element; raises if it is a `FailedElement`."""
+def unwrap(item: Any) -> Any:
+    """The item, if it is an element; raises the error of a `FailedElement`."""
     if isinstance(item, FailedElement):
         raise item.error
     return item
@@ -355,9 +360,8 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     """Joins chunks of the same stream."""
     if len(chunks) == 1:
         return chunks[0]
-    if (
-        isinstance(chunks[0], np.ndarray) and chunks[0].ndim == 2
-    ):  # keys; batches of them may differ in size
+    # Keys are joined; batches of keys stay a list, because they may differ in size.
+    if isinstance(chunks[0], np.ndarray) and chunks[0].ndim == 2:
         return np.concatenate(chunks)
     return [item for chunk in chunks for item in chunk]
 
@@ -365,8 +369,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 def load_rows(node: Node, chunk: Chunk, start: int, stop: int) -> Any:
     """The elements `start` to `stop` of a chunk, stacked; the range may be empty."""
     if start == stop and not node.seekable:
-        # Shapes and dtypes of an empty batch are known only from an element, so one is made for
-        # nothing.
+        # Only an element shows the shapes and dtypes of an empty batch, so load one and drop it.
         return _elements.rows(node.fetch(chunk[:1]), 0, 0)
     return node.fetch(chunk[start:stop])
 
@@ -374,10 +377,10 @@ def load_rows(node: Node, chunk: Chunk, start: int, stop: int) -> Any:
 def _fresh_seed() -> int:
     """A seed for a shuffle without one.
 
-    All ranks have the same `World.seed`, so ranks that draw in the same order draw the same seeds,
-    and no rank has to communicate inside a lazy pipeline.
+    All ranks have the same `World.seed`, so ranks that draw in the same order draw the same seeds
+    without communicating inside a lazy pipeline.
     """
-    world = worlds.started()
+    world = worlds.find()
     if world is None or world.size == 1:
         return int.from_bytes(os.urandom(7), "little")
     return int(np.random.SeedSequence([world.seed, next(_drawn)]).generate_state(1, np.uint64)[0])

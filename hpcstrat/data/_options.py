@@ -17,12 +17,12 @@ class AutoShardPolicy(enum.IntEnum):
 
 
 class _OptionGroup:
-    """Attributes that are `None`, or another group, until they are set; there are no others."""
+    """A group of options, `None` or other groups until they are set; unknown names raise."""
 
     def __init__(self, name: str, attributes: dict[str, Any]) -> None:
         self.__dict__.update(attributes, _name=name)
 
-    if TYPE_CHECKING:  # which attributes there are is not known to type checkers
+    if TYPE_CHECKING:  # type checkers do not know the attributes
 
         def __getattr__(self, attribute: str) -> Any: ...
 
@@ -35,12 +35,12 @@ class _OptionGroup:
         self.__dict__[attribute] = value
 
     def __repr__(self) -> str:
-        found = {
+        given = {
             name: value
             for name, value in self.__dict__.items()
             if name != "_name" and value is not None
         }
-        return f"{self._name}({', '.join(map('{}={!r}'.format, found, found.values()))})"
+        return f"{self._name}({', '.join(map('{}={!r}'.format, given, given.values()))})"
 
     def __eq__(self, other: object) -> bool:
         return type(other) is type(self) and self.__dict__ == other.__dict__
@@ -50,15 +50,15 @@ class _OptionGroup:
 
 @final
 class Options(_OptionGroup):
-    """What `Dataset.with_options` takes.
+    """Options for `Dataset.with_options`.
 
-    A pipeline keeps its options and gives them back; only one has an effect.
+    A pipeline keeps its options, and `Dataset.options` returns them; only one has an effect.
 
-    With `experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF` a short batch fills the
-    replicas in order, each up to its part of a full one, instead of being split evenly; a strategy
-    of several workers refuses it. The order of elements is always kept, whatever `deterministic`
-    says. The groups are `autotune`, `experimental_distribute`, `experimental_optimization` and
-    `threading`.
+    With `experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF`, a short batch fills the
+    replicas in order, each up to its share of a full batch, instead of being split evenly; a
+    strategy with several workers refuses it. The order of elements is always kept, whatever
+    `deterministic` is. The groups are `autotune`, `experimental_distribute`,
+    `experimental_optimization` and `threading`.
     """
 
     def __init__(self) -> None:
@@ -71,13 +71,13 @@ class Options(_OptionGroup):
     def __setattr__(self, attribute: str, value: Any) -> None:
         if attribute in _GROUPS and not isinstance(value, _OptionGroup):
             raise TypeError(
-                f"Options: {attribute} has attributes of its own: options.{attribute}.... = "
-                f"{value!r}"
+                f"Options: {attribute} has attributes of its own, so {value!r} cannot replace it; "
+                f"set them instead: options.{attribute}.<name> = ..."
             )
         super().__setattr__(attribute, value)
 
     def merge(self, options: Options) -> Options:
-        """These options, where `options` has none of its own."""
+        """A copy of these options, overridden by those that are set in `options`."""
         merged = Options()
         for source in (self, options):
             for name in _ATTRIBUTES:

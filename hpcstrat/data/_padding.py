@@ -1,4 +1,4 @@
-"""Padding: the elements of a batch are filled up to one shape, at the ends of their dimensions."""
+"""Pads the elements of a batch to one shape, at the ends of their dimensions."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from hpcstrat._core import nests
 def shapes_for(
     shapes: Any, structure: nests.Structure, actual: Sequence[Any]
 ) -> list[tuple[Any, ...] | None]:
-    """The shape that each leaf of an element is padded to; `None` for that of the largest.
+    """The shape that each leaf of an element is padded to; `None` means the largest leaf's shape.
 
     Raises:
-        ValueError: the shapes have another structure, or other numbers of dimensions than the
-            leaves.
+        ValueError: the shapes differ from the leaves in structure or in number of dimensions.
     """
     if shapes is None:
         return [None] * len(actual)
@@ -25,24 +24,25 @@ def shapes_for(
         given: list[Any] = structure.flatten_up_to(shapes)
     except ValueError as error:
         raise ValueError(
-            f"Dataset.padded_batch: padded_shapes is {shapes}; it must be a nest like the "
-            f"elements, {structure}, with a shape for each leaf"
+            f"Dataset.padded_batch: padded_shapes is {shapes}; it must be a nest with the "
+            f"elements' structure, {structure}, and a shape for each leaf"
         ) from error
-    found: list[tuple[Any, ...] | None] = [
-        None if one is None else tuple(one) if isinstance(one, (tuple, list)) else (one,)
-        for one in given
+    padded: list[tuple[Any, ...] | None] = [
+        None if shape is None else tuple(shape) if isinstance(shape, (tuple, list)) else (shape,)
+        for shape in given
     ]
-    for wanted, own in zip(found, actual, strict=True):
+    for wanted, own in zip(padded, actual, strict=True):
         if wanted is not None and len(wanted) != len(own):
             raise ValueError(
-                f"Dataset.padded_batch: the padded shape {list(wanted)} does not go with an "
-                f"element of shape {list(own)}; give as many sizes as it has, None for that of the "
-                "largest element"
+                f"Dataset.padded_batch: the padded shape {list(wanted)} does not match an element "
+                f"of shape {list(own)}; pass as many sizes as it has, with None for the size of "
+                "the largest element"
             )
-    return found
+    return padded
 
 
-def known_sizes(shape: Sequence[int | None]) -> tuple[int | None, ...]:
+def mark_unknown(shape: Sequence[int | None]) -> tuple[int | None, ...]:
+    """The shape with `None` in place of negative sizes."""
     return tuple([None if size is None or size < 0 else size for size in shape])
 
 
@@ -60,10 +60,10 @@ def pad_together(elements: Sequence[Any], shapes: Any, values: Any) -> Any:
         rows.append(leaves)
     wanted = shapes_for(shapes, structure, [leaf.shape for leaf in first])
     fill = _values_for(values, structure, first)
-    return structure.unflatten(map(_padded_column, zip(*rows, strict=True), wanted, fill))
+    return structure.unflatten(map(_pad_column, zip(*rows, strict=True), wanted, fill))
 
 
-def _padded_column(leaves: Sequence[Any], wanted: tuple[Any, ...] | None, value: Any) -> Any:
+def _pad_column(leaves: Sequence[Any], wanted: tuple[Any, ...] | None, value: Any) -> Any:
     dtypes = {leaf.dtype.kind if leaf.dtype.kind in "SU" else leaf.dtype for leaf in leaves}
     if len(dtypes) > 1 or len({leaf.ndim for leaf in leaves}) > 1:
         kinds = sorted({f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves})
@@ -83,8 +83,8 @@ def _padded_column(leaves: Sequence[Any], wanted: tuple[Any, ...] | None, value:
     if any(most > size for most, size in zip(largest, shape, strict=True)):
         raise ValueError(
             f"Dataset.padded_batch: an element is larger than the padded shape {shape}: the "
-            f"largest of its batch are {largest}; pad to a larger shape, or to None, which is that "
-            "of the largest element"
+            f"largest sizes in its batch are {largest}; pad to a larger shape, or to None, which "
+            "means the largest element's"
         )
     dtype = np.result_type(*leaves)
     column = np.full((len(leaves), *shape), np.zeros((), dtype) if value is None else value, dtype)
@@ -94,10 +94,10 @@ def _padded_column(leaves: Sequence[Any], wanted: tuple[Any, ...] | None, value:
 
 
 def _values_for(values: Any, structure: nests.Structure, leaves: Sequence[Any]) -> list[Any]:
-    """What each leaf of an element is padded with; `None` for zeros, or empty strings.
+    """The value that each leaf of an element is padded with; `None` for zeros or empty strings.
 
     Raises:
-        TypeError: a value does not become one of the leaf's dtype.
+        TypeError: a value cannot be converted to the leaf's dtype.
         ValueError: the values have another structure.
     """
     given: list[Any] = [values] * len(leaves)
@@ -107,7 +107,7 @@ def _values_for(values: Any, structure: nests.Structure, leaves: Sequence[Any]) 
         except ValueError as error:
             raise ValueError(
                 f"Dataset.padded_batch: padding_values is {values}; it must be one value, or a "
-                f"nest like the elements, {structure}, with a value for each leaf"
+                f"nest with the elements' structure, {structure}, and a value for each leaf"
             ) from error
     for value, leaf in zip(given, leaves, strict=True):
         if value is not None and not _becomes(np.asarray(value), leaf.dtype):
@@ -119,7 +119,7 @@ def _values_for(values: Any, structure: nests.Structure, leaves: Sequence[Any]) 
 
 
 def _becomes(value: np.ndarray[Any, Any], dtype: np.dtype[Any]) -> bool:
-    """Whether a value can be written as one of this dtype: an integer exactly, a float rounded."""
+    """Whether a value can be converted to this dtype: integers exactly, floats with rounding."""
     if value.ndim or value.dtype.kind not in "biufc" or dtype.kind not in "biufc":
         return value.ndim == 0 and value.dtype.kind == dtype.kind
     if dtype.kind == "b" or value.dtype.kind == "b":

@@ -1,4 +1,4 @@
-"""Passes over a pipeline: ranks begin them together, and another program can resume them."""
+"""Passes over a pipeline: ranks start them together, and another program can resume them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from hpcstrat.data._threads import prepare_ahead
 
 
 class Position(NamedTuple):
-    """The position of an iteration, or that none is under way.
+    """The position of an iteration, or that no iteration is in progress.
 
-    It holds no order and no elements: to seek is to walk the same shuffles again and skip. So a
-    checkpoint of a dataset
-    has a few numbers, whatever the size of the dataset and its shuffle buffers.
+    It holds no order and no elements: seeking walks the same shuffles again and skips. So a
+    checkpoint of a dataset has a few numbers, however large the dataset and its shuffle buffers.
 
     Attributes:
         pipeline: the nodes, without the batches at the end: the program that resumes may have
             another batch size.
-        shuffles: for each shuffle its seed and the round with which the iteration began; if no
-            iteration is under way, the round with which the next one begins.
+        shuffles: for each shuffle, its seed and the round with which the iteration started, or the
+            next iteration starts if none is in progress.
         taken: the number of elements of `pipeline` that the iteration has yielded; `None` if no
-            iteration is under way.
+            iteration is in progress.
     """
 
     pipeline: str
@@ -39,7 +38,7 @@ class Position(NamedTuple):
 
 
 class Resumable(abc.ABC):
-    """A dataset or iterator that knows its position and can seek to another one.
+    """A dataset or iterator that knows its position and can seek to another position.
 
     The methods are private because users' datasets inherit them; checkpoints call them.
 
@@ -52,7 +51,7 @@ class Resumable(abc.ABC):
 
     @abc.abstractmethod
     def _position(self) -> Position:
-        """Where the iteration stands."""
+        """The position of the iteration."""
 
     @abc.abstractmethod
     def _seek(self, position: Position) -> None:
@@ -60,9 +59,9 @@ class Resumable(abc.ABC):
 
     def _incompatibility(self, position: Position) -> str | None:
         """Why this pipeline cannot seek to `position`; `None` if it can."""
-        # Another dataset, or another order of transformations, would resume at elements that the
-        # first program never saw, or twice at the same: that is worth an error. Another batch size
-        # is not: it is left out of the text.
+        # With another dataset, or another order of transformations, the program would skip elements
+        # or repeat them: that is worth an error. Another batch size is not, and `pipeline` is
+        # without it.
         shuffles = len(self._node.shuffles())
         if shuffles != len(position.shuffles):
             return (
@@ -74,11 +73,14 @@ class Resumable(abc.ABC):
             return f"its pipeline is {pipeline} and the saved one {position.pipeline}"
         inner, size = _without_batches(self._node)
         if position.taken % size and position.taken != inner.cardinality():
-            return f"it was saved after {position.taken} elements, not a multiple of its batch size {size}"
+            return (
+                f"it was saved after {position.taken} elements, not a multiple of its batch size "
+                f"{size}"
+            )
         return None
 
     def _restore_rounds(self, position: Position) -> dict[ShuffleState, int]:
-        """Sets all shuffles to the rounds with which the saved iteration began, and returns these."""
+        """Sets all shuffles to, and returns, the rounds at the start of the saved iteration."""
         rounds = {}
         for shuffle, (seed, number) in zip(self._node.shuffles(), position.shuffles, strict=True):
             shuffle.seed, shuffle.next_round = seed, number
@@ -88,7 +90,7 @@ class Resumable(abc.ABC):
 
 @final
 class Optional:
-    """An element of an iteration, or none because the iteration is over: what `get_next_as_optional` returns."""
+    """An element, or none because the iteration is over: the result of `get_next_as_optional`."""
 
     def __init__(self, values: tuple[Any] | tuple[()], spec: Callable[[], Any]) -> None:
         self._values = values
@@ -96,7 +98,7 @@ class Optional:
 
     @staticmethod
     def from_value(value: Any) -> Optional:
-        """One with the element `value`, a nest of arrays.
+        """An `Optional` with the element `value`, a nest of arrays.
 
         Raises:
             TypeError: a leaf cannot become an array.
@@ -106,7 +108,7 @@ class Optional:
 
     @staticmethod
     def empty(element_spec: Any) -> Optional:
-        """One without an element, which would be described by `element_spec`."""
+        """An `Optional` without an element; `element_spec` describes the missing element."""
         return Optional((), lambda: element_spec)
 
     def has_value(self) -> bool:
@@ -117,7 +119,7 @@ class Optional:
         """The element.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no element.
         """
         if not self._values:
             raise ValueError("Optional.get_value: there is no element; ask has_value() first")
@@ -162,15 +164,15 @@ class ResumableIterator(Resumable):
         return next(self)
 
     def get_next_as_optional(self) -> Optional:
-        """The next element, as `next` returns it, or an `Optional` without one if the pass is over."""
+        """The next element, as `next` returns it; an empty `Optional` if the pass is over."""
         try:
             return Optional((next(self),), lambda: self.element_spec)
         except StopIteration:
             return Optional((), lambda: self.element_spec)
 
     @abc.abstractmethod
-    def _begin(self, epoch: EpochPass, taken: int) -> None:
-        """Begins a pass, after the first `taken` of the node's elements."""
+    def _start(self, epoch: EpochPass, taken: int) -> None:
+        """Starts a pass, after the first `taken` of the node's elements."""
 
     @abc.abstractmethod
     def _end(self) -> None:
@@ -183,13 +185,13 @@ class ResumableIterator(Resumable):
         self._end()
         rounds = self._restore_rounds(position)
         if position.taken is not None:
-            self._begin(EpochPass(rounds), _batches_covering(self._node, position.taken))
+            self._start(EpochPass(rounds), _batches_covering(self._node, position.taken))
 
 
 class ResumableDataset(Resumable):
     """A dataset, which can be iterated over repeatedly.
 
-    Its position is that of its last iteration, while it lasts.
+    Its position is that of its last iteration, while that is in progress.
 
     Args:
         node: the last node of the pipeline.
@@ -197,12 +199,10 @@ class ResumableDataset(Resumable):
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)
-        # Weak: an iteration that the program has dropped is over, and must not keep its batches in
-        # memory.
+        # Weak: an iteration that the program dropped is over, and must not keep batches in memory.
         self._last: weakref.ref[ResumableIterator] | None = None
-        self._resumed: Position | None = (
-            None  # where the next iteration begins, if not at the beginning
-        )
+        # Where the next iteration starts, if not at the first element.
+        self._resumed: Position | None = None
 
     def _position(self) -> Position:
         if self._resumed is not None:
@@ -220,18 +220,18 @@ class ResumableDataset(Resumable):
         self._resumed = None if position.taken is None else position
 
     def _next_start(self) -> tuple[dict[ShuffleState, int], int]:
-        """The rounds of shuffles and the number of elements to skip, if the next iteration resumes one."""
+        """The rounds of shuffles and the number of elements to skip in the next iteration."""
         resumed = self._resumed
         if resumed is None or resumed.taken is None:
             return {}, 0
         return self._restore_rounds(resumed), _batches_covering(self._node, resumed.taken)
 
-    def _note_begun(self, iteration: ResumableIterator) -> None:
+    def _note_start(self, iteration: ResumableIterator) -> None:
         self._last, self._resumed = weakref.ref(iteration), None
 
 
 class InputCommunicator(Protocol):
-    """The methods of a communicator that datasets use; a protocol, so that tests can use threads as ranks."""
+    """The methods of a communicator that datasets use; in tests, threads can be the ranks."""
 
     @property
     def rank(self) -> int:
@@ -244,7 +244,7 @@ class InputCommunicator(Protocol):
         ...
 
     def raise_together(self) -> AbstractContextManager[Any]:
-        """A block in which an exception on one rank, before its next collective, is raised on every rank."""
+        """A block in which a rank's exception before its next collective is raised on all ranks."""
         ...
 
     def all_gather_obj(self, obj: Any) -> list[Any]:
@@ -252,10 +252,10 @@ class InputCommunicator(Protocol):
         ...
 
 
-def begin_together(
+def start_together(
     node: Node,
     communicator: InputCommunicator,
-    begun: Mapping[ShuffleState, int],
+    starts: Mapping[ShuffleState, int],
     taken: int,
     workers: Workers,
     arrays: Callable[[], list[tuple[str, int]]] | None,
@@ -265,7 +265,7 @@ def begin_together(
     Args:
         node: the last node of the pipeline.
         communicator: the replicas.
-        begun: the rounds with which shuffles begin, if not their next ones.
+        starts: the rounds with which shuffles start, if not with their next rounds.
         taken: the number of elements to skip.
         workers: the workers, each with its own pipeline.
         arrays: returns descriptions and checksums of the pipeline's arrays; `None` if they need no
@@ -275,29 +275,29 @@ def begin_together(
         ReplicaMismatchError: the pipelines of a worker's ranks, or their arrays, differ.
     """
     if communicator.size == 1:
-        return EpochPass(begun)
+        return EpochPass(starts)
     with communicator.raise_together():
         shuffles = node.shuffles()
         pipeline = f"{node!r} with {node.cardinality()} elements" + (
             f" after the first {taken}" if taken else ""
         )
         states = [
-            (seed, begun.get(shuffle, number))
+            (seed, starts.get(shuffle, number))
             for shuffle in shuffles
             for seed, number in [shuffle.state()]
         ]
         own = pipeline, states, [] if arrays is None else arrays()
         everyones = communicator.all_gather_obj(own)
     pipelines, orders, contents = zip(*everyones, strict=True)
-    if any(len(set(of_worker)) > 1 for of_worker in workers.grouped(pipelines)):
+    if any(len(set(of_worker)) > 1 for of_worker in workers.group_by_worker(pipelines)):
         seen = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(pipelines))
         raise ReplicaMismatchError(
             f"{current_call()}: every rank must make the same dataset; each replica then gets its "
             f"share. {seen}"
         )
     _require_equal_arrays(contents, workers)
-    # Unseeded shuffles take the seed of the worker's first rank, and rounds too: a rank may have
-    # iterated on its own.
+    # All take the seeds and rounds of the worker's first rank: shuffles without a seed may differ,
+    # and a rank may have iterated on its own.
     rounds = {}
     for shuffle, (seed, number) in zip(shuffles, orders[workers.peers[0]], strict=True):
         shuffle.seed = seed
@@ -306,16 +306,16 @@ def begin_together(
 
 
 def _require_equal_arrays(contents: Sequence[list[tuple[str, int]]], workers: Workers) -> None:
-    for of_worker in workers.grouped(list(enumerate(contents))):
-        for found in zip(*(content for _, content in of_worker), strict=True):
-            if len(set(found)) > 1:
+    for of_worker in workers.group_by_worker(list(enumerate(contents))):
+        for checksums in zip(*(content for _, content in of_worker), strict=True):
+            if len(set(checksums)) > 1:
                 ranks = [rank for rank, _ in of_worker]
                 seen = ", ".join(
                     f"rank {rank} {checksum:08x}"
-                    for rank, (_, checksum) in zip(ranks, found, strict=True)
+                    for rank, (_, checksum) in zip(ranks, checksums, strict=True)
                 )
                 raise ReplicaMismatchError(
-                    f"{current_call()}: the ranks have different arrays in {found[0][0]}, with "
+                    f"{current_call()}: the ranks have different arrays in {checksums[0][0]}, with "
                     f"checksums {seen}. Every rank must have the same data in the same order; each "
                     "replica then gets its share. Draw, shuffle and split with a seed that all "
                     "ranks share, such as np.random.default_rng(0) or train_test_split(..., "
@@ -324,22 +324,22 @@ def _require_equal_arrays(contents: Sequence[list[tuple[str, int]]], workers: Wo
 
 
 def length(cardinality: int, what: str) -> int:
-    """What `len` gives for a dataset with this cardinality.
+    """The result of `len` for a dataset with this cardinality; `what` names it in the message.
 
     Raises:
-        TypeError: it is infinite or unknown. `what` names the dataset in the message.
+        TypeError: it is infinite or unknown.
     """
     if cardinality < 0:
         why = {INFINITE: "infinite", UNKNOWN: "unknown"}[cardinality]
         raise TypeError(
             f"{what}: len() has no result because the number of elements is {why}; ask for its "
-            "cardinality, which is negative then"
+            "cardinality, which is then negative"
         )
     return cardinality
 
 
-def prefetched(elements: Iterator[Any], node: Node, epoch: EpochPass) -> Iterator[Any]:
-    """The elements of a pass, which a thread prepares ahead of their use if the pipeline ends with `prefetch`."""
+def prefetch(elements: Iterator[Any], node: Node, epoch: EpochPass) -> Iterator[Any]:
+    """The elements of a pass; a thread prepares them ahead if the pipeline ends with `prefetch`."""
     while isinstance(node, WithOptions):
         (node,) = node.inputs
     ahead = node.size if isinstance(node, Prefetch) else 0
@@ -361,7 +361,7 @@ def _position_of(node: Node, epoch: EpochPass, taken: int | None) -> Position:
     if taken is None:
         return Position(_describe(node), shuffles, None)
     inner, size = _without_batches(node)
-    # After a short last batch `taken * size` lies beyond the end, where no pipeline could resume.
+    # After a short last batch, `taken * size` is beyond the end, where no pipeline could resume.
     cardinality = inner.cardinality()
     return Position(
         _describe(node),
@@ -371,12 +371,12 @@ def _position_of(node: Node, epoch: EpochPass, taken: int | None) -> Position:
 
 
 def _batches_covering(node: Node, taken: int) -> int:
-    """The number of the node's elements that cover `taken` unbatched elements, rounded up: the last may be short."""
+    """How many of the node's elements cover `taken` unbatched elements; the last may be short."""
     return -(-taken // _without_batches(node)[1])
 
 
 def _without_batches(node: Node) -> tuple[Node, int]:
-    """The node in whose elements positions count, and how many of these make one element of `node`; see `Node`."""
+    """The node whose elements positions count, and how many of them form an element of `node`."""
     size = 1
     while node.inputs_per_element is not None:
         size *= node.inputs_per_element

@@ -15,8 +15,8 @@ from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._node import UNKNOWN, Chunk, EpochPass, Keys, Node, first
 from hpcstrat.data._stored_array import StoredArray, as_rows
 
-_CHUNK = 1 << 16  # keys: half a megabyte, so that a dataset of any length starts at once
-_FEW = 32  # elements that ranks compare: a single one may be equal by chance
+_CHUNK = 1 << 16  # keys (half a megabyte), so that a dataset of any length starts immediately
+_FEW = 32  # elements that ranks compare: a single element may be equal by chance
 
 
 def _positions(size: int) -> Iterator[Keys]:
@@ -104,10 +104,10 @@ class Slices(Indexed):
     def __init__(self, tensors: Any) -> None:
         super().__init__()
         self._leaves, self._structure = nests.flatten(_elements.as_element(tensors, as_rows))
-        # To read a file may fail on one rank only, so steps are compared as if it ran user code.
+        # Reading a file may fail on a single rank, so steps are compared as if it ran user code.
         self.user_code = any(isinstance(leaf, StoredArray) for leaf in self._leaves)
         self._size = _elements.leading_size(self._leaves)
-        # For each batch: the structure itself takes four times as long as `tuple`.
+        # This runs for each batch, and the structure itself takes four times as long as `tuple`.
         is_tuple = self._structure.type is tuple and self._structure.num_nodes == 1 + len(
             self._leaves
         )
@@ -133,8 +133,8 @@ class Slices(Indexed):
 
     def fetch(self, chunk: Chunk) -> Any:
         rows, size = chunk[:, 0], len(chunk)
-        # Without a shuffle the rows are a run: then a slice is one copy, and one sequential read of
-        # a file.
+        # Without a shuffle, the rows are consecutive: a slice is then a single copy, or a single
+        # sequential read of a file.
         if (
             size
             and rows[-1] - rows[0] == size - 1
@@ -146,13 +146,13 @@ class Slices(Indexed):
 
 
 class _Produced(Node):
-    """A source whose elements come from user code, one after the other.
+    """A source whose elements come from user code, one by one.
 
     An item is the element itself.
 
     Args:
         batch_sizes: see `Node`.
-        compared: the number of elements at the beginning of a pass that the ranks compare.
+        compared: the number of elements at the start of a pass that the ranks compare.
     """
 
     def __init__(self, batch_sizes: tuple[int, ...], compared: int) -> None:
@@ -166,7 +166,7 @@ class _Produced(Node):
 
     @abc.abstractmethod
     def _produce(self) -> Iterator[Any]:
-        """One pass over the elements, as arrays that belong to the caller."""
+        """One pass over the elements, as arrays that the caller owns."""
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         for number, element in enumerate(self._produce()):
@@ -180,7 +180,7 @@ class _Produced(Node):
 
 @final
 class Generated(_Produced):
-    """What a generator function yields, converted to `types`, or checked against `signature`, if given."""
+    """The elements of a generator function, cast to `types` or checked against `signature`."""
 
     def __init__(
         self,
@@ -226,13 +226,13 @@ class Generated(_Produced):
 
 
 def _own_element(value: Any) -> Any:
-    return _elements.copied(_elements.as_element(value))
+    return _elements.copy_of(_elements.as_element(value))
 
 
 def _converter(
     kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any
 ) -> Callable[[Any], Any]:
-    """A function that converts to these dtypes, checks these shapes (`None`: any), and nests like `like`."""
+    """A function that casts to the dtypes, checks the shapes (`None`: any), and nests as `like`."""
     _, structure = nests.flatten(like)
 
     def convert(value: Any) -> Any:
@@ -248,7 +248,7 @@ def _converter(
                 arrays.append(array[()])
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"Dataset.from_generator: what the generator yielded is not like {like}: {error}; "
+                f"Dataset.from_generator: the generator's element does not match {like}: {error}; "
                 "correct one or the other"
             ) from error
         return structure.unflatten(arrays)

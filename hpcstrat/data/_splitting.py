@@ -1,4 +1,4 @@
-"""Splits a pipeline's elements between replicas, step by step, and the options that users give for it."""
+"""Splits a pipeline's elements between replicas, step by step, and the user's options for it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FROM_FUNCTION = "Strategy.distribute_datasets_from_function"
 
 @dataclasses.dataclass(frozen=True)
 class InputContext:
-    """Tells a function that makes a dataset which replicas its elements will go to.
+    """Tells a function that makes a dataset which replicas get its elements.
 
     Attributes:
         num_input_pipelines: the number of pipelines that feed the replicas: one per worker.
         input_pipeline_id: the index of this pipeline.
-        num_replicas_in_sync: the number of replicas of all workers together.
+        num_replicas_in_sync: the total number of replicas of all workers.
     """
 
     num_input_pipelines: int = 1
@@ -51,7 +51,7 @@ class InputContext:
 
 
 class InputReplicationMode(enum.Enum):
-    """Whether a function that makes a dataset is called once for each worker, or for each replica."""
+    """Whether a function that makes a dataset is called once per worker or once per replica."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
@@ -69,10 +69,10 @@ class InputOptions:
         experimental_place_dataset_on_device: `True` only with `PER_REPLICA` and without
             `experimental_fetch_to_device`. Pipelines run on the host anyway, and batches are copied
             to the device.
-        experimental_per_replica_buffer_size: the number of batches that are copied ahead, besides
-            the next one.
-        even_batches: deprecated: `True`, every batch split evenly, is what happens anyway; `False`
-            is what `AutoShardPolicy.OFF` of the dataset's options asks for.
+        experimental_per_replica_buffer_size: the number of batches that are copied ahead, in
+            addition to the next batch.
+        even_batches: deprecated: `True` is the default behaviour, which splits every batch evenly;
+            instead of `False`, set `AutoShardPolicy.OFF` in the dataset's options.
     """
 
     experimental_fetch_to_device: bool | None = None
@@ -91,7 +91,7 @@ class InputOptions:
                 + (
                     ""
                     if self.even_batches
-                    else ", and have AutoShardPolicy.OFF in the options of the dataset"
+                    else ", and set AutoShardPolicy.OFF in the options of the dataset"
                 ),
                 DeprecationWarning,
                 stacklevel=3,
@@ -99,16 +99,16 @@ class InputOptions:
 
 
 class Step(NamedTuple):
-    """What one replica gets in one step.
+    """One replica's part of one step.
 
     Attributes:
-        total: the number of elements over all replicas, which must be equal on all ranks; `None`
+        total: the number of elements of all replicas, which must be equal on all ranks; `None`
             after the last step.
         value: this replica's nest of arrays.
-        checksum: of all that user code has yielded so far, which must be equal on all ranks; see
-            `PipelineChecksum`.
-        error: what user code raised on this rank; there is no value then, and the next step
-            follows.
+        checksum: the checksum of all that user code has yielded so far, which must be equal on all
+            ranks; see `PipelineChecksum`.
+        error: the exception that user code raised on this rank; there is then no value, and the
+            next step follows.
         is_scarce: whether some replicas have no elements.
     """
 
@@ -120,10 +120,7 @@ class Step(NamedTuple):
 
 
 Prefetcher: TypeAlias = Callable[[Iterator[Step]], Iterator[Step]]
-"""Passes steps on with their arrays moved elsewhere, perhaps ahead of their use.
-
-It does not communicate.
-"""
+"""Yields steps with their arrays moved elsewhere, perhaps ahead of use; does not communicate."""
 
 
 def split_evenly(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:
@@ -132,7 +129,7 @@ def split_evenly(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator
 
 
 def split_in_order(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:
-    """As `split_evenly`, but a short batch fills the replicas in order, each up to its share of a full one."""
+    """As `split_evenly`, but a short batch fills the replicas in order, each to its full share."""
     return (
         _whole(node, epoch) if size == 1 else _split(node, epoch, rank, size, node.batch_sizes[-1])
     )
@@ -145,18 +142,16 @@ def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) 
     def step(item: Any, checksum: int) -> Step:
         total, value, failed = 0, None, None
         try:
-            if (
-                node.rows is not None
-            ):  # the item is the batch's keys: only this replica's rows are loaded
+            # If the item is the keys of the batch's rows, only this replica's rows are loaded.
+            if node.rows is not None:
                 total = len(item)
                 value = load_rows(node.rows, item, *bounds(rank, size, batch_size, total))
             else:
                 batch = node.load(item)
                 total = _elements.leading_size(nests.flatten(batch)[0])
                 value = _elements.rows(batch, *bounds(rank, size, batch_size, total))
-        except (
-            Exception
-        ) as error:  # every rank must come to the exchange of this step, where all raise
+        except Exception as error:
+            # Every rank must reach the exchange of this step, in which all ranks raise.
             failed = error
         return Step(total, value, checksum, failed, _is_scarce(size, batch_size, total))
 
@@ -167,9 +162,9 @@ def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) 
 def _split_keys(
     rows: Node, chunks: Iterator[Chunk], rank: int, size: int, batch_size: int
 ) -> Iterator[Step]:
-    """As `_split`, of batches of keys.
+    """As `_split`, for batches of keys.
 
-    Loading a few rows takes microseconds, so little is done for each batch.
+    Loading a few rows takes microseconds, so the loop does little per batch.
     """
     fetch = rows.fetch
     for chunk in chunks:
@@ -182,13 +177,19 @@ def _split_keys(
             for own in batches[:, start:stop]:
                 try:
                     yield Step(total, fetch(own), 0, None, is_scarce)
-                except Exception as error:  # every rank must come to the next step, as in `_split`
+                except Exception as error:  # every rank must reach the next step, as in `_split`
                     yield Step(total, None, error=error)
 
 
 @functools.lru_cache(maxsize=64)  # nearly all batches have one size
 def bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]:
-    """The rows, of `count`, that replica `rank` gets: even parts of them, or of the `batch_size` if that is larger."""
+    """The rows of replica `rank` among `count`: its even part of `max(batch_size, count)` rows.
+
+    For example, of 5 rows of a batch of 8, on 4 replicas:
+
+        batch_size 0 (evenly):     [0 1] [2] [3] [4]
+        batch_size 8 (in order):   [0 1] [2 3] [4] []
+    """
     share, rest = divmod(max(batch_size, count), size)
     start = rank * share + min(rank, rest)
     return min(count, start), min(count, start + share + (rank < rest))
@@ -196,7 +197,7 @@ def bounds(rank: int, size: int, batch_size: int, count: int) -> tuple[int, int]
 
 @functools.lru_cache(maxsize=64)
 def _is_scarce(size: int, batch_size: int, count: int) -> bool:
-    """Whether `count` elements do not reach the last replica."""
+    """Whether `count` elements are too few to reach the last replica."""
     start, stop = bounds(size - 1, size, batch_size, count)
     return start == stop and count > 0
 
@@ -212,7 +213,7 @@ def _whole(node: Node, epoch: EpochPass) -> Iterator[Step]:
 
 
 def assign_elements(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:
-    """Each step's element of one replica."""
+    """The steps of one replica, with one element per replica each."""
     if size == 1:
         yield from _whole(node, epoch)
         return
@@ -224,8 +225,8 @@ def assign_elements(node: Node, epoch: EpochPass, rank: int, size: int) -> Itera
             elif node.rows is not None:
                 value = load_rows(node.rows, step[0], 0, 0)
             else:
-                # This replica gets no element; another's tells it the shapes and dtypes of its
-                # empty arrays.
+                # This replica gets no element; the step's first element shows the shapes and dtypes
+                # of its empty arrays.
                 value = node.load(step[0])
         except Exception as error:
             yield Step(len(step), None, epoch.checksum.value, error)
@@ -234,7 +235,7 @@ def assign_elements(node: Node, epoch: EpochPass, rank: int, size: int) -> Itera
             if any(np.ndim(leaf) == 0 for leaf in nests.flatten(value)[0]):
                 warnings.warn(
                     f"{FROM_FUNCTION}: the last step has elements for only {len(step)} of {size} "
-                    "replicas. It is left out, because elements without dimensions have no empty "
+                    "replicas. It is skipped, because elements without dimensions have no empty "
                     "form for the other replicas; batch the dataset",
                     stacklevel=2,
                 )

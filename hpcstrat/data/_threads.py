@@ -1,8 +1,7 @@
 """Threads that prepare elements: several at once, or ahead of their use. The order is always kept.
 
-What a function raises in a thread is raised when the turn of its element comes, and the next
-element follows. Threads belong to one iterator: when it ends or is dropped, they end with the calls
-that they are in.
+An exception in a thread is raised when the turn of its element comes, and the next element follows.
+Threads belong to one iterator: when it ends or is dropped, they finish their current calls and end.
 """
 
 from __future__ import annotations
@@ -17,14 +16,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 from hpcstrat._process import driver
-from hpcstrat.data._node import EpochPass, FailedElement, unwrapped, with_failures
+from hpcstrat.data._node import EpochPass, FailedElement, unwrap, with_failures
 
 Submit: TypeAlias = Callable[..., "Future[Any]"]
 """Runs a call in a thread."""
 
 AUTOTUNED = 8
-"""The threads of a call that leaves their number to the library. Ranks compare how far a source was read, and threads
-read it ahead, so the number must not depend on the host."""
+"""The number of threads if a call leaves it to the library.
+
+It must not depend on the host: threads read a source ahead, and ranks compare how far it was read.
+"""
 
 _END = object()
 
@@ -32,17 +33,17 @@ _END = object()
 def map_in_threads(
     function: Callable[[Any], Any], items: Iterator[Any], threads: int
 ) -> Iterator[Any]:
-    """`map(function, items)`, with that many calls at once.
+    """`map(function, items)`, with up to `threads` calls at once.
 
-    `items` are taken by the caller's thread.
+    The caller's thread takes the items.
     """
-    return map(function, items) if threads < 2 else map(unwrapped, _map(function, items, threads))
+    return map(function, items) if threads < 2 else map(unwrap, _map(function, items, threads))
 
 
 def _map(function: Callable[[Any], Any], items: Iterator[Any], threads: int) -> Iterator[Any]:
     def attempt(item: Any) -> Any:
         try:
-            return function(unwrapped(item))
+            return function(unwrap(item))
         except Exception as error:
             return FailedElement(error)
 
@@ -50,22 +51,21 @@ def _map(function: Callable[[Any], Any], items: Iterator[Any], threads: int) -> 
         waiting: deque[Future[Any]] = deque()
         for item in with_failures(items):
             waiting.append(submit(attempt, item))
-            if (
-                len(waiting) > threads
-            ):  # one more than there are threads, so that none waits for the caller
+            # One item more than there are threads, so that no thread waits for the caller.
+            if len(waiting) > threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
 
 
 def prepare_ahead(elements: Iterator[Any], count: int, epoch: EpochPass) -> Iterator[Any]:
-    """The elements of a pass, of which a thread takes up to `count` before they are asked for."""
-    return map(unwrapped, _ahead(with_failures(elements), count, epoch))
+    """The elements of a pass; a thread takes up to `count` before they are asked for."""
+    return map(unwrap, _ahead(with_failures(elements), count, epoch))
 
 
 def _ahead(elements: Iterator[Any], count: int, epoch: EpochPass) -> Iterator[Any]:
-    # A round of a shuffle that only the thread has reached does not count: what the next pass
-    # begins with must not depend on how fast the thread is.
+    # A round of a shuffle that only the thread has reached does not count: the next pass must not
+    # depend on how fast the thread is.
     epoch.runs_ahead = True
 
     def take() -> tuple[Any, Any]:
@@ -91,10 +91,9 @@ def blocks_ahead(
 ) -> Iterator[Iterator[Any]]:
     """The streams, each read in blocks of `size` items, one block ahead.
 
-    `count` are begun before they are asked for.
-
-    What user code yields in a stream is added to the checksum of the pass when its block is taken,
-    so that the sum does not depend on the threads.
+    `count` streams are started before they are asked for. The elements that user code yields in a
+    stream are added to the checksum of the pass when their block is taken, so that the checksum
+    does not depend on the threads.
     """
 
     def read(inner: EpochPass, items: Iterator[Any]) -> tuple[list[Any], int]:
@@ -109,18 +108,18 @@ def blocks_ahead(
             epoch.checksum.add_text(f"{checksum}")
             yield from block
 
-    begun: deque[Iterator[Any]] = deque()
+    started: deque[Iterator[Any]] = deque()
     for inner, items in streams:
         inner.checksum = epoch.checksum.fresh()
-        begun.append(blocks(inner, items, submit(read, inner, items)))
-        if len(begun) > count:
-            yield begun.popleft()
-    yield from begun
+        started.append(blocks(inner, items, submit(read, inner, items)))
+        if len(started) > count:
+            yield started.popleft()
+    yield from started
 
 
 @contextlib.contextmanager
 def threads_of(count: int) -> Iterator[Submit]:
-    """A function that runs a call in one of `count` threads, where it sees what the caller's thread sees."""
+    """A function that runs a call in one of `count` threads, in the context of the caller."""
     place = _current_place()
     executor = ThreadPoolExecutor(count, "hpcstrat-input")
 
@@ -129,21 +128,21 @@ def threads_of(count: int) -> Iterator[Submit]:
             return context.run(call, *args)
 
     try:
-        # Each call has a context of its own, as one cannot be entered twice at once.
+        # Each call has its own context, because a context cannot be entered twice at once.
         yield lambda call, *args: executor.submit(run, contextvars.copy_context(), call, *args)
     finally:
-        # Not waited for: a user's function may take long, and an iterator may be dropped anywhere,
-        # even in the thread.
+        # Without waiting: a user's function may take long, and an iterator may be dropped anywhere,
+        # even in one of the threads.
         executor.shutdown(wait=False, cancel_futures=True)
 
 
 def _current_place() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Makes the GPU and the stream current that are so now, in another thread."""
+    """A context manager that makes the now current GPU and stream current in another thread."""
     cupy = sys.modules.get("cupy")
     try:
         if cupy is None or not driver.visible_gpus():
             return contextlib.nullcontext
-    except driver.DriverError:  # a strategy on CPUs, which may have been named because of it
+    except driver.DriverError:  # CPU strategies must work without a driver
         return contextlib.nullcontext
     device, stream = cupy.cuda.Device(), cupy.cuda.get_current_stream()
 

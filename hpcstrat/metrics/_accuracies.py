@@ -1,4 +1,4 @@
-"""Accuracies: the fraction of predictions that are right, by several meanings of right."""
+"""Accuracies: the fraction of correct predictions, by several definitions of correct."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class Accuracy(PairMean):
     """
 
     _KERNEL = "value = (double)label[j] == (double)predicted[j];"
-    _KERNEL_OF_INTEGERS = (
-        "value = (long long)label[j] == (long long)predicted[j];"  # exact beyond 2**53
-    )
+    # Exact beyond 2**53.
+    _KERNEL_OF_INTEGERS = "value = (long long)label[j] == (long long)predicted[j];"
 
     def __init__(self, name: str = "accuracy", dtype: npt.DTypeLike | None = None) -> None:
         super().__init__(name, dtype)
@@ -40,12 +39,12 @@ class Accuracy(PairMean):
 
 
 class BinaryAccuracy(PairMean):
-    """The fraction of predictions above a threshold where the label is 1, and not above it where it is 0.
+    """The fraction of predictions that equal their labels, 0 or 1, after a threshold.
 
     Args:
         name: the metric's name.
         dtype: the dtype of `result`, `float64` by default.
-        threshold: what a prediction must exceed to count as 1.
+        threshold: predictions above it count as 1, others as 0.
 
     Examples:
         >>> import hpcstrat as hs
@@ -66,9 +65,9 @@ class BinaryAccuracy(PairMean):
         super().__init__(name, dtype)
         self.threshold: float = float(threshold)
 
-    def _checked(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
-        true, predicted, shape = super()._checked(call, y_true, y_pred)
-        self._option = rounded(self.threshold, predicted.dtype)
+    def _check(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
+        true, predicted, shape = super()._check(call, y_true, y_pred)
+        self._option = round_for(self.threshold, predicted.dtype)
         return true, predicted, shape
 
     def _values(self, true: Any, predicted: Any) -> Any:
@@ -76,11 +75,11 @@ class BinaryAccuracy(PairMean):
 
 
 class _ClassAccuracy(PairMean):
-    """Of predictions of shape `(..., classes)`, whose labels are class indices, or one-hot if `_is_one_hot`."""
+    """For predictions of shape `(..., classes)`; labels are class indices or one-hot."""
 
     _is_one_hot = False
 
-    def _checked(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
+    def _check(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
         if self._is_one_hot:
             true, predicted = as_pair(call, y_true, y_pred)
         else:
@@ -91,7 +90,7 @@ class _ClassAccuracy(PairMean):
                 raise ValueError(
                     f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; y_pred "
                     "must have one more dimension, the scores of the classes, and y_true the "
-                    "indices of the right ones"
+                    "indices of the correct classes"
                 )
         if not predicted.ndim or not predicted.shape[-1]:
             raise ValueError(
@@ -134,8 +133,8 @@ _IS_IN_TOP = """
 class SparseCategoricalAccuracy(_ClassAccuracy):
     """The fraction of predictions whose largest score is the label's; labels are class indices.
 
-    `y_pred` has shape `(..., classes)`, probabilities or logits; `y_true` lacks that dimension, or
-    has 1 there.
+    `y_pred` has shape `(..., classes)`, probabilities or logits; `y_true` lacks the last dimension,
+    or has size 1 there.
 
     Examples:
         >>> import hpcstrat as hs
@@ -157,7 +156,10 @@ class SparseCategoricalAccuracy(_ClassAccuracy):
 
 
 class CategoricalAccuracy(SparseCategoricalAccuracy):
-    """The fraction of predictions whose largest score is the label's; labels are one-hot, as `y_pred` in shape."""
+    """The fraction of predictions whose largest score is the label's; labels are one-hot.
+
+    `y_true` has the shape of `y_pred`, `(..., classes)`.
+    """
 
     _is_one_hot = True
     _KERNEL = _CLASS_OF_ONE_HOT + _IS_LARGEST
@@ -169,13 +171,13 @@ class CategoricalAccuracy(SparseCategoricalAccuracy):
 
 
 class SparseTopKCategoricalAccuracy(_ClassAccuracy):
-    """The fraction of predictions with fewer than `k` scores above the label's; labels are class indices.
+    """The fraction of predictions with fewer than `k` scores above the label's.
 
-    `y_pred` has shape `(..., classes)`; `y_true` lacks that dimension, or has 1 there. Predictions
-    with a score that is not finite are wrong.
+    Labels are class indices. `y_pred` has shape `(..., classes)`; `y_true` lacks the last
+    dimension, or has size 1 there. Predictions with a score that is not finite are wrong.
 
     Args:
-        k: how many of the largest scores count.
+        k: the number of the largest scores that count.
         name: the metric's name.
         dtype: the dtype of `result`, `float64` by default.
 
@@ -216,10 +218,12 @@ class SparseTopKCategoricalAccuracy(_ClassAccuracy):
 
 
 class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
-    """The fraction of predictions with fewer than `k` scores above the label's; labels are one-hot, as `y_pred`.
+    """The fraction of predictions with fewer than `k` scores above the label's.
+
+    Labels are one-hot, of the shape of `y_pred`.
 
     Args:
-        k: how many of the largest scores count.
+        k: the number of the largest scores that count.
         name: the metric's name.
         dtype: the dtype of `result`, `float64` by default.
 
@@ -239,6 +243,6 @@ class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
         super().__init__(k, name, dtype)
 
 
-def rounded(threshold: float, dtype: np.dtype[Any]) -> float:
-    """A threshold as predictions of this dtype are compared with it: as `float32`, if they have 16 or 32 bits."""
+def round_for(threshold: float, dtype: np.dtype[Any]) -> float:
+    """Rounds a threshold to `float32` if it is compared with predictions of 16 or 32 bits."""
     return float(np.float32(threshold)) if dtype.kind in "fV" and dtype.itemsize < 8 else threshold

@@ -15,14 +15,14 @@ from hpcstrat.metrics._metric import Metric, as_pair, as_weights
 
 
 class CountMetric(Metric):
-    """Its totals count labels and predictions, by their weights, in bins; the last bin counts what is invalid.
+    """Counts pairs of labels and predictions, by their weights, in bins.
 
-    On the host what is invalid is an error of `update_state`. A kernel cannot raise, so on a GPU
-    `result` does.
+    The last bin counts invalid pairs. On the host they raise in `update_state`. A kernel cannot
+    raise, so on a GPU they raise in `result`.
     """
 
     _INVALID = ""
-    """What is wrong with those in the last bin."""
+    """Why the pairs in the last bin are invalid."""
 
     def __init__(self, name: str, dtype: npt.DTypeLike | None, bins: int) -> None:
         super().__init__(name, dtype, (bins + 1,))
@@ -39,8 +39,8 @@ class CountMetric(Metric):
 
         Raises:
             TypeError: an argument is not an array of numbers.
-            ValueError: the shapes do not fit, or labels or predictions are out of range; for arrays
-                on a GPU `result` raises the latter.
+            ValueError: the shapes do not fit, or labels or predictions are out of range; with
+                arrays on a GPU, `result` raises the latter.
         """
         call = f"{type(self).__name__}.update_state"
         true, predicted = as_pair(call, y_true, y_pred)
@@ -58,11 +58,11 @@ class CountMetric(Metric):
 
     @abc.abstractmethod
     def _bins(self, true: Any, predicted: Any) -> np.ndarray[Any, Any]:
-        """The bin of each label and prediction, NumPy arrays."""
+        """The bin of each pair of a label and a prediction, which are in NumPy arrays."""
 
     @abc.abstractmethod
     def _launch(self, true: Array, predicted: Array, weights: Array | None, totals: Array) -> None:
-        """Adds them to the bins with one kernel."""
+        """Adds labels and predictions to the bins with one kernel."""
 
     def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
         if totals[-1]:
@@ -74,21 +74,21 @@ class CountMetric(Metric):
 
     @abc.abstractmethod
     def _of_counts(self, counts: np.ndarray[Any, Any]) -> Any:
-        """The result, of the counts in the bins."""
+        """Computes the result from the counts in the bins."""
 
 
 class ConfusionMatrix(CountMetric):
     """How often each label, the row, was predicted as each class, the column.
 
-    `result` has shape `(num_classes, num_classes)`. Labels and predictions are class indices,
-    floats only if they are whole. Others are refused, unlike by TensorFlow, for which probabilities
-    below 1 are class 0.
+    `result` has shape `(num_classes, num_classes)`. Labels and predictions are class indices, as
+    integers or whole floats. Others are refused; TensorFlow counts probabilities below 1 as class
+    0.
 
     Args:
         num_classes: the number of classes.
         name: the metric's name.
         dtype: the dtype of `result`, `float64` by default.
-        ignore_class: a label that does not count, such as 255 or -1.
+        ignore_class: a label to ignore, such as 255 or -1.
 
     Raises:
         ValueError: `num_classes` is less than 1.
@@ -104,7 +104,7 @@ class ConfusionMatrix(CountMetric):
 
     _INVALID = (
         "labels or predictions are not below num_classes, are negative, or have fractions; pass "
-        "class indices, of probabilities their argmax"
+        "class indices, such as the argmax of probabilities"
     )
 
     def __init__(
@@ -127,9 +127,9 @@ class ConfusionMatrix(CountMetric):
         row, column = _classes(true), _classes(predicted)
         is_valid = (row >= 0) & (row < size) & (column >= 0) & (column < size)
         bins = np.where(is_valid, row * size + column, size**2 + 1)
-        return (
-            bins if self.ignore_class is None else np.where(row == self.ignore_class, size**2, bins)
-        )
+        if self.ignore_class is None:
+            return bins
+        return np.where(row == self.ignore_class, size**2, bins)
 
     def _launch(self, true: Array, predicted: Array, weights: Array | None, totals: Array) -> None:
         ignored = [0, 0] if self.ignore_class is None else [1, self.ignore_class]
@@ -141,7 +141,7 @@ class ConfusionMatrix(CountMetric):
 
 
 class MeanIoU(ConfusionMatrix):
-    """The mean over classes of the intersection over union, `TP / (TP + FP + FN)`, of classes that occur.
+    """The mean of the intersection over union, `TP / (TP + FP + FN)`, over classes that occur.
 
     Labels and predictions are class indices, such as those of an image's pixels, as for
     `ConfusionMatrix`.
@@ -150,7 +150,7 @@ class MeanIoU(ConfusionMatrix):
         num_classes: the number of classes.
         name: the metric's name.
         dtype: the dtype of `result`, `float64` by default.
-        ignore_class: a label that does not count, such as 255 or -1.
+        ignore_class: a label to ignore, such as 255 or -1.
 
     Raises:
         ValueError: `num_classes` is less than 1.
@@ -184,14 +184,12 @@ _NO_CLASS = np.iinfo(np.int64).min
 
 
 def _classes(values: Any) -> np.ndarray[Any, Any]:
-    """Class indices as integers; `_NO_CLASS` for what is not whole, such as a probability."""
+    """Class indices as integers; `_NO_CLASS` for fractions, such as probabilities."""
     with np.errstate(invalid="ignore"):
         whole = values.astype(np.int64)
-        return (
-            whole
-            if values.dtype.kind in "iub"
-            else np.where(whole.astype(values.dtype) == values, whole, _NO_CLASS)
-        )
+        if values.dtype.kind in "iub":
+            return whole
+        return np.where(whole.astype(values.dtype) == values, whole, _NO_CLASS)
 
 
 @functools.cache

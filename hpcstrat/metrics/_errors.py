@@ -13,9 +13,8 @@ _ERROR = "const double error = (double)label[j] - (double)predicted[j];"
 
 
 def _errors(true: Any, predicted: Any) -> Any:
-    return (
-        true.astype(np.float64) - predicted
-    )  # cast first: differences of unsigned integers wrap around
+    # Cast first: differences of unsigned integers wrap around.
+    return true.astype(np.float64) - predicted
 
 
 class MeanAbsoluteError(PairMean):

@@ -1,4 +1,4 @@
-"""Mean and Sum, and means of what compares labels with predictions: errors and accuracies."""
+"""Mean and Sum, and the base of means over labels and predictions: errors and accuracies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hpcstrat.metrics._metric import Metric, as_numbers, as_pair, as_weights
 
 
 class _WeightedMean(Metric):
-    """Its totals are the weighted sum of values, and the sum of the weights."""
+    """Its totals are the weighted sum of the values and the sum of the weights."""
 
     def _add_values(self, values: Any, sample_weight: Any = None) -> None:
-        total, count = _weighted(f"{type(self).__name__}.update_state", values, sample_weight)
+        total, count = _sum_weighted(f"{type(self).__name__}.update_state", values, sample_weight)
         if not gpu.is_on_gpu(total):
             self._add(np.array((total, count)))
         elif self._runs_on_gpu():
@@ -81,10 +81,10 @@ class Sum(_WeightedMean):
 
 
 class MeanMetricWrapper(_WeightedMean):
-    """The mean of a function of labels and predictions, for a metric of your own.
+    """The mean of a function of labels and predictions, for your own metric.
 
     Args:
-        fn: called with labels, predictions and `kwargs`; returns an array of values, in NumPy or
+        fn: called with labels, predictions and `kwargs`; returns an array of values, of NumPy or
             CuPy as its arguments.
         name: the metric's name; by default the function's.
         dtype: the dtype of `result`, `float64` by default.
@@ -93,7 +93,9 @@ class MeanMetricWrapper(_WeightedMean):
     Examples:
         >>> import numpy as np
         >>> import hpcstrat as hs
-        >>> error = hs.metrics.MeanMetricWrapper(lambda y_true, y_pred: abs(y_true - y_pred) / y_true, "relative_error")
+        >>> def relative_error(y_true, y_pred):
+        ...     return abs(y_true - y_pred) / y_true
+        >>> error = hs.metrics.MeanMetricWrapper(relative_error)
         >>> error.update_state(np.array([1.0, 4.0]), np.array([2.0, 3.0]))
         >>> print(error.result())
         0.625
@@ -122,14 +124,11 @@ class MeanMetricWrapper(_WeightedMean):
 
 
 class PairMean(_WeightedMean):
-    """The mean of one value for each label and its prediction.
+    """The mean of a value for each label and its prediction.
 
-    On a GPU one kernel computes the values and adds them.
-
-    Subclasses have the values twice: by NumPy's operations, and as the kernel's statements, which
-    assign to
-    `double value` the `j`-th, of `label`, `predicted`, `option` and the number of `classes`, a
-    label's predictions.
+    On a GPU one kernel computes the values and adds them up. So a subclass defines the values
+    twice: with NumPy, and as the kernel's statements. These set `double value` to the `j`-th value,
+    from `label`, `predicted`, `option`, and `classes`, the number of predictions per label.
     """
 
     _KERNEL = ""
@@ -151,7 +150,7 @@ class PairMean(_WeightedMean):
             ValueError: the shapes do not fit.
         """
         call = f"{type(self).__name__}.update_state"
-        true, predicted, shape = self._checked(call, y_true, y_pred)
+        true, predicted, shape = self._check(call, y_true, y_pred)
         if not (gpu.is_on_gpu(true) or gpu.is_on_gpu(predicted)):
             self._add_values(self._values(true, predicted), sample_weight)
         elif self._runs_on_gpu():
@@ -162,17 +161,17 @@ class PairMean(_WeightedMean):
         else:
             self._add_values(self._values(gpu.to_host(true), gpu.to_host(predicted)), sample_weight)
 
-    def _checked(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
-        """Labels, predictions, and the shape of the values."""
+    def _check(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
+        """Returns labels, predictions, and the shape of the values."""
         true, predicted = as_pair(call, y_true, y_pred)
         return true, predicted, true.shape
 
     @abc.abstractmethod
     def _values(self, true: Any, predicted: Any) -> Any:
-        """The values, of NumPy arrays."""
+        """Computes the values from NumPy arrays."""
 
     def _statements(self, true: Array, predicted: Array) -> str:
-        """The kernel's, for arrays of these dtypes."""
+        """The kernel's statements for arrays of these dtypes."""
         return self._KERNEL
 
     def _launch(
@@ -187,7 +186,7 @@ class PairMean(_WeightedMean):
             )
 
 
-def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
+def _sum_weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
     """The weighted sum of the values, and the sum of the weights."""
     if sample_weight is None:
         if type(values) in _SCALARS:
@@ -200,9 +199,8 @@ def _weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
     if sample_weight is None and gpu.is_on_gpu(values):
         if values.ndim == 0 and values.dtype.kind in "fiu":
             return values, 1
-        return values.sum(
-            dtype=np.float64
-        ), values.size  # one kernel that casts and sums, instead of two
+        # One kernel that casts and sums, instead of two.
+        return values.sum(dtype=np.float64), values.size
     if sample_weight is None:
         return np.asarray(values, np.float64).sum(), values.size
     weights = as_weights(call, sample_weight, values.shape)
@@ -215,22 +213,20 @@ _SCALARS = (float, int, np.float64, np.float32)
 """The types of most losses."""
 
 _THREADS = 1 << 13
-"""Threads that add up values, at most: each ends with atomic additions to the same two numbers."""
+"""The most threads that add up values: each ends with atomic additions to the same two numbers."""
 
 
 @functools.cache
 def _add_both() -> Any:
     """A kernel that adds a total and a count to the sums.
 
-    Both may be on the GPU: the host need not wait for them.
+    Both may be on the GPU, so that the host need not wait for them.
     """
     return gpu.load_cupy("a metric").ElementwiseKernel(
-        *(
-            "T total, float64 count",
-            "float64 sums",
-            "sums += i ? count : (double)total;",
-            "hpcstrat_metric",
-        ),
+        "T total, float64 count",
+        "float64 sums",
+        "sums += i ? count : (double)total;",
+        "hpcstrat_metric",
         no_return=True,
     )
 

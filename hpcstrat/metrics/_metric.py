@@ -1,4 +1,4 @@
-"""Metric: each replica adds up totals of its own, and `result` combines them."""
+"""Metric: each replica adds up its own totals, and `result` combines them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hpcstrat._variable.writing import RULES
 
 
 class Metric(abc.ABC):
-    """Totals of everything that replicas have added; exact over uneven batches.
+    """The base class of metrics: totals of everything that replicas have added.
 
-    The base class of all metrics.
+    Results are exact over uneven batches.
 
     Args:
         name: the metric's name.
@@ -32,7 +32,7 @@ class Metric(abc.ABC):
         shape: the shape of the totals.
 
     Attributes:
-        name: as above.
+        name: the metric's name.
         totals: an `ON_READ` variable that sums: each replica's own totals.
     """
 
@@ -42,7 +42,7 @@ class Metric(abc.ABC):
         self.name: str = name
         self._dtype: np.dtype[Any] = np.dtype(np.float64 if dtype is None else dtype)
         # Totals, which are summed when read: results of replicas with batches of different sizes
-        # would not combine.
+        # could not be combined.
         self.totals: Variable = Variable(
             np.zeros(shape),
             name=name,
@@ -51,9 +51,9 @@ class Metric(abc.ABC):
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """`update_state`, then `result`.
+        """Calls `update_state`, then `result`. Collective, as `result` is.
 
-        Collective, as `result` is: in a step, `update_state` alone is faster.
+        In a step, `update_state` alone is faster.
         """
         self.update_state(*args, **kwargs)
         return self.result()
@@ -66,7 +66,7 @@ class Metric(abc.ABC):
         """The metric over all replicas, on the host. Collective: all ranks call this."""
         context = contexts.context()
         if isinstance(context, contexts.InUpdate) and context.group.communicator.size > 1:
-            # Where the totals would be this replica's own.
+            # In an update the totals would be this replica's only.
             contexts.require_cross_replica(context.group, f"{type(self).__name__}.result")
         if isinstance(context, contexts.InReplica) and context.group.communicator.size > 1:
             communicator = context.group.communicator
@@ -76,9 +76,8 @@ class Metric(abc.ABC):
                 )
         else:
             totals = self.totals.numpy()
-        with np.errstate(
-            all="ignore"
-        ):  # an overflow is inf on all ranks, and no exception on the one that asks for it
+        # An overflow is inf on all ranks, instead of an exception on a rank that enabled it.
+        with np.errstate(all="ignore"):
             return np.asarray(self._combine(totals)).astype(self._dtype)[()]
 
     def reset_state(self) -> None:
@@ -91,7 +90,7 @@ class Metric(abc.ABC):
     reset_states = reset_state  # its name before TensorFlow 2.5
 
     def merge_state(self, metrics: Iterable[Metric]) -> None:
-        """Adds the totals of other metrics of the same kind, each replica its own.
+        """Adds the totals of other metrics of the same class, on each replica its own.
 
         Never communicates.
 
@@ -100,11 +99,8 @@ class Metric(abc.ABC):
             ValueError: its totals have another shape, or it belongs to another strategy. Nothing
                 has changed.
         """
-        call, state, metrics = (
-            f"{type(self).__name__}.merge_state",
-            variable.state_of(self.totals),
-            list(metrics),
-        )
+        call, metrics = f"{type(self).__name__}.merge_state", list(metrics)
+        state = variable.state_of(self.totals)
         for other in metrics:
             if type(other) is not type(self):
                 raise TypeError(
@@ -130,13 +126,13 @@ class Metric(abc.ABC):
 
     @abc.abstractmethod
     def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
-        """The result, of the sum of all replicas' totals."""
+        """Computes the result from the sum of all replicas' totals."""
 
     def _add(self, new: np.ndarray[Any, Any]) -> None:
         """Adds a NumPy array of the totals' shape to this replica's totals."""
         state = variable.state_of(self.totals)
         if state.group.stream is None and in_replica_of(state.group):
-            # What `assign_add` does in the end; its checks take three times as long as the sum of a
+            # `assign_add` does the same after checks that take three times as long as summing a
             # batch.
             state.storage.write(state.block, new, RULES["assign_add"])
             return
@@ -148,37 +144,37 @@ class Metric(abc.ABC):
         self.totals.assign_add(new)
 
     def _runs_on_gpu(self) -> bool:
-        """Whether a kernel may add to the totals: they are on a GPU, and this is a replica function."""
+        """True in a replica function with totals on a GPU, to which a kernel may add."""
         group = variable.state_of(self.totals).group
         return group.stream is not None and in_replica_of(group)
 
     def _add_on_gpu(self, launch: Callable[..., None], *arrays: Array) -> None:
-        """Calls `launch(*arrays, totals)`, which launches a kernel, with all arrays on the totals' GPU."""
+        """Calls `launch(*arrays, totals)`, which launches a kernel, with arrays on one GPU."""
         state = variable.state_of(self.totals)
         stream = state.group.stream
         assert stream is not None
 
         def apply(totals: Array, *_: Any) -> None:
-            launch(*[one if one is None else stream.here(one) for one in arrays], totals)
+            launch(*[None if array is None else stream.here(array) for array in arrays], totals)
 
         state.storage.write(state.block, state.block.array, UpdateRule(apply))
 
 
 _NUMBERS = "fiub"
-"""Kinds of dtypes, of most labels and predictions."""
+"""The kinds of dtypes of most labels and predictions."""
 
 
 def as_numbers(call: str, argument: str, value: Any) -> Any:
     """`value` as an array of numbers, on the host or the GPU where it is.
 
     Raises:
-        TypeError: it is none.
+        TypeError: it is not an array of numbers.
     """
     array = arrays.as_array(call, value, on_gpu=True)
     if arrays.is_numeric(array.dtype):
         return array
-    # Python objects, such as fractions. NumPy would make a number of text, and nan of `None`.
-    if array.dtype != object or not all(hasattr(one, "__float__") for one in array.flat):
+    # Python objects, such as fractions. NumPy would turn text into numbers, and `None` into nan.
+    if array.dtype != object or not all(hasattr(item, "__float__") for item in array.flat):
         raise TypeError(
             f"{call}: {argument} is {reprlib.repr(value)}; it must be an array of numbers"
         )
@@ -189,7 +185,7 @@ def as_pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
     """Labels and predictions as arrays of equal shapes, each where it is.
 
     Raises:
-        TypeError: one is not an array of numbers.
+        TypeError: an argument is not an array of numbers.
         ValueError: the shapes differ.
     """
     if type(y_true) is type(y_pred) is np.ndarray and y_true.shape == y_pred.shape:
@@ -205,7 +201,7 @@ def as_pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
 
 
 def as_weights(call: str, sample_weight: Any, shape: tuple[int, ...]) -> Any:
-    """Weights as `float64`, broadcast to this shape, of which they may lack the last dimensions.
+    """Weights as `float64`, broadcast to this shape: they may lack its last dimensions.
 
     Raises:
         TypeError: they are not numbers.
@@ -221,6 +217,6 @@ def as_weights(call: str, sample_weight: Any, shape: tuple[int, ...]) -> Any:
         )
     except ValueError as error:
         raise ValueError(
-            f"{call}: sample_weight has shape {weights.shape} and the values {shape}; pass one "
-            "weight for each value, or for each of their first dimensions"
+            f"{call}: sample_weight has shape {weights.shape} and the values {shape}; pass a "
+            "weight for each value, or for each index of their first dimensions"
         ) from error

@@ -1,4 +1,4 @@
-"""Metrics of binary predictions at thresholds: true and false positives and negatives, precision, recall, AUC."""
+"""Metrics of binary predictions at thresholds: counts, precision, recall and AUC."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy.typing as npt
 
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
-from hpcstrat.metrics._accuracies import rounded
+from hpcstrat.metrics._accuracies import round_for
 from hpcstrat.metrics._counts import CountMetric
 
 
 class _Counts(NamedTuple):
-    """At each threshold, in ascending order."""
+    """Counts at each threshold, in ascending order."""
 
     true_positives: Any
     false_positives: Any
@@ -26,7 +26,12 @@ class _Counts(NamedTuple):
 
 
 class ThresholdMetric(CountMetric):
-    """Its bins count negative and positive labels, by how many thresholds their predictions exceed."""
+    """Counts negative and positive labels by the number of thresholds that predictions exceed.
+
+    The bins, for n thresholds (the last counts invalid predictions):
+
+        label 0: exceeds 0 ... n | label 1: exceeds 0 ... n | invalid
+    """
 
     _INVALID = (
         "predictions are not between 0 and 1; pass probabilities, or logits with from_logits=True"
@@ -36,14 +41,14 @@ class ThresholdMetric(CountMetric):
 
     def __init__(self, name: str, dtype: npt.DTypeLike | None, thresholds: Sequence[float]) -> None:
         super().__init__(name, dtype, 2 * (len(thresholds) + 1))
-        self.thresholds: list[float] = [float(one) for one in thresholds]
+        self.thresholds: list[float] = [float(threshold) for threshold in thresholds]
         self._ascending: dict[Any, Array] = {}
         self._ascending_on_gpu: dict[Any, Array] = {}
 
     def _ascending_for(self, dtype: np.dtype[Any]) -> Array:
         """The thresholds in ascending order, for predictions of a dtype."""
         if dtype not in self._ascending:
-            self._ascending[dtype] = np.sort([rounded(one, dtype) for one in self.thresholds])
+            self._ascending[dtype] = np.sort([round_for(t, dtype) for t in self.thresholds])
         return self._ascending[dtype]
 
     def _bins(self, true: Any, predicted: Any) -> np.ndarray[Any, Any]:
@@ -68,14 +73,14 @@ class ThresholdMetric(CountMetric):
         _count_exceeded()(true, predicted, weight, thresholds, thresholds.size, *options, totals)
 
     def _of_counts(self, counts: np.ndarray[Any, Any]) -> Any:
-        by_label = counts.reshape(2, -1)  # of each label, those that exceed 0, 1, ... thresholds
+        by_label = counts.reshape(2, -1)  # for each label: those above 0, 1, ... thresholds
         at_most = by_label.cumsum(axis=1)[:, :-1]
         more = by_label[:, ::-1].cumsum(axis=1)[:, -2::-1]
         return self._of(_Counts(more[1], more[0], at_most[0], at_most[1]))
 
     @abc.abstractmethod
     def _of(self, counts: _Counts) -> Any:
-        """The result, of the counts at each threshold."""
+        """Computes the result from the counts at each threshold."""
 
 
 def _ratio(part: Any, whole: Any) -> Any:
@@ -84,7 +89,7 @@ def _ratio(part: Any, whole: Any) -> Any:
 
 
 class AtThresholds(ThresholdMetric):
-    """A number at each threshold, in the order in which they were passed; for one threshold a scalar."""
+    """A number at each threshold, in the order passed; for a single threshold a scalar."""
 
     _NAME = ""
 
@@ -109,16 +114,17 @@ class AtThresholds(ThresholdMetric):
 
     @abc.abstractmethod
     def _number(self, counts: _Counts) -> Any:
-        """What `result` has for each threshold, an array."""
+        """The array with the result at each threshold."""
 
 
 class TruePositives(AtThresholds):
-    """The number of positive labels that were predicted as positive, that is above a threshold.
+    """The number of positive labels that were predicted as positive: above a threshold.
 
     Labels are 0 or 1. Predictions are usually probabilities.
 
     Args:
-        thresholds: one or several, between 0 and 1; 0.5 by default. `result` has a number for each.
+        thresholds: a number or several, between 0 and 1; 0.5 by default. `result` has a number for
+            each.
         name: the metric's name, `true_positives` by default.
         dtype: the dtype of `result`, `float64` by default.
 
@@ -135,7 +141,7 @@ class TruePositives(AtThresholds):
 class FalsePositives(AtThresholds):
     """The number of negative labels that were predicted as positive.
 
-    Arguments as of `TruePositives`.
+    The arguments are those of `TruePositives`.
     """
 
     _NAME = "false_positives"
@@ -147,7 +153,7 @@ class FalsePositives(AtThresholds):
 class TrueNegatives(AtThresholds):
     """The number of negative labels that were predicted as negative.
 
-    Arguments as of `TruePositives`.
+    The arguments are those of `TruePositives`.
     """
 
     _NAME = "true_negatives"
@@ -159,7 +165,7 @@ class TrueNegatives(AtThresholds):
 class FalseNegatives(AtThresholds):
     """The number of positive labels that were predicted as negative.
 
-    Arguments as of `TruePositives`.
+    The arguments are those of `TruePositives`.
     """
 
     _NAME = "false_negatives"
@@ -171,7 +177,7 @@ class FalseNegatives(AtThresholds):
 class Precision(AtThresholds):
     """The fraction of positive predictions that are right, `TP / (TP + FP)`.
 
-    Arguments as of `TruePositives`.
+    The arguments are those of `TruePositives`.
 
     Examples:
         >>> import hpcstrat as hs
@@ -190,7 +196,7 @@ class Precision(AtThresholds):
 class Recall(AtThresholds):
     """The fraction of positive labels that were found, `TP / (TP + FN)`.
 
-    Arguments as of `TruePositives`.
+    The arguments are those of `TruePositives`.
 
     Examples:
         >>> import hpcstrat as hs
@@ -207,24 +213,25 @@ class Recall(AtThresholds):
 
 
 class AUC(ThresholdMetric):
-    """The area under the ROC or precision-recall curve, as Keras approximates it: by the counts at some thresholds.
+    """The area under the ROC or precision-recall curve, from counts at thresholds, as in Keras.
 
     Labels are 0 or 1, predictions probabilities. The precision-recall curve is interpolated as by
     Davis and Goadrich, "The Relationship Between Precision-Recall and ROC Curves", 2006.
 
     Args:
-        num_thresholds: how many, evenly spaced: the first is just below 0, the last just above 1.
+        num_thresholds: the number of thresholds, evenly spaced: the first is just below 0, the last
+            just above 1.
         curve: `"ROC"` or `"PR"`.
         summation_method: `"interpolation"`; or `"minoring"` or `"majoring"`, whose rectangles under
             the curve have the lower or the higher value of two neighbours.
         name: the metric's name.
         dtype: the dtype of `result`, `float64` by default.
-        thresholds: thresholds between 0 and 1, instead of evenly spaced ones; the first and the
-            last are added.
+        thresholds: thresholds between 0 and 1, instead of evenly spaced; the first and the last are
+            added.
         from_logits: whether predictions are logits, whose sigmoid is the probability.
 
     Raises:
-        ValueError: an option is none of these.
+        ValueError: an option has another value.
 
     Examples:
         >>> import hpcstrat as hs
@@ -268,18 +275,14 @@ class AUC(ThresholdMetric):
 
     def _of(self, counts: _Counts) -> Any:
         if self.curve == "PR" and self.summation_method == "interpolation":
-            return _interpolated_precision(counts)
+            return _interpolate_precision(counts)
         recall = _ratio(counts.true_positives, counts.true_positives + counts.false_negatives)
         if self.curve == "PR":
-            x, y = (
-                recall,
-                _ratio(counts.true_positives, counts.true_positives + counts.false_positives),
-            )
+            x = recall
+            y = _ratio(counts.true_positives, counts.true_positives + counts.false_positives)
         else:
-            x, y = (
-                _ratio(counts.false_positives, counts.false_positives + counts.true_negatives),
-                recall,
-            )
+            x = _ratio(counts.false_positives, counts.false_positives + counts.true_negatives)
+            y = recall
         return ((x[:-1] - x[1:]) * _HEIGHTS[self.summation_method](y[:-1], y[1:])).sum()
 
 
@@ -291,8 +294,8 @@ _HEIGHTS = {
 }
 
 
-def _interpolated_precision(counts: _Counts) -> Any:
-    """The area under the precision-recall curve where true and false positives are linear between thresholds."""
+def _interpolate_precision(counts: _Counts) -> Any:
+    """The area under the precision-recall curve with counts linear between thresholds."""
     true, predicted = counts.true_positives, counts.true_positives + counts.false_positives
     step = true[:-1] - true[1:]
     slope = _ratio(step, np.maximum(predicted[:-1] - predicted[1:], 0))

@@ -23,14 +23,14 @@ class Adadelta(Optimizer):
     `d = rho d + (1 - rho) u^2` and `w -= learning_rate u`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
-            the number of steps done. The paper's is 1.
+        learning_rate: a number of at least 0, or a callable that returns it; called without
+            arguments or with the number of steps done. The paper's is 1.
         rho: the decay of both means of squares, from 0 to 1.
         epsilon: keeps the divisor from 0; at least 0.
         **options: see `OptimizerOptions`.
 
     Raises:
-        ValueError: rho is not from 0 to 1, another number negative or not finite.
+        ValueError: rho is not from 0 to 1, or another number is negative or not finite.
         TypeError: an argument is not a number.
     """
 

@@ -19,9 +19,9 @@ class Adagrad(Optimizer):
     """Adagrad (Duchi et al. 2011): `a += g^2`, then `w -= learning_rate g / sqrt(a + epsilon)`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
-            the number of steps done.
-        initial_accumulator_value: what `a` starts from, at least 0.
+        learning_rate: a number of at least 0, or a callable that returns it; called without
+            arguments or with the number of steps done.
+        initial_accumulator_value: the value that `a` starts from, at least 0.
         epsilon: keeps the divisor from 0; at least 0.
         **options: see `OptimizerOptions`.
 

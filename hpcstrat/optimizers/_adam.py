@@ -1,4 +1,4 @@
-"""Adam and its relatives: with weight decay, with the largest gradient for a scale, with Nesterov's momentum."""
+"""Adam and its relatives: AdamW, Adamax and Nadam."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Moments(Optimizer):
-    """The numbers and the slots of all of them."""
+    """Their arguments and slots."""
 
     def __init__(
         self,
@@ -44,21 +44,22 @@ class _Moments(Optimizer):
 
 
 class Adam(_Moments):
-    """Adam (Kingma and Ba 2014, algorithm 1 with the reformulation before section 2.1), as TensorFlow has it.
+    """Adam (Kingma and Ba 2014), as TensorFlow has it.
 
-    In step t, with `g` the gradient: `m += (1 - beta_1) (g - m)`, `v += (1 - beta_2) (g^2 - v)` and
+    This is the paper's algorithm 1 with the reformulation before section 2.1. In step t, with `g`
+    the gradient: `m += (1 - beta_1) (g - m)`, `v += (1 - beta_2) (g^2 - v)` and
     `w -= learning_rate sqrt(1 - beta_2^t) / (1 - beta_1^t) m / (sqrt(v) + epsilon)`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
-            the number of steps done.
+        learning_rate: a number of at least 0, or a callable that returns it; called without
+            arguments or with the number of steps done.
         beta_1: the decay of the first moment, at least 0 and less than 1.
-        beta_2: the decay of the second moment, likewise.
+        beta_2: the decay of the second moment, at least 0 and less than 1.
         epsilon: keeps the divisor from 0; at least 0.
         **options: see `OptimizerOptions`.
 
     Raises:
-        ValueError: a decay is out of range, another number negative or not finite.
+        ValueError: a decay is out of range, or another number is negative or not finite.
         TypeError: an argument is not a number.
     """
 
@@ -84,19 +85,22 @@ class Adam(_Moments):
 
 @final
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov and Hutter 2019): `w -= learning_rate weight_decay w` comes first.
+    """Adam with decoupled weight decay (Loshchilov and Hutter 2019).
+
+    Each step does `w -= learning_rate weight_decay w` first.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
-            the number of steps done.
+        learning_rate: a number of at least 0, or a callable that returns it; called without
+            arguments or with the number of steps done.
         weight_decay: the decay, at least 0.
         beta_1: the decay of the first moment, at least 0 and less than 1.
-        beta_2: the decay of the second moment, likewise.
+        beta_2: the decay of the second moment, at least 0 and less than 1.
         epsilon: keeps the divisor from 0; at least 0.
         **options: see `OptimizerOptions`.
 
     Raises:
-        ValueError: a decay of a moment is out of range, another number negative or not finite.
+        ValueError: a decay of a moment is out of range, or another number is negative or not
+            finite.
         TypeError: an argument is not a number.
     """
 
@@ -122,15 +126,15 @@ class Adamax(_Moments):
     `w -= learning_rate / (1 - beta_1^t) m / (v + epsilon)`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
-            the number of steps done.
+        learning_rate: a number of at least 0, or a callable that returns it; called without
+            arguments or with the number of steps done.
         beta_1: the decay of the first moment, at least 0 and less than 1.
-        beta_2: the decay of the largest gradient, likewise.
+        beta_2: the decay of the largest gradient, at least 0 and less than 1.
         epsilon: keeps the divisor from 0; at least 0.
         **options: see `OptimizerOptions`.
 
     Raises:
-        ValueError: a decay is out of range, another number negative or not finite.
+        ValueError: a decay is out of range, or another number is negative or not finite.
         TypeError: an argument is not a number.
     """
 
@@ -158,30 +162,28 @@ class Nadam(_Moments):
     """Adam with Nesterov's momentum (Dozat 2016), as TensorFlow has it.
 
     With `u_t = beta_1 (1 - 0.96^t / 2)` and `U_t = u_1 ... u_t`, in step t, `m` and `v` as in Adam:
-    `w -= learning_rate (u_(t+1) m / (1 - U_(t+1)) + (1 - u_t) g / (1 - U_t)) / (sqrt(v / (1 - beta_2^t)) + epsilon)`.
+    `n = u_(t+1) m / (1 - U_(t+1)) + (1 - u_t) g / (1 - U_t)` and
+    `w -= learning_rate n / (sqrt(v / (1 - beta_2^t)) + epsilon)`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
-            the number of steps done.
+        learning_rate: a number of at least 0, or a callable that returns it; called without
+            arguments or with the number of steps done.
         beta_1: the decay of the first moment, at least 0 and less than 1.
-        beta_2: the decay of the second moment, likewise.
+        beta_2: the decay of the second moment, at least 0 and less than 1.
         epsilon: keeps the divisor from 0; at least 0.
         **options: see `OptimizerOptions`.
 
     Raises:
-        ValueError: a decay is out of range, another number negative or not finite.
+        ValueError: a decay is out of range, or another number is negative or not finite.
         TypeError: an argument is not a number.
     """
 
-    _product: tuple[int, float, float] = (
-        0,
-        0.0,
-        1.0,
-    )  # the steps that are in it, beta_1, and the product
+    # The number of steps in the product, beta_1, and the product.
+    _product: tuple[int, float, float] = (0, 0.0, 1.0)
 
     @property
     def momentum_product(self) -> float:
-        """`U_t` of the step t that comes next."""
+        """`U_t` of the next step t."""
         done, beta_1, product = self._product
         if done > self.iterations or beta_1 != self.beta_1:  # restored, or changed
             done, product = 0, 1.0

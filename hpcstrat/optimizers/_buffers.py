@@ -1,4 +1,4 @@
-"""GradientBuffers: arrays to write gradients to, which may be marked as complete one by one."""
+"""GradientBuffers: arrays to write gradients to and mark as complete, one by one."""
 
 from __future__ import annotations
 
@@ -18,35 +18,34 @@ from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers._gradients import check_pair, check_variables, group_of_variables
 
 
-def agreed_group(variables: Sequence[Variable]) -> ReplicaGroup:
-    """The group of variables that are to have gradient buffers, which are the same on all ranks.
+def agree_on_group(variables: Sequence[Variable]) -> ReplicaGroup:
+    """The group of variables for gradient buffers, after a check that all ranks pass the same.
 
     Collective.
 
     Raises:
-        ValueError: no variable, one that no optimizer can change, or that occurs twice.
+        ValueError: no variable; a variable occurs twice or cannot be changed by optimizers.
         ReplicaMismatchError: the replicas pass different variables.
     """
     if not variables or not all(isinstance(v, Variable) for v in variables):
         raise ValueError(
-            f"{current_call()}: it takes variables, at least one, and got {variables!r}; pass them "
-            "in a list"
+            f"{current_call()}: got {variables!r}; pass a list of variables, at least one"
         )
     group = group_of_variables(variables[0], "of")
     with group.communicator.raise_together():
         check_variables(group, variables)
         group.communicator.exchange(
-            signature_of(current_call(), *[state_of(v).block.held() for v in variables])
+            signature_of(current_call(), *[state_of(v).block.identity() for v in variables])
         )
     return group
 
 
 @final
 class MarkedStep:
-    """What is marked in an optimizer's step.
+    """The marks of an optimizer's step.
 
     Attributes:
-        buffers: those of which some are marked; `None` where there are none.
+        buffers: the gradient buffers of which some are marked; `None` if there are none.
     """
 
     __slots__ = ("buffers",)
@@ -63,11 +62,12 @@ class GradientBuffers(list[Any]):
         >>> import numpy as np, hpcstrat as hs
         >>> strategy = hs.MirroredStrategy()
         >>> with strategy.scope():
-        ...     a, b, optimizer = hs.Variable(np.ones(2)), hs.Variable(np.ones(3)), hs.optimizers.SGD(0.1)
+        ...     a, b = hs.Variable(np.ones(2)), hs.Variable(np.ones(3))
+        ...     optimizer = hs.optimizers.SGD(0.1)
         >>> d_a, d_b = buffers = optimizer.gradient_buffers([a, b])
         >>> def step():
         ...     d_b[...] = 5.0 / strategy.num_replicas_in_sync
-        ...     buffers.ready(d_b)  # its sum over the replicas begins
+        ...     buffers.ready(d_b)  # its sum over the replicas starts
         ...     d_a[...] = 2.0 / strategy.num_replicas_in_sync
         ...     optimizer.apply_gradients(zip(buffers, [a, b]))
         >>> strategy.run(step)
@@ -81,20 +81,20 @@ class GradientBuffers(list[Any]):
         group: ReplicaGroup,
         plan: Plan,
         variables: Sequence[Variable],
-        may_begin: Callable[[], bool],
+        may_start: Callable[[], bool],
     ) -> None:
         super().__init__(plan.buffers or [])
         self._step = step
         self._group = group
         self._plan = plan
         self._variables = tuple(variables)
-        self._may_begin = may_begin
+        self._may_start = may_start
 
     def require_replica(self) -> None:
-        """Refuses a line that is not in a replica function.
+        """Checks that this line runs in a replica function.
 
         Raises:
-            RuntimeError: it is not, though there are several replicas.
+            RuntimeError: it does not, and there are several replicas.
         """
         group_of_variables(self._variables[0], "of")
         if not isinstance(contexts.context(), InReplica) and self._group.communicator.size > 1:
@@ -105,44 +105,42 @@ class GradientBuffers(list[Any]):
 
     @collective("GradientBuffers.ready", check=lambda buffers: buffers.require_replica())
     def ready(self, *buffers: Any) -> None:
-        """Says that these gradients are complete: their sum over the replicas begins, while you compute the others.
+        """Marks gradients as complete: their sums start while you compute the others. Collective.
 
-        The results are those without it. A backward pass computes the gradients of the last layer
-        first: mark each as
-        soon as it is written, the large ones at least, and pass all buffers to `apply_gradients` in
-        the end, which waits for what is under way. Do not read or write a buffer between the two.
+        All replicas mark the same buffers, in one order. The results do not change. A backward pass
+        computes the gradients of the last layer first: mark each as soon as it is written, at least
+        the large ones, and pass all buffers to `apply_gradients` in the end, which waits for the
+        sums. Do not read or write a buffer between the two calls.
 
-        It helps between several hosts, and between GPUs. On one host's CPUs the sum is made in
-        memory, and begins in `apply_gradients`; so it does with `clipnorm`, `global_clipnorm` or
-        `gradient_accumulation_steps`, and where MPI was started without `THREAD_MULTIPLE`. Sums
-        that begin early take memory: once more the gradients, on the host. On GPUs NCCL may add up
-        in another order.
-
-        Collective: all replicas mark the same buffers, in one order.
+        This helps between several hosts, and between GPUs. On one host's CPUs the sum is made in
+        memory, and starts in `apply_gradients`. It also starts there with `clipnorm`,
+        `global_clipnorm` or `gradient_accumulation_steps`, or if MPI was started without
+        `THREAD_MULTIPLE`. Sums that start early need memory on the host: as much as the gradients.
+        On GPUs NCCL may add up in another order.
 
         Args:
-            *buffers: some of the list, in any order, each once in a step.
+            *buffers: some buffers of the list, in any order, each once per step.
 
         Raises:
-            ValueError: none, something that is not in the list, or a buffer that is marked already
-                in this step.
+            ValueError: no buffers, something that is not in the list, or a buffer that is already
+                marked in this step.
             RuntimeError: called outside of a replica function.
-            ReplicaMismatchError: the replicas mark different buffers. Nothing has begun.
-            MemoryError: there is no room for the sums, on any rank.
+            ReplicaMismatchError: the replicas mark different buffers. Nothing has started.
+            MemoryError: cannot allocate the sums on some rank.
         """
         plan = self._plan
         if not buffers:
             raise ValueError(
-                f"{current_call()}: it takes gradient buffers, at least one, and got none"
+                f"{current_call()}: got no arguments; pass gradient buffers, at least one"
             )
         try:
-            places = places_of(buffers, plan.in_order(plan.buffers or []))
+            places = places_of(buffers, plan.to_message_order(plan.buffers or []))
         except LookupError as error:
             wrong = buffers[error.args[0]]
             raise ValueError(
                 f"{current_call()}: argument {error.args[0] + 1} of {len(buffers)}, of type "
-                f"{type(wrong).__name__}, is none of these buffers; pass those that "
-                "gradient_buffers returned themselves, not views or copies"
+                f"{type(wrong).__name__}, is none of these buffers; pass the arrays that "
+                "gradient_buffers returned, not views or copies"
             ) from None
         marked = plan.marks.marked
         for i, place in enumerate(places):
@@ -158,19 +156,19 @@ class GradientBuffers(list[Any]):
                 f"{current_call()}: buffers of other variables of this optimizer are marked in "
                 "this step; pass them to apply_gradients first"
             )
-        self._group.storage.mark(plan, places, self._may_begin())
+        self._group.storage.mark(plan, places, self._may_start())
         self._step.buffers = self
 
     @property
     def is_marked(self) -> bool:
-        """Whether any of them is, since the last step."""
+        """Whether any buffer was marked since the last step."""
         return bool(self._plan.marks.marked)
 
     def require_all(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
-        """Checks what `apply_gradients` is given after marks: all buffers, and perhaps `IndexedSlices` besides.
+        """Checks that `apply_gradients` gets all buffers after marks, perhaps with `IndexedSlices`.
 
         Raises:
-            ValueError: it is something else, on all ranks.
+            ValueError: it gets something else, on all ranks.
         """
         with self._group.communicator.raise_together():
             for pair in pairs:
@@ -192,5 +190,5 @@ class GradientBuffers(list[Any]):
                 )
 
     def end_step(self) -> None:
-        """Forgets the marks: the variables are updated."""
+        """Forgets the marks after the variables were updated."""
         self._group.storage.end_marks(self._plan)

@@ -1,9 +1,9 @@
-"""The gradients that a step is given: checked, paired with their variables, and clipped."""
+"""The gradients of a step: checks them, sums and clips them, or adds them up over steps."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,17 +14,33 @@ from hpcstrat._core.types import Array, IndexedSlices
 from hpcstrat._core.values import DistributedValues
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._update.rows import combine_rows
+from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
 
+_Clipped: TypeAlias = tuple[Sequence[Array], Sequence[tuple[Array, Array]]]
 
-def clipped(
+
+def clip(
+    group: ReplicaGroup,
+    global_clipnorm: float | None,
+    clipnorm: float | None,
+    gradients: Sequence[Array],
+    rows: Sequence[tuple[Array, Array]],
+) -> _Clipped:
+    """Scales gradients down to the largest norm of all together, or of each."""
+    with group.on_stream():
+        if global_clipnorm is not None:
+            gradients, rows = _clip_together(group.xp, global_clipnorm, gradients, rows)
+        if clipnorm is not None:
+            gradients, rows = _clip_each(group.xp, clipnorm, gradients, rows)
+    return gradients, rows
+
+
+def _clip_together(
     xp: Any, most: float, gradients: Sequence[Array], rows: Sequence[tuple[Array, Array]]
-) -> tuple[list[Array], list[tuple[Array, Array]]]:
-    """All gradients, scaled down together so that their norm is at most `most`."""
+) -> _Clipped:
     arrays = [*gradients, *(values for _, values in rows)]
-    with np.errstate(
-        all="ignore"
-    ):  # as in the update: infinite gradients are no reason to stop on one rank
+    with np.errstate(all="ignore"):  # as in the update: infinite gradients stop no rank
         # In float64, where the squares of large float32 numbers do not overflow.
         norm = xp.sqrt(sum(xp.sum(xp.abs(g).astype(np.float64) ** 2) for g in arrays))
         scale = xp.where(xp.isfinite(norm), xp.where(norm > most, most / norm, 1.0), np.nan)
@@ -33,20 +49,19 @@ def clipped(
         ]
 
 
-def clipped_each(
+def _clip_each(
     xp: Any, most: float, gradients: Sequence[Array], rows: Sequence[tuple[Array, Array]]
-) -> tuple[list[Array], list[tuple[Array, Array]]]:
-    """Each gradient, scaled down so that its own norm is at most `most`."""
-    dense = [clipped(xp, most, [gradient], [])[0][0] for gradient in gradients]
-    return dense, [clipped(xp, most, [], [pair])[1][0] for pair in rows]
+) -> _Clipped:
+    dense = [_clip_together(xp, most, [gradient], [])[0][0] for gradient in gradients]
+    return dense, [_clip_together(xp, most, [], [pair])[1][0] for pair in rows]
 
 
 class Accumulator:
-    """Adds gradients up on this replica, until there are those of several calls.
+    """Adds up the gradients of several calls on this replica.
 
     Attributes:
-        steps: the number of calls.
-        calls: how many of them were made.
+        steps: the number of calls to add up.
+        calls: the number of calls made.
     """
 
     def __init__(self, steps: int) -> None:
@@ -57,10 +72,7 @@ class Accumulator:
     def add(
         self, gradients: Sequence[Array], variables: Sequence[Variable]
     ) -> list[tuple[Array, Variable]] | None:
-        """Adds the gradients of a call.
-
-        Returns the means over the calls where it is the last, otherwise `None`.
-        """
+        """Adds the gradients of a call; returns the means over the calls after the last."""
         for gradient, v in zip(gradients, variables, strict=True):
             with state_of(v).group.on_stream():
                 if id(v) in self._sums:
@@ -79,7 +91,7 @@ class Accumulator:
         return means
 
     def variables(self) -> list[Variable]:
-        """The variables of what was added up."""
+        """The variables whose gradients were added up."""
         return [v for v, _ in self._sums.values()]
 
     def clear(self) -> None:
@@ -87,8 +99,8 @@ class Accumulator:
         self.calls = 0
         self._sums.clear()
 
-    def copied(self, variables: Mapping[int, Variable]) -> Accumulator:
-        """The same for copies of the variables, which are given by the ids of the originals."""
+    def copy_for(self, variables: Mapping[int, Variable]) -> Accumulator:
+        """A copy for copies of the variables, which are passed by the ids of the originals."""
         other = Accumulator(self.steps)
         other.calls = self.calls
         for key, (_, total) in self._sums.items():
@@ -103,15 +115,15 @@ def as_dense(slices: IndexedSlices, variable: Variable) -> Array:
         ValueError: they do not fit the variable.
     """
     group = state_of(variable).group
-    indices, values = checked_slices(slices, variable)
+    indices, values = check_slices(slices, variable)
     with group.on_stream():
         rows, sums = combine_rows(indices, values)
-        found = group.xp.zeros(variable.shape, variable.dtype)
-        found[rows] = sums
-    return found
+        gradient = group.xp.zeros(variable.shape, variable.dtype)
+        gradient[rows] = sums
+    return gradient
 
 
-def checked_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
+def check_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
     """The indices and the values of a sparse gradient, on the variable's device and in its dtype.
 
     Raises:
@@ -137,9 +149,8 @@ def checked_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Ar
             f"{('k', *variable.shape[1:])} and ('k',), of integers"
         )
     indices = indices.astype(np.int64)
-    if (
-        indices.size and int(indices.view(np.uint64).max()) >= variable.shape[0]
-    ):  # negative ones are large ones there
+    # As uint64, where negative indices are large.
+    if indices.size and int(indices.view(np.uint64).max()) >= variable.shape[0]:
         raise ValueError(
             f"{current_call()}: an index for {variable.name!r} is not in "
             f"0..{variable.shape[0] - 1}; all must be"
@@ -147,36 +158,38 @@ def checked_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Ar
     if not np.can_cast(values.dtype, variable.dtype, "same_kind"):
         raise ValueError(
             f"{current_call()}: the gradient of {variable.name!r} is {values.dtype.name}, which "
-            f"does not go into {variable.dtype.name}; cast it first"
+            f"cannot be cast to {variable.dtype.name} without loss; cast it first"
         )
     return indices, values.astype(variable.dtype, copy=False)
 
 
 def check_pair(pair: Any) -> None:
-    """Checks one of what `apply_gradients` takes.
+    """Checks an argument of `apply_gradients`.
 
     Raises:
-        ValueError: it is not a gradient and its variable.
+        ValueError: it is not a pair of a gradient and its variable.
     """
     is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
     if is_pair and isinstance(pair[1], Variable):
         return
     if is_pair and isinstance(pair[0], Variable):
         raise ValueError(
-            f"{current_call()}: it takes (gradient, variable) pairs, and in one {pair[0].name!r} "
-            "comes first; pass the variable second"
+            f"{current_call()}: it takes (gradient, variable) pairs, but the variable "
+            f"{pair[0].name!r} comes first in its pair; pass the variable second"
         )
-    kind = f"({', '.join(type(one).__name__ for one in pair)})" if is_pair else type(pair).__name__
+    kind = type(pair).__name__
+    if is_pair:
+        kind = f"({', '.join(type(member).__name__ for member in pair)})"
     raise ValueError(
-        f"{current_call()}: it takes (gradient, variable) pairs, and one is {kind}; pass "
+        f"{current_call()}: it takes (gradient, variable) pairs, but one is {kind}; pass "
         "zip(gradients, variables)"
     )
 
 
-def sorted_pairs(
+def sort_pairs(
     pairs: Sequence[tuple[Any, Variable]],
 ) -> tuple[list[Array], list[Variable], list[tuple[IndexedSlices, Variable]]]:
-    """The gradients that are arrays, their variables, and the pairs whose gradients are slices."""
+    """Returns the gradients that are arrays, their variables, and the pairs with slices."""
     gradients: list[Array] = []
     dense: list[Variable] = []
     sparse: list[tuple[IndexedSlices, Variable]] = []
@@ -202,7 +215,7 @@ def _as_gradient(gradient: Any, variable: Variable) -> Array:
     if isinstance(gradient, DistributedValues):
         raise ValueError(
             f"{current_call()}: the gradient of {variable.name!r} is a {type(gradient).__name__}, "
-            "one value a replica; apply it inside Strategy.run, or reduce it first: "
+            "with one value per replica; apply it inside Strategy.run, or reduce it first: "
             "strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
         )
     state = state_of(variable)
@@ -216,7 +229,7 @@ def _as_gradient(gradient: Any, variable: Variable) -> Array:
     if array.dtype != view.dtype and not np.can_cast(array.dtype, view.dtype, "same_kind"):
         raise ValueError(
             f"{current_call()}: the gradient of {variable.name!r} is {array.dtype.name}, which "
-            f"does not go into {view.dtype.name}; cast it first"
+            f"cannot be cast to {view.dtype.name} without loss; cast it first"
         )
     if state.group.stream is None or isinstance(view, np.ndarray):
         return array
@@ -224,25 +237,24 @@ def _as_gradient(gradient: Any, variable: Variable) -> Array:
         return state.group.stream.here(array)
 
 
-def computed(call: str, loss: Any, count: int) -> tuple[Any, list[Any]]:
-    """What the function that `Optimizer.minimize` is given returns: the loss, and `count` gradients.
+def compute_gradients(call: str, loss: Any, count: int) -> tuple[Any, list[Any]]:
+    """Calls the `loss` of `Optimizer.minimize`; returns the loss and `count` gradients.
 
     Raises:
-        TypeError: it is no function, or returns something else.
+        TypeError: it is not a function, or returns something else.
         ValueError: it returns another number of gradients.
     """
     if not callable(loss):
         raise TypeError(
             f"{call}: loss is of type {type(loss).__name__}; it must be a function without "
-            "arguments that returns the loss and its gradients, because NumPy has no gradients of "
-            "its own"
+            "arguments that returns the loss and its gradients, because NumPy computes none"
         )
-    found: Any = loss()
-    if not isinstance(found, (tuple, list)) or len(found) != 2:
+    result: Any = loss()
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise TypeError(
-            f"{call}: loss() returned {type(found).__name__}; it must return (loss, gradients)"
+            f"{call}: loss() returned {type(result).__name__}; it must return (loss, gradients)"
         )
-    value, gradients = found[0], list(found[1])
+    value, gradients = result[0], list(result[1])
     if len(gradients) != count:
         raise ValueError(
             f"{call}: {len(gradients)} gradients for {count} variables; return one for each"
@@ -251,7 +263,7 @@ def computed(call: str, loss: Any, count: int) -> tuple[Any, list[Any]]:
 
 
 def group_of_variables(variable: Variable, preposition: str) -> ReplicaGroup:
-    """The variable's group, which must be that of this line's context."""
+    """The variable's group, which must be the group of this line's context."""
     with call_named(f"{current_call()} {preposition} {variable.name!r}"):
         state_of(variable).require_strategy()
     return state_of(variable).group
@@ -261,7 +273,8 @@ def check_variables(group: ReplicaGroup, variables: Sequence[Variable]) -> None:
     """Checks the variables of an update.
 
     Raises:
-        ValueError: one of another strategy, one that no optimizer can change, or that occurs twice.
+        ValueError: a variable occurs twice, is another strategy's, or cannot be changed by
+            optimizers.
     """
     call = current_call()
     if len({id(v) for v in variables}) < len(variables):
@@ -279,19 +292,32 @@ def check_variables(group: ReplicaGroup, variables: Sequence[Variable]) -> None:
             )
         if state.is_on_read:
             raise ValueError(
-                f"{call}: the variable {v.name!r} is ON_READ, one value a replica; make it an "
-                "ordinary one"
+                f"{call}: the variable {v.name!r} is ON_READ, with one value per replica; use an "
+                "ordinary variable"
             )
 
 
-def summed_rows(
-    group: ReplicaGroup, slices: IndexedSlices, variable: Variable, summed: bool
+def check_norms(rule: UpdateRule, sparse: Sequence[tuple[IndexedSlices, Variable]]) -> None:
+    """Checks that an update with norms of whole variables gets whole gradients.
+
+    Raises:
+        ValueError: a gradient has rows of its variable only.
+    """
+    if sparse and rule.norms is not None:
+        raise ValueError(
+            f"{current_call()}: the update takes norms of whole variables, but the gradient of "
+            f"{sparse[0][1].name!r} is an IndexedSlices; pass an array"
+        )
+
+
+def sum_rows(
+    group: ReplicaGroup, slices: IndexedSlices, variable: Variable, are_summed: bool
 ) -> tuple[Array, Array]:
-    """The rows that occur in any replica's slices, each once, and their gradients, summed in rank order."""
+    """The rows in any replica's slices, each once, and their gradients, summed in rank order."""
     communicator = group.communicator
     with communicator.raise_together():
-        indices, values = checked_slices(slices, variable)
-    if not summed:
+        indices, values = check_slices(slices, variable)
+    if not are_summed:
         rows = f"rows of {variable.name!r}, variable {state_of(variable).block.number}"
         with call_named(f"{current_call()} of {rows}"):
             indices, values = communicator.all_gather([indices, values], 0)
@@ -299,13 +325,13 @@ def summed_rows(
         return combine_rows(indices, values)
 
 
-def accumulated(
+def accumulate(
     pairs: Sequence[tuple[Any, Variable]], accumulator: Accumulator
 ) -> list[tuple[Any, Variable]] | None:
-    """Adds gradients to those of the calls before; gives the means of all with their variables where they are due."""
+    """Adds up gradients; returns the means, with their variables, if this call is the last."""
     for pair in pairs:
         check_pair(pair)
-    gradients, dense, sparse = sorted_pairs(pairs)
+    gradients, dense, sparse = sort_pairs(pairs)
     variables = [*dense, *(v for _, v in sparse)]
     if variables:
         check_variables(group_of_variables(variables[0], "to"), variables)

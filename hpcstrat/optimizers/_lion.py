@@ -22,14 +22,14 @@ class Lion(Optimizer):
     Then `m = beta_2 m + (1 - beta_2) g`. The paper's weight decay is the option of that name.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
-            the number of steps done. A tenth to a third of Adam's is usual.
-        beta_1: how much of the momentum is in the step, above 0 and at most 1.
-        beta_2: the decay of the momentum, likewise.
+        learning_rate: a number of at least 0, or a callable that returns it; called without
+            arguments or with the number of steps done. A tenth to a third of Adam's is usual.
+        beta_1: the share of the momentum in the step, above 0 and at most 1.
+        beta_2: the decay of the momentum, above 0 and at most 1.
         **options: see `OptimizerOptions`.
 
     Raises:
-        ValueError: a decay is out of range, the learning rate negative or not finite.
+        ValueError: a decay is out of range, or the learning rate is negative or not finite.
         TypeError: an argument is not a number.
     """
 

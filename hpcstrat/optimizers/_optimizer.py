@@ -1,4 +1,4 @@
-"""What all optimizers share: gradients of the replicas in, one update of the variables out."""
+"""The base class of optimizers: sums the replicas' gradients and updates the variables once."""
 
 from __future__ import annotations
 
@@ -9,26 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from hpcstrat._calls.records import signature_of
 from hpcstrat._core.call_name import current_call, enter_call, leave_call, names_call
-from hpcstrat._core.types import FIRST_REPLICA, IndexedSlices, ReduceOp
+from hpcstrat._core.types import FIRST_REPLICA, ReduceOp
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._update.formula import Formulas
 from hpcstrat._variable.variable import Variable, state_of
-from hpcstrat.optimizers import _options
-from hpcstrat.optimizers._buffers import GradientBuffers, agreed_group
-from hpcstrat.optimizers._gradients import (
-    Accumulator,
-    accumulated,
-    check_pair,
-    check_variables,
-    clipped,
-    clipped_each,
-    computed,
-    group_of_variables,
-    sorted_pairs,
-    summed_rows,
-)
+from hpcstrat.optimizers import _gradients, _options
+from hpcstrat.optimizers._buffers import GradientBuffers, agree_on_group
+from hpcstrat.optimizers._gradients import Accumulator, check_variables, group_of_variables
 from hpcstrat.optimizers._options import EMA, CommonOptions, LearningRate
 from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, key
 
@@ -40,11 +29,11 @@ class Optimizer(metaclass=_options.OptimizerType):
     """Changes variables by their gradients.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
-            the number of steps done.
-        global_clipnorm: if given, the gradients, summed over the replicas, are scaled down together
-            so that their norm, over all variables, is at most this.
-        name: a name; the class's unless given.
+        learning_rate: a number of at least 0, or a callable that returns it; called without
+            arguments or with the number of steps done.
+        global_clipnorm: the largest norm of all gradients together, summed over the replicas;
+            larger gradients are scaled down. `None`: no limit.
+        name: a name; by default the class's.
         **options: see `CommonOptions`.
 
     Raises:
@@ -54,7 +43,7 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     clipnorm: float | None
     clipvalue: float | None
-    weight_decay: Any  # a float or `None`, and a subclass may have one of its own
+    weight_decay: Any  # a float or `None`, or what a subclass makes of it
     use_ema: bool
     ema_momentum: float
     ema_overwrite_frequency: int | None
@@ -70,16 +59,12 @@ class Optimizer(metaclass=_options.OptimizerType):
         owner = type(self).__name__
         self.name: str = owner if name is None else name
         self.global_clipnorm: float | None
-        for option, value in _options.checked(
-            owner, {"global_clipnorm": global_clipnorm, **options}
-        ).items():
-            if option in options or option not in vars(
-                self
-            ):  # a subclass may have one of its own, such as its decay
+        checked = _options.check_options(owner, {"global_clipnorm": global_clipnorm, **options})
+        for option, value in checked.items():
+            # A subclass may have set its own already, such as its decay.
+            if option in options or option not in vars(self):
                 setattr(self, option, value)
-        of_formula = [
-            option for option in ("clipvalue", "weight_decay", "use_ema") if options.get(option)
-        ]
+        of_formula = [o for o in ("clipvalue", "weight_decay", "use_ema") if options.get(o)]
         if of_formula and type(self).update_rule is not Optimizer.update_rule:
             raise ValueError(
                 f"{owner}: {of_formula[0]} changes the formula, and update_rule is overridden; "
@@ -89,58 +74,49 @@ class Optimizer(metaclass=_options.OptimizerType):
         steps = self.gradient_accumulation_steps
         self._state = OptimizerState(accumulator=None if steps is None else Accumulator(int(steps)))
         call, overwrites = f"{owner}.formula", self.ema_overwrite_frequency is not None
-        self._formulas = Formulas(
-            call, _options.with_options(call, self.formula, self.use_ema, overwrites)
-        )
+        formula = _options.with_options(call, self.formula, self.use_ema, overwrites)
+        self._formulas = Formulas(call, formula)
 
-    # ---- what a kind of optimizer fills in
+    # ---- for subclasses
 
     @property
     @abc.abstractmethod
     def slots(self) -> Mapping[str, float]:
-        """Name and initial value of each slot: an array beside each variable, of its shape and dtype."""
+        """Initial values of the slots by name: arrays of each variable's shape and dtype."""
 
     @staticmethod
     def formula(value: Any, gradient: Any, *slots: Any, **numbers: Any) -> Any:
-        """The update of one element, by operators and NumPy's functions: its new value, and those of its slots.
+        """Updates one element: returns its new value, and the new values of its slots.
 
         It is run once, with symbols, and becomes NumPy's operations on the host and one kernel on a
-        GPU, with the same results. So it must be made of `+ - * /`, comparisons, and `numpy`'s
-        `sqrt`, `square`, `absolute`, `sign`, `maximum`, `minimum` and `where`; what else it does is
-        a TypeError that names the line. `numpy.linalg.norm` of an element is a number: the norm
-        over the whole variable, for which a step goes over memory once more.
+        GPU, with the same results. So it may use only `+ - * /`, comparisons, and `numpy`'s `sqrt`,
+        `square`, `absolute`, `sign`, `maximum`, `minimum` and `where`; anything else raises a
+        TypeError that names the line. `numpy.linalg.norm` of an element is a number: the norm of
+        the whole variable, for which a step reads memory once more.
 
         Args:
             value: the variable's element.
             gradient: its gradient, summed over the replicas.
             *slots: an element of each slot, in the order of `slots`.
-            **numbers: what the formula takes by keyword only: `learning_rate` and `step`, counted
-                from 1, as the step has them, anything else as the attribute of that name. Numbers
-                may differ from step to step, and `**`, `numpy.exp` and `numpy.log` may be taken of
-                them. A `bool` is passed as it is.
+            **numbers: the keyword-only parameters: `learning_rate`, `step`, counted from 1, and
+                any attribute by its name. They may change from step to step, and `**`, `numpy.exp`
+                and `numpy.log` apply to them too. A `bool` is passed as it is.
 
         Returns:
             The new value, or a tuple of it and the new value of each slot.
         """
-        raise NotImplementedError(
-            "an optimizer must have a `formula`, or an `update_rule` of its own"
-        )
+        raise NotImplementedError("an optimizer must have a `formula` or its own `update_rule`")
 
     def update_rule(self, learning_rate: float, step: int) -> UpdateRule:
         """The update of step number `step`, counted from 1; by default from `formula`.
 
-        Called in every step.
-
-        Override it for what a formula cannot say.
+        Called in every step. Override it for what a formula cannot express.
         """
         return self._formulas.rule(self, learning_rate, step)
 
     @property
     def all_slots(self) -> dict[str, float | None]:
-        """The optimizer's own slots, and that of its moving averages.
-
-        `None`: it begins as the variable's value.
-        """
+        """`slots`, and that of the moving averages: `None`, because it starts as the variable."""
         return {**self.slots, EMA: None} if self.use_ema else {**self.slots}
 
     # ---- properties
@@ -175,27 +151,27 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     def __repr__(self) -> str:
         shown = _options.arguments_of(self) | {"iterations": self.iterations}
-        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+        arguments = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        return f"{type(self).__name__}({arguments})"
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments that `from_config` makes such an optimizer of, as JSON can hold them; no steps and no slots.
+        """The arguments for `from_config`, as JSON can hold them; without steps and slots.
 
         Raises:
-            ValueError: the learning rate is a function, other than one of
-                `hs.optimizers.schedules`.
+            ValueError: the learning rate is a function, and not of `hs.optimizers.schedules`.
         """
         return _options.config_of(self)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """A new optimizer of this class, by what `get_config` returned."""
+        """A new optimizer of this class, from what `get_config` returned."""
         return cls(**_options.arguments_in(config))
 
     @property
     def variables(self) -> list[OptimizerVariable]:
-        """What the optimizer keeps from step to step: the number of steps, the learning rate, and each slot."""
+        """What it keeps between steps: the number of steps, the learning rate, and each slot."""
         rate = float(self._rate_after(self._state.iterations))
-        return self._state.shown(self.name, rate, list(self.all_slots))
+        return self._state.list_variables(self.name, rate, list(self.all_slots))
 
     @property
     def ema_overwrites(self) -> float:
@@ -204,14 +180,12 @@ class Optimizer(metaclass=_options.OptimizerType):
         return float(frequency is not None and (self._state.iterations + 1) % frequency == 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        # One that goes on from here with copies of its variables; as collective as making them is.
+        # The copy continues from here, with copies of the variables: collective, as making them is.
         other = copy.copy(self)
         memo[id(self)] = other
         other.learning_rate = copy.deepcopy(self._learning_rate, memo)
         other._state = OptimizerState(self._state.iterations)  # the rate's function reads it
-        pairs = [
-            (v, copy.deepcopy(v, memo)) for v in self._state.variables()
-        ]  # in one order on all ranks
+        pairs = [(v, copy.deepcopy(v, memo)) for v in self._state.variables()]
         other._state.copy_from(self._state, pairs, self.name, self.all_slots)
         return other
 
@@ -233,17 +207,16 @@ class Optimizer(metaclass=_options.OptimizerType):
 
         Args:
             grads_and_vars: pairs of a gradient and its variable. A gradient is an array, of any
-                library, of the variable's shape whose dtype casts to the variable's, an
-                `IndexedSlices`, or `None` for a variable that is left as it is. Without any pair
-                nothing happens.
+                library, of the variable's shape, whose dtype casts to the variable's; an
+                `IndexedSlices`; or `None` to leave the variable alone. No pairs: nothing happens.
             skip_gradients_aggregation: the gradients are summed over the replicas already.
 
         Raises:
-            ValueError: no gradient of any of the variables, a gradient of a wrong shape or dtype, a
-                variable that no optimizer can change, or that occurs twice. Nothing has changed.
-            ReplicaMismatchError: the replicas pass gradients of different variables, or different
-                learning rates.
-            RuntimeError: the variables belong to another strategy than the one this line runs in.
+            ValueError: no variable has a gradient, a gradient has a wrong shape or dtype, or a
+                variable occurs twice or cannot be changed by optimizers. Nothing has changed.
+            ReplicaMismatchError: the replicas pass gradients of different variables, or have
+                different learning rates.
+            RuntimeError: this line runs in another strategy than the variables'.
         """
         outer = enter_call(f"{self.name}.apply_gradients")
         try:
@@ -258,52 +231,47 @@ class Optimizer(metaclass=_options.OptimizerType):
         finally:
             leave_call(outer)
 
-    def _add_or_apply(
-        self, pairs: list[tuple[Any, Variable]], skip_gradients_aggregation: bool
-    ) -> None:
+    def _add_or_apply(self, pairs: list[tuple[Any, Variable]], are_summed: bool) -> None:
         if self._state.accumulator is not None:
-            if (means := accumulated(pairs, self._state.accumulator)) is None:
+            if (means := _gradients.accumulate(pairs, self._state.accumulator)) is None:
                 return
             pairs = means
-        if skip_gradients_aggregation or not self._apply_as_before(pairs):
-            self._apply(pairs, skip_gradients_aggregation)
+        if are_summed or not self._apply_as_before(pairs):
+            self._apply(pairs, are_summed)
 
-    def _apply(
-        self, pairs: Sequence[tuple[Any, Variable]], skip_gradients_aggregation: bool
-    ) -> None:
+    def _apply(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
         if not pairs:
             contexts.group().communicator.exchange(signature_of(current_call(), "no variable"))
             return
         for pair in pairs:
-            check_pair(pair)
+            _gradients.check_pair(pair)
         group = group_of_variables(pairs[0][1], "to")
         communicator = group.communicator
         with communicator.raise_together():
-            gradients, dense, sparse = sorted_pairs(pairs)
+            gradients, dense, sparse = _gradients.sort_pairs(pairs)
             if not gradients and not sparse:
                 communicator.exchange(signature_of(current_call(), "no gradient"))
-                communicator.settle()
+                communicator.note_shared_error()
                 raise ValueError(
-                    f"{current_call()}: none of the {len(pairs)} variables has a gradient; pass at "
-                    "least one"
+                    f"{current_call()}: none of the {len(pairs)} variables has a gradient; "
+                    "pass at least one"
                 )
             if sparse or key(group, dense) not in self._state.plans:
                 check_variables(group, [*dense, *(v for _, v in sparse)])
-            rule = self._current_rule(sparse)
-        summed = skip_gradients_aggregation or not isinstance(contexts.context(), InReplica)
-        op = FIRST_REPLICA if summed else ReduceOp.SUM
-        if summed:
+            step = self._state.iterations + 1
+            rule = self.update_rule(float(self._rate_after(step - 1)), step)
+            _gradients.check_norms(rule, sparse)
+        are_summed = are_summed or not isinstance(contexts.context(), InReplica)
+        op = FIRST_REPLICA if are_summed else ReduceOp.SUM
+        if are_summed:
             communicator.require_equal(gradients)
-        rows = [summed_rows(group, slices, v, summed) for slices, v in sparse]
+        rows = [_gradients.sum_rows(group, slices, v, are_summed) for slices, v in sparse]
         if self._clips_norms():
             if op is not FIRST_REPLICA:
                 gradients, op = communicator.all_reduce(gradients, op), FIRST_REPLICA
-            with group.on_stream():
-                if self.global_clipnorm is not None:
-                    gradients, rows = clipped(group.xp, self.global_clipnorm, gradients, rows)
-                if self.clipnorm is not None:
-                    gradients, rows = clipped_each(group.xp, self.clipnorm, gradients, rows)
-        try:  # all variables and the number of steps change, or none
+            limits = self.global_clipnorm, self.clipnorm
+            gradients, rows = _gradients.clip(group, *limits, gradients, rows)
+        try:  # all variables and the number of steps change, or nothing does
             if dense:
                 plan = self._state.plan_of(group, dense, self.name, self.all_slots)
                 group.storage.update(plan, gradients, op, rule)
@@ -312,40 +280,26 @@ class Optimizer(metaclass=_options.OptimizerType):
                 group.storage.update_rows(state_of(v).block, slots, indices, values, rule)
             self._state.iterations += 1
         except BaseException as error:
-            group.storage.mark_interrupted(
-                error, [state_of(v).block for v in (*dense, *(v for _, v in sparse))]
-            )
+            changing = [*dense, *(v for _, v in sparse)]
+            group.storage.mark_interrupted(error, [state_of(v).block for v in changing])
             raise
 
     def _clips_norms(self) -> bool:
         return self.global_clipnorm is not None or self.clipnorm is not None
 
-    def _current_rule(self, sparse: Sequence[tuple[IndexedSlices, Variable]]) -> UpdateRule:
-        rule = self.update_rule(
-            float(self._rate_after(self._state.iterations)), self._state.iterations + 1
-        )
-        if sparse and rule.norms is not None:
-            raise ValueError(
-                f"{current_call()}: the update takes norms of whole variables, and "
-                f"{sparse[0][1].name!r} has an IndexedSlices for its gradient; pass an array"
-            )
-        return rule
-
     def _apply_as_before(self, pairs: Sequence[tuple[Any, Variable]]) -> bool:
-        """The way of nearly all steps: a replica's arrays for variables that were seen, by a rate that cannot fail.
+        """The fast path: arrays in a replica, known variables, a constant learning rate.
 
-        Whether this is one; if not, nothing has happened. It only leaves out checks whose outcome
-        is known.
+        It only leaves out checks whose outcome is known. Returns `False`, and has done nothing, for
+        any other step.
         """
         context = contexts.current.get()
         if type(context) is not InReplica or self._constant_rate is None or self._clips_norms():
             return False
         group = context.group
         try:
-            plan = self._state.plans.get(
-                (id(group), *[id(variable) for _, variable in pairs])
-            )  # `key`, without a call
-        except (TypeError, ValueError):  # no pairs
+            plan = self._state.plans.get((id(group), *[id(v) for _, v in pairs]))  # inlines `key`
+        except (TypeError, ValueError):  # not pairs
             return False
         if plan is None:
             return False
@@ -356,7 +310,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         try:
             group.storage.update(plan, gradients, ReduceOp.SUM, rule)
             self._state.iterations += 1
-        except BaseException as error:  # a signal's may come between the two
+        except BaseException as error:  # a signal's may come between these two lines
             group.storage.mark_interrupted(error, plan.blocks)
             raise
         return True
@@ -364,35 +318,31 @@ class Optimizer(metaclass=_options.OptimizerType):
     def minimize(
         self, loss: Callable[[], tuple[Any, Iterable[Any]]], var_list: Iterable[Variable]
     ) -> Any:
-        """Computes a loss and its gradients, and applies these, as `apply_gradients` does.
-
-        Collective.
+        """Computes a loss and its gradients, and passes these to `apply_gradients`. Collective.
 
         Args:
-            loss: a function without arguments that returns the loss and its gradients, one for each
-                variable: `lambda: jax.value_and_grad(f)([v.value() for v in variables])`, for
-                example.
+            loss: a function without arguments that returns the loss and a gradient for each
+                variable, such as `lambda: jax.value_and_grad(f)([v.value() for v in variables])`.
             var_list: the variables, in the order of the gradients.
 
         Returns:
             The loss that the function returned.
 
         Raises:
-            TypeError: `loss` is no function, or returns something else.
-            ValueError: there are more gradients than variables, or fewer. `apply_gradients` raises
-                more.
+            TypeError: `loss` is not a function, or returns something else.
+            ValueError: there are more gradients than variables, or fewer; or as `apply_gradients`.
         """
-        variables = list(var_list)
-        value, gradients = computed(f"{self.name}.minimize", loss, len(variables))
+        variables, call = list(var_list), f"{self.name}.minimize"
+        value, gradients = _gradients.compute_gradients(call, loss, len(variables))
         self.apply_gradients(zip(gradients, variables, strict=True))
         return value
 
     @names_call(lambda self, _: f"{self.name}.finalize_variable_values")
     def finalize_variable_values(self, var_list: Iterable[Variable]) -> None:
-        """Gives variables the values of their moving averages, as after the last step of a training. Collective.
+        """Overwrites variables by their moving averages, after training. Collective.
 
         Raises:
-            ValueError: the optimizer keeps no averages: it was made without `use_ema`.
+            ValueError: the optimizer was made without `use_ema` and keeps no averages.
         """
         if not self.use_ema:
             raise ValueError(
@@ -407,46 +357,42 @@ class Optimizer(metaclass=_options.OptimizerType):
             with group.on_stream():
                 nothing = [group.xp.zeros(v.shape, v.dtype) for v in variables]
         plan = self._state.plan_of(group, variables, self.name, self.all_slots)
-        rule = Formulas(current_call(), _options.averaged).rule(self, 0.0, 0)
+        rule = Formulas(current_call(), _options.take_averages).rule(self, 0.0, 0)
         group.storage.update(plan, nothing, FIRST_REPLICA, rule)
 
     @names_call(lambda self, _: f"{self.name}.gradient_buffers")
     def gradient_buffers(self, variables: Iterable[Variable]) -> GradientBuffers:
-        """Arrays to write the gradients of these variables to, which `apply_gradients` then need not copy.
+        """Arrays to write gradients to, which `apply_gradients` then need not copy. Collective.
 
         For steps that copying gradients slows down: `np.matmul(x.T, d, out=buffer)` instead of
-        `x.T @ d`. Pass them to
-        `apply_gradients`, all of them, with the same variables in the same order:
+        `x.T @ d`. Pass all of them to `apply_gradients`, with the same variables in the same order:
         `apply_gradients(zip(buffers, variables))`. What they hold after it is undefined. They are
-        made once and live as long as the optimizer. Collective: all ranks call this.
+        made once and live as long as the optimizer.
 
         Args:
             variables: trainable variables of one strategy, each once.
 
         Returns:
             A list: for each variable an array of its shape and dtype on this replica's device,
-                zeros at first. Its
-            method `ready` begins the sum of gradients that are complete while you compute the
-            others.
+            zeros at first. Its method `ready` starts the sum of gradients that are complete while
+            you compute the others.
 
         Raises:
-            ValueError: no variable, one that no optimizer can change, or that occurs twice.
-            MemoryError: there is no room for them, on any rank.
+            ValueError: no variable; a variable occurs twice or cannot be changed by optimizers.
+            MemoryError: cannot allocate them on some rank.
             ReplicaMismatchError: the replicas pass different variables.
         """
         variables = list(variables)
-        group = agreed_group(variables)
+        group = agree_on_group(variables)
         state = self._state
         plan = state.plan_of(group, variables, self.name, self.all_slots)
         if plan.buffers is None:
             group.storage.make_buffers(plan)
-        return GradientBuffers(
-            state.step,
-            group,
-            plan,
-            variables,
-            lambda: state.accumulator is None and not self._clips_norms(),
-        )
+
+        def may_start() -> bool:
+            return state.accumulator is None and not self._clips_norms()
+
+        return GradientBuffers(state.step, group, plan, variables, may_start)
 
 
 def state_of_optimizer(optimizer: Optimizer) -> OptimizerState:

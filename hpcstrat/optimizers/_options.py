@@ -1,4 +1,4 @@
-"""What every optimizer takes, as Keras's do: learning rates, and options that change its formula."""
+"""The arguments of every optimizer, as in Keras: learning rates and options of its formula."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hpcstrat._core.call_name import constructor_signature
 from hpcstrat.optimizers import schedules
 
 EMA = "ema"
-"""The slot of `use_ema`, the moving average, which begins as the variable's value."""
+"""The slot of `use_ema`: the moving average, which starts as the variable's value."""
 
 LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
 
@@ -28,22 +28,22 @@ _FIXED = ("use_ema", "ema_overwrite_frequency", "gradient_accumulation_steps")
 class CommonOptions(TypedDict, total=False):
     """Keyword arguments of every optimizer.
 
-    Of an `IndexedSlices` they concern the rows that it names, and no other.
+    For an `IndexedSlices` they apply to its rows and to no others.
 
     Attributes:
-        clipnorm: the largest norm of each variable's gradient, summed over the replicas; longer
-            ones are scaled down.
+        clipnorm: the largest norm of each variable's gradient, summed over the replicas; larger
+            gradients are scaled down.
         clipvalue: the largest magnitude of an element of a gradient, summed over the replicas.
-        weight_decay: in each step `w -= learning_rate * weight_decay * w` comes first.
+        weight_decay: each step does `w -= learning_rate * weight_decay * w` first.
         use_ema: keeps a moving average of each variable,
             `average = ema_momentum * average + (1 - ema_momentum) * w` after each step, from its
             value before the first. See `Optimizer.finalize_variable_values`.
-        ema_momentum: from 0 to 1; 0.99 unless given.
-        ema_overwrite_frequency: after every so many steps the averages become the variables'
-            values. `None`: never.
-        gradient_accumulation_steps: variables change in every so-manyth call of `apply_gradients`,
-            by the mean of the gradients since the last change. The other calls add up on each
-            replica, and communicate nothing.
+        ema_momentum: from 0 to 1; by default 0.99.
+        ema_overwrite_frequency: the number of steps between two overwrites of the variables by
+            their averages. `None`: never.
+        gradient_accumulation_steps: variables are updated once every this many calls of
+            `apply_gradients`, by the mean of the gradients since the last update. The other calls
+            add up on each replica and do not communicate.
     """
 
     clipnorm: float | None
@@ -60,9 +60,9 @@ class OptimizerOptions(CommonOptions, total=False):
 
     Attributes:
         global_clipnorm: the largest norm of all gradients together, summed over the replicas;
-            longer ones are scaled down. Of `clipnorm`, `clipvalue` and this one, at most one can be
-            given.
-        name: a name; the class's unless given.
+            larger gradients are scaled down. Excludes `clipnorm` and `clipvalue`, which exclude
+            each other too.
+        name: a name; by default the class's.
     """
 
     global_clipnorm: float | None
@@ -71,23 +71,27 @@ class OptimizerOptions(CommonOptions, total=False):
 
 DEFAULTS: Mapping[str, Any] = {
     "global_clipnorm": None,
-    **{"clipnorm": None, "clipvalue": None, "weight_decay": None},
-    **{"use_ema": False, "ema_momentum": 0.99, "ema_overwrite_frequency": None},
+    "clipnorm": None,
+    "clipvalue": None,
+    "weight_decay": None,
+    "use_ema": False,
+    "ema_momentum": 0.99,
+    "ema_overwrite_frequency": None,
     "gradient_accumulation_steps": None,
 }
-"""Every option but the name."""
+"""Every option except the name."""
 
 
-def checked(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options but the name, with defaults for those that are not given.
+def check_options(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all options except the name, with defaults for the missing.
 
     Args:
         owner: the optimizer's class, for messages.
         given: the arguments.
 
     Raises:
-        TypeError: one that is unknown, or is not a number.
-        ValueError: one that is out of range, or two that exclude each other.
+        TypeError: an option is unknown, or is not a number.
+        ValueError: an option is out of range, or two exclude each other.
     """
     if unknown := given.keys() - DEFAULTS.keys():
         names = ", ".join([*DEFAULTS, "name"])
@@ -125,9 +129,9 @@ def checked(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class OptimizerType(abc.ABCMeta):
-    """Marks an optimizer as made when its `__init__`, perhaps of a class of the user's, has ended."""
+    """Marks an optimizer as made when its `__init__`, perhaps of a user's class, has returned."""
 
-    if not TYPE_CHECKING:  # to which an optimizer is made by its `__init__`
+    if not TYPE_CHECKING:  # type checkers take the signature from `__init__`
 
         def __call__(cls, *args: Any, **kwargs: Any) -> Any:
             made = super().__call__(*args, **kwargs)
@@ -143,17 +147,16 @@ class OptimizerType(abc.ABCMeta):
 def set_attribute(
     optimizer: Any, name: str, value: Any, assign: Callable[[str, Any], None]
 ) -> None:
-    """Sets an attribute of an optimizer, where that has an effect.
+    """Sets an attribute of an optimizer, and refuses what would have no effect.
 
     Args:
-        optimizer: it.
+        optimizer: the optimizer.
         name: the attribute.
         value: its new value.
         assign: sets it without any check.
 
     Raises:
-        AttributeError: there is no such attribute, or it cannot change any more; nothing has
-            changed.
+        AttributeError: there is no such attribute, or it can no longer change; nothing has changed.
     """
     if name.startswith("_"):
         assign(name, value)
@@ -162,13 +165,13 @@ def set_attribute(
     if name not in own and not hasattr(type(optimizer), name) and "_is_made" in own:
         import difflib  # a millisecond, which `import hpcstrat` need not take
 
-        known = sorted(["learning_rate", *(one for one in own if not one.startswith("_"))])
+        known = sorted(["learning_rate", *(key for key in own if not key.startswith("_"))])
         nearest = "".join(
-            f"; did you mean {one}?" for one in difflib.get_close_matches(name, known, 1)
+            f"; did you mean {match}?" for match in difflib.get_close_matches(name, known, 1)
         )
         raise AttributeError(
-            f"{owner}: {name} is not an attribute{nearest or ';'} It has {', '.join(known)}; a "
-            "class of your own sets more of them in its __init__"
+            f"{owner}: {name} is not an attribute{nearest or ';'} It has {', '.join(known)}; your "
+            "own class sets others in its __init__"
         )
     if name in _FIXED and "_formulas" in own and value != own[name]:
         raise AttributeError(
@@ -194,25 +197,25 @@ def not_negative(owner: str, argument: str, value: Any) -> float:
         ValueError: it is negative, infinite or nan.
     """
     allowed = "a number of at least 0" + ", or a callable" * (argument == "learning_rate")
-    found = as_number(owner, argument, value, allowed)
-    if not 0 <= found < math.inf:
+    number = as_number(owner, argument, value, allowed)
+    if not 0 <= number < math.inf:
         raise ValueError(f"{owner}: {argument} is {value!r}; it must be {allowed}")
-    return found
+    return number
 
 
 def with_options(
     call: str, formula: Callable[..., Any], averages: bool, overwrites: bool
 ) -> Callable[..., Any]:
-    """The formula of an optimizer together with that of the options: still one, so one pass over memory.
+    """Combines the formulas of an optimizer and of its options: one pass over memory for both.
 
-    An option that is `None` leaves no trace, and one that the formula itself takes is the formula's
-    own.
+    An option that is `None` leaves no trace. An option that the formula takes as a parameter is
+    left to the formula.
 
     Args:
         call: the formula's name, for messages.
-        formula: the optimizer's.
+        formula: the optimizer's formula.
         averages: whether it keeps moving averages, in a last slot.
-        overwrites: whether these become the variables' values in steps whose number
+        overwrites: whether the averages overwrite the variables in steps in which the number
             `ema_overwrites` is 1 and not 0.
 
     Raises:
@@ -229,7 +232,7 @@ def with_options(
                 f"gradient, *, {name})"
             )
 
-    def stepped(value: Any, gradient: Any, *slots: Any, **numbers: Any) -> Any:
+    def step_with_options(value: Any, gradient: Any, *slots: Any, **numbers: Any) -> Any:
         of = {name: numbers.pop(name) for name in ours}
         if (most := of.get("clipvalue")) is not None:
             gradient = np.maximum(np.minimum(gradient, most), -most)
@@ -248,17 +251,17 @@ def with_options(
 
     keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ours]
     kinds = sorted([*parameters.values(), *keywords], key=lambda each: each.kind)
-    cast("Any", stepped).__signature__ = inspect.Signature(kinds)
-    return stepped
+    cast("Any", step_with_options).__signature__ = inspect.Signature(kinds)
+    return step_with_options
 
 
-def averaged(value: Any, gradient: Any, *slots: Any) -> Any:
-    """The formula by which averages become the variables' values."""
+def take_averages(value: Any, gradient: Any, *slots: Any) -> Any:
+    """The formula that overwrites variables by their averages."""
     return slots[-1], *slots
 
 
 def arguments_of(optimizer: Any) -> dict[str, Any]:
-    """What makes such an optimizer: its own arguments, and the options that are not as usual."""
+    """The arguments that make such an optimizer: its own, and options that are not the default."""
     own = [
         name for name in inspect.signature(type(optimizer)).parameters if hasattr(optimizer, name)
     ]
@@ -289,7 +292,7 @@ def rate_function(owner: str, rate: LearningRate) -> Callable[[int], float]:
 
 
 def config_of(optimizer: Any) -> dict[str, Any]:
-    """The arguments that make such an optimizer, as JSON can hold them.
+    """The arguments that make such an optimizer, in a form for JSON.
 
     Raises:
         ValueError: the learning rate is a function.
@@ -302,13 +305,13 @@ def config_of(optimizer: Any) -> dict[str, Any]:
     else:
         raise ValueError(
             f"{type(optimizer).__name__}: learning_rate is {rate!r}, which a config cannot hold; "
-            "use a number or one of hs.optimizers.schedules"
+            "use a number or a schedule of hs.optimizers.schedules"
         )
     return {"name": optimizer.name} | arguments_of(optimizer) | {"learning_rate": rate}
 
 
 def arguments_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that `config_of` wrote down."""
+    """The arguments in what `config_of` returned."""
     arguments, rate = dict(config), config.get("learning_rate")
     if isinstance(rate, Mapping):
         given = cast("Mapping[str, Any]", rate)

@@ -24,8 +24,8 @@ class RMSprop(Optimizer):
     `w -= m`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
-            the number of steps done.
+        learning_rate: a number of at least 0, or a callable that returns it; called without
+            arguments or with the number of steps done.
         rho: the decay of the mean of squares.
         momentum: from 0 to 1.
         epsilon: keeps the divisor from 0; at least 0.
@@ -33,7 +33,7 @@ class RMSprop(Optimizer):
         **options: see `OptimizerOptions`.
 
     Raises:
-        ValueError: rho or momentum is not from 0 to 1, another number negative or not finite.
+        ValueError: rho or momentum is not from 0 to 1, or another number is negative or not finite.
         TypeError: an argument is not a number.
     """
 

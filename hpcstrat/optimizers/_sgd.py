@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 @final
 class SGD(Optimizer):
-    """Gradient descent, with momentum if that is not 0.
+    """Gradient descent, with momentum unless it is 0.
 
     With `g` the gradient and `v` the velocity (Sutskever et al. 2013, as TensorFlow writes it):
     `v = momentum * v - learning_rate * g`, then `w += v`, or
     `w += momentum * v - learning_rate * g` with `nesterov`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that gives one, without arguments or of
-            the number of steps done.
+        learning_rate: a number of at least 0, or a callable that returns it; called without
+            arguments or with the number of steps done.
         momentum: from 0 to 1.
         nesterov: whether to use Nesterov's momentum.
         **options: see `OptimizerOptions`.
 
     Raises:
-        ValueError: momentum is not from 0 to 1, the learning rate negative or not finite.
+        ValueError: momentum is not from 0 to 1, or the learning rate is negative or not finite.
         TypeError: the learning rate is not a number.
     """
 

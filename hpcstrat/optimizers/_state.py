@@ -1,4 +1,4 @@
-"""OptimizerState: what an optimizer keeps from step to step."""
+"""OptimizerState: the data that an optimizer keeps between steps."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MOST_PLANS = 16  # each for a subset of the variables; a program may draw its s
 
 @final
 class OptimizerVariable:
-    """An array or a number that an optimizer keeps, to look at.
+    """An array or a number that an optimizer keeps, for inspection.
 
     Attributes:
-        name: such as `Adam/m/w`, of the slot `m` of the variable `w`.
-        shape: the variable's.
-        dtype: likewise.
+        name: such as `Adam/m/w` for the slot `m` of the variable `w`.
+        shape: the variable's shape.
+        dtype: the variable's dtype.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class OptimizerVariable:
 class OptimizerState:
     """The steps done, the slots of the variables seen, and the plans of their updates.
 
-    It holds no optimizer, so that the memory of slots returns as soon as nobody holds the
-    optimizer. Its methods take the optimizer's name and its `slots`.
+    It has no reference to the optimizer, so the slots' memory is freed as soon as the program drops
+    the optimizer. Its methods take the optimizer's name and its `slots`.
 
     Attributes:
         iterations: the number of steps done.
-        slots: by the id of a variable, which is kept alive, the variable and its slots.
-        plans: by `key`.
-        accumulator: of gradients, where variables change in every so-manyth call only.
-        step: which gradient buffers are marked in this step.
+        slots: the variables and their slots, by the variable's id; keeps the variables alive.
+        plans: the plans of updates, by `key`.
+        accumulator: adds up gradients if variables are updated once every N calls; else `None`.
+        step: the gradient buffers that are marked in this step.
     """
 
     __slots__ = ("accumulator", "iterations", "plans", "slots", "step")
@@ -77,20 +77,22 @@ class OptimizerState:
         self.step: MarkedStep = MarkedStep()
 
     def variables(self) -> list[Variable]:
-        """The variables that were seen, in the order in which they were made."""
+        """The variables seen, in the order in which they were made: the same on all ranks."""
         seen = [v for v, _ in self.slots.values()]
         if self.accumulator is not None:
             seen += [v for v in self.accumulator.variables() if id(v) not in self.slots]
         return sorted(seen, key=_number_of)
 
-    def shown(self, name: str, rate: float, kinds: Sequence[str]) -> list[OptimizerVariable]:
-        """The number of steps, the learning rate, and the slots of all variables, one kind after the other."""
+    def list_variables(
+        self, name: str, rate: float, kinds: Sequence[str]
+    ) -> list[OptimizerVariable]:
+        """The number of steps, the learning rate, and the slots of all variables, kind by kind."""
         numbers = [("iterations", np.int64(self.iterations)), ("learning_rate", np.float64(rate))]
-        found = [
+        scalars = [
             OptimizerVariable(f"{name}/{number}", (), n.dtype, n.copy) for number, n in numbers
         ]
         pairs = [self.slots[id(v)] for v in self.variables() if id(v) in self.slots]
-        return found + [
+        return scalars + [
             OptimizerVariable(
                 f"{name}/{kind}/{v.name}", v.shape, v.dtype, functools.partial(_read, v, blocks[i])
             )
@@ -105,15 +107,15 @@ class OptimizerState:
         name: str,
         initial: Mapping[str, float | None],
     ) -> list[tuple[Block, ...]]:
-        """Each variable's slots, made when it is first seen, which is at the same call on all ranks.
+        """Each variable's slots, made in the call that first sees it: the same call on all ranks.
 
         Raises:
-            MemoryError: there is no room for them, on any rank.
+            MemoryError: cannot allocate them on some rank.
         """
         new = sorted([v for v in variables if id(v) not in self.slots], key=_number_of)
         if new:
-            # One kind after the other, in the order of the variables: so each kind lies in a row,
-            # as they do.
+            # Kind by kind, in the order of the variables: so each kind is contiguous in memory, as
+            # the variables are.
             cuts = group.storage.split([state_of(v).block for v in new])
             kinds = [
                 [
@@ -129,12 +131,12 @@ class OptimizerState:
     def make_slots(
         self, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
     ) -> None:
-        """Makes the slots of variables that have none yet.
+        """Makes the slots of variables that have none yet. Collective.
 
-        Collective: all ranks pass the same variables.
+        All ranks pass the same variables.
 
         Raises:
-            MemoryError: there is no room for them, on any rank.
+            MemoryError: cannot allocate them on some rank.
         """
         for group in dict.fromkeys(state_of(v).group for v in variables):
             self.slots_of(
@@ -148,25 +150,25 @@ class OptimizerState:
         name: str,
         initial: Mapping[str, float | None],
     ) -> None:
-        """Takes over the slots of another one, and what it has added up. Collective.
+        """Copies the slots of another state, and the gradients it has added up. Collective.
 
         Args:
-            other: of the original.
-            pairs: each of its variables, and the copy that this one has.
-            name: the optimizer's.
-            initial: the slots, and their values at first.
+            other: the original optimizer's state.
+            pairs: each of its variables, and the copy that belongs to this state.
+            name: the optimizer's name.
+            initial: the slots, and their initial values.
         """
         if other.accumulator is not None:
-            self.accumulator = other.accumulator.copied({id(old): new for old, new in pairs})
+            self.accumulator = other.accumulator.copy_for({id(old): new for old, new in pairs})
         updated = [(old, new) for old, new in pairs if id(old) in other.slots]
         self.make_slots([new for _, new in updated], name, initial)
         for old, new in updated:
             group = state_of(new).group
             if group.updates_here:
-                for own, copied in zip(
+                for source, target in zip(
                     other.slots[id(old)][1], self.slots[id(new)][1], strict=True
                 ):
-                    copy_block(group.storage, own, copied)
+                    copy_block(group.storage, source, target)
 
     def plan_of(
         self,
@@ -175,7 +177,7 @@ class OptimizerState:
         name: str,
         initial: Mapping[str, float | None],
     ) -> Plan:
-        """The plan for these variables, kept; of those without buffers only the newest few are."""
+        """The plan for these variables; without buffers, only the newest few plans are kept."""
         wanted = key(group, variables)
         if wanted not in self.plans:
             slots = self.slots_of(group, variables, name, initial)
@@ -188,12 +190,12 @@ class OptimizerState:
 
 
 def key(group: ReplicaGroup, variables: Sequence[Variable]) -> tuple[int, ...]:
-    """The key of a plan: ids of what its optimizer keeps alive, so that they are not used again."""
+    """The key of a plan: ids of objects that its optimizer keeps alive, so no id is reused."""
     return (id(group), *[id(v) for v in variables])
 
 
 def copy_block(storage: Storage, source: Block, target: Block) -> None:
-    """Copies a variable's or a slot's values, on a rank that updates variables; on all, where the source is split."""
+    """Copies values of a variable or slot, on a rank that updates it; on all if it is split."""
     start = 0
     for part in storage.parts(source) if source.cuts is None else storage.all_parts(source):
         storage.write_part(target, start, part)
@@ -215,14 +217,14 @@ def _read(variable: Variable, block: Block) -> np.ndarray[Any, Any]:
     group = state_of(variable).group
     value = None
     if block.cuts is not None:
-        return _joined(variable, group.storage.all_parts(block))
+        return _join(variable, group.storage.all_parts(block))
     with group.communicator.raise_together():
         if group.communicator.rank == group.root:
-            value = _joined(variable, group.storage.parts(block))
+            value = _join(variable, group.storage.parts(block))
     return group.communicator.broadcast_obj(value, group.root)
 
 
-def _joined(variable: Variable, parts: Iterable[Bytes]) -> np.ndarray[Any, Any]:
+def _join(variable: Variable, parts: Iterable[Bytes]) -> np.ndarray[Any, Any]:
     joined = np.concatenate([np.empty(0, np.uint8), *[part.copy() for part in parts]])
     return joined.view(variable.dtype).reshape(variable.shape)
 

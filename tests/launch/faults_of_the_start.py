@@ -15,7 +15,7 @@ CONNECT = "\nhs.CentralStorageStrategy()\nprint('went on')\n"
 LEFT_EARLY = r"rank 1 left the program by sys\.exit\({}\) before the ranks were connected|Process name: \[.*,1\]"
 CHILD = (
     r"hpcstrat cannot connect the ranks: a rank has started this process \(\d+\), so it is not a rank\. "
-    "Make strategies and collective calls in the ranks alone: put them under `if __name__ == '__main__':`"
+    "Make strategies and collective calls only in the ranks: put them under `if __name__ == '__main__':`"
 )
 
 

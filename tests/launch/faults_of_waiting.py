@@ -252,7 +252,7 @@ STARTS = {
     "more memory than there is": Fault(
         "with strategy.scope(): hs.Variable(np.broadcast_to(np.float32(1), 1 << 43))",
         [
-            r"MemoryError: no [\d,]+ contiguous bytes are left of the memory that was reserved for variables"
+            r"MemoryError: cannot allocate [\d,]+ contiguous bytes: the memory that was reserved for variables is"
         ],
         r"\[rank 0\] Traceback",
     ),

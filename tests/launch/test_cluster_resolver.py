@@ -43,6 +43,6 @@ def test_an_error_of_one_rank_ends_all(launch):
     assert result.status != 0
     assert result.leftovers == []
     assert (
-        "ValueError: ClusterSpec: No such job in cluster: 'ps'; there are 'worker', and it must be "
-        "one of these" in result.tagged(1)
+        "ValueError: ClusterSpec: No such job in cluster: 'ps'; there are 'worker'; pass one of "
+        "these" in result.tagged(1)
     )

@@ -310,7 +310,7 @@ def test_shared_memory_that_becomes_too_little_for_a_rank_ends_the_job(launch, l
 
         if hs.rank() == 1:
             time.sleep(1)
-            guard.has_started_one = lambda launcher: False  # as where the system shows no other process
+            guard.is_mpi_starting = lambda launcher: False  # as where the system shows no other process
         hs.CentralStorageStrategy()
     """
     result = launch_on_tmpfs(program, 2, "size=26m")
@@ -428,8 +428,8 @@ def test_little_address_space(launch, limited):
     )
     assert result.status == 0
     message = (
-        "[1. 3. 5.] 11.0 11.0 no 400,000,000 contiguous bytes are left of the memory that was "
-        "reserved for variables; make them smaller, or start fewer ranks on a host; `ulimit -v` "
-        "(2,000,000,000 bytes) leaves no more: "
+        "[1. 3. 5.] 11.0 11.0 cannot allocate 400,000,000 contiguous bytes: the memory that "
+        "was reserved for variables is full or fragmented; make variables smaller, or start fewer "
+        "ranks per host; `ulimit -v` (2,000,000,000 bytes) leaves no more: "
     )
     assert result.stderr.count(message) == 2

@@ -190,14 +190,14 @@ def test_early_stopping_goes_on_where_it_was(launch, gpus, tmp_path):
     begin, *rest = launch(
         program, 1, "--folder", tmp_path / "parts", gpus=are_seen
     ).stdout.splitlines()
-    assert begin == "goes on after epoch 3"
+    assert begin == "continues after epoch 3"
     assert rest == whole[3:]
     if 2 in numbers:
         # By rounding an image or two of the 397 may be read in another way, and the end come an
         # epoch earlier or later.
         options = "--folder", tmp_path / "on other ranks", "--epochs", "4"
         begin, epoch, _ = launch(program, 2, *options, gpus=are_seen).stdout.splitlines()
-        assert begin == "goes on after epoch 3" and epoch.startswith("epoch  4: ")
+        assert begin == "continues after epoch 3" and epoch.startswith("epoch  4: ")
         assert numbers_of([epoch]) == pytest.approx(numbers_of(whole[3:4]), abs=0.0055)
 
 
@@ -290,5 +290,5 @@ def test_resume_ends_as_if_undisturbed(launch, gpus, tmp_path):
         result = launch(ROOT / "examples" / "resume.py", ranks, *options, gpus=are_seen)
         assert result.status == 0
         lines = result.stdout.splitlines()
-        assert lines[0] == "goes on in epoch 2, after step 39"
+        assert lines[0] == "continues in epoch 2, after step 39"
         assert lines[-3:] == undisturbed.stdout.splitlines()[-3:]

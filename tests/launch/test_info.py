@@ -76,7 +76,7 @@ def test_check_of_data_that_arrives_wrong(monkeypatch, capsys):
     monkeypatch.setattr(check, "_all_gather", lambda strategy, count: count < 1000)
     assert check.check() == 1
     printed = capsys.readouterr().out
-    assert printed.count("WRONG") == 2 and "do not compute with this set-up" in printed
+    assert printed.count("WRONG") == 2 and "do not use this configuration" in printed
 
 
 def test_misspelt_variables(launch):

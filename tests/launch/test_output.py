@@ -273,7 +273,7 @@ def test_a_disk_that_is_full_for_what_is_hidden_is_said_once(launch):
     assert (result.status, result.stdout) == (0, 3 * "a line\n")
     (line,) = result.stderr.splitlines()
     assert line.startswith(
-        "[rank 1] hpcstrat: the log /dev/full cannot be written any more, and the program goes on: "
+        "[rank 1] hpcstrat: the log /dev/full cannot be written any more, and the program continues: "
         "No "
     )
 

@@ -428,7 +428,7 @@ def test_preemption(cluster):
         (step,) = (
             int(line.split()[-1])
             for line in job.lines
-            if line.startswith("goes on in epoch 2, after step ")
+            if line.startswith("continues in epoch 2, after step ")
         )
         # Open MPI's mpirun ends the job at a TERM, mostly before it is saved; then there is the
         # file of the last epoch.
@@ -471,7 +471,7 @@ def test_help(program):
     [
         ("start-ranks", "usage: "),
         ("start-ranks --nonsense", "usage: "),
-        ("start-ranks true", "this is no Slurm job"),
+        ("start-ranks true", "this is not a Slurm job"),
         ("try-locally", "usage: "),
         ("try-locally --nonsense", "usage: "),
         ("try-locally -N two true", "-N wants a number, not 'two'"),

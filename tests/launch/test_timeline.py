@@ -86,7 +86,7 @@ def check_gpu(tracks):
     sums = [span for span in stream if span.name in ("reduce", "all-reduce")]
     assert [span.nbytes for span in sums] == [4000] * 6
     for run, one in zip(runs, sums, strict=True):
-        assert run.begin <= one.begin <= one.end <= run.end
+        assert run.start <= one.start <= one.end <= run.end
 
 
 @pytest.mark.slow
@@ -151,7 +151,7 @@ def test_a_trace_can_be_read_after_a_kill(launch, how):
     runs = spans_of(path, 0, "run")
     assert [span.is_open for span in runs] == [False] * 5 + [True]
     (last,) = [span for span in spans_of(path, 0, "waiting") if span.is_open]
-    assert last.begin > runs[-1].begin
+    assert last.start > runs[-1].start
     shown = subprocess.run(
         [sys.executable, "-m", "hpcstrat", "timeline", path], capture_output=True, text=True
     )
@@ -181,7 +181,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_all(launch, ranks):
     )
     assert job.status != 0
     assert "the file cannot be written" in job.stderr
-    assert "name one in a folder that is there" in job.stderr
+    assert "name a file in a folder that exists" in job.stderr
 
 
 def test_ranks_that_name_different_files_are_told(launch):

@@ -166,8 +166,8 @@ ERRORS = {
         "lambda context: hs.data.Dataset.range(3 + hs.rank()).batch(1)))",
         "every rank must make the same dataset",
     ),
-    "central": ("hs.CentralStorageStrategy()", "has one worker, and the 3 ranks run on 2 hosts"),
-    "mirrored": ("hs.MirroredStrategy()", "or take MultiWorkerMirroredStrategy"),
+    "central": ("hs.CentralStorageStrategy()", "has one worker, but the 3 ranks run on 2 hosts"),
+    "mirrored": ("hs.MirroredStrategy()", "or use MultiWorkerMirroredStrategy"),
     "no resolver": (
         "hs.MultiWorkerMirroredStrategy('four')",
         "cluster_resolver is 'four'; pass one of",
@@ -175,7 +175,7 @@ ERRORS = {
     "resolver": (
         "hs.MultiWorkerMirroredStrategy(hs.cluster_resolver.SimpleClusterResolver("
         "hs.cluster_resolver.ClusterSpec({'worker': ['a:1', 'b:1', 'c:1', 'd:1']})))",
-        "knows 4 tasks .* and the 3 ranks run on 2 hosts",
+        "knows 4 tasks .* but the 3 ranks run on 2 hosts",
     ),
 }
 
@@ -255,7 +255,7 @@ READY = """
         for i in (2, 1):
             buffers[i][...] = (rank + 1) * (i + 1)
             buffers.ready(buffers[i])
-        begun.append(len(plan.marks.begun))
+        begun.append(len(plan.marks.started))
         buffers[0][...] = rank + 1
         if applies:
             optimizer.apply_gradients(zip(buffers, variables))

@@ -22,7 +22,7 @@ from internals import (
     _safetensors,
     connect_devices,
     device_names,
-    replica_storage,
+    make_replica_storage,
 )
 from mpi4py import MPI
 from slow import slow_but
@@ -59,7 +59,7 @@ def apart(place):
     devices = [device_names.CPU] * N
     storage = CentralDeviceStorage(communicator, root=N - 1)
     updates_on = UpdatesOn.ALL_RANKS if N == 1 else UpdatesOn.ROOT
-    local = replica_storage(communicator)
+    local = make_replica_storage(communicator)
     return hs.Strategy(
         ReplicaGroup(
             "apart",
@@ -1071,4 +1071,4 @@ def test_misuse_of_the_handler(strategy, path):
     thread = threading.Thread(target=elsewhere, name="worker")
     thread.start()
     thread.join()
-    assert errors == ["PreemptionHandler was made in the thread 'worker'; make it in the main one"]
+    assert errors == ["PreemptionHandler was made in the thread 'worker'; make it in the main thread"]

@@ -330,7 +330,7 @@ def test_memory_is_compared_alike_on_hosts_with_unlike_numbers_of_ranks(
     """All ranks or none take part in the comparison, though each host's ranks would take another sum."""
     world = worlds.start()
     here = dataclasses.replace(world, local_size=communicator.rank + 1)
-    monkeypatch.setattr(worlds, "started", lambda: here)
+    monkeypatch.setattr(worlds, "find", lambda: here)
     monkeypatch.setattr(host, "LARGE", 1 << 14)
     for nbytes in (1 << 14, 1 << 13, 1 << 12, 1 << 10):
         (total,) = communicator.all_reduce(

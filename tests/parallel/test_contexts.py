@@ -350,7 +350,7 @@ def test_replicas_of_both_kinds(place, made):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy = made(devices)
-    expected = f"{made.__name__}: what the replicas exchange goes through host memory instead of NCCL: some of them"
+    expected = f"{made.__name__}: the replicas exchange data through host memory instead of NCCL: some of them"
     assert [str(one.message)[: len(expected)] for one in caught] == ([] if RANK else [expected])
     with strategy:
         xp = np if RANK == 0 else place.xp

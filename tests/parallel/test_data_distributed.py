@@ -439,7 +439,7 @@ def test_what_cannot_be_saved_fails_on_all_ranks(strategy, folder):
     with pytest.raises(ValueError, match="no such element"):
         Dataset.range(3).map(fail).save(folder + "/data")
     with pytest.raises(
-        FileExistsError if hs.is_lead() else (OSError, RuntimeError), match="is not a dataset"
+        FileExistsError if hs.is_lead() else (OSError, RuntimeError), match="is not a saved dataset"
     ):
         Dataset.range(3).save(folder)
     Dataset.range(3).save(folder + "/data")

@@ -304,7 +304,7 @@ def test_logits(strategy, xp):
             lambda: metrics.ConfusionMatrix(3),
             [0, 1],
             [0.0, 0.7],
-            "labels .*; pass class indices, of probabilities",
+            "labels .*; pass class indices, such as the argmax of probabilities",
         ),
         (lambda: metrics.MeanIoU(3), [0.0, 1.5], [0, 1], "labels or predictions .* have fractions"),
         (lambda: metrics.MeanIoU(3), [0, 1], [0.0, math.nan], "labels or predictions"),

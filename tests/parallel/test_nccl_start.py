@@ -78,7 +78,7 @@ def start(place):
             True,
             True,
             "",
-            "several ranks share a GPU, which NCCL allows with NCCL_MULTI_RANK_GPU_ENABLE=1 only",
+            "several ranks share a GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1",
         ),
     ],
     ids=[

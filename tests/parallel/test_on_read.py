@@ -161,11 +161,11 @@ def test_it_is_no_array_across_replicas(strategy, xp):
         ):
             before = strategy._group.communicator.number
             with pytest.raises(
-                RuntimeError, match=r"'total' has one value a replica.* read_value\(\) or numpy\(\)"
+                RuntimeError, match=r"'total' has one value per replica.* read_value\(\) or numpy\(\)"
             ):
                 fn()
             assert strategy._group.communicator.number == before
-        assert repr(v) == "Variable('total', shape=(3,), dtype=float64, one value a replica)"
+        assert repr(v) == "Variable('total', shape=(3,), dtype=float64, one value per replica)"
         assert (len(v), v.shape, v.ndim, v.size, v.dtype) == (3, (3,), 1, 3, np.float64)
 
 
@@ -250,7 +250,7 @@ def test_a_sum_of_integers_is_shared_out(strategy, xp, dtype):
     assert v.numpy().tolist() == [N, 0, 5 * N]
     if N > 1:
         with pytest.raises(
-            ValueError, match=rf"sums over {N} replicas, and .* cannot be shared out to them in"
+            ValueError, match=rf"sums over {N} replicas, and .* cannot be divided among them in"
         ):
             v.assign([1, 0, 0])
         assert v.numpy().tolist() == [N, 0, 5 * N]
@@ -262,10 +262,10 @@ def test_wrong_writes_change_nothing(strategy):
     v = make(strategy, np.zeros(3, np.int32), "ONLY_FIRST_REPLICA")
     with pytest.raises(ValueError, match=r"has shape \(2,\) and the variable \(3,\)"):
         v.assign([1, 2])
-    with pytest.raises(ValueError, match="float64 does not go into a variable of int32"):
+    with pytest.raises(ValueError, match="float64 cannot be cast to the variable's int32"):
         v.assign_add([1.5, 2, 3])
     for fn in (lambda: v.assign([1, 2]), lambda: v.assign_sub([1.5, 2, 3])):
-        with pytest.raises(ValueError, match="the variable|a variable of int32"):
+        with pytest.raises(ValueError, match="the variable"):
             strategy.run(fn)
     assert v.numpy().tolist() == [0, 0, 0]
 

@@ -187,12 +187,12 @@ def test_a_distributed_value_is_no_number(strategy):
         lambda: bool(found),
     ):
         with pytest.raises(
-            TypeError, match=r"^PerReplica\.__\w+__: this is one value a replica; reduce it first"
+            TypeError, match=r"^PerReplica\.__\w+__: this is one value per replica; reduce it first"
         ):
             wrong()
     assert strategy._group.communicator.number == before
     with pytest.raises(
-        TypeError, match="one value a replica"
+        TypeError, match="one value per replica"
     ):  # as `if found:` would end a loop after its first step
         hs.any_rank(found)
     assert strategy.reduce("SUM", found, axis=None) == N * (N - 1) // 2
@@ -233,7 +233,7 @@ def test_local_results_of_anything_else(strategy, place):
     assert strategy.experimental_local_results(v) == (v,)
     assert strategy._group.communicator.number == made + (
         N > 1
-    )  # another rank may have one value a replica
+    )  # another rank may have one value per replica
 
 
 def test_local_results_of_what_cannot_travel(strategy):

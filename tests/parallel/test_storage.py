@@ -184,7 +184,7 @@ def test_memory_that_one_rank_does_not_get(strategy, monkeypatch):
     with monkeypatch.context() as patch:
         if RANK == 0:
             patch.setattr(segment, "available_memory", lambda: 1000)
-        with pytest.raises(MemoryError, match="67,108,864 .* and this host has 1,000 left"):
+        with pytest.raises(MemoryError, match="67,108,864 .* but this host has 1,000 free"):
             hs.Variable(np.broadcast_to(np.int8(0), (64 * MIB,)))
     second = hs.Variable([4.0])
     assert (first.numpy().tolist(), second.numpy().tolist()) == ([1], [4])

@@ -246,11 +246,11 @@ def test_what_has_a_value_a_replica_refuses_what_would_communicate(strategy):
             "__contains__": [(1.0,)],
         }.items():
             with pytest.raises(
-                RuntimeError, match="'own' has one value a replica.*call read_value"
+                RuntimeError, match="'own' has one value per replica.*call read_value"
             ):
                 getattr(v, name)(*calls[0])
         for read in (lambda: v.T, lambda: f"{n:.1f}", lambda: round(n, 1)):
-            with pytest.raises(RuntimeError, match="'own' has one value a replica"):
+            with pytest.raises(RuntimeError, match="'own' has one value per replica"):
                 read()
         assert (v.nbytes, v.itemsize) == (8, 4)
     for total in strategy.experimental_local_results(

@@ -181,7 +181,7 @@ def test_each_replica_pickles_its_own_value(strategy):
         assert pickle.loads(pickle.dumps(v)).tolist() == [0, 1]
         return
     with pytest.raises(
-        RuntimeError, match=r"'total' has one value a replica.* read_value\(\) or numpy\(\)"
+        RuntimeError, match=r"'total' has one value per replica.* read_value\(\) or numpy\(\)"
     ):
         pickle.dumps(v)
 

@@ -217,7 +217,7 @@ def test_of_on_read_variables(strategy, xp):
 
     assert strategy.reduce("SUM", strategy.run(replica), axis=None) == N * (N - 1) / 2
     if N > 1:
-        with pytest.raises(RuntimeError, match="one value a replica"):
+        with pytest.raises(RuntimeError, match="one value per replica"):
             v.sparse_read([1])
 
 

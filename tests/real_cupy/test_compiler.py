@@ -68,14 +68,14 @@ def sources():
         for optimizer in optimizers_of(dtype).values():
             update = optimizer.update_rule(0.1, 1)
             assert update.kernel is not None
-            kernel = rule._compiled(update.kernel, accumulator(dtype) != dtype)
+            kernel = rule._compile(update.kernel, accumulator(dtype) != dtype)
             arrays = [array(3, dtype) for _ in range(1 + len(update.kernel.slots))]
             constants = [0.5] * len(update.kernel.constants)
             texts.append(
                 text(kernel, f"kernel_{len(texts)}", [array(3, dtype), *constants, *arrays])
             )
             if (norms := update.norms) is not None:
-                kernel = rule._compiled_norms(norms.kernel, norms.size, accumulator(dtype) != dtype)
+                kernel = rule._compile_norms(norms.kernel, norms.size, accumulator(dtype) != dtype)
                 squares = [array(3, np.float64) for _ in range(norms.size)]
                 given = [array(3, dtype), *norms.kernel_constants, *arrays, *squares]
                 texts.append(text(kernel, f"kernel_{len(texts)}", given))

@@ -8,7 +8,7 @@ from internals import shared_memory
 
 
 class Comm:
-    """What the barrier needs of MPI. The ranks may use these cores."""
+    """What the barrier needs from MPI. The ranks may use these cores."""
 
     rank = 0
 
@@ -23,7 +23,7 @@ class Comm:
 
 
 def polls_before_sleep(comm, monkeypatch):
-    """The times that the core is offered before the first sleep, in which the others come."""
+    """How often a rank yields its core before its first sleep, during which the others arrive."""
     flags, polls, sleeps = np.zeros(comm.size * shared_memory.LINE, np.uint8), [], []
 
     def sleep(seconds):

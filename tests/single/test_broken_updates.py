@@ -1,4 +1,4 @@
-"""An exception at any moment of an update, as a signal's handler raises it: nobody reads, or saves, half of one."""
+"""An exception at any moment of an update, as from a signal handler: no half update is read."""
 
 import sys
 
@@ -47,18 +47,17 @@ CALLS = {
 
 
 def interrupted(moment, call):
-    """Whether `call` was still going on at its `moment`-th event, where `Stop` is raised.
+    """Whether `call` was still running at its `moment`-th event, where `Stop` is raised.
 
     A finalizer that the garbage collector happens to run there swallows the exception, and the call
-    goes on.
+    continues.
     """
     left = moment
 
     def look(frame, event, argument):
         nonlocal left
-        left -= (
-            event != "c_call"
-        )  # where Python looks for signals: as functions begin, and behind calls
+        # Python checks for signals when a function starts and after a call.
+        left -= event != "c_call"
         if left == 0:
             raise Stop
 
@@ -72,9 +71,8 @@ def interrupted(moment, call):
     return left <= 0
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Exception ignored", "ignore:unclosed file"
-)  # of what an exception stops midway
+# From what an exception stops midway.
+@pytest.mark.filterwarnings("ignore:Exception ignored", "ignore:unclosed file")
 @pytest.mark.parametrize("name", slow_but(["assign", "apply_gradients"], CALLS))
 def test_an_update_is_whole_or_marked_interrupted(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -93,7 +91,7 @@ def test_an_update_is_whole_or_marked_interrupted(name, tmp_path, monkeypatch):
 
 
 def outcome_of(moment, model, call, after, steps):
-    """What an interruption at this moment leaves, and whether it came."""
+    """What an interruption at this moment leaves, and whether there was one."""
     is_interrupted = interrupted(moment, lambda: call(model))
     try:
         values, done = model.v.numpy(), model.optimizer.iterations

@@ -1,4 +1,4 @@
-"""The file of a checkpoint: others read it too, what is not whole is refused, and a kill harms none."""
+"""The checkpoint file: readable by others, refused if damaged, never damaged by a kill."""
 
 import contextlib
 import errno
@@ -69,8 +69,8 @@ def same(a, b):
     )
 
 
-# Of each kind that JSON or UTF-8 may treat in a way of its own. Hypothesis takes a second to think
-# of all others.
+# One character of each kind that JSON or UTF-8 may treat specially. Sampling from all characters
+# would cost Hypothesis a second.
 TEXTS = st.text('ab 7_./"\\\0\n\x1f\x7f\u00e9\u0301\u6f22\u2028\ufeff\uffff\U0001f600', max_size=8)
 
 
@@ -127,14 +127,14 @@ def test_every_array_starts_at_a_multiple_of_its_elements(tmp_path):
         )
 
 
-# ---- what several write
+# ---- several writers
 
 
 @given(
     st.binary(max_size=300), st.lists(st.tuples(st.integers(0, 300), st.integers(0, 2)), max_size=8)
 )
 def test_pieces_that_several_write_have_the_checksum_of_the_whole(tmp_path_factory, content, cuts):
-    """Each piece of the file is written by one of three."""
+    """Each piece of the file is written by one of three writers."""
     ends = [*sorted((min(end, len(content)), writer) for end, writer in cuts), (len(content), 0)]
     pieces, start = [[], [], []], 0
     for end, writer in ends:
@@ -192,7 +192,7 @@ def test_ranks_share_all_bytes_and_none_is_of_two(size, arrays, random):
     assert max(common) - min(common) <= 1
 
 
-# ---- what is not whole
+# ---- damaged files
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_a_file_that_is_something_else_is_refused(tmp_path):
     for content in (b"", b"text\n" * 100, pickle.dumps(SMALL), path.read_bytes(), bytes(1000)):
         path.write_bytes(content)
         with pytest.raises(
-            ValueError, match="is not a checkpoint of hpcstrat: it does not begin like one"
+            ValueError, match="is not a checkpoint of hpcstrat: it does not start like one"
         ):
             CheckpointFile(os.fspath(path))
 
@@ -251,7 +251,7 @@ def test_messages_name_what_else_is_there(small):
 
 
 def sealed(header, data=b"", length=None, version=1):
-    """A file with this header and a checksum that fits it."""
+    """A file with this header and a matching checksum."""
     begin = '{"__metadata__":{"hpcstrat":"%d","bytes":"%020d","crc32":"%s"'
     size = 8 + len(begin % (version, 0, "0" * 8)) + len(header) + len(data)
     length = size - 8 - len(data) if length is None else length
@@ -345,7 +345,7 @@ def test_a_newer_format_is_told(tmp_path):
         CheckpointFile(os.fspath(tmp_path / "file"))
 
 
-# ---- taking the place of the file before
+# ---- replacing the previous file
 
 
 def numbered(i):
@@ -353,7 +353,7 @@ def numbered(i):
 
 
 def states(folder):
-    """Which state each whole file holds."""
+    """The state in each complete file."""
     return {path.name: int(read(path)[0]["i"]) for path in folder.iterdir()}
 
 
@@ -461,7 +461,7 @@ def test_the_mode_stays(tmp_path, monkeypatch, mode, links):
 
 @pytest.fixture(params=["locks", "no locks"])
 def locks(request, monkeypatch):
-    """Whether the file system has locks: some of clusters have none."""
+    """Whether the file system has locks: some on clusters have none."""
     if request.param == "locks":
         return True
 
@@ -523,7 +523,7 @@ class Killed(BaseException):
 
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
 def test_a_kill_at_any_call_leaves_a_whole_file(tmp_path, monkeypatch, links):
-    """From the n-th call to the system on none does anything: what lies there then is what a kill would leave."""
+    """System calls do nothing after the n-th: the files are then as a kill would leave them."""
     path = tmp_path / "file"
     for i in range(3):
         write(path, numbered(i), keep=3)
@@ -563,7 +563,7 @@ def test_a_kill_at_any_call_leaves_a_whole_file(tmp_path, monkeypatch, links):
         again = states(tmp_path)
         assert again["file"] == newest
         assert set(again) <= {"file", "file.1", "file.2"}
-        assert not links or len(set(again.values())) == len(again)  # none is kept twice
+        assert not links or len(set(again.values())) == len(again)  # no state is kept twice
     assert needed >= 8
 
 
@@ -576,7 +576,7 @@ def states_of_whole(folder):
 
 
 def test_the_file_is_synced_before_its_rename_and_the_folder_after(monkeypatch, tmp_path):
-    """Else a power cut may leave an empty file, or the older one after `save` has returned."""
+    """Otherwise a power cut may leave an empty file, or the older one after `save` returned."""
     done, path = [], tmp_path / "file"
     fsync, replace = os.fsync, os.replace
 

@@ -15,7 +15,7 @@ from hpcstrat.cluster_resolver import (
     UnionResolver,
 )
 
-# What follows with a cluster in it is recorded from TensorFlow 2.15.1.
+# The cases below with a cluster are recorded from TensorFlow 2.15.1.
 FOUR = ("t02n13,t02n41,t02n43,t02n44", "1(x4)")
 TWO = ("n[1-2]", "2(x2)")
 # rank, tasks, (nodes, tasks of each), CUDA_VISIBLE_DEVICES, arguments, then TensorFlow's results
@@ -145,15 +145,11 @@ SPECS = {  # the argument, then TensorFlow's as_dict(), repr() and job_tasks() o
         "ClusterSpec({'w': {0: 'b', 2: 'a'}})",
         [["b", None, "a"]],
     ),
-    "no tasks": (
-        {"w": []},
-        {"w": {}},
-        "ClusterSpec({'w': {}})",
-        [[]],
-    ),  # where TensorFlow's job_tasks fails
+    # TensorFlow's job_tasks fails here.
+    "no tasks": ({"w": []}, {"w": {}}, "ClusterSpec({'w': {}})", [[]]),
     "no jobs": ({}, {}, "ClusterSpec({})", []),
 }
-NODES = [  # recorded from scontrol of Slurm 22.05, and from TensorFlow where it takes them
+NODES = [  # recorded from scontrol of Slurm 22.05, and from TensorFlow where it accepts them
     ("t02n13,t02n41,t02n43,t02n44", "t02n13 t02n41 t02n43 t02n44"),
     ("n[1-2],m5,o[3-4,6,7-9]", "n1 n2 m5 o3 o4 o6 o7 o8 o9"),
     ("n[08-11]", "n08 n09 n10 n11"),
@@ -165,7 +161,7 @@ NODES = [  # recorded from scontrol of Slurm 22.05, and from TensorFlow where it
     ("p[0-2,05-07]n[2,3]", "p0n2 p0n3 p1n2 p1n3 p2n2 p2n3 p05n2 p05n3 p06n2 p06n3 p07n2 p07n3"),
     ("a[1-2]b[01-02]c[7,9]", "a1b01c7 a1b01c9 a2b01c7 a2b01c9 a1b02c7 a1b02c9 a2b02c7 a2b02c9"),
     ("x[1-2]y3z[4-5],q[1]", "x1y3z4 x1y3z5 x2y3z4 x2y3z5 q1"),
-    # of neither:
+    # recorded from neither:
     ("cpu[01-12]-ib0", " ".join(f"cpu{number:02}-ib0" for number in range(1, 13))),
     ("n[1-2]x[3-4]y,z", "n1x3y n1x4y n2x3y n2x4y z"),
     ("", ""),
@@ -174,7 +170,7 @@ NODES = [  # recorded from scontrol of Slurm 22.05, and from TensorFlow where it
 
 @pytest.fixture
 def step(monkeypatch):
-    """Sets what srun would: the rank, the number of tasks, the nodes, the tasks of each, and the GPUs."""
+    """Sets what srun sets: the rank, the number of tasks, the nodes, tasks per node, and GPUs."""
 
     def describe(rank, tasks, nodes, tasks_of_each, gpus=None):
         for name in list(os.environ):
@@ -358,11 +354,8 @@ def test_a_union_is_tensorflows(resolvers, cluster, facts, masters):
 
 def test_a_union_whose_task_is_given():
     union = UnionResolver(A, B, task_type="x", task_id=0, rpc_layer="q")
-    assert (union.task_type, union.task_id, union.rpc_layer) == (
-        "x",
-        0,
-        "q",
-    )  # TensorFlow's task_id is 1
+    # TensorFlow's task_id is 1.
+    assert (union.task_type, union.task_id, union.rpc_layer) == ("x", 0, "q")
     assert (union.master("worker", 0), union.master()) == ("q://a:1", "grpc://ma")
 
 
@@ -425,7 +418,7 @@ def test_the_accelerators_are_those_that_this_process_sees(tf_config, monkeypatc
     tf_config(WORKERS + ', "task": {"type": "worker", "index": 0}}')
     resolver = TFConfigClusterResolver()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert resolver.num_accelerators() == {}  # as TensorFlow's, on a host without GPUs
+    assert resolver.num_accelerators() == {}  # as in TensorFlow, on a host without GPUs
     assert resolver.num_accelerators()["GPU"] == 0
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     assert resolver.num_accelerators() == resolver.num_accelerators("worker", 0) == {"GPU": 2}
@@ -478,7 +471,7 @@ def test_the_accelerators_are_those_that_this_process_sees(tf_config, monkeypatc
         (
             '{"session_master": 3}',
             "master",
-            'TF_CONFIG: its "session_master" is 3; it must be a text',
+            'TF_CONFIG: its "session_master" is 3; it must be a string',
         ),
         (
             WORKERS + ', "task": {"type": "worker", "index": 0}, "rpc_layer": 3}',

@@ -1,4 +1,4 @@
-"""Updates as loops in C, and everything that can keep the compiler from its work."""
+"""Updates as loops in C, and everything that can stop the compiler from working."""
 
 import errno
 import itertools
@@ -15,8 +15,8 @@ from hpcstrat import ReduceOp, optimizers
 
 REAL = [dtype for dtype in DTYPES if dtype.kind != "c"]
 LOOPS = [(dtype, name) for dtype in REAL for name in optimizers_of(dtype)]
-# The compiler starts for each loop. These have all operations with each dtype, and all numbers of
-# slots, and options.
+# The compiler runs once per loop. These cover all operations with each dtype, all numbers of slots,
+# and all options.
 QUICK_LOOPS = [(dtype, name) for dtype, name in LOOPS if name in ("Adam", "choices")]
 QUICK_LOOPS += [
     (np.dtype(np.float32), name)
@@ -34,7 +34,7 @@ RULE = optimizers.SGD(0.5).update_rule(0.5, 1)
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """Each test begins with nothing compiled."""
+    """Each test starts with nothing compiled."""
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     compiled._loops.clear()
@@ -58,7 +58,7 @@ def test_a_loop_gives_the_bits_of_the_operations(dtype, name):
             assert loop is not None
             norms, sums = rule.norms, []
             if norms is not None:
-                rule = norms.bound([0.5] * norms.size)
+                rule = norms.rule_with([0.5] * norms.size)
             rows, expected = [], []
             for size in sizes:
                 arrays = [

@@ -1,4 +1,4 @@
-"""Arrays that differ between ranks, where they count as one; each rank is a thread."""
+"""Arrays that must be equal on all ranks but differ; each rank is a thread."""
 
 import math
 
@@ -15,7 +15,7 @@ ROWS = np.random.default_rng(0).random((2000, 3))
 
 
 def begun(make, distribute=distribute_dataset):
-    """What two or more ranks raise when they begin to iterate, each over its own; it must be one message."""
+    """The message that all ranks raise when each starts to iterate over its own dataset."""
 
     def program(rank):
         with pytest.raises(ReplicaMismatchError) as caught:
@@ -27,7 +27,7 @@ def begun(make, distribute=distribute_dataset):
 
 
 def agrees(make):
-    """Whether two ranks iterate over what each of them makes, to the end."""
+    """Whether two ranks can iterate to the end, each over the dataset it makes."""
     on_ranks(2, lambda rank: len(list(distribute_dataset(make(rank.rank), rank, None))))
     return True
 
@@ -149,7 +149,7 @@ def test_objects_are_compared_by_shape_and_dtype():
 
 
 def test_one_array_and_its_copies_are_equal():
-    """Two pipelines over one array on one rank, and over two equal ones on another."""
+    """Two pipelines over one array on one rank, and over two equal arrays on another."""
 
     def make(rank):
         first = Dataset.from_tensor_slices(ROWS)
@@ -221,7 +221,7 @@ def test_after_the_error_the_next_pass_is_compared_too():
 
 def test_functions_are_called_for_no_sample():
     def program(rank):
-        """What each rank loads by itself is its own."""
+        """What each rank loads by itself may differ."""
         dataset = Dataset.range(8).map(lambda i: np.full(2, 100 * rank.rank + i)).batch(4)
         return [select(x)[:, 0].tolist() for x in distribute_dataset(dataset, rank, None)]
 

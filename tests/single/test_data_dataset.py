@@ -1,4 +1,4 @@
-"""Datasets in one process: elements, orders, facts, and what is touched when."""
+"""Datasets in one process: elements, order, attributes, and what is read when."""
 
 import collections
 import copy
@@ -101,7 +101,7 @@ def test_nests_of_all_kinds():
 
 
 class Column:
-    """As a column of text of a pandas table: an array of Python objects for NumPy, and long to print."""
+    """Like a text column of a pandas table: an object array for NumPy, with a long repr."""
 
     name, dtype = "city", "str"
 
@@ -216,7 +216,7 @@ def test_a_generator_is_held_to_its_signature(wrong):
         lambda: iter([wrong]), output_signature=TensorSpec((2,), np.float32)
     )
     with pytest.raises(
-        ValueError, match="from_generator: what the generator yielded is not like TensorSpec"
+        ValueError, match="from_generator: the generator's element does not match TensorSpec"
     ):
         list(dataset)
 
@@ -248,8 +248,7 @@ def test_zip():
         Dataset.zip(())
 
 
-# ---- what each transformation does, against lists, over a source that can be indexed and one that
-# cannot
+# ---- each transformation, compared with lists, over sources with and without random access
 
 MAKERS = {
     "indexed": lambda n: Dataset.range(n),
@@ -351,7 +350,7 @@ def test_wrong_arguments():
         ten.map(3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"Dataset\.concatenate: list is not a Dataset"):
         ten.concatenate([1])  # pyright: ignore[reportArgumentType]
-    with pytest.raises(TypeError, match="must be alike in structure"):
+    with pytest.raises(TypeError, match="must have the same structure"):
         ten.concatenate(Dataset.from_tensors(1.5))
 
 
@@ -457,7 +456,7 @@ def test_unbatch_of_what_has_no_rows():
 
 
 def rounds(*sizes):
-    """A generator whose rounds have so many elements each."""
+    """A generator whose rounds have these numbers of elements."""
     left = iter(sizes)
     return Dataset.from_generator(
         lambda: iter(range(next(left))), output_signature=TensorSpec((), np.int64)
@@ -470,14 +469,13 @@ def test_rounds_without_elements_end_no_repeat():
     assert items(rounds(1, 0, 2, 3).repeat(3)) == [0, 0, 1]
     assert items(rounds(0, 1).shuffle(3).repeat(2)) == [0]
     seen = []
-    once = Dataset.range(2).filter(
-        lambda x: seen.append(x) or len(seen) in (1, 6)
-    )  # in the first round, and the third
+    # One element in the first round, and one in the third.
+    once = Dataset.range(2).filter(lambda x: seen.append(x) or len(seen) in (1, 6))
     assert items(once.repeat(4)) == [0, 1]
 
 
 def test_an_endless_repeat_ends_with_a_round_without_elements():
-    """As in TensorFlow, where behind a shuffle only the first round counts."""
+    """As in TensorFlow, where after a shuffle only the first round counts."""
     assert items(rounds(1, 2, 0, 2).repeat()) == [0, 0, 1]
     assert items(rounds(0, 2).repeat()) == items(rounds(0, 2).shuffle(9).repeat()) == []
     assert items(rounds(1, 0, 0, 1, 0, 1).shuffle(9).repeat().take(3)) == [0, 0, 0]
@@ -511,7 +509,7 @@ def test_a_shuffle_of_all_elements(make):
 
 
 def attempts(dataset, limit=1000):
-    """The elements, as `items` has them, and the classes of what is raised in between."""
+    """The elements, as `items` returns them, and the classes of the errors between them."""
     found, iterator = [], iter(dataset)
     for _ in range(limit):
         try:
@@ -614,7 +612,7 @@ def test_a_function_cannot_end_the_elements():
                 next(iter(dataset))
 
 
-# ---- facts
+# ---- attributes
 
 
 def test_cardinality():
@@ -733,7 +731,7 @@ def test_strings_of_different_lengths_are_alike(code):
     assert windows.element_spec == DatasetSpec(common) and items(
         windows.flat_map(lambda x: x)
     ) == items(joined)
-    with pytest.raises(TypeError, match="must be alike"):
+    with pytest.raises(TypeError, match="must have the same structure"):
         strings("a").concatenate(
             Dataset.from_tensor_slices(np.array(["a"], {"U": "S", "S": "U"}[code]))
         )
@@ -757,12 +755,12 @@ def test_datasets_that_are_not_alike_are_refused_with_functions_too(unlike, join
     function, found = UNLIKE[unlike]
     mapped = Dataset.range(4).map(function)
     given = Dataset.from_tensor_slices(next(iter(mapped.batch(4))))
-    with pytest.raises(TypeError, match=f"must be alike .*{found}"):
+    with pytest.raises(TypeError, match=f"must have the same structure.*{found}"):
         JOINED[join](Dataset.range(4), given)
     for other in (mapped, given.filter(lambda x: True), given.map(lambda x: x).cache().shuffle(4)):
         dataset = JOINED[join](Dataset.range(4), other)
         for _ in range(2):
-            with pytest.raises(TypeError, match=f"must be alike .*{found}") as caught:
+            with pytest.raises(TypeError, match=f"must have the same structure.*{found}") as caught:
                 list(dataset)
             assert str(Dataset.range(4).element_spec) in str(caught.value)
 
@@ -770,13 +768,13 @@ def test_datasets_that_are_not_alike_are_refused_with_functions_too(unlike, join
 @pytest.mark.parametrize("join", JOINED)
 @pytest.mark.parametrize("batch_size", [4, 8])
 def test_datasets_that_are_not_alike_are_refused_on_all_ranks(join, batch_size):
-    """Also if the elements of each rank are alike."""
+    """Even if the elements on each rank have the same structure."""
 
     def program(rank):
         first, second = (
             Dataset.range(4).map(function) for function in (lambda x: x, lambda x: {"a": x})
         )
-        with pytest.raises(TypeError, match="must be alike") as caught:
+        with pytest.raises(TypeError, match="must have the same structure") as caught:
             list(distribute_dataset(JOINED[join](first, second).batch(batch_size), rank, None))
         return str(caught.value).partition(" (found by")[0]
 
@@ -895,7 +893,7 @@ def test_each_slot_of_the_buffer_is_drawn_equally_often(make):
 
 @pytest.mark.parametrize("n", [0, 1, 2, 50])
 def test_a_shuffle_of_a_whole_source_is_the_permutation_of_its_seed_and_round(n):
-    """Checkpoints hold only these two numbers, so the order must stay as it is."""
+    """Checkpoints contain only these two numbers, so the order must never change."""
     for dataset in (
         Dataset.range(n),
         Dataset.from_tensor_slices(np.arange(n)),

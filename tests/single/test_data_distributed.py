@@ -1,4 +1,4 @@
-"""How datasets are shared out, in one process: each rank is a thread, and all walk in step."""
+"""How datasets are split, in one process: each rank is a thread, and all step together."""
 
 import functools
 import itertools
@@ -35,9 +35,8 @@ from hpcstrat.data import (
     ValueContext,
 )
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:iterating over .* have no:UserWarning"
-)  # of short batches, meant
+# Short batches are intended here.
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 
 
 def lists(steps):
@@ -45,7 +44,7 @@ def lists(steps):
 
 
 def shares(batch, batch_size, size):
-    """The parts of one batch, by the rule: even ones, or of a short batch those of a full one, as far as it goes."""
+    """The parts of one batch: even ones; a short batch is split as a full one, until it ends."""
     sizes = [batch_size // size + (r < batch_size % size) for r in range(size)]
     ends = list(itertools.accumulate(sizes))
     return [list(batch[end - n : end]) for n, end in zip(sizes, ends, strict=True)]
@@ -215,7 +214,7 @@ def test_batches_of_one_size_after_another_are_split_evenly():
 
 
 class Loader:
-    """As PyTorch's: `len`, re-iterable, batches are lists of what becomes arrays."""
+    """Like PyTorch's: has `len`, is re-iterable, batches are lists of array-likes."""
 
     class Tensor:
         def __init__(self, array):
@@ -269,7 +268,7 @@ def test_it_is_iterated_over_again_and_left_early():
     assert right == [[[2, 3], [1, 2], [0, 1]]] * 2
 
 
-# ---- what is touched, and what is communicated
+# ---- what is read, and what is communicated
 
 
 def test_a_replica_calls_functions_for_its_own_elements_only():
@@ -290,7 +289,7 @@ def test_a_replica_calls_functions_for_its_own_elements_only():
 
 def test_indexed_sources_are_touched_for_the_replicas_own_rows_only():
     def program(rank):
-        # Rows of other ranks are changed after the plan is known, and never seen.
+        # Rows of other ranks change after the plan is known, which this rank never sees.
         source = np.arange(12)
         mine = [[0, 1, 6, 7], [2, 3, 8, 9], [4, 5, 10, 11]][rank.rank]
         dataset = Dataset.from_tensor_slices(source).take(12).prefetch(1).cache().batch(6).repeat(1)
@@ -352,7 +351,7 @@ def test_an_unseeded_shuffle_has_one_order_on_all_ranks_and_another_in_each_iter
             Dataset.range(20).shuffle(buffer_size).map(lambda x: x).shuffle(buffer_size).batch(5)
         )
         if rank.rank == 0:
-            list(dataset)  # one rank's own iteration puts no rank out of step
+            list(dataset)  # one rank iterating alone does not put the ranks out of step
         distributed = distribute_dataset(dataset, rank, None)
         return [[select(x).tolist() for x in distributed] for _ in range(3)]
 
@@ -416,7 +415,7 @@ RAGGED = {
     ),
     "joined": (
         lambda: joined(np.zeros((2, 2)), np.ones((2, 3))).batch(4),
-        r"must (have the same|be alike in structure,) shape",
+        r"must have the same (structure, )?shape",
     ),
     "generated": (
         lambda: Dataset.from_generator(lambda: (np.ones(n, np.int64) for n in (1, 1, 2, 2))).batch(
@@ -438,7 +437,7 @@ RAGGED = {
 @pytest.mark.parametrize("kind", RAGGED)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_rows_that_make_no_batch_are_refused_on_any_number_of_replicas(kind, size):
-    """Also where the rows of each replica are alike, as with two of them; the next batch follows."""
+    """Even if the rows of each replica match, as with two replicas; the next batch follows."""
     make, message = RAGGED[kind]
 
     def program(rank):
@@ -502,7 +501,7 @@ def test_a_distributed_dataset_takes_no_more():
         (
             InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA),
             NotImplementedError,
-            "only MirroredStrategy.distribute_datasets_from_function takes.* PER_WORKER",
+            "only MirroredStrategy.distribute_datasets_from_function accepts.* PER_WORKER",
         ),
         (InputOptions(experimental_place_dataset_on_device=True), ValueError, "leave it False"),
         ({"experimental_fetch_to_device": True}, TypeError, "options is dict"),
@@ -518,7 +517,7 @@ def test_options_that_do_not_go(options, error, text):
 
 
 def attempts(distributed):
-    """This rank's parts, and the texts of what is raised in between; the end is one for good."""
+    """This rank's parts, and the texts of the errors between them; the end is final."""
     found, iterator = [], iter(distributed)
     while True:
         try:
@@ -603,7 +602,7 @@ def test_an_error_is_raised_on_all_ranks_and_the_next_step_follows(source, size)
 
 @pytest.mark.parametrize("source", FAILING)
 def test_an_error_on_one_rank_alone_is_raised_on_all(source):
-    """The other ranks take the same steps on."""
+    """The other ranks continue with the same steps."""
 
     def program(rank):
         check = fail_at(*range(4, 8), rank=rank.rank, on=1)
@@ -679,7 +678,7 @@ def test_scalars_that_do_not_go_round_are_left_out_with_a_warning():
         assert on_ranks(2, program) == [[0, 2], [1, 3]]
 
 
-# ---- facts
+# ---- attributes
 
 
 def test_element_spec():

@@ -1,4 +1,4 @@
-"""Dataset.save and load, in one process: what is written is read again, and nothing is lost when something fails."""
+"""Dataset.save and load, in one process: round trips, and no data lost when a call fails."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def test_slices_of_any_dtype(tmp_path, dtype):
     assert batch.dtype == array.dtype and type(batch) is np.ndarray
     np.testing.assert_array_equal(batch, array)
     np.testing.assert_array_equal(column, array[:, 0])
-    batch[...] = batch[::-1]  # a copy, which may be written to
+    batch[...] = batch[::-1]  # a copy, which is writable
     np.testing.assert_array_equal(next(iter(found.batch(4)))[0], array)
 
 
@@ -62,11 +62,8 @@ def test_what_is_saved_again_is_replaced(tmp_path):
     assert items(saved(Dataset.range(3), path)) == [0, 1, 2]
     assert os.listdir(path.parent) == ["data"]
     before = Dataset.load(path)
-    assert items(saved(before.map(lambda x: -x), path)) == [
-        0,
-        -1,
-        -2,
-    ]  # from the files that it replaces
+    # Reads from the files that it replaces.
+    assert items(saved(before.map(lambda x: -x), path)) == [0, -1, -2]
     assert items(before) == [0, 1, 2]
 
 
@@ -85,7 +82,7 @@ def test_a_failure_leaves_what_was_there(tmp_path):
             dataset.save(path)
         assert os.listdir(tmp_path) == ["data"] and items(Dataset.load(path)) == [0, 1, 2]
     (tmp_path / "other").mkdir()
-    with pytest.raises(FileExistsError, match="is not a dataset that was saved"):
+    with pytest.raises(FileExistsError, match="is not a saved dataset"):
         Dataset.range(3).save(tmp_path / "other")
     with pytest.raises(NotImplementedError, match="Dataset.save: compression is 'GZIP'"):
         Dataset.range(3).save(path, "GZIP")  # pyright: ignore[reportArgumentType]
@@ -94,7 +91,7 @@ def test_a_failure_leaves_what_was_there(tmp_path):
 
 
 def test_what_is_not_there_or_damaged(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no dataset that was saved"):
+    with pytest.raises(FileNotFoundError, match="no saved dataset"):
         Dataset.load(tmp_path)
     Dataset.range(3).save(tmp_path / "data")
     with open(tmp_path / "data" / "leaf0", "ab") as file:

@@ -1,4 +1,4 @@
-"""Iterables of other libraries, and ranks whose iterables give different elements; each rank is a thread."""
+"""Iterables of other libraries, and ranks with different elements; each rank is a thread."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from hpcstrat.data import Dataset
 
 
 class Tensors:
-    """As a `tf.data.Dataset`: each iteration begins anew, and what it yields becomes an array."""
+    """Like a `tf.data.Dataset`: each iteration starts anew and yields array-likes."""
 
     class Tensor:
         def __init__(self, array):
@@ -26,7 +26,7 @@ class Tensors:
 
 
 class Table:
-    """As a HuggingFace dataset: columns of Python's own numbers, lists and strings."""
+    """Like a HuggingFace dataset: columns of Python numbers, lists and strings."""
 
     def iter(self, batch_size):
         for start in range(0, 5, batch_size):
@@ -66,25 +66,24 @@ def test_columns_of_python_numbers(size):
     assert columns["weight"][1].dtype == np.float32 and columns["weight"][1].tolist() == [1.5, 2]
 
 
-# ---- ranks that have different elements
+# ---- ranks with different elements
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:iterating over .* have no:UserWarning"
-)  # of short batches, meant
+# Short batches are intended here.
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 
 
 def shuffled(rank):
-    """A list of batches in an order of the rank's own."""
+    """A list of batches in a different order on each rank."""
     return list(np.random.default_rng(rank).permutation(40).reshape(10, 4))
 
 
 def differs_later(rank):
-    """The same first batch on all ranks, and another third one."""
+    """The same first batch on all ranks, but a different third batch."""
     return [np.arange(4), np.arange(4), np.arange(4) + rank, np.arange(4)]
 
 
 def taken(dataset, rank, distribute=distribute_dataset):
-    """How many steps there are before the error, which must be raised once only."""
+    """The number of steps before the error, and its text; it must be raised only once."""
     iterator, steps = iter(distribute(dataset, rank, None)), 0
     with pytest.raises(ReplicaMismatchError) as caught:
         for _ in iterator:

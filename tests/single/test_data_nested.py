@@ -1,4 +1,4 @@
-"""Datasets of datasets, in one process: window, flat_map, interleave; and what goes over elements: scan, reduce."""
+"""Nested datasets, in one process: window, flat_map, interleave; also scan, reduce and others."""
 
 import itertools
 from typing import Any
@@ -14,9 +14,8 @@ from thread_ranks import on_ranks
 from hpcstrat import ReplicaMismatchError, TensorSpec
 from hpcstrat.data import INFINITE_CARDINALITY, UNKNOWN_CARDINALITY, Dataset, DatasetSpec
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:iterating over .* have no:UserWarning"
-)  # of short batches, meant
+# Short batches are intended here.
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 
 
 @pytest.fixture(params=MAKERS)
@@ -95,7 +94,7 @@ def test_an_element_of_several_windows_is_loaded_for_each_of_them_and_once_for_a
     pairs = Dataset.range(4).map(lambda x: calls.append(int(x)) or (x, -x))
     found = pairs.window(2).flat_map(lambda a, b: Dataset.zip((a.batch(2), b.batch(2))))
     assert items(found) == [([0, 1], [0, -1]), ([2, 3], [-2, -3])]
-    assert sorted(calls[1:]) == [0, 1, 2, 3] and calls[0] == 0  # the first tells the structure
+    assert sorted(calls[1:]) == [0, 1, 2, 3] and calls[0] == 0  # the first element shows the structure
 
 
 def test_windows_may_be_reduced_and_passed_on():
@@ -133,7 +132,7 @@ def test_windows_are_no_rows():
 
 
 def interleaved(lists, cycle, block):
-    """TensorFlow's rule: a slot whose list has ended passes its turn on, and takes the next list at its next one."""
+    """TensorFlow's rule: a slot whose list ends passes; at its next turn it takes the next list."""
     waiting, slots, found, index = iter(lists), [None] * cycle, [], 0
     while True:
         if slots[index] is None:
@@ -465,9 +464,9 @@ def test_padding_of_nests_and_dtypes():
         (
             (2, [2, 2]),
             ValueError,
-            r"padded shape \[2, 2\] does not go with an element of shape \[1\]",
+            r"padded shape \[2, 2\] does not match an element of shape \[1\]",
         ),
-        ((2, ([2], [2])), ValueError, "padded shape .* does not go"),
+        ((2, ([2], [2])), ValueError, "padded shape .* does not match"),
         ((2, None, (1, 2)), TypeError, r"padding_values has \(1, 2\)"),
         ((2, None, 1.5), TypeError, "padding_values has 1.5 for a leaf of dtype int64"),
         ((2, None, "x"), TypeError, "padding_values has 'x'"),
@@ -604,11 +603,8 @@ def test_to_choose_is_lazy_and_drawing_may_be_infinite():
     both = Dataset.choose_from_datasets(
         [noted, Dataset.range(9)], Dataset.from_tensors(np.int64(0)).repeat()
     )
-    assert items(both.take(2)) == [0, 1] and seen == [
-        0,
-        0,
-        1,
-    ]  # the first one also to compare it with the others
+    # The first element is also read to compare it with the others.
+    assert items(both.take(2)) == [0, 1] and seen == [0, 0, 1]
     endless = [Dataset.range(2).repeat(), Dataset.range(10, 12).repeat()]
     drawn = Dataset.sample_from_datasets(endless, seed=1)
     assert drawn.cardinality() == INFINITE_CARDINALITY and len(items(drawn.take(3000))) == 3000
@@ -682,7 +678,7 @@ def test_of_indexed_datasets_each_rank_loads_its_own_elements_only(size):
         return on_ranks(size, program)
 
     windows = loaded(lambda data: data.window(2).flat_map(lambda window: window.batch(2)).batch(6))
-    for calls in windows:  # the first element tells the structure of a window
+    for calls in windows:  # the first element shows the structure of a window
         assert calls[0] == 0 and len(calls) == 1 + 24 // size
     assert sorted(x for calls in windows for x in calls[1:]) == list(range(24))
     mapped = loaded(

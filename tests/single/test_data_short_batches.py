@@ -1,10 +1,10 @@
-"""Batches that are too short for all replicas: how they are split, and the warning; each rank is a thread."""
+"""Batches too short for all replicas: how they are split, the warning; ranks are threads."""
 
 import warnings
 
 import numpy as np
 import pytest
-from internals import Workers, call_name, distribute_dataset, distribute_from_function, failure
+from internals import Workers, call_name, distribute_dataset, distribute_from_function, reports
 from public_api import begins_with_a_call
 from thread_ranks import on_ranks, parts
 
@@ -15,7 +15,7 @@ OFF.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
 
 
 def warned(size, make, distribute=distribute_dataset, passes=1, workers=None, **kwargs):
-    """The texts of what is warned of in so many passes over what each rank makes."""
+    """The texts of the warnings in `passes` passes over the dataset that each rank makes."""
 
     def program(rank):
         options = kwargs if workers is None else kwargs | {"workers": Workers(workers, rank.rank)}
@@ -131,7 +131,7 @@ def test_where_warnings_are_errors_all_ranks_raise():
     ],
 )
 def test_the_other_ranks_raise_where_the_lead_does(filter, raises):
-    """As the filters have it; else they say nothing."""
+    """Warning filters that make it an error; otherwise the other ranks do not warn."""
     for is_lead in (True, False):
         with warnings.catch_warnings(record=True) as caught:
             warnings.resetwarnings()
@@ -163,14 +163,14 @@ def test_even_batches_is_deprecated(even, last):
 
 @pytest.mark.parametrize("has_notes", [True, False])
 def test_notes_show_with_the_error_that_ends_the_job(monkeypatch, has_notes):
-    """Python 3.10 has no notes, and shows none."""
-    if has_notes and not failure._HAS_NOTES:
+    """Python 3.10 has no notes."""
+    if has_notes and not reports._HAS_NOTES:
         pytest.skip("Python 3.10 has no notes")
-    monkeypatch.setattr(failure, "_HAS_NOTES", has_notes)
+    monkeypatch.setattr(reports, "_HAS_NOTES", has_notes)
     error = ValueError("wrong")
-    failure.add_note(error, "the first")
-    failure.add_note(error, "the second")
+    reports.add_note(error, "the first")
+    reports.add_note(error, "the second")
     assert getattr(error, "__notes__", None) == ["the first", "the second"]
-    shown = failure._shown(lambda: None, error)
+    shown = reports.capture(lambda: None, error)
     for note in ("the first\n", "the second\n"):
         assert shown.count(note) == 1

@@ -1,4 +1,4 @@
-"""Arrays in files as sources: rows are read when they are needed, in long reads, by the ranks that need them."""
+"""Arrays in files as sources: rows are read when needed, in long reads, where needed."""
 
 import itertools
 import math
@@ -16,7 +16,7 @@ ROWS = np.arange(120.0).reshape(40, 3)
 
 
 class Stored:
-    """Stands in for an array in a file: notes the slices that are read, and how many elements."""
+    """A stand-in for an array in a file: records the slices read and the number of elements."""
 
     def __init__(self, array, fails_at=None):
         self.array, self.reads, self.elements, self.fails_at = array, [], 0, fails_at
@@ -27,9 +27,8 @@ class Stored:
 
     @property
     def dtype(self):
-        return np.dtype(
-            np.int16
-        )  # of the file; that of what is read differs, as netCDF4's does where it scales
+        # The file's dtype; reads return another, as netCDF4 does when it scales.
+        return np.dtype(np.int16)
 
     def __array__(self, dtype=None, copy=None):
         raise AssertionError("read as a whole")
@@ -56,7 +55,7 @@ def test_rows_are_read_when_they_are_needed_and_in_one_read_for_a_batch():
     found = list(batches)
     assert stored.reads == [(0, 16), (16, 32), (32, 40)]
     assert np.array_equal(np.concatenate([batch["x"] for batch in found]), ROWS)
-    found[0]["x"][:] = -1  # the batch is the program's
+    found[0]["x"][:] = -1  # the program owns the batch
     assert ROWS[0, 0] == 0 and next(iter(batches))["y"].tolist() == list(range(16))
     stored.reads.clear()
     assert len(list(dataset.skip(5).take(2).batch(2))) == 1 and stored.reads == [(5, 7)]
@@ -101,7 +100,7 @@ def test_a_rank_reads_its_own_rows_only(size):
     assert together == ROWS.tolist()
     for steps, elements, reads in every:
         rows = sum(map(len, steps))
-        sample = elements - 3 * rows  # that ranks compare
+        sample = elements - 3 * rows  # which the ranks compare
         assert 0 < sample <= 32
         assert len([read for read in reads if isinstance(read[0], int)]) == len(
             list(filter(len, steps))
@@ -169,7 +168,7 @@ def test_what_is_not_an_array_of_rows_is_refused():
     shrinks.array = ROWS[:35]
     with pytest.raises(
         ValueError,
-        match=r"of shape \(40, 3\) gave an array of shape \(5, 3\).*slice\(30, 40, None\)",
+        match=r"of shape \(40, 3\) returned an array of shape \(5, 3\).*slice\(30, 40, None\)",
     ):
         list(dataset)
 
@@ -189,7 +188,7 @@ def test_a_series_with_labels_is_an_array_in_memory():
 
 @pytest.fixture(params=["h5py", "zarr"])
 def real(request, tmp_path):
-    """A function that puts an array into a file of the library."""
+    """A function that writes an array to a file of the library."""
     library = pytest.importorskip(request.param, reason=f"the arrays are those of {request.param}")
     if request.param == "zarr":
         return lambda array: library.array(array, chunks=(7, *array.shape[1:]))

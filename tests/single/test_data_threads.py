@@ -11,7 +11,7 @@ from test_data_dataset import BAD, attempts, items, odd_one_out
 
 from hpcstrat.data import AUTOTUNE, Dataset
 
-SECONDS = 30  # until what never comes is a failure
+SECONDS = 30  # until a wait counts as a failure
 
 
 def input_threads():
@@ -31,7 +31,7 @@ def no_thread_stays():
 
 
 class Together:
-    """A function of which `count` calls must run at once, and never more."""
+    """A function of which exactly `count` calls must run at once, never more."""
 
     def __init__(self, count):
         self.count = count
@@ -86,7 +86,7 @@ def test_autotune_is_several():
 
 
 def test_the_order_is_kept_whatever_the_pace():
-    """Each call waits for the one behind it."""
+    """Each call waits for the next call."""
     done = [threading.Event() for _ in range(9)]
 
     def backwards(x):
@@ -108,7 +108,7 @@ def test_without_a_number_one_call_runs_at_a_time():
 
 
 def test_a_function_that_is_not_to_run_in_threads_does_not():
-    """Beside one that is."""
+    """Next to a function that runs in threads."""
     alone, together = Together(1), Together(3)
     dataset = Dataset.range(12).map(together, num_parallel_calls=3).map(alone)
     assert items(dataset.prefetch(2)) == list(range(12))
@@ -138,7 +138,7 @@ def test_elements_are_prepared_ahead_of_their_use(size):
     ahead = 2 if size in (None, AUTOTUNE) else size
     made = [threading.Event() for _ in range(10)]
     iterator = iter(Dataset.range(10).map(lambda x: made[x].set() or x).prefetch(size))
-    assert not made[0].is_set()  # nothing runs before the first is asked for
+    assert not made[0].is_set()  # nothing runs before the first element is requested
     for x in range(10 - ahead):
         assert next(iterator) == x
         assert made[x + ahead].wait(SECONDS)
@@ -155,7 +155,7 @@ def test_no_more_are_prepared_than_asked_for():
     assert next(iterator) == 0
     assert are_ready.wait(SECONDS)
     for thread in input_threads():
-        thread.join(0.05)  # in which it could prepare many more
+        thread.join(0.05)  # long enough to prepare many more
     assert len(made) <= 1 + 2 + 1
     assert not items(Dataset.range(3).prefetch(0).skip(3)) and made == sorted(made)
 
@@ -261,7 +261,7 @@ def test_threads_end_with_an_iterator_that_is_dropped(pipeline, taken):
     iterator = iter(ENDED[pipeline](lambda x: x))
     for _ in range(taken):
         next(iterator)
-    del iterator  # the fixture looks for threads
+    del iterator  # the fixture checks for threads
 
 
 def test_threads_end_with_a_call_that_lasts():

@@ -1,4 +1,4 @@
-"""Storage for GPUs as a replica on the CPU has it, which computes beside others that have GPUs."""
+"""Storage for GPUs on a replica that uses the CPU while other replicas use GPUs."""
 
 import gc
 import weakref
@@ -10,7 +10,7 @@ from hpcstrat import ReduceOp, optimizers
 
 
 def test_buffers_may_be_passed_in_another_order():
-    """Each gradient is then copied to where another one lies."""
+    """Each gradient is then copied to where another gradient is."""
     storage = MirroredDeviceStorage(StagedCommunicator(SoloCommunicator(), None), 0)
     blocks = [storage.create(np.zeros(3, np.float32)) for _ in range(3)]
     plan = storage.plan(blocks, [()] * 3)
@@ -29,7 +29,7 @@ def test_buffers_may_be_passed_in_another_order():
 
 
 def test_a_message_that_became_too_small_is_given_back():
-    """It would live as long as the plans that used it, of which each variable that is assigned has one."""
+    """It would otherwise live as long as its plans, and each assigned variable has a plan."""
     storage = MirroredDeviceStorage(StagedCommunicator(SoloCommunicator(), None), 0)
     rule = optimizers.SGD(1.0).update_rule(1.0, 1)
     plans = [storage.plan([storage.create(np.zeros(n, np.float32))], [()]) for n in (3, 5, 4, 900)]

@@ -60,18 +60,18 @@ def test_what_is_no_device(wrong):
 
 
 def test_devices_that_are_named():
-    assert device_names.named(None, 3) is None
-    assert device_names.named(["CPU:0", "/gpu:1"], 2) == [device_names.CPU, gpu(1)]
+    assert device_names.parse_all(None, 3) is None
+    assert device_names.parse_all(["CPU:0", "/gpu:1"], 2) == [device_names.CPU, gpu(1)]
     with pytest.raises(
         ValueError, match="call: 1 compute devices were named and 2 ranks run; .*`mpirun -n 1`"
     ):
-        device_names.named(["CPU:0"], 2)
+        device_names.parse_all(["CPU:0"], 2)
     with pytest.raises(
         TypeError, match=r"call: compute_devices is the string 'CPU:0'; pass a list .*\['CPU:0'\]"
     ):
-        device_names.named("CPU:0", 5)
+        device_names.parse_all("CPU:0", 5)
     with pytest.raises(ValueError, match="'X:0' is not a device"):
-        device_names.named(["CPU:0", "X:0"], 2)
+        device_names.parse_all(["CPU:0", "X:0"], 2)
 
 
 def gpu(number):

@@ -1,4 +1,4 @@
-"""A distributed value is one value a replica: it refuses to be a number or an array, and says what to do instead."""
+"""A distributed value refuses to be a number or an array, and says what to do instead."""
 
 import copy
 import math
@@ -109,10 +109,10 @@ def value(request) -> Any:
 
 
 def refused(value):
-    """A context in which the one error is raised that tells the way out."""
+    """A context that expects the error, which must say what to do instead."""
     return pytest.raises(
         TypeError,
-        match=rf"^{type(value).__name__}\.__\w+__: this is one value a replica; reduce it first: "
+        match=rf"^{type(value).__name__}\.__\w+__: this is one value per replica; reduce it first: "
         r"strategy\.reduce\('MEAN', value, axis=None\).*strategy\.experimental_local_results\(value\)",
     )
 
@@ -198,7 +198,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 def test_calls_that_take_arrays_name_themselves(value, call):
     with pytest.raises(
-        TypeError, match=rf"^{call}: this is one value a replica; reduce it first: "
+        TypeError, match=rf"^{call}: this is one value per replica; reduce it first: "
     ):
         CALLS[call](value)
 

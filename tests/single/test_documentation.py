@@ -1,4 +1,4 @@
-"""What the documentation says is there: public names, their arguments, environment variables; and examples run."""
+"""Documented names, arguments and environment variables exist, and examples run."""
 
 import ast
 import doctest
@@ -43,7 +43,7 @@ def documented_arguments(docstring):
 
 
 def test_public_names_have_docstrings_and_the_arguments_that_these_name():
-    """As ruff does, but for private files, whose names are exported, and for classes."""
+    """As ruff does, but also for exported names from private files, and for classes."""
     names = public_names()
     assert {
         "hpcstrat.Strategy.run",
@@ -65,7 +65,7 @@ def test_arguments_are_found_in_a_docstring():
 
 
 def find(name):
-    """What stands behind a dotted name."""
+    """The object with a dotted name."""
     thing = hs
     for part in name.split(".")[1:]:
         thing = getattr(thing, part)
@@ -84,7 +84,7 @@ def test_the_reference_has_every_public_name_once():
 
 
 def test_every_class_has_an_example():
-    """In its docstring or in a program of a page, but for what belongs to the inside of an optimizer."""
+    """In its docstring or in a program on a page, except classes internal to optimizers."""
     pages = "".join(path.read_text() for path in (ROOT / "docs").rglob("*.md"))
     words = set(
         re.findall(
@@ -117,7 +117,7 @@ def test_every_name_has_one_stability():
 
 
 def test_the_reference_has_what_modules_export():
-    """Constants too, which `public_names` has not."""
+    """Constants too, which `public_names` omits."""
     exported = [
         f"{module.__name__}.{name}"
         for module in PUBLIC_MODULES
@@ -133,10 +133,10 @@ def test_the_reference_has_what_modules_export():
 
 
 def examples():
-    """(name, example) of all docstrings that have examples."""
+    """(name, example) of all docstrings with examples."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     found = [test for name in MODULES for test in finder.find(importlib.import_module(name))]
-    # What is shown as the package's own is not found in the file that defines it.
+    # Names that appear as the package's own are not found in the files that define them.
     for name, thing in public_names(with_methods=False).items():
         namespace = dict(vars(importlib.import_module(name.rpartition(".")[0])))
         found += finder.find(thing, name, module=False, globs=namespace)
@@ -160,7 +160,7 @@ def test_examples_run(name):
 
 
 def names_of_variables(page):
-    """What stands in the first columns of a page's tables, in backticks."""
+    """The names in backticks in the first columns of a page's tables."""
     rows = re.findall(r"^\| (`.*?) \|", page.read_text(), re.MULTILINE)
     return {name.partition("=")[0] for row in rows for name in re.findall(r"`([^`]+)`", row)}
 
@@ -171,7 +171,7 @@ def test_the_environment_variables_are_those_that_are_known():
 
 
 def names_that_are_read(path):
-    """The strings of a Python file that look like environment variables, where it reads any."""
+    """The strings that look like environment variables in a Python file that reads any."""
     text = path.read_text()
     if "environ" not in text and "settings." not in text:
         return set()
@@ -204,21 +204,20 @@ def test_the_environment_variables_that_are_read_are_on_the_page():
     reason='mkdocs is not installed; pip install ".[docs]" brings it',
 )
 def test_the_site_is_built_without_a_warning(tmp_path):
-    # Not --quiet, with which --strict sees no warning.
+    # Not --quiet: with it --strict sees no warnings.
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
-    assert "Formatting signatures requires" not in result.stderr  # else long ones stand in one line
+    # Otherwise long signatures are on one line.
+    assert "Formatting signatures requires" not in result.stderr
     pages = {
         path.relative_to(tmp_path / "site").as_posix(): path.read_text()
         for path in tmp_path.rglob("*.html")
     }
     reference = "".join(text for name, text in pages.items() if name.startswith("api/"))
     assert [name for name in NAMES if f'id="{name}"' not in reference] == []
-    assert (
-        "<blockquote>" not in reference
-    )  # what ">>>" becomes where it does not stand under "Examples:"
-    loads = re.compile(
-        r'<(?:script|link|img)[^>]*(?:src|href)="?https?:'
-    )  # from elsewhere, which needs a network
+    # ">>>" outside "Examples:" becomes this.
+    assert "<blockquote>" not in reference
+    # Loads from elsewhere, which need a network.
+    loads = re.compile(r'<(?:script|link|img)[^>]*(?:src|href)="?https?:')
     assert [name for name, text in pages.items() if loads.search(text)] == []

@@ -1,4 +1,4 @@
-"""Formulas of optimizers: NumPy's operations must give what the formula gives on arrays."""
+"""Formulas of optimizers: the operations must return what the formula returns on arrays."""
 
 import inspect
 import itertools
@@ -32,7 +32,7 @@ def numbers(count, dtype, seed):
 
 
 def check(optimizer, dtype, step=3):
-    """Compares, bit for bit, with the formula on arrays of the dtype that is computed in."""
+    """Compares, bit for bit, with the formula on arrays of the dtype used to compute."""
     value, gradient, *slots = (
         numbers(37, dtype, seed) for seed in range(2 + len(optimizer.all_slots))
     )
@@ -171,15 +171,15 @@ REFUSED = {
     "a number's value": (uses_math, "an element has no value when the formula is compiled"),
     "exp": (lambda w, g: w - np.exp(g), "numpy.exp of elements cannot be compiled"),
     "a power": (lambda w, g: w - g**3, "numpy.power of elements cannot be compiled"),
-    "a sum": (lambda w, g: w - np.sum(g), "numpy.sum has no place in a formula"),
-    "a reduction": (lambda w, g: w - np.add.reduce(g), "numpy.add with reduce has no place"),
+    "a sum": (lambda w, g: w - np.sum(g), "numpy.sum is not allowed in a formula"),
+    "a reduction": (lambda w, g: w - np.add.reduce(g), "numpy.add with reduce is not allowed"),
     "an array": (lambda w, g: w - np.ones(3), "an operand is of type ndarray"),
     "a text": (lambda w, g: w - "1", "an operand is of type str"),
     "a condition as a number": (lambda w, g: w - (g > 0), "one operand is a condition"),
     "a number as a condition": (lambda w, g: np.where(g, w, g), "one operand is an element"),
     "a norm in a norm": (
         lambda w, g: w - g * np.linalg.norm(g * np.linalg.norm(w)),
-        "that no other norm is in",
+        "an element that contains no other norm",
     ),
     "a norm of a number": (
         lambda w, g: w - g * np.linalg.norm(np.linalg.norm(w)),
@@ -187,9 +187,9 @@ REFUSED = {
     ),
     "a norm of rows": (
         lambda w, g: w - np.linalg.norm(g, axis=0),
-        "numpy.norm has no place in a formula",
+        "numpy.norm is not allowed in a formula",
     ),
-    "parts of an element": (lambda w, g: w - sum(g), "an element is no sequence"),
+    "parts of an element": (lambda w, g: w - sum(g), "an element is not a sequence"),
 }
 
 
@@ -221,7 +221,7 @@ def test_what_is_returned_is_checked(what):
     "dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.complex128]
 )
 def test_norms(dtype):
-    """Numbers that are made of norms are computed in float64, of terms in the dtype that is computed in."""
+    """Numbers from norms are computed in float64, from terms in the dtype used to compute."""
 
     def formula(w, g, a, *, learning_rate):
         update = g - a
@@ -243,7 +243,7 @@ def test_norms(dtype):
 
 
 def test_numbers_that_overflow_are_as_in_numpy():
-    """An exception in the middle of an update would break it off."""
+    """An exception in the middle of an update would leave half of it."""
     formulas = [
         lambda w, g: w + np.log(np.linalg.norm(g)),
         lambda w, g: w - np.exp(1e4 + np.linalg.norm(g)),

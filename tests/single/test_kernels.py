@@ -1,4 +1,4 @@
-"""The kernels that GPUs get, run on the host, against the same as operations on NumPy arrays."""
+"""The GPU kernels, run on the host, compared with the same operations on NumPy arrays."""
 
 import functools
 import types
@@ -14,16 +14,16 @@ from slow import slow_but
 
 pytestmark = [
     pytest.mark.skipif(not is_available(), reason="there is no C++ compiler"),
-    pytest.mark.xdist_group("kernels"),  # in one process, which compiles once
+    pytest.mark.xdist_group("kernels"),  # in one process, to compile once
 ]
 
 SIZES = (0, 1, 1009)
 SPECIAL = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-310, -1e-41, 1e-6, 6e4, -3e38, 1e300)
-"""What is special in some dtype, or becomes it: zeros, infinities, subnormal and huge numbers."""
+"""Special in some dtype, or after a cast: zeros, infinities, subnormal and huge numbers."""
 
 
 class Kernel(ElementwiseKernel):
-    """One that is compiled together with all others: while `wanted` is a list, calls are noted there and do nothing."""
+    """A kernel compiled together with all others: calls are only added to `wanted`, if a list."""
 
     wanted: list[Any] | None = None
 
@@ -40,7 +40,7 @@ class Kernel(ElementwiseKernel):
 
 
 class OnHost(np.ndarray):
-    """An array that tells its address as CuPy's do."""
+    """An array that exposes its address as CuPy's arrays do."""
 
     @property
     def data(self) -> Any:
@@ -48,7 +48,7 @@ class OnHost(np.ndarray):
 
 
 def combinations_of(dtype):
-    """Those of rows that are defined for a dtype, each with NumPy's function of the same."""
+    """The combinations of rows that a dtype supports, each with NumPy's function."""
     extremes = {rows.MINIMUM: np.minimum, rows.MAXIMUM: np.maximum}
     return {
         rows.SUM: np.add,
@@ -60,7 +60,7 @@ def combinations_of(dtype):
 
 @pytest.fixture(scope="module")
 def cupy():
-    """What of CuPy the kernels of the package need, with kernels for the host."""
+    """The part of CuPy that the package's kernels need, with kernels for the host."""
     names = ("argsort", "diff", "flatnonzero", "empty")
     module = types.SimpleNamespace(
         ElementwiseKernel=Kernel,
@@ -71,7 +71,7 @@ def cupy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(gpu, "array_module", lambda *arrays: module)
-        caches = (rule._compiled, rule._compiled_norms, rows._kernel, layout._kernel, _add_both)
+        caches = (rule._compile, rule._compile_norms, rows._kernel, layout._kernel, _add_both)
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []
@@ -90,11 +90,10 @@ def cupy():
 
 
 def numbers(random, size, dtype):
-    """Usual numbers, and the special ones in between."""
+    """Normal numbers with special ones among them."""
     found = random.standard_normal(size)
-    if (
-        dtype.kind == "c"
-    ):  # what NumPy and C++ make of infinities in products of complex numbers is not the same
+    # NumPy and C++ differ in products of complex numbers with infinities.
+    if dtype.kind == "c":
         return (found + 1j * random.standard_normal(size)).astype(dtype)
     found[::7] = random.choice(SPECIAL, found[::7].size)
     with np.errstate(over="ignore"):
@@ -102,7 +101,7 @@ def numbers(random, size, dtype):
 
 
 def arrays_of(optimizer, dtype, size, steps=1):
-    """A variable, a gradient, and slots, as an optimizer has them before this step."""
+    """A variable, a gradient and slots as they are before this step."""
     random = np.random.default_rng(steps)
     initial = [1 if value is None else value for value in (None, *optimizer.all_slots.values())]
     value, *slots = (np.full(size, each, dtype) for each in initial)
@@ -112,17 +111,17 @@ def arrays_of(optimizer, dtype, size, steps=1):
 
 
 def update(optimizer, step, value, gradient, slots):
-    """One step by the kernels."""
+    """One step with the kernels."""
     update = optimizer.update_rule(0.1, step)
     if update.norms is not None:
         sums = np.ones(update.norms.size)
         update.norms.sums_on_gpu(value, gradient, slots, sums)
-        update = update.norms.bound(np.sqrt(sums).tolist())
+        update = update.norms.rule_with(np.sqrt(sums).tolist())
     update.on_gpu(value, gradient.copy(), slots)
 
 
 def operations(optimizer, step, value, gradient, slots):
-    """The same by operations on arrays, those of 16 bits rounded at the end, as a kernel does."""
+    """The same step with operations on arrays; 16 bits are rounded at the end, as in a kernel."""
     changed, work = (
         [array.astype(accumulator(array.dtype)) for array in (value, *slots)],
         np.empty_like,
@@ -134,16 +133,15 @@ def operations(optimizer, step, value, gradient, slots):
 
 
 def same(found, expected, scale, ulps):
-    """Whether numbers are equal but for some units in the last place of the largest that went into them."""
+    """Checks that numbers are equal within some units in the last place of the largest input."""
     assert found.dtype == expected.dtype and found.shape == expected.shape
     kind, eps = found.dtype, ml_dtypes.finfo(found.dtype).eps
     wide = np.complex128 if found.dtype.kind == "c" else np.float64
     found, expected = found.astype(wide), expected.astype(wide)
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(found[~finite], expected[~finite])
-    tiny = (
-        1e4 * ml_dtypes.finfo(accumulator(kind)).tiny
-    )  # on the way to it something may be below the normal numbers
+    # Intermediate results may be subnormal.
+    tiny = 1e4 * ml_dtypes.finfo(accumulator(kind)).tiny
     far = finite & (abs(found - expected) > tiny + ulps * eps * scale)
     assert not far.any(), list(zip(found[far], expected[far], scale[far], strict=True))[:5]
 
@@ -192,22 +190,21 @@ SHAPES = {
 def test_packing_copies_each_array_to_its_place(cupy, shapes, dtype, alignment):
     random = np.random.default_rng(1)
     forms = [(shape, np.dtype(dtype)) for shape in SHAPES[shapes]]
-    forms[1:1] = [((4, 3), np.dtype(np.uint8))]  # of another group
+    forms[1:1] = [((4, 3), np.dtype(np.uint8))]  # in another group
     form = layout_of(*map(tuple, zip(*forms, strict=True)), alignment)
     arrays = [
         random.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0].view(OnHost)
         for shape, dtype in forms
     ]
-    arrays = [
-        array.T.copy().T if i % 2 else array for i, array in enumerate(arrays)
-    ]  # of both orders in memory
+    # In both memory orders.
+    arrays = [array.T.copy().T if i % 2 else array for i, array in enumerate(arrays)]
     message, expected = (np.full(form.nbytes, 7, np.uint8).view(OnHost) for _ in range(2))
     form.write(expected, arrays)
     for group in form.groups:
         kernel = layout.PackKernel(form, group, message)
-        for _ in range(2):  # the second time over what the first wrote
+        for _ in range(2):  # the second time over the result of the first
             kernel(arrays)
-    assert message.tobytes() == expected.tobytes()  # what lies between two arrays has not changed
+    assert message.tobytes() == expected.tobytes()  # bytes between arrays have not changed
 
 
 # ---- rows
@@ -231,9 +228,8 @@ def test_rows_are_combined_one_after_the_other(cupy, count, shape, dtype):
         for row, found in zip(rows_found, combined, strict=True):
             first, *others = values[names == row].astype(wide)
             expected = functools.reduce(ufunc, others, first)
-            if (
-                combination is rows.PRODUCT and dtype.kind == "c"
-            ):  # whose parts a compiler may round once less
+            # A compiler may round the parts of a complex product once less.
+            if combination is rows.PRODUCT and dtype.kind == "c":
                 np.testing.assert_allclose(
                     found, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max(initial=0)
                 )

@@ -1,4 +1,4 @@
-"""The compiler of kernels for the host, which tests of GPU code stand on."""
+"""The compiler of kernels for the host, which tests of GPU code rely on."""
 
 import contextlib
 import re
@@ -17,7 +17,7 @@ from kernels_on_host import (
 
 pytestmark = [
     pytest.mark.skipif(not is_available(), reason="there is no C++ compiler"),
-    pytest.mark.xdist_group("kernels_on_host"),  # in one process, which compiles once
+    pytest.mark.xdist_group("kernels_on_host"),  # in one process, to compile once
 ]
 
 SHORT_FLOATS = [np.float16, ml_dtypes.bfloat16]
@@ -42,7 +42,7 @@ ADD = ElementwiseKernel(
 
 @pytest.fixture(scope="module")
 def compiled():
-    """By one run of the compiler: one for each would take a third of a second."""
+    """Compiles all kernels in one run of the compiler: a run takes a third of a second."""
     wanted = [(ADD, ADD.dtypes([dtype, None, dtype, dtype])) for dtype in map(np.dtype, DTYPES)]
     for dtype in map(np.dtype, SHORT_FLOATS):
         wanted += [
@@ -60,9 +60,8 @@ def test_16_bit_floats_are_rounded_as_numpy_does(compiled, dtype):
     expected = all_of_them.astype(np.float32)
     assert np.array_equal(exact, expected, equal_nan=True)
     finite = expected[np.isfinite(expected)]
-    between = (
-        np.sort(finite)[:-1] + np.diff(np.sort(finite)) / 2
-    )  # ties, which go to the even neighbour
+    # Ties, which round to the even neighbour.
+    between = np.sort(finite)[:-1] + np.diff(np.sort(finite)) / 2
     bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, np.uint32).view(np.float32)
     wide = np.concatenate([finite, between, bits[np.isfinite(bits)]])
     short = np.zeros(wide.size, dtype)
@@ -138,7 +137,7 @@ THREADS = {
 
 @pytest.fixture(scope="module")
 def threads():
-    """Those kernels, by one run of the compiler."""
+    """The kernels of `THREADS`, compiled in one run of the compiler."""
     made = {
         text: ElementwiseKernel("raw float64 z", "float64 x, raw float64 y", text)
         for text in THREADS

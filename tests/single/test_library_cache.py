@@ -1,4 +1,4 @@
-"""Libraries that the C compiler makes: what is loaded, who compiles, and what is left of it."""
+"""Libraries from the C compiler: which is loaded, who compiles, and what is left behind."""
 
 import hashlib
 import os
@@ -24,12 +24,12 @@ print("ready", flush=True)
 sys.stdin.readline()
 print(library_cache.load_library("int answer(void) { return 42; }").answer())
 """
-LIMIT = 60  # seconds: whatever takes so long hangs
+LIMIT = 60  # seconds: whatever takes longer hangs
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """The folder of the libraries, which is not there yet."""
+    """The folder of the libraries, which does not exist yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path / "cache"))
     monkeypatch.delenv("CC", raising=False)
     return tmp_path / "cache" / "hpcstrat"
@@ -37,7 +37,7 @@ def home(tmp_path, monkeypatch):
 
 @pytest.fixture
 def start():
-    """Starts a process that loads a library, with a limit for the compiler, once it is told to."""
+    """Starts a process that loads a library when told to, with a time limit for the compiler."""
     processes = []
 
     def start(seconds=LIMIT, before=""):
@@ -58,14 +58,14 @@ def start():
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """One that hangs while there is a file `hangs`. It notes its process and a child's."""
+    """A compiler that hangs while a file `hangs` exists. It records its pid and its child's."""
 
     class Compiler:
         hangs = tmp_path / "hangs"
         noted = tmp_path / "noted"
 
         def processes(self):
-            """All of them, as soon as there are any."""
+            """The pids of all compilers, as soon as there are any."""
             begin = time.monotonic()
             while not self.noted.exists() or not self.noted.read_text().endswith("\n"):
                 assert time.monotonic() < begin + LIMIT
@@ -73,7 +73,7 @@ def compiler(tmp_path, monkeypatch):
             return [int(one) for one in self.noted.read_text().split()]
 
         def has_ended(self):
-            """Whether all its processes end."""
+            """Whether all processes of the compiler end."""
             begin = time.monotonic()
             while any(map(is_running, self.processes())):
                 if time.monotonic() > begin + LIMIT / 2:
@@ -117,7 +117,7 @@ def begun(process):
 
 
 def loaded(process):
-    """What its library answers, and its errors."""
+    """What the process's library answers, and its errors."""
     out, err = process.communicate("\n", timeout=LIMIT)
     return out.strip(), err
 
@@ -127,7 +127,7 @@ def files(folder):
 
 
 def foreign(path):
-    """Makes a library at this path, whole, that answers 13."""
+    """Creates a valid library at this path, which answers 13."""
     command = [library_cache.compiler(), "-shared", "-fPIC", "-x", "c", "-", "-o", os.fspath(path)]
     subprocess.run(command, input=SOURCE.format(13), text=True, check=True)
     path.write_bytes(
@@ -191,7 +191,7 @@ def test_what_is_not_this_users_whole_library_is_made_anew(home, start, damage):
     library_cache.load_library("int answer(void) { return 42; }")
     (name,) = files(home)
     content = (home / name).read_bytes()
-    (home / name).unlink()  # damage to a file that this process has loaded would end it
+    (home / name).unlink()  # damage to a file that this process has loaded would kill it
     (home / name).write_bytes(content)
     damage(home / name)
     assert loaded(start()) == ("42", "")
@@ -202,7 +202,7 @@ def test_what_is_not_this_users_whole_library_is_made_anew(home, start, damage):
 
 @pytest.mark.parametrize("event", ["open", "ctypes.dlopen"])
 def test_a_folder_that_takes_the_place_of_the_one_checked_is_not_used(home, start, event):
-    """Exchanged just before the library is opened, and just before it is loaded."""
+    """Swapped just before the library is opened, or just before it is loaded."""
     library_cache.load_library("int answer(void) { return 42; }")
     (name,) = files(home)
     home.with_name("other").mkdir(0o700)
@@ -289,9 +289,8 @@ def test_a_process_that_is_stopped_while_it_compiles_does_not_stop_others(
     with pytest.raises(OSError, match="does not try it again"):
         library_cache.load_library(SOURCE.format(1))
     monkeypatch.setattr(library_cache, "_hung", set())
-    assert (
-        library_cache.load_library(SOURCE.format(1)).answer() == 1
-    )  # another library has another lock
+    # Another library has another lock.
+    assert library_cache.load_library(SOURCE.format(1)).answer() == 1
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The ranges of a message that marked gradients make."""
+"""The ranges of a message that are covered by marked gradients."""
 
 import numpy as np
 from internals import MarkedRange, layout_of, ranges_in

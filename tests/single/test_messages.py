@@ -1,6 +1,6 @@
-"""A message names the call, what came, and what is allowed or to be done: here of one misuse of each kind of call.
+"""A message names the call, what came, and what to do: one misuse of each kind of call.
 
-Tests of misuse pin more of them, each with what it is about.
+Tests of misuse check more messages, next to the tests of each feature.
 """
 
 import re

@@ -141,7 +141,7 @@ def test_structures_differ():
         nests.flatten(nest)[1]
         for nest in (1, [1], (1,), {"a": 1}, {"b": 1}, [1, 1], [[1]], Point(1, 2), [None])
     ]
-    assert len(set(structures)) == len(structures) - 1  # None is a leaf as another
+    assert len(set(structures)) == len(structures) - 1  # None is a leaf like any other
     assert nests.flatten([None])[1] == nests.flatten([1])[1]
 
 
@@ -165,14 +165,14 @@ class OnlyKeywords(dict):
 
 
 class Named(dict):
-    """Takes something else than items."""
+    """Is not constructed from items."""
 
     def __init__(self, name):
         self.name = name
 
 
 class Strict(dict):
-    """Changes what it is given."""
+    """Changes the values it is given."""
 
     def __init__(self, items):
         super().__init__((key, str(value)) for key, value in items.items())
@@ -297,7 +297,7 @@ def test_no_two_structures_have_one_description():
 
 
 class Key:
-    """Of one repr with others; not sorted, so in the order of insertion."""
+    """Keys with equal reprs; they cannot be sorted, so they stay in the order of insertion."""
 
     def __init__(self, repr_="k"):
         self.repr = repr_
@@ -307,7 +307,7 @@ class Key:
 
 
 def test_keys_of_one_repr_are_told_apart():
-    """By a description that no other rank has: nobody knows which of its keys is which of this rank's."""
+    """By a description that no other rank has: the keys of two ranks cannot be matched."""
     alike = [
         {Key(): 1, Key(): 2},
         [{Key(): 1, Key(): 2}],

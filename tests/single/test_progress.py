@@ -1,4 +1,4 @@
-"""The progress bar shows on a terminal, and leaves a log alone."""
+"""The progress bar shows on a terminal, but not in a log."""
 
 import os
 import pty
@@ -11,14 +11,14 @@ import hpcstrat as hs
 
 @pytest.fixture
 def written(monkeypatch):
-    """What a loop with a bar writes to standard error, which is what `open_ends` opens."""
+    """What a loop with a bar writes to standard error, which `open_ends` opens."""
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
 
     def run(open_ends, **arguments):
         reader, writer = open_ends()
         with open(writer, "w") as stream, monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", stream)
-            # A pseudo-terminal has no size of its own.
+            # A pseudo-terminal has no size.
             bar = hs.progress([3, 1, 2], ncols=40, nrows=20, **arguments)
             assert (len(bar), list(bar)) == (3, [3, 1, 2])  # pyright: ignore[reportArgumentType]
         with os.fdopen(reader, "rb", buffering=0) as file:
@@ -31,7 +31,7 @@ def pieces(file):
     while True:
         try:
             piece = file.read(4096)
-        except OSError:  # how a terminal ends
+        except OSError:  # the end of a terminal
             return
         if not piece:
             return

@@ -3,7 +3,7 @@ import pytest
 from internals import (
     CallDescription,
     CallSignature,
-    Listed,
+    ManyValues,
     VariableId,
     mismatch,
     records,
@@ -79,13 +79,13 @@ def test_a_call_in_words():
         ),
         (signature_of("Variable.assign of 'v'", v), f"Variable.assign of 'v' ({in_words})"),
         (signature_of("apply", v), f"apply of 'v' ({in_words})"),
-        (signature_of("save", Listed(("a", "b"))), "save of a, b"),
+        (signature_of("save", ManyValues(("a", "b"))), "save of a, b"),
     ]:
         assert str(made) == expected
     assert signature_of("apply", v).digest != signature_of("apply", w).digest
     assert (
-        signature_of("save", Listed(("a, b",))).digest
-        != signature_of("save", Listed(("a", "b"))).digest
+        signature_of("save", ManyValues(("a, b",))).digest
+        != signature_of("save", ManyValues(("a", "b"))).digest
     )
 
 

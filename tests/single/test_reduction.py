@@ -8,7 +8,7 @@ import pytest
 from internals import (
     REDUCTIONS,
     Reduction,
-    _Inner,
+    _Part,
     accumulator,
     as_native,
     call_named,
@@ -126,7 +126,7 @@ def test_this_machines_byte_order():
 
 
 class Other(enum.Enum):
-    """An operation that somebody adds to `ReduceOp`."""
+    """An operation added to `ReduceOp` later."""
 
     PROD = "PROD"
 
@@ -138,7 +138,7 @@ def test_every_operation_is_in_the_table():
 USES = {
     "reduce_chunk": lambda op: reduce_chunk(np.empty(2), [np.ones(2)] * 2, op),
     "check_reducible": lambda op: check_reducible(np.dtype(np.float32), op),
-    "along axes": lambda op: _Inner(op, np.ones(2), 0),
+    "along axes": lambda op: _Part(op, np.ones(2), 0),
 }
 
 
@@ -156,7 +156,7 @@ def test_one_line_of_the_table_is_a_new_operation(monkeypatch):
     out = np.empty(2)
     reduce_chunk(out, [np.array([2.0, 3.0]), np.array([5.0, 7.0]), np.array([1.0, 2.0])], product)
     assert out.tolist() == [10, 42]
-    assert _Inner(product, np.array([2.0, 3.0, 4.0]), 0).total == 24
+    assert _Part(product, np.array([2.0, 3.0, 4.0]), 0).total == 24
     with pytest.raises(
         TypeError, match="PROD of float32 is not defined; float32 takes SUM, MEAN, MIN, MAX"
     ):

@@ -1,4 +1,4 @@
-"""When the launcher starts ranks again: with a starter that only says how they ended."""
+"""When the launcher restarts ranks: with a starter that only reports how they ended."""
 
 import os
 import re
@@ -11,28 +11,28 @@ import pytest
 from internals import Contents, SnapshotMemory, State, guard, job_files, leftovers, policy, restarts
 
 KILLED, SEGFAULT = 9, 139
-SECONDS = 60  # until what never comes is a failure
+SECONDS = 60  # until a wait counts as a failure
 
 
 @pytest.fixture(autouse=True)
 def no_segments_of_others(monkeypatch, tmp_path):
-    """Whoever restarts unlinks what nobody uses: here not the files of tests that run at the same time."""
+    """A restart unlinks unused files: keeps it away from those of tests running in parallel."""
     monkeypatch.setattr(guard, "_FOLDER", os.fspath(tmp_path))
 
 
 @pytest.fixture
 def pauses(monkeypatch):
-    """The seconds of the pauses before restarts, which are left out."""
+    """The lengths of the pauses before restarts in seconds, which are skipped."""
     found = []
     monkeypatch.setattr(restarts, "_pause", lambda starter, seconds: found.append(seconds))
     return found
 
 
 class Starter:
-    """Plays one start after the other.
+    """Plays back one start after another.
 
     Args:
-        starts: for each what the ranks note, given the job's memory and their number, and their
+        starts: per start a function that writes the ranks' notes to the job's memory, and the
             exit status.
     """
 
@@ -87,8 +87,7 @@ def test_what_ends_well_is_not_restarted(capfd):
     assert capfd.readouterr().err == ""
 
 
-# Launchers' numbers for INT and TERM; 15 is also what MPICH makes of an ABRT and the KILLs that it
-# sends.
+# Launchers' numbers for INT and TERM; MPICH also returns 15 after an ABRT and the KILLs it sends.
 @pytest.mark.parametrize("status", [75, 2, 130, 15, 143])
 def test_what_nobody_asked_to_end_is_restarted_whatever_the_status(status):
     note = failing("", 1, 5, state=State.STARTED)
@@ -136,7 +135,7 @@ def test_a_launcher_that_was_signalled_starts_nothing(capfd, status):
 
 
 def connected(*left):
-    """Two ranks are connected, and these leave in order."""
+    """Two ranks are connected, and these leave properly."""
 
     def note(memory):
         steps(1, 5)(memory)
@@ -319,7 +318,7 @@ def test_the_newest_snapshot_is_told(capfd):
 
 
 def test_what_the_ranks_leave_is_ended(monkeypatch):
-    """A process that ignores everything, and the one that died."""
+    """A process that ignores SIGTERM, and one that died."""
     monkeypatch.setattr(leftovers, "_GRACE_SECONDS", 0.1)
     left = []
 
@@ -340,7 +339,7 @@ def test_what_the_ranks_leave_is_ended(monkeypatch):
 
 
 def test_what_is_on_its_way_out_is_waited_for(monkeypatch):
-    """A process that has lost its variables, but has not closed its files yet."""
+    """A process that has freed its variables but has not closed its files yet."""
     monkeypatch.setattr(leftovers, "_GRACE_SECONDS", SECONDS)
     with subprocess.Popen(["sleep", "600"]) as process:
         looks = 0
@@ -361,7 +360,7 @@ def test_what_is_on_its_way_out_is_waited_for(monkeypatch):
 
 
 def test_the_rank_that_dies_first_is_named(capfd, monkeypatch):
-    """Rank 1, which dies when the watch has seen all; the others end when it has seen them alive after that."""
+    """Rank 1, which dies when the watch has seen all ranks; the others end after another look."""
     program = """if True:
     import os, sys
     from hpcstrat._process import job_files

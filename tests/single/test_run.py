@@ -30,7 +30,7 @@ def host(monkeypatch, tmp_path):
             folders.append(str(folder))
         monkeypatch.setenv("PATH", os.pathsep.join(folders))
         monkeypatch.setattr(sys, "prefix", str(tmp_path / "nowhere"))
-        monkeypatch.setattr(mpiexec, "_loaded_libraries", lambda: [])
+        monkeypatch.setattr(mpiexec, "_find_libraries", lambda: [])
         fake = types.SimpleNamespace(get_vendor=lambda: (library, (5, 0, 1)))
         monkeypatch.setattr(mpi, "load", lambda: fake)
         return folders

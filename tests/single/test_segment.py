@@ -4,7 +4,13 @@ import resource
 
 import numpy as np
 import pytest
-from internals import RangeAllocator, available_memory, physical_memory, private_segment, segment
+from internals import (
+    RangeAllocator,
+    available_memory,
+    make_private_segment,
+    physical_memory,
+    segment,
+)
 
 MIB = 1 << 20
 
@@ -14,7 +20,7 @@ def backed(made):
 
 
 def test_memory_appears_and_goes():
-    made = private_segment()
+    made = make_private_segment()
     assert made.size >= 1 << 30 and made.array.size == made.size and made.array.dtype == np.uint8
     assert backed(made) == 0
     made.commit(MIB, 5 * MIB)
@@ -28,7 +34,7 @@ def test_memory_appears_and_goes():
 
 
 def test_pages_that_others_share_stay():
-    made = private_segment()
+    made = make_private_segment()
     made.commit(0, 3 * 4096)
     made.array[: 3 * 4096] = 5
     made.release(100, 2 * 4096 + 100)  # whole pages within: the second one only
@@ -38,29 +44,29 @@ def test_pages_that_others_share_stay():
 
 
 def test_nothing():
-    made = private_segment()
+    made = make_private_segment()
     made.commit(5, 5)
     made.release(5, 5)
     assert backed(made) == 0
 
 
 def test_more_than_there_is():
-    made = private_segment()
+    made = make_private_segment()
     with pytest.raises(
-        MemoryError, match="bytes are wanted beyond the|bytes are wanted and this host has"
+        MemoryError, match="bytes were requested beyond the|bytes were requested, but this host has"
     ):
         made.commit(made.size, made.size + 4096)
-    with pytest.raises(MemoryError, match="are wanted and this host has"):
+    with pytest.raises(MemoryError, match="were requested, but this host has"):
         made.commit(0, 1 << 50)
     assert backed(made) == 0
 
 
 def test_what_the_host_has_left_is_asked_for_large_ones(monkeypatch):
-    made = private_segment()
+    made = make_private_segment()
     monkeypatch.setattr(segment, "available_memory", lambda: 1000)
     made.commit(0, MIB)
     with pytest.raises(
-        MemoryError, match="67,108,864 bytes are wanted and this host has 1,000 left"
+        MemoryError, match="67,108,864 bytes were requested, but this host has 1,000 free"
     ):
         made.commit(0, 64 * MIB)
 
@@ -70,7 +76,7 @@ def test_facts_of_the_host():
 
 
 def test_nothing_is_left_behind():
-    made = private_segment()
+    made = make_private_segment()
     made.commit(0, MIB)
     assert os.fstat(made._file).st_nlink == 0  # it has no name
 
@@ -99,7 +105,7 @@ def test_nothing_is_left_behind_where_the_file_cannot_grow(monkeypatch):
         RuntimeError,
         match=r"cannot share 67,108,864 bytes of memory: rank 0: \[Errno 27\] File too large",
     ):
-        segment.shared_segment(Alone(), 64 * MIB)
+        segment.make_shared_segment(Alone(), 64 * MIB)
     (name,) = names
     assert name.startswith("/dev/shm/hpcstrat-") and not os.path.exists(name)
 
@@ -136,7 +142,7 @@ def test_a_part_of_the_addresses_that_are_left(limits, part):
 
 def test_limits_make_it_smaller(limits):
     limits(FSIZE=100 * MIB + 1)
-    made = private_segment()
+    made = make_private_segment()
     assert made.size == 100 * MIB
     with pytest.raises(
         MemoryError,
@@ -146,16 +152,16 @@ def test_limits_make_it_smaller(limits):
     heap = RangeAllocator(0, made.size, made.hint)
     with pytest.raises(
         MemoryError,
-        match=r"fewer ranks on a host; `ulimit -f` \(104,857,601 bytes\) leaves no more: ",
+        match=r"fewer ranks per host; `ulimit -f` \(104,857,601 bytes\) leaves no more: ",
     ):
         heap.allocate(101 * MIB, 8)
     limits(AS=1000)
     with pytest.raises(
         RuntimeError, match=r"`ulimit -v` \(1,000 bytes\) leaves 0 bytes .* raise it"
     ):
-        private_segment()
+        make_private_segment()
     limits()
-    assert private_segment().hint == ""
+    assert make_private_segment().hint == ""
 
 
 @pytest.fixture

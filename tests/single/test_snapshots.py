@@ -205,7 +205,7 @@ def test_what_ranks_note_is_read(memory, monkeypatch):
     rank.note_failure(10**6, "nobody's")
     first = memory.first_failure(4)
     assert (first.rank, first.text) == (3, "ValueError: later")
-    memory.begin()
+    memory.forget_ranks()
     assert memory.steps() == (42, 0) and memory.notes(4) == {} and memory.first_failure(4) is None
 
 

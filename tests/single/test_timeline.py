@@ -25,11 +25,11 @@ from internals import (
     join_parts,
     move_waiting,
     part_name,
+    periods_of,
     read,
     recorder,
     share_out,
     start,
-    stretches,
 )
 from internals import timeline as command
 
@@ -119,7 +119,7 @@ def test_what_is_recorded_can_be_read(tmp_path):
         ("waiting", "the other ranks", 0),
     ]
     for outer, inner in itertools.pairwise(spans):
-        assert outer.begin <= inner.begin <= inner.end <= outer.end
+        assert outer.start <= inner.start <= inner.end <= outer.end
     assert "rank 0 of 1" in found.names[0]
     assert found.cores[0] >= 1
 
@@ -237,7 +237,7 @@ def test_what_is_no_timeline_is_not_overwritten(tmp_path):
 
 def test_parts_that_cannot_be_joined_do_not_keep_a_rank_from_its_end(tmp_path, capsys):
     start._join(str(tmp_path / "gone" / "trace.json"), 2)
-    assert "cannot be ended: " in capsys.readouterr().err
+    assert "could not be finalized: " in capsys.readouterr().err
 
 
 def test_clocks_are_compared_within_the_meetings():
@@ -323,7 +323,7 @@ def test_what_the_gpu_does_counts_before_what_the_host_does():
     gpu = [(1.0, 5.0, "run", "run f"), (3.0, 4.0, "communication", "reduce")]
     copies = [(0.0, 9.0, "input", "copy a batch")]
     timeline = make_timeline({0: host, 1000: copies, 1001: gpu})
-    assert [tuple(one) for one in stretches(timeline.tracks[0])] == [
+    assert [tuple(one) for one in periods_of(timeline.tracks[0])] == [
         (0, 1, "computing"),
         (1, 3, "computing"),
         (3, 4, "communication"),
@@ -337,7 +337,7 @@ def test_gpus_wait_until_all_have_begun():
     late = [(0.0, 6.0, "run", "run f"), (4.0, 5.0, "communication", "reduce", 4)]
     moved = move_waiting(make_timeline({0: [], 1000: early}, {0: [], 1000: late}))
     kinds = [
-        [(one.begin, one.end, one.kind) for one in stretches(tracks)]
+        [(one.start, one.end, one.kind) for one in periods_of(tracks)]
         for tracks in moved.tracks.values()
     ]
     assert kinds[0] == [

@@ -1,13 +1,16 @@
 """What the watchdog concludes from the ranks' statuses, and how statuses travel."""
 
 import contextlib
+import fcntl
 import gc
+import itertools
 import math
 import os
 import socket
 import struct
 import subprocess
 import sys
+import termios
 import threading
 import time
 import types
@@ -28,6 +31,7 @@ from internals import (
     Watchdog,
     _program,
     failure,
+    reports,
     user_frame_of,
 )
 from internals import channels as tcp
@@ -266,7 +270,7 @@ class Alone(StatusChannel):
 
 def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
     said, ended = [], []
-    monkeypatch.setattr(failure, "say", said.append)
+    monkeypatch.setattr(reports, "say", said.append)
     monkeypatch.setattr(failure, "end_job", ended.append)
     monkeypatch.setenv("HPCSTRAT_STALL_SECONDS", "0.04")
     channel = Alone(OSError("Stale file handle"))
@@ -278,7 +282,7 @@ def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
     one.leave()
     assert len(channel.statuses) >= 5 and ended == []
     assert len(said) == 1
-    assert "the watchdog goes on after an error of its own, OSError: Stale file handle" in said[0]
+    assert "the watchdog hit an internal error and continues: OSError: Stale file handle" in said[0]
 
 
 @pytest.mark.parametrize(
@@ -286,7 +290,7 @@ def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
 )
 def test_an_extension_ends_with_its_block(watch, monkeypatch, seconds):
     one = watch(Alone())
-    monkeypatch.setattr(_program, "connected", lambda: types.SimpleNamespace(watchdog=one))
+    monkeypatch.setattr(_program, "find_connected", lambda: types.SimpleNamespace(watchdog=one))
     with contextlib.ExitStack() as stack:
         for some in seconds:
             stack.enter_context(_program.extend_timeout(some))
@@ -358,6 +362,44 @@ def test_ranks_that_do_not_connect_are_not_waited_for():
         is_over.set()
         thread.join(20)
         assert not thread.is_alive() and accepted == {}
+
+
+def unsent_bytes(connection):
+    """Bytes that were sent and that the other side has no room for yet, as Linux counts them."""
+    return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
+
+
+def test_statuses_stay_whole_though_rank_0_pauses():
+    """A pause of hours fills the connection, which then takes a part of a status."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+    root, other = tcp.TcpChannel(0, 2, {1: there}), tcp.TcpChannel(1, 2, {0: here})
+
+    def publish(beat):  # in different lengths, of which no buffer's size is a multiple
+        other.publish(status(beat, True, beat=beat, location="x" * (beat % 101)))
+
+    def read_until(beat):
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            root.wait(0.1)
+            seen = root.publish(status(0, True))[1]
+            if seen is not None and seen.beat == beat:
+                return
+            publish(beat)
+        raise AssertionError(f"rank 0 has {seen}, and not beat {beat}")
+
+    try:
+        beats, queued = itertools.count(1), -1
+        while queued != (queued := unsent_bytes(here)):
+            for beat in itertools.islice(beats, 200):
+                publish(beat)
+        read_until(next(beats))
+        read_until(next(beats))
+        assert root.dead == other.dead == []
+    finally:
+        root.close()
+        other.close()
 
 
 def test_the_end_of_a_process_is_seen():

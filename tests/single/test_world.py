@@ -9,7 +9,7 @@ import time
 import types
 
 import pytest
-from internals import Launcher, failure, guard, launchers, mpi, worlds
+from internals import Launcher, guard, launchers, mpi, reports, worlds
 from slow import slow_but
 
 
@@ -34,7 +34,7 @@ def launched(monkeypatch, size, rank=0, name="mpirun of Open MPI"):
 def test_a_world_is_started_once():
     world = worlds.start()
     assert worlds.start() is world
-    assert worlds.started() is world
+    assert worlds.find() is world
     assert (world.rank, world.size, world.local_rank, world.local_size, world.hosts) == (
         0,
         1,
@@ -278,7 +278,7 @@ def test_a_process_that_is_killed_as_it_makes_a_segment_leaves_none(run):
     import fcntl, mmap, os, signal, sys, termios, time
     from hpcstrat._process import guard
 
-    block = guard.guarded([guard.Deadline(600.0, "", False)])
+    block = guard.watch([guard.Deadline(600.0, "", False)])
     with block:
         pipe = block.gen.gi_frame.f_locals["guard"].stdin
         while any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))):  # until the guard has read what to do
@@ -301,10 +301,9 @@ def test_a_process_that_is_killed_as_it_makes_a_segment_leaves_none(run):
 
 
 def test_messages_are_tagged_under_several_ranks_only(monkeypatch, capsys):
-    failure._print_tagged("one\ntwo")
-    monkeypatch.setattr(failure, "_process", os.getpid())
-    monkeypatch.setattr(failure, "_rank", 3)
-    failure._print_tagged("one\ntwo\n")
+    reports.say("one\ntwo")
+    monkeypatch.setattr(reports, "_tag", "[rank 3] ")
+    reports.say("one\ntwo\n")
     assert capsys.readouterr().err == "one\ntwo\n[rank 3] one\n[rank 3] two\n"
 
 
@@ -314,13 +313,13 @@ def test_a_stream_that_nobody_reads_keeps_no_rank_from_its_end(monkeypatch):
             threading.Event().wait()
 
     monkeypatch.setattr(sys, "stderr", Full())
-    monkeypatch.setattr(failure, "_PRINT_SECONDS", 0.1, raising=False)
-    printing = threading.Thread(target=failure.say, args=("it ends",), daemon=True)
+    monkeypatch.setattr(reports, "_PRINT_SECONDS", 0.1)
+    printing = threading.Thread(target=reports.say, args=("it ends",), daemon=True)
     printing.start()
     printing.join(20)
     assert not printing.is_alive()
 
 
 def test_a_hook_that_prints_nothing_leaves_the_traceback(monkeypatch, capsys):
-    assert "ValueError: lost?" in failure._shown(lambda: None, ValueError("lost?"))
+    assert "ValueError: lost?" in reports.capture(lambda: None, ValueError("lost?"))
     assert capsys.readouterr().err == ""

@@ -184,4 +184,4 @@ def test_before_the_ranks_are_connected_nothing_is_reduced_over_them(environment
     for alone in ({}, OPEN_MPI | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}):
         environment(alone)
         assert context.all_reduce("SUM", 1.5) == 1.5
-    assert worlds.started() is None
+    assert worlds.find() is None

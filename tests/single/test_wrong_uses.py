@@ -284,7 +284,7 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
     "the variable first": (
         lambda _: applied([(VARIABLE, np.ones(3))]),
         ValueError,
-        "in one 'w' comes first; pass the variable second",
+        "the variable 'w' comes first in its pair; pass the variable second",
     ),
     "no gradient of any": (
         lambda _: applied([(None, VARIABLE)]),
@@ -294,7 +294,7 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
     "buffers of nothing": (
         lambda _: hs.optimizers.SGD().gradient_buffers([]),
         ValueError,
-        r"SGD.gradient_buffers: it takes variables, at least one, and got \[\]",
+        r"SGD.gradient_buffers: got \[\]; pass a list of variables, at least one",
     ),
     # datasets
     "slices of None": (

@@ -1,1 +1,1 @@
-"""`hpcstrat info`: what is here, and what is wrong with it."""
+"""`hpcstrat info`: what is installed and visible, and what is wrong with it."""

@@ -34,10 +34,10 @@ class RankInventory(TypedDict):
         host_cores: the number of its host's cores.
         gpus: the names of the GPUs that it sees, in CUDA's order.
         hidden_gpus: whether the host has GPUs and this process sees none.
-        driver_error: why NVIDIA's driver does not start; empty if it does, or if there is none.
+        driver_error: why NVIDIA's driver does not start; empty if it does, or without a driver.
         gpu_error: why CuPy does not compute on this rank's GPU; empty if it does, or if there is no
             GPU or no CuPy.
-        shared_memory: MiB that are left in /dev/shm; `None` without it.
+        shared_memory: free MiB in /dev/shm; `None` without it.
         unknown: environment variables that look like the library's but are not.
         updates: how it updates large variables in host memory.
     """
@@ -72,7 +72,7 @@ def own_inventory() -> RankInventory:
         "gpu_error": _gpu_error(0 if launcher is None else launcher.local_rank or 0)
         if gpus
         else "",
-        "shared_memory": _shared_memory(),
+        "shared_memory": _measure_shared_memory(),
         "unknown": settings.unknown(),
         "updates": _updates(),
     }
@@ -88,19 +88,19 @@ def find_mpirun() -> tuple[str | None, str]:
 
 
 def _versions() -> dict[str, str]:
-    found = {
+    versions = {
         "Python": platform.python_version(),
         "hpcstrat": hpcstrat.__version__,
         **{
-            name: _installed(name.lower())
+            name: _find_version(name.lower())
             for name in ("NumPy", "mpi4py", "optree", "threadpoolctl", "tqdm")
         },
         "MPI": _mpi_version(),
         "CuPy": "not installed",
     }
     if gpu.has_cupy():
-        found |= _gpu_versions()
-    return found
+        versions |= _gpu_versions()
+    return versions
 
 
 def _updates() -> str:
@@ -115,7 +115,7 @@ def _updates() -> str:
     return f"compiled by {compiled.compiler()}"
 
 
-def _installed(name: str) -> str:
+def _find_version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -134,16 +134,16 @@ def _gpu_versions() -> dict[str, str]:
     from hpcstrat._communicators.nccl_start import load_nccl, version_text
 
     cupy = gpu.load_cupy("info")
-    found = {"CuPy": str(cupy.__version__)}
+    versions = {"CuPy": str(cupy.__version__)}
     with contextlib.suppress(Exception):  # no driver
         runtime = cupy.cuda.runtime
-        found["CUDA"] = _cuda_version(runtime.runtimeGetVersion())
-        found["driver, up to CUDA"] = _cuda_version(runtime.driverGetVersion())
+        versions["CUDA"] = _cuda_version(runtime.runtimeGetVersion())
+        versions["driver, up to CUDA"] = _cuda_version(runtime.driverGetVersion())
     nccl = load_nccl()
-    found["NCCL"] = version_text(nccl.get_version()) if nccl.available else "not found by CuPy"
+    versions["NCCL"] = version_text(nccl.get_version()) if nccl.available else "not found by CuPy"
     if paths := [line.split()[-1] for line in _maps() if "libnccl" in line]:
-        found["NCCL's path"] = paths[0]
-    return found
+        versions["NCCL's path"] = paths[0]
+    return versions
 
 
 def _cuda_version(number: int) -> str:
@@ -165,7 +165,7 @@ def _gpu_names() -> tuple[list[str], str]:
         return [], str(error)
     names = ["GPU"] * len(visible)
     if visible and gpu.has_cupy():
-        # A driver that is too old for this CuPy is a fault of its own.
+        # A driver that is too old for this CuPy is reported separately.
         with contextlib.suppress(Exception):
             runtime = gpu.load_cupy("info").cuda.runtime
             names = [runtime.getDeviceProperties(i)["name"].decode() for i in range(len(visible))]
@@ -185,12 +185,12 @@ def _gpu_error(local_rank: int) -> str:
     return ""
 
 
-def _shared_memory() -> int | None:
+def _measure_shared_memory() -> int | None:
     try:
-        there = os.statvfs("/dev/shm")
+        status = os.statvfs("/dev/shm")
     except OSError:
         return None
-    return there.f_bavail * there.f_frsize // 2**20
+    return status.f_bavail * status.f_frsize // 2**20
 
 
 def own_python() -> str:
@@ -207,5 +207,5 @@ def describe_launcher() -> str:
 
 
 def as_any(inventory: RankInventory) -> dict[str, Any]:
-    """For JSON."""
+    """The inventory as a plain dict, for JSON."""
     return dict(inventory)

@@ -1,4 +1,4 @@
-"""`python -m hpcstrat run`: starts a program on several ranks, through the mpiexec of the MPI that mpi4py loads."""
+"""`python -m hpcstrat run`: starts a program on several ranks, through mpi4py's mpiexec."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from hpcstrat._tools.launch.job import Job
 from hpcstrat._tools.launch.mpiexec import LaunchError
 from hpcstrat._tools.launch.policy import Policy
 
-_HEAD_START_S = 10.0  # for rank 0's message, on a machine where the start of a rank is slow
+_HEAD_START_S = 10.0  # for rank 0's message, on a machine on which ranks start slowly
 _EXAMPLES = """
-  hpcstrat run train.py --epochs 3            a rank for each GPU of this host, or else for each core
-  hpcstrat run -n 4 --bind train.py           each rank on the cores beside its GPU
+  hpcstrat run train.py --epochs 3            one rank per GPU of this host, or else per core
+  hpcstrat run -n 4 --bind train.py           each rank on the cores near its GPU
   hpcstrat run -n 4 --share-gpu train.py      four ranks on one GPU
   hpcstrat run -n 2 -m my.package             as python -m my.package
   hpcstrat run -n 2 - < train.py              a program from standard input; also -c CODE
@@ -36,7 +36,9 @@ def add_parser(commands: Any) -> None:
         "run",
         help="starts a program on several ranks",
         usage="%(prog)s [OPTIONS] PROGRAM [ARGUMENT ...]",
-        description="Starts a program on several ranks, through the mpiexec of the MPI that mpi4py loads.",
+        description=(
+            "Starts a program on several ranks, through the mpiexec of the MPI that mpi4py loads."
+        ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -45,7 +47,8 @@ def add_parser(commands: Any) -> None:
         "-n",
         type=_count,
         metavar="N",
-        help="ranks; by default one for each GPU of this host, or else for each core, and in a Slurm job its tasks",
+        help="ranks; by default one per GPU of this host, or else per core; "
+        "in a Slurm job, the number of its tasks",
     )
     for option, what in (("-m", "a module"), ("-c", "Python code")):
         parser.add_argument(
@@ -56,7 +59,7 @@ def add_parser(commands: Any) -> None:
             help=f"PROGRAM is {what}, as for python {option}",
         )
     parser.add_argument(
-        "--bind", action="store_true", help="each rank on the cores and the memory beside its GPU"
+        "--bind", action="store_true", help="each rank on the cores and the memory near its GPU"
     )
     parser.add_argument(
         "--share-gpu", action="store_true", help="several ranks on a GPU, inside an MPS daemon"
@@ -68,7 +71,7 @@ def add_parser(commands: Any) -> None:
         "--tee", metavar="DIR", help="copy the whole output of each rank N to DIR/rank-N.log"
     )
     parser.add_argument(
-        "--prefix", action="store_true", help="begin each line with its rank, as in [rank 0]"
+        "--prefix", action="store_true", help="start each line with its rank, as in [rank 0]"
     )
     parser.add_argument(
         "--restarts",
@@ -78,10 +81,13 @@ def add_parser(commands: Any) -> None:
         help="when a rank dies, start the ranks again, K times at most; see docs/resilience.md",
     )
     parser.add_argument(
-        "--min-ranks", type=_count, metavar="M", help="with --restarts, on fewer ranks if need be"
+        "--min-ranks",
+        type=_count,
+        metavar="M",
+        help="with --restarts, continue with as few as M ranks",
     )
     parser.add_argument(
-        "--mpiexec", metavar="COMMAND", help="this mpiexec, perhaps with options of its own"
+        "--mpiexec", metavar="COMMAND", help="use this mpiexec, which may be given with options"
     )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the command line that would start the ranks"
@@ -97,7 +103,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the program; gives its exit status, or 2 where no rank could be started."""
+    """Runs the program; returns its exit status, or 2 if no rank could be started."""
     try:
         _refuse_other_launchers(options)
         if options.nccl is not None and not options.share_gpu:
@@ -142,9 +148,9 @@ def _program(options: argparse.Namespace) -> AbstractContextManager[list[str]]:
 def _job(
     program: list[str], options: argparse.Namespace
 ) -> tuple[Job, Callable[[int], dict[str, str]]]:
-    """The job, and what gives variables for so many ranks."""
+    """The job, and a function that returns the variables for a number of ranks."""
     if options.bind:
-        program = mpiexec.bound(program)
+        program = mpiexec.bind(program)
     starts = 0
 
     def rank_command() -> list[str]:
@@ -152,16 +158,15 @@ def _job(
         starts += 1
         if not (options.tee or options.prefix):
             return program
-        return mpiexec.copied(program, options.tee, options.prefix, goes_on=starts > 1)
+        return mpiexec.copy_output(program, options.tee, options.prefix, appends=starts > 1)
 
     def around() -> AbstractContextManager[dict[str, str]]:
-        # An MPS of its own for each start: with its ranks it may have lost what it needs to serve
-        # others.
+        # A new MPS daemon for each start: when its ranks die, it may no longer serve others.
         return mpiexec.mps_daemon(options.nccl) if options.share_gpu else contextlib.nullcontext({})
 
     if mpiexec.in_allocation():
         mpirun = _slurm_mpirun(options.mpiexec)
-        # Not the threads: how many cores of which node a task gets is Slurm's to say.
+        # No variables for threads: Slurm decides which cores of which node a task gets.
         return (
             Job(
                 lambda ranks, environment: mpiexec.allocation_command(rank_command()),
@@ -189,7 +194,7 @@ def _command_line(
 ) -> str:
     words = job.command(ranks, environment)
     if options.share_gpu:
-        words = mpiexec.sharing_gpus(words, options.nccl)
+        words = mpiexec.share_gpus(words, options.nccl)
     return shlex.join([*(f"{name}={value}" for name, value in environment.items()), *words])
 
 
@@ -223,7 +228,7 @@ def _default_ranks() -> int:
 
 
 def _slurm_mpirun(named: str | None) -> dict[str, str]:
-    """The variable by which start-ranks knows the mpirun; nothing where there is none: it then takes srun."""
+    """The variable that names the mpirun to start-ranks; empty without one: it then uses srun."""
     try:
         return {"MPIRUN": shlex.join(mpiexec.find(named).words)}
     except LaunchError:
@@ -233,7 +238,7 @@ def _slurm_mpirun(named: str | None) -> dict[str, str]:
 
 
 def _refuse_other_launchers(options: argparse.Namespace) -> None:
-    """Every process of another launcher would start a job of its own."""
+    """Exits under another launcher, each of whose processes would start a separate job."""
     words = [*([options.option] if options.option else []), options.program, *options.arguments]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         name, size = "torchrun", os.environ.get("WORLD_SIZE", "N")
@@ -253,5 +258,5 @@ def _refuse_other_launchers(options: argparse.Namespace) -> None:
         )
         sys.stderr.flush()
     else:
-        time.sleep(_HEAD_START_S)  # the launcher ends all ranks with the first that fails
-    os._exit(2)  # sys.exit would end the job as a rank's error does, with more to read
+        time.sleep(_HEAD_START_S)  # the launcher ends all ranks when the first fails
+    os._exit(2)  # sys.exit would end the job as a rank's error does, with more output

@@ -1,4 +1,4 @@
-"""One start of the ranks after the other: passes signals on, and ends them if this process is killed."""
+"""Runs the ranks, start by start: passes signals on, and ends them if this process is killed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ class Job:
 
     Args:
         command: see the attribute.
-        end_signal: what the process of that command gets if this one is killed, to end the ranks.
-        kept: signals that would end the process of that command, and so go to the ranks themselves.
-        around: makes a block for each start, which gives more variables for the ranks. Where it
+        end_signal: the signal that ends the ranks; if this process is killed, it is sent to the
+            command's process.
+        kept: signals that would end the command's process, and so are sent to the ranks directly.
+        around: makes a block for each start, which yields more variables for the ranks. If it
             raises `subprocess.CalledProcessError`, the start has failed with that status.
 
     Attributes:
-        command: gives the command line for a number of ranks and the variables that they get
-            besides this process's.
-        signal: the last signal that this process was sent to end the job; 0 where there was none.
-        processes: gives those of the ranks, as far as they are known.
+        command: returns the command line for a number of ranks and the variables that they get in
+            addition to this process's.
+        signal: the last signal that this process was sent to end the job; 0 if there was none.
+        processes: returns the processes of the ranks, as far as they are known.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class Job:
     ) -> None:
         self.signal = 0
         self.processes: Callable[[], Iterable[int]] = tuple
-        self._pending = 0  # a signal that came between two starts, for the ranks of the next
+        self._pending = 0  # a signal that came between two starts, for the ranks of the next start
         self.command = command
         self._end_signal = end_signal
         self._kept = kept
@@ -52,27 +53,30 @@ class Job:
     @contextlib.contextmanager
     def passing_signals_on(self) -> Iterator[None]:
         """A block during which signals go to the ranks, instead of ending this process."""
-        handlers = {one: self._pass_on for one in _PASSED_ON} | {signal.SIGTSTP: self._suspend}
-        # One that is ignored, as by nohup, stays so; the ranks inherit that.
+        handlers = {number: self._pass_on for number in _PASSED_ON}
+        handlers |= {signal.SIGTSTP: self._suspend}
+        # A signal that is ignored, as under nohup, stays ignored; the ranks inherit that.
         previous = {
-            one: signal.getsignal(one)
-            for one in handlers
-            if signal.getsignal(one) != signal.SIG_IGN
+            number: signal.getsignal(number)
+            for number in handlers
+            if signal.getsignal(number) != signal.SIG_IGN
         }
-        for one in previous:
-            signal.signal(one, handlers[one])
+        for number in previous:
+            signal.signal(number, handlers[number])
         try:
             yield
         finally:
-            for one, handler in previous.items():
-                signal.signal(one, handler)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def start(self, ranks: int, environment: dict[str, str]) -> int:
-        """Starts the ranks, waits for their end and gives the exit status: 128 + n where signal n ended the launcher.
+        """Starts the ranks, waits for their end and returns the exit status.
+
+        The status is 128 + n if signal n ended the launcher.
 
         Args:
-            ranks: how many.
-            environment: variables that the ranks get besides this process's.
+            ranks: the number of ranks.
+            environment: variables that the ranks get in addition to this process's.
 
         Raises:
             OSError: the launcher cannot be started.
@@ -88,14 +92,12 @@ class Job:
         launcher = os.getpid()
 
         def die_with_launcher() -> None:
-            # A function of C alone: between fork and exec, no other thread lives that might hold a
-            # lock.
+            # Only a C function: between fork and exec, another thread's lock may be held for ever.
             _prctl(_PR_SET_PDEATHSIG, self._end_signal)
             if os.getppid() != launcher:
                 os._exit(1)
 
-        # A session of its own: a Ctrl-C comes once, from this process, and not from the terminal as
-        # well.
+        # In a new session: a Ctrl-C comes once, from this process, and not from the terminal too.
         self._process = subprocess.Popen(
             command,
             env=os.environ | environment,
@@ -122,7 +124,7 @@ class Job:
                 os.kill(process, number)
 
     def _suspend(self, number: int, frame: FrameType | None) -> None:
-        """Stops mpiexec with this process, as a Ctrl-Z does where both are in one group, until both go on."""
+        """Stops mpiexec and this process, as a Ctrl-Z stops a group; both continue together."""
         self._kill_group(signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._kill_group(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""What the ranks of a job have left on this host: processes that have the job's variable, and then their segments."""
+"""What the ranks of a job left on this host: processes with the job's variable, and segments."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import time
 from hpcstrat._process import guard, launchers
 from hpcstrat._process.job_files import JobMemory
 
-_GRACE_SECONDS = 1.0  # that processes of the start before get to end by themselves
+_GRACE_SECONDS = 1.0  # for the processes of the previous start to end by themselves
 _LOOK_SECONDS = 0.02
 
 
-def end_all(memory: JobMemory, begin: float) -> None:
+def end_all(memory: JobMemory, start: float) -> None:
     """Ends the processes, and unlinks the segments.
 
     Args:
-        memory: the job's.
-        begin: when the job began, as `time.time`.
+        memory: the job's memory.
+        start: when the job started, as `time.time`.
     """
     known: set[int] = set()
 
     def are_left() -> bool:
-        # On its way out a process loses its variables before it closes its files, and so before it
+        # When a process ends, it loses its variables before it closes its files, and so before it
         # frees a GPU.
         known.update(processes_of(memory))
         return any(map(_runs, known))
@@ -36,11 +36,11 @@ def end_all(memory: JobMemory, begin: float) -> None:
         _kill(process)
     while are_left() and time.monotonic() < deadline + _GRACE_SECONDS:
         time.sleep(_LOOK_SECONDS)
-    guard.unlink_orphans(begin)
+    guard.unlink_orphans(start)
 
 
 def end_what_ranks_started(memory: JobMemory) -> None:
-    """Ends what dead ranks have started, for whose output mpiexec would wait."""
+    """Ends processes that dead ranks have started: mpiexec would wait for their output."""
     for process in processes_of(memory):
         if any(variable.startswith(_OF_RANKS) for variable in _variables_of(process)):
             _kill(process)
@@ -80,6 +80,5 @@ def _runs(process: int) -> bool:
             fields = file.read().rpartition(b")")[2].split()
     except OSError:
         return False
-    return (
-        fields[0] != b"Z" or fields[17] != b"1"
-    )  # the number of threads, which may outlive the first
+    # Field 17 is the number of threads: they may outlive the first thread, which then is a zombie.
+    return fields[0] != b"Z" or fields[17] != b"1"

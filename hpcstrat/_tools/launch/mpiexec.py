@@ -21,7 +21,9 @@ from hpcstrat._process import launchers, mpi
 
 _VERSION_SECONDS = 10
 _FOLDER = pathlib.Path(__file__).parent
-_TELL = "import json, os, sys; print(json.dumps(dict(os.environ)), flush=True); sys.stdin.read()"
+_PRINT_VARIABLES = (
+    "import json, os, sys; print(json.dumps(dict(os.environ)), flush=True); sys.stdin.read()"
+)
 
 
 class LaunchError(Exception):
@@ -32,14 +34,14 @@ class Vendor(NamedTuple):
     """An MPI whose mpiexec is known.
 
     Attributes:
-        name: as mpi4py calls it.
-        sign: what `mpiexec --version` prints.
-        names: what its mpiexec may be called, the usual one first.
-        options: its options for a number of ranks and the variables that ranks on other hosts need
-            too.
-        end_signal: makes it end all ranks, whatever they do with signals of their own, within
-            seconds.
-        kept: signals that end it, where others are passed on.
+        name: its name in mpi4py.
+        sign: part of the output of `mpiexec --version`.
+        names: possible names of its mpiexec, the usual name first.
+        options: returns its options for a number of ranks and the variables that ranks on other
+            hosts need too.
+        end_signal: the signal at which it ends all ranks within seconds, even ranks that ignore
+            signals.
+        kept: signals that end it; it passes others on.
     """
 
     name: str
@@ -55,12 +57,8 @@ def _hydra_options(ranks: int, variables: Iterable[str]) -> list[str]:
 
 
 def _open_mpi_options(ranks: int, variables: Iterable[str]) -> list[str]:
-    options = [
-        "-n",
-        str(ranks),
-        "--bind-to",
-        "none",
-    ]  # else each rank, with all its threads, is bound to one core
+    # Without --bind-to none, each rank is bound, with all its threads, to one core.
+    options = ["-n", str(ranks), "--bind-to", "none"]
     if ranks > physical_cores():  # its slots
         options.append("--oversubscribe")
     if os.geteuid() == 0:
@@ -69,8 +67,8 @@ def _open_mpi_options(ranks: int, variables: Iterable[str]) -> list[str]:
 
 
 _HYDRA_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich")
-# Hydra passes TERM on to ranks that may ignore it, but its proxies end theirs when it is gone. Open
-# MPI's ranks that have not started MPI outlive an mpirun that was killed.
+# Hydra passes TERM on to ranks, which may ignore it, but its proxies end their ranks when it is
+# gone. Open MPI's ranks that have not started MPI outlive an mpirun that was killed.
 VENDORS = (
     Vendor(
         "Open MPI",
@@ -94,7 +92,7 @@ class Mpiexec:
 
     Attributes:
         words: the program, and options that the user gave with it.
-        vendor: whose it is.
+        vendor: the MPI that it belongs to.
     """
 
     words: tuple[str, ...]
@@ -103,17 +101,14 @@ class Mpiexec:
     def command(
         self, ranks: int, program: Sequence[str], variables: Iterable[str] = ()
     ) -> list[str]:
-        """What starts the program on so many ranks, to which these variables are passed on."""
-        if ":" in program:  # behind which mpiexec would look for another program
+        """The command that starts the program on `ranks` ranks, and passes these variables on."""
+        if ":" in program:  # after which mpiexec would look for another program
             program = ["sh", "-c", f"exec {shlex.join(program)}"]
         return [*self.words, *self.vendor.options(ranks, variables), *program]
 
 
 def vendor_of(words: Sequence[str]) -> Vendor | None:
-    """Whose mpiexec this is, by what it prints: every MPI calls its own mpiexec.
-
-    None where it is unknown.
-    """
+    """The MPI of this mpiexec, by its output: all MPIs use the same name. `None` if unknown."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = [*words, "--version"]
         result = subprocess.run(
@@ -134,8 +129,8 @@ def find(named: str | None = None) -> Mpiexec:
     """The mpiexec of the MPI that mpi4py loads. Loads MPI, and starts nothing.
 
     Args:
-        named: the one to take, perhaps with options; else it is looked for beside the MPI library,
-            in this Python's environment and on the PATH.
+        named: the mpiexec to use, perhaps with options; by default it is searched for next to the
+            MPI library, in this Python's environment and on the PATH.
 
     Raises:
         LaunchError: there is no mpi4py, no MPI library or no mpiexec, or the mpiexec belongs to
@@ -160,25 +155,25 @@ def find(named: str | None = None) -> Mpiexec:
         try:
             words = shlex.split(named)
         except ValueError as error:
-            raise LaunchError(f"--mpiexec: {named!r} is no command line: {error}") from None
+            raise LaunchError(f"--mpiexec: {named!r} is not a command line: {error}") from None
         if not words or shutil.which(words[0]) is None:
             raise LaunchError(f"--mpiexec: there is no program {named!r}")
-        found = [words]
+        candidates = [words]
     else:
         names = VENDORS[0].names if name == VENDORS[0].name else _HYDRA_NAMES
-        found = [[path] for path in _candidates(names)]
+        candidates = [[path] for path in _find_candidates(names)]
     others = []
-    for words in found:
+    for words in candidates:
         vendor = vendor_of(words)
-        # MPICH's relatives start each other's ranks.
+        # MPICH and the MPIs derived from it start each other's ranks.
         if vendor is not None and (vendor.name == VENDORS[0].name) == (name == VENDORS[0].name):
             return Mpiexec(tuple(words), vendor)
         owner = "an MPI that hpcstrat does not know" if vendor is None else vendor.name
         others.append(f"{shlex.join(words)} belongs to {owner}")
     if not others:
         raise LaunchError(
-            f"mpi4py loads {library}, but there is no mpiexec beside it, in {sys.prefix}/bin or on "
-            "the PATH. Load the module of that MPI, or name its mpiexec: --mpiexec PATH"
+            f"mpi4py loads {library}, but there is no mpiexec next to it, in {sys.prefix}/bin or "
+            "on the PATH. Load the module of that MPI, or name its mpiexec: --mpiexec PATH"
         )
     raise LaunchError(
         f"{'; '.join(others)}; but mpi4py loads {library}: each rank would believe it is alone. "
@@ -187,44 +182,43 @@ def find(named: str | None = None) -> Mpiexec:
     )
 
 
-def _candidates(names: Sequence[str]) -> list[str]:
-    """Programs that may be the mpiexec: beside the loaded library, in this environment, on the PATH."""
-    folders = [str(pathlib.Path(library).parent.parent / "bin") for library in _loaded_libraries()]
+def _find_candidates(names: Sequence[str]) -> list[str]:
+    """Programs that may be the mpiexec: near the library, in this environment, on the PATH."""
+    folders = [str(pathlib.Path(library).parent.parent / "bin") for library in _find_libraries()]
     folders += [os.path.join(sys.prefix, "bin"), *os.get_exec_path()]
     paths = (shutil.which(name, path=folder) for folder in folders if folder for name in names)
     return list(dict.fromkeys(path for path in paths if path is not None))
 
 
-def _loaded_libraries() -> list[str]:
+def _find_libraries() -> list[str]:
+    """The MPI libraries that this process has loaded."""
     try:
         with open("/proc/self/maps") as maps:
-            return list(
-                dict.fromkeys(
-                    re.findall(r" (/\S+/libmp(?:i|ich)\S*\.so\S*)$", maps.read(), re.MULTILINE)
-                )
-            )
+            text = maps.read()
     except OSError:
         return []
+    paths = re.findall(r" (/\S+/libmp(?:i|ich)\S*\.so\S*)$", text, re.MULTILINE)
+    return list(dict.fromkeys(paths))
 
 
 # ---- Slurm
 
 
 def in_allocation() -> bool:
-    """Whether this process is in a Slurm job, but not started by `srun`: in the batch script, or salloc's shell."""
+    """Whether this process is in a Slurm job's batch script or salloc's shell, not under `srun`."""
     return bool(os.environ.get("SLURM_JOB_ID")) and launchers.find() is None
 
 
 def allocation_command(program: Sequence[str]) -> list[str]:
-    """What starts the program on as many tasks as SLURM_NTASKS says, by srun or by the mpirun that MPIRUN names."""
+    """The command that starts the program on SLURM_NTASKS tasks, by srun or by $MPIRUN."""
     return ["bash", str(_FOLDER / "start-ranks"), *program]
 
 
-# ---- what a rank is started with
+# ---- the command of a rank
 
 
 def python_command(words: Sequence[str], option: str | None) -> list[str]:
-    """The command of a program that was named as to `python`; a program that is not Python's stays as it is.
+    """The command of a program that was named as for `python`; other programs stay unchanged.
 
     Args:
         words: the program and its arguments.
@@ -250,8 +244,8 @@ def python_command(words: Sequence[str], option: str | None) -> list[str]:
 
 @contextlib.contextmanager
 def from_input(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """A block with the command of a Python program that comes from standard input, for each rank and each start."""
-    # In a Slurm job in the working directory, which its other nodes have too.
+    """A block with the command of a Python program that is read from standard input once."""
+    # In a Slurm job, in the working directory, which its other nodes see too.
     folder = os.curdir if in_allocation() else None
     with tempfile.NamedTemporaryFile(prefix="hpcstrat-", suffix=".py", dir=folder) as file:
         shutil.copyfileobj(sys.stdin.buffer, file)
@@ -260,51 +254,53 @@ def from_input(arguments: Sequence[str]) -> Iterator[list[str]]:
         yield ["sh", "-c", read, sys.executable, os.path.abspath(file.name), *arguments]
 
 
-def bound(program: Sequence[str]) -> list[str]:
-    """The program on the cores beside its rank's GPU."""
+def bind(program: Sequence[str]) -> list[str]:
+    """The command that runs the program on the cores near its rank's GPU."""
     return ["sh", str(_FOLDER / "bind-gpu"), *program]
 
 
-def copied(program: Sequence[str], folder: str | None, marks: bool, goes_on: bool) -> list[str]:
-    """The program with its output copied to files of the folder, and its lines marked with the rank.
+def copy_output(
+    program: Sequence[str], folder: str | None, marks: bool, appends: bool
+) -> list[str]:
+    """The command that copies the program's output to files, and marks its lines with the rank.
 
     Args:
         program: the rank's command.
-        folder: of the files rank-N.log; None for none.
-        marks: whether each line that is shown begins with the rank.
-        goes_on: whether the files go on, instead of beginning anew.
+        folder: the folder of the files rank-N.log; None for no files.
+        marks: whether each line that is shown starts with the rank.
+        appends: whether to append to the files, instead of replacing them.
     """
     options = [",".join(launchers.RANK_NAMES), os.path.abspath(folder) if folder else ""]
-    options += ["marks" * marks, "goes on" * goes_on]
+    options += ["marks" * marks, "appends" * appends]
     return [sys.executable, "-I", "-S", str(_FOLDER / "output.py"), *options, *program]
 
 
-def sharing_gpus(program: Sequence[str], nccl: str | None) -> list[str]:
-    """The program with an MPS daemon around it."""
+def share_gpus(program: Sequence[str], nccl: str | None) -> list[str]:
+    """The command that runs the program with an MPS daemon around it."""
     return ["sh", str(_FOLDER / "share-gpu"), *([] if nccl is None else ["--nccl", nccl]), *program]
 
 
 @contextlib.contextmanager
 def mps_daemon(nccl: str | None) -> Iterator[dict[str, str]]:
-    """A block with an MPS daemon: gives the variables by which ranks find it.
+    """A block with an MPS daemon; yields the variables by which ranks find it.
 
-    share-gpu runs beside mpiexec, not around it, so signals and the exit status are as without it.
-    It ends the daemon when its input ends: with this block, or with this process, whatever ends
-    that.
+    share-gpu runs next to mpiexec, not around it, so signals and the exit status are the same as
+    without it. It ends the daemon when its input ends: with this block, or when this process ends
+    in any way.
 
     Raises:
-        subprocess.CalledProcessError: there is no MPS, or it does not start; share-gpu has said
-            why.
+        subprocess.CalledProcessError: there is no MPS, or it does not start; share-gpu has printed
+            the reason.
     """
-    words = sharing_gpus([sys.executable, "-I", "-S", "-c", _TELL], nccl)
+    words = share_gpus([sys.executable, "-I", "-S", "-c", _PRINT_VARIABLES], nccl)
     with subprocess.Popen(
         words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
     ) as process:
         assert process.stdout is not None
-        told = process.stdout.readline()
-        if not told:
+        line = process.stdout.readline()
+        if not line:
             raise subprocess.CalledProcessError(process.wait(), words)
-        yield json.loads(told)
+        yield json.loads(line)
 
 
 def physical_cores() -> int:

@@ -1,9 +1,8 @@
-"""What stands between mpiexec and a rank to copy what the rank writes to a file, and to mark its lines.
+"""A script between mpiexec and a rank: it copies the rank's output to a file, and marks its lines.
 
-mpiexec runs this file, as a script of its own: it must start fast, and imports the standard library
-alone. The process
-becomes the rank, so that signals and the exit status are the rank's, and leaves a process behind
-that copies.
+mpiexec runs this file as a script: it must start fast, so it imports only the standard library. The
+process becomes the rank, so that signals and the exit status are the rank's, and leaves a process
+behind that copies.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import time
 
 _LINE = re.compile(rb"[^\r\n]+[\r\n]*|[\r\n]+")
 _LONGEST = 1 << 16  # bytes of a line that is not whole yet
-_LAST_SECONDS = 5.0  # for what the rank has started, when that has ended
+_LAST_SECONDS = 5.0  # for processes that the rank has started, when the rank has ended
 
 
-def _main(rank_names: str, folder: str, marks: str, goes_on: str, *program: str) -> None:
-    """Becomes the rank; `copied` in mpiexec.py has what the arguments mean."""
+def _main(rank_names: str, folder: str, marks: str, appends: str, *program: str) -> None:
+    """Becomes the rank; `copy_output` in mpiexec.py describes the arguments."""
     rank = next((os.environ[name] for name in rank_names.split(",") if name in os.environ), "0")
     log = None
     if folder:
@@ -30,15 +29,15 @@ def _main(rank_names: str, folder: str, marks: str, goes_on: str, *program: str)
         try:
             os.makedirs(folder, exist_ok=True)
             log = os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if goes_on else os.O_TRUNC), 0o666
+                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if appends else os.O_TRUNC), 0o666
             )
         except OSError as error:
             sys.exit(f"hpcstrat run: --tee: {error}")
-        os.environ["_HPCSTRAT_LOG"] = path  # for what the rank hides
+        os.environ["_HPCSTRAT_LOG"] = path  # for output that the rank hides
     pipes = [os.pipe(), os.pipe()]
     process = os.getpid()
-    # The copying process is nobody's child, lest the program waits for it, and in a session of its
-    # own: whatever ends the rank, its last words still arrive.
+    # The copying process is detached, so that the program does not wait for it, and in its own
+    # session: however the rank ends, its last output still arrives.
     child = os.fork()
     if child:
         os.waitpid(child, 0)
@@ -65,7 +64,10 @@ def _main(rank_names: str, folder: str, marks: str, goes_on: str, *program: str)
 
 
 def _copy(process: int, outputs: dict[int, int], log: int | None, tag: bytes) -> None:
-    """Copies to the log and to the outputs until the rank has ended, and all that it has started, or some seconds."""
+    """Copies to the log and the outputs until all processes of the rank end, or for some seconds.
+
+    The seconds count from the end of the rank itself.
+    """
     selector = selectors.DefaultSelector()
     streams = {read: _Tagged(tag) for read in outputs}
     for read in outputs:
@@ -89,11 +91,8 @@ def _copy(process: int, outputs: dict[int, int], log: int | None, tag: bytes) ->
                 selector.unregister(key.fd)
             if log is not None and (problem := _write(log, data)):
                 path = os.environ["_HPCSTRAT_LOG"]
-                _write(
-                    2,
-                    f"hpcstrat run: --tee: {path}: {problem}; nothing more is copied to "
-                    "it\n".encode(),
-                )
+                text = f"hpcstrat run: --tee: {path}: {problem}; nothing more is copied to it\n"
+                _write(2, text.encode())
                 log = None
             _write(outputs[key.fd], streams[key.fd].add(data) if tag else data)
     for read, stream in streams.items():
@@ -101,7 +100,7 @@ def _copy(process: int, outputs: dict[int, int], log: int | None, tag: bytes) ->
 
 
 class _Tagged:
-    """A stream whose lines get a tag, which hpcstrat's own have already."""
+    """A stream whose lines get a tag, unless they have it already, as hpcstrat's messages do."""
 
     def __init__(self, tag: bytes) -> None:
         self._tag = tag
@@ -109,7 +108,7 @@ class _Tagged:
         self._is_inside = False  # a line that was too long to be held
 
     def add(self, data: bytes) -> bytes:
-        """What to show when this has come."""
+        """Adds data, and returns what to show now."""
         text = self._held + data
         stop = max(text.rfind(b"\n"), text.rfind(b"\r")) + 1
         if len(text) - stop >= _LONGEST:
@@ -118,7 +117,7 @@ class _Tagged:
         return self._show(text[:stop])
 
     def rest(self) -> bytes:
-        """What to show at the end."""
+        """Returns what to show at the end."""
         shown, self._held = self._show(self._held), b""
         return shown + b"\n" * self._is_inside
 
@@ -132,7 +131,7 @@ class _Tagged:
 
 
 def _write(output: int, data: bytes) -> str:
-    """Writes it all; what is in the way, if anything: nobody reads it any more, or the disk is full."""
+    """Writes all data; returns the error, if any, such as a closed pipe or a full disk."""
     try:
         while data:
             data = data[os.write(output, data) :]

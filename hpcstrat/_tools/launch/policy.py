@@ -1,4 +1,4 @@
-"""How a start of the ranks ended, and whether another one would help."""
+"""How a start of the ranks ended, and whether another start would help."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ from typing import NamedTuple
 
 from hpcstrat._process.job_files import Failure, State
 
-_PAUSES_SECONDS = (
-    2,
-    4,
-    8,
-)  # before the restarts after failures before a step, which follow each other
+# Before each restart, after failures in a row that came before a step was done.
+_PAUSES_SECONDS = (2, 4, 8)
 _SIGNALS = (
     signal.SIGKILL,
     signal.SIGSEGV,
@@ -23,10 +20,13 @@ _SIGNALS = (
     signal.SIGFPE,
     signal.SIGILL,
 )
-# Launchers make a status of a signal's number in two ways. MPICH's combines the bits of all ranks,
-# where it has killed the others, so that an abort may look like 15.
+# Launchers turn a signal's number into a status in two ways. MPICH's combines the bits of all
+# ranks, and kills those that are left, so an abort may look like 15.
 _KILLED = {
-    base + (one | other) for base in (0, 128) for one in _SIGNALS for other in (0, signal.SIGKILL)
+    base + (number | other)
+    for base in (0, 128)
+    for number in _SIGNALS
+    for other in (0, signal.SIGKILL)
 }
 
 
@@ -35,14 +35,15 @@ class Ended(NamedTuple):
 
     Attributes:
         status: their exit status.
-        ranks: how many they were.
-        step: the number of the last step that is known of.
-        did_steps: whether any was done since the start.
-        failure: the exception that ended it; `None` where a rank died without one.
-        dead: the rank that was seen to die first, or that left the others without a word; `None`
-            where several did at once, or none is known.
-        is_incomplete: whether a rank left while others depended on it, though the exit status is 0.
-        signal: that the launcher was sent to end the job; 0 where there was none.
+        ranks: their number.
+        step: the number of the last known step.
+        did_steps: whether any step was done since the start.
+        failure: the exception that ended it; `None` if a rank died without an exception.
+        dead: the rank that was seen to die first, or that left without telling the others; `None`
+            if several did at once, or if it is unknown.
+        is_incomplete: whether a rank left while others depended on it, although the exit status
+            is 0.
+        signal: the signal that the launcher was sent to end the job; 0 if there was none.
         are_seen: whether ranks run on this host, and so note how they end.
     """
 
@@ -62,14 +63,14 @@ class Ended(NamedTuple):
         return self.status == 0 and not self.is_incomplete
 
     @property
-    def wish(self) -> str | None:
-        """Why it ended, where somebody wanted it to; `None` where nobody did."""
+    def deliberate(self) -> str | None:
+        """Why it was ended on purpose; `None` if it was not."""
         if self.signal:
             return f"the launcher was sent {signal.Signals(self.signal).name}"
         if self.failure is not None and self.failure.state == State.INTERRUPTED:
             return "a rank was interrupted"
-        # A preemption saves the checkpoint. Ranks of other hosts note nothing here; their status
-        # has to do.
+        # A preemption saves the checkpoint. Ranks of other hosts note nothing here, so only their
+        # status tells.
         is_noted = self.failure is not None and self.failure.state == State.PREEMPTED
         if is_noted or (self.status == os.EX_TEMPFAIL and not self.are_seen):
             return "the ranks were asked to end, and have saved"
@@ -83,7 +84,7 @@ class Ended(NamedTuple):
     @property
     def fails_early(self) -> bool:
         """Whether it ended by itself before a step was done."""
-        return not (self.did_steps or self.is_killed or self.is_done or self.wish)
+        return not (self.did_steps or self.is_killed or self.is_done or self.deliberate)
 
     def describe(self) -> str:
         """What happened, in a sentence."""
@@ -94,26 +95,26 @@ class Ended(NamedTuple):
             )
         if self.is_incomplete:
             return f"{who} left after step {self.step} without the others, as by os._exit"
-        if (
-            not self.is_killed or self.failure is not None
-        ):  # the watch has ended the job, or a rank left by os._exit
+        # The watchdog has ended the job, or a rank left by os._exit.
+        if not self.is_killed or self.failure is not None:
             return f"the ranks ended after step {self.step} with status {self.status}"
         unknown = f"a signal (status {self.status})"
-        name = next((one.name for one in _SIGNALS if self.status in (one, 128 + one)), unknown)
+        names = (number.name for number in _SIGNALS if self.status in (number, 128 + number))
+        name = next(names, unknown)
         return f"{who} died after step {self.step} of {name}"
 
 
 class Policy:
-    """Decides what comes after each start of the ranks.
+    """Decides what to do after each start of the ranks.
 
     Args:
-        ranks: how many are wanted.
-        restarts: how often they are started again at most.
-        min_ranks: how few will do; `None` for no fewer than are wanted.
+        ranks: the number of ranks to start with.
+        restarts: the largest number of restarts.
+        min_ranks: the fewest ranks to continue with; `None` for `ranks`.
 
     Attributes:
-        ranks: how many the next start has.
-        done: how many restarts there have been, with the next.
+        ranks: the number of ranks of the next start.
+        done: the number of restarts, including the next.
         pause: seconds to wait before the next start.
     """
 
@@ -126,23 +127,23 @@ class Policy:
         self._ends: list[Ended] = []
 
     def reason_to_end(self, ended: Ended) -> str | None:
-        """Why the job is not started again; empty where there is nothing to say, `None` where it is.
+        """Why the job is not started again: empty if it is obvious, `None` if it is started again.
 
-        Where it is started again, `ranks`, `done` and `pause` say how.
+        Then `ranks`, `done` and `pause` describe the next start.
         """
         before, self._ends = self._ends, [*self._ends, ended]
         self.pause = 0
         if ended.is_done or self.restarts == 0:
             return ""
-        if ended.wish is not None:
-            return ended.wish
-        if self._has_failed_so(ended, before):
+        if ended.deliberate is not None:
+            return ended.deliberate
+        if self._is_repeated(ended, before):
             return "it has failed in the same way at the same step before"
         if ended.fails_early:
-            if any(one.did_steps for one in before):
+            if any(end.did_steps for end in before):
                 # A GPU, or MPS, whose ranks were killed is not free at once.
                 times = len(
-                    list(itertools.takewhile(lambda one: one.fails_early, reversed(self._ends)))
+                    list(itertools.takewhile(lambda end: end.fails_early, reversed(self._ends)))
                 )
                 if times > len(_PAUSES_SECONDS) and (
                     ended.failure is not None or ended.ranks <= self.min_ranks
@@ -156,8 +157,8 @@ class Policy:
         if self.done == self.restarts:
             return f"it has been restarted {self.restarts} times (--restarts)"
         self.done += 1
-        # All ranks again first: most faults are gone with the process. One that is not is a host's,
-        # or a GPU's.
+        # First all ranks again: most faults are gone with the process. A fault that is not gone is
+        # in a host or a GPU.
         if ended.did_steps:
             self.ranks = self._wanted
         elif ended.failure is None and before and ended.ranks > self.min_ranks:
@@ -165,8 +166,8 @@ class Policy:
         return None
 
     @staticmethod
-    def _has_failed_so(ended: Ended, before: Sequence[Ended]) -> bool:
-        """Whether an exception came again; not where both came before a step, which prove nothing."""
+    def _is_repeated(ended: Ended, before: Sequence[Ended]) -> bool:
+        """Whether an exception is repeated; two exceptions before a first step prove nothing."""
         return ended.failure is not None and any(
             other.failure is not None
             and (other.failure.text, other.step) == (ended.failure.text, ended.step)
@@ -175,5 +176,5 @@ class Policy:
         )
 
     def first_failure(self) -> str:
-        """How the first start ended, where there were several."""
+        """How the first of several starts ended."""
         return self._ends[0].describe()

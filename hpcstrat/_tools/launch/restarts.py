@@ -1,4 +1,4 @@
-"""Starts the ranks, and again when one has died, for as long as that helps."""
+"""Starts the ranks, and starts them again when a rank has died, as long as the policy allows."""
 
 from __future__ import annotations
 
@@ -20,43 +20,42 @@ from hpcstrat._tools.launch.policy import Ended, Policy
 from hpcstrat.checkpoint._snapshot import newest_step
 
 _LOOK_SECONDS = 0.02
-_START_SECONDS = 60.0  # after them ranks that are not seen are on other hosts
-_SEEN_SECONDS = 0.5  # a death is noticed so late at most
-_LEFT_SECONDS = 3.0  # that mpiexec gets to end when all ranks have
+_START_SECONDS = 60.0  # ranks that are not seen by then are on other hosts
+_SEEN_SECONDS = 0.5  # the longest until a death is noticed
+_LEFT_SECONDS = 3.0  # for mpiexec to end after all ranks have ended
 
 
 class Starter(Protocol):
     """What starts the ranks.
 
     Attributes:
-        signal: the last signal that the launcher was sent to end the job; 0 where there was none.
-        processes: gives those of the ranks, as far as they are known.
+        signal: the last signal that the launcher was sent to end the job; 0 if there was none.
+        processes: returns the processes of the ranks, as far as they are known.
     """
 
     signal: int
     processes: Callable[[], Iterable[int]]
 
     def start(self, ranks: int, environment: dict[str, str]) -> int:
-        """Starts so many ranks with these variables, and returns their exit status when all have ended."""
+        """Starts the ranks with these variables; returns their exit status when all have ended."""
         ...
 
 
 def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str, str]]) -> int:
-    """Starts the ranks, and again for as long as the policy wants; returns the exit status of the last start.
+    """Starts the ranks, again if the policy says so; returns the exit status of the last start.
 
-    Where a rank has left the others without a word, and the status is 0 nevertheless, it is 1.
+    If a rank has left without telling the others, and the status is 0 nevertheless, it returns 1.
 
     Args:
-        starter: starts them.
-        policy: when, and how many.
-        variables: gives their variables, by how many they are.
+        starter: starts the ranks.
+        policy: decides about restarts, and the number of ranks.
+        variables: returns the variables for a number of ranks.
 
     Raises:
-        LaunchError: there is no memory for what outlives the ranks, and they are to be started
-            again.
+        LaunchError: restarts are wanted, but there is no memory that outlives the ranks.
         OSError: the launcher cannot be started.
     """
-    begin = time.time()
+    start = time.time()
     try:
         memory = job_files.create(
             policy.ranks, reservable(physical_memory())[0] if policy.restarts else 0
@@ -71,7 +70,7 @@ def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str
         ended = _start(starter, policy, memory, variables(policy.ranks))
         reason = policy.reason_to_end(ended)
         if reason is None:
-            leftovers.end_all(memory, begin)
+            leftovers.end_all(memory, start)
             step = newest_step(memory)
             snapshot = "" if step is None else f"; the newest snapshot is of step {step}"
             when = f" in {policy.pause} s" if policy.pause else ""
@@ -82,11 +81,11 @@ def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str
             _pause(starter, policy.pause)
             if not starter.signal:
                 continue
-            reason = ended._replace(signal=starter.signal).wish
+            reason = ended._replace(signal=starter.signal).deliberate
         elif not ended.is_done and policy.restarts:
-            leftovers.end_all(memory, begin)
+            leftovers.end_all(memory, start)
         elif not ended.is_done:
-            guard.unlink_orphans(begin)
+            guard.unlink_orphans(start)
         if reason:
             first = f"; first, {policy.first_failure()}" if policy.done else ""
             _say(f"{ended.describe()}; no restart: {reason}{first}")
@@ -96,7 +95,7 @@ def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str
 
 
 def _pause(starter: Starter, seconds: float) -> None:
-    """Waits, until a signal comes."""
+    """Waits, at most until a signal comes."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and not starter.signal:
         time.sleep(_LOOK_SECONDS)
@@ -106,7 +105,7 @@ def _start(
     starter: Starter, policy: Policy, memory: JobMemory, environment: Mapping[str, str]
 ) -> Ended:
     ranks = policy.ranks
-    memory.begin()
+    memory.forget_ranks()
     # Another process that has taken a dead rank's number does not have the job's variable.
     starter.processes = lambda: {
         note.process for note in memory.notes(ranks).values()
@@ -115,10 +114,10 @@ def _start(
         status = starter.start(ranks, {**environment, **memory.environment})
     step, done = memory.steps()
     failure = memory.first_failure(ranks)
-    begin = min([one.seen for one in deaths.values()], default=0.0)
-    first = [rank for rank, one in deaths.items() if one.alive < begin]
-    # What others meet when a rank has died may look like an error of their own.
-    if failure is not None and first and failure.rank not in first and begin < failure.time:
+    first_seen = min([death.seen for death in deaths.values()], default=0.0)
+    first = [rank for rank, death in deaths.items() if death.alive < first_seen]
+    # After the death of a rank, others may fail with errors that are only a consequence.
+    if failure is not None and first and failure.rank not in first and first_seen < failure.time:
         failure = None
     notes = memory.notes(ranks)
     is_incomplete = status == 0 and any(note.state == State.CONNECTED for note in notes.values())
@@ -136,10 +135,10 @@ def _start(
 
 
 class _Death(NamedTuple):
-    """A process has ended between two looks, by `time.monotonic`.
+    """The death of a process, between two looks, by `time.monotonic`.
 
     Attributes:
-        alive: when it was still alive; 0 where it never was.
+        alive: when it was last seen alive; 0 if never.
         seen: when it was seen to have ended.
     """
 
@@ -149,25 +148,25 @@ class _Death(NamedTuple):
 
 @contextlib.contextmanager
 def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, _Death]]:
-    """A block during which the deaths of the ranks of this host are noted."""
+    """A block during which the deaths of this host's ranks are recorded."""
     deaths: dict[int, _Death] = {}
     is_over = threading.Event()
-    begin = time.monotonic()
+    start = time.monotonic()
 
     def watch() -> None:
-        files: dict[int, tuple[int, int]] = {}  # of each: its rank and its process
+        files: dict[int, tuple[int, int]] = {}  # pidfds, each with its rank and process
         poll = select.poll()
         seen: set[int] = set()
         alive: dict[int, float] = {}
         while not is_over.is_set():
-            is_starting = len(seen) < ranks and time.monotonic() - begin < _START_SECONDS
+            is_starting = len(seen) < ranks and time.monotonic() - start < _START_SECONDS
             if len(seen) < ranks:
                 for rank, note in memory.notes(ranks).items():
                     if rank not in seen:
                         seen.add(rank)
                         try:
                             file = os.pidfd_open(note.process)
-                        except ProcessLookupError:  # it is gone already
+                        except ProcessLookupError:  # the process has ended already
                             deaths[rank] = _Death(0.0, time.monotonic())
                             continue
                         except OSError:  # this system has no such files
@@ -181,8 +180,8 @@ def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, _Death]]:
                 deaths[rank] = _Death(alive.get(rank, 0.0), now)
                 poll.unregister(file)
                 os.close(file)
-            # One that has died closes its connections, by which the others are ended, a little
-            # before it is gone.
+            # A dying process closes its connections, which ends the others, a little before it is
+            # gone.
             alive |= {
                 rank: now
                 for rank, process in files.values()
@@ -192,7 +191,8 @@ def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, _Death]]:
                 break
         for file in files:
             os.close(file)
-        # What they have started may hold their standard output, for whose end mpiexec waits.
+        # Processes that the ranks have started may hold their standard output, and mpiexec waits
+        # for its end.
         is_in_order = all(note.state == State.LEFT for note in memory.notes(ranks).values())
         if not is_in_order and not is_over.wait(_LEFT_SECONDS):
             leftovers.end_what_ranks_started(memory)
@@ -207,7 +207,7 @@ def _watching(memory: JobMemory, ranks: int) -> Iterator[dict[int, _Death]]:
 
 
 def _has_closed_files(process: int) -> bool:
-    """Whether a process has got so far on its way out, or is gone."""
+    """Whether a process that is ending has closed its files, or is gone."""
     try:
         with open(f"/proc/{process}/status", "rb") as file:
             return b"\nFDSize:\t0\n" in file.read()

@@ -1,1 +1,1 @@
-"""`hpcstrat timeline`: what the steps of a timeline spend their time on."""
+"""`hpcstrat timeline`: what the steps of a program spend their time on."""

@@ -15,17 +15,17 @@ from hpcstrat._tools.timeline.shares import (
     Rank,
     Timeline,
     move_waiting,
+    periods_of,
     read,
     share_out,
     steps_of,
-    stretches,
 )
 
 _DOMINATES = 0.2
-"""The share of a step above which a kind of time deserves advice."""
+"""The share of a step above which a kind of time gets advice."""
 _UNEVEN = 1.5
-"""The ratio of the mean step to the median above which it deserves a remark."""
-# a rank that waits for less than this share of the others' waiting is the one they wait for
+"""The ratio of the mean step to the median above which the report mentions it."""
+# The others wait for a rank that waits for less than this share of their waiting.
 _STANDS_OUT = 0.5
 _COLORS = {
     "computing": "#4477AA",
@@ -36,11 +36,11 @@ _COLORS = {
     "checkpoint": "#AA3377",
     "other": "#DDDDDD",
 }
-"""Paul Tol's bright colours, which colour-blind people can tell apart."""
+"""Paul Tol's bright colours, which colour-blind people can distinguish."""
 
 
 def timeline(path: str, plot: str | None, steps: int, as_json: bool) -> int:
-    """Prints what the steps of a timeline spend their time on; returns the exit status, 1 on failure.
+    """Prints what the steps spend their time on; returns the exit status, 1 on failure.
 
     Args:
         path: the file that `HPCSTRAT_TIMELINE` named.
@@ -51,13 +51,13 @@ def timeline(path: str, plot: str | None, steps: int, as_json: bool) -> int:
     try:
         if steps < 1:
             raise ValueError(f"--steps is {steps}; it must be at least 1")
-        found = move_waiting(read(path))
+        moved = move_waiting(read(path))
         if not as_json:
-            _show_ends(found)
-        ranks = share_out(found)
-        sentences = advise(ranks, list(found.cores.values()))
+            _show_ends(moved)
+        ranks = share_out(moved)
+        sentences = advise(ranks, list(moved.cores.values()))
         if plot is not None:
-            draw(found, ranks, plot, steps)
+            draw(moved, ranks, plot, steps)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"python -m hpcstrat timeline {path}: {error}", file=sys.stderr)
         return 1
@@ -71,7 +71,7 @@ def timeline(path: str, plot: str | None, steps: int, as_json: bool) -> int:
 
 
 def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
-    """A sentence for each kind of time that dominates, the largest first; if none does, one that says so.
+    """A sentence for each kind of time that dominates, the largest first, or that none does.
 
     Args:
         ranks: what each rank spends its time on.
@@ -79,8 +79,8 @@ def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
     """
     mean = {kind: sum(rank.shares[kind] for rank in ranks) / len(ranks) for kind in ranks[0].shares}
     sentences = {
-        "waiting": lambda: _of_waiting(ranks, cores),
-        "communication": lambda: _of_communication(ranks),
+        "waiting": lambda: _advise_on_waiting(ranks, cores),
+        "communication": lambda: _advise_on_communication(ranks),
         "input": lambda: (
             "make batches from arrays (Dataset.from_tensor_slices) or cache() them, do the costly "
             "work before training, or use larger batches; every rank runs the whole of a generator"
@@ -95,12 +95,12 @@ def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
             "evaluate less often, and do not convert the results of run at every step"
         ),
     }
-    found = sorted(
+    kinds = sorted(
         (kind for kind in sentences if mean[kind] >= _DOMINATES), key=lambda kind: -mean[kind]
     )
     advice = [
         f"{kind.capitalize()} takes {mean[kind]:.0%} of a step: {sentences[kind]()}."
-        for kind in found
+        for kind in kinds
     ]
     advice = advice or [f"Nothing dominates: {mean['computing']:.0%} of a step is computing."]
     if all(rank.mean > _UNEVEN * rank.step for rank in ranks):
@@ -132,15 +132,15 @@ def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> No
         raise RuntimeError("--plot needs matplotlib: `pip install matplotlib`") from error
     figure = Figure(figsize=(12, 1.6 + 0.5 * len(ranks)), layout="constrained")
     rows, bars = figure.subplots(1, 2, width_ratios=(4, 1), sharey=True)
-    begin, end = _typical(timeline, ranks[0].rank, steps)
+    start, end = _find_typical(timeline, ranks[0].rank, steps)
     for row, rank in enumerate(ranks):
-        rows.broken_barh([(0, (end - begin) * 1e3)], (row - 0.4, 0.8), color=_COLORS["other"])
+        rows.broken_barh([(0, (end - start) * 1e3)], (row - 0.4, 0.8), color=_COLORS["other"])
         shown = [
-            s for s in stretches(timeline.tracks[rank.rank]) if s.begin < end and s.end > begin
+            s for s in periods_of(timeline.tracks[rank.rank]) if s.start < end and s.end > start
         ]
         for kind in KINDS:
             spans = [
-                ((max(s.begin, begin) - begin) * 1e3, (min(s.end, end) - max(s.begin, begin)) * 1e3)
+                ((max(s.start, start) - start) * 1e3, (min(s.end, end) - max(s.start, start)) * 1e3)
                 for s in shown
                 if s.kind == kind
             ]
@@ -152,7 +152,7 @@ def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> No
             left += share
     rows.set_yticks(range(len(ranks)), [f"rank {rank.rank}" for rank in ranks])
     rows.invert_yaxis()
-    rows.set_xlim(0, (end - begin) * 1e3)
+    rows.set_xlim(0, (end - start) * 1e3)
     rows.set_xlabel("ms")
     rows.set_title(f"{min(steps, ranks[0].steps)} of {ranks[0].steps} steps, of typical length")
     bars.set_xlim(0, 100)
@@ -166,10 +166,10 @@ def draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> No
     figure.savefig(path, dpi=120)
 
 
-def _show_ends(found: Timeline) -> None:
+def _show_ends(timeline: Timeline) -> None:
     """Prints what each rank was doing when the program was killed."""
     console = Console(markup=False, emoji=False)  # names of spans may hold brackets
-    for rank, tracks in sorted(found.tracks.items()):
+    for rank, tracks in sorted(timeline.tracks.items()):
         for spans in tracks.values():
             inner = [span for span in spans if span.is_open][-1:]
             for span in inner:
@@ -198,11 +198,11 @@ def _show(ranks: Sequence[Rank], sentences: Sequence[str]) -> None:
         console.print(sentence, highlight=False, soft_wrap=True)
 
 
-def _of_waiting(ranks: Sequence[Rank], cores: Sequence[int]) -> str:
+def _advise_on_waiting(ranks: Sequence[Rank], cores: Sequence[int]) -> str:
     waits = {rank.rank: rank.shares["waiting"] for rank in ranks}
     last = min(waits, key=lambda rank: waits[rank])
     others = [share for rank, share in waits.items() if rank != last]
-    # Who waits least is who the others wait for.
+    # The others wait for the rank that waits least.
     if others and waits[last] < _STANDS_OUT * min(others):
         return (
             f"the others wait for rank {last}, which itself waits {waits[last]:.0%}. Look for work "
@@ -220,7 +220,7 @@ def _of_waiting(ranks: Sequence[Rank], cores: Sequence[int]) -> str:
     )
 
 
-def _of_communication(ranks: Sequence[Rank]) -> str:
+def _advise_on_communication(ranks: Sequence[Rank]) -> str:
     nbytes = max(rank.nbytes for rank in ranks)
     return (
         f"each rank sends {_in_units(nbytes)} per step. Use larger batches, or accumulate "
@@ -237,9 +237,9 @@ def _in_units(nbytes: float) -> str:
     return f"{nbytes:.3g} GB"
 
 
-def _typical(timeline: Timeline, rank: int, steps: int) -> tuple[float, float]:
-    """Begin and end of `steps` consecutive steps that take the median time."""
-    begins = steps_of(timeline.tracks[rank])
-    count = min(steps, len(begins) - 1)
-    spans = sorted(zip(begins, begins[count:], strict=False), key=lambda span: span[1] - span[0])
+def _find_typical(timeline: Timeline, rank: int, steps: int) -> tuple[float, float]:
+    """The start and end of `steps` consecutive steps that take the median time."""
+    starts = steps_of(timeline.tracks[rank])
+    count = min(steps, len(starts) - 1)
+    spans = sorted(zip(starts, starts[count:], strict=False), key=lambda span: span[1] - span[0])
     return spans[len(spans) // 2]

@@ -1,4 +1,4 @@
-"""Reads a timeline, of a killed program too, and adds up what its steps spend their time on."""
+"""Reads a timeline, even of a killed program, and adds up what its steps spend their time on."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hpcstrat._timeline.trace import GPU_TRACKS, parts_beside
+from hpcstrat._timeline.trace import GPU_TRACKS, other_parts
 
 PROGRAM = 0
 """The track of a rank's first thread, which calls the library."""
 
 COMPUTING, OTHER = "computing", "other"
 KINDS = (COMPUTING, "update", "communication", "waiting", "input", "checkpoint", OTHER)
-"""What time is spent on. Computing is the rest of `run`, other the rest of the program."""
+"""What time is spent on: `computing` is the rest of `run`, `other` the rest of the program."""
 
 
 class TraceSpan(NamedTuple):
-    """A stretch of a track's time.
+    """A period of a track's time.
 
     Attributes:
-        begin, end: seconds since the beginning of the trace.
+        start, end: seconds since the start of the trace.
         category: `run`, `communication`, `waiting`, `update`, `input`, `checkpoint`.
         name: what was done.
         nbytes: bytes sent.
-        is_open: whether the trace ended before it did.
+        is_open: whether the trace ended before the span.
     """
 
-    begin: float
+    start: float
     end: float
     category: str
     name: str
@@ -45,7 +45,7 @@ class Timeline(NamedTuple):
     """What all ranks did.
 
     Attributes:
-        tracks: the spans of each rank's tracks, by rank and number, outer spans before inner ones.
+        tracks: the spans of each rank's tracks, by rank and number, outer spans before inner.
         names: each rank's name, with its host.
         cores: the number of cores that each rank could run on.
     """
@@ -56,9 +56,9 @@ class Timeline(NamedTuple):
 
 
 class Period(NamedTuple):
-    """A stretch of time that one kind takes."""
+    """A period of time that one kind takes."""
 
-    begin: float
+    start: float
     end: float
     kind: str
 
@@ -69,10 +69,10 @@ class Rank(NamedTuple):
     Attributes:
         rank: its index.
         steps: the number of steps.
-        step: seconds of a step, the median.
-        mean: seconds of a step, the mean.
+        step: the median time of a step, in seconds.
+        mean: the mean time of a step, in seconds.
         shares: the fraction of the time of all steps, for each of `KINDS`; they add up to 1.
-        nbytes: bytes sent per step, the mean.
+        nbytes: the mean number of bytes sent per step.
     """
 
     rank: int
@@ -84,15 +84,17 @@ class Rank(NamedTuple):
 
 
 def read(path: str) -> Timeline:
-    """The timeline in a file, with the files of other hosts next to it if the program was killed before it merged them.
+    """Reads the timeline in a file.
+
+    Files of other hosts next to it, which a killed program did not merge, are read too.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: the file is not a timeline, or an event of it makes no sense.
+        ValueError: the file is not a timeline, or one of its events makes no sense.
     """
-    events = [event for file in (path, *parts_beside(path)) for event in _events(file)]
+    events = [event for file in (path, *other_parts(path)) for event in _events(file)]
     try:
-        timeline = _timeline_of(events)
+        timeline = _build_timeline(events)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error!r}; record it again") from error
     if not timeline.names:
@@ -103,12 +105,12 @@ def read(path: str) -> Timeline:
     return timeline
 
 
-def _timeline_of(events: Sequence[dict[str, Any]]) -> Timeline:
+def _build_timeline(events: Sequence[dict[str, Any]]) -> Timeline:
     timeline = Timeline({}, {}, {})
-    begun: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    # What a kill left open ends when the trace does.
+    opened: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    # Spans that a kill left open end when the trace ends.
     last = max((event.get("ts", 0) + event.get("dur", 0) for event in events), default=0) / 1e6
-    # Outer events before the inner ones that begin with them.
+    # Outer events before the inner events that start at the same time.
     for event in sorted(events, key=lambda event: (event.get("ts", 0), -event.get("dur", 0))):
         rank, track, kind = event["pid"], event.get("tid", 0), event["ph"]
         if event["name"] == "process_name" and kind == "M":
@@ -118,62 +120,63 @@ def _timeline_of(events: Sequence[dict[str, Any]]) -> Timeline:
         elif kind == "X":
             _add(timeline, event, (event["ts"] + event["dur"]) / 1e6)
         elif kind == "B":
-            begun.setdefault((rank, track), []).append(event)
-        elif kind == "E" and begun.get((rank, track)):
-            _add(timeline, begun[rank, track].pop(), event["ts"] / 1e6)
-    for stack in begun.values():
+            opened.setdefault((rank, track), []).append(event)
+        elif kind == "E" and opened.get((rank, track)):
+            _add(timeline, opened[rank, track].pop(), event["ts"] / 1e6)
+    for stack in opened.values():
         for event in stack:
             _add(timeline, event, last, is_open=True)
     for tracks in timeline.tracks.values():
         for spans in tracks.values():
-            spans.sort(key=lambda span: (span.begin, -span.end))
+            spans.sort(key=lambda span: (span.start, -span.end))
     return timeline
 
 
 def share_out(timeline: Timeline) -> list[Rank]:
-    """Each rank's steps.
+    """What each rank's steps spend their time on.
 
     A step lasts from one `run` of the function that runs most often to the next. The first step is
-    left out: it
-    makes slots, plans and kernels that later steps reuse.
+    left out: it makes slots, plans and kernels that later steps reuse.
 
     Raises:
         ValueError: the program did not run two steps, or they took no time.
     """
     if not timeline.tracks:
         raise ValueError("nothing is recorded; let the program call Strategy.run")
-    return [_of_rank(timeline, rank) for rank in sorted(timeline.tracks)]
+    return [_share_out_rank(timeline, rank) for rank in sorted(timeline.tracks)]
 
 
 def steps_of(tracks: dict[int, list[TraceSpan]]) -> list[float]:
-    """When each step of a rank begins, and when the last one ends."""
+    """When each step of a rank starts, and when the last step ends."""
     runs = [span for span in tracks.get(PROGRAM, []) if span.category == "run" and not span.is_open]
     if not runs:
         return []
     ((name, _),) = collections.Counter(span.name for span in runs).most_common(1)
-    begins = [span.begin for span in runs if span.name == name]
-    # The first step makes plans, slots and kernels, which no later one does.
-    return begins[1:]
+    starts = [span.start for span in runs if span.name == name]
+    # The first step makes slots, plans and kernels, which later steps reuse.
+    return starts[1:]
 
 
-def stretches(tracks: dict[int, list[TraceSpan]]) -> list[Period]:
-    """A rank's time as consecutive stretches of one kind; gaps are `OTHER`.
+def periods_of(tracks: dict[int, list[TraceSpan]]) -> list[Period]:
+    """A rank's time as consecutive periods of one kind; gaps are `OTHER`.
 
-    Of nested spans the innermost counts. While a GPU works, its work counts and not the host's,
-    which only enqueues.
+    Of nested spans the innermost counts. While a GPU works, its work counts, not the host's, which
+    only enqueues.
     """
     on_gpu = [
-        _flat(spans) for track, spans in tracks.items() if track >= GPU_TRACKS and _is_main(spans)
+        _flatten(spans)
+        for track, spans in tracks.items()
+        if track >= GPU_TRACKS and _is_main(spans)
     ]
-    on_host = _flat(tracks.get(PROGRAM, []))
-    return on_host if not on_gpu else _laid_over(on_host, on_gpu[0])
+    on_host = _flatten(tracks.get(PROGRAM, []))
+    return on_host if not on_gpu else _overlay(on_host, on_gpu[0])
 
 
 def move_waiting(timeline: Timeline) -> Timeline:
     """The timeline with separate spans for GPUs that wait for each other.
 
-    An NCCL kernel waits on the GPU until all ranks' kernels have begun. So in the k-th kernel of
-    each rank, the time before the last rank begins is waiting. Only streams with equal numbers of
+    An NCCL kernel waits on the GPU until all ranks' kernels have started. So in the k-th kernel of
+    each rank, the time before the last rank starts is waiting. Only streams with equal numbers of
     kernels on all ranks are compared.
     """
     moved = {rank: dict(tracks) for rank, tracks in timeline.tracks.items()}
@@ -187,24 +190,24 @@ def move_waiting(timeline: Timeline) -> Timeline:
             ]
             for rank, tracks in moved.items()
         }
-        # After a kill the ranks may have written different numbers, and the k-th kernels no longer
-        # belong together.
+        # After a kill, ranks may have written different numbers of kernels, and the k-th kernels no
+        # longer belong together.
         if len({len(indices) for indices in each.values()}) > 1:
             continue
         for indices in zip(*each.values(), strict=True):
-            last_begin = max(
-                moved[rank][number][i].begin for rank, i in zip(each, indices, strict=True)
+            last_start = max(
+                moved[rank][number][i].start for rank, i in zip(each, indices, strict=True)
             )
             for rank, i in zip(each, indices, strict=True):
                 span = moved[rank][number][i]
                 wait = TraceSpan(
-                    span.begin, min(last_begin, span.end), "waiting", "the other ranks"
+                    span.start, min(last_start, span.end), "waiting", "the other ranks"
                 )
-                if wait.end > wait.begin:
+                if wait.end > wait.start:
                     moved[rank][number] = [*moved[rank][number], wait]
     for tracks in moved.values():
         for spans in tracks.values():
-            spans.sort(key=lambda span: (span.begin, -span.end, span.category == "waiting"))
+            spans.sort(key=lambda span: (span.start, -span.end, span.category == "waiting"))
     return timeline._replace(tracks=moved)
 
 
@@ -221,8 +224,8 @@ def _add(timeline: Timeline, event: dict[str, Any], end: float, is_open: bool = 
     has_known_kind = type(span.name) is str and span.category in ("run", *KINDS)
     if not (
         has_known_kind
-        and all(type(one) is int for one in numbers)
-        and -math.inf < span.begin <= end < math.inf
+        and all(type(number) is int for number in numbers)
+        and -math.inf < span.start <= end < math.inf
     ):
         raise ValueError(f"an event is {reprlib.repr(event)}")
     timeline.tracks.setdefault(event["pid"], {}).setdefault(event["tid"], []).append(span)
@@ -240,43 +243,43 @@ def _events(path: str) -> Iterator[dict[str, Any]]:
                 yield event
 
 
-def _of_rank(timeline: Timeline, rank: int) -> Rank:
+def _share_out_rank(timeline: Timeline, rank: int) -> Rank:
     tracks = timeline.tracks[rank]
-    begins = steps_of(tracks)
-    if len(begins) < 2:
+    starts = steps_of(tracks)
+    if len(starts) < 2:
         raise ValueError(
-            f"rank {rank} ran at most {len(begins) + 1} steps, and three are needed to tell what "
+            f"rank {rank} ran at most {len(starts) + 1} steps, and three are needed to tell what "
             "they spend their time on; call Strategy.run more often with the same function"
         )
-    begin, end = begins[0], begins[-1]
-    if begin == end:
+    start, end = starts[0], starts[-1]
+    if start == end:
         raise ValueError(f"the steps of rank {rank} took no time; record the timeline again")
     spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    for stretch in stretches(tracks):
-        spent[stretch.kind] += max(0.0, min(stretch.end, end) - max(stretch.begin, begin))
-    spent[OTHER] += (end - begin) - sum(spent.values())
+    for period in periods_of(tracks):
+        spent[period.kind] += max(0.0, min(period.end, end) - max(period.start, start))
+    spent[OTHER] += (end - start) - sum(spent.values())
     sent = [
         span.nbytes
         for span in tracks[PROGRAM]
-        if span.category == "communication" and begin <= span.begin < end
+        if span.category == "communication" and start <= span.start < end
     ]
     return Rank(
         rank,
-        len(begins) - 1,
-        statistics.median(b - a for a, b in itertools.pairwise(begins)),
-        (end - begin) / (len(begins) - 1),
-        {kind: seconds / (end - begin) for kind, seconds in spent.items()},
-        sum(sent) / (len(begins) - 1),
+        len(starts) - 1,
+        statistics.median(b - a for a, b in itertools.pairwise(starts)),
+        (end - start) / (len(starts) - 1),
+        {kind: seconds / (end - start) for kind, seconds in spent.items()},
+        sum(sent) / (len(starts) - 1),
     )
 
 
 def _is_main(spans: Iterable[TraceSpan]) -> bool:
-    """Whether a GPU's stream is the strategy's, not the one that copies input."""
+    """Whether a GPU's stream is the strategy's, not the stream that copies input."""
     return any(span.category == "run" for span in spans)
 
 
-def _flat(spans: Sequence[TraceSpan]) -> list[Period]:
-    """Nested spans as consecutive stretches: the innermost counts."""
+def _flatten(spans: Sequence[TraceSpan]) -> list[Period]:
+    """Nested spans as consecutive periods: the innermost counts."""
     flat: list[Period] = []
     stack: list[TraceSpan] = []
     at = 0.0
@@ -289,10 +292,10 @@ def _flat(spans: Sequence[TraceSpan]) -> list[Period]:
         at = max(at, to)
 
     for span in spans:
-        while stack and stack[-1].end <= span.begin:
+        while stack and stack[-1].end <= span.start:
             advance(stack[-1].end)
             stack.pop()
-        advance(span.begin)
+        advance(span.start)
         stack.append(span)
     while stack:
         advance(stack[-1].end)
@@ -300,18 +303,18 @@ def _flat(spans: Sequence[TraceSpan]) -> list[Period]:
     return flat
 
 
-def _laid_over(below: Sequence[Period], above: Sequence[Period]) -> list[Period]:
-    """The stretches of both; where they overlap, those above."""
-    begins = [stretch.begin for stretch in above]
+def _overlay(below: Sequence[Period], above: Sequence[Period]) -> list[Period]:
+    """The periods of both; where they overlap, `above` counts."""
+    starts = [period.start for period in above]
     result = list(above)
-    for stretch in below:
-        at = stretch.begin
-        for over in above[max(0, bisect.bisect_right(begins, at) - 1) :]:
-            if over.begin >= stretch.end:
+    for period in below:
+        at = period.start
+        for over in above[max(0, bisect.bisect_right(starts, at) - 1) :]:
+            if over.start >= period.end:
                 break
-            if over.begin > at:
-                result.append(Period(at, over.begin, stretch.kind))
+            if over.start > at:
+                result.append(Period(at, over.start, period.kind))
             at = max(at, over.end)
-        if at < stretch.end:
-            result.append(Period(at, stretch.end, stretch.kind))
+        if at < period.end:
+            result.append(Period(at, period.end, period.kind))
     return sorted(result)

@@ -14,7 +14,7 @@ from hpcstrat.data import Dataset, DistributedDataset, InputContext, InputReplic
 
 
 class DistributedInputIterator:
-    """Steps through a distributed dataset, by hand. Collective: all ranks call its methods."""
+    """Steps through a distributed dataset by hand. Collective: all ranks call its methods."""
 
     def __init__(self, dataset: DistributedDataset) -> None:
         self._dataset = dataset
@@ -39,7 +39,7 @@ class DistributedInputIterator:
         return next(self._iterator)
 
 
-def _called(function: Callable[[], Any]) -> Iterator[Any]:
+def _call_until_stop(function: Callable[[], Any]) -> Iterator[Any]:
     while True:
         try:
             element = function()
@@ -49,10 +49,10 @@ def _called(function: Callable[[], Any]) -> Iterator[Any]:
 
 
 class _V1Methods(Strategy):
-    """What the strategies of version 1 add."""
+    """The methods that the strategies of version 1 add."""
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedInputIterator:
-        """An iterator over a dataset that is batched by the global batch size. Collective."""
+        """An iterator over a dataset batched by the global batch size. Collective."""
         return DistributedInputIterator(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
@@ -60,18 +60,18 @@ class _V1Methods(Strategy):
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> DistributedInputIterator:
-        """An iterator over the dataset that `input_fn(InputContext)` gives, batched by the batch size of a replica.
+        """An iterator over the dataset of `input_fn(InputContext)`, batched per replica.
 
         Collective.
 
         Args:
-            input_fn: returns a dataset; or a function without arguments that returns an element at
-                each call, until it raises `StopIteration`. Every rank calls it for the elements of
-                all replicas.
+            input_fn: returns a dataset, batched by the batch size of a replica; or a function
+                without arguments that returns an element per call, until it raises `StopIteration`.
+                Every rank calls it for the elements of all replicas.
             replication_mode: `PER_WORKER`.
 
         Raises:
-            ValueError: another mode than `PER_WORKER`.
+            ValueError: a mode other than `PER_WORKER`.
         """
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(
@@ -80,11 +80,11 @@ class _V1Methods(Strategy):
             )
 
         def dataset_fn(context: InputContext) -> Any:
-            made = input_fn(context)
-            # A dataset may be callable too; what can be iterated is one.
-            if not callable(made) or hasattr(made, "__iter__"):
-                return made
-            return Dataset.from_generator(functools.partial(_called, made))
+            result = input_fn(context)
+            # A dataset may be callable too; it is the one that can be iterated over.
+            if not callable(result) or hasattr(result, "__iter__"):
+                return result
+            return Dataset.from_generator(functools.partial(_call_until_stop, result))
 
         return DistributedInputIterator(self.distribute_datasets_from_function(dataset_fn))
 
@@ -109,11 +109,11 @@ class _V1Methods(Strategy):
         return super().reduce(reduce_op, value, axis)
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """A deep copy of `config_proto`: there is nothing that a strategy has to set in it."""
+        """A deep copy of `config_proto`: a strategy has nothing to set in it."""
         return copy.deepcopy(config_proto)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Dataset:
-        """A dataset of the slices of a nest of arrays along their first dimension, which must be equal."""
+        """A dataset of the slices of a nest of arrays along their first, equal dimension."""
         del session
         return super().experimental_make_numpy_dataset(numpy_input)
 

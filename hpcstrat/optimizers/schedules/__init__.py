@@ -1,4 +1,4 @@
-"""Learning rates that depend on the number of steps taken, by the names of `tf.keras.optimizers.schedules`."""
+"""Learning rates by the number of steps done, named as in `tf.keras.optimizers.schedules`."""
 
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat.optimizers.schedules._schedules import CosineDecay as CosineDecay

@@ -1,4 +1,4 @@
-"""Learning rates that depend on the number of steps done, as in `tf.keras.optimizers.schedules`."""
+"""Learning rates by the number of steps done, as in `tf.keras.optimizers.schedules`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from hpcstrat._core import nests
 @nests.leaf
 @dataclass(frozen=True)
 class ExponentialDecay:
-    """`initial_learning_rate * decay_rate ** (step / decay_steps)`; `staircase` rounds the exponent down.
+    """`initial_learning_rate * decay_rate ** (step / decay_steps)`.
+
+    `staircase` rounds the exponent down.
 
     Raises:
         ValueError: `decay_steps` is not positive.
@@ -38,7 +40,10 @@ class ExponentialDecay:
 @nests.leaf
 @dataclass(frozen=True)
 class PiecewiseConstantDecay:
-    """`values[i]` up to and including step `boundaries[i]`, the last of the values, one more, after that."""
+    """`values[i]` up to and including step `boundaries[i]`, and the last value after that.
+
+    So `values` has one more item than `boundaries`.
+    """
 
     boundaries: Sequence[int]
     values: Sequence[float]
@@ -51,10 +56,10 @@ class PiecewiseConstantDecay:
 @nests.leaf
 @dataclass(frozen=True)
 class PolynomialDecay:
-    """From the initial to the end learning rate in `decay_steps` steps, by `(1 - step / decay_steps) ** power`.
+    """From the initial to the end learning rate in `decay_steps` steps.
 
-    With `cycle` it starts again from a larger multiple of `decay_steps` instead of staying at the
-    end.
+    The difference falls by `(1 - step / decay_steps) ** power`. With `cycle` the rate starts again
+    from a larger multiple of `decay_steps` instead of staying at the end.
 
     Raises:
         ValueError: `decay_steps` is not positive.
@@ -81,7 +86,9 @@ class PolynomialDecay:
 @nests.leaf
 @dataclass(frozen=True)
 class InverseTimeDecay:
-    """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`; `staircase` takes the quotient's whole part.
+    """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`.
+
+    `staircase` rounds `step / decay_steps` down.
 
     Raises:
         ValueError: `decay_steps` is not positive.
@@ -106,10 +113,10 @@ class InverseTimeDecay:
 @nests.leaf
 @dataclass(frozen=True)
 class CosineDecay:
-    """From the initial learning rate to `alpha` times it along half a cosine (Loshchilov and Hutter 2017).
+    """From the initial learning rate to `alpha` times it, along half a cosine.
 
-    With `warmup_target` the rate first goes linearly from the initial one to it in `warmup_steps`
-    steps.
+    By Loshchilov and Hutter (2017). With `warmup_target` the rate first goes linearly from the
+    initial rate to this target, in `warmup_steps` steps, and decays from there.
 
     Raises:
         ValueError: `decay_steps` is not positive.

@@ -1,0 +1,53 @@
+"""The rules for the places and names of files."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+from collections import Counter
+
+PACKAGE = pathlib.Path(__file__).parents[2] / "hpcstrat"
+FILES = sorted(PACKAGE.rglob("*.py"))
+ROOT = {"__init__.py", "__main__.py", "_program.py", "losses.py", "torch.py"}
+
+
+def is_private(folder):
+    return any(part.startswith("_") for part in folder.relative_to(PACKAGE).parts)
+
+
+def test_the_root_has_the_public_door_alone():
+    assert {path.name for path in PACKAGE.glob("*.py")} == ROOT
+
+
+def test_a_folder_is_public_or_private_as_a_whole():
+    """A public folder is imported through its `__init__` only, so each other file is `_x.py`."""
+    inside = [path for path in FILES if path.parent != PACKAGE and path.name != "__init__.py"]
+    assert [path for path in inside if path.name.startswith("_") == is_private(path.parent)] == []
+    missing = {path.parent for path in inside if not (path.parent / "__init__.py").exists()}
+    assert missing == set()
+
+
+def test_a_class_name_is_unique():
+    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
+    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    assert names["Variable"] == 1
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_public_names_show_as_programs_write_them():
+    program = """
+import hpcstrat as hs, pickle, sys
+print(hs.Variable, hs.data.Dataset, hs.optimizers.Adam, hs.optimizers.schedules.CosineDecay)
+print(hs.compat.v1.MirroredStrategy, hs.barrier.__module__, hs.ReplicaMismatchError.__module__)
+assert pickle.loads(pickle.dumps(hs.ReduceOp.SUM)) is hs.ReduceOp.SUM
+print([name for name in sys.modules if name.startswith(("hpcstrat._tools", "hpcstrat._timeline"))])
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.splitlines() == [
+        "<class 'hpcstrat.Variable'> <class 'hpcstrat.data.Dataset'> "
+        "<class 'hpcstrat.optimizers.Adam'> <class 'hpcstrat.optimizers.schedules.CosineDecay'>",
+        "<class 'hpcstrat.compat.v1.MirroredStrategy'> hpcstrat hpcstrat",
+        "[]",
+    ]
