@@ -1,4 +1,4 @@
-"""Shows on the site what stands elsewhere in the repository, and leads links between the two to where it is there."""
+"""Shows files of the whole repository on the site, and adapts the links between them."""
 
 import os
 import pathlib
@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Turns links that are right in the repository into those that are right on the site, which is without `docs/`."""
+    """Adapts links to the site, which has no `docs/`, and fills in the layers."""
     place = page.file.src_uri
     path = os.path.relpath(page.file.abs_src_path or "", ROOT)
 
@@ -66,7 +66,7 @@ def row(folders: str, purpose: str) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Lets long names break behind a dot or an underscore: in the contents of a page, in its headings and tables."""
+    """Lets long names in contents, headings and tables break after a dot or an underscore."""
     breakable(page.toc.items)
     return NAMES.sub(lambda names: CODE.sub(with_breaks, names[0]), html)
 

@@ -202,8 +202,8 @@ class Strategy(InputMethods, ValueMethods):
         try:
             check_arguments(fn, args, "Strategy.run")
             if communicator.checks:
-                # A plain value is the same for all replicas. Comparing it communicates, so only
-                # HPCSTRAT_CHECK does.
+                # A plain value is the same for all replicas. Only HPCSTRAT_CHECK compares it,
+                # because comparing communicates.
                 require_equal_arguments(communicator, args, kwargs or {})
             own = [select(arg) for arg in args]
             own_by_name = {name: select(arg) for name, arg in kwargs.items()} if kwargs else {}

@@ -228,8 +228,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def astype(self, dtype: npt.DTypeLike, copy: bool = True) -> Array:
         """The array in another dtype; with `copy=False`, `value()` if it has that dtype already."""
-        # With `copy=False` NumPy returns storage itself if the dtype matches; return it as
-        # `value()` does.
+        # With `copy=False` NumPy may return storage itself; `value()` returns it as it should be.
         array = self._read_in_place().astype(dtype, copy=copy)
         return self.value() if array is self._state.block.view else array
 

@@ -45,8 +45,7 @@ class VariableState:
         # The interface cannot name a dtype of `ml_dtypes`: NumPy then calls `__array__`, as it does
         # everywhere outside a replica.
         has_interface = isinstance(view, np.ndarray) and view.dtype.kind != "V"
-        # Made once: every `np.asarray` of a variable asks for it, and an array makes a new dict
-        # each time.
+        # Made once: `np.asarray` of a variable asks for it, and an array makes a new dict per call.
         self.interface: dict[str, Any] | None = view.__array_interface__ if has_interface else None
 
     @property

@@ -278,8 +278,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         if isinstance(contexts.context(), InReplica) or group.communicator.size == 1:
             state.storage.write(state.block, self._as_written(verb, value), RULES[verb])
             return
-        # One value for all replicas. Reading must return that value, even where it sums over the
-        # replicas.
+        # One value for all replicas. Reading must return it, even if reading sums over replicas.
         is_sum = self.aggregation is VariableAggregation.SUM
         with group.communicator.raise_together():
             if is_sum and verb != "assign":

@@ -1,4 +1,4 @@
-"""Cells: programs that run shut off from all others, so that what they leave behind is seen exactly."""
+"""Cells: programs that run isolated from all others, so that everything they leave is visible."""
 
 import contextlib
 import json
@@ -15,20 +15,20 @@ import pytest
 from internals import launchers
 
 _INIT = pathlib.Path(__file__).with_name("init.py")
-_MARK = "CELL"  # a variable that tells a cell's processes from all others
+_MARK = "CELL"  # a variable that marks a cell's processes
 _KEPT = ("PATH", "LANG", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OPENBLAS_CORETYPE")
 _SECONDS = 60  # for a command that hangs
-_SETTLE_SECONDS = 10  # for processes that are on their way out
+_SETTLE_SECONDS = 10  # for processes that are about to end
 
 
 def _unshare():
-    """The command that makes namespaces, with rights that the user has perhaps in a namespace only."""
+    """The command that makes namespaces, with rights that the user may have only in a namespace."""
     words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
     return words if os.geteuid() == 0 else [*words, "--map-root-user"]
 
 
 def why_not():
-    """Why there can be no cells here; empty where there can."""
+    """Why cells do not work here; empty if they do."""
     try:
         result = subprocess.run([*_unshare(), "true"], capture_output=True, text=True, check=False)
     except FileNotFoundError:
@@ -37,7 +37,7 @@ def why_not():
 
 
 class Cell:
-    """A mount and a PID namespace with a `/dev/shm`, a home and a temporary folder of its own.
+    """A mount and a PID namespace with their own `/dev/shm`, home and temporary folder.
 
     Args:
         folder: in which programs run.
@@ -66,10 +66,10 @@ class Cell:
 
         Args:
             words: the command; `hpcstrat` and `python` are those of the tests.
-            leaves: beginnings of the names of files, or of the commands of processes, that may be
+            leaves: prefixes of the names of files, or of the commands of processes, that may be
                 left.
             shm: the size of `/dev/shm`.
-            before: commands of the shell, run in the cell before.
+            before: shell commands that run in the cell first.
             stdin: a text.
             stdout: a path that standard output goes to, instead of a file that is read.
             env: more variables.
@@ -87,7 +87,7 @@ class Cell:
         options = [self.folder / "left", _SETTLE_SECONDS, "\n".join(leaves), shm, before]
         init = [sys.executable, "-I", "-S", _INIT, *options, *words]
         self.write(stdin, "stdin")
-        with (  # files, and not pipes, which would be full before they are read
+        with (  # files, not pipes, which would be full before they are read
             open(self.folder / "stdin") as file,
             open(stdout or self.folder / "stdout", "w") as output,
             open(self.folder / "stderr", "w") as errors,
@@ -108,7 +108,7 @@ class Cell:
         return self.start(*words, **options).end(seconds)
 
     def processes(self):
-        """The variables of each process of the cell, by its number outside."""
+        """The variables of each process of the cell, by its PID outside."""
         found = {}
         for name in filter(str.isdigit, os.listdir("/proc")):
             with contextlib.suppress(OSError):
@@ -120,7 +120,7 @@ class Cell:
         return found
 
     def kill(self):
-        """Ends what still runs."""
+        """Ends the processes that still run."""
         for process in self.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -130,8 +130,8 @@ class Attacked:
     """A command that runs in a cell.
 
     Attributes:
-        status: its exit status, 128 + n where signal n has ended it.
-        stdout: what was printed; likewise `stderr`.
+        status: its exit status, 128 + n if signal n ended it.
+        stdout, stderr: what was printed.
         said: the lines of standard error that are hpcstrat's own.
     """
 
@@ -192,35 +192,34 @@ class Attacked:
         return self._wait(find, "the command")[0]
 
     def wait_for_death(self, process):
-        """Waits until a process is gone."""
+        """Waits until a process has ended."""
         self._wait(
             lambda: not pathlib.Path(f"/proc/{process}").exists(), f"the end of process {process}"
         )
 
     def pause(self, seconds):
-        """Lets the command run on for so long, or to its end."""
+        """Lets the command run for that long, or to its end."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
     def signal(self, process, name):
-        """Sends a signal, unless the process is gone."""
+        """Sends a signal, unless the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, getattr(signal, name))
 
     def end(self, seconds=_SECONDS):
-        """Waits for the end, and checks that nothing is left of the command.
+        """Waits for the end, and checks that the command left nothing behind.
 
         Args:
-            seconds: after which it counts as hanging.
+            seconds: after them, it counts as hanging.
         """
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             pytest.fail(f"no end after {seconds} s")
         finally:
-            print(
-                self.stdout[-10_000:], self.stderr[-10_000:], sep="\n"
-            )  # pytest shows it where the test fails
+            # pytest shows it if the test fails.
+            print(self.stdout[-10_000:], self.stderr[-10_000:], sep="\n")
         report = json.loads((self._cell.folder / "left").read_text())
         self.status = report["status"]
         assert report["left"] == []

@@ -1,4 +1,4 @@
-"""Fixtures of the attacks: programs that are killed, crafted, starved or misused, each in a cell."""
+"""Fixtures of the attacks: programs killed, crafted, starved or misused, each in a cell."""
 
 import shutil
 
@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def cell(tmp_path):
-    """Runs commands shut off from all others: `cell("hpcstrat", "run", "-n", "2", "program.py")`."""
+    """Runs commands isolated from others: `cell("hpcstrat", "run", "-n", "2", "program.py")`."""
     if _WHY_NOT:
         pytest.skip(_WHY_NOT)
     if shutil.which("mpirun") is None:

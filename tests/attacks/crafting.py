@@ -1,4 +1,4 @@
-"""What programs need that damage a file, or a text, before it is read."""
+"""Helpers for programs that damage a file, or a text, before it is read."""
 
 CRAFT = """
 import copy, json, os, resource

@@ -1,4 +1,4 @@
-"""The first process of a cell: mounts what is the cell's own, runs a command, and reports what it has left."""
+"""The first process of a cell: mounts, runs a command, and reports what it left behind."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ def _main(report, settle, leaves, shm, before, *command):
         process, found = os.wait()
         if process == child:
             status = os.waitstatus_to_exitcode(found)
-    for file in (0, 1, 2):  # who reads them waits for what is left, if anything is
+    for file in (0, 1, 2):  # its reader waits for what is left, if anything is
         os.close(file)
     deadline = time.monotonic() + float(settle)
     allowed = tuple(leaves.splitlines())
@@ -40,7 +40,7 @@ def _main(report, settle, leaves, shm, before, *command):
 
 
 def _processes():
-    """The commands of the others."""
+    """The commands of the other processes."""
     found = []
     for name in filter(str.isdigit, os.listdir("/proc")):
         if int(name) != os.getpid():

@@ -1,4 +1,4 @@
-"""Attacks on compiled updates: compilers that hang or lie, a cache that is damaged or locked, odd formulas."""
+"""Attacks on compiled updates: bad compilers, a damaged or locked cache, odd formulas."""
 
 import os
 import random
@@ -28,7 +28,7 @@ def weight(ranks):
 
 
 def compiler(cell, *lines):
-    """A compiler that does this before it begins; what it makes is for it alone."""
+    """A compiler that runs these lines first; its results are cached separately."""
     path = cell.folder / "compiler"
     path.write_text("\n".join(["#!/bin/sh", *lines, f'exec {CC} "$@"', ""]))
     path.chmod(0o755)
@@ -41,7 +41,7 @@ def files(cell):
 
 
 def compiles(cell, **options):
-    """Runs the update on one rank; gives the one file of the cache."""
+    """Runs the update on one rank; returns the one file of the cache."""
     cell.write(UPDATE)
     ended = cell("python", "program.py", **options)
     assert (ended.status, ended.stdout, ended.stderr) == (0, weight(1), "")
@@ -81,7 +81,7 @@ def test_a_damaged_library_is_made_again(cell, damage, seed):
 @slow
 @needs_compiler
 def test_a_compiler_that_hangs_costs_its_limit_once(cell):
-    """Not once for each rank, which would take the others beyond the time-out; and its children end with it."""
+    """Not once per rank, which would exceed the others' time-out; its children end with it."""
     cell.write(UPDATE)
     wrapper = compiler(cell, "echo tried >>tried", "sleep 1000 & sleep 1000").pop("CC")
     wrapper.write_text(wrapper.read_text().replace(">>tried", f">>{cell.folder}/tried"))
@@ -206,7 +206,7 @@ print(digest.hexdigest())
     ["", *(pytest.param(one, marks=slow) for one in ("-ffast-math", "-O0", "-fno-such-flag"))],
 )
 def test_compiled_updates_have_numpys_bits_or_are_not_used(cell, flags, ranks):
-    """Of numbers of each kind, and a formula with infinities; under compilers that add flags of their own too."""
+    """For numbers of each kind, and infinities; also under compilers that add their own flags."""
     cell.write(BITS)
     wrapper = cell.folder / "compiler"
     wrapper.write_text(f'#!/bin/sh\nexec {CC} "$@" {flags}\n')

@@ -1,4 +1,4 @@
-"""Attacks by crafted or damaged input: a launcher's variables, resolvers, timelines and checkpoints."""
+"""Attacks by crafted or damaged input: launchers' variables, resolvers, timelines, checkpoints."""
 
 import pytest
 from crafting import CRAFT
@@ -121,7 +121,7 @@ print("all")
 
 @pytest.mark.parametrize("count", [40, pytest.param(2000, marks=pytest.mark.slow)])
 def test_a_damaged_checkpoint_changes_nothing(cell, count):
-    """Whatever bytes of it are changed, cut or added; and on all ranks."""
+    """Whatever bytes are changed, cut or added; also on all ranks."""
     cell.write(f"""{CRAFT}
 import shutil
 import hpcstrat as hs

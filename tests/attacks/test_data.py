@@ -1,4 +1,4 @@
-"""Attacks on `hpcstrat.data`: functions that fail or block, pipelines stopped anywhere, crafted datasets."""
+"""Attacks on `hpcstrat.data`: failing or blocking functions, stopped pipelines, bad datasets."""
 
 import pytest
 from crafting import CRAFT

@@ -1,4 +1,4 @@
-"""Attacks on the network between two hosts: links that are slow, cut, cut for some seconds, and a host that is lost."""
+"""Attacks on the network between two hosts: links that are slow or cut, and a host that is lost."""
 
 import os
 import pathlib
@@ -29,7 +29,7 @@ def in_step_13(commands):
 
 @pytest.fixture
 def on_two_hosts(cell):
-    """Runs a program on two hosts, which are network namespaces of the cell, linked by a switch."""
+    """Runs a program on two hosts: network namespaces of the cell, linked by a switch."""
     if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("it takes root and iproute2")
 
@@ -46,7 +46,7 @@ def came_to_its_end(ended, ranks):
 
 
 def ended_with_a_report(ended, silent):
-    """That names the ranks of the host which is not there, and the call of the others."""
+    """The report names the ranks of the missing host, and the call of the others."""
     assert ended.status != 0 and ended.stdout == "" and "Traceback" not in ended.stderr
     report, end = ended.said
     assert "waiting for each other for 2 s" in report and "the job ends: " in end
@@ -78,7 +78,7 @@ def test_a_link_or_host_that_is_lost(on_two_hosts, commands, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, LARGE], ids=["small", "large"])
 def test_a_link_that_is_cut_for_some_seconds(on_two_hosts, options):
-    """For longer than until the report, which does no harm."""
+    """For longer than until the report; it does no harm."""
     attack = in_step_13(f"{PLUG} down; sleep 4; {PLUG} up")
     ended = on_two_hosts(
         training(attack, strategy=STRATEGY, **options),
@@ -90,7 +90,7 @@ def test_a_link_that_is_cut_for_some_seconds(on_two_hosts, options):
 
 @pytest.mark.slow
 def test_a_link_that_is_cut_under_the_exchanging_thread(on_two_hosts):
-    """While sums are under way, in each fifth step, and back soon."""
+    """While sums are under way, in every fifth step, and soon back."""
     commands = f"{PLUG} down; sleep 0.3; {PLUG} up"
     update = MARKED.format(f"if step % 5 == 0 and rank == last: {started(commands)}")
     came_to_its_end(
@@ -104,7 +104,7 @@ def test_a_link_that_is_cut_under_the_exchanging_thread(on_two_hosts):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_a_link_that_fails_now_and_then(on_two_hosts, seed):
-    """At random moments; not in the start of MPI, which gives up at once where a host is unreachable."""
+    """At random moments, but not while MPI starts: it gives up at once if a host is unreachable."""
     moments = random.Random(seed)
     times = [(moments.uniform(0.1, 1.0), moments.uniform(0.05, 0.8)) for _ in range(6)]
     commands = "; ".join(

@@ -1,4 +1,4 @@
-"""Attacks on `hpcstrat run`: signals, what a rank leaves, arguments, output and limits."""
+"""Attacks on `hpcstrat run`: signals, what a rank leaves behind, arguments, output and limits."""
 
 import random
 import signal
@@ -60,7 +60,7 @@ def test_a_full_disk_for_copies_is_said_once(cell):
     cell.write("import sys; sys.stdout.write(20_000 * 'a line of this kind\\n')")
     full = "mkdir logs; mount -t tmpfs -o size=64k tmpfs logs"
     ended = cell("hpcstrat", "run", "-n", "2", "--tee", "logs", "program.py", before=full)
-    # Where a line is cut in the middle, mpirun puts the other rank's between.
+    # If a line is cut in the middle, mpirun puts the other rank's between.
     assert ended.status == 0 and sorted(ended.stdout) == sorted(40_000 * "a line of this kind\n")
     assert sorted(ended.said) == [
         f"hpcstrat run: --tee: {cell.folder}/logs/rank-{n}.log: No space left on device; nothing "
@@ -144,7 +144,7 @@ def test_a_rank_that_leaves_the_others_is_no_success(cell, status):
     assert ended.status != 0 and "weight" not in ended.stdout
     if (
         status == 0 and "BAD TERMINATION" not in ended.stdout
-    ):  # mpiexec's, if the one that it kills ends first
+    ):  # mpiexec's, if the process that it kills ends first
         assert (
             "left after step 12 without the others, as by os._exit; the status is 1" in ended.stderr
         )
@@ -166,7 +166,7 @@ def test_nothing_is_left_of_a_launcher_that_is_killed_at_any_moment(cell, option
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(5)]
 )
 def test_ctrl_c_ends_all_ranks_at_any_moment(cell, seed):
-    """The first tenths of a second too, in which Python and MPI are loaded."""
+    """Also in the first tenths of a second, in which Python and MPI are loaded."""
     cell.write(training(step_seconds=0.05))
     attacked = cell.start("hpcstrat", "run", "-n", "2", "program.py")
     process = attacked.launcher()

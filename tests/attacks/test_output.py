@@ -31,7 +31,7 @@ def test_bytes_of_any_kind_arrive_as_they_are(cell, options):
     ended = cell("hpcstrat", "run", "-n", 1 if options else 2, *options, "program.py")
     expected = (cell.folder / "expected").read_bytes()
     found = (cell.folder / "stdout").read_bytes()
-    # Of two ranks mpirun mixes what comes close together.
+    # mpirun mixes what two ranks print at nearly the same time.
     assert ended.status == 0 and (
         found == expected if options else sorted(found) == sorted(expected)
     )

@@ -1,4 +1,4 @@
-"""Attacks on `hpcstrat run --restarts`: whatever ends a rank, the job goes on, with nothing lost, or says why not."""
+"""Attacks on `hpcstrat run --restarts`: the job continues without losses, or says why not."""
 
 import random
 
@@ -12,7 +12,7 @@ def restarting(cell, program, ranks=2, **options):
 
 
 def went_on(ended, ranks=2, restarts=1):
-    """Whether it has gone on so often, each time said in a line, and come to the right end."""
+    """Whether it restarted this many times, each time with a line, and came to the right end."""
     said = [line for line in ended.said if "restart" in line]
     assert ended.status == 0 and ended.stdout.splitlines()[-1] == f"weight {weight(ranks)}"
     assert len(said) == restarts and all(
@@ -32,7 +32,7 @@ SIGNALS = ["SIGKILL", "SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL", "SIGFPE"]
     ],
 )
 def test_a_rank_that_dies_of_a_signal(cell, name):
-    """MPICH's status has the bits of all ranks: ABRT, and the KILL of the other, look like TERM."""
+    """MPICH's status has the bits of all ranks: ABRT and the KILL of the other look like TERM."""
     attack = f"if start == 0 and step == 13 and rank == last: os.kill(os.getpid(), signal.{name})"
     (line,) = went_on(restarting(cell, training(attack)))
     assert "after step 12 " in line and line.endswith("the newest snapshot is of step 12")
@@ -99,7 +99,7 @@ def test_what_a_dead_rank_has_started_is_not_waited_for(cell, prefix):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("names", [["SIGKILL", "SIGSEGV"], ["SIGABRT"]], ids=["killed", "aborted"])
 def test_a_rain_of_signals(cell, ranks, names):
-    """At random moments, in the start of MPI too."""
+    """At random moments, also while MPI starts."""
     moments = random.Random(ranks)
     cell.write(training(step_seconds=0.2))
     attacked = cell.start("hpcstrat", "run", "-n", ranks, "--restarts", 50, "program.py")

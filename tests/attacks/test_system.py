@@ -1,4 +1,4 @@
-"""Attacks by the system: too little of what there is, what is missing, signals in the first tenths of a second."""
+"""Attacks by the system: too few resources, missing parts, signals in the first moments."""
 
 import random
 

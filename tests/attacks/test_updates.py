@@ -1,4 +1,4 @@
-"""Attacks on sharded updates and on marked gradients: ranks that die, errors at each place, sizes of all kinds."""
+"""Attacks on sharded updates and marked gradients: dying ranks, errors anywhere, all sizes."""
 
 import random
 
@@ -13,7 +13,7 @@ slow = pytest.mark.slow
 
 
 def on_hosts(hosts, shard_updates=False):
-    """The strategy of ranks on so many hosts, which MPICH poses as."""
+    """The strategy of ranks on this many hosts, which MPICH simulates."""
     return {"strategy": f"MultiWorkerMirroredStrategy(shard_updates={shard_updates})"}, {
         "MPIR_CVAR_NUM_CLIQUES": hosts
     }
@@ -53,7 +53,7 @@ def test_another_number_of_ranks_goes_on_with_a_dead_jobs_slots(cell, ranks, fir
     )
 
 
-# What each strategy does, step by step, by random choices which are the same on all ranks.
+# The steps of each strategy, with random choices that are the same on all ranks.
 ANY_STEPS = """
     import hashlib, sys
     import numpy as np
@@ -154,7 +154,7 @@ WRONG_MARKS = """
     ],
 )
 def test_wrong_marks_in_each_step_leave_no_trace(cell, ranks, hosts):
-    """Sums of what is not a number are under way when it is refused, and the next step is right."""
+    """Sums of NaN are under way when it is refused, and the next step is right."""
     options, env = on_hosts(hosts)
     cell.write(training(WRONG_MARKS.strip(), update=MARKED.format("pass"), **options, **FEW))
     ended = cell("hpcstrat", "run", "-n", ranks, "program.py", **env)

@@ -1,4 +1,4 @@
-"""Attacks on values: wrong and odd calls of replicas, variables written behind their back, metrics, losses, PyTorch."""
+"""Attacks on values: replicas' odd calls, variables written directly, metrics, losses, PyTorch."""
 
 import pytest
 
@@ -145,7 +145,7 @@ def test_a_variable_is_written_by_assign_or_not_at_all(cell):
 
 @pytest.mark.slow
 def test_what_numpy_is_told_to_raise_on_one_rank_is_no_exception_there_alone(cell):
-    """Overflows, divisions and invalid numbers in everything that adds up over ranks."""
+    """Overflows, divisions and invalid numbers in everything that sums over ranks."""
     cell.write("""
         import warnings
         import numpy as np
@@ -212,7 +212,7 @@ CLASSES = [0.5, [0.0, 0.25], -1, 4, 2**62, -2**63, float("nan"), float("inf"), 1
 
 
 def test_refused_updates_of_metrics_name_the_call_and_change_no_total(cell):
-    """The halves are uneven; what is odd comes between."""
+    """The halves are uneven, with odd values between them."""
     cell.write(f"""{METRICS}
 halves = [slice(0, 13), slice(13, 50)]
 for metric, values, expected in CASES:

@@ -1,4 +1,4 @@
-"""A training of 40 steps whose end is known, and in whose steps attacks can be written."""
+"""A training of 40 steps with a known end, in whose steps attacks can be written."""
 
 import fractions
 
@@ -15,12 +15,12 @@ MARKED = """
 
 
 def weight(ranks, momentum=0.0, before=()):
-    """The weight at the end: each step takes each rank's number, from 1 up, away, and of the step before a part.
+    """The weight at the end: each step subtracts every rank's number + 1, and the momentum.
 
     Args:
-        ranks: how many there are.
+        ranks: the number of ranks.
         momentum: see `training`.
-        before: how many there were in each of the first steps.
+        before: the numbers of ranks in the first steps.
     """
     moved, total = fractions.Fraction(), fractions.Fraction()
     for count in [*before, *[ranks] * (STEPS - len(before))]:
@@ -41,13 +41,13 @@ def training(
     """The program.
 
     Args:
-        attack: a statement of each step, which knows `step`, `rank` and `start`, the number of the
+        attack: a statement in each step, which knows `step`, `rank` and `start`, the number of the
             start.
         before: a statement before the library is imported.
-        step_seconds: that a step takes longer.
+        step_seconds: additional seconds per step.
         strategy: the call that makes it.
         sizes: of the variables.
-        momentum: of the optimizer; a few powers of two, so that sums are exact.
+        momentum: of the optimizer; a sum of few powers of two, so that sums are exact.
         update: statements of the replica function.
     """
     return f"""

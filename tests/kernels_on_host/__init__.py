@@ -1,14 +1,13 @@
-"""Runs the text of CUDA kernels on the host: compiled by its C++ compiler, thread after thread, on NumPy arrays.
+"""Runs the source of CUDA kernels on the host, one thread after another, on NumPy arrays.
 
-It is the very text that a GPU gets, so an error in it shows. Kernels that use addresses, and
-elementwise ones with raw parameters, are checked as they run: a `Fault` names two threads that meet
-at one word, of which one writes it and not both by atomic operations; a misaligned address; and one
-outside of the arguments' memory. The others reach their own elements only.
+It is the same source that a GPU gets, so errors in it show here. Raw kernels, and elementwise
+kernels with raw parameters, are checked as they run: a `Fault` names two threads that access the
+same word if at least one writes it and not both use atomic operations; a misaligned address; and
+an address outside the arguments' memory. Other kernels can only reach their own elements.
 
-What does not show: how threads work together (kernels that use `__syncthreads` or `__shared__` are
-refused), limits of
-a GPU, and that a GPU fuses multiplications with additions and, as CuPy asks it to, takes float32
-numbers below the normal ones for 0.
+Not shown: how threads cooperate (kernels that use `__syncthreads` or `__shared__` are refused),
+limits of a GPU, and that a GPU fuses multiplications with additions and, as CuPy requests, treats
+subnormal float32 numbers as 0.
 """
 
 import ctypes
@@ -24,18 +23,13 @@ import tempfile
 import numpy as np
 
 _FOLDER = pathlib.Path(__file__).parent
-# Without contraction and with errno left alone: what is written is what is computed, and loops
-# become vector code.
+# Without contraction, so that the code computes what it says; without errno, so that loops are
+# vectorized.
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
-# The compiler puts a call before each access to memory: see checked_memory.hpp, which is what is
-# called.
+# The compiler inserts a call before each memory access: see checked_memory.hpp, which is called.
 _CHECKED = ("-DCHECKED", "-fsanitize=thread", "-nodefaultlibs")
-_LIBRARIES = (
-    "-lstdc++",
-    "-lm",
-    "-lc",
-    "-lgcc",
-)  # without the sanitizer's, which `-nodefaultlibs` leaves out
+# Without the sanitizer's, which `-nodefaultlibs` leaves out.
+_LIBRARIES = ("-lstdc++", "-lm", "-lc", "-lgcc")
 _REFUSED = re.compile(r"__syncthreads|__shared__|__shfl|__ballot|cooperative_groups|<<<")
 _TYPES = {
     **{np.dtype(kind): f"{kind}_t" for kind in ("int8", "int16", "int32", "int64")},
@@ -50,19 +44,19 @@ _TYPES = {
 
 
 class CompilationError(Exception):
-    """The compiler refuses a kernel; what it says."""
+    """The compiler rejects a kernel; its output."""
 
 
 class Fault(Exception):
-    """What a kernel did that it must not do on a GPU."""
+    """A kernel did something that it must not do on a GPU."""
 
 
 class RawKernel:
-    """A `__global__` function, as `cupy.RawKernel` takes it: `kernel(grid, block, arguments)` on NumPy arrays.
+    """A `__global__` function, like `cupy.RawKernel`, called with NumPy arrays.
 
-    An array is passed as its address; one without dimensions, a NumPy scalar or bytes as they are;
-    a Python number as 64 bits. In a structure that has them, `source[i]` is the address of
-    `length[i]` elements, which the kernel reads.
+    An array is passed as its address; an array without dimensions, a NumPy scalar or bytes by
+    value; a Python number as 64 bits. In a structure with arrays `source` and `length`, `source[i]`
+    is the address of `length[i]` elements that the kernel reads.
     """
 
     def __init__(self, code, name):
@@ -80,7 +74,7 @@ class RawKernel:
         self._library.on_host_launch.restype = ctypes.c_char_p
         found = (_Parameter * 64)()
         self.parameters = found[: self._library.on_host_parameters(found)]
-        """What it takes, each with `size` and `is_written`."""
+        """Its parameters, each with `size` and `is_written`."""
 
     def __call__(self, grid, block, arguments):
         passed = self._passed(arguments)
@@ -109,17 +103,16 @@ class RawKernel:
         return (ctypes.c_char_p * len(passed))(*passed)
 
     def _ranges(self, passed):
-        found = (
-            _Range * (sum(one.size for one in self.parameters) // 8)
-        )()  # no structure has more pointers
+        # No structure has more pointers.
+        found = (_Range * (sum(one.size for one in self.parameters) // 8))()
         return found[: self._library.on_host_ranges(passed, found)]
 
 
 class ElementwiseKernel:
-    """Statements for each element, as `cupy.ElementwiseKernel` takes them, called with NumPy arrays and numbers.
+    """Statements for each element, like `cupy.ElementwiseKernel`, for NumPy arrays and numbers.
 
-    Inputs are broadcast; outputs must be given and have the shape of all. A parameter `raw T x` is
-    indexed by the statements themselves; `i` is the number of the element.
+    Inputs are broadcast; outputs must be given and have the broadcast shape. The statements index
+    a parameter `raw T x` themselves; `i` is the index of the element.
     """
 
     def __init__(self, in_params, out_params, operation, name="kernel", preamble=""):
@@ -129,7 +122,7 @@ class ElementwiseKernel:
         self._preamble = preamble
         self._compiled = {}
         self.is_checked = any(raw for raw, _, _ in [*self.inputs, *self.outputs])
-        """Whether a thread can reach elements of others."""
+        """Whether a thread can reach the elements of other threads."""
 
     def __call__(self, *arguments, size=None):
         parameters = [*self.inputs, *self.outputs]
@@ -182,7 +175,7 @@ class ElementwiseKernel:
             raise Fault(f"{self.name}: {fault.decode()}")
 
     def dtypes(self, given):
-        """The dtype of each parameter, where arguments of these dtypes are given; `None` is a Python number's."""
+        """The dtype of each parameter for arguments of these dtypes; `None` for a Python number."""
         meant = {}
         for (_, kind, name), dtype in zip([*self.inputs, *self.outputs], given, strict=True):
             if len(kind) == 1 and dtype is not None and meant.setdefault(kind, dtype) != dtype:
@@ -199,7 +192,7 @@ class ElementwiseKernel:
         return self._compiled[dtypes]
 
     def source(self, dtypes, function):
-        """The text of a function of this name that applies the kernel to arrays of these dtypes."""
+        """The source of a function of this name that applies the kernel to arrays of these dtypes."""
         declared, kinds = [], {}
         for i, ((raw, kind, name), dtype) in enumerate(
             zip([*self.inputs, *self.outputs], dtypes, strict=True)
@@ -230,7 +223,7 @@ class ElementwiseKernel:
 
 
 def compile_together(wanted):
-    """Compiles elementwise kernels, each for the dtypes of its parameters, by one run of the compiler, or two."""
+    """Compiles elementwise kernels, each for given dtypes, in one or two runs of the compiler."""
     for is_checked in (False, True):
         some = [(kernel, dtypes) for kernel, dtypes in wanted if kernel.is_checked == is_checked]
         texts = [
@@ -251,13 +244,13 @@ _LOOPED = "views, shape, ndim, ranges, count"
 
 
 class _Parameter(ctypes.Structure):
-    """As `on_host::Parameter`."""
+    """Mirrors `on_host::Parameter`."""
 
     _fields_ = (("size", ctypes.c_long), ("word", ctypes.c_long), ("is_written", ctypes.c_long))
 
 
 class _Range(ctypes.Structure):
-    """As `on_host::Range`."""
+    """Mirrors `on_host::Range`."""
 
     _fields_ = (
         ("first", ctypes.c_void_p),
@@ -274,13 +267,13 @@ class _Range(ctypes.Structure):
 
 
 def _sorted(ranges):
-    """Ranges, as functions take them: those that are written first, where each access is looked for first."""
+    """Ranges as functions take them: written ones first, because lookups start there."""
     ranges = sorted(ranges, key=lambda one: -one.is_written)
     return (_Range * len(ranges))(*ranges), ctypes.c_long(len(ranges))
 
 
 class _View(ctypes.Structure):
-    """As `on_host::View`."""
+    """Mirrors `on_host::View`."""
 
     _fields_ = (
         ("first", ctypes.c_void_p),
@@ -296,7 +289,7 @@ class _View(ctypes.Structure):
 
 
 def parsed(parameters):
-    """(whether it is raw, its type or the letter for it, its name) of each of CuPy's parameters, `"T x, raw T y"`."""
+    """(is raw, type or its letter, name) of each of CuPy's parameters, `"T x, raw T y"`."""
     found = []
     for text in filter(None, map(str.strip, parameters.split(","))):
         *raw, kind, name = text.split()
@@ -307,7 +300,7 @@ def parsed(parameters):
 
 
 def type_name(dtype):
-    """What C++ calls a dtype."""
+    """The name of a dtype in C++."""
     return "bfloat16" if dtype.name == "bfloat16" else _TYPES[dtype]
 
 
@@ -318,14 +311,14 @@ def is_available():
 
 @functools.cache
 def compiled(source, is_checked=False):
-    """The library of a source text, compiled where it is not in the cache yet.
+    """The library of a source text, compiled unless it is in the cache.
 
     Args:
-        source: what comes behind the header.
-        is_checked: whether what kernels do to memory is.
+        source: the text after the header.
+        is_checked: whether the kernels' memory accesses are checked.
 
     Raises:
-        CompilationError: the compiler refuses it, or it needs what this file does not have.
+        CompilationError: the compiler rejects it, or it needs something not supported here.
     """
     if refused := _REFUSED.search(source):
         raise CompilationError(f"kernels on the host do not have {refused[0]}")
@@ -359,7 +352,7 @@ def _headers():
 
 
 def cache():
-    """The folder of what was compiled."""
+    """The folder of compiled libraries."""
     base = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(base) / "hpcstrat-tests"
     folder.mkdir(parents=True, exist_ok=True)

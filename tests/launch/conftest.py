@@ -14,7 +14,7 @@ _SIMULATED_SECONDS = 120
 
 def pytest_collection_modifyitems(items):
     for item in items:
-        if "timeout" not in item.keywords:  # several jobs, on a machine that may do other work too
+        if "timeout" not in item.keywords:  # several jobs, on a machine that may do other work
             item.add_marker(pytest.mark.timeout(300))
 
 
@@ -28,7 +28,7 @@ def launch(tmp_path):
 
 @pytest.fixture
 def simulated(launch):
-    """Starts programs that see simulated GPUs, with another copy of the package if told."""
+    """Starts programs that see simulated GPUs, with another copy of the package if given."""
 
     def start(program, ranks, *arguments, package=None, env=None, **options):
         changes = simulated_gpu.environment()
@@ -50,9 +50,9 @@ def simulated(launch):
 
 @pytest.fixture(params=["CPU", "GPU"])
 def gpus(request):
-    """Whether programs see the GPUs, and on how many ranks they then run: `None`, for without mpirun, and more.
+    """Whether programs see GPUs, and their numbers of ranks then (`None`: without mpirun).
 
-    Under HPCSTRAT_TEST_GPU=simulated these are simulated ones.
+    Under HPCSTRAT_TEST_GPU=simulated the GPUs are simulated.
     """
     if request.param == "CPU":
         return False, _RANKS

@@ -1,12 +1,12 @@
-"""The code blocks of the documentation, and what unseen comments above them say about how they run.
+"""The code blocks of the documentation, and the invisible comments above them on how they run.
 
-<!-- file: first.py -->          a program's name, by which commands further down the page start it
-<!-- continues -->               the program goes on with the one before
-<!-- needs: torch -->            what has to be there: a module, or one of `NEEDS`
+<!-- file: first.py -->    a program's name, by which later commands on the page start it
+<!-- continues -->         the program continues the previous one
+<!-- needs: torch -->      a requirement: a module, or one of `NEEDS`
 <!-- not run: the reason -->
-<!-- fails -->                   a command whose output is on standard error, and its exit status not 0
-<!-- ranks: 3 -->                a program that runs, or an output that appears, on this number of ranks only
-<!-- any order -->               the lines of an output come in any order
+<!-- fails -->             a command whose output is on standard error; its exit status is not 0
+<!-- ranks: 3 -->          a program or an output for this number of ranks only
+<!-- any order -->         the lines of an output come in any order
 """
 
 import dataclasses
@@ -40,11 +40,11 @@ class Block:
 
     Attributes:
         page: the page's path in the repository.
-        line: the line that it begins at.
+        line: its first line.
         language: `python`, `sh` or `text`.
-        text: what is in it; of a program that continues another, both.
+        text: its text; for a program that continues another, both.
         says: what the comment says.
-        output: the block behind it, where that is `text`.
+        output: the next block, if that is `text`.
     """
 
     page: str
@@ -58,7 +58,7 @@ class Block:
         return f"{self.page}:{self.line}"
 
     def reason_to_skip(self):
-        """Why it does not run here; None where it does."""
+        """Why it does not run here; None if it does."""
         if "not run" in self.says:
             return self.says["not run"]
         needs = self.says.get("needs")
@@ -67,7 +67,7 @@ class Block:
         return NEEDS.get(needs, f"{needs} is not installed")
 
     def expects(self, ranks):
-        """The output as the page shows it, where it shows that of so many ranks, and of every run; else None."""
+        """The output that the page shows for this number of ranks, or for any; else None."""
         if (
             self.output is None
             or "not run" in self.output.says
@@ -77,7 +77,7 @@ class Block:
         return self.output.text
 
     def prints(self, stdout):
-        """What was printed, in the page's order where that is any."""
+        """What was printed, in the page's order if it may come in any."""
         if self.output is None or "any order" not in self.output.says:
             return stdout
         shown = self.output.text.splitlines(keepends=True)

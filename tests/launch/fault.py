@@ -1,4 +1,4 @@
-"""What a planted fault is, and the texts that many of them share."""
+"""What a planted fault is, and texts that many faults have in common."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -48,12 +48,12 @@ def mpirun():
             return process
         process = parent
 """
-# What all ranks raise is rank 0's to print: on a busy machine too, though it comes later.
+# Rank 0 prints what all ranks raise, even if it comes later on a busy machine.
 RANK_0_FIRST = """
 import hpcstrat._process.failure
 hpcstrat._process.failure._LEAD_DELAY = 30
 """
-# The watchdog reads them when the ranks have connected; until then a busy machine may keep one of
+# The watchdog reads them when the ranks have connected; until then a busy machine may delay one of
 # them for long.
 LIMITS = """
 from hpcstrat._communicators import connection
@@ -75,20 +75,19 @@ class Fault:
 
     Attributes:
         program: its lines, after the strategy is made.
-        says: regular expressions; each is found on standard error, or output, where MPICH's mpirun
-            speaks.
-        first: one that the first line of standard error matches; most often it shows that the cause
-            comes first.
-        prints: regular expressions; each is found on standard output. Where there is none, nothing
+        says: regular expressions; each must match on standard error, or on output, where MPICH's
+            mpirun prints.
+        first: a regular expression for the first line of standard error; it usually shows that the
+            cause comes first.
+        prints: regular expressions; each must match on standard output. If there are none, nothing
             is printed.
-        status: the exit status; `None` for any but 0, `ANY` where mpirun may not see that there was
-            a fault.
-        ranks: how many there are; the program calls the last of them `last`.
+        status: the exit status; `None` for any but 0, `ANY` if mpirun may not notice a fault.
+        ranks: the number of ranks; the program calls the last one `last`.
         begin: the lines before.
         env: more variables.
         limits: seconds that the ranks may wait for each other until the report, and until the end.
-            Where there are none, and no time-out in `env`, the job must end long before any.
-        hosts: whether the ranks stand for several hosts.
+            Without them, and without a time-out in `env`, the job must end long before any.
+        hosts: whether the ranks pose as several hosts.
         left: a pattern of what MPI itself leaves in /dev/shm.
     """
 
@@ -119,12 +118,12 @@ LEFT = "left the program before the others"
 
 
 def stalled(program, waiting, missing, limits=(0.4, 1.2), **others):
-    """A fault after which some ranks wait for another: a report comes first, and later the end."""
+    """A fault after which some ranks wait for another: first comes a report, later the end."""
     return Fault(program, [ENDED, waiting, missing], STALLED, limits=limits, **others)
 
 
 def silenced(program, waiting, missing, **others):
-    """The same with a rank that does not answer, which is known after two seconds."""
+    """The same with a rank that does not answer, which the others know after two seconds."""
     return stalled(program, waiting, missing, limits=(1, 3), **others)
 
 

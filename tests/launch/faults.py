@@ -1,4 +1,4 @@
-"""The faults that are planted in jobs, by name, and what looks like one and is none."""
+"""The faults that are planted in jobs, by name, and correct programs that look like faults."""
 
 import textwrap
 
@@ -11,7 +11,7 @@ from faults_on_hosts import ON_HOSTS
 
 
 def harmless(program, *prints, **others):
-    """What looks like a fault and is none: the job ends well, and says nothing."""
+    """Looks like a fault, but is not: the job succeeds and prints nothing on standard error."""
     return Fault(
         textwrap.dedent(program) + WAIT,
         prints=[*prints, r"went on\n\Z"],

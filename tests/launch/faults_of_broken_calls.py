@@ -1,4 +1,4 @@
-"""Faults in the middle of a call: signals that interrupt it, exceptions of one rank, two callers at once."""
+"""Faults in the middle of a call: interrupting signals, exceptions of one rank, two callers."""
 
 from fault import ANY, BEGIN, HERE, WAIT, Fault
 from strategies import STRATEGIES
@@ -18,7 +18,7 @@ def broken(
     end=SAVE,
     ends=rf"Checkpoint\.save, at {HERE}<module>",
 ):
-    """A call that an exception interrupts on some ranks, and that they catch: they must not save what it has left."""
+    """Some ranks catch an exception that interrupted a call: they must not save the result."""
     program = f"""
 numbers = np.full(100_000, rank, np.float32)
 with strategy.scope():
@@ -95,7 +95,7 @@ BROKEN = {
 
 
 def caught(program, error, *says):
-    """An exception that comes to one rank after the ranks have met, and that it catches."""
+    """An exception that one rank gets after the ranks have met, and catches."""
     return Fault(
         program + WAIT,
         [

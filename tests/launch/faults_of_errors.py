@@ -1,21 +1,21 @@
-"""Faults by which a rank ends: by itself, by a signal, by an exception, by a call that does not fit."""
+"""Faults that end a rank: its own exit, a signal, an exception, a call that does not match."""
 
 from fault import ANY, CLOSED, HERE, LEFT, WAIT, Fault
 
 
 def ended(program, *says, ranks=2, **others):
-    """A rank that ends by itself, and by nobody's error."""
+    """A rank that ends by itself, without an error."""
     return Fault(program + WAIT, says, ranks=ranks, **others)
 
 
-# What the launcher says where it sees the end before the watchdog does.
+# What the launcher prints if it notices the end before the watchdog does.
 CLOSED_OR_LAUNCHER = rf"{CLOSED}|BAD TERMINATION|[Ss]ignal|PMI|exited|terminated"
 
-# Python's lines, where the program has not said otherwise.
+# Python's lines, unless the program prints other ones.
 CRASHED = r"Fatal Python error: (Segmentation fault|Aborted)\n(.*\n)+.*program_\w+\.py"
 
 ENDS = {
-    # MPICH's mpirun kills the others itself, at once, and may exit with status 0.
+    # MPICH's mpirun itself kills the others at once, and may exit with status 0.
     "os._exit(0)": ended("if last: os._exit(0)", status=ANY),
     "os._exit(0) of rank 0": ended("if rank == 0: os._exit(0)", status=ANY),
     "os._exit(5)": ended("if last: os._exit(5)"),
@@ -148,14 +148,14 @@ ERRORS = {
 
 
 def differs(usual, odd, *says):
-    """Calls that do not fit: all ranks raise, and the error names what each of them called."""
+    """Calls that do not match: all ranks raise, and the error names the call of each of them."""
     program = f"ones = np.ones((2, 3), np.float32)\nv = strategy.run(lambda: ones)\n{odd} if last else {usual}"
     error = "hpcstrat.*ReplicaMismatchError: "
     return Fault(program + WAIT, [error, *says], r"\[rank 0\] Traceback")
 
 
 def differs_but(usual, odd):
-    """The same, caught: the job goes on, under `HPCSTRAT_CHECK=1` where values differ."""
+    """The same, caught: the job continues, under `HPCSTRAT_CHECK=1` if values differ."""
     program = f"""
     ones = np.ones(3)
     with strategy.scope():

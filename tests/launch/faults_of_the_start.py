@@ -1,4 +1,4 @@
-"""Faults before the first strategy: the others wait in the start of MPI, or come later, or have not begun either."""
+"""Faults before the first strategy: the others wait in MPI, come later, or have not started."""
 
 from dataclasses import replace
 
@@ -20,14 +20,14 @@ CHILD = (
 
 
 def early(program, error, rank=1, **others):
-    """An exception before the ranks are connected: nothing is left of it in shared memory either."""
+    """An exception before the ranks are connected: nothing of it is left in shared memory."""
     return replace(raised(program + CONNECT, error, rank, **others), begin=IMPORT)
 
 
 def left(program, value, **others):
     """`sys.exit` with a status before the ranks are connected.
 
-    Open MPI's launcher sees that itself.
+    Open MPI's launcher notices that itself.
     """
     return Fault(program + CONNECT, [LEFT_EARLY.format(value)], begin=IMPORT, ranks=2, **others)
 

@@ -195,7 +195,7 @@ STARTS = {
         if hs.rank() == 2: sys.exit()
         hs.CentralStorageStrategy()
         """,
-        [rf"{NOT_ALL}|exiting\simproperly"],  # which Open MPI sees itself
+        [rf"{NOT_ALL}|exiting\simproperly"],  # Open MPI notices this itself
         begin="",
         env=SOON,
     ),

@@ -1,4 +1,4 @@
-"""The same on two hosts."""
+"""The same faults on two hosts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Starts programs under `mpirun`, each with a time limit, and looks at what they leave behind."""
+"""Starts programs under `mpirun`, each with a time limit, and checks what they leave behind."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import pytest
 import simulated_gpu
 
-_MARK = "LAUNCHED_BY_TEST"  # a variable that tells a job's processes from all others
+_MARK = "LAUNCHED_BY_TEST"  # a variable that marks a job's processes
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 _LOOK_SECONDS = 0.1
@@ -25,13 +25,13 @@ _SETTLE_SECONDS = 20
 
 @dataclass(frozen=True)
 class Launched:
-    """What came of a job.
+    """The result of a job.
 
     Attributes:
         status: mpirun's exit status.
         stdout: what all ranks printed.
-        stderr: the same of standard error.
-        leftovers: processes of the job that are still there, and files in shared memory that its
+        stderr: what all ranks printed on standard error.
+        leftovers: processes of the job that still exist, and files in shared memory that its
             processes mapped.
         seconds: how long the job took.
     """
@@ -43,14 +43,14 @@ class Launched:
     seconds: float
 
     def tagged(self, rank):
-        """The lines of standard error that carry the rank's tag, without it."""
+        """The lines of standard error that carry the rank's tag, without the tag."""
         return [
             match[1] for match in re.finditer(rf"^\[rank {rank}\] (.*)$", self.stderr, re.MULTILINE)
         ]
 
 
 class Launcher:
-    """Starts programs, under the `mpirun` that is installed or without one."""
+    """Starts programs, under the installed `mpirun` or without it."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -63,23 +63,23 @@ class Launcher:
             self.mpirun += ["--oversubscribe"] + ["--allow-run-as-root"] * (os.geteuid() == 0)
 
     def __call__(self, program, ranks=None, *arguments, **options):
-        """What `run` gives; pytest shows what was printed, where the test fails."""
+        """What `run` returns; pytest shows what was printed if the test fails."""
         launched = self.run(program, ranks, *arguments, **options)
         print(launched.stdout, launched.stderr, sep="\n")
         return launched
 
     def run(self, program, ranks=None, *arguments, timeout=90, env=None, options=(), gpus=False):
-        """Runs a program on so many ranks, or without `mpirun` where `ranks` is None.
+        """Runs a program on `ranks` ranks, or without `mpirun` if it is None.
 
         Args:
             program: its source text, or the path of its file.
             ranks: the number of ranks.
             arguments: the program's.
             timeout: seconds; a job that takes longer is killed, and the test fails.
-            env: more variables; None takes one away.
+            env: more variables; None removes one.
             options: of mpirun.
-            gpus: whether it sees the host's GPUs, or under HPCSTRAT_TEST_GPU=simulated those that
-                are simulated.
+            gpus: whether it sees the host's GPUs, or simulated ones under
+                HPCSTRAT_TEST_GPU=simulated.
         """
         changes = {"CUDA_VISIBLE_DEVICES": ""} if not gpus else {}
         if gpus and simulated_gpu.is_wanted():
@@ -107,9 +107,8 @@ class Launcher:
                 cwd=self.folder,
                 start_new_session=True,
             )
-            end = threading.Thread(
-                target=process.wait, daemon=True
-            )  # a wait with a limit looks every 50 ms only
+            # A wait with a limit looks only every 50 ms.
+            end = threading.Thread(target=process.wait, daemon=True)
             end.start()
             while end.is_alive() and time.monotonic() - begin < timeout:
                 job.look()
@@ -128,7 +127,7 @@ class Launcher:
 
 
 def _environment(changes):
-    """The environment of a user at the shell, with these changes."""
+    """The environment of a user's shell, with these changes."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -140,18 +139,17 @@ def _environment(changes):
 
 
 class _Job:
-    """The processes of one job, known by a mark in their environment, and the files in shared memory that they map."""
+    """A job's processes, marked by an environment variable, and the shared memory they map."""
 
     def __init__(self):
         self.mark = uuid.uuid4().hex
-        # process -> how often it was found to be another's; at first it may not have its program
-        # yet
+        # process -> how often it looked like another job's; at first it may not run its program yet
         self.looks = {}
         self.ours = set()
         self.files = set()
 
     def processes(self):
-        """The job's processes that are there now."""
+        """The job's running processes."""
         there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         self.ours &= there
         self.looks = {process: looks for process, looks in self.looks.items() if process in there}
@@ -169,7 +167,7 @@ class _Job:
             self.files.update(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
 
     def leftovers(self, patience):
-        """What is still there of the job when its processes have had some seconds to go: they take the files away."""
+        """What is left of the job after some seconds in which its processes remove their files."""
         deadline = time.monotonic() + patience
         while True:
             running = [
@@ -189,15 +187,14 @@ class _Job:
 
 
 def _runs(process):
-    """Not one that has ended and waits for `init` to take its status, who may look once a second only."""
+    """Not a zombie that waits for `init`, which may take its status only once per second."""
     fields = _read(process, "stat").rpartition(b")")[2].split()
-    return bool(fields) and (
-        fields[0] != b"Z" or fields[17] != b"1"
-    )  # threads, which may outlive the first
+    # Its threads may outlive the first.
+    return bool(fields) and (fields[0] != b"Z" or fields[17] != b"1")
 
 
 def _read(process, name):
     try:
         return pathlib.Path(f"/proc/{process}/{name}").read_bytes()
-    except OSError:  # gone, or another user's
+    except OSError:  # it has ended, or is another user's
         return b""

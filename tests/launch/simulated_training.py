@@ -1,6 +1,6 @@
 """A program that uses every part of the GPU path once.
 
-It is run as it is, and with bugs planted in the package.
+It is run unchanged, and with bugs planted in the package.
 """
 
 import contextlib
@@ -12,23 +12,22 @@ from internals import storage
 import hpcstrat as hs
 
 N = hs.size()
-storage.FEWEST_BYTES = 1  # the sums of small gradients begin early too
+storage.FEWEST_BYTES = 1  # the sums of small gradients start early too
 
 
 def train(strategy, folder):
-    """Steps over a dataset, sums that begin early, a metric, reductions, parts of several sizes, a checkpoint.
+    """Trains over a dataset, with early sums, a metric, reductions, uneven parts, a checkpoint.
 
-    All on a stream of the user's own.
+    All on the user's own stream.
     """
     xp = strategy.xp
     stream = contextlib.nullcontext() if xp is np else xp.cuda.Stream(non_blocking=True)
     with strategy.scope(), stream:
+        # A part for each of 4 ranks; it ends off 16 bytes.
         weights = [
             hs.Variable(np.zeros((6, 3), np.float32)),
             hs.Variable(np.zeros(4)),
-            hs.Variable(
-                np.zeros((401, 3), np.float32)
-            ),  # a part for each of 4 ranks; it ends off 16 bytes
+            hs.Variable(np.zeros((401, 3), np.float32)),
         ]
         counter = hs.Variable(0, aggregation="SUM")
         optimizer = hs.optimizers.Adam(0.1)
@@ -40,7 +39,7 @@ def train(strategy, folder):
         error = hs.metrics.MeanSquaredError()
 
         def step(x):
-            gradient = (x * 1.0).T[:6, :3].astype(np.float32)  # in Fortran's order
+            gradient = (x * 1.0).T[:6, :3].astype(np.float32)  # in Fortran order
             tall = gradient[0] + xp.zeros((401, 3), np.float32)
             optimizer.apply_gradients(
                 list(zip([gradient, x.sum(axis=0)[:4], tall], weights, strict=True))
@@ -52,7 +51,7 @@ def train(strategy, folder):
             error.update_state(x, x + 3)
             counter.assign_add(1)
             with contextlib.nullcontext() if xp is np else xp.cuda.Stream(non_blocking=True):
-                pass  # whose end must not leave the rest of the function on another stream
+                pass  # its end must not leave the rest of the function on another stream
             return {"sum": (x * 2).sum(), "part": x[: hs.rank() + 1]}
 
         rows = np.arange(40.0 * 4 * N * 8).reshape(-1, 8)
@@ -61,11 +60,10 @@ def train(strategy, folder):
             hs.data.Dataset.from_tensor_slices(rows).batch(4 * N)
         ):
             found = strategy.run(step, args=(x,))
-            sums.append(
-                strategy.reduce("SUM", found["sum"], axis=None)
-            )  # the host waits for nothing
+            # The host waits for nothing.
+            sums.append(strategy.reduce("SUM", found["sum"], axis=None))
             strategy.gather(found["part"], axis=0)
-        velocity = np.cumsum(0.5 ** np.arange(40))  # of each step, over the learning rate
+        velocity = np.cumsum(0.5 ** np.arange(40))  # of each step, divided by the learning rate
         for w in marked:
             np.testing.assert_allclose(w.numpy(), -0.1 * velocity.sum())
         assert (

@@ -1,8 +1,7 @@
 """The benchmarks run to their end on small sizes and print a table.
 
-What they measure is not looked at.
-
-They assert themselves that the ways which they compare have equal results.
+What they measure is not checked. They themselves assert that the alternatives which they compare
+have equal results.
 """
 
 import importlib.util
@@ -35,7 +34,7 @@ START_MPIRUN = {
 
 @pytest.fixture
 def rows(launch):
-    """Runs a program and gives the rows of its table, each with a cell for each heading."""
+    """Runs a program and returns the rows of its table, each with a cell for each heading."""
 
     def run(program, ranks, *options):
         env = {"OMP_NUM_THREADS": "1"}
@@ -86,14 +85,14 @@ def test_that_starts_mpirun(launch, rows, program, tmp_path):
 
 @pytest.mark.slow
 def test_on_emulated_hosts(launch, rows):
-    """In network namespaces, between which nothing but their addresses is known."""
+    """In network namespaces, which know only each other's addresses."""
     if launch.open_mpi or os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
         pytest.skip("it takes MPICH, root, and iproute2")
     options = "--hosts 2 --ranks 3", sys.executable, BENCHMARKS / "hosts_step.py", "--rounds 1"
     found = rows("emulated_hosts.py", None, *" ".join(map(str, options)).split())
     megabytes = {row[0]: float(row[3]) for row in found}
-    # Each host sends the other what that one's ranks sum, and then its own ranks' results: together
-    # once the whole.
+    # Each host sends what its ranks need of the other's sum, and then the results of its own
+    # ranks: together once the whole.
     assert all(33.6 < megabytes[name] < 34.5 for name in ("unsharded", "sharded"))
     assert "10.77.0." not in subprocess.check_output(["ip", "netns"], text=True)
 

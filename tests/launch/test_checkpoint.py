@@ -1,4 +1,4 @@
-"""Checkpoints of whole jobs: on other numbers of ranks, after kills and signals, and on a full disk."""
+"""Checkpoints of whole jobs: on other numbers of ranks, after kills and signals, on a full disk."""
 
 import itertools
 import re
@@ -59,7 +59,7 @@ def read(path):
 
 
 def numbers(output):
-    """The last line's."""
+    """The last line's value."""
     *arrays, loss, steps = output.splitlines()[-1].split()
     return (
         np.concatenate([np.frombuffer(bytes.fromhex(a)) for a in arrays]),
@@ -180,7 +180,7 @@ def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks)
         assert result.leftovers == []
         if how != "many":
             assert read(tmp_path / "saved")[1]["optimizer"]["iterations"] == steps
-    if how == "many":  # the first of which may come after a further step
+    if how == "many":  # the first of them may come after a further step
         assert 4 <= read(tmp_path / "saved")[1]["optimizer"]["iterations"] < 21
     resumed = well(launch(program, ranks, name, tmp_path / "saved", "", "0")).splitlines()
     assert resumed[0].startswith("goes on after")
@@ -190,7 +190,7 @@ def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks)
 @pytest.mark.slow
 @pytest.mark.parametrize("blocking", [True, False])
 def test_fifty_kills_of_a_saving_program(launch, tmp_path, blocking):
-    """Each time a fresh process restores and saves without end; SIGKILL comes at a random moment."""
+    """Each time a fresh process restores and saves in a loop; SIGKILL comes at a random moment."""
     program = """
     import os, random, signal, sys, time
     import numpy as np
@@ -254,7 +254,7 @@ def test_fifty_kills_of_a_saving_program(launch, tmp_path, blocking):
 
 @pytest.mark.slow
 def test_two_programs_that_save_to_one_path_leave_a_whole_file_at_any_moment(launch, tmp_path):
-    """A third one looks, and now and then kills one of them, in whose place another comes."""
+    """A third process watches, and now and then kills one of them, which another then replaces."""
     program = """
     import os, random, signal, sys
     import numpy as np
@@ -313,14 +313,14 @@ def test_two_programs_that_save_to_one_path_leave_a_whole_file_at_any_moment(lau
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     assert well(launch(program, None, folder / "saved", timeout=100)) == "saved\nsaved.1\n"
-    assert sum("partial" in path.name for path in folder.iterdir()) <= 1  # the last kill's
+    assert sum("partial" in path.name for path in folder.iterdir()) <= 1  # of the last kill
 
 
 @pytest.mark.parametrize(
     "disk, rank", slow_but([("full", 1)], itertools.product(["slow", "full"], [0, 1]))
 )
 def test_the_end_of_a_program_waits_for_a_save_in_the_background(launch, tmp_path, disk, rank):
-    """Whose ranks then wait in the end of MPI, for longer than they would elsewhere."""
+    """Its ranks then wait in the end of MPI, for longer than elsewhere."""
     program = """
     import atexit, errno, os, sys, threading, time
     import numpy as np
@@ -435,7 +435,7 @@ def test_a_rank_that_is_killed_at_a_moment_of_saving(
     assert result.status != 0
     assert result.leftovers == []
     assert (np.frombuffer(read(folder / "saved")[0]["v"]) == -1).all()
-    assert well(launch(*arguments)) == "['saved']\n"  # what was left is gone
+    assert well(launch(*arguments)) == "['saved']\n"  # what was left behind is removed
 
 
 @pytest.mark.parametrize("ranks, full", slow_but([(2, 1)], [(2, 1), (1, 0), (3, 0), (3, 2)]))

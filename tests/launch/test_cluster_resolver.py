@@ -1,4 +1,4 @@
-"""What the resolvers of clusters say of ranks on several hosts, and of tasks that a launcher started."""
+"""What cluster resolvers say of ranks on several hosts, and of tasks that a launcher started."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Where the compiled loops of large updates are kept, by programs that begin without any."""
+"""Where the compiled loops of large updates are cached, for programs that start without any."""
 
 import os
 
@@ -23,7 +23,7 @@ print(w.numpy().tobytes().hex()[:16])
 @pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler")
 @pytest.mark.parametrize("ranks, starts", slow_but([], [(2, 1), (None, 2), (3, 2)]))
 def test_one_process_compiles_and_the_others_wait(launch, tmp_path, ranks, starts):
-    """Unless that is forbidden; NumPy then gives the same bits, and nothing is kept."""
+    """Unless that is forbidden; NumPy then returns the same bits, and nothing is cached."""
     compiler, folder, noted = (
         tmp_path / "compiler",
         tmp_path / "cache" / "hpcstrat",

@@ -1,4 +1,4 @@
-"""Every code block of the documentation runs and prints what stands there; what a page names is there."""
+"""Every code block of the documentation runs and prints what the page shows; all names exist."""
 
 import os
 import re
@@ -70,9 +70,8 @@ def test_code_stands_in_blocks_of_a_known_language():
         if others := {block.language for block in BLOCKS[page]} - {"python", "sh", "text"}:
             wrong[page, "languages"] = others
         outside = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-        if indented := re.findall(
-            r"\n\n(?: {4,}|\t).*", outside
-        ):  # code too, and no fence says of which language
+        # Code too: no fence says which language it is.
+        if indented := re.findall(r"\n\n(?: {4,}|\t).*", outside):
             wrong[page, "without a fence"] = indented
     assert wrong == {}
 
@@ -153,7 +152,7 @@ def test_command(launch, block, tmp_path):
 
 
 def check_words(commands):
-    """Bash takes the commands; the repository's files that they name exist, and take the options behind them."""
+    """Bash accepts the commands; the files that they name exist and take their options."""
     subprocess.run(["bash", "-n"], input=commands, text=True, check=True)
     for line in commands.replace("\\\n", "").splitlines():
         source = None
@@ -162,9 +161,8 @@ def check_words(commands):
                 if (ROOT / word).is_dir():
                     continue
                 source = (ROOT / word).read_text()
-                default = re.search(
-                    r"\$\{PROGRAM:-(.*?)\}", source
-                )  # of a batch script, which passes options on
+                # Of a batch script, which passes options on.
+                default = re.search(r"\$\{PROGRAM:-(.*?)\}", source)
                 source += (ROOT / default[1]).read_text() if default else "--help"
             elif word in ("python", "mpirun", "sbatch", "srun"):
                 source = None

@@ -1,4 +1,4 @@
-"""A driver that is there and does not start is an error on all ranks, with the driver's own name for it."""
+"""A driver that does not start is an error on all ranks, with the driver's name for it."""
 
 import pathlib
 
@@ -143,7 +143,7 @@ def test_a_restart_that_meets_an_mps_that_is_not_ready(simulated, tmp_path):
     env = {"SIMULATED_CUINIT": "807", "SIMULATED_CUINIT_WHILE": str(tmp_path / "busy")}
     arguments = ("hpcstrat", "run", "-n", "2", "--restarts", "3", tmp_path / "program.py")
     result = simulated(MODULE, None, *arguments, env=env)
-    # Before it, on standard output, mpiexec tells of the rank that was killed.
+    # mpiexec reports the killed rank before it, on standard output.
     assert (result.status, result.stdout.splitlines()[-1], result.leftovers) == (
         0,
         "total 12.0",

@@ -1,4 +1,4 @@
-"""An error on one rank ends all ranks: traceback first, tagged, non-zero status, nothing left behind."""
+"""An error on one rank ends all ranks: traceback first, tagged, non-zero status, nothing left."""
 
 import os
 import pathlib
@@ -211,9 +211,9 @@ def test_a_killed_rank_leaves_nothing(launch):
 
 @pytest.fixture
 def launch_on_tmpfs(launch, tmp_path):
-    """`launch_on_tmpfs(program, ranks, options)`: runs it where `/dev/shm` is a file system of its own, mounted so.
+    """`launch_on_tmpfs(program, ranks, options)`: runs it with its own, so mounted, `/dev/shm`.
 
-    With `also`, another folder has nothing in it.
+    With `also`, another folder is empty.
     """
     if os.geteuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False).returncode:
         pytest.skip("a /dev/shm of its own needs root")
@@ -247,7 +247,7 @@ def launch_on_tmpfs(launch, tmp_path):
 def test_too_little_shared_memory(launch, launch_on_tmpfs, ranks, options):
     """MPI would end in a bus error.
 
-    A `/dev/shm` of its own needs a namespace of mounts, which root may have.
+    Mounting a private `/dev/shm` needs a mount namespace, which root may have.
     """
     if options == "ro" and mpi.load().get_vendor() < ("MPICH", (5,)):
         pytest.skip("MPICH before 5 may use another folder, or not, by how it was built")
@@ -268,7 +268,7 @@ def test_too_little_shared_memory(launch, launch_on_tmpfs, ranks, options):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_no_proc(launch, launch_on_tmpfs, ranks):
-    """One line on all ranks, or the first that ends the job, and nothing is left."""
+    """One line on all ranks, or only the first one's, which ends the job; nothing is left."""
     if launch.open_mpi:
         pytest.skip("the mpirun of Open MPI needs /proc itself")
     result = launch_on_tmpfs(
@@ -300,7 +300,7 @@ def test_enough_shared_memory_for_a_rank_that_comes_late(launch_on_tmpfs, ranks,
 
 @pytest.mark.slow
 def test_shared_memory_that_becomes_too_little_for_a_rank_ends_the_job(launch, launch_on_tmpfs):
-    """The others wait in the start of MPI, which this rank does not begin."""
+    """The others wait in the start of MPI, which this rank does not start."""
     if launch.open_mpi:
         pytest.skip("Open MPI starts without /dev/shm")
     program = """
@@ -376,7 +376,7 @@ ATTEMPT = """
     ],
 )
 def test_too_little_memory_in_the_control_group_for_all_ranks_together(launch, call, few, many):
-    """An error on all ranks, where each alone would find enough: the kernel would kill them."""
+    """An error on all ranks, though each alone has enough memory: the kernel would kill them."""
     group = pathlib.Path(f"/sys/fs/cgroup/memory/hpcstrat-test-{os.getpid()}")
     try:
         group.mkdir()
@@ -395,14 +395,14 @@ def test_too_little_memory_in_the_control_group_for_all_ranks_together(launch, c
 
 @pytest.mark.parametrize("call", ["gather", "reduce", "mirror"])
 def test_too_little_memory_for_all_ranks_together(launch, call):
-    """As above, with a number in place of what the host has left."""
+    """As above, with a number in place of the host's free memory."""
     result = launch(ATTEMPT, 2, call, "64", "", "127", env={"OMP_NUM_THREADS": "1"})
     assert (result.status, result.stdout) == (0, 2 * "refused ")
 
 
 @pytest.mark.parametrize("limited", ["range(2)", "[1]"], ids=["all ranks", "one rank"])
 def test_little_address_space(launch, limited):
-    """As where a batch system sets `ulimit -v`: all ranks reserve what the one that has least can have."""
+    """As if a batch system sets `ulimit -v`: all ranks reserve what the poorest can have."""
     result = launch(
         f"""
         import os, resource

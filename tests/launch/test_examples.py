@@ -9,17 +9,17 @@ import pytest
 from sklearn.datasets import load_digits
 
 ROOT = pathlib.Path(__file__).parents[2]
-# Beside other tests the threads of a BLAS wait for each other, longer than they compute.
+# Next to other tests, the threads of a BLAS wait for each other for longer than they compute.
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
 
 def rounding(steps, batch_size):
-    """By how much the losses of so many steps may differ, relatively, where sums over a batch have another order.
+    """How far losses may be apart, relatively, after so few steps, if sums have another order.
 
-    Such a sum is off by a rounding unit (2**-24) an element at most, and each step adds its own.
+    Such a sum is off by at most one rounding unit (2**-24) per element, and each step adds its own.
     This holds for the first steps only: sooner or later one image's input of a ReLU is so close to
-    0 that rounding decides its sign, and from there on the weights go another way, to another loss
-    after ten epochs, and as well trained.
+    0 that rounding decides its sign, and from there on the weights take another path, to another
+    loss after ten epochs, and are as well trained.
     """
     return steps * batch_size * 2.0**-24
 
@@ -50,13 +50,12 @@ def test_train_learns_on_any_number_of_ranks(launch, gpus, counts):
             assert warning not in result.stderr
     for loss, accuracy in first_epochs.values():
         assert loss == pytest.approx(first_epochs[None][0], rel=rounding(steps=23, batch_size=64))
-        assert accuracy == pytest.approx(
-            first_epochs[None][1], abs=1.5e-3
-        )  # two of the 1437 images
+        # Two of the 1437 images.
+        assert accuracy == pytest.approx(first_epochs[None][1], abs=1.5e-3)
 
 
 def _loss_and_accuracy(line, epoch):
-    """What a line of the epoch tells."""
+    """The numbers in an epoch's line."""
     match = re.fullmatch(rf"epoch +{epoch}: loss (\d+\.\d+), accuracy (\d\.\d+)", line)
     assert match is not None, line
     return float(match[1]), float(match[2])
@@ -66,7 +65,7 @@ def _loss_and_accuracy(line, epoch):
 def test_train_takes_batches_that_leave_replicas_empty(launch):
     """The fifth and last batch is one image.
 
-    So few steps are before any image can be on the edge: a few units each.
+    After so few steps no image is on the edge yet: a few units each.
     """
     options = ["--epochs", "1", "--batch-size", "359", "--learning-rate", "0.2"]
     losses = []
@@ -93,7 +92,7 @@ on_some_ranks = pytest.mark.parametrize(
 
 
 def printed(launch, gpus, counts, name, *options):
-    """What an example prints on those of these numbers of ranks that there are GPUs for, or on one: lists of lines."""
+    """An example's lines on those of these numbers of ranks that GPUs exist for, or on one."""
     are_seen, numbers = gpus
     for ranks in [ranks for ranks in counts if ranks in numbers] or [1]:
         result = launch(ROOT / "examples" / name, ranks, *options, gpus=are_seen, env=ONE_THREAD)
@@ -140,7 +139,7 @@ def test_pca(launch, gpus, counts):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["kmeans", "pca", "monte_carlo", "train"])
 def test_pictures_of_the_gallery(launch, gpus, tmp_path, name):
-    """Those that docs/gallery shows in two colours have the same words; its page's commands draw on four ranks."""
+    """docs/gallery's pictures have equal words in both colours; its commands draw on four ranks."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     svgs = [ROOT / "docs" / "gallery" / f"{name}-{page}.svg" for page in ("light", "dark")]
     assert all(svg.stat().st_size < 60_000 for svg in svgs)
@@ -162,9 +161,8 @@ def test_pictures_of_the_gallery(launch, gpus, tmp_path, name):
 def test_linear_regression(launch, gpus, counts):
     for lines in printed(launch, gpus, counts, "linear_regression.py"):
         *losses, worst = numbers_of(lines)
-        assert len(losses) == 3 and losses[-1] == pytest.approx(
-            0.01, rel=0.05
-        )  # the noise that was added
+        # The noise that was added.
+        assert len(losses) == 3 and losses[-1] == pytest.approx(0.01, rel=0.05)
         assert worst < 0.005
 
 
@@ -193,15 +191,15 @@ def test_early_stopping_goes_on_where_it_was(launch, gpus, tmp_path):
     assert begin == "continues after epoch 3"
     assert rest == whole[3:]
     if 2 in numbers:
-        # By rounding an image or two of the 397 may be read in another way, and the end come an
-        # epoch earlier or later.
+        # By rounding, an image or two of the 397 may be read differently, and the end come an epoch
+        # earlier or later.
         options = "--folder", tmp_path / "on other ranks", "--epochs", "4"
         begin, epoch, _ = launch(program, 2, *options, gpus=are_seen).stdout.splitlines()
         assert begin == "continues after epoch 3" and epoch.startswith("epoch  4: ")
         assert numbers_of([epoch]) == pytest.approx(numbers_of(whole[3:4]), abs=0.0055)
 
 
-# The same by PyTorch alone.
+# The same with PyTorch alone.
 DDP = """
     import sys
     sys.path.insert(0, sys.argv[1])
@@ -249,7 +247,7 @@ def test_modules_of_pytorch_learn_as_ddp_does(launch, tmp_path, example):
         assert found == pytest.approx(expected, rel=0.01)
 
 
-# The example, which a signal to the last rank interrupts after one step.
+# The example, interrupted by a signal to the last rank after one step.
 PREEMPTED = f"""
     import os, runpy, signal, sys
     import hpcstrat as hs
@@ -284,7 +282,7 @@ def test_resume_ends_as_if_undisturbed(launch, gpus, tmp_path):
             10,
             19,
             10,
-        ):  # 29 are an epoch: in the first one, at its end, and in the second
+        ):  # 29 are an epoch: in the first epoch, at its end, and in the second
             result = launch(PREEMPTED, ranks, str(steps), *options, gpus=are_seen)
             assert result.status == 75
         result = launch(ROOT / "examples" / "resume.py", ranks, *options, gpus=are_seen)

@@ -1,4 +1,4 @@
-"""One planted fault after the other: each ends the job in seconds, says what happened and where, and leaves nothing.
+"""One planted fault after another: the job ends in seconds, says what happened, and leaves nothing.
 
 `pytest -rP tests/launch/test_faults.py | grep FAULT` shows how long each took, and the first line
 that it printed.
@@ -11,9 +11,8 @@ from fault import ANY
 from faults import FAULTS, KINDS, QUICK
 from slow import slow_but
 
-SECONDS = (
-    90  # the time limit of a job, many times what it needs, for machines that do other work too
-)
+# The time limit of a job, many times what it needs, for machines that do other work too.
+SECONDS = 90
 ENV = {"HPCSTRAT_STALL_SECONDS": "40", "HPCSTRAT_TIMEOUT_SECONDS": "60", "HPCSTRAT_OUTPUT": "lead"}
 TWO_HOSTS = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 

@@ -1,4 +1,4 @@
-"""Copies to a GPU and between two, and streams with two GPUs: what CuPy does, on the simulated ones."""
+"""Copies to a GPU and between two, and streams with two GPUs: what CuPy does, on simulated GPUs."""
 
 import fnmatch
 
@@ -77,7 +77,7 @@ for copied in (lambda: cupy.asarray(grid[:, ::2]), lambda: cupy.asarray(grid[:, 
 
 @pytest.mark.gpu
 def test_strided_arrays_between_gpus(simulated):
-    """CuPy refuses them, or puts them in order on their own GPU, and copies that before it is there."""
+    """CuPy refuses them, or runs them in order on their own GPU and copies too early."""
     result = simulated(BETWEEN, None)
     assert (result.status, result.leftovers) == (0, []), result.stderr
     expected = [
@@ -112,7 +112,7 @@ for below in (null, outer):
 
 @pytest.mark.gpu
 def test_a_stream_is_left_while_another_gpu_is_current(simulated):
-    """The stream below becomes that of its own GPU; the null stream, which has none, becomes the current GPU's."""
+    """The stream below becomes its own GPU's; the null stream, without one, the current GPU's."""
     result = simulated(STREAMS, None)
     assert (result.status, result.leftovers) == (0, []), result.stderr
     assert result.stdout.splitlines() == ["True False False True", "False True True False"]

@@ -76,7 +76,7 @@ def test_a_hang_is_reported_and_ended(simulated, hang, reads, ranks):
 
 @pytest.mark.slow
 def test_a_timeline_of_a_hang(simulated, tmp_path):
-    """Nor does the thread that writes it ask CUDA with Python's lock."""
+    """Nor may the thread that writes it call CUDA with Python's lock."""
     launches, spins, env = HANGS["all hosts in a launch"]
     env = {**HANGS_SOON, **env, "HPCSTRAT_TIMELINE": str(tmp_path / "trace.json")}
     result = simulated(TRAINS, 2, str(launches), "0", str(spins), env=env)
@@ -104,7 +104,7 @@ for _ in range(100):
 
 @pytest.mark.parametrize("rank", ["", "@1"], ids=["on all ranks", "on one rank"])
 def test_a_program_cannot_go_on_after_a_failure_of_nccl(simulated, rank):
-    """Of a call that the ranks had agreed on: the others may be in it for good."""
+    """In a call that the ranks had agreed on: the others may be in it for good."""
     result = simulated(
         CATCHES, 2, env=HANGS_SOON | {"SIMULATED_GPU_FAULTS": f"nccl-fails{rank}:30:2"}
     )

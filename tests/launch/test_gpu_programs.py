@@ -1,4 +1,4 @@
-"""The programs for GPUs in `launch/`, where there may be none: shell scripts stand in for NVIDIA's own programs."""
+"""The programs for GPUs in `launch/`, without GPUs: shell scripts replace NVIDIA's own programs."""
 
 import contextlib
 import os
@@ -29,7 +29,7 @@ NOT_THE_USERS = (
     "NCCL_",
     "LD_PRELOAD",
 )
-MARK = "LAUNCHED_BY_TEST"  # a variable that tells a test's processes from all others
+MARK = "LAUNCHED_BY_TEST"  # a variable that marks a test's processes
 
 NO_GPU = "echo 'NVIDIA-SMI has failed'; exit 9"
 FOUR_GPUS = """
@@ -41,8 +41,8 @@ cat <<'TEXT'
 TEXT
 """
 ADDRESSES = ["0000:17:00.0", "0000:65:00.0", "0000:ca:00.0", "10000:e3:00.0"]
-# Says which cores a process may use, whatever they are on this machine; for the rest it is the real
-# one.
+# Prints fixed cores that a process may use, whatever this machine has; otherwise it is the real
+# program.
 TASKSET = """
 if [ "$1 $#" = "-cp 2" ]; then
     echo "pid $2's current affinity list: $CORES"
@@ -50,8 +50,8 @@ else
     exec {real} "$@"
 fi
 """
-# Records what it is asked. The daemon ends when it is told to quit; not when it is DEAF, or DUMB
-# and never answers.
+# Records its commands. The daemon ends when it is told to quit; not when it is DEAF, or DUMB and
+# never answers.
 MPS_CONTROL = """
 folder=$CUDA_MPS_PIPE_DIRECTORY
 case ${1-} in
@@ -136,19 +136,19 @@ class Bench:
 
     def finish(self, process):
         stdout, stderr = process.communicate(timeout=SECONDS)
-        print(stdout, stderr, sep="\n")  # pytest shows it where the test fails
+        print(stdout, stderr, sep="\n")  # pytest shows it if the test fails
         return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     def run(self, *command, env=None):
         return self.finish(self.start(*command, env=env))
 
     def record(self):
-        """What the stand-ins wrote down, line by line."""
+        """What the stand-ins wrote, line by line."""
         path = self.folder / "record"
         return path.read_text().splitlines() if path.exists() else []
 
     def leftovers(self):
-        """Temporary files, and processes that are still there when they have had some seconds to go."""
+        """Temporary files, and processes that still exist after some seconds to end."""
         deadline = time.monotonic() + 20
         while self._processes() and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -165,7 +165,7 @@ class Bench:
         found = []
         for name in os.listdir("/proc"):
             if name.isdigit():
-                with contextlib.suppress(OSError):  # gone, or another user's
+                with contextlib.suppress(OSError):  # it has ended, or is another user's
                     if (
                         f"{MARK}={self._mark}".encode()
                         in pathlib.Path(f"/proc/{name}/environ").read_bytes()
@@ -182,7 +182,7 @@ def bench(tmp_path):
 
 
 class Host:
-    """Poses as a host of 4 GPUs, two nodes and 8 cores of two threads, for bind-gpu.
+    """Poses as a host of 4 GPUs, two nodes and 8 cores with two threads each, for bind-gpu.
 
     Node 0 has the threads 0-3 and 8-11, node 1 has 4-7 and 12-15; the threads 0 and 8 are on one
     core, and so on.
@@ -313,7 +313,7 @@ def test_bind_without_a_gpu(launch, host, ranks):
 
 @pytest.mark.parametrize("ranks", slow_but([2], [1, 2, 3]))
 def test_bind_on_this_machine(launch, bench, ranks):
-    """The process runs on the cores that the dry run names, and only rank 0 says that there is no GPU."""
+    """The process runs on the dry run's cores, and only rank 0 says that there is no GPU."""
     bench.stand_in("nvidia-smi", NO_GPU)
     bind = [*launch.mpirun, "-n", str(ranks), LAUNCH / "bind-gpu"]
     result = bench.run(*bind, "--dry-run")
@@ -381,7 +381,7 @@ def test_bind_within_the_cores_that_are_allowed(launch, host):
         ("GPU 1 (GPU-00ab-1)", "NUMA node 0", "2,3"),
         ("GPU 2 (GPU-00ac-2)", "NUMA node 1", "4,5"),
     ]
-    # No core of node 1: all share what there is.
+    # No core of node 1: the ranks share those that exist.
     assert host.choose(launch.mpirun, 3, cores="0-2,8") == [
         ("GPU 0 (GPU-00aa-0)", "the whole host", "0,8"),
         ("GPU 1 (GPU-00ab-1)", "the whole host", "1"),
@@ -449,10 +449,9 @@ def test_bind_without_a_launcher(bench, env):
 
 @pytest.mark.parametrize("numactl", ["works", "is forbidden"])
 def test_bind_starts_the_program(host, numactl):
-    """With the cores and the memory of the node, the GPUs as visible as before, its arguments and its status."""
-    cores = ",".join(
-        str(core) for core in sorted(os.sched_getaffinity(0))
-    )  # real ones: it does run
+    """With the node's cores and memory, unchanged visible GPUs, its arguments and its status."""
+    # Real ones: it does run.
+    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
     host.put_node(5, cores)
     host.put_gpu(1, node=5)
     host.bench.stand_in(
@@ -482,7 +481,7 @@ def share(bench, *command, env=None):
 
 
 def check_that_mps_ended(bench):
-    """It was started in a private folder, once, and told to end, and nothing is left."""
+    """It was started once, in a private folder, and told to end, and nothing is left."""
     started, *told = bench.record()
     assert started.startswith(f"started in {bench.temporary}/")
     assert told == ["quit"]
@@ -605,9 +604,9 @@ def test_share_sets_variables(bench):
 
 
 def test_share_of_some_gpus(bench):
-    """The daemon gives all GPUs numbers; the ranks choose from these.
+    """The daemon numbers the GPUs anew; the ranks choose from these numbers.
 
-    Chosen twice, 1 would be none.
+    If they chose twice, 1 would not exist.
     """
     result = bench.finish(share(bench, "env", env={"CUDA_VISIBLE_DEVICES": "1"}))
     assert "CUDA_VISIBLE_DEVICES=1" in result.stdout.splitlines()
@@ -621,7 +620,7 @@ def test_share_warns_of_what_nccl_may_hang_with(bench):
 
 @pytest.mark.parametrize("option", ["--nccl my/libnccl.so.2", "--nccl=my/libnccl.so.2"])
 def test_share_preloads_nccl(bench, option):
-    """The dynamic loader complains about a file that is no library, and goes on without it."""
+    """The dynamic loader complains about a file that is not a library, and continues without it."""
     library = bench.folder / "my" / "libnccl.so.2"
     library.parent.mkdir()
     library.touch()
@@ -649,7 +648,7 @@ def run_sharing(bench, *words, env=None):
     return bench.start(*command, env={"CUDA_VISIBLE_DEVICES": ""} | (env or {}))
 
 
-# The first start is killed, and leaves an MPS that serves nobody any more.
+# The first start is killed, and leaves an MPS without clients behind.
 WEDGES = """
 if [ ! -e killed ]; then
     touch killed "$CUDA_MPS_PIPE_DIRECTORY/wedged"
@@ -662,9 +661,8 @@ echo "served with $NCCL_MULTI_RANK_GPU_ENABLE"
 
 def test_each_start_has_an_mps_of_its_own(launch, bench):
     result = bench.finish(run_sharing(bench, "-n", "1", "--restarts", "3", "sh", "-c", WEDGES))
-    assert result.returncode == 0 and result.stdout.endswith(
-        "served with 1\n"
-    )  # after what MPICH says of the kill
+    # After what MPICH says of the kill.
+    assert result.returncode == 0 and result.stdout.endswith("served with 1\n")
     assert "; restart 1 of 3, on 1 rank\n" in result.stderr and "restart 2" not in result.stderr
     first, ended, second, *rest = bench.record()
     assert first != second and first.startswith("started in ") and second.startswith("started in ")
@@ -702,7 +700,7 @@ def test_no_rank_starts_without_mps(launch, bench):
 
 # ---- ci-multi-gpu
 
-# They say what they are asked to run, and whether inside MPS, and run nothing. There is one GPU.
+# They print what they are asked to run, and whether inside MPS, and run nothing. There is one GPU.
 RECORDS = """
 case "$*" in
 --version) echo {name} ;;
@@ -715,7 +713,7 @@ esac
 
 @pytest.mark.parametrize("option", ["--ranks=2 4", "--all"])
 def test_ci(bench, option):
-    """What tells most comes first; a run that shares the GPU has an MPS of its own, and is inside no other."""
+    """The most telling tests come first; a run that shares the GPU has its own MPS only."""
     bench.stand_in("nvidia-smi", "exit 0")
     bench.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
     for name in "python", "mpirun":

@@ -249,7 +249,7 @@ def test_info_without_an_mpi_library(launch):
 
 
 class Array:
-    """What can be computed with."""
+    """What can compute."""
 
     def __matmul__(self, other):
         return self

@@ -1,4 +1,4 @@
-"""Programs with PyTorch or JAX: those of the documentation, and DataLoaders with worker processes."""
+"""Programs with PyTorch or JAX: the documentation's, and DataLoaders with worker processes."""
 
 import importlib.util
 import pathlib

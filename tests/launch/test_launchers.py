@@ -18,7 +18,7 @@ WORLD = """
     else:
         print(f"alone {world.rank}/{world.size} {world.host_comm} {world.hosts}")
 """
-# What the program starts with where something is missing: mpi4py's wheels carry no MPI library.
+# What the program starts with if something is missing: mpi4py's wheels contain no MPI library.
 MISSING = {
     "mpi4py": """
     import sys
@@ -57,7 +57,7 @@ def test_two_hosts(launch):
 
 
 def test_a_program_that_only_rank_0_has(launch):
-    """Else MPI would wait for the others for ever."""
+    """Otherwise MPI would wait for the others for ever."""
     if launch.open_mpi:
         pytest.skip(
             "Open MPI's mpirun never tells rank 0 that its input has ended, so no program runs"

@@ -1,4 +1,4 @@
-"""The cells of docs/notebooks.md, in Jupyter's kernel and in ipyparallel's engines, and faults there."""
+"""The cells of docs/notebooks.md in Jupyter's kernel and ipyparallel's engines, and faults."""
 
 import importlib.util
 import os
@@ -21,7 +21,7 @@ IN_KERNEL, CLUSTER, IN_ENGINES = CELLS
 
 
 class Notebook:
-    """A kernel, in which cells run one after the other."""
+    """A kernel, in which cells run one after another."""
 
     def __init__(self, folder, **environment):
         start_new_kernel = pytest.importorskip("jupyter_client.manager").start_new_kernel
@@ -85,7 +85,7 @@ def test_one_replica(notebook):
     assert shown == "line\n2"
 
 
-# ipyparallel hears of the end of each engine by itself, and so not at once.
+# ipyparallel learns of each engine's end separately, and so not at once.
 ARE_GONE = """
 import time
 end = time.monotonic() + 30
@@ -101,7 +101,7 @@ def test_engines(notebook):
     assert IN_ENGINES.output.text.strip() in cells.run(IN_ENGINES.text)
     assert cells.run("float(engines[0]['total'])") == "21.0"
 
-    # The gate holds in later cells too, though IPython swaps the stream's `write` in each.
+    # The gate works in later cells too, though IPython replaces the stream's `write` in each.
     for _ in range(2):
         shown = cells.run(
             "%%px\nprint('top', hs.rank())\nnone = strategy.run(lambda: print('replica', "
@@ -115,7 +115,7 @@ def test_engines(notebook):
             and "top 2" not in shown
         )
 
-    # Engines without work are no ranks that are missing.
+    # Engines without work are not missing ranks.
     time.sleep(7)
     assert "ValueError: on all" in cells.run(
         "%%px\nstrategy.run(lambda: (_ for _ in ()).throw(ValueError('on all')))"
@@ -126,7 +126,7 @@ def test_engines(notebook):
     assert "ranks 0, 2: waiting in call" in shown and re.search(
         r"barrier\(\), at In\[\d+\]:3 in <module>", shown
     )
-    assert cells.run(ARE_GONE) == "True"  # what they say last may come too late to be shown
+    assert cells.run(ARE_GONE) == "True"  # their last words may come too late to be shown
 
     cells.run("cluster.restart_engines_sync()\nengines.wait_for_engines(3)")
     assert IN_ENGINES.output.text.strip() in cells.run(IN_ENGINES.text)

@@ -1,4 +1,4 @@
-"""The launcher is killed, or stands still, so it can end no rank: each ends by itself."""
+"""The launcher is killed or stopped, so it can end no rank: each rank ends by itself."""
 
 import contextlib
 import itertools
@@ -39,7 +39,7 @@ SECONDS = 60  # for the start, and again for the end, on a machine that does oth
 
 
 def field(process, name):
-    """A field of what the system tells of a process."""
+    """A field of the system's record of a process."""
     found = re.search(
         rf"^{name}:\s*(\w+)", pathlib.Path(f"/proc/{process}/status").read_text(), re.MULTILINE
     )
@@ -53,7 +53,7 @@ def lives(process):
     except (
         FileNotFoundError,
         ProcessLookupError,
-    ):  # the latter where it ends between the open and the read
+    ):  # the latter if it ends between the open and the read
         return False
 
 
@@ -66,7 +66,7 @@ def wait_for(condition):
 
 @contextlib.contextmanager
 def ended_by_itself(mpirun, folder, ranks):
-    """A block that the ranks' processes outlive, but not by long."""
+    """A block that the ranks' processes outlive, but not for long."""
     processes = []
     try:
         wait_for(lambda: all((folder / f"started_{rank}").exists() for rank in range(ranks)))
@@ -93,17 +93,15 @@ def test_ranks_end_with_their_launcher(launch, tmp_path, start, does, ranks):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     command = [*launch.mpirun, "-n", str(ranks), *wrapper, sys.executable, str(program), does]
-    env = dict(
-        os.environ
-    )  # Python's: an MPI that another test started here has put its own variables into C's
+    # Python's: an MPI that another test started here has put its own variables into C's.
+    env = dict(os.environ)
     with open(tmp_path / "stderr", "w") as stderr:
         mpirun = subprocess.Popen(
             command, cwd=tmp_path, stdout=stderr, stderr=stderr, start_new_session=True, env=env
         )
     with ended_by_itself(mpirun, tmp_path, ranks) as processes:
-        launchers = [
-            int(field(processes[0], "PPid"))
-        ]  # MPICH's proxy; Open MPI's mpirun itself, on one host
+        # MPICH's proxy; Open MPI's mpirun itself, on one host.
+        launchers = [int(field(processes[0], "PPid"))]
         if wrapper:
             launchers = [int(field(launchers[0], "PPid"))]
         for process in {*launchers, mpirun.pid}:
@@ -113,7 +111,7 @@ def test_ranks_end_with_their_launcher(launch, tmp_path, start, does, ranks):
 
 @pytest.mark.slow
 def test_ranks_end_where_nobody_reads_what_they_print(launch, tmp_path):
-    """Rank 1 does not come; the others' pipes are full, and so the report of that goes nowhere."""
+    """Rank 1 does not come; the others' pipes are full, so the report cannot be printed."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     patience = {

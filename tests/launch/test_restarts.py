@@ -1,4 +1,4 @@
-"""`hpcstrat run --restarts`: whatever dies, the job goes on by itself, and ends as if nothing had been."""
+"""`hpcstrat run --restarts`: whatever dies, the job continues, and its end is unchanged."""
 
 import re
 import signal
@@ -63,7 +63,7 @@ TRAIN = """
         print("end", *(part.tobytes().hex() for part in state))
 """
 
-# Starts a job and kills ranks of it at random moments; says how long it takes to go on, and how
+# Starts a job and kills ranks of it at random moments; prints how long each restart takes and how
 # many steps are lost.
 KILL = """
     import contextlib, os, random, signal, subprocess, sys, threading, time
@@ -153,7 +153,7 @@ def folder_of(tmp_path, name="starts"):
 
 
 def starts(output):
-    """For each start, what it began from: a place and a step."""
+    """For each start, the place and the step that it resumed from."""
     return [
         (place, int(step))
         for place, step in re.findall(r"^from (\w+) (\d+)$", output, re.MULTILINE)
@@ -188,8 +188,7 @@ RUN = """
 """
 
 
-# What ends rank 1: in the step after these, how, what is said of it, and the step of the newest
-# snapshot.
+# What ends rank 1: after which steps, how, the message, and the step of the newest snapshot.
 ENDS = {
     "SIGKILL": (
         3,
@@ -203,7 +202,7 @@ ENDS = {
         r"(rank 1|a rank) died after step 6 of SIGSEGV",
         6,
     ),
-    # Of os._exit some launchers make their own kill of the others.
+    # Some launchers turn os._exit into their own kill of the others.
     "exit": (
         9,
         "os._exit(5)",
@@ -234,8 +233,7 @@ def test_a_job_goes_on_whatever_ends_a_rank(launch, restarting, tmp_path, ranks,
     train(after)
     """
     )
-    # Only a stall is to come to its end: seconds, by which ranks of a busy machine may be apart
-    # too.
+    # Only a stall may reach its limit: seconds by which ranks of a busy machine may be apart too.
     seconds = {"HPCSTRAT_TIMEOUT_SECONDS": "6"} if "stall" in ends else {}
     result = restarting(program, "--restarts", 4, "-n", ranks, env=seconds)
     assert (result.status, result.leftovers) == (0, [])
@@ -243,7 +241,7 @@ def test_a_job_goes_on_whatever_ends_a_rank(launch, restarting, tmp_path, ranks,
     snapshots = [ENDS[end][3] for end in ends]
     assert starts(result.stdout) == [("nothing", 0), *(("memory", step) for step in snapshots)]
     assert last_line(result.stdout) == undisturbed(launch, tmp_path, ranks)
-    # Open MPI does not always end the line before. Deaths may be seen together.
+    # Open MPI does not always end the previous line. Deaths may be noticed together.
     said = re.findall(r"hpcstrat run: (.*)$", result.stderr, re.MULTILINE)
     assert len(said) == len(ends)
     for number, (line, end, step) in enumerate(zip(said, ends, snapshots, strict=True), start=1):
@@ -376,13 +374,11 @@ def test_nothing_is_left_of_a_killed_launcher(restarting):
 @pytest.mark.parametrize("moment", ["updates", "saves", "loading", "start", "two"])
 @pytest.mark.timeout(900)
 def test_ten_kills_at_random_moments(launch, tmp_path, moment):
-    """In five kinds of moments, so that it is fifty times that the job goes on."""
+    """At five kinds of moments: fifty restarts in all."""
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(TRAIN + "    train()\n"))
-    kills, epochs = (
-        10,
-        40,
-    )  # so many that the job goes on for long enough, even if the kills come late
+    # As many as the job needs to run for long enough, even if the kills come late.
+    kills, epochs = 10, 40
     arguments = [program, folder_of(tmp_path), moment, epochs, kills, sum(map(ord, moment))]
     result = launch(KILL, None, *map(str, arguments), timeout=800)
     assert (result.status, result.leftovers) == (0, [])
@@ -397,4 +393,4 @@ def test_ten_kills_at_random_moments(launch, tmp_path, moment):
         f"{max(seconds):.1f} s at most; {statistics.median(lost):g} steps are lost (median), "
         f"{max(lost)} at most"
     )
-    assert max(lost) <= 2 * 2 + 1  # two snapshots back, where the kill came in the middle of one
+    assert max(lost) <= 2 * 2 + 1  # two snapshots back, if the kill came in the middle of one

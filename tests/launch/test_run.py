@@ -1,4 +1,4 @@
-"""`hpcstrat run`: starts ranks through mpiexec, and gives what plain mpirun gives."""
+"""`hpcstrat run`: starts ranks through mpiexec, and behaves as plain mpirun does."""
 
 import contextlib
 import os
@@ -51,7 +51,7 @@ MARK = "RUN_BY_TEST"
 
 
 class Run:
-    """Runs `hpcstrat run`, as a user does at the shell."""
+    """Runs `hpcstrat run` as a user does at the shell."""
 
     def __init__(self, folder, open_mpi):
         self.folder = folder
@@ -97,11 +97,11 @@ class Run:
         return process.returncode, stdout, stderr
 
     def processes(self):
-        """The job's processes that are there now."""
+        """The job's running processes."""
         found = []
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) != os.getpid():
-                with contextlib.suppress(OSError):  # gone, or another user's
+                with contextlib.suppress(OSError):  # it has ended, or is another user's
                     stat = pathlib.Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
                     environ = pathlib.Path(f"/proc/{name}/environ").read_bytes()
                     if stat[0] != "Z" and f"{MARK}={self.folder}".encode() in environ:
@@ -136,7 +136,7 @@ def test_ranks(run, program):
 
 @pytest.mark.parametrize("name", ["-", "-c"])
 def test_a_program_that_is_no_file(run, name):
-    """At each start all of it, with `sys.argv` as Python has it; of what is made for it nothing is left."""
+    """All of it at each start, with `sys.argv` as Python has it; no temporary files are left."""
     code = textwrap.dedent("""
         import os, pathlib, sys, mine
         if not os.path.exists("again"):
@@ -212,7 +212,7 @@ TWO_RANKS = """
 def test_the_files_of_the_ranks_and_the_marks(run):
     run.write(TWO_RANKS)
     (run.folder / "logs").mkdir()
-    (run.folder / "logs/rank-0.log").write_text("of a job before\n")  # the files begin anew
+    (run.folder / "logs/rank-0.log").write_text("of a job before\n")  # the files start anew
     status, stdout, stderr = run("-n", "2", "--tee", "logs", "--prefix", "program.py")
     assert status == 0
     assert sorted(stdout.splitlines()) == [
@@ -231,7 +231,7 @@ def test_the_files_of_ranks_that_fail(run):
     run.write(TWO_RANKS)
     status, _, stderr = run("-n", "2", "--tee", "logs", "program.py", "fail")
     assert status != 0 and "[rank 1] ValueError: the cause" in stderr
-    # What copies outlives the job for a moment.
+    # The process that copies outlives the job for a moment.
     wait_for(lambda: "replica 0\n" in (run.folder / "logs/rank-0.log").read_text())
     wait_for(
         lambda: "[rank 1] ValueError: the cause\n" in (run.folder / "logs/rank-1.log").read_text()
@@ -265,9 +265,8 @@ def test_a_signal_that_ends_mpiexec_is_the_status(run):
     assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     (mpiexec,) = [one for one in run.processes() if parent(one) == process.pid]
     os.kill(mpiexec, signal.SIGKILL)
-    process.communicate(
-        timeout=60
-    )  # under Open MPI ranks stay that have not started the library, as these
+    # Under Open MPI ranks stay that have not started the library, as these.
+    process.communicate(timeout=60)
     assert process.returncode == 128 + signal.SIGKILL
 
 
@@ -278,7 +277,7 @@ def test_when_the_launcher_is_killed_the_ranks_end(run, option):
     assert process.stdout is not None
     assert [process.stdout.readline()[-6:] for _ in range(2)] == ["ready\n"] * 2
     process.kill()
-    process.communicate(timeout=60)  # until nobody is there to write
+    process.communicate(timeout=60)  # until no process is left to write
     wait_for(lambda: not run.processes())
 
 

@@ -1,6 +1,6 @@
-"""The simulated GPU: programs that are right run on it, and bugs planted in a copy of the package are found.
+"""The simulated GPU: it runs correct programs, and finds bugs planted in a copy of the package.
 
-One program runs in `launch/test`, what is marked `gpu` in `launch/test --simulated-gpu`, the rest
+One program runs in `launch/test`, the tests marked `gpu` in `launch/test --simulated-gpu`, the rest
 with `--all`.
 """
 
@@ -22,7 +22,7 @@ PACKAGE = pathlib.Path(hpcstrat.__file__).parent
 
 
 def planted(folder, changes):
-    """A copy of the package, with these changes (file, old text, new text), each of which must fit once."""
+    """A copy of the package with these changes (file, old text, new text); each must match once."""
     shutil.copytree(PACKAGE, folder / "hpcstrat", ignore=shutil.ignore_patterns("__pycache__"))
     for name, old, new in changes:
         path = folder / "hpcstrat" / name
@@ -471,7 +471,7 @@ ENDS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("end", ENDS)
 def test_the_end_after_nccl_that_never_connects(simulated, end):
-    """NCCL's thread is still inside; what C does at exit ends the process by a signal here."""
+    """NCCL's thread is still inside; C's exit handlers end the process by a signal here."""
     line, status = ENDS[end]
     program = f"""{C_HANDLER}{STARTS}
 import atexit, sys
@@ -551,7 +551,7 @@ for metric, arrays in metrics.items():
 
 @pytest.mark.gpu
 def test_an_update_of_a_metric_is_one_kernel_for_which_the_host_does_not_wait(simulated):
-    """And which needs no memory: no other operation of CuPy's takes part."""
+    """And one that needs no memory: no other operation of CuPy's takes part."""
     result = simulated(METRICS, None)
     assert (result.status, result.stdout, result.leftovers) == (0, "1 0 0\n" * 7, [])
 

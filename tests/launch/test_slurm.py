@@ -1,4 +1,4 @@
-"""The scripts in `slurm/`, run for real by the Slurm that `slurm/try-locally` starts on this machine."""
+"""The scripts in `slurm/`, run by the Slurm that `slurm/try-locally` starts on this machine."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ NOT_THE_USERS = (
     "LAUNCH",
 )
 
-# Says where each rank is.
+# Prints where each rank is.
 WHERE = """
     import os, sys
     import hpcstrat as hs
@@ -85,7 +85,7 @@ DIES = """
             os.kill(os.getpid(), signal.SIGKILL)
     print(f"ends at {int(step.numpy())}")
 """
-# Cannot note a signal.
+# Cannot handle a signal.
 BEGINS = """
     import os, time
 
@@ -98,7 +98,7 @@ BEGINS = """
 
 
 def environment(**changes):
-    """The environment of a user at the shell, where there is no GPU, with these changes."""
+    """The environment of a user's shell without a GPU, with these changes."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(NOT_THE_USERS)}
     return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable} | changes
 
@@ -109,7 +109,7 @@ class LocalSlurm:
     Attributes:
         process: the program's.
         stdout: what the command prints, a file to read from.
-        temporary: the folder in which it has its own.
+        temporary: its temporary folder.
     """
 
     def __init__(self, *arguments):
@@ -128,7 +128,7 @@ class LocalSlurm:
         self.stdout = self.process.stdout
 
     def first_line(self):
-        """What the command prints first. Skips the test where Slurm is not installed."""
+        """The first line that the command prints. Skips the test if Slurm is not installed."""
         line = self.stdout.readline().strip()
         if not line:
             status = self.process.wait()
@@ -140,20 +140,20 @@ class LocalSlurm:
         return line
 
     def end(self, *signals):
-        """Sends the signals, waits for the end, and returns the exit status and what is left over."""
+        """Sends the signals, waits for the end, and returns the exit status and what is left."""
         for one in signals:
             self.process.send_signal(one)
             time.sleep(0.2)
         stdout, _ = self.process.communicate(timeout=SECONDS)
         self._stderr.seek(0)
-        print(stdout, self._stderr.read(), sep="\n")  # pytest shows it where the test fails
+        print(stdout, self._stderr.read(), sep="\n")  # pytest shows it if the test fails
         return self.process.returncode, [*os.listdir(self.temporary), *self._processes()]
 
     def _processes(self):
         found = []
         for name in os.listdir("/proc"):
             if name.isdigit() and int(name) != os.getpid():
-                with contextlib.suppress(OSError):  # gone, or another user's
+                with contextlib.suppress(OSError):  # it has ended, or is another user's
                     texts = [
                         pathlib.Path(f"/proc/{name}/{file}").read_bytes()
                         for file in ("environ", "cmdline")
@@ -186,7 +186,7 @@ def try_locally():
 
 
 class Job:
-    """A job that was submitted; `log` is what it printed so far."""
+    """A job that was submitted; `log` is what it has printed so far."""
 
     def __init__(self, number, path, env):
         self.number = number
@@ -207,10 +207,10 @@ class Job:
         self._wait(lambda: text in self.log, f"print {text!r}")
 
     def end(self):
-        """Waits for the job's end: its state, its exit status and how often it was started again."""
+        """Waits for the job's end: its state, its exit status and the number of its restarts."""
         self._wait(lambda: not self._ask("squeue", "--noheader", f"--jobs={self.number}"), "end")
         facts = self._ask("scontrol", "show", "job", str(self.number))
-        print(self.log)  # pytest shows it where the test fails
+        print(self.log)  # pytest shows it if the test fails
         found = re.search(r"JobState=(\w+).* Restarts=(\d+).* ExitCode=(\d+)", facts, re.DOTALL)
         assert found is not None, facts
         return found[1], int(found[3]), int(found[2])
@@ -235,7 +235,7 @@ class Cluster:
     """A Slurm of two nodes.
 
     Attributes:
-        folder: jobs are submitted from there; it has the folders of the checkout.
+        folder: jobs are submitted from it; it has the folders of the checkout.
         open_mpi: whether the MPI is Open MPI.
     """
 
@@ -247,7 +247,7 @@ class Cluster:
             (folder / name).symlink_to(ROOT / name)
 
     def submit(self, script, *arguments, options=(), program=None, **env):
-        """Submits slurm/SCRIPT.sbatch with these arguments; `program` is a source text for PROGRAM."""
+        """Submits slurm/SCRIPT.sbatch with these arguments; `program` is the source for PROGRAM."""
         env = environment(SLURM_CONF=self._configuration, **env)
         if self.open_mpi and env.get("LAUNCH") == "srun":
             self._skip_without_pmix(env)
@@ -408,7 +408,7 @@ def test_an_error_is_the_jobs(cluster, script):
 
 @pytest.mark.timeout(300)
 def test_preemption(cluster):
-    """A signal to the script alone, as before the time is up, and to all that runs in the job, as at its end."""
+    """A signal to the script alone, as before the time is up, and to the job, as at its end."""
     ranks = ["--ntasks-per-node=2"]
     undisturbed = cluster.submit("preemptible", options=ranks)
     assert undisturbed.end() == ("COMPLETED", 0, 0)
@@ -430,8 +430,8 @@ def test_preemption(cluster):
             for line in job.lines
             if line.startswith("continues in epoch 2, after step ")
         )
-        # Open MPI's mpirun ends the job at a TERM, mostly before it is saved; then there is the
-        # file of the last epoch.
+        # At a TERM, Open MPI's mpirun usually ends the job before it is saved; then there is the file
+        # of the last epoch.
         assert step == 50 or (step == 29 and launcher == "mpirun" and cluster.open_mpi)
         assert job.lines[-20:] == undisturbed.lines[-20:]
         assert job.log.count("epoch 20: loss ") == 1

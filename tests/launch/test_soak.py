@@ -1,4 +1,4 @@
-"""The soak program, with few steps: it ends well, and notices what grows."""
+"""The soak program with few steps: it succeeds, and notices growth."""
 
 import pathlib
 import re

@@ -1,4 +1,4 @@
-"""A strategy's program from outside: what it prints, and how it ends when one rank goes wrong."""
+"""A strategy's program from outside: its output, and its end if one rank fails."""
 
 import pytest
 from slow import slow_but
@@ -115,7 +115,7 @@ def test_a_killed_rank_ends_all_and_leaves_nothing(launch):
 
 
 def test_a_message_on_its_way_does_not_hold_up_a_barrier(launch):
-    """MPI moves a large message only in calls of MPI, also while a rank waits in one of ours."""
+    """MPI moves a large message only during calls of MPI, even if a rank waits in one of ours."""
     program = """
     import hpcstrat as hs
     import numpy as np

@@ -44,7 +44,7 @@ def test_one_rank_is_not_limited(launch):
 
 @pytest.mark.slow
 def test_the_users_variable_wins(launch):
-    # Ranks that mpirun binds to a core each get one thread from OpenBLAS itself, whatever the
+    # Ranks that mpirun binds to one core each get one thread from OpenBLAS itself, whatever the
     # variable says.
     env = {"OPENBLAS_NUM_THREADS": "2", "OMPI_MCA_hwloc_base_binding_policy": "none"}
     assert [blas for blas, _ in shares(launch(PROGRAM, 2, env=env))] == [{2}, {2}]

@@ -1,4 +1,4 @@
-"""`HPCSTRAT_TIMELINE` and `python -m hpcstrat timeline`, as a user meets them."""
+"""`HPCSTRAT_TIMELINE` and `python -m hpcstrat timeline` from the user's side."""
 
 import json
 import subprocess
@@ -8,8 +8,8 @@ import pytest
 from internals import GPU_TRACKS, read, share_out
 from slow import slow_but
 
-# Each of 6 steps moves what is known in closed form; on the last rank the function takes longer
-# than on the others.
+# The bytes that each of 6 steps moves are known in closed form; the function takes longer on the
+# last rank than on the others.
 PROGRAM = """
 import time
 import numpy as np
@@ -58,7 +58,7 @@ def test_all_ranks_write_one_trace(launch, gpus, counts):
 
 
 def traced(launch, program, ranks, are_seen=False):
-    """The path of the program's trace, which holds the spans of all ranks."""
+    """The path of the program's trace, which has the spans of all ranks."""
     job = launch(program, ranks, env={"HPCSTRAT_TIMELINE": "trace.json"}, gpus=are_seen)
     assert (job.status, job.leftovers) == (0, []), job.stderr
     assert job.stdout.split() == [f"{-0.5 * sum(range(24)):.1f}", str(20 + 21 + 22 + 23)]
@@ -76,7 +76,7 @@ def traced(launch, program, ranks, are_seen=False):
 
 
 def check_gpu(tracks):
-    """The strategy's stream has every run, and in each of them the sum of gradients of 4000 bytes."""
+    """The strategy's stream has every run, each with the sum of 4000 bytes of gradients."""
     (stream,) = [
         spans
         for track, spans in tracks.items()
@@ -126,7 +126,7 @@ def test_the_command_prints_shares_and_draws(launch):
     "how", ["os.kill(os.getpid(), 9)", "os._exit(3)", "raise RuntimeError('on purpose')"]
 )
 def test_a_trace_can_be_read_after_a_kill(launch, how):
-    """What was half a second before the end is there; what had begun, and lasted, too."""
+    """It has the spans half a second before the end, and those that were still running."""
     job = launch(
         f"""
         import os, time

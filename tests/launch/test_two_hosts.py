@@ -1,4 +1,4 @@
-"""MultiWorkerMirroredStrategy on two hosts: those that MPICH poses as, and any division of the ranks into two."""
+"""MultiWorkerMirroredStrategy on two hosts: MPICH's fake hosts, and any division of the ranks."""
 
 import ast
 import pathlib
@@ -9,7 +9,7 @@ from slow import slow_but
 
 ROOT = pathlib.Path(__file__).parents[2]
 
-# `sys.argv[1]` is the division: for each rank its host; empty where MPI says.
+# `sys.argv[1]` is the division: for each rank its host; empty to ask MPI.
 START = """
     import dataclasses, sys, warnings
     import numpy as np
@@ -40,12 +40,12 @@ SHAPES = {"2 + 2": (0, 1, 0, 1), "3 + 1": (0, 0, 0, 1), "1 + 2": (0, 1, 1)}
 
 
 def on_two_hosts(quick):
-    """For each division of the ranks, of which all but one are slow. The first is MPICH's."""
+    """For each division of the ranks, all but one of them slow. The first is MPICH's."""
     return pytest.mark.parametrize("shape", slow_but([quick], SHAPES))
 
 
 def run(launch, shape, program, last=""):
-    """Runs a program on two hosts; returns what each rank's `found` is at its end, and each rank's host.
+    """Runs a program on two hosts; returns each rank's `found` at its end, and each rank's host.
 
     `last` are lines that come after that end.
     """
@@ -65,7 +65,7 @@ def run(launch, shape, program, last=""):
 
 @on_two_hosts("3 + 1")
 def test_sums_and_updates(launch, shape):
-    """Small messages and large ones, which go inside the hosts first.
+    """Small messages and large ones, which are first summed inside the hosts.
 
     Whole numbers, so that sums are exact.
     """
@@ -100,7 +100,7 @@ def test_sums_and_updates(launch, shape):
 
 @on_two_hosts("2 + 2")
 def test_results_devices_and_datasets_of_each_host(launch, shape):
-    """The second host's elements end first; its replicas then get empty batches, and nothing is lost."""
+    """The second host's elements end first; its replicas get empty batches, nothing is lost."""
     found, hosts = run(
         launch,
         shape,
@@ -181,7 +181,7 @@ ERRORS = {
 
 
 def test_errors_on_two_hosts(launch):
-    """All ranks raise each of them, and go on."""
+    """All ranks raise each of them, and continue."""
     program = f"""
     found = []
     for wrong in {[body for body, _ in ERRORS.values()]}:
@@ -270,13 +270,13 @@ READY = """
 
 @on_two_hosts("1 + 2")
 def test_marked_gradients_are_summed_while_the_program_goes_on(launch, shape):
-    """What is under way when the program ends, ends before MPI does."""
+    """Calls that are under way when the program ends, end before MPI does."""
     found, _ = run(launch, shape, READY, last="    strategy.run(step, args=(False,))\n")
     assert all(begun == [2, 2, 2] for begun in found)
 
 
 def test_marked_gradients_where_one_thread_only_may_call_mpi(launch):
-    """Marks are compared, and sums begin in `apply_gradients`."""
+    """Marks are compared, and sums start in `apply_gradients`."""
     program = (
         "    import mpi4py\n    mpi4py.rc.thread_level = 'serialized'\n" + START + READY + REPORT
     )

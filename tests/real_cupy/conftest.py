@@ -1,4 +1,4 @@
-"""Real CuPy on a host without a GPU, or with its GPUs hidden: what CuPy itself refuses, and what its compiler does."""
+"""Real CuPy on a host without GPUs, or with hidden GPUs: its argument checks and compiler."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""CuPy's own arrays over host memory: calls get through all of CuPy's checks, up to the first one that needs a GPU."""
+"""CuPy arrays over host memory: calls pass all of CuPy's checks, then fail for lack of a GPU."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def array(shape, dtype: Any = np.float32) -> Any:
 
 
 def variable(shape, dtype: Any = np.float32) -> Any:
-    """A variable whose array is CuPy's."""
+    """A variable with a CuPy array."""
     made: Any = hs.Variable(np.zeros(shape, dtype))
     made._state.block.array, made._state.block.view, made._state.interface = (
         array(shape, dtype),
@@ -31,9 +31,9 @@ def variable(shape, dtype: Any = np.float32) -> Any:
 
 
 def reaches_cuda(call) -> bool:
-    """Whether a call stops at CUDA; false where it needs none.
+    """Whether a call fails in CUDA; false if it does not need CUDA.
 
-    What CuPy refuses is an exception.
+    Raises what CuPy raises if it refuses the call.
     """
     try:
         call()

@@ -1,4 +1,4 @@
-"""What the sources of this repository call of CuPy, as their syntax tells."""
+"""The calls of CuPy in the sources of this repository, found by syntax."""
 
 import ast
 import pathlib
@@ -9,7 +9,7 @@ PACKAGE = sorted((ROOT / "hpcstrat").rglob("*.py"))
 PROGRAMS = [*sorted((ROOT / "examples").glob("*.py")), ROOT / "benchmarks" / "gpu_step.py"]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
-# What stands for CuPy, or a part of it, at the end of what comes before a dot.
+# The names that mean CuPy, or a module of it, when they precede a dot.
 _MODULES = {
     **dict.fromkeys(("xp", "cupy", "load_cupy", "array_module"), "cupy"),
     **{"_cuda": "cupy.cuda", "runtime": "cupy.cuda.runtime", "_nvtx": "cupy.cuda.nvtx"},
@@ -25,13 +25,13 @@ _OF_FILES = dict.fromkeys(
 
 
 def blocks(path):
-    """The Python programs in a page; a notebook's cell without its magic commands."""
+    """The Python programs on a page, without the magic commands of notebooks."""
     found = re.findall(r"^```python\n(.*?)^```$", path.read_text(), re.MULTILINE | re.DOTALL)
     return [re.sub(r"^%.*$", "", text, flags=re.MULTILINE) for text in found]
 
 
 def texts(paths):
-    """(name, Python source) of files and of the programs in pages."""
+    """(name, Python source) of files and of the programs on pages."""
     for path in paths:
         name = path.relative_to(ROOT).as_posix()
         for text in blocks(path) if path.suffix == ".md" else [path.read_text()]:
@@ -39,9 +39,9 @@ def texts(paths):
 
 
 def calls(paths):
-    """(name:line, what is called, the names of the keyword arguments) of each call of an attribute.
+    """(name:line, callee, the names of the keyword arguments) of each call of an attribute.
 
-    What is called is `cupy.` and so on for CuPy's own, else `.` and the name of the method.
+    The callee starts with `cupy.` if it is CuPy's, else it is `.` and the name of the method.
     """
     for name, text in texts(paths):
         for node in ast.walk(ast.parse(text)):
@@ -55,7 +55,7 @@ def calls(paths):
 
 
 def _meant(node, modules):
-    """`cupy.cuda.Stream` of `self.stream.xp.cuda.Stream`, `.sum` of `errors.sum`."""
+    """`cupy.cuda.Stream` for `self.stream.xp.cuda.Stream`, `.sum` for `errors.sum`."""
     names = []
     while isinstance(node, ast.Attribute):
         names.append(node.attr)

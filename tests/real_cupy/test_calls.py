@@ -1,4 +1,4 @@
-"""Each call of CuPy that the package makes, and the methods of arrays that examples and docs call, up to CUDA."""
+"""Each call of CuPy by the package, and array methods in examples and docs, up to CUDA."""
 
 import functools
 
@@ -11,11 +11,8 @@ from sources import PACKAGE, PAGES, PROGRAMS, calls
 
 from hpcstrat import ReduceOp
 
-pytestmark = (
-    pytest.mark.filterwarnings(  # of a stream that could not be made, which CuPy then cannot delete
-        "ignore::pytest.PytestUnraisableExceptionWarning"
-    )
-)
+# CuPy cannot delete a stream that could not be made.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 RUNTIME, CUDA = cupy.cuda.runtime, cupy.cuda
 NCCL = load_nccl()
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -33,7 +30,7 @@ def event():
 
 @functools.cache
 def communicator():
-    """None that NCCL would take for one: it says so once CuPy has taken the arguments."""
+    """Not a valid communicator: NCCL says so once CuPy has accepted the arguments."""
     return NCCL.NcclCommunicator.__new__(NCCL.NcclCommunicator)
 
 
@@ -142,9 +139,8 @@ ARGUMENTS = {
 def test_there_is_a_sample_of_each_call_of_the_package():
     made = {what for _, what, _ in calls(PACKAGE) if what.startswith("cupy.")}
     assert made - SAMPLES.keys() == set()
-    assert SAMPLES.keys() - made == {
-        "cupy.cuda.nccl.NcclCommunicator.abort"
-    }  # which `own.abort()` calls
+    # `own.abort()` calls it.
+    assert SAMPLES.keys() - made == {"cupy.cuda.nccl.NcclCommunicator.abort"}
 
 
 @pytest.mark.parametrize("name", [*SAMPLES, *METHODS])
@@ -157,7 +153,7 @@ def test_cupy_takes_the_arguments(name):
 
 
 def methods():
-    """The methods of arrays that examples and docs call with keywords, where arrays have such keywords."""
+    """The methods of arrays that examples and docs call with keywords of `ARGUMENTS`."""
     for place, what, keywords in calls([*PROGRAMS, *PAGES]):
         name = what.removeprefix(".")
         if keywords and hasattr(np.ndarray, name) and ARGUMENTS.keys() >= set(keywords):
@@ -185,8 +181,8 @@ def test_numbers_of_nccl_are_those_of_its_header():
     assert REDUCTIONS.keys() == set(ReduceOp)
 
 
-@pytest.mark.parametrize("result", range(1, 9))  # NCCL 2.32's last is ncclTimeout
+@pytest.mark.parametrize("result", range(1, 9))  # the last one in NCCL 2.32 is ncclTimeout
 def test_every_failure_of_nccl_has_an_exception(result):
-    """Of some kind: CuPy has no name for the newer ones."""
+    """Of either kind: CuPy has no names for the newer results."""
     with pytest.raises((NCCL.NcclError, KeyError)):
         NCCL.check_status(result)

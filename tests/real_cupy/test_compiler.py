@@ -1,4 +1,4 @@
-"""Every kernel of the package is compiled by CUDA's own compiler, as CuPy has it done, for GPUs old and new."""
+"""Every kernel of the package is compiled by CUDA's compiler, as CuPy does, for many GPUs."""
 
 import io
 
@@ -34,11 +34,11 @@ METRICS = {
     for name in vars(kind)
     if name.startswith("_KERNEL")
 }
-"""The statements of all metrics that add up values."""
+"""The statements of all metrics that sum values."""
 
 
 def text(kernel, name, arguments):
-    """What CuPy makes of an elementwise kernel for arrays like these; a number stands for any number."""
+    """CuPy's source of an elementwise kernel for such arguments; the values do not matter."""
     declared = (*kernel.in_params, *kernel.out_params)
     assert len(declared) == len(arguments)
     inputs = len(kernel.in_params)
@@ -135,4 +135,4 @@ def test_every_kernel_compiles(architecture):
         for line in log.getvalue().strip("\0\n ").splitlines()
         if "Architectures prior to" not in line
     ]
-    assert said == []  # no warnings either, but that an old GPU is one
+    assert said == []  # no warnings either, except about the age of the GPU

@@ -1,4 +1,4 @@
-"""How long memory of another library, over which CuPy has an array, is kept."""
+"""How long the memory of another library is kept alive for a CuPy array over it."""
 
 import collections
 import gc
@@ -11,7 +11,7 @@ from on_host import cupy
 
 
 class Event:
-    """A stream's event; `reached` says how many of those that were recorded the GPU has come to."""
+    """A stream's event; `reached` is the number of recorded events that the GPU has reached."""
 
     reached = recorded = 0
 
@@ -35,7 +35,7 @@ class Owner:
 
 
 def stream():
-    """One on the GPU 0, without CUDA."""
+    """A stream on GPU 0, without CUDA."""
     made = gpu.Stream.__new__(gpu.Stream)
     made.ordinal, made.raw, made.cuda = 0, None, types.SimpleNamespace(Event=Event)
     made.reads = collections.deque()
@@ -43,7 +43,7 @@ def stream():
 
 
 def held():
-    """An array over memory of an owner, which is held, and what tells whether that lives."""
+    """A kept-alive array over an owner's memory, and a weak reference to the owner."""
     owner = Owner()
     memory = cupy.cuda.UnownedMemory(owner.host.ctypes.data, owner.host.nbytes, owner, 0)
     array = cupy.ndarray(3, np.float64, cupy.cuda.MemoryPointer(memory, 0))
@@ -52,7 +52,7 @@ def held():
 
 
 def test_memory_is_kept_until_the_stream_has_read_it():
-    """In a long run, too: what earlier steps have read goes while later ones are on their way."""
+    """Also in a long run: memory read by earlier steps is freed while later steps are in flight."""
     made = stream()
     owners = []
     for step in range(1, 6):
@@ -61,7 +61,7 @@ def test_memory_is_kept_until_the_stream_has_read_it():
         view = array.reshape(3, 1)[1:]
         del array
         before = Event.recorded
-        made.let_go()  # as within a call, in which the view is yet to be read
+        made.let_go()  # as within a call that is still to read the view
         assert Event.recorded == before
         del view
         gc.collect()

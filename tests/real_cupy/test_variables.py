@@ -1,4 +1,4 @@
-"""What CuPy's operators and functions take a variable for."""
+"""How CuPy's operators and functions treat a variable."""
 
 import operator
 

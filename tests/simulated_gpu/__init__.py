@@ -1,4 +1,4 @@
-"""Entering the simulation: for this process, or for programs that it starts. See README.md."""
+"""Enters the simulation: for this process, or for programs that it starts. See README.md."""
 
 import ctypes
 import functools
@@ -11,27 +11,26 @@ _HERE = pathlib.Path(__file__).parent
 
 
 def is_wanted():
-    """Whether HPCSTRAT_TEST_GPU asks for it."""
+    """Whether HPCSTRAT_TEST_GPU requests it."""
     return os.environ.get("HPCSTRAT_TEST_GPU") == "simulated"
 
 
 def is_available():
-    """Whether it can be had here: it needs a C++ compiler."""
+    """Whether it can run here: it needs a C++ compiler."""
     import kernels_on_host
 
     return kernels_on_host.is_available()
 
 
 def enter():
-    """From now on `import cupy` finds the simulation, and the package its GPUs."""
+    """Makes `import cupy` find the simulation, and the package find its GPUs."""
     sys.path.insert(0, os.fspath(_HERE))
-    ctypes.CDLL(
-        os.fspath(_driver())
-    )  # which `dlopen` finds by its name where the package asks for it
+    # Once loaded, `dlopen` finds the driver by name when the package asks for it.
+    ctypes.CDLL(os.fspath(_driver()))
 
 
 def environment():
-    """Variables with which a program finds both. None takes one away."""
+    """Variables with which a program finds both. None means to remove the variable."""
     paths = [
         os.fspath(_HERE),
         os.fspath(_HERE.parent),
@@ -41,7 +40,7 @@ def environment():
     return {
         "PYTHONPATH": os.pathsep.join(paths),
         "LD_LIBRARY_PATH": os.pathsep.join(folders),
-        "CUDA_VISIBLE_DEVICES": None,  # by which tests in this process may hide the GPUs
+        "CUDA_VISIBLE_DEVICES": None,  # tests in this process may use it to hide the GPUs
     }
 
 

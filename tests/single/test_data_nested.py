@@ -94,7 +94,9 @@ def test_an_element_of_several_windows_is_loaded_for_each_of_them_and_once_for_a
     pairs = Dataset.range(4).map(lambda x: calls.append(int(x)) or (x, -x))
     found = pairs.window(2).flat_map(lambda a, b: Dataset.zip((a.batch(2), b.batch(2))))
     assert items(found) == [([0, 1], [0, -1]), ([2, 3], [-2, -3])]
-    assert sorted(calls[1:]) == [0, 1, 2, 3] and calls[0] == 0  # the first element shows the structure
+    assert (
+        sorted(calls[1:]) == [0, 1, 2, 3] and calls[0] == 0
+    )  # the first element shows the structure
 
 
 def test_windows_may_be_reduced_and_passed_on():

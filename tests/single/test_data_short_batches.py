@@ -131,7 +131,7 @@ def test_where_warnings_are_errors_all_ranks_raise():
     ],
 )
 def test_the_other_ranks_raise_where_the_lead_does(filter, raises):
-    """Warning filters that make it an error; otherwise the other ranks do not warn."""
+    """If the warning filters say so; otherwise the other ranks are silent."""
     for is_lead in (True, False):
         with warnings.catch_warnings(record=True) as caught:
             warnings.resetwarnings()

@@ -9,7 +9,7 @@ def travelled(obj, room=0):
     message.write(target)
     assert (target[message.nbytes :] == 255).all()
     found = records.load_object(target)
-    target[:] = 0  # received data must not be stored in it
+    target[:] = 0  # the result must not share its memory
     return found
 
 

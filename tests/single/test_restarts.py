@@ -16,7 +16,7 @@ SECONDS = 60  # until a wait counts as a failure
 
 @pytest.fixture(autouse=True)
 def no_segments_of_others(monkeypatch, tmp_path):
-    """A restart unlinks unused files: keeps it away from those of tests running in parallel."""
+    """Keeps restarts, which unlink unused files, away from the files of concurrent tests."""
     monkeypatch.setattr(guard, "_FOLDER", os.fspath(tmp_path))
 
 

@@ -1,4 +1,4 @@
-"""`hpcstrat run`: which mpiexec it takes, and the command line that it gives to it."""
+"""`hpcstrat run`: which mpiexec it uses, and with which command line."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ VERSIONS = {
 
 @pytest.fixture
 def host(monkeypatch, tmp_path):
-    """A host with the mpiexecs of these MPIs, in the order of the PATH, where mpi4py loads this MPI's library."""
+    """A host with mpiexecs of these MPIs, in PATH order; mpi4py loads the library of `library`."""
 
     def make(library, *programs, name="mpiexec"):
         folders = []

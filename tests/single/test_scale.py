@@ -1,4 +1,4 @@
-"""What the library sends between hosts in a step: recorded from its own code, and in closed form."""
+"""What the library sends between hosts per step: recorded from its code, and as a formula."""
 
 import importlib
 import pathlib
@@ -35,7 +35,7 @@ def random_gradients(n, elements):
 
 
 def stepped(total):
-    """The variable after the two steps of `scale_simulation.step`, from the sum of the gradients."""
+    """The variable after the two steps of `scale_simulation.step`, given the summed gradients."""
     velocity, value = np.zeros_like(total), np.zeros_like(total)
     for _ in range(2):
         velocity = velocity * np.float32(0.5) + total
@@ -57,7 +57,7 @@ def test_the_library_sends_what_the_formula_says(modules, name, groups):
     assert [*simulation.STEPS] == STEPS
     hosts, n = recorded_ranks.hosts_of(groups), sum(groups)
     elements = simulation.even(20_000, groups)
-    assert elements * 4 > 1 << 15  # small messages go another way
+    assert elements * 4 > 1 << 15  # small messages take another path
     gradients = random_gradients(n, elements)
     calls, values = simulation.step(name, hosts, gradients)
     found = [simulation.cost(call, hosts) for call in calls]
@@ -87,7 +87,7 @@ def test_the_library_sends_what_the_formula_says(modules, name, groups):
     "hosts", [(0, 1, 0, 1), (0, 1, 2, 0, 1, 2, 0, 1, 2), (1, 0, 0, 1, 1, 0)], ids=str
 )
 def test_ranks_that_are_dealt_out_to_hosts(modules, hosts):
-    """All ranks of a host send as many bytes between hosts, wherever the ranks are."""
+    """All ranks of a host send the same number of bytes between hosts, in any placement."""
     _, formulas, simulation = modules
     n, count = len(hosts), max(hosts) + 1
     elements = simulation.even(20_000, (n // count,) * count)
@@ -95,9 +95,8 @@ def test_ranks_that_are_dealt_out_to_hosts(modules, hosts):
     expected = formulas.rails((n // count,) * count, 4 * elements // n)
     found = [simulation.cost(call, hosts) for call in calls if call.name != "Allgather"]
     assert [one._replace(rounds=expected.rounds) for one in found] == [expected, expected]
-    total = stepped(
-        sum_in_order(simulation.gradients_of(n, elements))
-    )  # whole numbers: in any order
+    # Whole numbers: the order does not matter.
+    total = stepped(sum_in_order(simulation.gradients_of(n, elements)))
     assert all(np.array_equal(value, total) for value in values)
 
 
@@ -115,10 +114,9 @@ def test_large_messages_go_in_pieces(modules, monkeypatch, name, groups):
     assert [simulation.cost(call, hosts) for call in calls] == formulas.STEPS[name](
         groups, 4 * elements
     )
+    # Whole numbers: the order does not matter.
     for value in values:
-        assert np.array_equal(
-            value, stepped(sum_in_order(gradients))
-        )  # whole numbers: in any order
+        assert np.array_equal(value, stepped(sum_in_order(gradients)))
 
 
 @pytest.mark.parametrize(
@@ -127,9 +125,9 @@ def test_large_messages_go_in_pieces(modules, monkeypatch, name, groups):
     ids=str,
 )
 def test_a_variable_leaves_its_host_once(modules, groups):
-    """The first rank's value goes to all of them when it is made."""
+    """The first rank's value is sent to all ranks when the variable is made."""
     recorded_ranks, _, simulation = modules
-    hosts, elements = recorded_ranks.hosts_of(groups), 300_000  # more than a piece
+    hosts, elements = recorded_ranks.hosts_of(groups), 300_000  # more than one piece
     job = recorded_ranks.Job(hosts)
 
     def program(comm, host_comm):

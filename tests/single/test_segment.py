@@ -37,7 +37,7 @@ def test_pages_that_others_share_stay():
     made = make_private_segment()
     made.commit(0, 3 * 4096)
     made.array[: 3 * 4096] = 5
-    made.release(100, 2 * 4096 + 100)  # whole pages within: the second one only
+    made.release(100, 2 * 4096 + 100)  # only the second page is wholly inside
     assert (made.array[:4096] == 5).all() and (made.array[2 * 4096 : 3 * 4096] == 5).all()
     made.release(10, 20)
     assert (made.array[:4096] == 5).all()
@@ -112,7 +112,7 @@ def test_nothing_is_left_behind_where_the_file_cannot_grow(monkeypatch):
 
 @pytest.fixture
 def limits(monkeypatch):
-    """`limits(AS=number, FSIZE=number)`: in place of those that `ulimit` has set."""
+    """`limits(AS=number, FSIZE=number)` replaces the limits set by `ulimit`."""
 
     def set_limits(**given):
         found = {getattr(resource, f"RLIMIT_{name}"): value for name, value in given.items()}
@@ -131,9 +131,8 @@ def test_a_part_of_the_addresses_that_are_left(limits, part):
         used = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     limits(AS=used + 8192 * MIB)
     found, limit = segment.reservable(1 << 50, part)
-    assert (
-        abs(found - 8192 * MIB // part) < 64 * MIB
-    )  # what other threads have taken in the meantime
+    # Other threads may have allocated memory in the meantime.
+    assert abs(found - 8192 * MIB // part) < 64 * MIB
     assert limit == f"`ulimit -v` ({used + 8192 * MIB:,} bytes)"
     assert segment.reservable(MIB, part) == (MIB, "")
     limits(AS=used // 2)
@@ -166,7 +165,7 @@ def test_limits_make_it_smaller(limits):
 
 @pytest.fixture
 def system(tmp_path):
-    """A folder that stands for the system's: `system(path=text, ...)` writes files to it; 1,000 MiB are free."""
+    """A stand-in for /: `system(path=text, ...)` writes files to it; 1,000 MiB are free."""
 
     def write(**files):
         for path, text in (
@@ -209,11 +208,9 @@ JOB_V1, JOB_V2 = (
         ({}, 1000),
         (JOB_V2, 1000),
         (JOB_V2 | group(f"{V2}/job/step", 500, 200, 9), 310),
-        (
-            JOB_V2 | group(f"{V2}/job/step", "max", 200, 9) | group(f"{V2}/job", 400, 300, 0),
-            101,
-        ),  # one further out
-        (JOB_V2 | group(V2, 100, 90, 0), 11),  # a container's, whose path is the host's
+        # The limit of the parent group.
+        (JOB_V2 | group(f"{V2}/job/step", "max", 200, 9) | group(f"{V2}/job", 400, 300, 0), 101),
+        (JOB_V2 | group(V2, 100, 90, 0), 11),  # in a container, but with the host's path
         ({"proc/self/cgroup": "0::/../../job\n"} | group(V2, 100, 90, 0), 11),
         (JOB_V2 | group(f"{V2}/job/step", 5000, 200, 0), 1000),
         (JOB_V2 | group(f"{V2}/job/step", 500, 600, 0), 0),

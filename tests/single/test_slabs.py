@@ -1,4 +1,4 @@
-"""Memory for variables in slabs: what lies in a row, and when a slab goes."""
+"""Memory for variables in slabs: what is contiguous, and when a slab is freed."""
 
 import itertools
 import sys
@@ -12,11 +12,11 @@ MIB = 1 << 20
 
 
 class Device:
-    """Memory of so many bytes, whose slabs are not touched and so cost nothing.
+    """Memory of `nbytes` bytes; its slabs are not touched and so cost nothing.
 
     Attributes:
-        used: bytes that are given out.
-        slabs: how many were.
+        used: bytes allocated now.
+        slabs: number of slabs allocated so far.
     """
 
     def __init__(self, nbytes):
@@ -37,7 +37,7 @@ class Device:
 
 
 def network(memory, sizes, slots=0):
-    """Blocks of a network's matrices and vectors, and of the slots of each."""
+    """Blocks for a network's matrices and vectors, and for the slots of each."""
     shapes = [
         shape
         for rows, columns in itertools.pairwise(sizes)
@@ -63,12 +63,12 @@ def ranges(memory, variables, slots):
 def test_a_network_lies_in_few_ranges(sizes):
     memory = SlabAllocator(Device(1 << 40).allocate)
     variables, slots = network(memory, sizes, slots=2)
-    assert ranges(memory, variables, [()] * len(variables)) <= 2  # by which new values are sent
-    assert ranges(memory, variables, slots) <= 4  # by which all is updated
+    assert ranges(memory, variables, [()] * len(variables)) <= 2  # for sending new values
+    assert ranges(memory, variables, slots) <= 4  # for updating everything
 
 
 def test_networks_made_and_dropped_in_turn():
-    """Larger ones, for which no hole of the ones before is large enough."""
+    """Each is larger than the one before, so that no hole is large enough."""
     device = Device(1100 * MIB)
     memory = SlabAllocator(device.allocate)
     for width in range(1000, 8000, 500):
@@ -77,7 +77,7 @@ def test_networks_made_and_dropped_in_turn():
     kept, _ = network(memory, (100, 100))
     again = network(memory, (8000, 8000, 8000))
     del again
-    for block in kept:  # a slab that is in use has stayed
+    for block in kept:  # a slab in use is kept
         assert memory.has(block.array)
 
 

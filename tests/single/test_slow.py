@@ -1,4 +1,4 @@
-"""What is thinned of a product of parameters: any two values still meet, and no row of a table is lost."""
+"""Thinning a product of parameters: any two values still meet, and no row of a table is lost."""
 
 import itertools
 import pathlib

@@ -1,4 +1,4 @@
-"""Snapshots in memory: one is whole whatever happens to the other, and what is not whole is not restored."""
+"""Snapshots in memory: one stays valid if the other is damaged, which is not restored."""
 
 import os
 import pathlib
@@ -72,7 +72,7 @@ def test_the_newest_snapshot_is_read(memory):
     snapshots = SnapshotMemory(memory, "here")
     assert snapshots.newest() is None
     for value in range(1, 6):
-        # of other sizes each: nothing, less than a row, rows and more, several parts
+        # all of different sizes: nothing, less than a row, rows and more, several parts
         snapshots.write(contents(value, size=[1, 7, 8192, 100_001, PART // 4][value - 1]), value)
         for one in (snapshots, SnapshotMemory(memory, "here")):
             assert value_of(one.newest()) == value
@@ -86,7 +86,7 @@ def test_snapshots_of_another_checkpoint_are_not_read(memory):
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_kill_in_the_middle_leaves_the_one_before(memory, after):
-    """`after` so many parts of the third snapshot the writer is gone."""
+    """The writer dies after `after` parts of the third snapshot."""
     snapshots = SnapshotMemory(memory, "here")
     snapshots.write(contents(1), 1)
     snapshots.write(contents(2), 2)
@@ -103,7 +103,7 @@ def test_a_kill_in_the_middle_leaves_the_one_before(memory, after):
         snapshots.write(killed, 3)
     again = SnapshotMemory(memory, "here")
     assert value_of(again.newest()) == 2
-    # Whoever comes next spares it, too.
+    # The next writer also leaves it alone.
     for value in (4, 5):
         again.write(contents(value), value)
         assert value_of(newest(memory)) == value
@@ -117,7 +117,7 @@ def test_a_flipped_bit_is_noticed(memory, at):
     flip(memory, generation_of_newest(memory), at)
     again = SnapshotMemory(memory, "here")
     assert value_of(again.newest()) == 1
-    again.write(contents(3), 3)  # in place of the damaged one
+    again.write(contents(3), 3)  # overwrites the damaged snapshot
     assert value_of(newest(memory)) == 3
     flip(memory, generation_of_newest(memory), at)
     assert value_of(newest(memory)) == 1
@@ -157,7 +157,7 @@ def test_the_checksum_sees_what_is_old_or_in_another_place():
         pieces * 0,
     ]
     others[2][3] = pieces[2]  # an old piece
-    others[3][3, 1] = pieces[2, 1]  # and a part of one
+    others[3][3, 1] = pieces[2, 1]  # and half of one
     assert len({value(words) for words in [pieces, *others]}) == 6
     assert value(pieces.copy()) == value(pieces)
 
@@ -248,7 +248,7 @@ def test_the_memory_goes_with_its_process(tmp_path):
     memory = found({"_HPCSTRAT_JOB": place})
     SnapshotMemory(memory, "here").write(contents(1), 1)
     assert value_of(newest(memory)) == 1
-    # What it maps and has open has no name that could stay behind.
+    # Its mapped and open files have no names that could be left behind.
     maps = pathlib.Path(f"/proc/{process.pid}/maps").read_text()
     files = [os.readlink(file) for file in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()]
     assert sum("memfd:" in file for file in files) >= 3 and not any(

@@ -1,4 +1,4 @@
-"""Variables made outside of every scope, written by several threads at once."""
+"""Variables made outside every scope, written by several threads at once."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""The timeline without ranks: what is noted, written, read and reckoned."""
+"""The timeline without ranks: what is recorded, written, read and computed."""
 
 import itertools
 import json
@@ -33,11 +33,11 @@ from internals import (
 )
 from internals import timeline as command
 
-# ---- noting
+# ---- recording
 
 
 def begin(to, *arguments, **options):
-    """A span that is noted."""
+    """Starts a span, which must be recorded."""
     span = to.begin(*arguments, **options)
     assert span is not None
     return span
@@ -89,7 +89,7 @@ def make(tmp_path, **arguments):
 
 
 def note(to, *spans):
-    """Notes (category, name, bytes, the spans in it)."""
+    """Records (category, name, bytes, the spans in it)."""
     for category, name, nbytes, inner in spans:
         span = begin(to, category, name, nbytes, None)
         note(to, *inner)
@@ -241,8 +241,8 @@ def test_parts_that_cannot_be_joined_do_not_keep_a_rank_from_its_end(tmp_path, c
 
 
 def test_clocks_are_compared_within_the_meetings():
-    # The other's clock shows 1000 more. The ranks meet at 50 and at 80; in the first the other
-    # comes last.
+    # The other rank's clock is 1000 ahead. The ranks meet at 50 and at 80; at 50 the other rank
+    # arrives last.
     one = [(10, 52), (79, 83)]
     other = [(1049, 1051), (1071, 1082)]
     least, most = difference(one, other)
@@ -250,11 +250,11 @@ def test_clocks_are_compared_within_the_meetings():
     assert least <= 1000 <= most
 
 
-# ---- what the steps spend
+# ---- where steps spend their time
 
 
 def make_timeline(*ranks, cores=8):
-    """Of spans (begin, end, category, name) of each rank's program, or of a dict of tracks."""
+    """A timeline of spans (start, end, category, name) per rank, or of a dict of tracks per rank."""
     tracks = {
         rank: {
             number: [TraceSpan(*span) for span in spans]
@@ -266,7 +266,7 @@ def make_timeline(*ranks, cores=8):
 
 
 def steps(count, *inner, name="run f"):
-    """Runs of 6 s, one each 10 s; `inner` spans begin and end by the step's begin."""
+    """Runs of 6 s, every 10 s; `inner` spans start and end relative to the start of the step."""
     spans = []
     for i in range(count):
         spans.append((10.0 * i, 10.0 * i + 6, "run", name))

@@ -1,4 +1,4 @@
-"""hpcstrat.torch where there is no PyTorch, or nobody asks for it."""
+"""hpcstrat.torch without PyTorch, or not imported."""
 
 import subprocess
 import sys

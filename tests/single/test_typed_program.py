@@ -1,4 +1,4 @@
-"""A program as users with type checkers write it: pyright, and mypy in strict mode, find nothing in it, and it runs."""
+"""A typed program: pyright and strict mypy find no errors in it, and it runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BATCH = 16
 
 
 class Model:
-    """A layer of weights and what trains it."""
+    """A layer of weights and its optimizer."""
 
     def __init__(self, strategy: hs.Strategy, optimizer: Optimizer) -> None:
         self.strategy = strategy

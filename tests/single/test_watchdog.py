@@ -50,7 +50,7 @@ def status(number, waits, **others):
 
 
 def diagnoses(statuses, seconds, detector=None, dead=(), start=0.0):
-    """What is said in so many seconds in which nothing changes, by the second."""
+    """The diagnoses in `seconds` seconds without a change: second -> diagnosis."""
     detector = detector or StallDetector(60, 600)
     said = {}
     for tenth in range(int(10 * seconds) + 1):
@@ -202,7 +202,7 @@ def test_notes_travel_whole():
         and first._replace(call="", location="") == long._replace(call="", location="")
     )
     assert second == status(4, False)
-    slots[0, 20] ^= 255  # half of another one is there already
+    slots[0, 20] ^= 255  # half of another status is already there
     assert channels[1].publish(status(5, False))[0] == first
 
 
@@ -227,7 +227,7 @@ def test_a_note_of_any_text_fits(text):
 
 @pytest.fixture
 def watch():
-    """Makes watches on channels that stand for something; they end with the test."""
+    """Makes watchdogs on mocked channels; they end with the test."""
     channels = []
 
     def make(channel, calls=None):
@@ -243,7 +243,7 @@ MAIN = threading.main_thread().ident or 0
 
 
 class Alone(StatusChannel):
-    """The channel of a rank that nobody answers; `trouble` is raised by its `publish`."""
+    """The channel of a rank that no other rank answers; its `publish` raises `trouble`."""
 
     def __init__(self, trouble=None):
         self.trouble = trouble
@@ -258,7 +258,7 @@ class Alone(StatusChannel):
 
     def wait(self, seconds):
         if self.is_over.wait(seconds):
-            threading.Event().wait()  # a watch has no end
+            threading.Event().wait()  # a watchdog never ends
 
     @property
     def dead(self):
@@ -365,25 +365,25 @@ def test_ranks_that_do_not_connect_are_not_waited_for():
 
 
 def unsent_bytes(connection):
-    """Bytes that were sent and that the other side has no room for yet, as Linux counts them."""
+    """Bytes that were sent but that the other side has no room for yet, as counted by Linux."""
     return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
 
 
 def test_statuses_stay_whole_though_rank_0_pauses():
-    """A pause of hours fills the connection, which then takes a part of a status."""
+    """A pause of hours fills the connection, which then accepts part of a status."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()
     root, other = tcp.TcpChannel(0, 2, {1: there}), tcp.TcpChannel(1, 2, {0: here})
 
-    def publish(beat):  # in different lengths, of which no buffer's size is a multiple
+    def publish(beat):  # of different lengths, so that no buffer's size is a multiple
         other.publish(status(beat, True, beat=beat, location="x" * (beat % 101)))
 
     def read_until(beat):
-        end = time.monotonic() + 10
+        end, seen = time.monotonic() + 10, None
         while time.monotonic() < end:
             root.wait(0.1)
-            seen = root.publish(status(0, True))[1]
+            (_, seen) = root.publish(status(0, True)) or (None, None)
             if seen is not None and seen.beat == beat:
                 return
             publish(beat)

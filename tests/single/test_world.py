@@ -15,7 +15,7 @@ from slow import slow_but
 
 @pytest.fixture
 def fake(monkeypatch):
-    """Stands for mpi4py.MPI: a world of one rank."""
+    """A stand-in for mpi4py.MPI: a world of one rank."""
     module = types.SimpleNamespace(
         Is_finalized=lambda: False,
         Is_initialized=lambda: True,
@@ -76,7 +76,7 @@ def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(fake, monk
         ("mpirun of Open MPI", 1, "MPICH", True),  # MPI would end it
         ("prterun (PMIx)", None, "Intel MPI", True),
         ("mpirun of Open MPI", 2, "Open MPI", False),
-        ("mpirun of Open MPI", 2, "unknown", False),  # such as a vendor's, made of Open MPI
+        ("mpirun of Open MPI", 2, "unknown", False),  # such as a vendor's, derived from Open MPI
         ("mpirun of MPICH", 2, "Open MPI", True),
         ("mpirun of MPICH", 1, "Open MPI", False),  # works
         ("mpirun of Intel MPI", 2, "MPICH", False),
@@ -94,7 +94,7 @@ def test_another_mpis_launcher_is_known_before_mpi_starts(
         started.append,
         lambda: (vendor, (5, 0)),
     )
-    monkeypatch.setattr(mpi, "_speaks_pmix", lambda: False)  # of the library that is really there
+    monkeypatch.setattr(mpi, "_speaks_pmix", lambda: False)  # of the library that is really loaded
     launched(monkeypatch, size, name=launcher)
     if refused:
         with pytest.raises(
@@ -208,7 +208,7 @@ def test_without_mpi(monkeypatch, error, missing, capfd):
 
 @pytest.fixture
 def shared_memory(monkeypatch):
-    """A folder in place of /dev/shm: what other tests and jobs unlink there, or make, does not count."""
+    """A folder in place of /dev/shm, so that other tests and jobs do not interfere."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
         monkeypatch.setattr(guard, "_FOLDER", folder)
         yield folder
@@ -229,7 +229,7 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, shared_memory, tmp_path
         lambda name, *rest: real(maps if name == f"/proc/{os.getpid()}/maps" else name, *rest),
     )
     for line in (
-        f"7f-80 rw-s 00000000 00:1b {inode + 1}      {path}",  # a name used again by another job
+        f"7f-80 rw-s 00000000 00:1b {inode + 1}      {path}",  # a name reused by another job
         f"7f-80 rw-s 00000000 00:1b {inode}      {path} (deleted)",
         f"7f-80 rw-s 00000000 00:1b {inode}      {shared_memory}/ucx_shm_posix_1",
     ):
@@ -273,7 +273,7 @@ def test_segments_that_nobody_uses_are_unlinked(shared_memory, prefix):
 
 @pytest.mark.parametrize("run", slow_but([1], [1, 2, 3]))
 def test_a_process_that_is_killed_as_it_makes_a_segment_leaves_none(run):
-    """Sooner than its guard looks next."""
+    """It is killed before its guard looks again."""
     program = """if True:
     import fcntl, mmap, os, signal, sys, termios, time
     from hpcstrat._process import guard

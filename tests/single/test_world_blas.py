@@ -3,7 +3,7 @@ import pytest
 from internals import worlds
 from threadpoolctl import threadpool_info, threadpool_limits
 
-SHARES = {  # the cores that each rank may run on, and how many of them it takes
+SHARES = {  # the cores that each rank may run on, and how many of them it uses
     "one rank": ([0b1111], [4]),
     "two ranks": ([0b1111] * 2, [2, 2]),
     "three on four cores": ([0b1111] * 3, [1, 1, 1]),
@@ -29,11 +29,11 @@ def test_cores_are_those_this_process_may_run_on():
 @pytest.fixture
 def no_variables(monkeypatch):
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS"):
-        monkeypatch.setenv(name, "")  # so that the end of the test takes back what is set in it
+        monkeypatch.setenv(name, "")  # so that the end of the test undoes what the test sets
 
 
 def blas_threads():
-    assert (np.ones((2, 2)) @ np.ones((2, 2))).sum() == 8  # BLAS is there
+    assert (np.ones((2, 2)) @ np.ones((2, 2))).sum() == 8  # loads BLAS
     return [
         library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"
     ]

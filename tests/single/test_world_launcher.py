@@ -139,9 +139,9 @@ def test_what_is_no_launch(environment, variables):
     ids=lambda value: value[:30] if isinstance(value, str) else "",
 )
 def test_what_no_launcher_sets_is_named(environment, variables, name, value):
-    """Nobody becomes a second rank 0."""
+    """No process becomes a second rank 0."""
     environment({**variables, name: value})
-    named = "PMI_RANK" if value == "0" else name  # no rank is below 0
+    named = "PMI_RANK" if value == "0" else name  # no rank is negative
     with pytest.raises(RuntimeError, match=f"^the environment variable {named}(:| is) ") as caught:
         find()
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
@@ -171,7 +171,7 @@ def test_an_mpirun_comes_before_the_srun_that_started_its_daemons(environment, v
 
 
 def test_before_the_ranks_are_connected_nothing_is_reduced_over_them(environment, monkeypatch):
-    """`get_replica_context().all_reduce` is this rank's own value where there is no other."""
+    """`get_replica_context().all_reduce` returns this rank's value if there is no other rank."""
     monkeypatch.setattr(worlds, "_world", None)
     context: Any = hs.get_replica_context()
     environment(OPEN_MPI)

@@ -8,7 +8,7 @@ from internals import output
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Installs the gate in a process that a launcher made this rank of four; hands back the stream that it gates."""
+    """Installs the gate on this rank of four, as set by a launcher; returns the gated stream."""
 
     def install(rank, mode=None, stream=None):
         if stream is None:
@@ -81,7 +81,7 @@ def test_whole_lines_arrive(as_rank):
 
 
 class Pieces(io.RawIOBase):
-    """An unbuffered stream, as standard output is with PYTHONUNBUFFERED; notes each write."""
+    """An unbuffered stream, like stdout with PYTHONUNBUFFERED; records each write."""
 
     def __init__(self):
         self.pieces = []
@@ -162,9 +162,8 @@ def test_a_thread_counts_as_its_creators_context(as_rank, monkeypatch, context):
 
     thread = threading.Thread(target=child)
     thread.start()
-    monkeypatch.setattr(
-        output, "replica_context", lambda: None
-    )  # the creator goes on; what it was counts
+    # The creator leaves its context; the context in which it created the thread counts.
+    monkeypatch.setattr(output, "replica_context", lambda: None)
     thread.join()
     assert shown(stream) == ("child\ngrandchild\n" if context else "")
 
@@ -183,7 +182,7 @@ def test_a_thread_may_enter_a_context_of_its_own(as_rank, monkeypatch):
 
 
 class Plain:
-    """A stream of someone else's, without attributes to set."""
+    """A user-defined stream to which attributes cannot be added."""
 
     __slots__ = ("text",)
 

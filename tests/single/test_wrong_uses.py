@@ -1,4 +1,4 @@
-"""Wrong uses that one process shows, of what stands beside the strategies: each raises what its docstring says."""
+"""Wrong uses that need only one process: each raises what the docstring says."""
 
 import threading
 from typing import Any
@@ -39,7 +39,7 @@ def applied(pairs: Any, skipping: Any = False):
 
 
 def across(fn):
-    """Calls it in the cross-replica context."""
+    """Calls `fn` in the cross-replica context."""
     with hs.MirroredStrategy().scope():
         return fn()
 
@@ -349,7 +349,7 @@ def test_two_resolvers_with_one_task():
     union = UnionResolver(simple({1: "a"}), simple({1: "b"}))
     with pytest.raises(KeyError) as caught:
         union.master("worker", 1)
-    (text,) = caught.value.args  # which Python shows in quotes
+    (text,) = caught.value.args  # which Python prints in quotes
     assert (
         text
         == "UnionResolver: two resolvers give task 1 of job 'worker'; give them different numbers"

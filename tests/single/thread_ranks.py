@@ -45,7 +45,7 @@ class Rank:
 
 
 def on_ranks(size, program) -> list[Any]:
-    """What `program(communicator)` returns on each of `size` ranks; the first exception of all, if there is one."""
+    """Returns what `program(communicator)` returns on `size` ranks, or raises its first exception."""
     barrier, table = threading.Barrier(size), [None] * size
     ranks = [Rank(rank, barrier, table) for rank in range(size)]
     results, errors = [None] * size, []
@@ -64,15 +64,14 @@ def on_ranks(size, program) -> list[Any]:
     for thread in threads:
         thread.join()
     if errors:
-        assert sorted(rank for rank, _ in errors) == list(range(size)), (
-            errors
-        )  # all raised, or it is the test's fault
+        # Either all ranks raised, or the test is wrong.
+        assert sorted(rank for rank, _ in errors) == list(range(size)), errors
         raise min(errors, key=lambda entry: entry[0])[1]
     return results
 
 
 def parts(size, make, distribute=distribute_dataset, options=None):
-    """`[step][rank]`: the parts that the ranks get of the dataset that each of them makes."""
+    """`[step][rank]`: the parts that the ranks get, each from the dataset that it makes."""
     every = on_ranks(size, lambda rank: [select(x) for x in distribute(make(), rank, options)])
     assert len({len(steps) for steps in every}) == 1
     return list(zip(*every, strict=True))

@@ -1,4 +1,4 @@
-"""Stands for CuPy where there is no GPU: see ../README.md. What it does not have, it refuses."""
+"""A stand-in for CuPy without a GPU: see ../README.md. It raises for what it does not have."""
 
 import numpy as _np
 

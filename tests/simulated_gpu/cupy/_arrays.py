@@ -1,4 +1,4 @@
-"""`cupy.ndarray`: an array in a block of device memory, which the host reaches by copies only."""
+"""`cupy.ndarray`: an array in a block of device memory, which the host can only copy."""
 
 import numpy as np
 
@@ -9,10 +9,10 @@ _KINDS = "?bhilqBHILQefdFD"
 
 
 def check_dtype(dtype):
-    """CuPy's: the dtypes that it computes with.
+    """CuPy's: the dtype, if CuPy supports it.
 
     Raises:
-        ValueError: any other.
+        ValueError: it does not.
     """
     dtype = np.dtype(dtype)
     if dtype.char not in _KINDS and dtype.name != "bfloat16":
@@ -36,10 +36,9 @@ class ndarray:
     """CuPy's.
 
     Attributes:
-        host: its elements as NumPy sees them. Of the simulation, not of CuPy: only work on streams
-            may touch it.
-        data: where it is.
-        base: whose memory it shares.
+        host: its elements as a NumPy array. Not in CuPy: only work on streams may access it.
+        data: its address.
+        base: the array whose memory it shares.
     """
 
     __array_priority__ = 100
@@ -57,7 +56,7 @@ class ndarray:
         self._range = None
 
     def view_of(self, host):
-        """Of the simulation: another array on the same memory."""
+        """Not in CuPy: another array on the same memory."""
         made = ndarray.__new__(ndarray)
         made.host = host
         offset = (
@@ -71,10 +70,10 @@ class ndarray:
         return made
 
     def touch(self, queue, writes):
-        """Of the simulation: the piece of work that the queue has just begun reads or writes the array.
+        """Not in CuPy: records that the work just started on the queue reads or writes the array.
 
         Raises:
-            SimulatedGpuError: it is not ordered with what others did to the memory, or is on
+            SimulatedGpuError: it is not ordered with other accesses to the memory, or is on
                 another GPU.
         """
         block = self.data.mem.block
@@ -90,7 +89,7 @@ class ndarray:
             self._range = low - block.ptr, high - block.ptr
         block.history.access(queue, *self._range, writes)
 
-    # ---- facts
+    # ---- attributes
 
     shape = property(
         lambda self: self.host.shape, lambda self, shape: setattr(self.host, "shape", shape)
@@ -128,7 +127,7 @@ class ndarray:
         )
 
     def reshape(self, *shape, order="C"):
-        """CuPy's: a view where it can be one."""
+        """CuPy's: a view if possible."""
         shape = shape[0] if len(shape) == 1 else shape
         host = self.host.reshape(shape, order=order)
         if not self.size or np.may_share_memory(host, self.host):
@@ -178,7 +177,7 @@ class ndarray:
         with self.device:
             stream = _streams.get_current_stream() if stream is None else stream
             if not self.host.flags["C" if order == "C" else "F"]:
-                with stream:  # whose end makes the stream below it the current one, as in CuPy
+                with stream:  # its end makes the stream below it current, as in CuPy
                     source = self.copy(order=order)
             target = np.empty(self.shape, self.dtype, order) if out is None else out
             if target.size:
@@ -274,7 +273,7 @@ class ndarray:
             consumer = _streams.null_queue(own.device)
         elif stream != -1:
             consumer = next((one for one in _streams.queues() if one.address == stream), None)
-        if consumer not in (None, own):  # it waits for the current one
+        if consumer not in (None, own):  # it waits for the current stream
             own.begin()
             consumer.wait(dict(own.clock), own.marker())
         return DlpackCapsule(self)
@@ -306,7 +305,7 @@ class ndarray:
 
 
 class DlpackCapsule:
-    """What stands for the capsule of a tensor on the simulated GPU; only the simulation can take it."""
+    """Replaces the capsule of a tensor on the simulated GPU; only the simulation accepts it."""
 
     def __init__(self, array):
         self.array = array

@@ -1,9 +1,9 @@
-"""Which work precedes which: vector clocks of streams and host threads, and the error where order is missing.
+"""Checks the order of accesses with vector clocks of streams and host threads.
 
-Work on a stream has a time: the stream's number of pieces of work so far. A clock says for each
-stream up to which time
-its work has been done before whoever has the clock goes on. Streams' clocks grow by what the host
-knows when it puts work on them, and by events they wait for; the host's by what it waits for.
+The time of a piece of work is its number on its stream. A clock holds, for each stream, the time up
+to which its work is done before the clock's owner continues. A stream's clock grows by what the
+host knows when it enqueues work, and by events that the stream waits for; a host thread's clock
+grows by what the thread waits for.
 """
 
 import itertools
@@ -13,19 +13,19 @@ import threading
 from concurrent import futures
 
 _FOLDER = os.path.dirname(os.path.abspath(__file__))
-_MOST_ACCESSES = 2000  # of one block, before those that everybody knows of are dropped
+_MOST_ACCESSES = 2000  # of one block, before those known to this thread are dropped
 
 
 class SimulatedGpuError(AssertionError):
-    """Something that a GPU does not report, and that makes results wrong on it, at least sometimes."""
+    """An error that a GPU does not report, and that makes results wrong at least sometimes."""
 
 
 found: list[SimulatedGpuError] = []
-"""Every error that was raised, for whoever wants to be sure that none was caught."""
+"""Every error raised, to check that the program caught none of them."""
 
 
 def report(text):
-    """The error to raise. It is kept in `found`."""
+    """Returns the error to raise, and adds it to `found`."""
     error = SimulatedGpuError(text)
     found.append(error)
     return error
@@ -35,20 +35,20 @@ _overdue: list[SimulatedGpuError] = []
 
 
 def report_later(text):
-    """An error that cannot be raised where it is found: the next work on any stream raises it."""
+    """Records an error that cannot be raised here: the next work on any stream raises it."""
     error = report(text)
     print(error, file=sys.__stderr__)
     _overdue.append(error)
 
 
 def raise_overdue():
-    """Raises what was found before and could not be raised there."""
+    """Raises an error that was recorded earlier."""
     if _overdue:
         raise _overdue.pop()
 
 
 def place():
-    """(file, line) of the caller outside of the simulation."""
+    """(file, line) of the caller outside the simulation."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_FOLDER):
         frame = frame.f_back
@@ -56,7 +56,7 @@ def place():
 
 
 def shown(where):
-    """A place as a message shows it."""
+    """A place as messages print it."""
     file, line = where
     return f"{os.path.relpath(file) if file.startswith(os.getcwd()) else file}:{line}"
 
@@ -72,18 +72,18 @@ def join(clock, other):
 
 
 retired: "set[int]" = set()
-"""Streams that are gone, for whose last work the host has waited: everything that comes now is ordered with them."""
+"""Deleted streams whose last work the host has waited for: all later work is ordered after it."""
 _dying: "dict[int, int]" = {}
 _MANY = 32
 
 
 def is_known(clock, stream, time):
-    """Whether what a stream did at a time precedes who has this clock."""
+    """Whether a stream's work at this time precedes the clock's owner."""
     return clock.get(stream, 0) >= time or stream in retired
 
 
 def retire(lane):
-    """The stream is gone; clocks need not tell of it once the host has waited for its last work."""
+    """The stream is deleted; clocks drop it once the host has waited for its last work."""
     _dying[lane.number] = lane.time
 
 
@@ -97,7 +97,7 @@ def _bury(clock):
 
 
 class Host:
-    """What one thread of the host has waited for. `version` grows with it."""
+    """What one host thread has waited for. `version` grows with each wait."""
 
     __slots__ = ("__weakref__", "clock", "version")
 
@@ -106,7 +106,7 @@ class Host:
         self.version = 0
 
     def learn(self, clock):
-        """The thread has waited for what has this clock."""
+        """Records that the thread has waited for work with this clock."""
         join(self.clock, clock)
         self.version += 1
         if _dying:
@@ -116,12 +116,12 @@ class Host:
 
 
 when_learnt = []
-"""Called with a host thread that has waited."""
+"""Callbacks, called with a host thread that has waited."""
 _threads = threading.local()
 
 
 def host():
-    """This thread's."""
+    """The `Host` of this thread."""
     try:
         return _threads.host
     except AttributeError:
@@ -130,7 +130,7 @@ def host():
 
 
 def _pass_clocks_on():
-    """A thread knows what its starter knew; a pool's, who gave it its work; who takes a result, who made it."""
+    """Passes clocks from a thread's starter, a task's submitter, and a result's producer."""
     start, submit = threading.Thread.start, futures.ThreadPoolExecutor.submit
     result, set_result, set_exception = (
         futures.Future.result,
@@ -165,11 +165,8 @@ def _pass_clocks_on():
             if future.done() and (clock := getattr(future, "simulated_clock", None)):
                 host().learn(clock)
 
-    for wrapper in (
-        start_with_clock,
-        submit_with_clock,
-        result_with_clock,
-    ):  # who reads stacks finds Python's own files
+    # Code that inspects stacks finds Python's own files.
+    for wrapper in (start_with_clock, submit_with_clock, result_with_clock):
         wrapper.__code__ = wrapper.__code__.replace(co_filename=futures._base.__file__)
     threading.Thread.start = start_with_clock
     futures.ThreadPoolExecutor.submit = submit_with_clock
@@ -191,9 +188,9 @@ class Lane:
     Attributes:
         number: its key in clocks.
         name: for messages.
-        time: how many pieces of work it was given.
-        clock: of its last piece.
-        captured: what it was given since it captures, a `Captured`; None where it does not.
+        time: the number of pieces of work so far.
+        clock: the clock of its last piece of work.
+        captured: the work enqueued since its capture started, a `Captured`; None if not capturing.
     """
 
     def __init__(self, name):
@@ -205,7 +202,7 @@ class Lane:
         self._heard = None
 
     def begin(self):
-        """One more piece of work, which the calling thread puts on the stream."""
+        """Starts one more piece of work, enqueued by the calling thread."""
         raise_overdue()
         thread = host()
         if self._heard != (id(thread), thread.version):
@@ -216,7 +213,7 @@ class Lane:
 
 
 class History:
-    """Who has read and written one block of memory."""
+    """Which work has read and written one block of memory."""
 
     __slots__ = ("_accesses", "_latest")
 
@@ -226,10 +223,10 @@ class History:
         self._accesses = {}
 
     def access(self, lane, start, stop, writes):
-        """Work that `lane` has just begun touches these bytes.
+        """Records that the work just started on `lane` accesses these bytes.
 
         Raises:
-            SimulatedGpuError: an access before is not ordered with it, and one of the two writes.
+            SimulatedGpuError: an earlier access is not ordered with it, and one of the two writes.
         """
         if lane.captured is not None:
             lane.captured.append(lambda: self.access(lane, start, stop, writes))

@@ -1,17 +1,17 @@
-"""Faults on demand, from SIMULATED_GPU_FAULTS: `KIND[@RANK][:NUMBER[:VALUE]]`, several with commas between them.
+"""Injects faults from SIMULATED_GPU_FAULTS: `KIND[@RANK][:NUMBER[:VALUE]]`, comma-separated.
 
-Without a rank a fault is every rank's. NUMBER counts from 1, and what is counted is told with each
-kind:
+Without a rank a fault happens on every rank. NUMBER starts at 1; what it counts depends on KIND:
 
-nccl-hangs       the NUMBER-th NCCL call of the process never ends
-nccl-fails       the NUMBER-th NCCL call fails with NCCL's result VALUE
-nccl-blocks      the host does not return from the NUMBER-th NCCL call
-nccl-breaks      from the NUMBER-th NCCL call on, NCCL's asynchronous error is VALUE
-nccl-start-hangs, nccl-start-fails     the NUMBER-th communicator is never connected, or fails with the result VALUE
-out-of-memory    the NUMBER-th allocation on a GPU, and all after it
-out-of-pinned    the same of pinned memory
-compile          the NUMBER-th kernel does not compile
-context          the context is lost at the NUMBER-th wait of the host for the GPU; 0: where the program ends
+nccl-hangs         the NUMBER-th NCCL call of the process never ends
+nccl-fails         the NUMBER-th NCCL call fails with NCCL's result VALUE
+nccl-blocks        the host does not return from the NUMBER-th NCCL call
+nccl-breaks        from the NUMBER-th NCCL call on, NCCL's asynchronous error is VALUE
+nccl-start-hangs   the NUMBER-th communicator is never connected
+nccl-start-fails   the NUMBER-th communicator fails with the result VALUE
+out-of-memory      the NUMBER-th allocation on a GPU fails, and all after it
+out-of-pinned      the same for pinned memory
+compile            the NUMBER-th kernel does not compile
+context            the context is lost at the NUMBER-th wait of the host for the GPU; 0: at the end
 """
 
 import collections
@@ -38,7 +38,7 @@ def _wanted(text):
 
 
 wanted = _wanted(os.environ.get("SIMULATED_GPU_FAULTS", ""))
-"""The faults of this process, which a program may also set itself: kind -> (number, value)."""
+"""The faults of this process, which a program may also set: kind -> (number, value)."""
 counted: "collections.Counter[str]" = collections.Counter()
 is_context_lost = False
 
@@ -46,7 +46,7 @@ is_context_lost = False
 def value(kind, count, lasts=False):
     """The value of a fault of this kind, if it is due now; else None.
 
-    `count` names what is counted for it.
+    `count` is the key in `counted`.
     """
     if kind not in wanted:
         return None
@@ -55,16 +55,15 @@ def value(kind, count, lasts=False):
 
 
 def lose_context():
-    """From now on every wait for the GPU fails, as after an illegal address."""
+    """Makes every later wait for the GPU fail, as after an illegal address."""
     global is_context_lost
     is_context_lost = True
 
 
 def check_context():
-    """Raises what CUDA does where the context is lost."""
-    if (
-        threading.current_thread() is threading.main_thread()
-    ):  # others wait whenever they come to it
+    """Raises what CUDA raises if the context is lost."""
+    # Other threads wait at unpredictable times.
+    if threading.current_thread() is threading.main_thread():
         counted["waits"] += 1
     if value("context", "waits") is not None:
         lose_context()

@@ -1,4 +1,4 @@
-"""CuPy's functions on arrays, computed by NumPy: those that the package, its tests, examples and documents call."""
+"""CuPy's functions on arrays, computed by NumPy: those used by the package, tests and docs."""
 
 import functools
 
@@ -54,7 +54,7 @@ class ufunc:
         args = [operand(one) for one in args]
         arrays = [one for one in args if isinstance(one, ndarray)]
         options = {"dtype": dtype} if dtype is not None else {}
-        # A number stands for itself, so that dtypes come together as they do in NumPy.
+        # Numbers are passed as they are, so that dtypes are promoted as in NumPy.
         numbers = [None if isinstance(one, ndarray) else one for one in args]
 
         def compute(*hosts, **kwargs):
@@ -81,7 +81,7 @@ class _Add(ufunc):
         return array.cumsum(axis, dtype, out)
 
     def reduceat(self, array, indices, axis=0, dtype=None, out=None):
-        """CuPy's: the difference of two sums from the very beginning."""
+        """CuPy's: the difference of two sums from the start."""
         if out is not None or dtype is not None:
             raise TypeError("the simulated GPU: cupy.add.reduceat does not take dtype or out")
 
@@ -107,7 +107,7 @@ ufuncs |= {
 
 
 def _typed(argument, value):
-    """What Cython raises for an argument of a typed function."""
+    """Raises what Cython raises for an argument of a typed function."""
     if not isinstance(value, ndarray):
         expected = "cupy._core.core._ndarray_base"
         raise TypeError(
@@ -125,7 +125,7 @@ def _check_no_capture():
 
 
 def matmul(a, b, out=None, **refused):
-    """CuPy's, which takes its own arrays only."""
+    """CuPy's, which accepts only CuPy arrays."""
     _check_no_capture()
     if refused:
         raise TypeError(f"the simulated GPU: cupy.matmul does not take {sorted(refused)}")
@@ -156,7 +156,7 @@ def outer(a, b):
     return launch(np.outer, _typed("a", a), _typed("b", b))
 
 
-# ---- reductions, which have no `initial` and no `where`
+# ---- reductions, without `initial` and `where`
 
 
 def _reduction(name, *options):
@@ -325,7 +325,7 @@ def copyto(dst, src, casting="same_kind"):
     dst[...] = src
 
 
-# ---- forms
+# ---- shapes
 
 
 def broadcast_to(array, shape, subok=False):
@@ -546,7 +546,7 @@ def _write(target, value, key=Ellipsis, indices=()):
 
 
 def _key(key):
-    """A key with None where arrays are in it, and the arrays."""
+    """A key with `_Place` for each array in it, and the arrays."""
     indices = []
 
     def taken(one):
@@ -564,7 +564,7 @@ def _key(key):
 
 
 class _Place:
-    """Stands for an array in a key."""
+    """Marks the place of an array in a key."""
 
 
 def _filled_in(key, places):
@@ -578,7 +578,7 @@ def _getitem(self, key):
     keys, indices = _key(key)
     if not indices:
         if Ellipsis not in keys:
-            keys = (*keys, Ellipsis)  # so that NumPy gives an array, and never a number
+            keys = (*keys, Ellipsis)  # so that NumPy returns an array, never a number
         return self.view_of(self.host[keys])
     how = launch_and_wait if any(one.dtype.kind == "b" for one in indices) else launch
     return how(lambda host, *places: host[_filled_in(keys, places)], self, *indices)
@@ -599,7 +599,7 @@ def _setitem(self, key, value):
 
 
 def _is_above(other):
-    """Whether another operand does the operation."""
+    """Whether another operand implements the operation."""
     return getattr(other, "__array_ufunc__", ()) is None or (
         not isinstance(other, (ndarray, np.ndarray, np.generic))
         and not hasattr(other, "__array_ufunc__")
@@ -651,7 +651,7 @@ def _operators():
             setattr(ndarray, f"__r{name}__", reflected)
             if name != "divmod":
                 setattr(ndarray, f"__i{name}__", in_place)
-    forward, reflected, _ = make(np.matmul)  # NumPy's, which comes back by `__array_ufunc__`
+    forward, reflected, _ = make(np.matmul)  # NumPy's, which calls back `__array_ufunc__`
     ndarray.__matmul__ = forward
     ndarray.__rmatmul__ = reflected
     for name, meant in {
@@ -694,7 +694,7 @@ for _name, _method in {
 def dispatched_ufunc(numpys, method, inputs, kwargs):
     """See `ndarray.__array_ufunc__`.
 
-    It takes every argument that has `__cuda_array_interface__`.
+    It accepts every argument that has `__cuda_array_interface__`.
     """
     import cupy
 

@@ -1,4 +1,4 @@
-"""CUDA graphs: what a stream is given while it captures is kept instead of done, and done at each launch."""
+"""CUDA graphs: work enqueued while a stream captures is recorded, and done at each launch."""
 
 import weakref
 
@@ -6,16 +6,16 @@ from . import _streams
 
 
 class Captured(list):
-    """What a stream was given, in order: functions of no arguments.
+    """The work enqueued on a stream, in order: functions without arguments.
 
-    Unlike a list it has weak references.
+    Unlike a list it can be weakly referenced.
     """
 
     __slots__ = ("__weakref__",)
 
 
 class Graph:
-    """CuPy's. It uses the memory that it was captured with, whoever has that by then."""
+    """CuPy's. It uses the memory that it was captured with, even if reused by then."""
 
     def __init__(self, queue, captured):
         self._queue, self._captured = queue, captured
@@ -40,13 +40,13 @@ class Graph:
 
 
 class Holders:
-    """The graphs that hold calls of a communicator."""
+    """The graphs that contain calls of a communicator."""
 
     def __init__(self):
         self._captured = []
 
     def add(self, captured):
-        """What a stream captures has a call of it."""
+        """Adds a capture that contains a call of the communicator."""
         if all(one() is not captured for one in self._captured):
             self._captured.append(weakref.ref(captured))
 

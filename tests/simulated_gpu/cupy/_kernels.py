@@ -1,4 +1,4 @@
-"""CuPy's kernels of the user's own: their very text runs, compiled for the host."""
+"""CuPy's user-defined kernels: their actual source runs, compiled for the host."""
 
 import contextlib
 import functools
@@ -47,9 +47,8 @@ class RawKernel:
                 argument.touch(queue, writes=False)
                 if parameter.is_written:
                     argument.touch(queue, writes=True)
-                passed.append(
-                    np.atleast_1d(argument.host)
-                )  # one without dimensions would be passed by value
+                # An array without dimensions would be passed by value.
+                passed.append(np.atleast_1d(argument.host))
             else:
                 passed.append(argument.copy() if isinstance(argument, np.ndarray) else argument)
         kept = [_touch_address(queue, where, *one) for one in kernel.reads(passed)]
@@ -58,14 +57,14 @@ class RawKernel:
 
 
 def _run(kernel, where, grid, block, passed, kept):
-    """Runs a kernel. `kept`: its memory, until then."""
+    """Runs a kernel. `kept` keeps its memory alive until then."""
     with _faults_of(where):
         kernel(grid, block, passed)
 
 
 @contextlib.contextmanager
 def _faults_of(where):
-    """A block that runs a kernel, at once or when what is before it on the stream is done."""
+    """A block that runs a kernel, at once or after earlier work on the stream."""
     try:
         yield
     except kernels_on_host.Fault as fault:
@@ -75,7 +74,7 @@ def _faults_of(where):
 
 
 def _touch_address(queue, where, address, nbytes):
-    """Counts memory that a structure points to as read. Returns what holds it."""
+    """Records that memory a structure points to is read. Returns what keeps it alive."""
     block = _memory.block_at(address)
     if block is None or block.is_free or address + nbytes > block.ptr + block.size:
         raise _checker.report(

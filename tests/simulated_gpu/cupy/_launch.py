@@ -1,4 +1,4 @@
-"""One piece of work on the current stream: checked, and computed by NumPy, now or when what is before it is done."""
+"""Checks one piece of work on the current stream, and computes it with NumPy, now or later."""
 
 import numpy as np
 
@@ -9,10 +9,10 @@ _SCALARS = (bool, int, float, complex, np.generic)
 
 
 def operand(value):
-    """What CuPy's elementwise functions make of an argument: an array, or a number as it is.
+    """Converts an argument of CuPy's elementwise functions to an array; numbers stay.
 
     Raises:
-        TypeError: anything else, NumPy's arrays among them.
+        TypeError: anything else, including NumPy arrays.
     """
     if isinstance(value, (ndarray, *_SCALARS)):
         return value
@@ -22,15 +22,15 @@ def operand(value):
 
 
 def launch(function, *operands, out=None, reads_out=False, also_writes=()):
-    """Does `function` with the operands' elements, for which it takes NumPy arrays, on the current stream.
+    """Calls `function` with the operands' elements as NumPy arrays, on the current stream.
 
     Args:
-        function: gives an array or a number, or a tuple of them; with `out` it writes to its
+        function: returns an array or a number, or a tuple of them; with `out` it writes to its
             argument `out`.
         operands: arrays.
         out: the array that is written to; it is returned.
-        reads_out: whether that is also read.
-        also_writes: which of the operands are written to as well.
+        reads_out: whether `out` is also read.
+        also_writes: the operands that are also written to.
     """
     queue = _streams.current_queue()
     queue.begin()
@@ -43,7 +43,7 @@ def launch(function, *operands, out=None, reads_out=False, also_writes=()):
         if reads_out:
             out.touch(queue, writes=False)
         out.touch(queue, writes=True)
-        if not queue.is_free():  # what is wrong with the call shows here, and not later
+        if not queue.is_free():  # errors in the call show here, not later
             if not also_writes:
                 _tried(function, *map(_like, hosts), out=np.empty(out.shape, out.dtype))
         target = out.host
@@ -52,14 +52,13 @@ def launch(function, *operands, out=None, reads_out=False, also_writes=()):
     if queue.is_free():
         return _stored(queue, _quietly(function, *hosts))
     formed = _tried(function, *map(_like, hosts))
-    if formed is None:  # zeros do not tell the form of the result
+    if formed is None:  # zeros do not determine the shape of the result
         queue.synchronize()
         return _stored(queue, _quietly(function, *hosts))
     made = _stored(queue, formed, copies=False)
     several = isinstance(made, tuple)
-    targets = [
-        one.host for one in (made if several else [made])
-    ]  # the pool may have the arrays' memory back before
+    # Not the arrays, whose memory may be back in the pool by then.
+    targets = [one.host for one in (made if several else [made])]
 
     def work():
         results = _quietly(function, *hosts)
@@ -71,7 +70,7 @@ def launch(function, *operands, out=None, reads_out=False, also_writes=()):
 
 
 def launch_and_wait(function, *operands):
-    """`launch` of what CuPy waits for, because the form of the result depends on the elements."""
+    """`launch` for calls in which CuPy waits because the result's shape depends on the elements."""
     _streams.current_queue().synchronize()
     return launch(function, *operands)
 
@@ -111,10 +110,9 @@ def _stored(queue, results, copies=True):
 
 
 def from_host(value, dtype=None, order="K"):
-    """A new array of what NumPy makes of a value.
+    """A new array with the elements of `np.array(value)`.
 
-    CuPy copies it to pinned memory of its own first, but what lies in pinned memory in the right
-    order from there.
+    CuPy first copies them to its own pinned memory, except from pinned memory in the right order.
     """
     queue = _streams.current_queue()
     queue.refuse_capture()
@@ -137,13 +135,13 @@ def from_host(value, dtype=None, order="K"):
 
 
 def to_current_device(source, order="K"):
-    """A copy of an array on another GPU, by the current stream of this one.
+    """A copy of an array on another GPU, made by the current stream of this GPU.
 
-    As in CuPy, another order is made by the current stream of that GPU, which nothing orders with
-    this one.
+    As in CuPy, a change of order runs on the current stream of the other GPU, which is not ordered
+    with this stream.
 
     Raises:
-        NotImplementedError: it is strided.
+        NotImplementedError: the array is strided.
     """
     with source.device:
         source = source.astype(source.dtype, order=order, copy=False)
@@ -164,19 +162,19 @@ def to_current_device(source, order="K"):
 
 
 def is_exported(value):
-    """Whether an object that is no array gives one: by memory that it describes, or by an array that it makes."""
+    """Whether an object that is not an array exports one."""
     return hasattr(value, "__cuda_array_interface__") or hasattr(value, "__cupy_get_ndarray__")
 
 
 def imported(value):
-    """That array."""
+    """The array that an object exports."""
     if hasattr(value, "__cuda_array_interface__"):
         return from_interface(value)
     return value.__cupy_get_ndarray__()
 
 
 def from_interface(value):
-    """The array that an object with `__cuda_array_interface__` describes, on its memory."""
+    """The array described by an object's `__cuda_array_interface__`, on the object's memory."""
     described = value.__cuda_array_interface__
     address, shape, dtype = (
         described["data"][0],
@@ -205,7 +203,7 @@ def from_interface(value):
 
 
 def from_dlpack(value, *, device=None, copy=None):
-    """CuPy's: arrays of GPUs only."""
+    """CuPy's: only arrays on GPUs."""
     if not hasattr(value, "__dlpack_device__"):
         raise TypeError(f"Unsupported type {type(value)}")
     kind, device = value.__dlpack_device__()
@@ -219,7 +217,7 @@ def from_dlpack(value, *, device=None, copy=None):
     if not array.size:
         return array.view()
     low, high = np.lib.array_utils.byte_bounds(array.host)
-    memory = _memory.UnownedMemory(low, high - low, capsule)  # which keeps the array itself
+    memory = _memory.UnownedMemory(low, high - low, capsule)  # keeps the array alive
     return ndarray(
         array.shape, array.dtype, _memory.MemoryPointer(memory, array.data.ptr - low), array.strides
     )

@@ -1,4 +1,4 @@
-"""Device memory: blocks with a history of who touched them, and the pool that hands freed ones out again at once."""
+"""Device memory: blocks with a history of accesses, and a pool that reuses them at once."""
 
 import bisect
 import contextlib
@@ -17,12 +17,11 @@ _blocks: "list[Block]" = []
 
 
 class Block:
-    """Memory of a GPU, as CUDA gives it.
+    """Memory of a GPU, as CUDA allocates it.
 
     Attributes:
         buffer: its bytes.
-        is_free: whether the pool has it back.
-        lives: how often the pool handed it out.
+        is_free: whether it is back in the pool.
     """
 
     def __init__(self, size, device):
@@ -39,14 +38,14 @@ class Block:
         _blocks.insert(place, self)
 
     def forget(self):
-        """Gives it back to CUDA."""
+        """Returns it to CUDA."""
         place = bisect.bisect(_starts, self.ptr) - 1
         assert _blocks[place] is self
         del _starts[place], _blocks[place]
 
 
 def block_at(address):
-    """The block that an address is in, or None."""
+    """The block that contains an address, or None."""
     place = bisect.bisect(_starts, address) - 1
     if place >= 0 and address < _starts[place] + _blocks[place].size:
         return _blocks[place]
@@ -58,14 +57,13 @@ CAPACITY = int(os.environ.get("SIMULATED_GPU_MEMORY", "4")) << 30
 
 
 def used(device):
-    """Bytes of a GPU that are given out, or in the pool."""
+    """Bytes of a GPU that are in use or in the pool."""
     return sum(block.size for block in list(_blocks) if block.device == device)
 
 
 def _allocated(size, device):
-    is_full = size > CAPACITY >> 8 and size > CAPACITY - used(
-        device
-    )  # small ones are not counted, which takes time
+    # Small blocks are not checked: to sum all blocks takes time.
+    is_full = size > CAPACITY >> 8 and size > CAPACITY - used(device)
     if is_full or _faults.value("out-of-memory", "allocations", lasts=True) is not None:
         from .cuda.runtime import CUDARuntimeError
 
@@ -74,12 +72,12 @@ def _allocated(size, device):
 
 
 def span():
-    """From which address to which there are blocks."""
+    """The range of addresses that contains all blocks."""
     return (_starts[0], _starts[-1] + _blocks[-1].size) if _starts else (0, 0)
 
 
 class Memory:
-    """CuPy's: what `cudaMalloc` gives."""
+    """CuPy's: memory from `cudaMalloc`."""
 
     def __init__(self, size):
         _faults.counted["allocations"] += 1
@@ -107,7 +105,7 @@ class Memory:
 
 
 class PooledMemory(Memory):
-    """What the pool gives: a block of the arena of the stream that was current."""
+    """Memory from the pool: a block from the arena of the stream that was current."""
 
     def __init__(self, block, arena, size):
         self.block, self._arena, self.size = block, arena, size
@@ -167,7 +165,7 @@ class MemoryPointer:
 
 
 class _EmptyBlock:
-    """Of arrays without elements: CuPy gives them no memory, and the address 0."""
+    """The block of arrays without elements: in CuPy they have no memory, and address 0."""
 
     buffer = np.empty(0, np.uint8)
     ptr = size = device = 0
@@ -190,7 +188,7 @@ class OutOfMemoryError(MemoryError):
 
 
 class MemoryPool:
-    """CuPy's: freed blocks go to the arena of the stream for which they were made, and it takes the last one first."""
+    """CuPy's: freed blocks go to the arena of their stream; the last freed is reused first."""
 
     def __init__(self):
         self._arenas = {}
@@ -207,7 +205,7 @@ class MemoryPool:
         if block is None:
             block = self._made(need, queue.device)
         block.is_free = False
-        if not queue.later:  # else what comes before may be still to use it, as it may on a GPU
+        if not queue.later:  # else earlier work may still use it, as on a GPU
             block.buffer.fill(_POISON)
         return MemoryPointer(PooledMemory(block, arena, size), 0)
 
@@ -245,7 +243,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def using_allocator(allocator=None):
-    """CuPy's: this thread's new arrays take their memory there."""
+    """CuPy's: this thread's new arrays use this allocator."""
     before, _thread.allocator = getattr(_thread, "allocator", None), allocator
     try:
         yield

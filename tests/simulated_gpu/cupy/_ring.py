@@ -1,4 +1,4 @@
-"""Messages of ranks on one host: each posts to memory of its own, which the others read."""
+"""Messages between ranks on one host: each posts to its own memory, which the others read."""
 
 import mmap
 import os
@@ -8,15 +8,15 @@ import time
 import numpy as np
 
 _HEAD = 1 << 16
-_POSTS = 1024  # that may be under way
+_POSTS = 1024  # messages in flight at most
 _ROOM = 1 << 20
 PATIENCE = 600.0
 
 
 def new_id():
-    """What the ranks need to find each other: where the first one's table is.
+    """What the ranks need to find each other: the path of the first rank's table.
 
-    No file has a name, so none is left.
+    No file has a name, so no file is left behind.
     """
     table = os.memfd_create("simulated-nccl")
     os.ftruncate(table, _HEAD)
@@ -24,18 +24,18 @@ def new_id():
 
 
 class Ring:
-    """One rank's end.
+    """One rank's end of the ring.
 
-    Making one waits for all ranks.
+    The constructor waits for all ranks.
 
     Args:
         size: the number of ranks.
-        identity: what `new_id` gave one of them.
-        rank: which this is.
-        fact: an integer that all shall know of this rank.
+        identity: what `new_id` returned on one of them.
+        rank: this rank's number.
+        fact: an integer to share with all ranks.
 
     Attributes:
-        facts: everyone's.
+        facts: the facts of all ranks.
     """
 
     def __init__(self, size, identity, rank, fact):
@@ -59,7 +59,7 @@ class Ring:
         _wait_for(lambda: all(self._table[8 * other + 4] for other in range(size)))
 
     def post(self, message):
-        """Posts a message, which is pickled; returns its number, or None while too many are under way."""
+        """Pickles and posts a message; returns its number, or None if too many are in flight."""
         done = min(int(box.head[1]) for box in self._boxes)
         if int(self._own.head[0]) - done >= _POSTS:
             return None
@@ -68,24 +68,24 @@ class Ring:
         )
 
     def everyones(self, number):
-        """All ranks' messages of this number; None while one is missing."""
+        """All ranks' messages with this number; None while any is missing."""
         if any(int(box.head[0]) < number for box in self._boxes):
             return None
         return [pickle.loads(box.message(number)) for box in self._boxes]
 
     def finish(self, number):
-        """This rank needs the messages of this number no longer."""
+        """Records that this rank no longer needs the messages with this number."""
         self._own.head[1] = number
 
     def close(self):
-        """Gives the memory back."""
+        """Frees the memory."""
         for box in self._boxes:
             box.close()
         os.close(self._table_file)
 
 
 class _Outbox:
-    """A rank's memory: how many messages it has posted and has read of all, where the last ones are, and these."""
+    """A rank's memory: its counts of posted and of read messages, and the last messages."""
 
     def __init__(self, file):
         self.file = file

@@ -1,4 +1,4 @@
-"""Devices, streams and events, and the work on streams: done at once, or in order once what is before it is done."""
+"""Devices, streams and events, and work on streams: done at once or after earlier work."""
 
 import collections
 import ctypes
@@ -13,12 +13,12 @@ import time
 from . import _checker, _faults, _graphs
 
 PATIENCE = 0.002
-"""Seconds that the host waits for NCCL when it puts work behind it, before it leaves the work for later."""
+"""Seconds that the host waits for earlier NCCL calls before it leaves new work for later."""
 
 LAUNCHES = int(os.environ.get("SIMULATED_GPU_LAUNCHES", "1024"))
-"""Pieces of work that a stream takes before the first is done.
+"""Pieces of work that a stream accepts before the first is done.
 
-Whoever puts one more on it waits.
+A thread that enqueues one more waits.
 """
 
 lock = threading.RLock()
@@ -27,7 +27,7 @@ _addresses = itertools.count(0x7E0000000000, 64)
 
 
 def count():
-    """How many GPUs this process sees."""
+    """The number of GPUs that this process sees."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     installed = int(os.environ.get("SIMULATED_GPUS", "4"))
     return (
@@ -43,7 +43,7 @@ def count():
 class Queue(_checker.Lane):
     """A stream's work.
 
-    Each item of `later` is called until it returns something else than False; then the next.
+    Each item of `later` is called until it returns something other than False; then the next.
     """
 
     def __init__(self, device, name, blocking):
@@ -54,7 +54,7 @@ class Queue(_checker.Lane):
         self.later = collections.deque()
 
     def begin(self):
-        """See `Lane`. The null stream and the blocking ones are ordered with one another."""
+        """See `Lane`. The null stream and blocking streams are ordered with each other."""
         if self.is_blocking and len(_blocking[self.device]) > 1:
             null = null_queue(self.device)
             for other in _blocking[self.device] if self is null else [null]:
@@ -64,10 +64,10 @@ class Queue(_checker.Lane):
         super().begin()
 
     def refuse_capture(self):
-        """CUDA does not let a stream that captures wait, be waited for, or copy from or to the host.
+        """Raises if the stream captures: then CUDA allows no waits and no copies from or to the host.
 
         Raises:
-            CUDARuntimeError: it captures.
+            CUDARuntimeError: the stream captures.
         """
         if self.captured is not None:
             from .cuda.runtime import CUDARuntimeError
@@ -75,7 +75,7 @@ class Queue(_checker.Lane):
             raise CUDARuntimeError(900)
 
     def marker(self):
-        """An object whose `done` says whether the work that is on the stream now is done; None where it is."""
+        """An object whose `done` says whether the work enqueued so far is done; None if it is."""
         self.refuse_capture()
         with lock:
             if not self.later:
@@ -90,14 +90,14 @@ class Queue(_checker.Lane):
                 self._leave(lambda: marker.done)
 
     def wait(self, clock, marker):
-        """What comes after waits for work elsewhere."""
+        """Makes later work wait for work elsewhere."""
         self.refuse_capture()
         self.begin()
         _checker.join(self.clock, clock)
         self._wait(marker)
 
     def put(self, work):
-        """Does `work()` after what is on the stream. Returns whether it is done already."""
+        """Calls `work()` after the earlier work on the stream. Returns whether it is done already."""
         if self.captured is not None:
             self.captured.append(lambda: self.put(work))
             return False
@@ -113,7 +113,7 @@ class Queue(_checker.Lane):
             return False
 
     def _wait_for_room(self):
-        """The thread waits in the driver, and holds its lock, though not Python's."""
+        """Waits in the driver, holding the driver's lock, but not Python's."""
         _launching.add(threading.get_ident())
         while len(self.later) >= LAUNCHES:
             with lock:
@@ -122,13 +122,13 @@ class Queue(_checker.Lane):
         _launching.discard(threading.get_ident())
 
     def _leave(self, work):
-        """Leaves work for when what is before it is done: then a thread does it, as a GPU gets on by itself."""
+        """Leaves work until earlier work is done: a thread then does it, as a GPU makes progress."""
         self.later.append(work)
         _start_thread()
         _is_work_left.set()
 
     def is_free(self):
-        """Whether what is put on it now is done at once; it may wait for a moment to find out."""
+        """Whether new work would be done at once; may wait for a moment to find out."""
         with lock:
             return self.captured is None and (not self.later or self._settles())
 
@@ -143,7 +143,7 @@ class Queue(_checker.Lane):
             os.sched_yield()
 
     def synchronize(self):
-        """The host waits."""
+        """Makes the host wait."""
         clock = dict(self.clock)
         until(self.marker())
         _checker.host().learn(clock)
@@ -161,13 +161,13 @@ class _Marker:
 
 
 def until(marker):
-    """Waits for a marker, and lets streams get on."""
+    """Waits for a marker, and lets streams make progress."""
     _faults.check_context()
     wait_for(marker)
 
 
 def wait_for(marker):
-    """`until`, for what does not wait by a call of CUDA."""
+    """`until`, for waits that are not CUDA calls."""
     pause = 0.0
     while marker is not None and not marker.done:
         with lock:
@@ -179,11 +179,10 @@ def wait_for(marker):
 
 
 def progress():
-    """Does what can be done now of all that is waiting. The lock is held."""
+    """Does all waiting work that can be done now. The lock must be held."""
     if not any(queue.later for queue in queues()):
         return
-    # What Python's collector finds in between, a generator, say, might wait for the GPU in its last
-    # words.
+    # An object that Python's collector finalizes here, such as a generator, might wait for the GPU.
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -218,12 +217,12 @@ def _get_on():
 
 
 _launching: "set[int]" = set()
-"""The threads that wait for room among the launches of a stream."""
-_libc = ctypes.PyDLL(None)  # whose functions keep Python's lock
+"""The threads that wait because a stream has too many launches."""
+_libc = ctypes.PyDLL(None)  # its functions keep Python's lock
 
 
 def take_driver(call):
-    """What CuPy calls with Python's lock, and the driver does once it has its own, which may be never."""
+    """Takes the driver's lock with Python's lock held, as some CuPy calls do; may never return."""
     if _launching - {threading.get_ident()}:
         print(
             f"the simulated GPU: {call} at {_checker.shown(_checker.place())} waits with Python's "
@@ -242,7 +241,7 @@ _nulls = {}
 
 
 def queues():
-    """All streams' work, in a list of its own: other threads make and drop streams meanwhile."""
+    """All streams' work, as a copy: other threads create and delete streams meanwhile."""
     return list(_queues.values())
 
 
@@ -260,7 +259,7 @@ def null_queue(device):
 
 
 class _State:
-    """One thread's. `current` and the stacks are CuPy's: `with` pushes, `use` does not."""
+    """The state of one thread. `current` and the stacks are CuPy's: `with` pushes, `use` does not."""
 
     def __init__(self):
         self.device = 0
@@ -270,12 +269,12 @@ class _State:
         self.devices = []
 
     def make_current(self, stream):
-        """Of its own GPU or, as the null stream, of the current one, whichever GPU's stack it was taken from."""
+        """Makes a stream current on its GPU, or the null stream on the current GPU."""
         self.current[self.device if stream.device_id == -1 else stream.device_id] = stream
 
 
 def state():
-    """This thread's."""
+    """The state of this thread."""
     try:
         return _thread.state
     except AttributeError:
@@ -375,7 +374,7 @@ class Stream:
 
     @property
     def queue(self):
-        """The stream's work. Of the simulation, not of CuPy."""
+        """The stream's work. Not in CuPy."""
         return null_queue(state().device) if self._queue is None else self._queue
 
     def _checked_device(self):
@@ -401,7 +400,7 @@ class Stream:
         own.make_current(own.stacks[device][-1])
 
     def use(self):
-        """CuPy's, which from 15 on refuses it inside `with stream:`, because the end of that block undoes it."""
+        """CuPy's, which since 15 refuses it inside `with stream:`, whose end would undo it."""
         own, device = state(), self._checked_device()
         if len(own.stacks[device]) > 1:
             raise _checker.report(
@@ -499,12 +498,12 @@ class Event:
         self._at = time.perf_counter()
 
     def let_wait(self, queue):
-        """Of the simulation: what comes after on the queue waits for the event."""
+        """Not in CuPy: makes later work on the queue wait for the event."""
         queue.wait(self._clock, self._marker)
 
     @property
     def done(self):
-        """CuPy's. The host learns from it that the work is done."""
+        """CuPy's. If done, the host knows that the work is done."""
         take_driver("cudaEventQuery")
         if self._marker is not None and not self._marker.done:
             with lock:

@@ -1,4 +1,4 @@
-"""Copies between the host and a GPU, and the watch over pinned memory while one is under way."""
+"""Copies between host and GPU, and the guard of pinned memory while a copy is in flight."""
 
 import bisect
 import ctypes
@@ -58,7 +58,7 @@ def _forget(start, _):
 
 
 def _pinned(array):
-    """The pinned memory that a NumPy array lies in, or None."""
+    """The pinned memory that contains a NumPy array, or None."""
     address = array.ctypes.data
     place = bisect.bisect(_starts, address) - 1
     region = _regions[place]() if place >= 0 else None
@@ -75,11 +75,10 @@ def to_device(target, source, queue, is_async, keeps=False):
 
     Args:
         target: the `cupy.ndarray`.
-        source: of its shape, dtype and order.
-        queue: on which.
-        is_async: whether the host goes on meanwhile. Memory that is not pinned is read before it
-            does.
-        keeps: whether pinned memory is kept until the host has waited.
+        source: an array of the same shape, dtype and order.
+        queue: where to enqueue the copy.
+        is_async: whether the host continues meanwhile. Memory that is not pinned is read first.
+        keeps: whether pinned memory is kept alive until the host has waited.
     """
     queue.refuse_capture()
     queue.begin()
@@ -99,7 +98,7 @@ def to_device(target, source, queue, is_async, keeps=False):
 
 
 def to_host(source, target, queue, is_async):
-    """Copies device memory to a contiguous NumPy array, which is not pinned where the host waits for it anyway."""
+    """Copies device memory to a contiguous NumPy array; if it is not pinned, the host waits."""
     queue.refuse_capture()
     queue.begin()
     source.touch(queue, writes=False)
@@ -116,17 +115,16 @@ def to_host(source, target, queue, is_async):
 class _Transfer:
     """A copy that the host has not waited for yet.
 
-    It does not keep the pinned memory, as CUDA does not.
+    Like CUDA, it does not keep the pinned memory alive.
 
     Args:
-        queue: on which it is.
+        queue: where the copy is enqueued.
         memory: the pinned memory.
-        array: what of it is copied from or to.
+        array: the part of it that is copied from or to.
         forbids_reading: whether the host may not even read it.
         arrived: what is written to it once the host has waited.
         target: the array on the GPU that is written to.
-        kept: what lives as long as the copy, such as the array with its memory, which CuPy keeps in
-            `asarray`.
+        kept: what lives as long as the copy, such as the source array that CuPy's `asarray` keeps.
     """
 
     def __init__(self, queue, memory, array, forbids_reading, arrived=None, target=None, kept=None):
@@ -141,15 +139,15 @@ class _Transfer:
         _guarded[self._guard] = self
 
     def is_awaited(self):
-        """Whether anybody may still use what it brings: the array that it is copied to is there."""
+        """Whether the copy can still be used: its target array is alive."""
         return self._target is None or self._target() is not None
 
     def end_guard(self):
-        """The host may use the memory."""
+        """Allows the host to use the memory again."""
         _library().guard_end(self._guard)
 
     def finish(self):
-        """The host has waited for it."""
+        """Completes the copy once the host has waited for it."""
         self.end_guard()
         memory = self.memory()
         if self._arrived is not None and memory is not None:
@@ -158,7 +156,7 @@ class _Transfer:
         self._kept = None
 
     def describe(self):
-        """For messages."""
+        """A description for messages."""
         return f"the copy at {_checker.shown(self._place)} on {self._name}"
 
 
@@ -169,7 +167,7 @@ _guarded: "dict[int, _Transfer]" = {}
 def _hear(thread):
     if not _under_way:
         return
-    with _streams.lock:  # what another thread finishes is finished before this one goes on
+    with _streams.lock:  # another thread's `finish` is complete before this thread continues
         for transfer in [
             one for one in _under_way if _checker.is_known(thread.clock, one.stream, one.time)
         ]:
@@ -186,7 +184,7 @@ def _compiled():
     path = kernels_on_host.cache() / f"guard-{hash_of(source)}.so"
     if not path.exists():
         kernels_on_host.build(source, path, ("-std=c++17", "-O2", "-fPIC", "-shared"))
-    library = ctypes.PyDLL(str(path))  # which keeps the interpreter's lock: one thread at a time
+    library = ctypes.PyDLL(str(path))  # keeps the GIL: one thread at a time
     library.guard_begin.argtypes = [ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int]
     library.guard_install.argtypes = [ctypes.c_void_p, ctypes.c_int]
     signal.signal(signal.SIGURG, _raise)
@@ -194,16 +192,15 @@ def _compiled():
 
 
 def hash_of(source):
-    """A name for what is compiled of a source text."""
+    """A name for the library compiled from a source text."""
     return hashlib.sha256(source.encode()).hexdigest()[:32]
 
 
 def _library():
     library = _compiled()
     tell = ctypes.cast(ctypes.pythonapi.PyErr_SetInterruptEx, ctypes.c_void_p)
-    library.guard_install(
-        tell, signal.SIGURG
-    )  # again, because what was installed since may stand in its way
+    # Again, because a handler installed since may be in its way.
+    library.guard_install(tell, signal.SIGURG)
     return library
 
 

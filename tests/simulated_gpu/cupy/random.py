@@ -1,4 +1,4 @@
-"""`cupy.random` of the simulated GPU: NumPy's generators, whose numbers are others than CuPy's."""
+"""`cupy.random` of the simulated GPU: NumPy's generators, with other numbers than CuPy's."""
 
 import numpy as np
 from cupy._launch import from_host
@@ -27,7 +27,7 @@ class Generator:
 
 
 def default_rng(seed=None):
-    """CuPy's, which takes a number."""
+    """CuPy's, which accepts a number."""
     if seed is not None and not isinstance(seed, (int, np.integer)):
         raise TypeError(
             f"the simulated GPU: cupy.random.default_rng takes a number, not {type(seed).__name__}"

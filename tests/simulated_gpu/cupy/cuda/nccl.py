@@ -1,4 +1,4 @@
-"""NCCL, as CuPy has it: operations are work on streams, which ends when all ranks have come to it."""
+"""NCCL as in CuPy: operations are work on streams, done when all ranks have reached them."""
 
 import functools
 import itertools
@@ -25,7 +25,7 @@ _DTYPES = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "fl
 _SUM = {NCCL_SUM: np.add, NCCL_PROD: np.multiply, NCCL_MAX: np.fmax, NCCL_MIN: np.fmin}
 _COLLECTIVES = ["allReduce", "reduce", "broadcast", "allGather", "reduceScatter"]
 _OPERATIONS = ["SUM", "PROD", "MAX", "MIN", "AVG"]
-# CuPy's table ends here: NCCL's results 7 (in progress) and 8 (time-out) are not in it.
+# CuPy's table ends here: it lacks NCCL's results 7 (in progress) and 8 (time-out).
 _RESULTS = {
     1: (
         "NCCL_ERROR_UNHANDLED_CUDA_ERROR",
@@ -43,7 +43,7 @@ _RESULTS = {
 
 
 class NcclError(RuntimeError):
-    """CuPy's. A result that it does not know is a KeyError."""
+    """CuPy's. An unknown result raises KeyError."""
 
     def __init__(self, status):
         self.status = status
@@ -62,7 +62,7 @@ def get_unique_id():
 
 
 _group = threading.local()
-_latest: list["NcclCommunicator"] = []  # the one that was used, or made, last
+_latest: list["NcclCommunicator"] = []  # the communicator that was used or made last
 
 
 def groupStart():
@@ -87,8 +87,8 @@ def groupEnd():
             )
         communicators.pop()._put(streams.pop(), [call for *_, call in calls])
     elif _latest and _latest[0]._is_open:
-        # A rank without messages to or from others. NCCL moves theirs without it; here all ranks
-        # come together.
+        # A rank without messages to or from others. NCCL does not need it; here all ranks must take
+        # part.
         _latest[0]._put(_streams.get_current_stream().ptr, [])
 
 
@@ -190,12 +190,12 @@ class NcclCommunicator:
             raise NcclError(status)
 
     def abort(self):
-        """CuPy's: what is under way ends, undone."""
+        """CuPy's: work in flight ends without being done."""
         self._check_open()
         self._is_open, self._is_aborted = False, True
 
     def destroy(self):
-        """CuPy's: it waits for what is under way, without end."""
+        """CuPy's: it waits for work in flight, without a time limit."""
         self._check_open()
         if self._graphs:
             raise _checker.report(
@@ -244,7 +244,7 @@ class NcclCommunicator:
             self._put(stream, [call])
 
     def _memory(self, address, count, dtype):
-        """(its block, the bytes, an array of the elements) at an address."""
+        """(block, range of bytes, array of the elements) at an address."""
         block, nbytes = _memory.block_at(address), count * dtype.itemsize
         if (
             block is None
@@ -265,7 +265,7 @@ class NcclCommunicator:
         return block, range(start, start + nbytes), block.buffer[start : start + nbytes].view(dtype)
 
     def _put(self, stream, calls):
-        """Puts a group of calls on a stream."""
+        """Enqueues a group of calls on a stream."""
         queue = next((one for one in _streams.queues() if one.address == stream), None)
         queue = _streams.null_queue(self._device) if not stream else queue
         if queue is None:
@@ -287,11 +287,11 @@ class NcclCommunicator:
         self._connect(queue, calls)
 
     def _refuse_overlaps(self, calls):
-        """Raises where a call writes what it, or another call of its group, still reads or writes too.
+        """Raises if a call writes what it, or another call of its group, also reads or writes.
 
         A rank's data leave in pieces while others' arrive, and the calls of a group run at the same
-        time. NCCL allows the exact in-place forms only. Here whole messages are copied, which would
-        hide it.
+        time. NCCL allows only exact in-place forms. The simulation copies whole messages, which
+        would hide the error.
         """
         found = sorted(
             (memory[0].ptr + memory[1].start, memory[0].ptr + memory[1].stop, writes, i)
@@ -318,7 +318,7 @@ class NcclCommunicator:
                     )
 
     def _connect(self, queue, calls):
-        """In the first call of a kind, or with a peer, the host waits for the others: NCCL connects them only then."""
+        """Waits in the first call of a kind, or with a peer, because NCCL connects ranks then."""
         kinds = {
             (call.verb, peer) for call in calls if (peer := call.facts.get("peer")) != self._rank
         }
@@ -332,7 +332,7 @@ class NcclCommunicator:
 
 
 class _Call:
-    """One call: what it does, its memory, and where it was made."""
+    """One call: its operation, its memory, and its place in the program."""
 
     hangs = False
     source = target = None
@@ -341,19 +341,19 @@ class _Call:
         self.verb, self.dtype, self.count, self.facts, self.where = verb, dtype, count, facts, where
 
     def is_in_place(self, rank):
-        """Whether the result goes where NCCL's documentation allows it to go, over what is sent."""
+        """Whether the result is written where NCCL's documentation allows it to overlap the input."""
         part = rank * self.count * self.dtype.itemsize
         source = self.source[0].ptr + self.source[1].start
         target = self.target[0].ptr + self.target[1].start
         return target - source == {"reduceScatter": part, "allGather": -part}.get(self.verb, 0)
 
     def described(self):
-        """What the ranks must agree on, or a message between two of them."""
+        """What all ranks, or the two ranks of a message, must agree on."""
         return self.verb, self.dtype.name, self.count, tuple(sorted(self.facts.items()))
 
 
 class _Work:
-    """A group of calls as work on a stream: posted when it is its turn, done when all ranks' are there."""
+    """A group of calls as work on a stream: posted in order, done when all ranks have posted."""
 
     def __init__(self, communicator, calls):
         self._communicator, self._calls = communicator, calls
@@ -391,7 +391,7 @@ class _Work:
         return True
 
     def _fit(self, everyones):
-        """Whether the ranks' groups go together; if not, it says so, because NCCL would just hang."""
+        """Whether the ranks' groups match; prints a report if not, because NCCL would just hang."""
         collectives = [
             [call for call, *_ in group if call[0] not in ("send", "recv")] for group in everyones
         ]
@@ -429,7 +429,7 @@ class _Work:
                 ]
                 target[...] = np.frombuffer(sent[mine.index(call)], call.dtype)
                 continue
-            # The i-th of the group is everyone's i-th, but for messages between two.
+            # The i-th collective of a group is the i-th on all ranks; messages do not count.
             place = [one for one in self._calls[:i] if one.verb not in ("send", "recv")]
             parts = [
                 [data for (verb, *_), data, _ in group if verb not in ("send", "recv")][len(place)]
@@ -451,7 +451,7 @@ class _Work:
 
 
 def _between(everyones, rank, peer, verb, fact):
-    """(dtype, count) of each message of a kind that a rank has with a peer."""
+    """(dtype, count) of each message of a kind between a rank and a peer."""
     return [
         call[1:3] for call, *_ in everyones[rank] if call[0] == verb and call[3] == ((fact, peer),)
     ]
@@ -464,7 +464,7 @@ def _shown(call):
 
 
 def _reduced(parts, op):
-    """In the order of ranks; short floats as float32, rounded once."""
+    """Reduces in the order of ranks; 16-bit floats as float32, rounded once."""
     wide = [part.astype(np.float32) if part.dtype.itemsize == 2 else part for part in parts]
     total = wide[0].copy()
     with np.errstate(all="ignore"):

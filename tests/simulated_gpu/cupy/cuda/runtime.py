@@ -46,12 +46,12 @@ def driverGetVersion():
 
 
 def memGetInfo():
-    """CUDA's: bytes that are free, and all."""
+    """CUDA's: free and total bytes."""
     _streams.take_driver("cudaMemGetInfo")
     return _memory.CAPACITY - _memory.used(getDevice()), _memory.CAPACITY
 
 
 def getDeviceProperties(device):
-    """CUDA's: the name alone."""
+    """CUDA's: only the name."""
     _streams.Device(device)
     return {"name": b"simulated GPU", "uuid": bytes([device]) * 16}
