@@ -210,8 +210,8 @@ def probe(layers, batch, communicator, steps, rounds):
                 taken, trained_weights = trained(network, step, steps, stream)
                 seconds[name].append(taken)
                 weights[name].append(trained_weights)
-        # Each round starts with the same weights, so each way always ends with the same bits, on all
-        # ranks.
+        # Each round starts with the same weights, so each way always ends with the same bits, on
+        # all ranks.
         for first, *others in weights.values():
             for other in (*others, *COMM.allgather(first)):
                 np.testing.assert_array_equal(other, first)

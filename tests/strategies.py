@@ -11,7 +11,7 @@ class ShardedMirroredStrategy(hs.MirroredStrategy):
 
 
 STRATEGIES = [hs.CentralStorageStrategy, hs.MirroredStrategy]
-"""Those for any number of replicas on one host."""
+"""The strategies for any number of replicas on one host."""
 
 
 def strategies_for(size):

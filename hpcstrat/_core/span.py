@@ -31,7 +31,7 @@ class Details(NamedTuple):
 class Recorder(Protocol):
     """An object that records spans."""
 
-    def begin(self, category: str, name: str, nbytes: int | None, stream: Any) -> Any:
+    def start(self, category: str, name: str, nbytes: int | None, stream: Any) -> Any:
         """Opens a span; `None` if none is recorded."""
         ...
 
@@ -83,7 +83,7 @@ def _record(
         # Wrong arguments: the function itself complains about them.
         except (TypeError, AttributeError):
             return function(*args, **kwargs)
-        opened = recorder.begin(category, *details)
+        opened = recorder.start(category, *details)
         if opened is None:
             return function(*args, **kwargs)
         try:

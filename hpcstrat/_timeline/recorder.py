@@ -65,7 +65,7 @@ class TimelineRecorder:
 
     # ---- the program's threads
 
-    def begin(self, category: str, name: str, nbytes: int | None, stream: Any) -> Span | None:
+    def start(self, category: str, name: str, nbytes: int | None, stream: Any) -> Span | None:
         """Opens a span of this thread, and of a GPU's stream; `None` if it is not recorded.
 
         Args:
@@ -76,13 +76,13 @@ class TimelineRecorder:
         """
         if not self._is_open:
             return None
-        span = self._spans.begin(category, name, nbytes, anyway=stream is not None)
+        span = self._spans.start(category, name, nbytes, anyway=stream is not None)
         if span is not None:
             # Only now, because a program that never uses a GPU must not load CuPy.
             if self._gpu is None and stream is not None:
                 self._gpu = GpuSpans(stream.ordinal)
             if self._gpu is not None:
-                self._gpu.begin(span, None if stream is None else stream.raw)
+                self._gpu.start(span, None if stream is None else stream.raw)
         return span
 
     def end(self, span: Span) -> None:
@@ -144,7 +144,7 @@ class TimelineRecorder:
         for span in self._spans.open_since(before):
             if not span.is_start_written:
                 span.is_start_written = True
-                lines.append(self._events.begin(span))
+                lines.append(self._events.start(span))
         lines = [*self._new_names(), *lines]
         if self._spans.is_full and self._rank == 0:
             self._spans.is_full = False

@@ -82,7 +82,7 @@ class Spans:
         self._local = threading.local()
         self._lock = threading.Lock()
 
-    def begin(
+    def start(
         self, category: str, name: str, nbytes: int | None, anyway: bool = False
     ) -> Span | None:
         """Opens a span of this thread.
@@ -164,7 +164,7 @@ class GpuSpans:
             event.synchronize()
         self._known = event, time.perf_counter_ns()
 
-    def begin(self, span: Span, stream: Any) -> None:
+    def start(self, span: Span, stream: Any) -> None:
         """Starts the span's range, and its part on this `cupy.cuda.Stream`, unless it is `None`."""
         self._nvtx.RangePush(span.name)
         span.has_range = True
@@ -173,7 +173,7 @@ class GpuSpans:
             span.stream, span.events = stream, [self._record(stream)]
 
     def end(self, span: Span) -> None:
-        """Ends what `begin` started."""
+        """Ends what `start` started."""
         if span.stream is not None:
             span.events.append(self._record(span.stream))
         self._nvtx.RangePop()

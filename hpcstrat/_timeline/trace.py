@@ -134,7 +134,7 @@ class Events:
         duration = f"{max(end - start, 0) / 1000:.3f}"
         return f'{self._head(span, track, start)}, {_arguments(span)}"ph": "X", "dur": {duration}}}'
 
-    def begin(self, span: Span) -> str:
+    def start(self, span: Span) -> str:
         """The start of a span that is still open."""
         return f'{self._head(span, span.thread, span.start)}, {_arguments(span)}"ph": "B"}}'
 

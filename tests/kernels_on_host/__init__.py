@@ -192,7 +192,7 @@ class ElementwiseKernel:
         return self._compiled[dtypes]
 
     def source(self, dtypes, function):
-        """The source of a function of this name that applies the kernel to arrays of these dtypes."""
+        """The source of a function of this name: the kernel, applied to arrays of these dtypes."""
         declared, kinds = [], {}
         for i, ((raw, kind, name), dtype) in enumerate(
             zip([*self.inputs, *self.outputs], dtypes, strict=True)

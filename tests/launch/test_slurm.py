@@ -430,8 +430,8 @@ def test_preemption(cluster):
             for line in job.lines
             if line.startswith("continues in epoch 2, after step ")
         )
-        # At a TERM, Open MPI's mpirun usually ends the job before it is saved; then there is the file
-        # of the last epoch.
+        # At a TERM, Open MPI's mpirun usually ends the job before it is saved; then there is the
+        # file of the last epoch.
         assert step == 50 or (step == 29 and launcher == "mpirun" and cluster.open_mpi)
         assert job.lines[-20:] == undisturbed.lines[-20:]
         assert job.log.count("epoch 20: loss ") == 1

@@ -1,4 +1,4 @@
-"""An optimizer as a program writes one: of public names only."""
+"""An optimizer as a program would write it: with public names only."""
 
 import numpy as np
 

@@ -1,7 +1,6 @@
-"""One run of pytest over all ranks: rank 0 prints, every test's outcome is agreed, one rank's failure ends all.
+"""One pytest run over all ranks: rank 0 prints, outcomes are agreed, one rank's failure ends all.
 
-The ranks talk over a communicator of their own, through mpi4py and not through the library under
-test.
+The ranks talk over their own communicator, through mpi4py and not through the library under test.
 """
 
 import faulthandler
@@ -27,13 +26,13 @@ if simulated_gpu.is_wanted():
     simulated_gpu.enter()
 
 _HERE = pathlib.Path(__file__).parent
-_GRACE = 1.0  # seconds that a rank which failed gives the others to report
+_GRACE = 1.0  # seconds that a failed rank gives the others to report
 _PASSED, _SKIPPED, _FAILED = range(3)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Deselects tests marked `mpi(min_size=2)` on one rank, `mpi(max_size=1)` on several: they test nothing there."""
+    """Deselects tests marked `mpi(min_size=2)` on one rank, and `mpi(max_size=1)` on several."""
     for item in items:
         if _HERE in item.path.parents:
             item.add_marker(pytest.mark.mpi)
@@ -57,8 +56,8 @@ def _fits(item, size):
 
 
 def pytest_collection_finish():
-    # Thousands of collected tests live to the end; a collection need not look at them, and many
-    # tests collect often.
+    # Thousands of collected tests live to the end; a collection need not visit them, and many tests
+    # collect often.
     gc.collect()
     gc.freeze()
 
@@ -95,7 +94,7 @@ class Place:
 
 @pytest.fixture(scope="session", params=["CPU", "GPU"])
 def place(request):
-    """Runs a test on the CPU, and again on GPUs: the same lines for both.
+    """Runs a test on the CPU, and again on GPUs, with the same lines.
 
     A missing GPU skips; under HPCSTRAT_TEST_GPU=1, which a run on a machine with GPUs sets, it
     fails. Under HPCSTRAT_TEST_GPU=simulated there are simulated ones, whatever the machine has.
@@ -106,7 +105,7 @@ def place(request):
     if request.param == "CPU":
         yield Place("CPU", np, ["CPU:0"] * size)
         return
-    # A launcher may show each rank a GPU of its own.
+    # A launcher may show each rank only its own GPU.
     count = len({gpu for gpus in MPI.COMM_WORLD.allgather(driver.visible_gpus()) for gpu in gpus})
     is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if count == 0:
@@ -131,7 +130,7 @@ if simulated_gpu.is_wanted():
 
     @pytest.fixture(autouse=True)
     def _nothing_went_wrong_on_the_simulated_gpu():
-        """Fails a test in which the simulation found an error that something has caught."""
+        """Fails a test in which the simulation found an error that something caught."""
         yield
         checker = sys.modules.get("cupy._checker")
         if checker is not None and checker.found:
@@ -142,7 +141,7 @@ if simulated_gpu.is_wanted():
 
 @pytest.fixture(params=STRATEGIES)
 def strategy(request, place):
-    """Of each kind for several replicas, closed after the test."""
+    """One of each kind for several replicas, closed after the test."""
     with place.make(request.param) as made:
         yield made
 
@@ -215,7 +214,7 @@ class _Ranks:
         return result
 
     def agree(self, item):
-        """Ends the run where the test did not pass, or was not skipped, on all ranks alike."""
+        """Ends the run unless the test passed, or was skipped, on all ranks."""
         failures = [report for report in self.reports if report.failed]
         text = "\n".join(
             f"FAILED {report.nodeid} ({report.when})\n{report.longreprtext}"
@@ -224,7 +223,8 @@ class _Ranks:
         )
         skipped = any(report.skipped for report in self.reports)
         outcome = _FAILED if failures else _SKIPPED if skipped else _PASSED
-        # The last line of an error, without what differs between ranks that fail alike.
+        # The last line of an error, without the parts that differ between ranks with the same
+        # failure.
         error = zlib.crc32(failures[0].longreprtext.splitlines()[-1].encode()) if failures else 0
         record = np.array([outcome, error, zlib.crc32(item.nodeid.encode())], np.int64)
         records = np.empty((self.comm.size, 3), np.int64)
@@ -259,7 +259,7 @@ class _Ranks:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_timeout_set_timer(self, item, settings):
-        """As pytest-timeout's own timer in a thread, but every rank's stacks show, tagged."""
+        """Like pytest-timeout's own timer in a thread, but every rank's stacks show, tagged."""
 
         def report():
             with tempfile.TemporaryFile("w+") as file:
@@ -283,7 +283,7 @@ class _Ranks:
         for plugin in self.config.pluginmanager.get_plugins():
             if (
                 type(plugin).__module__ == "pytest_mpi"
-            ):  # whose closing table says what the header says, in 20 lines
+            ):  # its closing table repeats the header in 20 lines
                 self.config.pluginmanager.unregister(plugin)
 
     def pytest_keyboard_interrupt(self, excinfo):
@@ -298,7 +298,7 @@ class _Ranks:
     def pytest_unconfigure(self):
         if not self.ended:
             self.remove_folder()
-        else:  # and not through the library's own ending: what failed may have left the ranks out of step
+        else:  # not by the library's own ending: the ranks may be out of step
             sys.stdout.flush()
             request = self.comm.Ibarrier()
             deadline = time.monotonic() + 5 * _GRACE
@@ -311,14 +311,14 @@ class _Ranks:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def print_tagged(self, text):
-        """Prints to the standard error that there was before pytest captured it."""
+        """Prints to the standard error from before pytest's capture."""
         lines = "".join(f"[rank {self.comm.rank}] {line}\n" for line in text.splitlines())
         capture = self.config.pluginmanager.get_plugin("capturemanager")
         with capture.global_and_fixture_disabled():
             print(lines, end="", file=sys.__stderr__, flush=True)
 
     def print_captured(self):
-        """Prints what pytest captured: where the library ends the job, its report is there."""
+        """Prints what pytest captured: if the library ends the job, its report is there."""
         capture = self.config.pluginmanager.get_plugin("capturemanager")
         out, err = capture.read_global_capture()
         with capture.global_and_fixture_disabled():

@@ -1,4 +1,4 @@
-"""What is the same for arrays of every other library, and what stands in for PyTorch on GPUs."""
+"""Tests that fit the arrays of every other library, and a substitute for PyTorch on GPUs."""
 
 import types
 
@@ -11,7 +11,7 @@ N = MPI.COMM_WORLD.size
 
 
 def check_that_it_goes_in(strategy, mine, dtype):
-    """`mine`, of this dtype and with the rank added to 0, 1, 2 and 3, as an initial value, reduced and assigned."""
+    """`mine` of rank + 0, 1, 2, 3, in this dtype, as an initial value, reduced and assigned."""
     with strategy.scope():
         v = hs.Variable(mine * 0, aggregation="SUM")
     assert v.dtype.name == dtype
@@ -35,14 +35,14 @@ def check_that_it_goes_in(strategy, mine, dtype):
 
 
 class Torch:
-    """Stands in for the module `torch`, which knows no simulated GPU.
+    """Stands in for the module `torch`, which does not know simulated GPUs.
 
-    Its tensors are over CuPy's memory. As in PyTorch the current GPU is CUDA's, and on each GPU a
-    current stream of its own does the work, which nothing orders with CuPy's.
+    Its tensors are over CuPy's memory. As in PyTorch, the current GPU is CUDA's, and each GPU has
+    its own current stream, which nothing orders with CuPy's.
 
     Args:
         cupy: the module.
-        streams: CuPy's that may be passed by their pointers.
+        streams: CuPy streams that may be passed by their pointers.
     """
 
     uint8 = np.uint8
@@ -75,7 +75,7 @@ class Torch:
         return TorchStream(self.cupy, self._by_pointer[pointer], device)
 
     def from_dlpack(self, array):
-        """PyTorch's, whose tensor keeps what exports the memory."""
+        """PyTorch's, whose tensor keeps the exporter of the memory alive."""
         stream = self._current_stream(array.__dlpack_device__()[1])
         capsule, device = array.__dlpack__(stream=stream.cuda_stream), array.__dlpack_device__()
         exported = types.SimpleNamespace(
@@ -90,7 +90,7 @@ class Torch:
 
 
 class TorchStream:
-    """PyTorch's stream, of a GPU that it is told."""
+    """PyTorch's stream, on a given GPU."""
 
     def __init__(self, cupy, raw, device):
         self.cupy, self.raw, self.device, self.cuda_stream = cupy, raw, device, raw.ptr
@@ -120,7 +120,7 @@ class Tensor:
         return self
 
     def cpu(self):
-        """On the host, with what is asked of a tensor there."""
+        """A copy on the host, with the methods that a tensor needs there."""
         found = types.SimpleNamespace(numpy=lambda: host.view(np.uint8))
         found.contiguous = found.reshape = found.view = lambda *_: found
         with self.data.device, self.torch.cuda.current_stream(self.device.index).raw as stream:
@@ -138,7 +138,7 @@ class Tensor:
         return self.data.__dlpack_device__()
 
     def __dlpack__(self, *, stream, **_):
-        """PyTorch's, which refuses other GPUs than the current one."""
+        """PyTorch's, which refuses GPUs other than the current one."""
         if self.device.index != self.torch.cupy.cuda.Device().id:
             raise BufferError("Can't export tensors on a different CUDA device index")
         self.torch.cuda.ExternalStream(stream).wait_stream(self.torch.cuda.current_stream())

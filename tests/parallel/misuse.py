@@ -1,4 +1,4 @@
-"""What tests of wrong uses work with."""
+"""Helpers for tests of wrong uses."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ class Env:
         self.context = hs.get_replica_context()
 
     def here(self, value) -> Any:
-        """`value` with its arrays on this rank's device, where that has their dtype."""
+        """`value` with its arrays on this rank's device, if that supports their dtype."""
         if (
             isinstance(value, np.ndarray)
             and value.dtype.kind in "biufc"
@@ -62,7 +62,7 @@ class Env:
         )
 
     def each(self, value):
-        """A value of each replica."""
+        """A value from each replica."""
         return self.s.run(lambda: self.here(value))
 
     def works(self):

@@ -1,8 +1,7 @@
-"""N replicas on a global batch equal one replica on the same batch, for every optimizer and strategy.
+"""N replicas on a global batch equal one replica on it, for every optimizer and strategy.
 
 The one replica is a closed form here: the gradients of a linear model on the whole batch, and
-TensorFlow's update rules
-written in NumPy. None of it is the library's own code.
+TensorFlow's update rules written in NumPy. None of it is the library's own code.
 """
 
 import itertools
@@ -16,19 +15,18 @@ from strategies import strategies_for
 
 import hpcstrat as hs
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:iterating over .* have no:UserWarning"
-)  # of short batches, meant
+# Short batches are intended.
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 
-# Of a batch of 7 some replicas get more than others; of an epoch's last one, 3 elements, some get
-# none.
+# Some replicas get more of a batch of 7 than others; some get none of an epoch's last batch, of 3
+# elements.
 ROWS, BATCH, EPOCHS = 22, 7, 2
 SHAPES = {"w": (5, 3), "b": (3,), "s": ()}
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12}
 
 
-# ---- TensorFlow's rules: of the learning rate, the step (from 1), the value, the gradient and the
-# slots, by name
+# ---- TensorFlow's rules: functions of learning rate, step (from 1), value, gradient and, by name,
+# the slots
 
 
 def sgd(rate, t, value, g, slots, momentum=0.0, nesterov=False):
@@ -128,7 +126,7 @@ every_case = pytest.mark.parametrize(("optimizer", "rule", "options"), CASES, id
 
 
 def cases(*quick):
-    """All cases, of which all but some are slow."""
+    """All cases; all but some are slow."""
     return pytest.mark.parametrize(
         ("optimizer", "rule", "options"), slow_but([CASES[at] for at in quick], CASES), ids=name_of
     )
@@ -161,7 +159,7 @@ def initial(dtypes):
 
 
 def gradients_of(values, x, y):
-    """Of the sum of the losses, over the size of a full global batch: right on all of a batch and on a part of it."""
+    """The losses' sum over the global batch size: right on a whole batch and on a part."""
     error = x @ values["w"] + values["b"] + values["s"] - y
     return {
         name: g / BATCH
@@ -170,7 +168,7 @@ def gradients_of(values, x, y):
 
 
 def batches(dtype):
-    """All epochs' batches: with BATCH rows each, but for the last of an epoch, with one."""
+    """All epochs' batches: with BATCH rows each, except the last one of an epoch, with one."""
     x, y = data(dtype)
     return [
         (x[i : i + BATCH], y[i : i + BATCH]) for _ in range(EPOCHS) for i in range(0, ROWS, BATCH)
@@ -178,7 +176,7 @@ def batches(dtype):
 
 
 def expected(rule, rate, options, dtypes, data_dtype):
-    """What one replica comes to, in float64."""
+    """The result of one replica, in float64."""
     options = dict(options)
     clipnorm = options.pop("global_clipnorm", None)
     values = {name: value.astype(np.float64) for name, value in initial(dtypes).items()}
@@ -202,7 +200,7 @@ def train(
 
     Args:
         created: the order in which variables are made.
-        passed: in which orders they are passed to the optimizer, in turn.
+        passed: the orders in which they are passed to the optimizer, in turn.
     """
     start = initial(dtypes)
     orders = itertools.cycle(passed)
@@ -311,7 +309,8 @@ def test_variables_of_different_dtypes_in_one_call(strategy, optimizer, rule, op
         dtypes = {**every(dtype), odd_one: other}
         found = train(strategy, optimizer(0.05, **options), dtypes, dtype)
         assert {name: value.dtype.name for name, value in found.items()} == dtypes
-        # Each variable's gradient depends on all, so that the coarsest rounding is that of all.
+        # Each variable's gradient depends on all variables, so the coarsest rounding counts for
+        # all.
         assert_close(found, expected(rule, 0.05, options, dtypes, dtype), TOLERANCE["float32"])
 
 
@@ -319,7 +318,7 @@ def test_variables_of_different_dtypes_in_one_call(strategy, optimizer, rule, op
 @few_cases
 @every_strategy
 def test_the_ranks_share_the_work_of_many_elements(strategy, optimizer, rule, options):
-    """More than fit in one chunk of an update, on gradients that differ by rank; those of some ranks are 0."""
+    """More than one chunk of an update, on gradients that differ by rank; some ranks' are 0."""
     size, n = 150_001, strategy.num_replicas_in_sync
     options = dict(options)
     start = np.linspace(-1, 1, size)
@@ -344,7 +343,7 @@ def test_the_ranks_share_the_work_of_many_elements(strategy, optimizer, rule, op
 
 
 def gradient(rank, step, count, like):
-    """The replica's part; one of them, another one in each step, has none."""
+    """The replica's part; one replica, another one in each step, has none."""
     part = (like + 0.5 * rank + 0.1 * step) ** 2 - 0.3
     return part * 0 if count > 1 and rank == step % count else part
 
@@ -353,7 +352,7 @@ def gradient(rank, step, count, like):
 @some_cases
 @every_strategy
 def test_rows_of_a_table(strategy, optimizer, rule, options):
-    """The gradient of an embedding: replicas name rows, some of them twice, some replicas none; other rows stay."""
+    """The gradient of an embedding: some replicas name rows, even twice; other rows stay."""
     random = np.random.default_rng(9)
     table, rows, targets = (
         random.normal(size=(9, 2)),
@@ -393,9 +392,9 @@ def test_rows_of_a_table(strategy, optimizer, rule, options):
 @pytest.mark.core
 @every_strategy
 def test_reducing_in_the_cross_replica_context_is_the_same(strategy, place):
-    """Gradients that `reduce` has summed, applied outside of `run`, give the bits of gradients applied inside.
+    """Gradients that `reduce` summed, applied outside `run`, give the same bits as inside.
 
-    On GPUs but for the last ones: NCCL adds up for one rank in another order than for all.
+    On GPUs except for the last bits: NCCL adds up for one rank in another order than for all.
     """
     start = initial(every("float64"))
     x, y = data("float64")

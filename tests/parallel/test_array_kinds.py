@@ -1,4 +1,4 @@
-"""Masked arrays are refused wherever arrays come in; byte orders make no difference; 8-bit integers do not wrap."""
+"""Masked arrays are refused; byte orders make no difference; 8-bit integers do not wrap."""
 
 from typing import Any
 
@@ -12,9 +12,8 @@ import hpcstrat as hs
 
 COMM = MPI.COMM_WORLD
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:iterating over .* have no:UserWarning"
-)  # of short batches, meant
+# Short batches are intended.
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 N = COMM.size
 RANK = COMM.rank
 MASKED: Any = np.ma.array([1, 1e20], np.float32, mask=[False, True])
@@ -93,7 +92,7 @@ class Env:
     ids=["masked", "no mask", "nothing masked"],
 )
 def test_masked_arrays_are_refused(strategy, name, value):
-    """By their class: one in which nothing is masked today has a mask tomorrow."""
+    """By their class: an array in which nothing is masked today may have a mask tomorrow."""
     env = Env(strategy)
     with pytest.raises(
         TypeError, match="this is a masked array, and its mask would be lost; pass"
@@ -121,7 +120,7 @@ def test_a_masked_array_on_one_rank_is_refused_on_all(strategy, name):
 
 @pytest.mark.core
 def test_masked_arrays_travel_as_objects(strategy):
-    """Where nothing is computed with them they stay what they are."""
+    """If nothing is computed with them, they stay what they are."""
     found = strategy.run(lambda: np.ma.array([RANK, 7], mask=[False, True]))
     for rank, one in enumerate(strategy.experimental_local_results(found)):
         assert isinstance(one, np.ma.MaskedArray) and one.tolist() == [rank, None]
@@ -146,7 +145,7 @@ REAL = [dtype for dtype in SWAPPED if dtype.kind != "c"]
 @pytest.mark.parametrize("dtype", SWAPPED, ids=lambda dtype: dtype.name)
 @pytest.mark.parametrize("axis", [None, 0, 1, (0, 1), ()], ids=str)
 def test_reductions_of_the_other_byte_order(strategy, dtype, axis):
-    """As those of this one, bit for bit."""
+    """Like those of this byte order, bit for bit."""
     parts = [((np.arange(6).reshape(2, 3) + 1) * (rank + 1)).astype(dtype) for rank in range(N)]
     usual = [part.astype(dtype.newbyteorder("=")) for part in parts]
     for op in ("SUM", "MEAN", "MIN", "MAX") if dtype in REAL else ("SUM", "MEAN"):
@@ -191,7 +190,7 @@ def test_the_other_byte_order_elsewhere(strategy, dtype):
 def test_sums_of_few_bits_along_an_axis_have_64(strategy, dtype, axis):
     """Three pixels are beyond their range.
 
-    Elementwise the dtype stays, and along an axis that of wider ones.
+    Elementwise the dtype stays; along an axis it becomes that of wider integers.
     """
     least = np.iinfo(dtype).max - 1
     part = np.full((300, 3), least + RANK % 2, dtype)

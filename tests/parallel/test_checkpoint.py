@@ -1,4 +1,4 @@
-"""Checkpoints on any number of ranks: what is saved comes back, and what does not fit changes nothing."""
+"""Checkpoints on any number of ranks: saved values come back, and a mismatch changes nothing."""
 
 import contextlib
 import errno
@@ -34,9 +34,8 @@ from hpcstrat.checkpoint import Checkpoint, Restored
 
 N = MPI.COMM_WORLD.size
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:iterating over .* have no:UserWarning"
-)  # of short batches, meant
+# Short batches are intended.
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 RANK = MPI.COMM_WORLD.rank
 DTYPES = [
     "float32",
@@ -52,7 +51,7 @@ DTYPES = [
 
 
 def apart(place):
-    """Central storage of which each rank reads a copy: on GPUs that of the host, on CPUs as if some were GPUs."""
+    """Central storage with a copy for each rank: on GPUs the host's, on CPUs as if GPUs existed."""
     if place.kind == "GPU":
         return place.make(hs.CentralStorageStrategy, "CPU:0")
     communicator = connect_devices(("",) * N, None, STAGING)
@@ -97,7 +96,7 @@ def path(tmp_path):
 
 
 def written(path, content):
-    """Rank 0 writes a file; all have it afterwards."""
+    """Rank 0 writes a file; all ranks have it afterwards."""
     if RANK == 0:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
@@ -106,7 +105,7 @@ def written(path, content):
 
 
 class Program:
-    """A small one with a bit of everything."""
+    """A small model with a bit of everything."""
 
     def __init__(self, strategy, value=0.0, momentum=0.5):
         self.strategy = strategy
@@ -164,7 +163,7 @@ def test_training_goes_on_as_if_nothing_had_been(strategy, path):
     other.train()
     assert other.state() == undisturbed.state()
 
-    undisturbed.checkpoint.restore(path)  # back to where it was, slots and all
+    undisturbed.checkpoint.restore(path)  # back to the start, slots and all
     assert undisturbed.state() == saved
     undisturbed.train()
     assert undisturbed.state() == other.state()
@@ -238,7 +237,7 @@ def test_bfloat16(place, path):
 
 
 def test_large_variables_go_in_parts(strategy, path):
-    values = np.arange(2_200_001, dtype=np.float32)  # three parts, the last of which is short
+    values = np.arange(2_200_001, dtype=np.float32)  # three parts, the last of them short
     with strategy.scope():
         v = hs.Variable(values)
         optimizer = hs.optimizers.SGD(0.5, momentum=0.5)
@@ -284,7 +283,7 @@ def test_two_names_for_one_variable(strategy, path):
 
 @pytest.mark.core
 def test_variables_outside_of_scopes(path, place):
-    v = hs.Variable(np.full(3, RANK + 1.0))  # each process has one of its own
+    v = hs.Variable(np.full(3, RANK + 1.0))  # each process has its own
     optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
     optimizer.apply_gradients([(np.ones(3), v)])
     checkpoint = Checkpoint(v=v, optimizer=optimizer)
@@ -330,7 +329,7 @@ def test_two_strategies_at_once(place, path):
         assert [program.state() for program in programs] == states
 
 
-# ---- what does not fit changes nothing
+# ---- a mismatch changes nothing
 
 
 @pytest.fixture
@@ -525,7 +524,7 @@ def test_a_save_in_the_background_is_of_its_moment(strategy, path):
 
     program.train(1)
     program.checkpoint.save(path, keep=2, blocking=False)
-    program.checkpoint.save(path, keep=2, blocking=False)  # waits for the one before
+    program.checkpoint.save(path, keep=2, blocking=False)  # waits for the previous save
     program.checkpoint.sync()
     program.checkpoint.sync()
     assert sorted(os.listdir(os.path.dirname(path))) == ["checkpoint", "checkpoint.1"]
@@ -549,7 +548,7 @@ def test_the_next_call_raises_what_a_save_in_the_background_met(
     ):
         getattr(saved.checkpoint, waiting)(*with_path)
     monkeypatch.undo()
-    getattr(saved.checkpoint, waiting)(*with_path)  # it is said once
+    getattr(saved.checkpoint, waiting)(*with_path)  # the error comes once
     saved.checkpoint.restore(path)
     assert int(saved.steps) == (4 if waiting == "save" else 3)
     assert not any("partial" in name for name in os.listdir(os.path.dirname(path)))
@@ -572,7 +571,7 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_everywhere(
         saved.checkpoint.save(path)
     assert str(caught.value).count("Checkpoint.save") == 1
     monkeypatch.undo()
-    MPI.COMM_WORLD.Barrier()  # behind which the root has removed the new file
+    MPI.COMM_WORLD.Barrier()  # After it, the root has removed the new file.
     assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
     saved.checkpoint.restore(path)
     assert int(saved.steps) == 3
@@ -581,7 +580,7 @@ def test_a_disk_that_fails_on_one_rank_is_an_error_everywhere(
 
 @pytest.fixture
 def large(strategy):
-    """A checkpoint with arrays of all kinds, of which each rank has all, its part, or one of its own."""
+    """A checkpoint with arrays of all kinds: each rank has all of them, its part, or its own."""
     with strategy.scope():
         w, b = hs.Variable(np.arange(100_001) + 0.5), hs.Variable(np.arange(7, dtype=np.int8))
         seen, optimizer = hs.metrics.Mean(), hs.optimizers.Adam(0.5)
@@ -605,7 +604,7 @@ def saved_and_written(checkpoint, path, blocking):
         checkpoint.sync()
     with open(path, "rb") as file:
         content = file.read()
-    CheckpointFile(path).close()  # whose checksum is right
+    CheckpointFile(path).close()  # its checksum is right
     return content, MPI.COMM_WORLD.allgather(written)
 
 
@@ -613,16 +612,15 @@ def saved_and_written(checkpoint, path, blocking):
 @pytest.mark.parametrize("blocking", [True, False])
 def test_each_rank_writes_its_share(strategy, large, path, blocking):
     content, by_rank = saved_and_written(large, path, blocking)
-    places = sorted(
-        place for written in by_rank for place in written if place[1] - place[0] != 8
-    )  # of the checksum
+    # A byte of the checksum.
+    places = sorted(place for written in by_rank for place in written if place[1] - place[0] != 8)
     assert places[0][0] == 0 and places[-1][1] == len(content)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(places))
     for written in by_rank:
         share = sum(stop - start for start, stop in written) / len(content)
         if strategy._group.storage.reads_everywhere:
             assert abs(share - 1 / N) < 0.02
-        else:  # the parameter rank alone has slots
+        else:  # only the parameter rank has slots
             assert share < 0.01 or share > 0.99
 
 
@@ -631,7 +629,7 @@ def test_each_rank_writes_its_share(strategy, large, path, blocking):
 @pytest.mark.parametrize("blocking", [True, False])
 def test_where_a_rank_sees_other_files_the_root_writes_the_same(large, path, monkeypatch, blocking):
     content, _ = saved_and_written(large, path, blocking)
-    if RANK == N - 1 or RANK == 0:  # one of which is not the root
+    if RANK == N - 1 or RANK == 0:  # one of them is not the root
         monkeypatch.setattr(NewFile, "_open", lambda *_: False)
     again, by_rank = saved_and_written(large, path, blocking)
     assert again == content
@@ -651,7 +649,7 @@ def test_a_wrong_path_is_told_at_once(saved, path):
 
 @pytest.mark.parametrize("good", range(5))
 def test_a_disk_that_fails_in_restoring_is_an_error_everywhere(saved, path, monkeypatch, good):
-    """After so many parts: two variables, a slot of each and the metric."""
+    """After this many parts: two variables, a slot of each and the metric."""
     whole, count = CheckpointFile.parts, 0
 
     def parts(file, name):
@@ -705,7 +703,7 @@ def test_misuse(strategy, saved, path):
     with pytest.raises(
         TypeError, match=r'pass its attributes: Checkpoint\(model={"w": model\.w, "b": model\.b}\)'
     ):
-        Checkpoint(model=saved)  # has variables, and what cannot be saved beside them
+        Checkpoint(model=saved)  # has variables, and an object that cannot be saved
     Checkpoint(model={"w": saved.w, "b": saved.b}).save(path)
     with pytest.raises(ValueError, match=r"Checkpoint: two objects have the name 'a/b'"):
         Checkpoint(a={"b": saved.w}, **{"a/b": saved.b})
@@ -736,9 +734,9 @@ def test_older_files_are_kept(saved, path):
 
 
 def test_directories_named_as_previous_files(saved, path):
-    """One where none is kept stays.
+    """A file stays where none is kept.
 
-    One in the way of a previous file is an error before anything is written.
+    One in place of a previous file is an error before anything is written.
     """
     saved.checkpoint.save(path)
     if RANK == 0:
@@ -769,7 +767,7 @@ SIZE = 23
 
 @pytest.fixture
 def volatile(monkeypatch):
-    """Files that a power cut may take, of tests that write hundreds."""
+    """Files that a power cut may lose, in tests that write hundreds."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
 
 
@@ -959,7 +957,7 @@ def test_data_goes_on_behind_an_error(replicas, path, volatile, distribute, pipe
 def test_between_iterations_the_next_one_is_saved(replicas, path):
     dataset = distributed(replicas, PIPELINES["shuffled"])
     for _ in dataset:
-        break  # and the iteration is given up
+        break  # the iteration is abandoned
     Checkpoint(data=dataset).save(path)
     expected = shown(replicas, dataset)
     fresh = distributed(replicas, PIPELINES["shuffled"])
@@ -1040,7 +1038,7 @@ def test_a_signal_to_one_rank_is_for_all(strategy, path):
         assert handler.is_preempted
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
         assert int(program.steps) == 3 * (rank + 1)
-        handler._leaves = False  # as if the program had not to end now
+        handler._leaves = False  # as if the program did not have to end now
         handler.close()
         assert signal.getsignal(signal.SIGUSR1) is outer
     other = Program(strategy)
@@ -1071,4 +1069,6 @@ def test_misuse_of_the_handler(strategy, path):
     thread = threading.Thread(target=elsewhere, name="worker")
     thread.start()
     thread.join()
-    assert errors == ["PreemptionHandler was made in the thread 'worker'; make it in the main thread"]
+    assert errors == [
+        "PreemptionHandler was made in the thread 'worker'; make it in the main thread"
+    ]

@@ -1,4 +1,4 @@
-"""CheckpointManager on any number of ranks: the newest of file and snapshot is restored, and no damaged one."""
+"""CheckpointManager on any number of ranks: it restores the newest undamaged file or snapshot."""
 
 import os
 import signal
@@ -81,7 +81,7 @@ def states(strategy, path, steps):
 
 
 def damage(path, at=None):
-    """Rank 0 flips a bit in the last byte, or another."""
+    """Rank 0 flips a bit in the last byte, or in another."""
     MPI.COMM_WORLD.Barrier()
     if RANK == 0:
         with open(path, "r+b") as file:
@@ -116,7 +116,7 @@ def test_the_newest_is_restored(strategy, path, memory, case):
     options = {"every": every, "snapshot_every": snapshot_every}
     first = Program(strategy, path, **options)
     assert first.manager.restore_or_initialize() is None
-    with first.manager:  # whose end lets another take snapshots, as the end of a process does
+    with first.manager:  # its end lets another manager take snapshots, as the end of a process does
         assert first.train(steps).state() == expected[steps]
     for _ in range(2):
         again = Program(strategy, path, **options)
@@ -125,7 +125,7 @@ def test_the_newest_is_restored(strategy, path, memory, case):
             is_file = restored is not None and every is not None and restored % every == 0
             assert found == (None if restored is None else path if is_file else MEMORY)
             assert again.state() == expected[restored or 0]
-            # The kill that the second time comes at once costs nothing.
+            # The kill that comes at once in the second start costs nothing.
     again = Program(strategy, path, **options)
     with again.manager:
         again.manager.restore_or_initialize()
@@ -185,8 +185,7 @@ def test_without_the_launcher_there_is_the_file(strategy, path):
         assert again.state() == expected[steps]
     assert program.manager.save() == path
     assert Program(strategy, path).manager.restore_or_initialize() == path
-    # A file of `Checkpoint.save` has no number of steps; one of a manager is a checkpoint as any
-    # other.
+    # A file of `Checkpoint.save` has no step number; a manager's file is an ordinary checkpoint.
     other = Program(strategy, path)
     Checkpoint(w=other.w, optimizer=other.optimizer, seen=other.seen).restore(path)
     assert other.state() == (*expected[7][:3], 0)

@@ -54,7 +54,7 @@ def communicator(request, monkeypatch, place):
 
 @pytest.fixture
 def ordered(request, monkeypatch, place):
-    """One that sums in rank order."""
+    """A communicator that sums in rank order."""
     return transport(request.param, monkeypatch, place)
 
 
@@ -126,7 +126,7 @@ def test_sums_of_float32_are_in_rank_order_on_every_rank(ordered, place):
 
 @pytest.mark.parametrize("name", slow_but(["float64"], ["float32", "float64"]))
 def test_sums_are_near_and_the_same_on_every_rank(communicator, place, name):
-    """In whatever order the transport adds up."""
+    """In any order in which the transport adds up."""
     for size in (5, 1000, 123_457):
         parts = [
             np.random.default_rng([size, rank]).random(size).astype(name)
@@ -168,7 +168,7 @@ def test_16_bit_floats_are_summed_in_float32(ordered, place, name, size):
 
 
 def layouts(xp, numbers):
-    """`numbers`, of three dimensions, as they may lie in the memory of the host or of a GPU."""
+    """`numbers`, of three dimensions, in any layout in the memory of the host or of a GPU."""
     array = xp.asarray(numbers)
     spread = xp.zeros([2 * n for n in array.shape], array.dtype)
     spread[::2, ::2, ::2] = array
@@ -229,7 +229,7 @@ def test_arrays_without_dimensions_or_elements(communicator, place):
 @pytest.mark.parametrize("op", [SUM, MEAN, MIN, MAX])
 def test_many_arrays_of_many_dtypes_in_one_call(communicator, place, op):
     names = [name for name in OPERATIONS if op in OPERATIONS[name] and has(place.xp, kind(name))]
-    if op is MEAN:  # whose complex ones are tested above
+    if op is MEAN:  # complex means are tested above
         names = [name for name in names if not name.startswith("complex")]
     shapes = [(), (3,), (0, 4), (5, 7), (11_111,), (2, 1, 3), (1,)]
     forms = [
@@ -246,7 +246,7 @@ def test_many_arrays_of_many_dtypes_in_one_call(communicator, place, op):
 
 @pytest.mark.parametrize("count", [1, 100, 389])
 def test_hundreds_of_arrays_in_one_call(communicator, place, count):
-    """Of two dtypes in turn, of 0 to 6 elements, and among them a large one that is not contiguous."""
+    """Of two dtypes in turn, of 0 to 6 elements, with one large array that is not contiguous."""
     rank, n = communicator.rank, communicator.size
 
     def arrays(rank):
@@ -273,7 +273,7 @@ def test_integer_sums_keep_their_dtype_and_wrap_round(communicator, place, dtype
 
 
 def test_ranks_that_average_different_integers_are_refused(communicator, place):
-    """Though all of them are averaged in float64: what comes out has another dtype."""
+    """Though all of them are averaged in float64: the results have other dtypes."""
     if communicator.size == 1:
         pytest.skip("one rank agrees with itself")
     dtype = np.int8 if communicator.rank == 0 else np.int64
@@ -347,7 +347,7 @@ def test_results_are_fresh(communicator, place):
 @pytest.mark.parametrize("axis", [-3, -2, -1, 0, 1, 2])
 @pytest.mark.parametrize("unit", [1, 40])
 def test_all_gather_of_uneven_sizes_on_every_axis(communicator, place, axis, unit):
-    """Rank 1 of several has nothing; with the small unit some messages fit in a record and some do not."""
+    """Rank 1 of several has nothing; with the small unit only some messages fit in a record."""
     for name in OPERATIONS:
         if not has(place.xp, kind(name)):
             continue
@@ -358,7 +358,7 @@ def test_all_gather_of_uneven_sizes_on_every_axis(communicator, place, axis, uni
             parts.append(values(tuple(shape), kind(name), rank))
         (found,) = communicator.all_gather([place.xp.asarray(parts[communicator.rank])], axis)
         check(found, np.concatenate(parts, axis), place.xp)
-        found[...] = 1  # it may be written
+        found[...] = 1  # it is writable
 
 
 def test_all_gather_of_many_arrays(communicator, place):
@@ -449,7 +449,7 @@ def test_arrays_in_objects_are_fresh_and_may_be_written(communicator):
 
 def test_broadcast_from_every_root(communicator):
     for root in range(communicator.size):
-        # What the others pass does not count, not even if it cannot travel.
+        # The others' arguments are ignored, even if they cannot be sent.
         mine = treasure(root + 2) if communicator.rank == root else lambda: None
         check_treasure(communicator.broadcast_obj(mine, root), root + 2)
     assert communicator.broadcast_obj(communicator.rank) == 0
@@ -470,7 +470,7 @@ def test_an_object_that_cannot_travel(communicator, place):
     works(communicator, place)
 
 
-# ---- what is particular to a transport
+# ---- specific to one transport
 
 
 def test_mailboxes_grow_and_stay(monkeypatch):
@@ -500,7 +500,7 @@ def test_fast_ranks_do_not_overwrite_what_slow_ones_read(communicator, place):
 
 @pytest.mark.parametrize("difference", [-1, 0, 1])
 def test_pieces_that_just_fit(monkeypatch, difference):
-    """All slices, one, or the whole: as much as one piece or call of MPI takes, or a byte more or less."""
+    """All slices, one, or the whole: the size of a piece or MPI call, or a byte more or less."""
     communicator: Any = transport("MPI", monkeypatch)
     n = communicator.size
     slices = [slice_of(40_000, rank, n) for rank in range(n)]

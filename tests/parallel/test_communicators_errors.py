@@ -1,4 +1,4 @@
-"""What goes wrong in communicators, on one rank or on all: every rank raises, and the next call works."""
+"""What goes wrong in communicators: every rank raises, and the next call works."""
 
 import dataclasses
 import time
@@ -21,7 +21,7 @@ from transports import (
 
 from hpcstrat import ReplicaMismatchError
 
-several_ranks = pytest.mark.mpi(min_size=2)  # one cannot disagree with another
+several_ranks = pytest.mark.mpi(min_size=2)  # one rank cannot disagree with another
 
 
 def pytest_generate_tests(metafunc):
@@ -85,7 +85,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_dtypes_that_are_refused(communicator, place, case):
     array, op, message = REFUSED[case]
-    if array.dtype.char in "?hHFD":  # the others are no dtypes of a GPU
+    if array.dtype.char in "?hHFD":  # the others are not dtypes of a GPU
         array = place.xp.asarray(array)
     with pytest.raises(TypeError, match=f"^some_call: .*{message}"):
         communicator.all_reduce([array], op)
@@ -327,7 +327,7 @@ def test_one_rank_fails_where_another_makes_a_different_call(group, place):
 def test_memory_is_compared_alike_on_hosts_with_unlike_numbers_of_ranks(
     communicator, place, monkeypatch
 ):
-    """All ranks or none take part in the comparison, though each host's ranks would take another sum."""
+    """All ranks or none take part in the comparison, though each host would use another sum."""
     world = worlds.start()
     here = dataclasses.replace(world, local_size=communicator.rank + 1)
     monkeypatch.setattr(worlds, "find", lambda: here)
@@ -345,7 +345,7 @@ def test_memory_is_compared_alike_on_hosts_with_unlike_numbers_of_ranks(
 def test_a_slow_rank_still_reads_what_a_fast_one_has_sent(
     communicator, place, monkeypatch, own_size
 ):
-    """Large messages, before which memory is compared, and which the next call's would overwrite."""
+    """Large messages, which need a memory check first, and which the next call would overwrite."""
     monkeypatch.setattr(host, "LARGE", 1 << 14)
     rank, ranks, concatenate = communicator.rank, range(communicator.size), np.concatenate
     for slow in ranks:
@@ -370,7 +370,7 @@ def test_a_message_for_which_there_is_no_memory(communicator, place):
     with pytest.raises(MemoryError):
         communicator.all_gather([huge], 0)
     works(communicator, place)
-    for rank in range(communicator.size):  # one rank only, and the others have something small
+    for rank in range(communicator.size):  # one rank only; the others have something small
         mine = huge if communicator.rank == rank else place.xp.ones(3, np.float32)
         with pytest.raises((MemoryError, ReplicaMismatchError)):
             communicator.all_reduce([mine], SUM)

@@ -1,4 +1,4 @@
-"""What communicators of GPUs have that others have not."""
+"""What only communicators of GPUs have."""
 
 import types
 from typing import Any
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.core
 
 N = COMM.size
 RANK = COMM.rank
-several = pytest.mark.mpi(min_size=2)  # one rank has nothing to do for NCCL
+several = pytest.mark.mpi(min_size=2)  # NCCL does nothing for one rank
 on_gpu = pytest.mark.parametrize("place", ["GPU"], indirect=True)
 
 
@@ -175,7 +175,7 @@ def test_memory_that_one_rank_alone_lacks(connected, place, monkeypatch):
 
 
 def test_calls_are_ordered_with_whatever_stream_is_current(communicator, place):
-    """The processor runs ahead: work that is not waited for gives old numbers."""
+    """The processor runs ahead: work that is not waited for returns old numbers."""
     xp, n = place.xp, communicator.size
     for stream in (xp.cuda.Stream.null, xp.cuda.Stream(non_blocking=True), communicator.stream.raw):
         with stream:
@@ -268,16 +268,15 @@ def test_a_closed_communicator(place):
             match="some_call: the strategy's NCCL communicator is closed; make another",
         ):
             call()
-    assert communicator.all_gather_obj(RANK) == list(range(N))  # which needs no NCCL
+    assert communicator.all_gather_obj(RANK) == list(range(N))  # it does not need NCCL
 
 
+# CuPy has no name for NCCL's timeout, and raises KeyError(8).
 @several
 @on_gpu
-@pytest.mark.parametrize(
-    "result", [2, 8]
-)  # CuPy has no name for NCCL's timeout, and raises KeyError(8)
+@pytest.mark.parametrize("result", [2, 8])
 def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, result):
-    """The ranks have agreed on the call, so another one may wait in it for good."""
+    """The ranks have agreed on the call, so another rank may wait in it for good."""
     comm: Any = worlds.start().comm
     communicator = on_gpus("NCCL", SharedMemoryCommunicator(comm.Dup()), place)
     works(communicator, place)

@@ -28,6 +28,7 @@ from transports import (
 import hpcstrat as hs
 from hpcstrat import asnumpy
 
+# Even and uneven parts, in a record and in a mailbox.
 SHAPES = [
     (5,),
     (1,),
@@ -35,7 +36,7 @@ SHAPES = [
     (7, 2, 3),
     (33_333,),
     (301, 77),
-]  # even and uneven parts, in a record and in a mailbox
+]
 
 
 def pytest_generate_tests(metafunc):
@@ -51,7 +52,7 @@ def communicator(request, monkeypatch, place):
 
 @pytest.fixture
 def ordered(request, monkeypatch, place):
-    """One that sums in rank order."""
+    """A communicator that sums in rank order."""
     return transport(request.param, monkeypatch, place)
 
 
@@ -272,7 +273,7 @@ def test_all_to_all(communicator, place, shapes, pattern):
         assert sorted(of) == [r for r in range(n) if reaches(r, rank)]
         for r, array in of.items():
             check(array, values(shape(r, rank), kind(name), r + 7 * rank), xp)
-            array[...] = 0  # fresh, and writable
+            array[...] = 0  # writable
 
 
 @pytest.mark.core
@@ -290,7 +291,7 @@ def test_all_to_all_of_views_and_of_nothing(communicator, place):
 
 @pytest.mark.core
 def test_calls_in_turn(communicator, place):
-    """A fast rank may be one call ahead of a slow one, which still reads."""
+    """A fast rank may be one call ahead of a slow rank that still reads."""
     rank, n, xp = communicator.rank, communicator.size, place.xp
     for step in range(30):
         size = [3, 5000, 40_000][step % 3]

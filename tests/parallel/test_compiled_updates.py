@@ -91,7 +91,7 @@ FLOATS = ["float32"] * 5
 def check(strategy, loops, make, dtypes, gradients):
     run = loops(True)
     found = trained(strategy, make, dtypes, gradients)
-    # A rank without any element of a dtype has nothing to do for it.
+    # A rank without elements of a dtype has nothing to do for it.
     assert set(run) <= {np.dtype(dtype).name for dtype in dtypes}
     assert MPI.COMM_WORLD.allreduce(len(run)) >= STEPS
     loops(False)
@@ -115,7 +115,7 @@ def test_any_dtypes(strategy, loops, name):
 
 
 def test_a_complex_variable_among_them(strategy, loops):
-    """Complex numbers have no loop: then the whole update is NumPy's."""
+    """Complex numbers have no loop: then NumPy computes the whole update."""
     dtypes = ["complex64", *FLOATS[1:]]
     run = loops(True)
     found = trained(strategy, OPTIMIZERS["SGD"], dtypes, plain)

@@ -1,4 +1,4 @@
-"""Scopes, replica contexts, and what a line can ask about where it runs."""
+"""Scopes, replica contexts, and what a line can find out about where it runs."""
 
 import contextvars
 import copy
@@ -78,7 +78,7 @@ OUTSIDE = {
 @pytest.mark.core
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_nothing_is_reduced_over_ranks_outside_of_every_scope(name):
-    """With several ranks each would be alone, and get its own value for the sum."""
+    """With several ranks each would be alone, and take its own value for the sum."""
 
     def call():
         return OUTSIDE[name](replica_context())
@@ -96,7 +96,7 @@ def test_nothing_is_reduced_over_ranks_outside_of_every_scope(name):
                 match=f"^ReplicaContext.{name} was called outside of Strategy.run, .* {N} ra",
             ):
                 fn()
-    assert hs.get_strategy().run(call)  # one replica, which was asked for
+    assert hs.get_strategy().run(call)  # one replica, as requested
 
 
 @pytest.mark.core
@@ -146,7 +146,7 @@ def test_the_default_strategy_is_not_entered_within_another(strategy):
 
 @pytest.mark.core
 def test_how_libraries_ask_where_they_are(strategy):
-    """The two ways in which code on top of strategies sums, whatever context it is called in."""
+    """The two ways in which code on top of strategies sums, in any context."""
 
     def total(value):
         if hs.in_cross_replica_context():
@@ -180,7 +180,7 @@ def test_in_a_scope(strategy):
     with strategy.scope() as entered:
         assert entered is strategy
         assert facts() == (strategy, True, True, None)
-        with strategy.scope():  # a strategy's own again
+        with strategy.scope():  # the same strategy's again
             assert facts() == (strategy, True, True, None)
         assert facts() == (strategy, True, True, None)
     assert facts() == outside
@@ -314,7 +314,7 @@ def test_blocks_of_other_streams_in_a_replica(strategy, place):
 
 @on_gpus
 def test_another_gpu_is_left_current_in_a_replica(strategy, place):
-    """What was current before is so again: the device, and the stream of each."""
+    """What was current before is current again: the device, and the stream of each."""
     cuda = place.xp.cuda
     count, device = cuda.runtime.getDeviceCount(), cuda.Device()
     if count == 1:
@@ -345,7 +345,7 @@ def test_another_gpu_is_left_current_in_a_replica(strategy, place):
 @pytest.mark.mpi(min_size=2)  # one replica is of one kind
 @pytest.mark.parametrize("made", STRATEGIES)
 def test_replicas_of_both_kinds(place, made):
-    """The first on the CPU, so that everything goes through host memory, which rank 0 says."""
+    """The first on the CPU, so that everything goes through host memory, as rank 0 says."""
     devices = ["CPU:0", *place.devices[1:]]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -403,7 +403,7 @@ def test_merge_call(strategy):
         assert facts() == (strategy, True, True, None)
         assert strategy.experimental_local_results(value) == tuple(range(N))
         total = strategy.reduce("SUM", {"v": value, "k": keyword}, axis=None)
-        inner = strategy.run(lambda x: x * 2, args=(nest["a"][0],))  # run is legal here
+        inner = strategy.run(lambda x: x * 2, args=(nest["a"][0],))  # run is allowed here
         return {"total": total, "own": value, "inner": inner, "plain": "text", "none": None}
 
     def replica():

@@ -1,4 +1,4 @@
-"""Distributed datasets under a real strategy, at any number of ranks."""
+"""Distributed datasets under a real strategy, on any number of ranks."""
 
 import itertools
 import threading
@@ -12,9 +12,8 @@ from slow import slow_but
 import hpcstrat as hs
 from hpcstrat.data import AutoShardPolicy, Dataset
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:iterating over .* have no:UserWarning"
-)  # of short batches, meant
+# Short batches are intended.
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 several_replicas = pytest.mark.mpi(min_size=2)  # one agrees with itself, and has all elements
 
 
@@ -145,7 +144,7 @@ def test_an_error_on_one_rank_is_raised_on_all(strategy):
 @pytest.mark.core
 @pytest.mark.parametrize("wrong", [7, 23])
 def test_an_error_comes_between_the_steps(strategy, place, wrong):
-    """On all ranks, though one replica alone is given the element, and however far ahead batches are loaded."""
+    """On all ranks, though only one replica gets the element, however far ahead batches load."""
     n = strategy.num_replicas_in_sync
     at = wrong // n
 
@@ -158,8 +157,8 @@ def test_an_error_comes_between_the_steps(strategy, place, wrong):
         strategy.experimental_distribute_dataset(Dataset.range(24 * n).map(load).batch(n))
     )
     for step in range(24):
-        if place.kind == "GPU" and at - 3 <= step <= at:  # for CPUs nothing is loaded ahead
-            time.sleep(0.005)  # in which the loader comes to the error
+        if place.kind == "GPU" and at - 3 <= step <= at:  # nothing is loaded ahead for CPUs
+            time.sleep(0.005)  # the loader reaches the error meanwhile
         if step == at:
             with pytest.raises(KeyError, match=f"no element {wrong}"):
                 next(iterator)
@@ -273,7 +272,7 @@ def test_values_are_right_at_any_pace(strategy, xp, slow, buffer):
     def consume(x, step):
         if slow == "consumer":
             for _ in range(3):
-                work[...] = work @ work  # which a GPU is still at when the next batch comes
+                work[...] = work @ work  # a GPU is still busy with it when the next batch comes
             weighted.assign_add(x * (step + 1) * work[0, 0])
         optimizer.apply_gradients([(x, whole)])
 
@@ -291,7 +290,7 @@ def test_values_are_right_at_any_pace(strategy, xp, slow, buffer):
         )
     for part, expected in zip(
         kept, values[::3, hs.rank()], strict=True
-    ):  # nothing came over what is still held
+    ):  # nothing overwrote what is still held
         assert part.tolist() == expected.tolist()
 
 
@@ -357,11 +356,11 @@ def test_an_iteration_left_half_way_disturbs_no_other(strategy, taken):
 
 @pytest.mark.parametrize("place", ["GPU"], indirect=True)
 def test_a_pipeline_may_compute_on_the_gpu(place):
-    """In its own thread, while a step gives memory back that its own work is still to read."""
+    """In its own thread, while a step frees memory that its own work is still to read."""
     xp, given_back, computed = place.xp, threading.Event(), threading.Event()
 
     def doubled(batch):
-        if batch[0] == 20:  # which is loaded during the first step
+        if batch[0] == 20:  # 20 is loaded during the first step
             assert given_back.wait(60)
         try:
             return (xp.asarray(batch) * xp.full(batch.shape, 2.0)).get()
@@ -456,7 +455,7 @@ def test_all_ranks_must_save_the_same(strategy, folder):
 
 
 def warnings_of(iterate):
-    """The texts and places of what is warned of meanwhile, on this rank."""
+    """The texts and places of the warnings of the block, on this rank."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         iterate()

@@ -1,4 +1,4 @@
-"""Storage with GPUs wherever its parts are: parameters of any rank or of the host, replicas of both kinds."""
+"""Storage with GPUs wherever its parts are: any rank's parameters or the host's, mixed replicas."""
 
 import gc
 from typing import Any
@@ -13,7 +13,7 @@ import hpcstrat as hs
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
-SUM = N * (N + 1) // 2  # of what the replicas give: rank r gives r + 1 parts
+SUM = N * (N + 1) // 2  # of the replicas' contributions: rank r has r + 1 parts
 
 pytestmark = [
     pytest.mark.core,
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*goes through host memory instead of NCCL"),
 ]
 
-# The compute devices and the parameter device, where rank r has the r-th of these GPUs.
+# The compute devices and the parameter device; rank r has the r-th of these GPUs.
 PLACEMENTS = {
     "parameters of rank 0": lambda gpus: (gpus, None),
     "parameters of the host": lambda gpus: (gpus, "CPU:0"),
@@ -52,7 +52,7 @@ def root(strategy):
 
 @pytest.fixture
 def xp(strategy):
-    """This rank's array module, which may be another one than the next rank's."""
+    """This rank's array module, which may differ from the next rank's."""
     return strategy.xp
 
 
@@ -147,9 +147,9 @@ def test_on_read(strategy, xp):
 
 
 def scattered(count, collector):
-    """So many variables of ones, of growing size, in a row on one rank and with gaps on the others.
+    """`count` variables of ones, of growing size, contiguous on one rank, with gaps on the others.
 
-    Between any two another died, whose memory that one rank had back before it made the next.
+    Between any two another died; only that rank had its memory back before it made the next.
     """
     gc.disable()
     made = []
@@ -165,7 +165,7 @@ def scattered(count, collector):
     return made
 
 
-@pytest.mark.mpi(min_size=2)  # one rank's memory is everyone's
+@pytest.mark.mpi(min_size=2)  # one rank has the only memory
 @pytest.mark.parametrize("collector", [0, N - 1])
 def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector):
     variables = scattered(12, collector)
@@ -204,7 +204,7 @@ def test_variables_die_in_another_order_on_every_rank(strategy, xp):
 
 
 class Pool:
-    """A program's own allocator, which has what memory there is on the GPU."""
+    """A program's own allocator, with a fixed amount of the GPU's memory."""
 
     def __init__(self, cuda, nbytes):
         self.cuda, self.memory, self.used = cuda, cuda.Memory(nbytes), 0
@@ -252,7 +252,7 @@ def test_slots_live_once(strategy, xp, root):
     assert COMM.allgather(has_numbers) == [[rank == root or is_alone] * 4 for rank in range(N)]
 
 
-# ---- optimizers, by what a gradient does that is the same in all steps
+# ---- optimizers, by a property of the gradient that is the same in all steps
 
 CASES = {
     "SGD": (lambda: hs.optimizers.SGD(0.5), lambda t, g: 0.5 * g),
@@ -274,7 +274,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_optimizers(strategy, xp, case):
-    """On variables of every kind of shape and of two dtypes, of one of which a kernel does not pack all at once."""
+    """Variables of all kinds of shapes and two dtypes; of one, a kernel does not pack all at once."""
     make, change = CASES[case]
     shapes = [(), (0,), (3, 5), (70_001,), *[(1 + i % 4,) for i in range(130)]]
     dtypes = [np.float64 if 0 < i < 3 else np.float32 for i in range(len(shapes))]
@@ -341,7 +341,7 @@ def neighbour(place):
 
 @pytest.mark.parametrize("step", [1, 2], ids=["contiguous", "strided"])
 def test_arrays_of_another_gpu(strategy, xp, place, neighbour, step):
-    """They come to the strategy's, whatever is done with them."""
+    """They move to the strategy's GPU, whatever is done with them."""
     v, w, optimizer = hs.Variable(np.zeros(3)), hs.Variable(np.zeros(3)), hs.optimizers.SGD(1.0)
     short, table = hs.Variable(np.zeros(3, np.float32)), hs.Variable(np.zeros((4, 2)))
 
@@ -361,7 +361,7 @@ def test_arrays_of_another_gpu(strategy, xp, place, neighbour, step):
         return total, everyones
 
     if strategy.xp is np or "CPU" in "".join(strategy.extended.worker_devices):
-        return  # what is on a GPU is refused by those on the CPU
+        return  # strategies on the CPU refuse arrays on a GPU
     total, everyones = strategy.run(replica)
     for one in strategy.experimental_local_results(total):
         assert one.tolist() == [SUM] * 3
@@ -377,9 +377,9 @@ def test_arrays_of_another_gpu(strategy, xp, place, neighbour, step):
 
 
 def test_memory_of_another_gpu_is_written_to_at_once(strategy, xp, monkeypatch, neighbour):
-    """By the program, and by CuPy's pool, which hands out that of an array that died to the stream that made it."""
+    """By the program, and by CuPy's pool, which reuses a dead array's memory on its own stream."""
     if "CPU" in "".join(strategy.extended.worker_devices):
-        return  # what is on a GPU is refused by those on the CPU
+        return  # strategies on the CPU refuse arrays on a GPU
     v, w, optimizer = hs.Variable(np.zeros(900)), hs.Variable(np.zeros(900)), hs.optimizers.SGD(1.0)
     with neighbour:
         side = xp.cuda.Stream(non_blocking=True)
@@ -407,7 +407,7 @@ def test_memory_of_another_gpu_is_written_to_at_once(strategy, xp, monkeypatch, 
 
 
 def test_rows_of_every_replica(strategy, xp):
-    """Replica r names its own row r twice and row N; the last one none at all."""
+    """Replica r names its own row r twice and row N; the last replica names none."""
     table, optimizer = hs.Variable(np.zeros((N + 2, 3), np.float32)), hs.optimizers.SGD(1.0)
     rows = [] if N > 1 and RANK == N - 1 else [RANK, N, RANK]
 
@@ -590,7 +590,8 @@ def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):
         calls: Any = strategy._group.communicator.calls
         if strategy.num_replicas_in_sync > 1:
             assert calls.interruption.call == "SGD.apply_gradients"
+            # So that the test can continue, which a program cannot.
             calls.interruption, calls.barred = (
                 None,
                 False,
-            )  # so that the test can go on, which a program cannot
+            )

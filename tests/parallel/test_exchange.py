@@ -1,4 +1,4 @@
-"""What replica functions send each other: broadcast, reduce_scatter, all_to_all, neighbor_exchange."""
+"""What replica functions send each other: broadcast, reduce_scatter, all_to_all, neighbors."""
 
 from typing import Any
 
@@ -104,7 +104,7 @@ def test_reduce_scatter_is_a_part_of_all_reduce(strategy, xp, op, size):
 
 
 def test_reduce_scatter_of_gradients_then_a_step_of_ones_own_part(strategy, xp):
-    """The optimizer's memory is shared out over the replicas: each updates its part, and all gather the new values."""
+    """Shares the optimizer's memory: replicas update their parts, and gather the new values."""
     w = xp.arange(7.0)
 
     def replica():
@@ -146,7 +146,7 @@ def test_all_to_all_of_nests(strategy, xp):
 
 
 def test_all_to_all_transposes(strategy, xp):
-    """Of a matrix in blocks of rows, the same matrix in blocks of columns."""
+    """From a matrix in blocks of rows to the same matrix in blocks of columns."""
     matrix = np.arange(5.0 * N * 301).reshape(5 * N, 301)
     rows = xp.asarray(np.array_split(matrix, N)[RANK])
     columns = np.array_split(np.arange(301), N)
@@ -189,7 +189,7 @@ def test_to_one_side_only(strategy, xp):
 
 
 def test_a_grid_in_parts_is_the_grid(strategy, xp):
-    """Jacobi's iteration of the heat equation, whose parts exchange their edges, against the whole grid."""
+    """Jacobi's iteration of the heat equation: parts that exchange edges, against the whole grid."""
     grid = np.random.default_rng(0).random((6 * N + 1, 9))
     whole = np.pad(grid, 1)
     for _ in range(10):

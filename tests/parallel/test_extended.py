@@ -1,4 +1,4 @@
-"""StrategyExtended: updates where a variable lives, reductions to a place, facts."""
+"""StrategyExtended: updates where a variable is stored, reductions to a place, facts."""
 
 from typing import Any
 
@@ -158,7 +158,7 @@ def test_an_updates_large_result_is_the_same_everywhere(strategy, xp):
     v = hs.Variable(np.zeros(3))
     result = strategy.extended.update(v, lambda var: xp.full(50_000, 3.5))
     assert type(result) is xp.ndarray and (result == 3.5).all()
-    result[0] = 4  # which is this rank's own
+    result[0] = 4  # this rank's own
     result[0] = 3.5
     assert len(set(COMM.allgather(result.tobytes()))) == 1
 
@@ -177,7 +177,7 @@ def test_an_updates_exception_reaches_every_rank(strategy, xp, error):
         strategy.extended.update(v, fn)
     assert str(error) in str(caught.value)
     assert hs.get_strategy() is strategy
-    assert v.numpy().tolist() == [1, 1, 1]  # what was written is written
+    assert v.numpy().tolist() == [1, 1, 1]  # what was written stays written
     strategy.extended.update(v, lambda var: var.assign(xp.zeros(3)))
     assert v.numpy().tolist() == [0, 0, 0]
 

@@ -1,4 +1,4 @@
-"""Strategy.gather: the replicas' arrays, one after the other."""
+"""Strategy.gather: the replicas' arrays, one after another."""
 
 import numpy as np
 import pytest
@@ -85,7 +85,7 @@ def test_a_nest(strategy, place):
         lambda: {"a": xp.full((RANK, 2), RANK), "b": (xp.ones((1, 1)), [xp.array([RANK, True])])}
     )
     counts = [strategy._group.communicator.number]
-    for nest in (value["a"], value):  # which takes no more calls than an array
+    for nest in (value["a"], value):  # takes no more calls than an array
         found = strategy.gather(nest, 0)
         counts.append(strategy._group.communicator.number)
     assert counts[2] - counts[1] == counts[1] - counts[0]
@@ -147,7 +147,7 @@ def test_an_axis_that_is_not_there(strategy, place, axis):
 
 
 @pytest.mark.core
-@pytest.mark.mpi(min_size=2)  # one replica fits itself
+@pytest.mark.mpi(min_size=2)  # one replica matches itself
 @pytest.mark.parametrize("unit", [1, 3000])
 def test_shapes_that_do_not_fit(strategy, place, unit):
     xp = place.xp
@@ -183,7 +183,7 @@ def test_none_in_a_nest_stays_none(strategy, place):
     assert strategy.experimental_local_results(inside[1])[-1].tolist() == list(range(N))
 
 
-# ---- scatter, which is the inverse
+# ---- scatter, the inverse
 
 
 def own_part(array, axis):

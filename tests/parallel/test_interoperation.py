@@ -1,4 +1,4 @@
-"""Arrays by their protocols alone, on their way in; what consumers of protocols get, on the way out."""
+"""Arrays that come in by their protocols alone, and what consumers of protocols get out."""
 
 import dataclasses
 import gc
@@ -41,7 +41,7 @@ class ByInterface:
 
 @dataclasses.dataclass
 class ByMethod:
-    """As zarr's arrays a dataclass, and yet not a nest."""
+    """A dataclass, like zarr's arrays, and yet not a nest."""
 
     array: Any
 
@@ -116,7 +116,7 @@ def test_gradients(strategy, protocol, order):
 
 @on_gpus
 def test_gradients_on_a_gpu(strategy, place):
-    """Whose memory its library may use again as soon as nobody holds it."""
+    """Its library may reuse the memory as soon as nothing refers to it."""
     with strategy.scope():
         v = hs.Variable(np.zeros(1000))
         optimizer = hs.optimizers.SGD(1.0)
@@ -189,9 +189,7 @@ def test_what_run_returns(strategy, protocol):
     assert local([strategy.reduce("MAX", values, axis=None)["x"]]) == [[N - 1, N]]
     assert float(strategy.reduce("SUM", values["x"], axis=0)) == N + N * (N - 1)
     assert local([strategy.gather(values["x"], 0)]) == [[k + r for r in range(N) for k in range(2)]]
-    if (
-        protocol is ByDlpack
-    ):  # which says that it is an array, and no table or image that becomes one
+    if protocol is ByDlpack:  # It says that it is an array, not a table or image that becomes one
         parts = [part["x"] for part in strategy.experimental_local_results(values)]
         assert all(type(part) is np.ndarray for part in parts)
         assert local(parts) == [[r, r + 1] for r in range(N)]
@@ -345,9 +343,8 @@ def test_memory_outlives_the_variable_that_it_was_taken_of(strategy):
     arrays = kept()
     gc.collect()
     with strategy.scope():
-        others = [
-            hs.Variable(np.full(1000, -1.0)) for _ in range(4)
-        ]  # in the memory of what has died
+        # In the memory of what has died.
+        others = [hs.Variable(np.full(1000, -1.0)) for _ in range(4)]
     noise = [np.full(1000, -2.0) for _ in range(100)]
     assert [array.tolist() for array in arrays] == [list(range(1000))] * 3
     assert len(others) == 4 and len(noise) == 100
@@ -409,7 +406,7 @@ def test_nobody_gets_write_access_through_dlpack(strategy, place):
 
 
 class ByDlpackOf:
-    """A consumer's way of asking: with these arguments, whatever NumPy's would be."""
+    """A consumer's request with these arguments, whatever NumPy's would be."""
 
     def __init__(self, variable, arguments):
         self.variable = variable
@@ -446,7 +443,7 @@ def test_results_are_plain_arrays(strategy):
 
 @pytest.fixture
 def torch(strategy, place, monkeypatch):
-    """What stands in for it, and knows the strategy's stream."""
+    """Its substitute, which knows the strategy's stream."""
     made = Torch(place.xp, strategy._group.stream.raw)
     monkeypatch.setitem(sys.modules, "torch", made)
     return made
@@ -461,7 +458,7 @@ class Module:
 
 @on_gpus
 def test_memory_that_pytorch_still_reads(strategy, place, torch):
-    """The strategy's stream has it back as soon as the tensor dies, and then waits for what PyTorch has queued."""
+    """The strategy's stream gets it back when the tensor dies, and waits for PyTorch's work."""
     box = []
 
     def replica():

@@ -111,8 +111,7 @@ def test_what_is_without_a_copy(strategy):
     values = strategy.run(lambda: np.arange(3.0, dtype=np.float32) + RANK)
     for array in (strategy.reduce("SUM", values, axis=None), strategy.gather(values, 0), v.numpy()):
         taken = jax.numpy.from_dlpack(array)
-        # JAX takes memory as it is where it begins at a multiple of 64 bytes, and copies other
-        # memory.
+        # JAX takes memory without a copy if its address is a multiple of 64; else it copies.
         assert array.ctypes.data % 64 or taken.unsafe_buffer_pointer() == array.ctypes.data
         assert taken.tolist() == array.tolist()
 

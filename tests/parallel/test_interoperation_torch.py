@@ -11,15 +11,14 @@ import hpcstrat as hs
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:iterating over .* have no:UserWarning"
-)  # of short batches, meant
+# Short batches are intended.
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 
 N, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
 
 
 def over(array):
-    """A tensor over an array that may be read-only, which older releases do not take by DLPack."""
+    """A tensor over an array that may be read-only; older releases do not take those by DLPack."""
     if not isinstance(array, np.ndarray):
         return torch.from_dlpack(array)
     with warnings.catch_warnings():
@@ -48,7 +47,7 @@ def test_every_dtype_goes_in(strategy, dtype):
 
 
 def test_tensors_that_require_gradients(strategy):
-    """An autograd step: leaves that require gradients go in as they are."""
+    """An autograd step: leaves that require gradients are passed as they are."""
     with strategy.scope():
         w = hs.Variable(torch.nn.Parameter(torch.ones(2, 3)))
         optimizer = hs.optimizers.SGD(1.0)
@@ -151,7 +150,7 @@ def test_values_of_the_replicas(strategy, place):
         part["x"][:] = 0
     seen = []
     strategy.run(seen.append, args=(values["x"],))
-    assert isinstance(seen[0], torch.Tensor)  # what goes from step to step stays what it is
+    assert isinstance(seen[0], torch.Tensor)  # what goes from step to step stays a tensor
     made = strategy.experimental_distribute_values_from_function(
         lambda context: torch.arange(2) + context.replica_id_in_sync_group
     )

@@ -1,4 +1,4 @@
-"""Losses and their gradients: against difference quotients, and at the ends of what floats hold."""
+"""Losses and their gradients: against difference quotients, and at the limits of floats."""
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +20,7 @@ LABELS = RANDOM.integers(0, 9, (4, 2, 3)) / 8  # exact in each dtype
 CASES = {
     "class indices": (losses.softmax_cross_entropy, CLASSES),
     "one-hot": (losses.softmax_cross_entropy, np.eye(3)[CLASSES]),
-    "any labels": (losses.softmax_cross_entropy, LABELS),  # which do not sum to 1
+    "any labels": (losses.softmax_cross_entropy, LABELS),  # they do not sum to 1
     "sigmoid": (losses.sigmoid_cross_entropy, LABELS),
     "squared": (losses.squared_error, LABELS),
     "Huber's": (losses.huber, LABELS),
@@ -127,7 +127,7 @@ def test_no_examples(xp, case):
 
 @pytest.mark.core
 def test_replicas_take_the_step_of_the_whole_batch(strategy, xp):
-    """Losses and gradients divided by the size of the global batch add up; the last of several replicas has no part."""
+    """Losses and gradients over the global batch size add up; the last replica has no part."""
     random = np.random.default_rng(9)
     x, y = random.normal(size=(7, 3)), random.integers(0, 3, 7)
     w = random.normal(size=(3, 3))
@@ -150,7 +150,7 @@ def test_replicas_take_the_step_of_the_whole_batch(strategy, xp):
 
 
 def test_an_index_that_is_no_class(xp):
-    """On the host an error; on a GPU, where the host does not wait to look, NaN."""
+    """An error on the host; NaN on a GPU, where the host does not wait to check."""
     x = xp.zeros((3, 2))
     for wrong in 2, -1:
         labels = xp.array([1, wrong, 0])

@@ -24,7 +24,7 @@ def make(strategy, kind, *args):
 
 
 def batches(rank):
-    """Three batches of a replica; replica 0's second one and replica 2's last one are empty."""
+    """Three batches per replica; replica 0's second batch and replica 2's last are empty."""
     sizes = [rank + 1, 3 if rank else 0, 0 if rank == 2 else 2]
     return [
         np.random.default_rng([rank, step]).integers(-9, 10, (size, 2))
@@ -44,7 +44,7 @@ def feed(strategy, metric, xp):
 
 
 def test_names():
-    """As Keras makes them of the classes."""
+    """As Keras makes them from the classes."""
     kinds = "Mean Sum Accuracy BinaryAccuracy CategoricalAccuracy SparseCategoricalAccuracy TopKCategoricalAccuracy "
     kinds += "SparseTopKCategoricalAccuracy MeanAbsoluteError MeanSquaredError RootMeanSquaredError TruePositives "
     kinds += "FalsePositives TrueNegatives FalseNegatives Precision Recall"
@@ -92,7 +92,7 @@ def test_update_state_never_communicates(strategy):
         for _ in range(RANK + 1):
             mean.update_state([1.0, 2.0, 6.0])
         if RANK == 0:
-            mean.reset_state()  # in a replica: this one's
+            mean.reset_state()  # in a replica: this replica's
         assert strategy._group.communicator.number == before
 
     strategy.run(replica)
@@ -119,7 +119,7 @@ def test_weights(strategy, xp):
     def replica():
         values = xp.arange(6.0).reshape(3, 2) + RANK
         for metric in (mean, total):
-            metric.update_state(values, xp.array([1.0, 0.0, RANK]))  # one weight a row
+            metric.update_state(values, xp.array([1.0, 0.0, RANK]))  # one weight per row
             metric.update_state(values, np.ones((3, 2)))
             metric.update_state(5.0, 2.0)
 
@@ -185,7 +185,7 @@ def test_the_scripts_own_level_does_not_count(strategy):
     assert mean.result() == 0
 
 
-@pytest.mark.mpi(min_size=2)  # with one replica all is one process's own
+@pytest.mark.mpi(min_size=2)  # with one replica everything is one process's own
 def test_a_metric_of_no_scope_is_refused_in_a_replica(strategy):
     mean = hs.metrics.Mean("loss")
     with pytest.raises(
@@ -289,7 +289,7 @@ def test_only_metrics_of_the_same_kind_are_merged(strategy):
 
 @pytest.mark.core
 def test_the_average_loss_of_the_global_batch(strategy, xp):
-    """Uneven parts with the global batch size told: their sum is the mean of all."""
+    """Uneven parts with a given global batch size: their sum is the mean of all."""
     losses = [np.arange(rank + 1, dtype=np.float32) + rank for rank in range(N)]
     size = sum(map(len, losses))
     found = strategy.run(

@@ -1,4 +1,4 @@
-"""Metrics that compare labels with predictions: against plain loops over all replicas' data, on host and GPU."""
+"""Metrics of labels and predictions: against plain loops over all replicas' data."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ on_one_strategy = pytest.mark.parametrize(
 
 
 def data(rank, step):
-    """Scores of classes, labels, chances of 1, binary labels, weights; of some ranks and steps there are none."""
+    """Class scores, labels, chances of 1, binary labels, weights; some ranks and steps have none."""
     random = np.random.default_rng([rank, step])
     size = [rank + 1, 3 if rank else 0, 0 if rank == 2 else 5][step]
     scores = random.integers(-3, 4, (size, CLASSES)) / 2  # ties are usual
@@ -109,7 +109,7 @@ def mean_iou(rows, ignored=None):
 
 
 def area(rows):
-    """Under the ROC curve through the thresholds -0, 0.25, 0.75, 1+: trapezia."""
+    """The area under the ROC curve through the thresholds -0, 0.25, 0.75, 1+: trapezia."""
     corners = []
     for threshold in (-1, 0.25, 0.75, 2):
         tp, fp, tn, fn = positives(rows, threshold)
@@ -257,7 +257,7 @@ def test_dtypes(strategy, xp, case, dtype):
 
 @on_one_strategy
 def test_scores_that_are_not_finite(strategy, xp):
-    """As `tf.math.in_top_k`: such a prediction is wrong, and so is one of a label that is no class."""
+    """As `tf.math.in_top_k`: it is wrong, as is a prediction for a label that is not a class."""
     with strategy.scope():
         metric = metrics.SparseTopKCategoricalAccuracy(3)
     scores = np.array([[1, np.inf, 0], [np.nan, 1, 2], [1, 2, 3], [1, 2, 3], [3, 2, 1]])
@@ -324,7 +324,7 @@ def test_logits(strategy, xp):
     ],
 )
 def test_what_is_out_of_range(strategy, xp, make, true, predicted, says):
-    """On the host it is an error at once; on a GPU, whose kernels cannot raise, of the result on all ranks."""
+    """An error at once on the host; on a GPU, whose kernels cannot raise, in all ranks' result."""
     with strategy.scope():
         metric = make()
     true, predicted = xp.array(true), xp.array(predicted)

@@ -1,4 +1,4 @@
-"""Ranks that pass different things, or make different calls: every rank raises, and names what each of them did."""
+"""Ranks that pass different things or make different calls: all raise, and name each call."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ import hpcstrat as hs
 pytestmark = pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 
 
-# Whichever communicator a strategy has, its ranks compare their calls by the same lines.
+# Whichever communicator a strategy has, its ranks compare their calls in the same lines.
 @pytest.fixture(
     scope="module", params=[pytest.param(STRATEGIES[0], marks=pytest.mark.core), *STRATEGIES[1:]]
 )
@@ -209,7 +209,7 @@ def check_different(call, env, texts):
             call(env, RANK == odd)
         for text in (*texts, *(f"rank {rank}" for rank in range(N))):
             assert text in str(caught.value)
-        if "must make the same call" in str(caught.value):  # what is found later names shapes
+        if "must make the same call" in str(caught.value):  # later checks name shapes
             assert len(re.findall(r", at \S*parallel/\w+\.py:\d+ ", str(caught.value))) == N
 
 
@@ -261,7 +261,7 @@ def applied(e, rate, value=ONES):
 
 
 def test_a_search_over_learning_rates_is_shown_the_way(env):
-    """Where numbers alone differ. With other differences it would be misleading."""
+    """If only numbers differ. With other differences it would be misleading."""
     with pytest.raises(
         hs.ReplicaMismatchError,
         match="learning_rate=0.5(.|\n)*To train a model on each rank, .* make",
@@ -274,7 +274,7 @@ def test_a_search_over_learning_rates_is_shown_the_way(env):
 
 
 def test_a_model_on_each_rank():
-    """What that message says: no communication, and other numbers on each rank."""
+    """What that message describes: no communication, and other numbers on each rank."""
     w = hs.Variable(np.zeros(3))
     optimizer = hs.optimizers.SGD(0.5 / (1 + RANK))
     for _ in range(1 + RANK):

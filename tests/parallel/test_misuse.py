@@ -1,4 +1,4 @@
-"""Wrong uses: each raises the error that is named, at once and on every rank, and the next correct call works."""
+"""Wrong uses: each raises its error at once on every rank, and the next correct call works."""
 
 import ast
 import dataclasses
@@ -28,8 +28,8 @@ class Case:
         wrong: makes it.
         error: what it raises.
         match: what its message says, a pattern.
-        right: what the other ranks do where one makes the wrong use alone; None where that is no
-            case of its own.
+        right: what the other ranks do if one makes the wrong use alone; None if that is not a
+            separate case.
     """
 
     wrong: Callable[[Env], Any]
@@ -322,7 +322,7 @@ ACROSS = {
         "gone",
         from_function(1.0),
     ),
-    # one logical device a replica
+    # one logical device per replica
     "logical device 1": Case(
         lambda e: e.s.experimental_assign_to_logical_device(ONES, 1),
         ValueError,
@@ -999,7 +999,7 @@ CORE_INSIDE_ON_ONE = [
 
 
 def named(cases, core):
-    """The cases by name, for `parametrize`; those that the number of ranks matters for are core."""
+    """The cases by name, for `parametrize`; where the number of ranks matters they are core."""
     marks = pytest.mark.core
     return [
         pytest.param(name, case, id=name, marks=marks if name in core else ())

@@ -1,4 +1,4 @@
-"""NCCL that is missing, too old, of two versions, or does not connect: every rank raises, and says why."""
+"""NCCL that is missing, old, of two versions, or does not connect: all ranks raise, and say why."""
 
 import threading
 import types
@@ -17,7 +17,7 @@ several = pytest.mark.mpi(min_size=2)
 
 
 class Connected:
-    """What NCCL's communicator is to those who start it."""
+    """NCCL's communicator as those who start it see it."""
 
     def __init__(self, failing=""):
         self.is_aborted = False
@@ -33,7 +33,7 @@ class Connected:
 
 @pytest.fixture
 def nccl(monkeypatch):
-    """A function that makes a module the one that is loaded."""
+    """A function that makes a module the loaded one."""
 
     def use(version=23007, available=True, connect=lambda: Connected()):
         module = types.SimpleNamespace(
@@ -129,7 +129,7 @@ def test_one_rank_fails_in_a_call_after_it_has_connected(place, nccl, start):
 @several
 @pytest.mark.parametrize("at_start", ["0", "1"])
 def test_later_calls_find_the_ranks_connected(place, monkeypatch, at_start):
-    """But for messages to other peers than neighbors: the host waits in no call, where nobody limits the time."""
+    """Except for messages to non-neighbors: the host waits in no call without a time limit."""
     xp = place.xp
     if not hasattr(xp, "_faults"):
         pytest.skip("only simulated GPUs tell how often the host waits in NCCL")
@@ -162,7 +162,7 @@ def test_versions_that_differ(place, nccl, start):
 
 @several
 def test_one_rank_fails_to_connect(place, nccl, start):
-    """The others are connected, to nobody: they give that up."""
+    """The others are connected, to no other rank: they give that up."""
     mine = Connected()
 
     def connect():
@@ -180,7 +180,7 @@ def test_one_rank_fails_to_connect(place, nccl, start):
 
 @several
 def test_one_rank_waits_too_long(place, nccl, start, monkeypatch):
-    """Its thread is left behind, inside NCCL: so the process must not take NCCL apart at its end."""
+    """Its thread is left behind in NCCL: so the process must not destroy NCCL at its end."""
     skipped, registered, release = [], [], threading.Event()
     monkeypatch.setattr(nccl_start, "START_SECONDS", 0.1)
     monkeypatch.setattr(nccl_start, "_skip_exit_handlers", lambda: skipped.append(RANK))

@@ -1,4 +1,4 @@
-"""ON_READ variables: one number a replica, brought together when it is read."""
+"""ON_READ variables: one number per replica, combined when it is read."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ N = COMM.size
 RANK = COMM.rank
 AGGREGATIONS = ["SUM", "MEAN", "ONLY_FIRST_REPLICA"]
 SHAPES = [(), (3,), (300, 70)]
-several = pytest.mark.mpi(min_size=2)  # with one replica there is nothing to bring together
+several = pytest.mark.mpi(min_size=2)  # with one replica there is nothing to combine
 
 
 def make(strategy, initial, aggregation, **kwargs):
@@ -54,7 +54,7 @@ def test_replicas_write_their_own(strategy, xp, shape, aggregation):
 
 
 def test_an_initial_value_is_every_replicas(strategy):
-    """So a sum reads as many times what it was made with; TensorFlow does the same."""
+    """So a sum reads N times the initial value; TensorFlow does the same."""
     assert make(strategy, 2.0 + RANK, "SUM").numpy() == 2 * N
     assert make(strategy, 2.0 + RANK, "MEAN").numpy() == 2
     assert make(strategy, 2.0 + RANK, "ONLY_FIRST_REPLICA").numpy() == 2
@@ -161,7 +161,8 @@ def test_it_is_no_array_across_replicas(strategy, xp):
         ):
             before = strategy._group.communicator.number
             with pytest.raises(
-                RuntimeError, match=r"'total' has one value per replica.* read_value\(\) or numpy\(\)"
+                RuntimeError,
+                match=r"'total' has one value per replica.* read_value\(\) or numpy\(\)",
             ):
                 fn()
             assert strategy._group.communicator.number == before
@@ -216,7 +217,7 @@ def test_an_update_reads_and_writes_each_replicas_own(strategy, xp, aggregation)
 
 
 def test_an_update_writes_what_lives_as_its_variable_does(strategy, xp):
-    """Where variables live once, one rank writes them, and every rank its own values."""
+    """If variables are stored once, one rank writes them, and every rank its own values."""
     v = make(strategy, xp.full(2, 5.0), "SUM", name="own")
     with strategy.scope():
         w = hs.Variable(xp.zeros(2), name="shared")
@@ -231,7 +232,7 @@ def test_an_update_writes_what_lives_as_its_variable_does(strategy, xp):
     assert w.numpy().tolist() == [5, 5] and v.numpy().tolist() == [5 * N] * 2
 
 
-@pytest.mark.mpi(max_size=1)  # what is special of one replica
+@pytest.mark.mpi(max_size=1)  # what is special with one replica
 def test_with_one_replica_it_is_an_array(strategy, xp):
     v = make(strategy, np.arange(3.0), "SUM")
     v.assign_add(xp.ones(3))

@@ -1,4 +1,4 @@
-"""What every optimizer takes by keyword, beside NumPy's own few lines of it."""
+"""What every optimizer takes by keyword, compared with a few lines of NumPy."""
 
 import copy
 import json
@@ -45,7 +45,7 @@ def trained(strategy, steps=4, **options):
 
 
 def by_hand(change, steps=4):
-    """The values after each step of a gradient descent whose gradient `change` changes."""
+    """The values after each step of a gradient descent whose gradient is changed by `change`."""
     value, found = START.copy(), []
     for step in range(steps):
         value = value - 0.5 * change(own(step)[1], value)
@@ -148,7 +148,7 @@ def test_moving_averages(strategy, frequency):
     close(v.numpy(), value)
     optimizer.finalize_variable_values([v])
     close(v.numpy(), average)
-    v.assign(START)  # which leaves the averages as they are
+    v.assign(START)  # the averages stay as they are
     optimizer.finalize_variable_values([v])
     close(v.numpy(), average)
     optimizer.finalize_variable_values([])
@@ -169,7 +169,7 @@ def test_averages_are_in_checkpoints(strategy, mpi_tmp_path):
 
 @pytest.mark.core
 def test_gradients_of_several_calls(strategy):
-    """Dense ones and rows, of a variable that not every call has."""
+    """Dense gradients and rows, of a variable that not every call has."""
     with strategy.scope():
         v, table = hs.Variable(START), hs.Variable(START)
         optimizer = hs.optimizers.SGD(0.5, gradient_accumulation_steps=3)
@@ -295,7 +295,7 @@ class Overriding(hs.optimizers.Optimizer):
         raise NotImplementedError
 
 
-optimizers: Any = hs.optimizers  # for what no type checker would pass
+optimizers: Any = hs.optimizers  # for calls that no type checker would accept
 
 
 @pytest.mark.parametrize(

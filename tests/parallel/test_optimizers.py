@@ -20,7 +20,7 @@ def strategy(request, place):
 
 
 def stepped(strategy, gradient, rate):
-    """A table of 4 rows of ones after one step of SGD, whose gradient is all ones where there is one."""
+    """A table of 4 rows of ones after one step of SGD with a gradient of ones, if any."""
     with strategy.scope():
         table = hs.Variable(np.ones((4, 2)))
         optimizer = hs.optimizers.SGD(rate)
@@ -37,7 +37,7 @@ def rows(xp):
 
 
 @pytest.mark.core
-@pytest.mark.mpi(min_size=2)  # one rank's learning rate is everyone's
+@pytest.mark.mpi(min_size=2)  # one rank's learning rate is the only one
 @pytest.mark.parametrize("gradient", [dense, rows])
 def test_learning_rates_that_differ_are_refused(strategy, gradient):
     with pytest.raises(hs.ReplicaMismatchError, match=r"SGD\.apply_gradients"):
@@ -62,7 +62,7 @@ def test_only_a_parameter_without_a_default_is_the_step(strategy, gradient):
 @pytest.mark.core
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.complex64])
 def test_each_row_is_summed_by_itself(strategy, xp, dtype):
-    """However many others there are, and whatever is in them: one is infinite, and one is not a number."""
+    """However many other rows there are, and whatever is in them: one is infinite, one is NaN."""
     count = 3000
     with strategy.scope():
         table, optimizer = hs.Variable(np.zeros((count, 2), dtype)), hs.optimizers.SGD(1.0)
@@ -113,10 +113,10 @@ def test_gradients_in_buffers_do_the_same(place, kind):
             for buffer, gradient in zip(buffers, gradients, strict=True):
                 assert buffer.shape == gradient.shape and buffer.dtype == np.float32
                 buffer[...] = gradient
-            # What is moved in between does not touch them.
+            # What is moved in between does not change them.
             replica_context().all_reduce("SUM", xp.ones(100_000))
             other.apply_gradients(zip(buffers, in_place, strict=True))
-            # Some of them, or in another order, are gradients as any others.
+            # Some of them, or in another order, are ordinary gradients.
             for gradient in gradients:
                 gradient[...] = 1.0
             buffers[0][...] = 1.0
@@ -279,7 +279,7 @@ def test_reprs_tell_the_arguments_and_the_steps_done(strategy):
 
 
 def test_of_many_subsets_of_the_variables_only_some_are_kept(strategy):
-    """Any number of them may occur; buffers stay."""
+    """Any number of them may occur; the buffers stay."""
     with strategy.scope():
         variables = [hs.Variable(np.zeros(3)) for _ in range(6)]
         optimizer = hs.optimizers.SGD(1.0)

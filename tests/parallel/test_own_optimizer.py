@@ -1,4 +1,4 @@
-"""An optimizer written outside of the package has what the package's own have.
+"""An optimizer written outside the package has what the package's optimizers have.
 
 Its steps: test_acceptance.py.
 """
@@ -98,7 +98,7 @@ def test_its_attributes_are_those_of_its_init_and_its_class(strategy):
 
 
 @pytest.mark.core
-@pytest.mark.mpi(min_size=2)  # one rank's constants are everyone's
+@pytest.mark.mpi(min_size=2)  # one rank's constants are the only ones
 def test_constants_that_differ_are_named(strategy):
     w, optimizer = model(strategy)
     optimizer.rho = 0.5 if RANK else 0.25
@@ -109,7 +109,7 @@ def test_constants_that_differ_are_named(strategy):
 
 @pytest.mark.core
 def test_rows_of_a_table(strategy):
-    """A sparse step changes its rows as a dense one does, and no other row."""
+    """A sparse step changes its rows as a dense step does, and no other row."""
     w, optimizer = model(strategy)
     table, other = model(strategy)
     xp = strategy.xp
@@ -136,7 +136,7 @@ def gradients(rank, step):
 
 
 def test_norms_where_variables_are_on_the_host(place):
-    """Replicas may compute on GPUs all the same. Complex numbers have no kernel."""
+    """Replicas may still compute on GPUs. Complex numbers have no kernel."""
     strategy = place.make(hs.CentralStorageStrategy, "CPU:0")
     for dtype in (np.float32, np.complex64):
         check_steps(strategy, dtype)
@@ -187,7 +187,7 @@ def test_norms_are_those_of_whole_variables(strategy, tmp_path):
         ]
         for i, total in enumerate(totals):
             value, m, v = expected[i]
-            with np.errstate(invalid="ignore"):  # the norms of nothing
+            with np.errstate(invalid="ignore"):  # the norms of empty arrays
                 expected[i] = [
                     *LAMB.formula(value, total, m, v, learning_rate=0.5, step=step, **numbers)
                 ]
@@ -221,9 +221,8 @@ def test_an_option_chooses_how_many_norms(strategy):
         total = N * np.array([3.0, 4.0])
         expected = expected - (np.linalg.norm(total) + both * np.linalg.norm(expected)) * total
     np.testing.assert_allclose(w.numpy(), expected)
-    optimizer.apply_gradients(
-        [(gradient, w)]
-    )  # in the cross-replica context: plain gradients, the same everywhere
+    # In the cross-replica context: plain gradients, the same everywhere.
+    optimizer.apply_gradients([(gradient, w)])
     expected = expected - (5 + np.linalg.norm(expected)) * np.array([3.0, 4.0])
     np.testing.assert_allclose(w.numpy(), expected)
 

@@ -1,4 +1,4 @@
-"""Any nests, shapes, dtypes, uneven batches and orders of calls, beside NumPy.
+"""Any nests, shapes, dtypes, uneven batches and orders of calls, compared with NumPy.
 
 `reduce` and `gather`: test_reduce.py.
 
@@ -18,19 +18,17 @@ from strategies import STRATEGIES
 import hpcstrat as hs
 from hpcstrat.data import Dataset
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:iterating over .* have no:UserWarning"
-)  # of short batches, meant
+# Short batches are intended.
+pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
 DTYPES = [np.int8, np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64]
+# In a record, in a mailbox, in chunks.
 SHAPES = st.one_of(
     st.lists(st.integers(0, 5), max_size=4).map(tuple),
-    st.sampled_from(
-        [(), (0,), (3, 0, 2), (1000,), (70, 130), (40_001,)]
-    ),  # in a record, in a mailbox, in chunks
+    st.sampled_from([(), (0,), (3, 0, 2), (1000,), (70, 130), (40_001,)]),
 )
 LEAVES = st.tuples(SHAPES, st.sampled_from(DTYPES))
 NESTS = st.recursive(
@@ -60,7 +58,7 @@ def numbers(shape, dtype, seed):
 
 
 def mapped(fn, plan):
-    """A nest like the plan, each leaf of which is what `fn` makes of its shape and dtype."""
+    """A nest like the plan, each leaf of which `fn` makes from its shape and dtype."""
     if isinstance(plan, list):
         return [mapped(fn, one) for one in plan]
     if isinstance(plan, dict):
@@ -125,7 +123,7 @@ def test_all_gather(strategy, plan, data):
 
 @hypothesis.given(NESTS)
 def test_a_nest_into_run_and_out(strategy, plan):
-    """What goes in as the replicas' values comes out as they are, and all ranks see all of them."""
+    """The replicas' values come out unchanged, and all ranks see all of them."""
 
     def part(rank, xp=np):
         return mapped(lambda shape, dtype: xp.asarray(numbers(shape, dtype, rank)), plan)
@@ -189,7 +187,7 @@ AGGREGATIONS = ["SUM", "MEAN", "ONLY_FIRST_REPLICA"]
     st.lists(WRITES, max_size=12),
 )
 def test_any_writes_to_variables(strategy, shapes, aggregations, writes):
-    """Three variables beside three arrays; in a replica context the values differ from replica to replica."""
+    """Three variables next to three arrays; in a replica context each replica's values differ."""
     models = [numbers(shape, np.float64, 1) for shape in shapes]
     with strategy.scope():
         variables = [
@@ -241,7 +239,7 @@ OPTIMIZERS = {
     st.integers(1, 3),
 )
 def test_optimizers_are_one_replicas_on_the_sum(strategy, name, plan, steps):
-    """Beside the same optimizer on plain variables, which gets the sum; some variables have no gradient."""
+    """Next to the same optimizer on plain variables, which gets the sum; some have no gradient."""
     hypothesis.assume(any(has_gradient for _, has_gradient in plan))
     initial = [numbers(shape, np.float64, 1) for shape, _ in plan]
     with strategy.scope():

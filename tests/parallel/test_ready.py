@@ -1,4 +1,4 @@
-"""Gradient buffers that are marked ready: results are those without marks, and errors are those of all ranks."""
+"""Gradient buffers marked ready: same results as without marks, and errors on all ranks."""
 
 import contextlib
 import functools
@@ -30,7 +30,7 @@ several = pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 
 @functools.cache
 def connected(name):
-    """Ranks as if they were on several hosts: the last alone on one, or in turns on two; or of no host known."""
+    """Ranks as if on several hosts: the last alone on one, in turns on two, or on unknown hosts."""
     comm = worlds.start().comm
     assert comm is not None
     if name == "MPI":
@@ -41,7 +41,7 @@ def connected(name):
 
 
 class OnHosts(hs.MirroredStrategy):
-    """A mirrored strategy of ranks that are connected so."""
+    """A mirrored strategy of ranks with this kind of connection."""
 
     def __init__(self, name, shard_updates):
         with call_named("OnHosts"):
@@ -80,19 +80,19 @@ CASES = [
 ]
 QUICK = [("CPU", name) for name in ("mirrored", "hosts", "hosts in turns, sharded")]
 QUICK += [("GPU", name) for name in ON_GPUS]
+# With two ranks each would be alone on its host.
 CORE = [
     ("CPU", "hosts"),
     ("CPU", "hosts in turns, sharded"),
-]  # of two ranks each would be alone on its host
+]
 CORE += [("GPU", "central"), ("GPU", "sharded central")]
 
 
 def pytest_generate_tests(metafunc):
     if "strategy" in metafunc.fixturenames:
         quick, core = QUICK, CORE
-        if (
-            "model" in metafunc.fixturenames
-        ):  # errors: where sums do not begin early, nothing is under way
+        # Errors: where sums do not start early, nothing is under way.
+        if "model" in metafunc.fixturenames:
             quick, core = QUICK[1:], [CORE[0], CORE[2]]
         marks = {
             case: [pytest.mark.slow] * (case not in quick) + [pytest.mark.core] * (case in core)
@@ -103,9 +103,8 @@ def pytest_generate_tests(metafunc):
             map(": ".join, CASES),
         )
         mark = pytest.mark.parametrize(("place", "strategy"), cases, indirect=True, ids=names)
-        metafunc.definition.add_marker(
-            mark
-        )  # which counts before the parameters that `place` has of its own
+        # It takes precedence over the parameters that `place` has itself.
+        metafunc.definition.add_marker(mark)
 
 
 @pytest.fixture
@@ -122,7 +121,7 @@ def _sums_of_few_bytes_begin_too(monkeypatch):
 
 
 def begins(strategy, place):
-    """Whether sums begin before `apply_gradients`."""
+    """Whether sums start before `apply_gradients`."""
     return N > 1 and (place.kind == "GPU" or isinstance(strategy, OnHosts))
 
 
@@ -145,7 +144,7 @@ ORDERS = {
 
 
 class Model:
-    """Variables, an optimizer of them, and its buffers."""
+    """Variables, their optimizer, and its buffers."""
 
     def __init__(self, strategy, make, shapes=None, dtypes=None):
         shapes = shapes or SHAPES
@@ -168,7 +167,7 @@ class Model:
         return [v.numpy() for v in self.variables]
 
     def step(self, step, marked=()):
-        """One step with gradients that depend on the step and the rank, of which these are marked, in this order."""
+        """A step with gradients that depend on step and rank; these are marked, in this order."""
         self.write(step)
         for i in marked:
             self.buffers.ready(self.buffers[i])
@@ -191,7 +190,7 @@ class Model:
 
 
 def check_equal(found, expected, place):
-    """On the host the same bits; on GPUs, where NCCL chooses the order of sums, nearly."""
+    """The same bits on the host; nearly on GPUs, where NCCL chooses the order of sums."""
     for one, other in zip(found, expected, strict=True):
         if place.kind == "CPU":
             np.testing.assert_array_equal(one, other, strict=True)
@@ -215,7 +214,7 @@ def test_results_are_those_without_marks(strategy, place, optimizer):
 @pytest.mark.parametrize("order", slow_but(["all", "some"], ORDERS))
 @pytest.mark.parametrize("dtypes", ["float32", "float64 float32", "float32 float16"])
 def test_any_of_any_dtype_in_any_order(strategy, place, order, dtypes):
-    """16-bit floats go another way between hosts than others, and so does what is in one message with them."""
+    """16-bit floats take another path between hosts, as does everything in a message with them."""
     dtypes = (dtypes.split() * 6)[:6]
     expected = Model(strategy, OPTIMIZERS["Adam"], dtypes=dtypes).train(steps=2)
     check_equal(
@@ -229,14 +228,14 @@ SIZES += [pytest.param(sizes, marks=pytest.mark.slow) for sizes in [(3, 5), (100
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_any_number_of_elements(strategy, place, sizes):
-    """Messages that every rank sums itself, and large ones, whose parts are summed in the order of the whole."""
+    """Messages that every rank sums itself, and large ones, summed in parts in the same order."""
     shapes = [(size,) for size in sizes]
     expected = Model(strategy, OPTIMIZERS["Adam"], shapes).train(steps=2)
     check_equal(Model(strategy, OPTIMIZERS["Adam"], shapes).train([1, 0], 2), expected, place)
 
 
 def test_exact_sums(strategy, place):
-    """Whole numbers, by a closed form; what else is exchanged meanwhile does not get in the way."""
+    """Whole numbers, by a closed form; other exchanges meanwhile do not interfere."""
     shapes = [(50, 60), (70,), (4000,)]
     model = Model(strategy, lambda: hs.optimizers.SGD(1.0), shapes, ["float32"] * 3)
     before = [v.numpy() for v in model.variables]
@@ -321,7 +320,7 @@ def test_what_is_done_with_gradients_first_is_done_first(strategy, optimizer):
     strategy.run(step)
 
 
-# ---- errors: each is one of all ranks, and the next step is right
+# ---- errors: all ranks raise each, and the next step is right
 
 
 def check_works(model, place):
@@ -337,7 +336,7 @@ def check_works(model, place):
 
 @pytest.fixture
 def model(strategy):
-    """Whose variables are as at the start when `check_works` is called."""
+    """A model whose variables must be as at the start when `check_works` is called."""
     return Model(strategy, OPTIMIZERS["SGD"], [(30, 50), (4000,), (3,)])
 
 
@@ -481,7 +480,7 @@ def test_gradients_that_are_summed_already(model, place):
 
 
 def test_marks_without_a_step(model, place):
-    """A function that marks and ends is noticed when it marks again, or when the step takes other gradients."""
+    """It is an error when the function marks again, or when the step takes other gradients."""
     model.strategy.run(lambda: model.buffers.ready(*model.buffers))
     with pytest.raises(ValueError, match="is marked twice in this step"):
         model.strategy.run(lambda: model.buffers.ready(model.buffers[0]))
@@ -519,9 +518,9 @@ def test_buffers_of_other_variables_of_the_optimizer(model, place):
 
 
 def test_an_optimizer_that_goes_with_its_marks(strategy):
-    """Its memory is used again, and what is under way gets in nobody's way."""
+    """Its memory is reused, and what is under way disturbs no other call."""
     gc.collect()
-    gc.freeze()  # the next collections need not look at what all tests keep
+    gc.freeze()  # the next collections need not visit what all tests keep
     for _ in range(3):
         model = Model(strategy, OPTIMIZERS["Adam"], [(40_000,), (24_000,)])
         strategy.run(lambda model=model: model.buffers.ready(model.buffers[1]))

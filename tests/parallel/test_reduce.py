@@ -39,7 +39,7 @@ def each(strategy, values):
 
 
 def reduced(strategy, op, values, axis):
-    """A host copy of what these arrays of the replicas are reduced to, on their devices."""
+    """A host copy of the reduction of these arrays of the replicas, on their devices."""
     found = strategy.reduce(op, each(strategy, values), axis)
     assert isinstance(found, (np.ndarray, np.generic) if strategy.xp is np else strategy.xp.ndarray)
     return hs.asnumpy(found)
@@ -84,7 +84,7 @@ def test_elementwise(strategy):
 
 @pytest.mark.core
 def test_dtypes(strategy):
-    """Sums of integers keep their dtype, but along an axis those of up to 16 bits; means have TensorFlow's."""
+    """Integer sums keep their dtype, but up to 16 bits grow along an axis; means as TensorFlow's."""
     means = {
         np.int8: np.float32,
         np.uint16: np.float32,
@@ -120,7 +120,7 @@ def test_dtypes(strategy):
 
 @pytest.mark.core
 def test_the_documented_partial_batch(strategy):
-    """Six elements over two replicas, four and two: TensorFlow's own example, for any number of them."""
+    """Six elements over two replicas, four and two: TensorFlow's example, for any number."""
     sizes = [4] + [2] * (N - 1)
     losses = [np.arange(float(size)) + 10 * r for r, size in enumerate(sizes)]
     everything = np.concatenate(losses)
@@ -190,10 +190,11 @@ def test_nan_and_inf_come_through(strategy, place):
     for op in ("SUM", "MEAN", "MIN", "MAX"):
         found = reduced(strategy, op, parts, None)
         assert found[1] == np.inf and np.isfinite(found[2])
+        # NCCL's minima and maxima may leave a NaN out.
         if place.kind == "CPU" or op in (
             "SUM",
             "MEAN",
-        ):  # NCCL's minima and maxima may leave a NaN out
+        ):
             assert np.isnan(found[0]) and np.isnan(reduced(strategy, op, parts, 0))
 
 
@@ -206,7 +207,7 @@ def test_means_of_16_bit_floats_are_of_all_elements(strategy):
 
 @pytest.mark.core
 def test_numbers(strategy):
-    """As programs sum their losses: NumPy's scalars come back, not arrays of no dimensions."""
+    """As programs sum their losses: NumPy's scalars come back, not arrays without dimensions."""
     for values in ([float(r) for r in range(N)], list(range(N)), [np.float32(r) for r in range(N)]):
         found = strategy.reduce("SUM", each(strategy, values), axis=None)
         assert found == N * (N - 1) / 2 and isinstance(found, np.generic)
@@ -268,7 +269,7 @@ def test_a_nest_that_is_too_deep_is_an_error_on_every_rank(strategy):
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 def test_an_overflow_along_an_axis_is_inf_on_every_rank(strategy, op):
-    """Not an exception on the one rank that has asked for those."""
+    """Not an exception on the one rank that asked for those."""
     values = each(strategy, [np.full((2, 3), 65_504.0, np.float16)] * N)
     expected = np.full(3, np.inf if op == "SUM" else 65_504.0, np.float16)
     slices = strategy.run(
@@ -328,7 +329,7 @@ def test_arrays_that_are_not_contiguous_have_no_dimensions_or_no_elements(strate
 
 @pytest.mark.core
 def test_plain_values(strategy):
-    """The mean of what is the same everywhere is itself."""
+    """The mean of a value that is the same everywhere is the value itself."""
     xp = strategy.xp
     assert strategy.reduce("MEAN", 3.5, None) == 3.5
     assert strategy.reduce("MEAN", xp.array([1.0, 3.0]), 0) == 2
@@ -371,7 +372,7 @@ def test_slices(strategy):
 
 
 class Key:
-    """A key that does not sort, and looks like others."""
+    """A key that does not sort, and looks like other keys."""
 
     def __init__(self, name, repr_="key"):
         self.name, self.repr = name, repr_
@@ -389,7 +390,7 @@ def in_two_orders(*keys):
 @pytest.mark.core
 @pytest.mark.parametrize("axis", [None, 0])
 def test_keys_in_another_order_on_another_rank(strategy, axis):
-    """What sorts is summed right; what does not is refused, rather than summed crosswise."""
+    """Sortable keys are summed right; others are refused, rather than summed crosswise."""
     for keys in (("b", "a", "c"), (2, 1), ("x", 1, None), (b"a", ("t", 2))):
         value = strategy.run(
             lambda keys=keys: {k: strategy.xp.full(1, v) for k, v in in_two_orders(*keys).items()}
@@ -469,7 +470,7 @@ def nests(*others):
 
 
 def build(plan, rank, axis=None, xp: Any = np):
-    """The nest that `plan` describes, with replica `rank`'s numbers; its size along `axis` differs by rank."""
+    """The nest of `plan` with replica `rank`'s numbers; sizes along `axis` differ by rank."""
     if isinstance(plan, tuple):
         dtype, shape, seed = plan
         sizes = list(shape)

@@ -1,4 +1,4 @@
-"""Strategy.run and what it takes and returns; local results; values from functions; old names."""
+"""Strategy.run: arguments and results; local results; values from functions; old names."""
 
 import collections
 import dataclasses
@@ -38,7 +38,7 @@ class Frozen:
 
 
 def per_replica(strategy):
-    """A value of each replica: its number."""
+    """A value from each replica: its number."""
     return strategy.run(lambda: RANK)
 
 
@@ -156,7 +156,7 @@ def test_results_go_into_the_next_run(strategy, place):
 
 
 def test_replicas_work_on_what_the_caller_computes_and_the_caller_on_theirs(strategy, place):
-    """So much work that the processor is far ahead of a device that it does not wait for."""
+    """Enough work that the processor is far ahead of a device that it does not wait for."""
     turn = place.xp.roll(place.xp.eye(300), 1, 0)
     array = place.xp.arange(300.0) * (RANK + 1)
     for _ in range(5):
@@ -191,9 +191,8 @@ def test_a_distributed_value_is_no_number(strategy):
         ):
             wrong()
     assert strategy._group.communicator.number == before
-    with pytest.raises(
-        TypeError, match="one value per replica"
-    ):  # as `if found:` would end a loop after its first step
+    # As `if found:` would end a loop after its first step.
+    with pytest.raises(TypeError, match="one value per replica"):
         hs.any_rank(found)
     assert strategy.reduce("SUM", found, axis=None) == N * (N - 1) // 2
 
@@ -258,7 +257,7 @@ def test_values_from_a_function(strategy, place):
         contexts.append((context.replica_id_in_sync_group, context.num_replicas_in_sync))
         return module.full((RANK + 1, 2), context.replica_id_in_sync_group)
 
-    for module in (np, place.xp):  # an array of the host goes to the device
+    for module in (np, place.xp):  # an array of the host moves to the device
         contexts.clear()
         found = strategy.experimental_distribute_values_from_function(
             lambda context, xp=module: value_fn(context, xp)

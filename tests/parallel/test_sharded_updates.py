@@ -1,4 +1,4 @@
-"""Updates that are split over the replicas give the unsplit ones' results, with a part of the slots on each."""
+"""Updates split over the replicas give the unsplit results, with part of the slots on each."""
 
 import copy
 import itertools
@@ -40,7 +40,7 @@ OPTIMIZERS = {
 
 
 class Model:
-    """Variables of several kinds, and an optimizer of them."""
+    """Variables of several kinds, and their optimizer."""
 
     def __init__(self, strategy, optimizer, shapes=SHAPES, dtypes=DTYPES):
         self.strategy = strategy
@@ -80,7 +80,7 @@ def both(place):
 
 
 def check_equal(found, expected, place):
-    """On the host the same bits; on GPUs, where NCCL chooses the order of sums, nearly."""
+    """The same bits on the host; nearly on GPUs, where NCCL chooses the order of sums."""
     assert len(found) == len(expected)
     for one, other in zip(found, expected, strict=True):
         if place.kind == "CPU":
@@ -112,7 +112,7 @@ def test_values_and_slots_are_those_of_unsplit_updates(both, place, optimizer):
     "count", [0, 1, N - 1, N, 256 * N - 1, 256 * N, 256 * N + 1, 40_000, 300_001]
 )
 def test_any_number_of_elements(both, place, count):
-    """Fewer than ranks, fewer than are split, a message in a record, in a mailbox, and one for compiled loops."""
+    """Fewer than ranks, fewer than are split, a message in a record or mailbox, compiled loops."""
     made = (
         Model(strategy, OPTIMIZERS["Adam"], [(count,), (3,)], ["float32"] * 2).train(2)
         for strategy in both
@@ -123,9 +123,8 @@ def test_any_number_of_elements(both, place, count):
 
 def test_norms_over_a_variable_take_all_parts(both):
     expected, found = (Model(strategy, lambda: LAMB(0.1)).train(3).values() for strategy in both)
-    for one, other in zip(
-        found, expected, strict=True
-    ):  # each rank adds up the squares of its part
+    # Each rank adds up the squares of its part.
+    for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(
             one, other, rtol=2e-3 if one.dtype == np.float16 else 1e-5, atol=1e-6
         )
@@ -345,7 +344,7 @@ def test_the_keyword_must_match(place):
 
 
 def test_central_storage_takes_it_too(place):
-    """On GPUs it splits updates, on CPUs they are split in any case; the bits are those of the ordinary one there."""
+    """On GPUs it splits updates; on CPUs all do, so the bits are those of the ordinary strategy."""
     results = []
     for shard_updates in (False, True):
         with hs.CentralStorageStrategy(place.devices, shard_updates=shard_updates) as strategy:
@@ -402,7 +401,7 @@ class Asked:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("place", ["GPU"], indirect=True)
 def test_what_a_step_asks_of_nccl(both, place):
-    """What docs/scale.md counts with: one call, or two that move a part each."""
+    """The counts of docs/scale.md: one call, or two that move a part each."""
     part = 1024
     for strategy, expected in zip(
         both,

@@ -1,4 +1,4 @@
-"""Where variables live: the ranks stay in step, and memory comes back."""
+"""Where variables are stored: the ranks stay in step, and memory is reused."""
 
 import contextvars
 import gc
@@ -26,7 +26,7 @@ on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
 @pytest.fixture(autouse=True)
 def _no_garbage_of_other_tests():
     gc.collect()
-    gc.freeze()  # so that the next collections need not look at what all tests keep
+    gc.freeze()  # so that the next collections need not visit what all tests keep
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -51,7 +51,7 @@ def no_collection():
 
 
 def settle():
-    """Tells storage of all variables that died: making the next one does."""
+    """Tells storage of all variables that died: creating the next variable does."""
     hs.Variable(0.0)
     hs.Variable(0.0)
 
@@ -61,7 +61,7 @@ def start_of(v):
 
 
 def test_many_come_and_go(strategy):
-    """Sizes and moments of death are drawn alike; each variable keeps its numbers."""
+    """All ranks draw the same sizes and times of death; each variable keeps its numbers."""
     random = np.random.default_rng(5)
     alive = {}
     for i in range(300):
@@ -103,7 +103,7 @@ def test_memory_goes_back_to_the_system(strategy):
 
 
 def backed(strategy):
-    """Bytes of memory behind the segment in which the strategy's variables are."""
+    """The bytes of the segment that holds the strategy's variables."""
     communicator: Any = strategy._group.communicator
     shared = isinstance(strategy, hs.CentralStorageStrategy) and N > 1
     found = communicator.segment if shared else private_memory().segment
@@ -112,7 +112,7 @@ def backed(strategy):
 
 @on_the_cpu
 def test_a_place_is_used_again_once_all_ranks_have_told(central, no_collection):
-    """Garbage collection comes at different moments: here on rank 0 first, then on each other."""
+    """Garbage collection comes at different times: here on rank 0 first, then on the others."""
     fence = hs.Variable(0.0)
     ring: list[Any] = [hs.Variable(np.full(5_000, 3.0))]
     ring.append(ring)  # dies only when the collector finds it
@@ -146,9 +146,8 @@ def test_many_in_rings_with_collection_on_one_rank_only(strategy, place, no_coll
         del ring
     for i, v in keep:
         assert (v.numpy() == i + N).all()
-        if (
-            isinstance(strategy, hs.CentralStorageStrategy) and place.kind == "CPU"
-        ):  # one memory for all ranks
+        # One memory for all ranks.
+        if isinstance(strategy, hs.CentralStorageStrategy) and place.kind == "CPU":
             assert len(set(COMM.allgather(start_of(v)))) == 1
 
 
@@ -158,7 +157,7 @@ def test_dead_variables_are_told_also_after_a_failure(central):
     start = start_of(first)
     del first
     if N > 1:
-        with pytest.raises(hs.ReplicaMismatchError):  # the call that would have told
+        with pytest.raises(hs.ReplicaMismatchError):  # the call that would have reported it
             hs.Variable(np.ones(3 + RANK))
     with pytest.raises(MemoryError):
         hs.Variable(np.broadcast_to(np.float32(0), (10**14,)))
@@ -179,7 +178,7 @@ def test_a_variable_for_which_there_is_no_memory(strategy, xp):
 
 @on_the_cpu
 def test_memory_that_one_rank_does_not_get(strategy, monkeypatch):
-    """Less than what is reserved, so it is the system that refuses, on the rank that asks it."""
+    """Less than what is reserved, so the system refuses, on the rank that asks it."""
     first = hs.Variable([1.0])
     with monkeypatch.context() as patch:
         if RANK == 0:
@@ -210,7 +209,7 @@ def test_an_initial_value_that_fails_on_one_rank(strategy):
 
 @pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 def test_ranks_that_write_different_variables_are_told(strategy, xp):
-    """Of one name and one shape: nothing but the variable itself differs."""
+    """With one name and one shape: only the variable itself differs."""
     for shape in [(3,), (9_000,)]:
         v, w = (hs.Variable(np.zeros(shape), aggregation="SUM") for _ in range(2))
         with pytest.raises(hs.ReplicaMismatchError) as caught:

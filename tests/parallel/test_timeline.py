@@ -24,7 +24,7 @@ def test_ranks_of_one_host_begin_at_one_number():
 
 
 def test_the_begins_of_several_hosts_are_one_moment():
-    """Each rank poses as a host of its own: what is found lies within the meetings, so before now."""
+    """Each rank poses as a separate host: what is found is within the meetings, so before now."""
     communicator = connect()
     before = start.meet(communicator, 1)
     zero = start.zero(communicator, list(range(communicator.size)))
@@ -43,8 +43,8 @@ def test_spans_of_a_gpu_have_times_of_the_host(place):
         span, on_host = (
             Span("communication", name, None, 0, 0) for name in ("on a stream", "on the host")
         )
-        spans.begin(on_host, None)
-        spans.begin(span, other if number == 1 else stream.raw)
+        spans.start(on_host, None)
+        spans.start(span, other if number == 1 else stream.raw)
         with stream.current():
             assert place.xp.arange(1000).sum() == 499_500
         spans.end(span)
@@ -53,7 +53,7 @@ def test_spans_of_a_gpu_have_times_of_the_host(place):
         assert span.has_range and on_host.has_range and on_host.stream is None
         found.append(spans.times(span))
         spans.compare_clocks()
-    slack = 60 * 10**9  # the host notes an event's time a little late, on a busy machine by more
+    slack = 60 * 10**9  # the host records an event's time a little late, on a busy machine by more
     assert [track for track, _, _ in found] == [0, 1, 0]
     for _, begin, end in found:
         assert begun - slack <= begin <= end <= time.perf_counter_ns() + slack

@@ -1,4 +1,4 @@
-"""hpcstrat.torch: modules on several replicas, next to PyTorch's DistributedDataParallel over gloo."""
+"""hpcstrat.torch: modules on several replicas, next to DistributedDataParallel over gloo."""
 
 import copy
 import os
@@ -18,9 +18,8 @@ COMM = MPI.COMM_WORLD
 N, RANK = COMM.size, COMM.rank
 
 
-on_the_cpu = pytest.mark.parametrize(
-    "place", ["CPU"], indirect=True
-)  # PyTorch knows no simulated GPU
+# PyTorch does not know simulated GPUs.
+on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def same_everywhere(tensors):
 
 
 class Tied(torch.nn.Module):
-    """Two layers that share their weights, and one that is frozen."""
+    """Two layers with common weights, and a frozen one."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +81,7 @@ OPTIMIZERS = {
 
 
 def train(module, model, optimizer, reduce, steps=8):
-    """The losses of this rank, whose parts of the batches have 5 examples and its rank more."""
+    """The losses of this rank, whose parts of the batches have 5 examples plus its rank."""
     generator = torch.Generator().manual_seed(RANK)
     losses = []
     for _ in range(steps):
@@ -101,7 +100,7 @@ def train(module, model, optimizer, reduce, steps=8):
 @pytest.mark.parametrize("optimizer", slow_but(["SGD"], OPTIMIZERS))
 @pytest.mark.parametrize("kind", MODULES)
 def test_the_losses_are_those_of_ddp(strategy, ddp, kind, optimizer):
-    torch.manual_seed(RANK)  # as programs have it that set no seed: replicas begin differently
+    torch.manual_seed(RANK)  # as in programs that set no seed: replicas start differently
     ours = MODULES[kind]().double()
     theirs = copy.deepcopy(ours)
     model = ddp(theirs)
@@ -126,7 +125,7 @@ def test_the_losses_are_those_of_ddp(strategy, ddp, kind, optimizer):
 
 
 class Branches(torch.nn.Module):
-    """Of four branches the input takes those that it is told."""
+    """Of four branches the input takes the given ones."""
 
     def __init__(self):
         super().__init__()
@@ -140,9 +139,8 @@ class Branches(torch.nn.Module):
 
 @pytest.mark.parametrize("op", ["MEAN", "SUM"])
 def test_parameters_that_some_or_all_replicas_leave_unused(strategy, ddp, op):
-    taken = (
-        [0, 1] if RANK == 0 else [0]
-    )  # the last two no replica takes, the second one rank 0 alone
+    # No replica takes the last two, and only rank 0 takes the second.
+    taken = [0, 1] if RANK == 0 else [0]
     x = torch.full((3, 2), RANK + 1.0, dtype=torch.float64)
     theirs = Branches()
     if op == "MEAN":
@@ -186,7 +184,7 @@ def test_a_sum_of_uneven_parts_is_the_gradient_of_the_whole_batch(strategy):
 
 
 def module_of(**tensors):
-    """A module with these parameters, or buffers where they cannot require gradients, as `of_` and their names."""
+    """A module with these parameters (or buffers, without gradients) as `of_` and their names."""
     module = torch.nn.Module()
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.is_complex():

@@ -1,4 +1,4 @@
-"""A variable has the methods of its array, and is formatted, rounded and iterated as it is."""
+"""A variable has the methods of its array, and is formatted, rounded and iterated like it."""
 
 import inspect
 from typing import Any
@@ -49,7 +49,7 @@ def within(request, strategy):
 
 @pytest.fixture
 def pair(strategy, xp):
-    """An array and the variable of it."""
+    """An array and a variable of it."""
     array = xp.array([[1.5, 2.0, -3.0], [0.5, 0.0, 4.0]], np.float32)
     with strategy.scope():
         return array, hs.Variable(array)
@@ -204,7 +204,7 @@ def test_membership_is_of_elements(strategy):
 @on_the_cpu
 def test_an_integer_is_a_size_as_a_numpy_scalar_is(strategy, within):
     with strategy.scope():
-        n: Any = hs.Variable(3)  # to type checkers a size is an int
+        n: Any = hs.Variable(3)  # for type checkers a size is an int
 
     def body():
         for size in (
@@ -260,7 +260,7 @@ def test_what_has_a_value_a_replica_refuses_what_would_communicate(strategy):
 
 
 def test_methods_have_no_rank_to_wait_for(pair):
-    """One rank alone calls them all: nothing communicates."""
+    """Only one rank calls them all: nothing communicates."""
     array, v = pair
     if RANK == N - 1:
         for name, calls in METHODS.items():

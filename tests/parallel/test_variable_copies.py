@@ -1,4 +1,4 @@
-"""Copies of a variable, and of what holds variables: of their own and the same strategy; pickles, of its array."""
+"""Copies of variables and of objects with variables; a pickle has the variable's array."""
 
 import copy
 import pickle
@@ -160,7 +160,7 @@ def test_a_variable_pickles_as_its_array(strategy, dtype):
         assert type(found["model"][0]) is np.ndarray and found["model"][0] is found["model"][1]
         assert found["model"][0].dtype == array.dtype and np.array_equal(found["model"][0], array)
         assert (found["step"].shape, found["step"].dtype, int(found["step"])) == ((), np.int32, 5)
-        assert b"hpcstrat" not in message  # which loads without it
+        assert b"hpcstrat" not in message  # it loads without hpcstrat
         found["model"][0][...] = 0  # a copy
     assert calls.number == before and np.array_equal(v.numpy(), array)
     received = hs.broadcast_object(v)

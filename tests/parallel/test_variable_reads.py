@@ -67,10 +67,9 @@ def test_reads_across_replicas_are_snapshots(strategy, xp):
         assert kept.tolist() == [0, 1, 2, 3]
 
 
+# By NumPy 2.5, which still does it.
 @pytest.mark.core
-@pytest.mark.filterwarnings(
-    "ignore:Setting the shape:DeprecationWarning"
-)  # by NumPy 2.5, which still does it
+@pytest.mark.filterwarnings("ignore:Setting the shape:DeprecationWarning")
 def test_reads_in_a_replica_are_the_array_itself(strategy, xp):
     with strategy.scope():
         v = hs.Variable(xp.arange(4.0), aggregation="MEAN")
@@ -96,7 +95,7 @@ def test_reads_in_a_replica_are_the_array_itself(strategy, xp):
 
 @on_the_cpu
 def test_reads_in_a_replica_are_read_only(strategy):
-    """As NumPy can make them, and CuPy cannot."""
+    """NumPy can make them, but CuPy cannot."""
     with strategy.scope():
         v = hs.Variable(np.arange(4.0))
         for array in (
@@ -139,14 +138,14 @@ def test_a_view_that_leaves_run_is_copied(strategy, xp):
 
 
 class Result:
-    """An object that is no nest."""
+    """An object that is not a nest."""
 
     def __init__(self, **values):
         self.__dict__.update(values)
 
 
 class Wrapped:
-    """An array of a library that knows `__array__` alone."""
+    """An array of a library that knows only `__array__`."""
 
     def __init__(self, array):
         self.array = array
@@ -260,7 +259,7 @@ BINARY_OF_NUMPY = [np.dot, np.outer, np.add.outer, np.concatenate]
 
 
 def equal(found, expected):
-    """Whether a result is the one of the array, of its type and bit by bit."""
+    """Whether a result equals the array's, in type and bit by bit."""
     if isinstance(expected, tuple):
         return type(found) is type(expected) and all(map(equal, found, expected))
     return type(found) is type(expected) and np.array_equal(hs.asnumpy(found), hs.asnumpy(expected))
@@ -375,7 +374,7 @@ def test_an_integer_is_an_index_as_its_array_is(strategy, place, within):
         if place.kind == "CPU":
             assert "abcdef"[i] == "d"
             assert list(range(i)) == [0, 1, 2]
-        else:  # CuPy's arrays are no indices
+        else:  # CuPy's arrays are not indices
             with pytest.raises(TypeError):
                 range(i)
         with pytest.raises(TypeError):

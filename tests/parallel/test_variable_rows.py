@@ -37,14 +37,14 @@ def scatter(v, verb, values, indices):
 
 
 def rows_of(rank, count, rows):
-    """Indices of a replica, some of them several times, and for each a row of powers of 2, which multiply exactly."""
+    """A replica's indices, some repeated, each with a row of powers of 2: products are exact."""
     indices = (np.arange(count) * 5 + 3 * rank) % rows
     values = 2.0 ** ((np.arange(count)[:, None] + np.arange(3) + rank) % 3 - 1)
     return indices, values
 
 
 def one_by_one(verb, value, indices, values):
-    """What TensorFlow does: one row after the other."""
+    """As TensorFlow does it: one row after another."""
     for index, row in zip(indices, values, strict=True):
         if verb == "update":
             value[index] = row
@@ -57,7 +57,7 @@ def one_by_one(verb, value, indices, values):
 def test_one_value_for_all_replicas(strategy, xp, verb, shape):
     initial = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
     indices, values = rows_of(0, 2 * len(initial), len(initial))
-    v = variable(strategy, xp.asarray(initial), aggregation="MEAN")  # which concerns replicas only
+    v = variable(strategy, xp.asarray(initial), aggregation="MEAN")  # it concerns replicas only
     assert scatter(v, verb, xp.asarray(values), xp.asarray(indices)) is v
     one_by_one(verb, initial, indices, values)
     np.testing.assert_allclose(v.numpy(), initial, rtol=1e-12)
@@ -131,9 +131,8 @@ def test_dtypes(strategy, dtype):
 
 def test_short_floats_are_added_in_more_digits(strategy, xp):
     v = variable(strategy, np.zeros(2, np.float16))
-    scatter(
-        v, "add", xp.ones(3000, np.float16), xp.zeros(3000, np.int64)
-    )  # one by one they would stay at 2048
+    # Added one by one they would stay at 2048.
+    scatter(v, "add", xp.ones(3000, np.float16), xp.zeros(3000, np.int64))
     assert v.numpy().tolist() == [3000, 0]
 
 

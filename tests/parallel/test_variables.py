@@ -17,6 +17,7 @@ COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
 BFLOAT16 = ml_dtypes.bfloat16
+# In a record, in a mailbox, in many chunks of every rank.
 SHAPES = [
     (),
     (3,),
@@ -24,7 +25,7 @@ SHAPES = [
     (7, 7),
     (70, 130),
     (400_003,),
-]  # in a record, in a mailbox, in many chunks of every rank
+]
 
 
 on_one_strategy = pytest.mark.parametrize(
@@ -174,7 +175,7 @@ def test_names_that_end_in_the_replicas_number(strategy):
 
 
 @pytest.mark.core
-@pytest.mark.mpi(min_size=2)  # one rank has no other's name
+@pytest.mark.mpi(min_size=2)  # one rank has no other rank's name
 def test_other_names_that_differ_are_a_mismatch(strategy):
     with pytest.raises(hs.ReplicaMismatchError, match=r"rank 0: .*'w_1'(.|\n)*rank 1: .*'w_2'"):
         strategy.run(lambda: hs.Variable(1.0, name=f"w_{RANK + 1}"))
@@ -292,7 +293,7 @@ def test_a_write_waits_for_a_rank_that_still_reads(strategy, write):
         v = hs.Variable(np.zeros(20_000), aggregation="SUM")
     for late in range(N):
         if late == RANK:
-            time.sleep(0.01)  # in which the others go as far as they may
+            time.sleep(0.01)  # the others go as far as they can meanwhile
         np.testing.assert_allclose(v.numpy(), late)
         WRITES[write](strategy, v, strategy.xp.ones(20_000))
 
@@ -311,7 +312,7 @@ def test_writes_in_the_cross_replica_context_happen_once(strategy, xp, verb, agg
                 v = hs.Variable(before, aggregation=aggregation)
                 assert getattr(v, verb)(xp.asarray(new)) is v
             assert np.array_equal(v.numpy(), expected_of(verb, before, new))
-            getattr(v, verb)(new)  # outside of the scope too, and from the host
+            getattr(v, verb)(new)  # outside the scope too, and from the host
             assert np.array_equal(v.numpy(), expected_of(verb, expected_of(verb, before, new), new))
             assert same_everywhere(v.numpy())
 
@@ -351,7 +352,7 @@ def check_writes(strategy, place, verb, aggregation, dtype):
         expected = expected_of(verb, before, new)
         assert returned is v
         assert v.numpy().dtype == np.dtype(dtype)
-        if place.kind == "GPU" and aggregation == "MEAN":  # whose division differs in the last bit
+        if place.kind == "GPU" and aggregation == "MEAN":  # its division differs in the last bit
             np.testing.assert_allclose(v.numpy(), expected, rtol=1e-6)
         else:
             assert v.numpy().tobytes() == expected.tobytes()
@@ -377,7 +378,7 @@ def test_large_sums_are_in_rank_order_on_the_cpu(strategy, place):
 
 @pytest.mark.parametrize("place", ["CPU"], indirect=True)
 def test_half_precision_sums_are_rounded_once(strategy):
-    """On the CPU, where they are added up in single precision; NCCL adds in the dtype itself."""
+    """On the CPU, which adds up in single precision; NCCL adds in the dtype itself."""
     with strategy.scope():
         v = hs.Variable(np.zeros(50_000, np.float16), aggregation="MEAN")
     strategy.run(lambda: v.assign(np.full(50_000, 60_000, np.float16)))
@@ -540,7 +541,7 @@ def test_arrays_of_any_layout_are_written(strategy, xp):
 
 @pytest.mark.core
 def test_an_overflow_is_inf_on_every_rank(strategy, xp):
-    """Warnings are errors here, and one rank alone has the element that overflows."""
+    """Warnings are errors here, and only one rank has the element that overflows."""
     with strategy.scope():
         v = hs.Variable(np.full(100_000, 3e38, np.float32), aggregation="SUM")
     change = np.zeros(100_000)
@@ -568,7 +569,7 @@ def test_a_write_of_a_plain_variable_in_the_scope_is_local(strategy):
 
 @pytest.mark.core
 def test_many_variables_at_once(strategy, xp):
-    """More than what is kept of messages, and of sizes that alternate between record and mailbox."""
+    """More than is kept of messages, and sizes that alternate between record and mailbox."""
     shapes = [(1 + 37 * i % 90,) for i in range(30)]
     with strategy.scope():
         variables = [

@@ -93,7 +93,7 @@ def test_an_error_of_the_lead_is_everyones():
     assert hs.on_lead(lambda: 7) == 7
 
 
-@pytest.mark.mpi(min_size=2)  # with one rank it is a call like any other
+@pytest.mark.mpi(min_size=2)  # with one rank it is an ordinary call
 def test_what_the_lead_runs_must_not_communicate():
     with pytest.raises(hs.ReplicaMismatchError, match="barrier"):
         hs.on_lead(hs.barrier)

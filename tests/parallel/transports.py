@@ -35,21 +35,19 @@ OPERATIONS = {
     "bool": (MIN, MAX),
 }
 HOST = ("shared memory", "MPI", "MPI in pieces", "hierarchical", "solo")
-DEVICE = (
-    ("NCCL", "staged") if COMM.size > 1 else ("staged",)
-)  # one rank alone has nothing to do for NCCL
+# One rank alone has nothing to do for NCCL.
+DEVICE = ("NCCL", "staged") if COMM.size > 1 else ("staged",)
 _made = {}
 
 
 def parametrize(metafunc, transports):
-    """Runs a test that takes one of these fixtures on each of its transports, with `place` where the arrays are."""
+    """Runs a test with one of these fixtures on each transport; `place` is where the arrays are."""
     for fixture in transports.keys() & set(metafunc.fixturenames):
         names = transports[fixture]
         cases = [("GPU" if name in DEVICE else "CPU", name) for name in names]
         mark = pytest.mark.parametrize(("place", fixture), cases, indirect=True, ids=names)
-        metafunc.definition.add_marker(
-            mark
-        )  # which counts before the parameters that `place` has of its own
+        # It takes precedence over the parameters that `place` has itself.
+        metafunc.definition.add_marker(mark)
 
 
 def transport(name, monkeypatch, place=None):
@@ -62,7 +60,7 @@ def transport(name, monkeypatch, place=None):
     kind = "MPI" if name == "MPI in pieces" else name
     if kind not in _made:
         comm: Any = worlds.start().comm
-        if kind == "hierarchical":  # as if the last rank were on a host of its own
+        if kind == "hierarchical":  # as if the last rank were on a separate host
             made = HierarchicalCommunicator(comm.Dup(), comm.Split(comm.rank == comm.size - 1))
         else:
             made = (
@@ -86,7 +84,7 @@ def on_gpus(name, control, place) -> Any:
 
 
 def close_devices():
-    """To be called when a file's tests are done."""
+    """To be called after a file's tests."""
     for name in DEVICE:
         if name in _made:
             COMM.Barrier()
@@ -137,13 +135,12 @@ def check(found, expected, xp=np):
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     host = asnumpy(found)
-    assert host.tobytes() == expected.tobytes() or np.array_equal(
-        host, expected
-    )  # the zeros of either sign
+    # The zeros of either sign.
+    assert host.tobytes() == expected.tobytes() or np.array_equal(host, expected)
 
 
 def digests(arrays):
-    """The same on every rank, or the ranks have different bits."""
+    """All ranks' digests of these arrays: different if the ranks have different bits."""
     return COMM.allgather([hashlib.sha256(array.tobytes()).hexdigest() for array in arrays])
 
 
@@ -156,7 +153,7 @@ def has(xp, dtype):
 
 
 def works(communicator, place):
-    """The call after one that went wrong."""
+    """The call after one that failed."""
     rank, size = communicator.rank, communicator.size
     (total,) = communicator.all_reduce([place.xp.full(7000, float(rank + 1))], SUM)
     assert total.tolist() == [size * (size + 1) / 2] * 7000

@@ -41,7 +41,7 @@ def test_exponential_decay():
 
 
 def test_piecewise_constant_decay():
-    """TensorFlow's example: 1.0 for the first 100001 steps, 0.5 for the next 10000 and 0.1 after."""
+    """TensorFlow's example: 1.0 for the first 100001 steps, 0.5 for the next 10000, then 0.1."""
     schedule = schedules.PiecewiseConstantDecay([100000, 110000], [1.0, 0.5, 0.1])
     found = [schedule(step) for step in (0, 100000, 100001, 110000, 110001, 10**6)]
     assert found == [1.0, 1.0, 0.5, 0.5, 0.1, 0.1]

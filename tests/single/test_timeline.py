@@ -38,7 +38,7 @@ from internals import timeline as command
 
 def begin(to, *arguments, **options):
     """Starts a span, which must be recorded."""
-    span = to.begin(*arguments, **options)
+    span = to.start(*arguments, **options)
     assert span is not None
     return span
 
@@ -47,7 +47,7 @@ def test_a_span_within_one_of_its_category_is_a_part_of_it():
     spans = Spans()
     run = begin(spans, RUN, "run f", None)
     update = begin(spans, UPDATE, "apply", 8)
-    assert spans.begin(UPDATE, "apply again", 8) is None
+    assert spans.start(UPDATE, "apply again", 8) is None
     on_gpu = begin(spans, UPDATE, "kernel", None, anyway=True)
     for span in (on_gpu, update, run):
         spans.end(span)
@@ -73,7 +73,7 @@ def test_threads_have_spans_of_their_own():
 
 def test_no_more_is_recorded_than_the_limit():
     spans = Spans(limit=2)
-    noted = [spans.begin(category, "x", None) for category in (RUN, UPDATE, WAITING)]
+    noted = [spans.start(category, "x", None) for category in (RUN, UPDATE, WAITING)]
     assert [span is None for span in noted] == [False, False, True]
     assert spans.is_full
 
@@ -127,8 +127,8 @@ def test_what_is_recorded_can_be_read(tmp_path):
 def test_what_is_open_at_the_end_of_the_job_is_there(tmp_path):
     path, to = make(tmp_path)
     note(to, (RUN, "run f", None, []))
-    to.begin(RUN, "run g", None, None)
-    to.begin(WAITING, "the other ranks", None, None)
+    to.start(RUN, "run g", None, None)
+    to.start(WAITING, "the other ranks", None, None)
     to.save_before_the_end()
     found = read(path)
     assert [(span.name, span.is_open) for span in found.tracks[0][0]] == [
@@ -136,7 +136,7 @@ def test_what_is_open_at_the_end_of_the_job_is_there(tmp_path):
         ("run g", True),
         ("the other ranks", True),
     ]
-    assert to.begin(RUN, "run h", None, None) is None
+    assert to.start(RUN, "run h", None, None) is None
 
 
 def test_what_lasts_is_written_while_it_does_and_once(tmp_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_a_line_that_a_kill_cut_is_left_out(tmp_path):
 def test_a_full_timeline_says_so_once(tmp_path, capsys):
     path, to = make(tmp_path, limit=1)
     for _ in range(3):
-        if (span := to.begin(RUN, "run f", None, None)) is not None:
+        if (span := to.start(RUN, "run f", None, None)) is not None:
             to.end(span)
     to.close()
     assert capsys.readouterr().err.count("is full") == 1
@@ -177,7 +177,7 @@ def test_a_full_disk_ends_the_timeline_and_not_the_program(tmp_path, capsys):
     note(to, (RUN, "run f", None, []))
     to.close()
     assert "cannot be written any more" in capsys.readouterr().err
-    assert to.begin(RUN, "run f", None, None) is None
+    assert to.start(RUN, "run f", None, None) is None
 
 
 def test_the_parts_of_all_hosts_become_one(tmp_path):
@@ -254,7 +254,7 @@ def test_clocks_are_compared_within_the_meetings():
 
 
 def make_timeline(*ranks, cores=8):
-    """A timeline of spans (start, end, category, name) per rank, or of a dict of tracks per rank."""
+    """A timeline from spans (start, end, category, name), or a dict of tracks, per rank."""
     tracks = {
         rank: {
             number: [TraceSpan(*span) for span in spans]

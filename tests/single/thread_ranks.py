@@ -45,7 +45,7 @@ class Rank:
 
 
 def on_ranks(size, program) -> list[Any]:
-    """Returns what `program(communicator)` returns on `size` ranks, or raises its first exception."""
+    """The results of `program(communicator)` on `size` ranks; raises the first exception."""
     barrier, table = threading.Barrier(size), [None] * size
     ranks = [Rank(rank, barrier, table) for rank in range(size)]
     results, errors = [None] * size, []

@@ -274,7 +274,7 @@ class ndarray:
         elif stream != -1:
             consumer = next((one for one in _streams.queues() if one.address == stream), None)
         if consumer not in (None, own):  # it waits for the current stream
-            own.begin()
+            own.start()
             consumer.wait(dict(own.clock), own.marker())
         return DlpackCapsule(self)
 

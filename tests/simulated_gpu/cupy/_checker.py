@@ -201,7 +201,7 @@ class Lane:
         self.clock = {}
         self._heard = None
 
-    def begin(self):
+    def start(self):
         """Starts one more piece of work, enqueued by the calling thread."""
         raise_overdue()
         thread = host()

@@ -29,7 +29,7 @@ class Graph:
                 "one"
             )
         for put in self._captured:
-            queue.begin()
+            queue.start()
             put()
 
     def upload(self, stream=None):

@@ -40,7 +40,7 @@ class RawKernel:
         if self._kernel is None:
             self._kernel = _compiled(kernels_on_host.RawKernel, self.code, self.name)
         kernel, queue, where = self._kernel, _streams.current_queue(), _checker.place()
-        queue.begin()
+        queue.start()
         passed = []
         for argument, parameter in zip(args, kernel.parameters, strict=True):
             if isinstance(argument, ndarray):

@@ -33,7 +33,7 @@ def launch(function, *operands, out=None, reads_out=False, also_writes=()):
         also_writes: the operands that are also written to.
     """
     queue = _streams.current_queue()
-    queue.begin()
+    queue.start()
     for one in operands:
         one.touch(queue, writes=False)
     for one in also_writes:
@@ -148,7 +148,7 @@ def to_current_device(source, order="K"):
     if not source.flags.c_contiguous and not source.flags.f_contiguous:
         raise NotImplementedError("CuPy cannot copy non-contiguous array between devices.")
     queue = _streams.current_queue()
-    queue.begin()
+    queue.start()
     source.data.mem.block.history.access(queue, 0, source.data.mem.block.size, writes=False)
     made = ndarray(
         source.shape,

@@ -53,7 +53,7 @@ class Queue(_checker.Lane):
         self.address = next(_addresses)
         self.later = collections.deque()
 
-    def begin(self):
+    def start(self):
         """See `Lane`. The null stream and blocking streams are ordered with each other."""
         if self.is_blocking and len(_blocking[self.device]) > 1:
             null = null_queue(self.device)
@@ -61,10 +61,10 @@ class Queue(_checker.Lane):
                 if other is not self:
                     _checker.join(self.clock, other.clock)
                     self._wait(other.marker())
-        super().begin()
+        super().start()
 
     def refuse_capture(self):
-        """Raises if the stream captures: then CUDA allows no waits and no copies from or to the host.
+        """Raises if the stream captures: CUDA then allows no waits, and no copies from or to hosts.
 
         Raises:
             CUDARuntimeError: the stream captures.
@@ -92,12 +92,12 @@ class Queue(_checker.Lane):
     def wait(self, clock, marker):
         """Makes later work wait for work elsewhere."""
         self.refuse_capture()
-        self.begin()
+        self.start()
         _checker.join(self.clock, clock)
         self._wait(marker)
 
     def put(self, work):
-        """Calls `work()` after the earlier work on the stream. Returns whether it is done already."""
+        """Calls `work()` after earlier work on the stream. Returns whether it is already done."""
         if self.captured is not None:
             self.captured.append(lambda: self.put(work))
             return False
@@ -122,7 +122,7 @@ class Queue(_checker.Lane):
         _launching.discard(threading.get_ident())
 
     def _leave(self, work):
-        """Leaves work until earlier work is done: a thread then does it, as a GPU makes progress."""
+        """Leaves work until earlier work is done: then a thread does it, as a GPU would."""
         self.later.append(work)
         _start_thread()
         _is_work_left.set()
@@ -259,7 +259,7 @@ def null_queue(device):
 
 
 class _State:
-    """The state of one thread. `current` and the stacks are CuPy's: `with` pushes, `use` does not."""
+    """One thread's state. `current` and the stacks are CuPy's: `with` pushes, `use` does not."""
 
     def __init__(self):
         self.device = 0
@@ -492,7 +492,7 @@ class Event:
             from .cuda.runtime import CUDARuntimeError
 
             raise CUDARuntimeError(400)
-        queue.begin()
+        queue.start()
         self._clock = dict(queue.clock)
         self._marker = queue.marker()
         self._at = time.perf_counter()

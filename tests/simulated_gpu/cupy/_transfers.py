@@ -81,7 +81,7 @@ def to_device(target, source, queue, is_async, keeps=False):
         keeps: whether pinned memory is kept alive until the host has waited.
     """
     queue.refuse_capture()
-    queue.begin()
+    queue.start()
     target.touch(queue, writes=True)
     memory, view = _pinned(source), target.host
     if not is_async or memory is None:
@@ -100,7 +100,7 @@ def to_device(target, source, queue, is_async, keeps=False):
 def to_host(source, target, queue, is_async):
     """Copies device memory to a contiguous NumPy array; if it is not pinned, the host waits."""
     queue.refuse_capture()
-    queue.begin()
+    queue.start()
     source.touch(queue, writes=False)
     memory, view = _pinned(target), source.host
     if not is_async or memory is None:

@@ -277,7 +277,7 @@ class NcclCommunicator:
             self._graphs.add(queue.captured)
             return
         self._refuse_overlaps(calls)
-        queue.begin()
+        queue.start()
         for call in calls:
             for memory, writes in ((call.source, False), (call.target, True)):
                 if memory is not None and len(memory[1]):
@@ -341,7 +341,7 @@ class _Call:
         self.verb, self.dtype, self.count, self.facts, self.where = verb, dtype, count, facts, where
 
     def is_in_place(self, rank):
-        """Whether the result is written where NCCL's documentation allows it to overlap the input."""
+        """Whether the result overlaps the input in the way that NCCL's documentation allows."""
         part = rank * self.count * self.dtype.itemsize
         source = self.source[0].ptr + self.source[1].start
         target = self.target[0].ptr + self.target[1].start
