@@ -152,9 +152,8 @@ def main():
         return f"gpu_hazards.py: no GPU can be used here: {found.stderr.strip().splitlines()[-1]}"
     device, rows = json.loads(found.stdout), []
     print(device["text"], flush=True)
-    signal.signal(
-        signal.SIGTERM, lambda *_: sys.exit("gpu_hazards.py: ended by SIGTERM")
-    )  # after the table
+    # The message comes after the table.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("gpu_hazards.py: ended by SIGTERM"))
     with contextlib.ExitStack() as stack:
         options.log = options.log or pathlib.Path(
             stack.enter_context(tempfile.TemporaryDirectory())

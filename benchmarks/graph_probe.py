@@ -189,8 +189,8 @@ def probe(layers, batch, communicator, steps, rounds):
     with stream:
         network = Network(layers, batch, communicator, stream)
         start = network.flat.copy()
-        # A pool for captured memory only: its temporaries go back there, and every replay writes to
-        # them.
+        # A pool for captured memory only: its temporaries return to it, and every replay
+        # writes to them.
         with cp.cuda.using_allocator(pool.malloc):
             for _ in range(3):  # kernels are compiled, the pool fills, NCCL connects
                 network.step()

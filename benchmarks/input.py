@@ -59,10 +59,10 @@ def own_parts(count, batch, seed):
     """The indices of this rank's rows in each batch."""
     order, parts = np.random.default_rng(seed).permutation(count), []
     for start in range(0, count, batch):
-        share, rest = divmod(batch, COMM.size)
+        share, rest = divmod(min(batch, count - start), COMM.size)
         first = start + share * COMM.rank + min(COMM.rank, rest)
         last = first + share + (COMM.rank < rest)
-        parts.append(order[first : min(last, start + batch)])
+        parts.append(order[first:last])
     return parts
 
 

@@ -44,7 +44,7 @@ from hpcstrat._memory.allocator import (
     gpu_memory,
     private_memory,
 )
-from hpcstrat._memory.layout import Layout, layout_of
+from hpcstrat._memory.layout import Layout, PackKernel, layout_of
 from hpcstrat._memory.segment import available_memory, make_private_segment, physical_memory
 from hpcstrat._process import (
     driver,

@@ -142,9 +142,8 @@ def test_a_rank_that_leaves_the_others_is_no_success(cell, status):
     cell.write(training(f"if step == 13 and rank == last: os._exit({status})"))
     ended = cell("hpcstrat", "run", "-n", "2", "program.py")
     assert ended.status != 0 and "weight" not in ended.stdout
-    if (
-        status == 0 and "BAD TERMINATION" not in ended.stdout
-    ):  # mpiexec's, if the process that it kills ends first
+    # BAD TERMINATION is mpiexec's, if the process that it kills ends first.
+    if status == 0 and "BAD TERMINATION" not in ended.stdout:
         assert (
             "left after step 12 without the others, as by os._exit; the status is 1" in ended.stderr
         )

@@ -23,8 +23,7 @@ import tempfile
 import numpy as np
 
 _FOLDER = pathlib.Path(__file__).parent
-# Without contraction, so that the code computes what it says; without errno, so that loops are
-# vectorized.
+# No contraction: the code computes what it says. No errno: loops are vectorized.
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
 # The compiler inserts a call before each memory access: see checked_memory.hpp, which is called.
 _CHECKED = ("-DCHECKED", "-fsanitize=thread", "-nodefaultlibs")

@@ -83,7 +83,7 @@ class Fault:
             is printed.
         status: the exit status; `None` for any but 0, `ANY` if mpirun may not notice a fault.
         ranks: the number of ranks; the program calls the last one `last`.
-        begin: the lines before.
+        begin: the program's first lines.
         env: more variables.
         limits: seconds that the ranks may wait for each other until the report, and until the end.
             Without them, and without a time-out in `env`, the job must end long before any.

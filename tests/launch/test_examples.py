@@ -278,11 +278,8 @@ def test_resume_ends_as_if_undisturbed(launch, gpus, tmp_path):
         undisturbed = launch(ROOT / "examples" / "resume.py", ranks, *options, path, gpus=are_seen)
         assert (undisturbed.status, undisturbed.leftovers) == (0, [])
         options.append(tmp_path / f"preempted {ranks}")
-        for steps in (
-            10,
-            19,
-            10,
-        ):  # 29 are an epoch: in the first epoch, at its end, and in the second
+        # 29 steps are an epoch: in the first epoch, at its end, and in the second.
+        for steps in (10, 19, 10):
             result = launch(PREEMPTED, ranks, str(steps), *options, gpus=are_seen)
             assert result.status == 75
         result = launch(ROOT / "examples" / "resume.py", ranks, *options, gpus=are_seen)

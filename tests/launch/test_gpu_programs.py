@@ -41,8 +41,7 @@ cat <<'TEXT'
 TEXT
 """
 ADDRESSES = ["0000:17:00.0", "0000:65:00.0", "0000:ca:00.0", "10000:e3:00.0"]
-# Prints fixed cores that a process may use, whatever this machine has; otherwise it is the real
-# program.
+# Prints fixed cores as those that a process may use; for the rest it is the real program.
 TASKSET = """
 if [ "$1 $#" = "-cp 2" ]; then
     echo "pid $2's current affinity list: $CORES"

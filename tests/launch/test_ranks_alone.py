@@ -48,12 +48,10 @@ def field(process, name):
 
 
 def lives(process):
+    # ProcessLookupError: it ended between the open and the read.
     try:
         return field(process, "State") not in "ZX"
-    except (
-        FileNotFoundError,
-        ProcessLookupError,
-    ):  # the latter if it ends between the open and the read
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -243,7 +243,7 @@ def test_ranks_that_call_nccl_differently_hang_and_are_ended(simulated, tmp_path
 KERNELS = """
 import cupy
 import numpy as np
-from internals import layout_of, packing
+from internals import PackKernel, layout_of
 
 x, totals, stream = cupy.arange(8.0), cupy.zeros(2), cupy.cuda.Stream(non_blocking=True)
 shifted = cupy.zeros(72, np.uint8)[4:68].view(np.float64)
@@ -255,7 +255,7 @@ def summed(operation):
 
 def packed(array, message):
     layout = layout_of((array.shape,), (array.dtype,))
-    packing.PackKernel(layout, layout.groups[0], message)([array])
+    PackKernel(layout, layout.groups[0], message)([array])
 
 
 def packed_unordered():

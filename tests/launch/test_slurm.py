@@ -13,10 +13,8 @@ import time
 
 import pytest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.xdist_group("slurm"),
-]  # one machine is one cluster at a time
+# One machine is one cluster at a time.
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
 ROOT = pathlib.Path(__file__).parents[2]
 SLURM = ROOT / "slurm"
 SECONDS = 90  # the time limit of a job

@@ -164,9 +164,8 @@ class _Ranks:
         self.ended = False
         self.reports = []
         self.folder = None
-        if (
-            self.comm.size > 1 and not config.option.basetemp
-        ):  # ranks would clean up each other's folders
+        # Ranks would clean up each other's folders.
+        if self.comm.size > 1 and not config.option.basetemp:
             self.folder = self.comm.bcast(
                 tempfile.mkdtemp(prefix="hpcstrat-test-") if self.comm.rank == 0 else None
             )
@@ -223,8 +222,7 @@ class _Ranks:
         )
         skipped = any(report.skipped for report in self.reports)
         outcome = _FAILED if failures else _SKIPPED if skipped else _PASSED
-        # The last line of an error, without the parts that differ between ranks with the same
-        # failure.
+        # The last line of an error, without what differs between ranks with the same failure.
         error = zlib.crc32(failures[0].longreprtext.splitlines()[-1].encode()) if failures else 0
         record = np.array([outcome, error, zlib.crc32(item.nodeid.encode())], np.int64)
         records = np.empty((self.comm.size, 3), np.int64)
@@ -281,9 +279,8 @@ class _Ranks:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self):
         for plugin in self.config.pluginmanager.get_plugins():
-            if (
-                type(plugin).__module__ == "pytest_mpi"
-            ):  # its closing table repeats the header in 20 lines
+            # Its closing table repeats the header in 20 lines.
+            if type(plugin).__module__ == "pytest_mpi":
                 self.config.pluginmanager.unregister(plugin)
 
     def pytest_keyboard_interrupt(self, excinfo):

@@ -18,8 +18,7 @@ import hpcstrat as hs
 # Short batches are intended.
 pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
 
-# Some replicas get more of a batch of 7 than others; some get none of an epoch's last batch, of 3
-# elements.
+# Some replicas get more of a batch of 7 than others; only one gets the last of an epoch, 1 element.
 ROWS, BATCH, EPOCHS = 22, 7, 2
 SHAPES = {"w": (5, 3), "b": (3,), "s": ()}
 TOLERANCE = {"float32": 2e-5, "float64": 1e-12}
@@ -309,8 +308,7 @@ def test_variables_of_different_dtypes_in_one_call(strategy, optimizer, rule, op
         dtypes = {**every(dtype), odd_one: other}
         found = train(strategy, optimizer(0.05, **options), dtypes, dtype)
         assert {name: value.dtype.name for name, value in found.items()} == dtypes
-        # Each variable's gradient depends on all variables, so the coarsest rounding counts for
-        # all.
+        # Each variable's gradient depends on all variables: the coarsest rounding counts for all.
         assert_close(found, expected(rule, 0.05, options, dtypes, dtype), TOLERANCE["float32"])
 
 

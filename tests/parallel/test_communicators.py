@@ -90,9 +90,8 @@ def test_all_reduce_of_every_dtype(communicator, place, name):
     ]
     for parts, op in itertools.product(everyones, OPERATIONS[name]):
         (found,) = communicator.all_reduce([place.xp.asarray(parts[communicator.rank])], op)
-        if op is MEAN and name.startswith(
-            "complex"
-        ):  # CuPy divides complex numbers by another formula
+        # CuPy divides complex numbers by another formula.
+        if op is MEAN and name.startswith("complex"):
             np.testing.assert_allclose(asnumpy(found), reduced(parts, op), 4 * np.finfo(name).eps)
             found = place.xp.asarray(reduced(parts, op))
         check(found, reduced(parts, op), place.xp)

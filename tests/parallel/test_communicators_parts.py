@@ -114,9 +114,8 @@ def test_reduce_scatter_of_every_dtype(communicator, place, name):
         for op, axis in itertools.product(OPERATIONS[name], (0, -1)[: len(shape)]):
             (found,) = communicator.reduce_scatter([place.xp.asarray(parts[rank])], op, axis)
             expected = np.array_split(reduced(parts, op), n, axis)[rank]
-            if op is MEAN and name.startswith(
-                "complex"
-            ):  # CuPy divides complex numbers by another formula
+            # CuPy divides complex numbers by another formula.
+            if op is MEAN and name.startswith("complex"):
                 np.testing.assert_allclose(asnumpy(found), expected, 4 * np.finfo(name).eps)
                 found = place.xp.asarray(expected)
             check(found, expected, place.xp)

@@ -288,9 +288,8 @@ def test_values_are_right_at_any_pace(strategy, xp, slow, buffer):
         assert (
             weighted.numpy().tolist() == (values.sum(axis=1).T @ np.arange(1.0, steps + 1)).tolist()
         )
-    for part, expected in zip(
-        kept, values[::3, hs.rank()], strict=True
-    ):  # nothing overwrote what is still held
+    # Nothing overwrote what is still held.
+    for part, expected in zip(kept, values[::3, hs.rank()], strict=True):
         assert part.tolist() == expected.tolist()
 
 

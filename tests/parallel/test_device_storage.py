@@ -18,7 +18,7 @@ SUM = N * (N + 1) // 2  # of the replicas' contributions: rank r has r + 1 parts
 pytestmark = [
     pytest.mark.core,
     pytest.mark.parametrize("place", ["GPU"], indirect=True),
-    pytest.mark.filterwarnings("ignore:.*goes through host memory instead of NCCL"),
+    pytest.mark.filterwarnings("ignore:.*exchange data through host memory instead of NCCL"),
 ]
 
 # The compute devices and the parameter device; rank r has the r-th of these GPUs.
@@ -274,7 +274,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_optimizers(strategy, xp, case):
-    """Variables of all kinds of shapes and two dtypes; of one, a kernel does not pack all at once."""
+    """Variables of all kinds of shapes and two dtypes, too many of one for a single kernel."""
     make, change = CASES[case]
     shapes = [(), (0,), (3, 5), (70_001,), *[(1 + i % 4,) for i in range(130)]]
     dtypes = [np.float64 if 0 < i < 3 else np.float32 for i in range(len(shapes))]

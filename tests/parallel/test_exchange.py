@@ -189,7 +189,7 @@ def test_to_one_side_only(strategy, xp):
 
 
 def test_a_grid_in_parts_is_the_grid(strategy, xp):
-    """Jacobi's iteration of the heat equation: parts that exchange edges, against the whole grid."""
+    """Jacobi's iteration of the heat equation: parts that exchange edges, against a whole grid."""
     grid = np.random.default_rng(0).random((6 * N + 1, 9))
     whole = np.pad(grid, 1)
     for _ in range(10):

@@ -24,7 +24,7 @@ on_one_strategy = pytest.mark.parametrize(
 
 
 def data(rank, step):
-    """Class scores, labels, chances of 1, binary labels, weights; some ranks and steps have none."""
+    """Class scores, labels, chances of 1, binary labels, weights; none on some ranks and steps."""
     random = np.random.default_rng([rank, step])
     size = [rank + 1, 3 if rank else 0, 0 if rank == 2 else 5][step]
     scores = random.integers(-3, 4, (size, CLASSES)) / 2  # ties are usual

@@ -162,7 +162,7 @@ def test_versions_that_differ(place, nccl, start):
 
 @several
 def test_one_rank_fails_to_connect(place, nccl, start):
-    """The others are connected, to no other rank: they give that up."""
+    """The others would connect, to no rank: they give up."""
     mine = Connected()
 
     def connect():

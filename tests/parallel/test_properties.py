@@ -58,7 +58,7 @@ def numbers(shape, dtype, seed):
 
 
 def mapped(fn, plan):
-    """A nest like the plan, each leaf of which `fn` makes from its shape and dtype."""
+    """A nest like the plan, whose leaves `fn` makes from their shapes and dtypes."""
     if isinstance(plan, list):
         return [mapped(fn, one) for one in plan]
     if isinstance(plan, dict):

@@ -84,7 +84,7 @@ def test_elementwise(strategy):
 
 @pytest.mark.core
 def test_dtypes(strategy):
-    """Integer sums keep their dtype, but up to 16 bits grow along an axis; means as TensorFlow's."""
+    """Integer sums keep their dtype; along an axis, up to 16 bits grow. Means are TensorFlow's."""
     means = {
         np.int8: np.float32,
         np.uint16: np.float32,
@@ -382,7 +382,7 @@ class Key:
 
 
 def in_two_orders(*keys):
-    """A dict whose keys are in another order on odd ranks, with the number of a key as its value."""
+    """A dict whose keys are in another order on odd ranks, each with its number as its value."""
     order = list(enumerate(keys))
     return {key: float(number) for number, key in (reversed(order) if RANK % 2 else order)}
 

@@ -65,9 +65,8 @@ def test_arguments_are_each_replicas_component(strategy):
         replica, (mine, nest, 1, "text", plain), {"keyword": {"k": (mine,)}, "fixed": 5}
     )
     assert strategy.experimental_local_results(done) == (True,) * N
-    assert isinstance(
-        nest["point"].x, int if N == 1 else hs.PerReplica
-    )  # what was passed is as it was
+    # What was passed is unchanged.
+    assert isinstance(nest["point"].x, int if N == 1 else hs.PerReplica)
 
 
 def test_plain_arguments_are_passed_on_and_not_copied(strategy, place):
@@ -230,9 +229,8 @@ def test_local_results_of_anything_else(strategy, place):
         v = hs.Variable(1.0)
     made = strategy._group.communicator.number
     assert strategy.experimental_local_results(v) == (v,)
-    assert strategy._group.communicator.number == made + (
-        N > 1
-    )  # another rank may have one value per replica
+    # Another rank may have one value per replica.
+    assert strategy._group.communicator.number == made + (N > 1)
 
 
 def test_local_results_of_what_cannot_travel(strategy):

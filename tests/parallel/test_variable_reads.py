@@ -621,7 +621,7 @@ def test_the_next_update_finds_what_was_written_past_it(checked, last, odd):
             ctypes.c_double.from_address(v.value().ctypes.data).value += 2.0
 
     checked.run(scattered)
-    if last == "an update":  # after which nothing is known, so that the next one is the first
+    if last == "an update":  # after it no checksum is known: the next write is the first
         WRITES["assign"](checked, v)
         checked.run(scattered)
     for name in ("assign", "gradients", "rows"):
@@ -631,5 +631,5 @@ def test_the_next_update_finds_what_was_written_past_it(checked, last, odd):
         ):
             WRITES[name](checked, v)
         checked.run(scattered)
-        WRITES["assign"](checked, v)  # which goes on from there
+        WRITES["assign"](checked, v)  # the next check starts from there
         checked.run(scattered)

@@ -274,9 +274,8 @@ class TestRanksThatDiffer:
         v = variable(strategy, np.zeros(4))
         scatter(v, "update", RANK + 1.0, [RANK])
         assert v.numpy().tolist() == [1, 0, 0, 0]
-        monkeypatch.setattr(
-            strategy._group.communicator, "checks", True
-        )  # as with HPCSTRAT_CHECK=1
+        # As with HPCSTRAT_CHECK=1.
+        monkeypatch.setattr(strategy._group.communicator, "checks", True)
         with pytest.raises(hs.ReplicaMismatchError, match="checksum"):
             scatter(v, "update", float(RANK == odd), [0])
         assert v.numpy().tolist() == [1, 0, 0, 0]

@@ -49,8 +49,7 @@ CALLS = {
 def interrupted(moment, call):
     """Whether `call` was still running at its `moment`-th event, where `Stop` is raised.
 
-    A finalizer that the garbage collector happens to run there swallows the exception, and the call
-    continues.
+    If the garbage collector happens to run a finalizer there, it swallows the exception.
     """
     left = moment
 

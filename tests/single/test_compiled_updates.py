@@ -15,8 +15,7 @@ from hpcstrat import ReduceOp, optimizers
 
 REAL = [dtype for dtype in DTYPES if dtype.kind != "c"]
 LOOPS = [(dtype, name) for dtype in REAL for name in optimizers_of(dtype)]
-# The compiler runs once per loop. These cover all operations with each dtype, all numbers of slots,
-# and all options.
+# The compiler runs once per loop. These cover all operations per dtype, numbers of slots, options.
 QUICK_LOOPS = [(dtype, name) for dtype, name in LOOPS if name in ("Adam", "choices")]
 QUICK_LOOPS += [
     (np.dtype(np.float32), name)

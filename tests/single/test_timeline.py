@@ -241,8 +241,7 @@ def test_parts_that_cannot_be_joined_do_not_keep_a_rank_from_its_end(tmp_path, c
 
 
 def test_clocks_are_compared_within_the_meetings():
-    # The other rank's clock is 1000 ahead. The ranks meet at 50 and at 80; at 50 the other rank
-    # arrives last.
+    # The other rank's clock is 1000 ahead. The ranks meet at 50, where it arrives last, and at 80.
     one = [(10, 52), (79, 83)]
     other = [(1049, 1051), (1071, 1082)]
     least, most = difference(one, other)

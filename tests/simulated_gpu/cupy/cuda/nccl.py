@@ -87,8 +87,7 @@ def groupEnd():
             )
         communicators.pop()._put(streams.pop(), [call for *_, call in calls])
     elif _latest and _latest[0]._is_open:
-        # A rank without messages to or from others. NCCL does not need it; here all ranks must take
-        # part.
+        # A rank without messages to or from others. NCCL works without it, the simulation does not.
         _latest[0]._put(_streams.get_current_stream().ptr, [])
 
 
