@@ -318,6 +318,7 @@ def test_shared_memory_that_becomes_too_little_for_a_rank_ends_the_job(launch, l
     assert "[rank 1] RuntimeError: /dev/shm has 2" in result.stderr
 
 
+@pytest.mark.slow
 def test_an_error_before_the_start_where_shared_memory_is_too_little(launch, launch_on_tmpfs):
     if launch.open_mpi:
         pytest.skip("Open MPI starts without /dev/shm")
@@ -367,13 +368,9 @@ ATTEMPT = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "call, few, many",
-    [
-        ("reduce", 100, 150),
-        pytest.param("gather", 100, 200, marks=pytest.mark.slow),
-        pytest.param("mirror", 100, 500, marks=pytest.mark.slow),
-    ],
+    "call, few, many", [("reduce", 100, 150), ("gather", 100, 200), ("mirror", 100, 500)]
 )
 def test_too_little_memory_in_the_control_group_for_all_ranks_together(launch, call, few, many):
     """An error on all ranks, though each alone has enough memory: the kernel would kill them."""

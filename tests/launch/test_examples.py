@@ -105,6 +105,7 @@ def numbers_of(lines):
     return [float(number) for line in lines for number in re.findall(r"\d+\.\d+", line)]
 
 
+@pytest.mark.slow
 @on_some_ranks
 def test_kmeans(launch, gpus, counts):
     for lines in printed(launch, gpus, counts, "kmeans.py"):
