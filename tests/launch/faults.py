@@ -45,6 +45,13 @@ HARMLESS = {
         """,
         limits=(1, 3),
     ),
+    "an overflow that one rank's NumPy would raise": harmless(
+        """
+        np.seterr(all="raise" if last else "ignore")
+        own = np.full(3, 200 + 100 * rank, np.float16) * np.float16(64)
+        assert np.isinf(strategy.reduce("SUM", strategy.run(lambda: own), axis=0))
+        """
+    ),
     "a working folder that goes, and long names that are not ASCII": harmless(
         """
         import tempfile
