@@ -25,9 +25,9 @@ from hpcstrat._communicators.reduction import (
     Reduction,
     accumulator,
     check_reducible,
+    part_of_rank,
     reduce_chunk,
     reduce_flat,
-    slice_of,
 )
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.transports import STAGING
@@ -44,6 +44,7 @@ from hpcstrat._memory.allocator import (
     gpu_memory,
     private_memory,
 )
+from hpcstrat._memory.intervals import Interval, Shard, divide_up, round_up, runs
 from hpcstrat._memory.layout import Layout, PackKernel, layout_of
 from hpcstrat._memory.segment import available_memory, make_private_segment, physical_memory
 from hpcstrat._process import (

@@ -8,12 +8,8 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._core.types import Array, Bytes
-from hpcstrat._memory.layout import layout_of
-
-
-def align(nbytes: int) -> int:
-    """The next multiple of 16 bytes, where the groups of a layout start."""
-    return -(-nbytes // 16) * 16
+from hpcstrat._memory.intervals import round_up
+from hpcstrat._memory.layout import ALIGNMENT, layout_of
 
 
 def pack_arrays(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:
@@ -22,7 +18,7 @@ def pack_arrays(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:
         tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
     )
     shapes = pack_shapes(arrays)
-    start = align(shapes.nbytes)
+    start = round_up(shapes.nbytes, ALIGNMENT)
 
     def write(message: Bytes) -> None:
         message[: shapes.nbytes] = shapes.view(np.uint8)
@@ -34,7 +30,7 @@ def pack_arrays(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:
 def parse_arrays(message: Bytes, dtypes: Sequence[np.dtype[Any]]) -> list[np.ndarray[Any, Any]]:
     """The arrays, of these dtypes, in a message that `pack_arrays` wrote."""
     shapes, offset = unpack_shapes(message, len(dtypes))
-    return layout_of(tuple(shapes), tuple(dtypes)).views(message[align(offset) :])
+    return layout_of(tuple(shapes), tuple(dtypes)).views(message[round_up(offset, ALIGNMENT) :])
 
 
 def pack_shapes(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.int64]]:

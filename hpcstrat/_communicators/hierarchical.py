@@ -11,10 +11,11 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, describe_message
 from hpcstrat._communicators.mpi import MpiCommunicator
-from hpcstrat._communicators.reduction import REDUCTIONS, accumulator, reduce_flat, slice_of
+from hpcstrat._communicators.reduction import REDUCTIONS, accumulator, part_of_rank, reduce_flat
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import Layout, Sections, layout_of, layout_of_sections, sections_in
 
 
@@ -209,9 +210,9 @@ class HierarchicalCommunicator(MpiCommunicator):
             for group, parts in zip(layouts[rank].groups, parts_of(rank), strict=True)
         ]
 
-        def reduce_window(window: slice) -> None:
+        def reduce_window(window: Interval) -> None:
             for group, result, parts in reductions:
-                here = group.within(window)
+                here = group.within(window).slice
                 reduce_flat(result[here], [part[here] for part in parts], op)
 
         self._all_to_all(ours, theirs, max(sizes), reduce_window)
@@ -278,7 +279,7 @@ class HierarchicalCommunicator(MpiCommunicator):
 
 def _slices_of(layout: Layout, rank: int, size: int) -> list[slice]:
     """The elements of each group of a message that a rank reduces."""
-    return [slice_of(group.elements, rank, size) for group in layout.groups]
+    return [part_of_rank(group.elements, rank, size).slice for group in layout.groups]
 
 
 def _layout_of_slices(layout: Layout, rank: int, size: int) -> Layout:

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.array_messages import align, pack_arrays, parse_arrays
+from hpcstrat._communicators.array_messages import pack_arrays, parse_arrays
 from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
 from hpcstrat._communicators.checked_exchange import Write
@@ -20,7 +20,8 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import RangeAllocator
-from hpcstrat._memory.layout import Layout, layout_of
+from hpcstrat._memory.intervals import round_up
+from hpcstrat._memory.layout import ALIGNMENT, Layout, layout_of
 from hpcstrat._memory.segment import LARGE, Segment, check_available
 from hpcstrat._process import worlds
 
@@ -233,10 +234,10 @@ class HostCommunicator(Communicator):
         """
         # One message for all ranks; a table at its start says where each rank's section is.
         table = np.zeros((self.size, 2), np.int64)
-        start = align(table.nbytes)
+        start = round_up(table.nbytes, ALIGNMENT)
         for rank, size in enumerate(sizes):
             table[rank] = start, start + size
-            start = align(start + size)
+            start = round_up(start + size, ALIGNMENT)
 
         def write_all(message: Bytes) -> None:
             message[: table.nbytes] = table.reshape(-1).view(np.uint8)

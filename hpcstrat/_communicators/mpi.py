@@ -11,9 +11,10 @@ from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignatur
 from hpcstrat._communicators.background import WINDOW, Background, SleepingComm, wait_with_sleeps
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
-from hpcstrat._communicators.reduction import reduce_flat, slice_of
+from hpcstrat._communicators.reduction import part_of_rank, reduce_flat
 from hpcstrat._core.span import COMMUNICATION, WAITING, span
 from hpcstrat._core.types import Bytes, ReduceOp
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import ALIGNMENT, Layout, Sections, sections_in
 
 
@@ -155,7 +156,7 @@ class MpiCommunicator(HostCommunicator):
         ours: Sections,
         theirs: Sections,
         longest: int,
-        prepare: Callable[[slice], None] | None = None,
+        prepare: Callable[[Interval], None] | None = None,
     ) -> None:
         """Sends each rank its section of `ours`; `theirs` gets what each rank sends to this rank.
 
@@ -163,20 +164,20 @@ class MpiCommunicator(HostCommunicator):
             ours: a section for each rank.
             theirs: a section from each rank.
             longest: size of the longest section on any rank: all must make the same MPI calls.
-            prepare: writes a range of bytes of every section of `ours`, before it is sent.
+            prepare: writes some bytes of every section of `ours`, before it is sent.
         """
         if self.size * longest <= self.PIECE:
             if prepare is not None:
-                prepare(slice(0, longest))
+                prepare(Interval(0, longest))
             self._comm.Alltoallv(ours.for_mpi(), theirs.for_mpi())
             return
         own, sent = theirs.of(self.rank), ours.of(self.rank)
 
-        def write(window: slice) -> None:
+        def write(window: Interval) -> None:
             if prepare is not None:
                 prepare(window)
             if own.size:
-                own[window] = sent[window]
+                own[window.slice] = sent[window.slice]
 
         self._swap(ours.all(), theirs.all(), write)
 
@@ -184,7 +185,7 @@ class MpiCommunicator(HostCommunicator):
         self,
         outgoing: Sequence[Bytes],
         incoming: Sequence[Bytes],
-        prepare: Callable[[slice], None] | None = None,
+        prepare: Callable[[Interval], None] | None = None,
     ) -> None:
         """Sends each other rank a section, and receives theirs, which are as long as they send.
 
@@ -192,22 +193,21 @@ class MpiCommunicator(HostCommunicator):
         """
         longest = max([section.size for section in (*outgoing, *incoming)])
         before: list[Any] = []
-        for start in range(0, longest, self._window):
+        for window in Interval(0, longest).split(self._window):
             now: list[Any] = []
-            here = slice(start, start + self._window)
             if prepare is not None:
-                prepare(here)
+                prepare(window)
             # The next rank first, so that not all ranks send to the same rank.
             for distance in range(1, self.size):
                 source = (self.rank - distance) % self.size
                 target = (self.rank + distance) % self.size
                 now += [
                     self._comm.Irecv(piece, source)
-                    for piece in self._pieces(incoming[source][here])
+                    for piece in self._pieces(incoming[source][window.slice])
                 ]
                 now += [
                     self._comm.Isend(piece, target)
-                    for piece in self._pieces(outgoing[target][here])
+                    for piece in self._pieces(outgoing[target][window.slice])
                 ]
             self._wait_for(before)  # one of two windows is always on its way
             before = now
@@ -247,10 +247,10 @@ class MpiCommunicator(HostCommunicator):
         self.exchange(signature)
         for group in layout.groups:
             values, result = group.of(self._send_buffer), group.of(out)
-            slices = [slice_of(group.elements, rank, self.size) for rank in range(self.size)]
-            own, item = slices[self.rank], group.dtype.itemsize
-            sizes = [item * (part.stop - part.start) for part in slices]
-            starts = [item * part.start for part in slices]
+            parts = [part_of_rank(group.elements, rank, self.size) for rank in range(self.size)]
+            own, item = parts[self.rank].slice, group.dtype.itemsize
+            sizes = [item * part.size for part in parts]
+            starts = [item * part.start for part in parts]
             theirs = sections_in(self._receive_buffer, [sizes[self.rank]] * self.size)
             self._all_to_all(Sections(values.view(np.uint8), sizes, starts), theirs, max(sizes))
             reduce_flat(result[own], [part.view(group.dtype) for part in theirs.all()], op)

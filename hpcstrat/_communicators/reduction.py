@@ -10,6 +10,7 @@ import numpy as np
 
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import ReduceOp
+from hpcstrat._memory.intervals import Interval
 
 # NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions
 # that list it. A script behaves the same on every transport, so MPI's longer list does not count.
@@ -169,13 +170,10 @@ def reduce_flat(
         )
 
 
-def slice_of(count: int, rank: int, size: int) -> slice:
+def part_of_rank(count: int, rank: int, size: int) -> Interval:
     """The part of `count` elements that `rank` works on, in multiples of 64 elements.
 
     These are whole cache lines: two ranks must not write to one cache line, which would move
     between their cores with each write.
     """
-    lines = -(-count // 64)
-    return slice(
-        min(count, 64 * (lines * rank // size)), min(count, 64 * (lines * (rank + 1) // size))
-    )
+    return Interval(0, count).of_rank(rank, size, 64)

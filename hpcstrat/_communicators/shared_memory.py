@@ -17,10 +17,11 @@ from hpcstrat._communicators.host import (
     MemorySharingCommunicator,
     describe_message,
 )
-from hpcstrat._communicators.reduction import reduce_flat, slice_of
+from hpcstrat._communicators.reduction import part_of_rank, reduce_flat
 from hpcstrat._core.span import COMMUNICATION, WAITING, span
 from hpcstrat._core.types import Bytes, ReduceOp
 from hpcstrat._memory.allocator import RangeAllocator
+from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.layout import Layout
 from hpcstrat._memory.segment import check_available, make_shared_segment, physical_memory
 from hpcstrat._watchdog.channels import SLOT
@@ -116,8 +117,8 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         super().__init__(comm.rank, comm.size)
         self._comm = comm
         records_end = 2 * self.size * RECORD
-        slots_start = -(-(records_end + self.size * LINE) // 4096) * 4096
-        head = -(-(slots_start + self.size * SLOT) // 4096) * 4096
+        slots_start = round_up(records_end + self.size * LINE, 4096)
+        head = round_up(slots_start + self.size * SLOT, 4096)
         # Addresses, not memory: a mailbox can grow to all of the host's memory without moving, and
         # gets memory as it grows.
         wanted = min(physical_memory(), (_LARGEST - head) // (self.size + 1))
@@ -263,7 +264,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
             self._reduce_by_all(messages, layout, op, out)
             return
         for group in layout.groups:
-            mine = slice_of(group.elements, self.rank, self.size)
+            mine = part_of_rank(group.elements, self.rank, self.size).slice
             parts = [group.of(message)[mine] for message in messages]
             # The result overwrites this rank's slice of its own mailbox, which no other rank reads
             # before all have met.
@@ -272,7 +273,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
         for group in layout.groups:
             result = group.of(out)
             for rank, message in enumerate(messages):
-                theirs = slice_of(group.elements, rank, self.size)
+                theirs = part_of_rank(group.elements, rank, self.size).slice
                 # Each slice is in the mailbox of the rank that reduced it.
                 result[theirs] = group.of(message)[theirs]
         self._being_read = True  # a slower rank may still copy from this rank's mailbox

@@ -15,6 +15,7 @@ import numpy as np
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block, block_of, read_only, size_of
+from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.segment import make_private_segment
 
 ALIGNMENT = 256
@@ -56,7 +57,7 @@ class RangeAllocator:
             first -= 1
         for i in (*range(first, len(self._free)), *range(first)):
             start, stop = self._free[i]
-            aligned = -(-start // alignment) * alignment
+            aligned = round_up(start, alignment)
             if aligned + nbytes <= stop:
                 # What alignment skips stays free: a smaller block may fit.
                 rest = [(start, aligned), (aligned + nbytes, stop)]
@@ -193,7 +194,7 @@ class SlabAllocator:
         return slab.heap.allocate(nbytes, ALIGNMENT)
 
     def _new_slab(self, nbytes: int) -> Array:
-        least = max(-(-nbytes // _UNIT), 1) * _UNIT
+        least = max(round_up(nbytes, _UNIT), _UNIT)
         size = min(
             max(sum(slab.array.size for slab in self._slabs.values()), _SMALLEST, 2 * least),
             _LARGEST,

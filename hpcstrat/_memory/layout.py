@@ -11,6 +11,7 @@ import numpy as np
 
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Bytes
+from hpcstrat._memory.intervals import Interval, divide_up, round_up
 
 ALIGNMENT = 16
 """Groups and sections start at multiples of this many bytes, so that any dtype is aligned."""
@@ -35,11 +36,11 @@ class DtypeGroup(NamedTuple):
         """These elements of a message, a flat view."""
         return _view(message, (self.elements,), self.dtype, self.start)
 
-    def within(self, window: slice) -> slice:
-        """The elements of this group that have a byte in a range of the message's bytes."""
-        start, stop = window.start - self.start, window.stop - self.start
+    def within(self, window: Interval) -> Interval:
+        """The elements of this group that have a byte in an interval of the message's bytes."""
+        start, stop = window.shift(-self.start)
         item = self.dtype.itemsize
-        return slice(max(0, start // item), min(self.elements, max(0, -(-stop // item))))
+        return Interval(0, self.elements) & Interval(start // item, divide_up(stop, item))
 
 
 class Layout:
@@ -74,10 +75,10 @@ class Layout:
         end = 0
         # Grouped by dtype, so that one call reduces all arrays of a dtype.
         for dtype in dict.fromkeys(dtypes):
-            start = end = _up(end, max(alignment, ALIGNMENT))
+            start = end = round_up(end, max(alignment, ALIGNMENT))
             members = tuple([i for i, other in enumerate(dtypes) if other == dtype])
             for i in members:
-                first = _up(end, alignment)
+                first = round_up(end, alignment)
                 end = first + self.sizes[i] * dtype.itemsize
                 self._entries[i] = (first, shapes[i], dtype)
             self.groups.append(DtypeGroup(dtype, start, (end - start) // dtype.itemsize, members))
@@ -108,10 +109,6 @@ def _view(message: Any, shape: tuple[int, ...], dtype: np.dtype[Any], start: int
     if type(message) is np.ndarray:
         return np.ndarray(shape, dtype, message, start)  # pyright: ignore[reportArgumentType]
     return message[start : start + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
-
-
-def _up(offset: int, alignment: int) -> int:
-    return -(-offset // alignment) * alignment
 
 
 # The table of arrays is passed by value, so it needs no memory on the GPU that would have to live
@@ -226,7 +223,7 @@ def _launches(layout: Layout, group: DtypeGroup) -> list[_Launch]:
         words[2 * ENTRIES : 2 * ENTRIES + len(batch)] = [layout.sizes[i] for i in batch]
         words[-1] = len(batch)
         # One thread per word, up to a limit beyond which more blocks would only queue.
-        grid = min(-(-(stop - start) // (item * _BLOCK)), _LARGEST_GRID)
+        grid = min(divide_up(stop - start, item * _BLOCK), _LARGEST_GRID)
         launches.append(_Launch(batch, words, start, stop, (max(grid, 1),)))
     return launches
 

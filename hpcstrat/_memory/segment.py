@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcstrat._memory.intervals import round_up
+
 
 class _Controller(NamedTuple):
     """The files of one version of control groups.
@@ -171,7 +173,7 @@ class Segment:
         """Returns the whole pages within these bytes to the system."""
         # Whole pages only: the rest of a page at either end may belong to another variable.
         page = mmap.PAGESIZE
-        start, stop = -(-start // page) * page, stop // page * page
+        start, stop = round_up(start, page), stop // page * page
         if start < stop:
             # MADV_REMOVE removes the pages from the file, for all ranks; MADV_DONTNEED would unmap
             # them in this process only.

@@ -16,6 +16,7 @@ from hpcstrat._communicators.shared_memory import LINE
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.blocks import Block, block_of, size_of
+from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.chunks import ScratchBuffers
@@ -125,7 +126,7 @@ class CentralHostStorage(HostStorage):
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in the shared segment, one message per rank."""
         # The messages share no cache lines, since the ranks write them at the same time.
-        nbytes = -(-plan.layout.nbytes // LINE) * LINE
+        nbytes = round_up(plan.layout.nbytes, LINE)
         block = self.create(np.zeros((self._communicator.size, nbytes), np.uint8))
         plan.give_buffers(list(block.array), block.array[self._communicator.rank], block)
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from hpcstrat._communicators.reduction import CHUNK, slice_of
+from hpcstrat._communicators.reduction import CHUNK, part_of_rank
 from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.layout import DtypeGroup, Layout
@@ -181,7 +181,7 @@ def chunks_of(
     """A rank's chunks, each of at most `chunk` elements; for the arguments see `Plan`."""
     chunks: list[ElementRange] = []
     for index, group in enumerate(layout.groups):
-        mine = slice_of(group.elements, rank, size)
+        mine = part_of_rank(group.elements, rank, size)
         item = group.dtype.itemsize
         for place, count, addresses in ranges_of(group, variables, slots, layout.starts, alignment):
             for a in range(max(place, mine.start), min(place + count, mine.stop), chunk):

@@ -15,6 +15,7 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.intervals import divide_up
 from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule
@@ -41,7 +42,7 @@ class ShardedHostStorage(MirroredHostStorage):
         start, stop = self._own_cuts(cuts)
         communicator, nbytes = self._communicator, variable.array.nbytes
         communicator.require_memory(
-            -(-nbytes // communicator.size), signature_of(current_call(), "slot", nbytes)
+            divide_up(nbytes, communicator.size), signature_of(current_call(), "slot", nbytes)
         )
         with self._communicator.raise_together():
             block = private_memory().new_block(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcstrat._core.types import Bytes
+from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.segment import Segment, reservable
 from hpcstrat._process.job_files import GENERATIONS, JobMemory
 from hpcstrat.checkpoint._safetensors import Contents
@@ -172,4 +173,4 @@ def _count_committed(path: str) -> int:
 
 
 def _whole_rows(nbytes: int) -> int:
-    return -(-nbytes // _ROW_BYTES) * _ROW_BYTES
+    return round_up(nbytes, _ROW_BYTES)

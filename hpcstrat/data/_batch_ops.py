@@ -8,6 +8,7 @@ from typing import Any, final
 
 from hpcstrat._core import nests
 from hpcstrat._core.types import TensorSpec
+from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _elements
 from hpcstrat.data._element_ops import cache
 from hpcstrat.data._index_ops import Choosing
@@ -303,7 +304,7 @@ class Window(Transformation):
         if size < 0:
             return size
         starts = size - (self._size - 1) * self._stride if self._drop_remainder else size
-        return max(0, -(-starts // self._shift))
+        return max(0, divide_up(starts, self._shift))
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         span = (self._size - 1) * self._stride + 1

@@ -10,6 +10,7 @@ from typing import Any, final
 
 import numpy as np
 
+from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data._node import (
     INFINITE,
     UNKNOWN,
@@ -142,7 +143,7 @@ class Skip(Choosing):
 
 
 @final
-class Shard(Choosing):
+class DatasetShard(Choosing):
     """Every `num_shards`-th element, starting at `index`."""
 
     def __init__(self, source: Node, num_shards: int, index: int) -> None:
@@ -151,7 +152,7 @@ class Shard(Choosing):
         self._index = index
 
     def _count_chosen(self, size: int) -> int:
-        return max(0, -(-(size - self._index) // self._num_shards))
+        return max(0, divide_up(size - self._index, self._num_shards))
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         ahead = self._index

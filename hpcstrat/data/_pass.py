@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import ReplicaMismatchError
+from hpcstrat._memory.intervals import divide_up
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
 from hpcstrat.data._index_ops import Prefetch, Skip, WithOptions
@@ -372,7 +373,7 @@ def _position_of(node: Node, epoch: EpochPass, taken: int | None) -> Position:
 
 def _batches_covering(node: Node, taken: int) -> int:
     """How many of the node's elements cover `taken` unbatched elements; the last may be short."""
-    return -(-taken // _without_batches(node)[1])
+    return divide_up(taken, _without_batches(node)[1])
 
 
 def _without_batches(node: Node) -> tuple[Node, int]:

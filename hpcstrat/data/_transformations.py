@@ -140,7 +140,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             raise ValueError(
                 f"{call}: index is {index}; it must be in [0, {num_shards}), below num_shards"
             )
-        return type(self)(_index_ops.Shard(self._node, num_shards, index))
+        return type(self)(_index_ops.DatasetShard(self._node, num_shards, index))
 
     def repeat(self, count: int | None = None) -> Self:
         """All elements, `count` times; without end if `count` is `None` or negative.

@@ -13,7 +13,7 @@ from internals import (
     SoloCommunicator,
     call_named,
     connect,
-    slice_of,
+    part_of_rank,
     worlds,
 )
 from slow import slow_but
@@ -502,7 +502,7 @@ def test_pieces_that_just_fit(monkeypatch, difference):
     """All slices, one, or the whole: the size of a piece or MPI call, or a byte more or less."""
     communicator: Any = transport("MPI", monkeypatch)
     n = communicator.size
-    slices = [slice_of(40_000, rank, n) for rank in range(n)]
+    slices = [part_of_rank(40_000, rank, n).slice for rank in range(n)]
     longest = max(one.stop - one.start for one in slices)
     parts = [values((40_000,), np.dtype(np.int8), rank) for rank in range(n)]
     for piece in (n * longest + difference, longest + difference, 40_000 + difference):

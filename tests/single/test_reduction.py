@@ -14,9 +14,9 @@ from internals import (
     call_named,
     check_reducible,
     is_numeric,
+    part_of_rank,
     reduce_chunk,
     reduce_flat,
-    slice_of,
 )
 
 from hpcstrat import ReduceOp
@@ -74,7 +74,7 @@ def test_an_overflow_is_inf():
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 127, 128, 1000, 4096, 1_000_003])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 64])
 def test_slices_cover_everything_once(count, size):
-    slices = [slice_of(count, rank, size) for rank in range(size)]
+    slices = [part_of_rank(count, rank, size) for rank in range(size)]
     assert slices[0].start == 0 and slices[-1].stop == count
     for one, other in itertools.pairwise(slices):
         assert one.stop == other.start

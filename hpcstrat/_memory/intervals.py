@@ -1,0 +1,129 @@
+"""Intervals of elements or bytes, and shards: a part of a variable, wherever it is counted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+
+class Interval(NamedTuple):
+    """The integers from `start` up to, and without, `stop`. It is true if there are any."""
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """How many integers it has."""
+        return self.stop - self.start
+
+    @property
+    def slice(self) -> slice:
+        """These elements of an array: `array[interval.slice]`."""
+        return slice(self.start, self.stop)
+
+    def __bool__(self) -> bool:
+        return self.start < self.stop
+
+    def __and__(self, other: Interval) -> Interval:
+        start = max(self.start, other.start)
+        return Interval(start, max(start, min(self.stop, other.stop)))
+
+    def shift(self, by: int) -> Interval:
+        """The interval `by` integers further."""
+        return Interval(self.start + by, self.stop + by)
+
+    def scale(self, factor: int) -> Interval:
+        """The bytes of these elements, if an element has `factor` bytes."""
+        return Interval(self.start * factor, self.stop * factor)
+
+    def split(self, size: int) -> Iterator[Interval]:
+        """The interval in parts of `size` integers; the last may be shorter."""
+        for start in range(self.start, self.stop, size):
+            yield Interval(start, min(start + size, self.stop))
+
+    def of_rank(self, rank: int, size: int, unit: int = 1) -> Interval:
+        """The part of rank `rank` of `size` ranks, in multiples of `unit` integers.
+
+        The parts of all ranks, in rank order, are the interval. They differ by at most one unit,
+        and a rank has none if there are fewer units than ranks.
+        """
+        units = divide_up(self.size, unit)
+        start, stop = (
+            self.start + min(self.size, unit * (units * n // size)) for n in (rank, rank + 1)
+        )
+        return Interval(start, stop)
+
+
+class Shard(NamedTuple):
+    """Some elements of a variable, in each of the spaces in which they are counted.
+
+    A run of several variables (see `runs`) is a shard too: of the first variable, whose elements
+    are counted on beyond its end.
+
+    Attributes:
+        variable: the variable's index, in the order of the message.
+        itemsize: bytes of an element.
+        elements: the elements of the variable.
+        message: their bytes in a message.
+        memory: their bytes in memory: of the variable, then of each of its slots.
+    """
+
+    variable: int
+    itemsize: int
+    elements: Interval
+    message: Interval
+    memory: tuple[Interval, ...]
+
+    def part(self, elements: Interval) -> Shard:
+        """The shard of some of its elements."""
+        first = elements.shift(-self.elements.start).scale(self.itemsize)
+        message, *memory = [first.shift(place.start) for place in (self.message, *self.memory)]
+        return Shard(self.variable, self.itemsize, elements, message, tuple(memory))
+
+    def __and__(self, message: Interval) -> Shard:
+        """The shard of its elements in these bytes of the message."""
+        start, stop = (self.message & message).shift(-self.message.start)
+        elements = Interval(start // self.itemsize, stop // self.itemsize)
+        return self.part(elements.shift(self.elements.start))
+
+    def split(self, count: int) -> Iterator[Shard]:
+        """The shard in parts of `count` elements; the last may be shorter."""
+        return map(self.part, self.elements.split(count))
+
+
+def runs(shards: Iterable[Shard], alignment: int = 1) -> list[Shard]:
+    """Shards of one dtype, merged where they follow each other both in the message and in memory.
+
+    Args:
+        shards: the shards, in the order of the message. Those without elements are left out.
+        alignment: gaps up to the next multiple of this many bytes become a part of the run: on a
+            GPU, one kernel over a gap costs less than two kernels.
+    """
+    merged: list[Shard] = []
+    for shard in shards:
+        if merged and _follows(shard, merged[-1], alignment):
+            first = merged.pop()
+            count = (shard.message.stop - first.message.start) // first.itemsize
+            merged.append(first.part(Interval(0, count).shift(first.elements.start)))
+        elif shard.elements:
+            merged.append(shard)
+    return merged
+
+
+def _follows(shard: Shard, before: Shard, alignment: int) -> bool:
+    # In memory, the slots too: a rule is applied to a variable and its slots together.
+    places = zip((before.message, *before.memory), (shard.message, *shard.memory), strict=True)
+    return bool(shard.elements) and all(
+        round_up(end.stop, alignment) == start.start for end, start in places
+    )
+
+
+def divide_up(count: int, unit: int) -> int:
+    """How many units have room for `count`."""
+    return -(-count // unit)
+
+
+def round_up(count: int, unit: int) -> int:
+    """The next multiple of `unit`, from `count` on."""
+    return divide_up(count, unit) * unit

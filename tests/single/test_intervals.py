@@ -1,0 +1,131 @@
+"""Intervals and shards, against lists of the integers that they stand for."""
+
+import itertools
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+from internals import Interval, Shard, round_up, runs
+
+INTERVALS = st.builds(
+    lambda start, size: Interval(start, start + size), st.integers(-50, 50), st.integers(0, 60)
+)
+
+
+def members(interval):
+    return list(range(interval.start, interval.stop))
+
+
+@hypothesis.given(INTERVALS, INTERVALS)
+def test_an_intersection_has_what_both_have(a, b):
+    both = a & b
+    assert members(both) == [n for n in members(a) if n in members(b)]
+    assert both.size == len(members(both))
+    assert bool(both) is (both.size > 0)
+
+
+@hypothesis.given(INTERVALS, st.integers(-9, 9), st.integers(1, 8))
+def test_shifted_and_scaled(a, by, factor):
+    assert members(a.shift(by)) == [n + by for n in members(a)]
+    assert members(a.scale(factor)) == [
+        factor * n + byte for n in members(a) for byte in range(factor)
+    ]
+
+
+@hypothesis.given(INTERVALS, st.integers(1, 70))
+def test_parts_of_a_size(a, size):
+    parts = [members(part) for part in a.split(size)]
+    assert [*itertools.chain(*parts)] == members(a)
+    assert all(len(part) == size for part in parts[:-1])
+    assert all(0 < len(part) <= size for part in parts[-1:])
+
+
+@hypothesis.given(INTERVALS, st.integers(1, 9), st.integers(1, 20))
+def test_ranks_have_equal_parts(a, size, unit):
+    parts = [a.of_rank(rank, size, unit) for rank in range(size)]
+    assert [*itertools.chain(*map(members, parts))] == members(a)
+    units = [round_up(part.size, unit) // unit for part in parts]
+    assert max(units) - min(units) <= 1
+    # Only the last part that has any may end between two units.
+    cut = [part for part in parts if part.stop < a.stop]
+    assert all((part.stop - a.start) % unit == 0 for part in cut)
+
+
+@hypothesis.given(st.integers(0, 1000), st.integers(1, 300))
+def test_rounded_up(count, unit):
+    assert round_up(count, unit) == next(n for n in range(count, count + unit) if n % unit == 0)
+
+
+# A variable is its bytes in memory, its slots' bytes, and gaps before them; a gap of None means
+# that it follows the previous one, up to `alignment`.
+GAPS = st.lists(st.none() | st.integers(1, 300), min_size=2, max_size=2)
+VARIABLES = st.lists(st.tuples(st.integers(0, 12), GAPS), max_size=8)
+
+
+def shards_of(variables, itemsize, alignment):
+    shards, message, ends = [], 0, [0, 10_000]
+    for i, (count, gaps) in enumerate(variables):
+        message = round_up(message, alignment)
+        starts = [
+            round_up(end + (gap or 0), alignment) for end, gap in zip(ends, gaps, strict=True)
+        ]
+        nbytes = count * itemsize
+        bytes_from = [Interval(start, start + nbytes) for start in (message, *starts)]
+        shards.append(Shard(i, itemsize, Interval(0, count), bytes_from[0], tuple(bytes_from[1:])))
+        message, *ends = [place.stop for place in bytes_from]
+    return shards
+
+
+def triples(shards, itemsize):
+    """Where each element is: in the message, in the variable, in the slot."""
+    places = [(shard.message, *shard.memory) for shard in shards]
+    assert all(place.size % itemsize == 0 for each in places for place in each)
+    return [
+        element
+        for each in places
+        for element in zip(
+            *[range(place.start, place.stop, itemsize) for place in each], strict=True
+        )
+    ]
+
+
+@pytest.mark.parametrize("itemsize", [2, 8])
+@pytest.mark.parametrize("alignment", [1, 16])
+@hypothesis.given(VARIABLES, st.integers(0, 200), st.integers(0, 400), st.integers(1, 9))
+def test_runs_have_the_elements_of_their_shards(itemsize, alignment, variables, start, size, count):
+    shards = shards_of(variables, itemsize, alignment)
+    window = Interval(start, start + size).scale(itemsize)
+    own = [shard & window for shard in shards]
+    everything = triples(shards, itemsize)
+    expected = [
+        element for element in everything if window.start <= element[0] and element[0] < window.stop
+    ]
+    assert triples(own, itemsize) == expected
+    merged = runs(own, alignment)
+    in_runs = triples(merged, itemsize)
+    assert [element for element in in_runs if element in everything] == expected
+    # What else is in a run lies in gaps: no other variable's element, and none outside of memory.
+    taken = [{element[k] for element in everything} for k in range(3)]
+    assert not any(
+        element[k] in taken[k] for element in in_runs if element not in everything for k in range(3)
+    )
+    assert triples([part for run in merged for part in run.split(count)], itemsize) == in_runs
+    assert all(run.elements for run in merged)
+    # Two neighbours are two runs only where the next does not follow.
+    for before, after in itertools.pairwise(merged):
+        assert any(
+            round_up(end.stop, alignment) != start.start
+            for end, start in zip(
+                (before.message, *before.memory), (after.message, *after.memory), strict=True
+            )
+        )
+
+
+def test_neighbours_are_one_run():
+    shards = shards_of([(3, [None, None]), (0, [7, None]), (5, [None, 9])], 4, 1)
+    assert [shard.memory[0] for shard in shards] == [(0, 12), (19, 19), (19, 39)]
+    shards = shards_of([(3, [None, None]), (5, [None, None]), (2, [None, 17])], 4, 16)
+    merged = runs(shards, 16)
+    assert [run.elements for run in merged] == [(0, 9), (0, 2)]
+    assert merged[0].message == (0, 36)
+    assert runs([shard & Interval(8, 24) for shard in shards], 16)[0].elements == (2, 6)
