@@ -15,6 +15,7 @@ from hpcstrat._communicators import host, nccl_link, nccl_start, shared_memory
 from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.connection import connect, connect_devices
 from hpcstrat._communicators.device import StagedCommunicator
+from hpcstrat._communicators.grid import Grid
 from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._communicators.mpi import MpiCommunicator

@@ -9,6 +9,7 @@ import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.checked_exchange import Write
+from hpcstrat._communicators.grid import Grid
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, describe_message
 from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator, part_of_rank, reduce_flat
@@ -19,27 +20,19 @@ from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import Layout, Sections, layout_of, layout_of_sections, sections_in
 
 
-# Each rank has one server per host: itself on its own host, elsewhere the rank with the same local
-# index (modulo that host's number of ranks). With 3 hosts of 2 ranks each:
-#
-#                  host 0     host 1     host 2
-#    index 0       rank 0     rank 2     rank 4      servers of ranks 0, 2 and 4: [0, 2, 4]
-#    index 1       rank 1     rank 3     rank 5      servers of ranks 1, 3 and 5: [1, 3, 5]
-#
-# So rank 2 serves the ranks 0, 2 and 4, and its peers, the ranks of its host, are 2 and 3. To sum
-# the section of rank 0, its servers 0, 2 and 4 each add up what the ranks of their own host have of
-# it (2 adds those of 2 and 3), and send the sum to rank 0, which adds up the three sums. The result
-# goes back to 0, 2 and 4, in shared memory, where their peers 1, 3 and 5 read it.
 @final
 class HierarchicalCommunicator(MpiCommunicator):
     """Ranks on several hosts, over mpi4py and each host's shared memory.
 
-    A large reduction is split over all ranks. On each host a rank's section is summed in shared
-    memory and sent to that rank; it sums the hosts' sums, and sends the result to one rank of each
-    host, from which the others copy it. So a host sends everything once, however many ranks it has,
-    and its ranks share the work, and the links if it has several. Each host's ranks are summed in
-    rank order, then the hosts in order: bit-identical on all ranks and from run to run. 16-bit
-    floats, which are rounded only once, travel between all ranks.
+    A large reduction is split over all ranks: each reduces one section of the message. With the 3
+    hosts that `Grid` shows, that of rank 2 is summed by its servers 0, 2 and 4: each adds up what
+    the ranks of its own host have of it, in shared memory, and sends the sum to rank 2, which adds
+    up the three. The result goes back to 0, 2 and 4, into shared memory, from which all ranks of
+    their hosts copy it. So a host sends everything once, however many ranks it has, and its ranks
+    share the work, and the links if it has several.
+
+    Each host's ranks are summed in rank order, then the hosts in order: bit-identical on all ranks
+    and from run to run. 16-bit floats, which are rounded only once, travel between all ranks.
 
     Args:
         comm: an MPI communicator that only this object uses.
@@ -53,23 +46,10 @@ class HierarchicalCommunicator(MpiCommunicator):
         # What every host has room for. Not this host's own capacity: it may have grown where
         # another host could not.
         self._reserved_bytes = 0
-        of_rank = comm.allgather(host_comm.bcast(comm.rank))  # the first rank of each rank's host
-        hosts = [
-            [rank for rank in range(comm.size) if of_rank[rank] == lead]
-            for lead in sorted(set(of_rank))
-        ]
-        own_hosts = [next(host for host in hosts if rank in host) for rank in range(comm.size)]
-        # For every rank and host the rank there that sums for it, and through which its section
-        # reaches that host: itself, or the rank with the same local index on that host.
-        self._servers = [
-            [host[own.index(rank) % len(host)] for host in hosts]
-            for rank, own in enumerate(own_hosts)
-        ]
-        self._peers = own_hosts[comm.rank]
-        self._served_ranks = {
-            peer: [rank for rank in range(comm.size) if peer in self._servers[rank]]
-            for peer in self._peers
-        }
+        # The first rank of its host tells each host from the others.
+        grid = Grid(comm.allgather(host_comm.bcast(comm.rank)))
+        self._servers = grid.servers(comm.rank)
+        self._served = {peer: grid.served(peer) for peer in grid.peers(comm.rank)}
 
     def _sends_to_each(self, sizes: Sequence[int]) -> bool:
         """See `MpiCommunicator._sends_to_each`.
@@ -104,20 +84,27 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _reduce_by_hosts(
         self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes
     ) -> None:
-        slices = [_slices_of(layout, rank, self.size) for rank in range(self.size)]
-        layouts = [_layout_of_slices(layout, rank, self.size) for rank in range(self.size)]
+        # Each rank reduces a part of each group.
+        parts = [
+            [part_of_rank(group.elements, rank, self.size) for group in layout.groups]
+            for rank in range(self.size)
+        ]
+        dtypes = tuple([group.dtype for group in layout.groups])
+        layouts = [layout_of(tuple([(part.size,) for part in own]), dtypes) for own in parts]
+
+        def parts_in(message: Bytes, rank: int) -> list[Array]:
+            groups = zip(layout.groups, parts[rank], strict=True)
+            return [group.of(message)[part.slice] for group, part in groups]
+
         is_mean = REDUCTIONS[op].is_mean
         # A mean of the hosts' means would be wrong where hosts run different numbers of ranks.
         partial = ReduceOp.SUM if is_mean else op
         sizes = [part.nbytes for part in layouts]
         self._agree(signature, max(layout.nbytes, layout_of_sections(sizes).nbytes))
         messages = self._host.exchange(signature, layout.nbytes, write)
-
-        def parts_of(rank: int) -> list[list[Array]]:
-            groups = zip(layout.groups, slices[rank], strict=True)
-            return [[group.of(message)[part] for message in messages] for group, part in groups]
-
-        sums = self._sum_by_hosts(layouts, parts_of, partial)
+        sums = self._sum_by_hosts(
+            layouts, lambda rank: [parts_in(message, rank) for message in messages], partial
+        )
 
         def write_own(section: Bytes) -> None:
             for group in layouts[self.rank].groups:
@@ -127,12 +114,9 @@ class HierarchicalCommunicator(MpiCommunicator):
                     with np.errstate(all="ignore"):
                         np.divide(result, self.size, out=result)
 
-        sections = self._gather_by_hosts(signature, sizes, write_own)
-        for rank, section in enumerate(sections):
-            for group, part, elements in zip(
-                layout.groups, layouts[rank].groups, slices[rank], strict=True
-            ):
-                group.of(out)[elements] = part.of(section)
+        for rank, section in enumerate(self._gather_by_hosts(signature, sizes, write_own)):
+            for group, part in zip(layouts[rank].groups, parts_in(out, rank), strict=True):
+                part[...] = group.of(section)
 
     def _agree(self, signature: CallSignature, nbytes: int) -> None:
         """All ranks agree on a call, then make room for `nbytes` bytes of each rank.
@@ -173,18 +157,16 @@ class HierarchicalCommunicator(MpiCommunicator):
 
         with self.calls.waiting:
             self._agree(signature, sent.nbytes)
-            everyones = [
-                sent.views(message)
-                for message in self._host.exchange(signature, sent.nbytes, write_all)
-            ]
-
-            def parts_of(rank: int) -> list[list[Array]]:
-                return [
-                    [group.of(sections[rank]) for sections in everyones]
-                    for group in layouts[rank].groups
-                ]
-
-            return self._sum_by_hosts(layouts, parts_of, ReduceOp.SUM)
+            messages = self._host.exchange(signature, sent.nbytes, write_all)
+            everyones = [sent.views(message) for message in messages]
+            return self._sum_by_hosts(
+                layouts,
+                lambda rank: [
+                    [group.of(sections[rank]) for group in layouts[rank].groups]
+                    for sections in everyones
+                ],
+                ReduceOp.SUM,
+            )
 
     def _sum_by_hosts(
         self, layouts: Sequence[Layout], parts_of: Callable[[int], list[list[Array]]], op: ReduceOp
@@ -193,21 +175,20 @@ class HierarchicalCommunicator(MpiCommunicator):
 
         Args:
             layouts: the layout of each rank's section.
-            parts_of: returns what the ranks of this host have of a rank's section, group by group.
+            parts_of: returns what each rank of this host has of a rank's section, group by group.
             op: how they are reduced.
         """
         sizes = [layout.nbytes for layout in layouts]
-        senders = self._servers[self.rank]
-        self._reserve(max(sum(sizes), len(senders) * max(sizes)))
-        ours = sections_in(self._send_buffer, self._of_served(sizes, self.rank))
+        served = self._served[self.rank]
+        self._reserve(max(sum(sizes), len(self._servers) * max(sizes)))
+        ours = sections_in(self._send_buffer, _only(served, sizes))
         theirs = sections_in(
-            self._receive_buffer,
-            [sizes[self.rank] * (rank in senders) for rank in range(self.size)],
+            self._receive_buffer, _only(self._servers, [sizes[self.rank]] * self.size)
         )
         reductions = [
             (group, group.of(ours.of(rank)), parts)
-            for rank in self._served_ranks[self.rank]
-            for group, parts in zip(layouts[rank].groups, parts_of(rank), strict=True)
+            for rank in served
+            for group, *parts in zip(layouts[rank].groups, *parts_of(rank), strict=True)
         ]
 
         def reduce_window(window: Interval) -> None:
@@ -216,11 +197,7 @@ class HierarchicalCommunicator(MpiCommunicator):
                 reduce_flat(result[here], [part[here] for part in parts], op)
 
         self._all_to_all(ours, theirs, max(sizes), reduce_window)
-        return [theirs.of(rank) for rank in senders]
-
-    def _of_served(self, sizes: Sequence[int], server: int) -> list[int]:
-        """The sizes of the sections of ranks that `server` serves; 0 for the others."""
-        return [n if server in self._servers[rank] else 0 for rank, n in enumerate(sizes)]
+        return [theirs.of(rank) for rank in self._servers]
 
     @span(COMMUNICATION, lambda _, signature, sizes, __: Details(signature.call, sum(sizes)))
     def gather_sections(
@@ -241,27 +218,22 @@ class HierarchicalCommunicator(MpiCommunicator):
     ) -> list[Bytes]:
         """Every rank's section, on every rank; the host's memory has room for all of them."""
         self._reserve(max(sizes))
-        size, senders = sizes[self.rank], self._servers[self.rank]
-        own = self._send_buffer[:size]
+        own = self._send_buffer[: sizes[self.rank]]
         write(own)
         # The same bytes to one rank of each host.
-        ours = Sections(
-            own, [size * (rank in senders) for rank in range(self.size)], [0] * self.size
-        )
-        served = {peer: self._of_served(sizes, peer) for peer in self._peers}
+        ours = Sections(own, _only(self._servers, [own.size] * self.size), [0] * self.size)
+        incoming = _only(self._served[self.rank], sizes)
 
         def receive(message: Bytes) -> None:
-            self._all_to_all(ours, sections_in(message, served[self.rank]), max(sizes))
+            self._all_to_all(ours, sections_in(message, incoming), max(sizes))
 
         # What other hosts send arrives in this host's shared memory. There is room for it, so
         # `receive` runs once: otherwise the message would be written again.
-        messages = self._host.exchange(
-            signature, layout_of_sections(served[self.rank]).nbytes, receive
-        )
+        messages = self._host.exchange(signature, layout_of_sections(incoming).nbytes, receive)
         by_rank: dict[int, Bytes] = {}
-        for peer, message in zip(self._peers, messages, strict=True):
-            sections = sections_in(message, served[peer])
-            by_rank |= {rank: sections.of(rank) for rank in self._served_ranks[peer]}
+        for served, message in zip(self._served.values(), messages, strict=True):
+            sections = sections_in(message, _only(served, sizes))
+            by_rank |= {rank: sections.of(rank) for rank in served}
         return [by_rank[rank] for rank in range(self.size)]
 
     def reduce_parts(
@@ -277,17 +249,9 @@ class HierarchicalCommunicator(MpiCommunicator):
         return results
 
 
-def _slices_of(layout: Layout, rank: int, size: int) -> list[slice]:
-    """The elements of each group of a message that a rank reduces."""
-    return [part_of_rank(group.elements, rank, size).slice for group in layout.groups]
-
-
-def _layout_of_slices(layout: Layout, rank: int, size: int) -> Layout:
-    slices = _slices_of(layout, rank, size)
-    return layout_of(
-        tuple([(part.stop - part.start,) for part in slices]),
-        tuple([group.dtype for group in layout.groups]),
-    )
+def _only(ranks: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """The sizes of these ranks' sections, and 0 for the sections of all others."""
+    return [size if rank in ranks else 0 for rank, size in enumerate(sizes)]
 
 
 def _goes_by_hosts(whole: Layout) -> bool:
