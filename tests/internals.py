@@ -103,7 +103,7 @@ from hpcstrat._watchdog.watchdog import Watchdog
 from hpcstrat.checkpoint import _atomic_file, _safetensors
 from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
 from hpcstrat.checkpoint._new_file import NewFile
-from hpcstrat.checkpoint._pieces import Piece, share_of, write_pieces
+from hpcstrat.checkpoint._pieces import Piece, places_of, share_of, write_pieces
 from hpcstrat.checkpoint._safetensors import Contents, Entry
 from hpcstrat.checkpoint._snapshot import SnapshotChecksum, SnapshotMemory
 from hpcstrat.cluster_resolver._slurm import expand_nodes

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hpcstrat._core.types import Bytes
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.base import PART
 from hpcstrat.checkpoint._atomic_file import find_numbers, follow_link
 from hpcstrat.checkpoint._safetensors import (
@@ -113,15 +114,14 @@ class CheckpointFile:
         return self._read(self.entries[name].nbytes)
 
     def _read(self, nbytes: int) -> Iterator[Bytes]:
-        while nbytes:
-            part = self._buffer[: min(nbytes, PART)]
+        for place in Interval(0, nbytes).split(PART):
+            part = self._buffer[: place.size]
             read = 0
             while read < part.size:
                 count = self._file.readinto(part[read:].data)
                 if not count:
                     raise OSError(errno.EIO, "the file became shorter while it was read", self.path)
                 read += count
-            nbytes -= part.size
             self._work()
             yield part
 
