@@ -214,12 +214,14 @@ class Optimizer(metaclass=_attributes.OptimizerType):
         """
         outer = enter_call(f"{self.name}.apply_gradients")
         try:
-            state, pairs = self._state, list(grads_and_vars)
+            state, are_summed = self._state, skip_gradients_aggregation
+            pairs: list[tuple[Any, Variable]] | None = list(grads_and_vars)
             if state.marked is not None:
-                check_marked(state, pairs, skip_gradients_aggregation)
-            means = pairs if state.accumulator is None else state.accumulator.add(pairs)
-            if means is not None and not self._apply_as_before(means, skip_gradients_aggregation):
-                self._apply(means, skip_gradients_aggregation)
+                check_marked(state, pairs, are_summed)
+            if state.accumulator is not None:
+                pairs = state.accumulator.add(pairs)  # `None` if this call only adds up
+            if pairs is not None and not self._apply_as_before(pairs, are_summed):
+                self._apply(pairs, are_summed)
             if state.marked is not None:
                 end_marks(state)
         finally:
