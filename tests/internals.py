@@ -52,6 +52,7 @@ from hpcstrat._process import (
     driver,
     failure,
     guard,
+    job_end,
     job_files,
     launchers,
     mpi,
