@@ -101,7 +101,8 @@ from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 from hpcstrat._watchdog.watchdog import Watchdog
-from hpcstrat.checkpoint import _atomic_file, _safetensors
+from hpcstrat.checkpoint import _atomic_file
+from hpcstrat.checkpoint._atomic_file import replacing
 from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
 from hpcstrat.checkpoint._new_file import NewFile
 from hpcstrat.checkpoint._pieces import Piece, places_of, share_of, write_pieces

@@ -1,4 +1,4 @@
-"""What all ranks agree on before they save or restore: the objects, and which rank makes the file."""
+"""What all ranks agree on before they save or restore: the objects, and which rank has them."""
 
 from __future__ import annotations
 

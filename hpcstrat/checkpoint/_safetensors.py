@@ -38,8 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hpcstrat._core.types import Bytes
-from hpcstrat.checkpoint._atomic_file import replacing
-from hpcstrat.checkpoint._pieces import Piece, places_of, write_pieces
+from hpcstrat.checkpoint._pieces import Piece, places_of
 
 VERSION = 1
 LENGTH_BYTES = 8
@@ -146,22 +145,6 @@ def sizes(entries: Mapping[str, Entry]) -> dict[str, int]:
     # Large elements first: every array is aligned to its element size, and readers can map it.
     names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
     return {name: entries[name].nbytes for name in names}
-
-
-def write(path: str, contents: Contents, keep: int | None = None) -> None:
-    """Writes a checkpoint in place of an existing file, streamed; see `replacing`.
-
-    Args:
-        path: the file.
-        contents: what is read while it is written.
-        keep: see `replacing`.
-
-    Raises:
-        OSError: the file system's error.
-    """
-    with replacing(path, keep) as file:
-        checksum = write_pieces(file.fileno(), contents.pieces(), contents.nbytes)
-        contents.seal(file.fileno(), checksum)
 
 
 def _header(entries: Mapping[str, Entry], metadata: Mapping[str, Any], step: int | None) -> bytes:

@@ -16,17 +16,18 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+from checkpoint_files import write_file
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from internals import (
     PART,
     CheckpointFile,
+    Contents,
     Entry,
     Interval,
     Piece,
     _atomic_file,
-    _safetensors,
     host_parts,
     places_of,
     share_of,
@@ -51,8 +52,8 @@ def dtype_of(name):
 
 def write(path, arrays, metadata=FACTS, keep=None):
     entries = {name: Entry(a.dtype.name, a.dtype.itemsize, a.shape) for name, a in arrays.items()}
-    contents = _safetensors.Contents(entries, metadata, lambda name: host_parts(arrays[name]))
-    _safetensors.write(os.fspath(path), contents, keep)
+    contents = Contents(entries, metadata, lambda name: host_parts(arrays[name]))
+    write_file(os.fspath(path), contents, keep)
 
 
 def read(path):
@@ -411,8 +412,8 @@ def test_an_error_while_writing_leaves_what_was_there(tmp_path):
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
-        contents = _safetensors.Contents({"i": Entry("int64", 8, ())}, {}, parts)
-        _safetensors.write(os.fspath(tmp_path / "file"), contents, 2)
+        contents = Contents({"i": Entry("int64", 8, ())}, {}, parts)
+        write_file(os.fspath(tmp_path / "file"), contents, 2)
     assert states(tmp_path) == {"file": 1, "file.1": 0}
 
 
