@@ -74,7 +74,7 @@ from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
-from hpcstrat._strategies.reduction import _Part
+from hpcstrat._strategies.reduction import _reduce_own
 from hpcstrat._timeline import recorder, start
 from hpcstrat._timeline.recorder import TimelineRecorder
 from hpcstrat._timeline.spans import GpuSpans, Span, Spans
