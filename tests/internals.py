@@ -61,7 +61,7 @@ from hpcstrat._process import (
     settings,
     worlds,
 )
-from hpcstrat._process.job_files import State
+from hpcstrat._process.job_files import Failure, State
 from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers
@@ -83,8 +83,9 @@ from hpcstrat._timeline.trace import GPU_TRACKS, TraceFile, join_parts, part_nam
 from hpcstrat._tools import check
 from hpcstrat._tools.info import inventory
 from hpcstrat._tools.info import report as info
-from hpcstrat._tools.launch import leftovers, mpiexec, policy, restarts
+from hpcstrat._tools.launch import deaths, leftovers, mpiexec, policy, restarts
 from hpcstrat._tools.launch.mpiexec import LaunchError
+from hpcstrat._tools.launch.policy import Decision, Ended, Policy, decide
 from hpcstrat._tools.timeline.report import advise, timeline
 from hpcstrat._tools.timeline.shares import (
     KINDS,
