@@ -144,10 +144,10 @@ class EpochPass:
             # Two shuffles without a seed have different orders; two with the same seed have the
             # same order, as elsewhere.
             if shuffle.own_seed is None:
-                own, within = (0, list(self._rounds).index(shuffle)), self._salt
+                own, within = [0, list(self._rounds).index(shuffle)], self._salt
             else:
-                own, within = (shuffle.own_seed,), self._place
-            return np.random.default_rng([*own, *((*within, number) if shuffle.reshuffle else ())])
+                own, within = [shuffle.own_seed], self._place
+            return np.random.default_rng([*own, *within, number] if shuffle.reshuffle else own)
         seed, next_round = shuffle.state()
         number = self._rounds.get(shuffle, 0 if self._frozen else next_round)
         self._rounds[shuffle] = number + 1
@@ -167,9 +167,9 @@ class Node(abc.ABC):
     `load` and `fetch` make elements from them. So nodes that reorder or select elements touch no
     data, every rank can walk the whole stream, and each replica loads only its own elements.
 
-    Distribution and checkpoints know a node by five facts, its attributes. The constructor sets
-    defaults that are true of any node; after calling it, a constructor of a subclass sets the facts
-    that differ. Set them there, not in the body of a class, where the defaults would hide them.
+    Distribution and checkpoints need five facts about a node, its attributes. The constructor sets
+    their defaults; the constructor of a subclass calls it, then sets the facts that differ. Do not
+    set them in the body of a class, where the defaults would hide them.
 
     Args:
         *inputs: the nodes that this node reads.
@@ -177,14 +177,14 @@ class Node(abc.ABC):
     Attributes:
         inputs: the same nodes.
         width: the number of int64 columns of an item if the stream consists of `Keys`; `None`, the
-            default, if items may be any objects. A node with a width must define a `fetch` that
-            takes an empty chunk, too.
-        user_code: whether a pass runs functions of the user, or reads what may be damaged, and so
-            may end or fail on a single rank. By default, whether that is true of an input; a source
-            must deny it. Ranks compare their steps only where it is true: a node that calls a
-            function must set it.
+            default, if items may be any objects. With a width and without user code, `fetch` must
+            take an empty chunk, too.
+        user_code: whether a pass may end or fail on a single rank, because it runs functions of the
+            user, for example. Ranks compare their steps only where this is true, so a node that
+            runs a function must set it. The default is whether it is true of an input; without an
+            input, true.
         batch_sizes: the sizes of the `batch` calls still in effect, outermost last; 0 if unknown.
-            With the default, `()`, a dataset is refused instead of being split between replicas.
+            With the default, `()`, a strategy refuses the dataset instead of splitting elements.
         rows: if elements are batches, the node whose elements are their rows, and whose chunks are
             this node's items; else `None`, the default, with which each replica loads a whole batch
             and keeps its own rows.
