@@ -13,7 +13,7 @@ from hpcstrat._core.types import TensorSpec
 from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node, first, join
 
 
-class Combination(Node):
+class Combining(Node):
     """A node whose items combine its inputs' items: as keys with more columns, or as tuples.
 
     The items are keys only if all inputs have keys; if one input has Python objects, they are
@@ -38,7 +38,7 @@ class Combination(Node):
 
 
 @final
-class Zip(Combination):
+class Zip(Combining):
     """Elements of several nodes side by side, until one node ends."""
 
     def __init__(self, nodes: Sequence[Node], structure: nests.Structure) -> None:
@@ -85,7 +85,7 @@ class Zip(Combination):
 
 
 @final
-class Enumerate(Combination):
+class Enumerate(Combining):
     """Pairs of a count and an element. The count is the first column of a key."""
 
     def __init__(self, source: Node, start: int) -> None:

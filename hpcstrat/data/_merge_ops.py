@@ -10,11 +10,11 @@ import numpy as np
 
 from hpcstrat._core import nests
 from hpcstrat.data import _elements
-from hpcstrat.data._combine_ops import Combination, common_batch_sizes, widths_of
+from hpcstrat.data._combine_ops import Combining, common_batch_sizes, widths_of
 from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node
 
 
-class Merging(Combination):
+class Merging(Combining):
     """The elements of several nodes in some order.
 
     The first column of a key is the index of the node, the others are that node's own key:
