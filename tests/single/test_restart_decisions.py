@@ -142,8 +142,13 @@ CASES = {
     "two equal ends before a step": (FOUR, [EXITED, EXITED], [(4, 0), ENDED_TWICE]),
     "two different ends before a step": (
         FOUR,
-        [EXITED, ended(4), ENDED_AT_5],
+        [EXITED, ended(3), ENDED_AT_5],
         [(4, 0), (4, 0), (4, 0)],
+    ),
+    "fewer ranks before two equal ends end it": (
+        Policy(4, 9, 3),
+        [EXITED, EXITED, EXITED],
+        [(4, 0), (3, 0), ENDED_TWICE],
     ),
     "three kills before a step": (FOUR, [DIED] * 3, [(4, 0)] * 3),
     "fewer ranks, and all again after a step": (

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Callable, Mapping
 
 from hpcstrat._memory.segment import physical_memory, reservable
 from hpcstrat._process import guard, job_files
 from hpcstrat._process.job_files import JobMemory, State
 from hpcstrat._tools.launch import leftovers
 from hpcstrat._tools.launch.deaths import DeathWatch
+from hpcstrat._tools.launch.job import Job
 from hpcstrat._tools.launch.mpiexec import LaunchError
 from hpcstrat._tools.launch.policy import Decision, Ended, Policy, decide
 from hpcstrat.checkpoint._snapshot import newest_step
@@ -20,30 +20,14 @@ from hpcstrat.checkpoint._snapshot import newest_step
 _LOOK_SECONDS = 0.02
 
 
-class Starter(Protocol):
-    """What starts the ranks.
-
-    Attributes:
-        signal: the last signal that the launcher was sent to end the job; 0 if there was none.
-        processes: returns the processes of the ranks, as far as they are known.
-    """
-
-    signal: int
-    processes: Callable[[], Iterable[int]]
-
-    def start(self, ranks: int, environment: dict[str, str]) -> int:
-        """Starts the ranks with these variables; returns their exit status when all have ended."""
-        ...
-
-
-def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str, str]]) -> int:
+def run(job: Job, policy: Policy, variables: Callable[[int], Mapping[str, str]]) -> int:
     """Starts the ranks, again if the policy says so; returns the exit status of the last start.
 
     If a rank has left without telling the others, and the status is 0 nevertheless, it returns 1.
 
     Args:
-        starter: starts the ranks.
-        policy: decides about restarts, and the number of ranks.
+        job: starts the ranks.
+        policy: how often to restart, and with how many ranks.
         variables: returns the variables for a number of ranks.
 
     Raises:
@@ -60,10 +44,10 @@ def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str
             raise LaunchError(
                 f"--restarts: there is no memory that outlives the ranks: {error}"
             ) from None
-        return starter.start(policy.ranks, dict(variables(policy.ranks)))
+        return job.start(policy.ranks, dict(variables(policy.ranks)))
 
     def start(ranks: int) -> Ended:
-        ended = _start(starter, policy, memory, ranks, variables(ranks))
+        ended = _start(job, policy, memory, ranks, variables(ranks))
         if not ended.is_done and policy.restarts:
             leftovers.end_processes(memory)
         if not ended.is_done:
@@ -73,9 +57,9 @@ def run(starter: Starter, policy: Policy, variables: Callable[[int], Mapping[str
     ends = [start(policy.ranks)]
     while (decision := decide(policy, ends)).is_restart:
         _announce(policy, ends, decision, newest_step(memory))
-        _pause(starter, decision.pause)
-        if starter.signal:  # the next start is called off
-            ends.append(ends[-1]._replace(signal=starter.signal))
+        _pause(job, decision.pause)
+        if job.signal:  # the next start is called off
+            ends.append(ends[-1]._replace(signal=job.signal))
         else:
             ends.append(start(decision.ranks))
     ended = ends[-1]
@@ -96,24 +80,24 @@ def _announce(policy: Policy, ends: list[Ended], decision: Decision, step: int |
     )
 
 
-def _pause(starter: Starter, seconds: float) -> None:
+def _pause(job: Job, seconds: float) -> None:
     """Waits, at most until a signal comes."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not starter.signal:
+    while time.monotonic() < deadline and not job.signal:
         time.sleep(_LOOK_SECONDS)
 
 
 def _start(
-    starter: Starter, policy: Policy, memory: JobMemory, ranks: int, environment: Mapping[str, str]
+    job: Job, policy: Policy, memory: JobMemory, ranks: int, environment: Mapping[str, str]
 ) -> Ended:
     memory.forget_ranks()
     # Another process that has taken a dead rank's number does not have the job's variable.
-    starter.processes = lambda: {
-        note.process for note in memory.notes(ranks).values()
-    }.intersection(leftovers.processes_of(memory))
+    job.processes = lambda: {note.process for note in memory.notes(ranks).values()}.intersection(
+        leftovers.processes_of(memory)
+    )
     watch = DeathWatch(memory, ranks)
     with watch if policy.restarts else contextlib.nullcontext():
-        status = starter.start(ranks, {**environment, **memory.environment})
+        status = job.start(ranks, {**environment, **memory.environment})
     step, done = memory.steps()
     failure = memory.first_failure(ranks)
     first, first_seen = watch.first_deaths()
@@ -130,7 +114,7 @@ def _start(
         failure=failure,
         dead=first[0] if len(first) == 1 else None,
         is_incomplete=is_incomplete,
-        signal=starter.signal,
+        signal=job.signal,
         are_seen=bool(notes),
     )
 
