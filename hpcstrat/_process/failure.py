@@ -16,6 +16,7 @@
 | `os._exit(1)`             | shows hidden text                   | killed by the launcher        |
 | crash in C                | Python prints the lines of all      | killed by the launcher        |
 |                           | threads                             |                               |
+| the launcher is gone      | says so, cleans up, and exits       | each does the same            |
 | error only logged; thread | shows the text, and continues       | nothing                       |
 | fails before they connect |                                     |                               |
 
@@ -84,7 +85,8 @@ def install_at_import() -> None:
             sys.excepthook = _hook_that_tells_launcher(sys.excepthook)
     # Then `sys.stdout`, and on ranks that hide output `Thread.start`; where `sys.stderr` is hidden
     # too, its `write`, logging and `os._exit`.
-    if output.install() and _error_gate.install(sys.stderr):
+    hides_errors = output.install()
+    if hides_errors and _error_gate.install(sys.stderr):
         # The last registered runs first: before `_end_after_exit`, whose report has the text.
         atexit.register(show_hidden_errors)
 

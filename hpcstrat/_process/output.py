@@ -115,10 +115,10 @@ class _OutputGate:
         self._stream = stream
         self._write: Callable[[str], int] = stream.write
         self._flush: Callable[[], None] = stream.flush
-        self._own_write: Callable[[str], int] | None = None
+        self._replacement: Callable[[str], int] | None = None
         # By thread, what it wrote of a line so far: `print(a, b)` writes in four pieces.
         self._parts: dict[int, str] = {}
-        self._passing = threading.local()  # on while a thread is in the stream's own `write`
+        self._passing = threading.local()  # on while a thread is in what was replaced
         buffer = getattr(stream, "buffer", None)
         with contextlib.suppress(AttributeError):
             self._replace_write()
@@ -131,7 +131,7 @@ class _OutputGate:
             self._replace_write_of(buffer)
 
     def _replace_write(self) -> None:
-        if self._stream.write is self._own_write:
+        if self._stream.write is self._replacement:
             return
         replaced = self._write = self._stream.write
 
@@ -144,7 +144,7 @@ class _OutputGate:
                 log_hidden(text)
             return len(text)
 
-        self._stream.write = self._own_write = write
+        self._stream.write = self._replacement = write
 
     def _replace_write_of(self, buffer: Any) -> None:
         # The stream passes on its text at once, so never in another context.
