@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hpcstrat._core.types import Bytes
-from hpcstrat._storage.base import PART
+from hpcstrat._storage.local import PART
 from hpcstrat.checkpoint._atomic_file import find_numbers, follow_link
 from hpcstrat.checkpoint._safetensors import (
     DTYPE_NAMES,

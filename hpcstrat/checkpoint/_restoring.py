@@ -14,7 +14,7 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.blocks import Block
 from hpcstrat._replicas.group import UpdatesOn
-from hpcstrat._storage.base import PART, flat
+from hpcstrat._storage.local import PART, flat
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat._variable.writing import RULES
 from hpcstrat.checkpoint._atomic_file import explain
@@ -217,7 +217,7 @@ class _Restoring:
                     flat(array)[start : start + part.size] = part
                     start += part.size
             array = communicator.broadcast_obj(array, self._root)
-        state_of(v).storage.write(state_of(v).block, own_share(v, array), RULES["assign"])
+        state_of(v).storage.local.write(state_of(v).block, own_share(v, array), RULES["assign"])
 
     def _reset(self, v: Variable, block: Block, value: float | None) -> None:
         """Fills a slot that is not in the file because no step had updated its variable."""

@@ -13,7 +13,7 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
-from hpcstrat._storage.base import host_parts
+from hpcstrat._storage.local import host_parts
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.checkpoint import _background, _safetensors
 from hpcstrat.checkpoint._atomic_file import explain

@@ -12,7 +12,7 @@ from hpcstrat._core.types import IndexedSlices
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._storage.marks import places_of
+from hpcstrat._storage.marks import indices_of
 from hpcstrat._storage.plan import Plan
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers._gradients import check_pair, check_variables, group_of_variables
@@ -134,7 +134,7 @@ class GradientBuffers(list[Any]):
                 f"{current_call()}: got no arguments; pass gradient buffers, at least one"
             )
         try:
-            places = places_of(buffers, plan.to_message_order(plan.buffers or []))
+            chosen = indices_of(buffers, plan.order.to_message(plan.buffers or []))
         except LookupError as error:
             wrong = buffers[error.args[0]]
             raise ValueError(
@@ -143,10 +143,11 @@ class GradientBuffers(list[Any]):
                 "gradient_buffers returned, not views or copies"
             ) from None
         marked = plan.marks.marked
-        for i, place in enumerate(places):
-            if place in marked or place in places[:i]:
+        for k, i in enumerate(chosen):
+            if i in marked or i in chosen[:k]:
+                name = plan.order.blocks[i].name
                 raise ValueError(
-                    f"{current_call()}: the gradient of {plan.blocks[place].name} is marked twice "
+                    f"{current_call()}: the gradient of {name} is marked twice "
                     "in this step; mark each once, and pass all buffers to apply_gradients before "
                     "the next step"
                 )
@@ -156,7 +157,7 @@ class GradientBuffers(list[Any]):
                 f"{current_call()}: buffers of other variables of this optimizer are marked in "
                 "this step; pass them to apply_gradients first"
             )
-        self._group.storage.mark(plan, places, self._may_start())
+        self._group.storage.mark(plan, chosen, self._may_start())
         self._step.buffers = self
 
     @property

@@ -197,8 +197,8 @@ def key(group: ReplicaGroup, variables: Sequence[Variable]) -> tuple[int, ...]:
 def copy_block(storage: Storage, source: Block, target: Block) -> None:
     """Copies values of a variable or slot, on a rank that updates it; on all if it is split."""
     start = 0
-    for part in storage.parts(source) if source.cuts is None else storage.all_parts(source):
-        storage.write_part(target, start, part)
+    for part in storage.local.parts(source) if source.cuts is None else storage.all_parts(source):
+        storage.local.write_part(target, start, part)
         start += part.size
 
 
@@ -220,7 +220,7 @@ def _read(variable: Variable, block: Block) -> np.ndarray[Any, Any]:
         return _join(variable, group.storage.all_parts(block))
     with group.communicator.raise_together():
         if group.communicator.rank == group.root:
-            value = _join(variable, group.storage.parts(block))
+            value = _join(variable, group.storage.local.parts(block))
     return group.communicator.broadcast_obj(value, group.root)
 
 
