@@ -19,7 +19,6 @@ from hpcstrat._core.values import DistributedValues as DistributedValues
 from hpcstrat._core.values import Mirrored as Mirrored
 from hpcstrat._core.values import PerReplica as PerReplica
 from hpcstrat._process import failure as _failure
-from hpcstrat._process import output as _output
 from hpcstrat._process import settings as _settings
 from hpcstrat._program import agree as agree
 from hpcstrat._program import any_rank as any_rank
@@ -75,8 +74,7 @@ def __getattr__(name: str) -> Any:
 
 
 _set_module(globals())
-_failure.end_all_ranks_on_early_error()
-_output.install()
+_failure.install_at_import()
 _settings.warn_of_unknown()
 if _settings.timeline():
     from hpcstrat._timeline import start as _start

@@ -52,6 +52,7 @@ from hpcstrat._process import (
     driver,
     failure,
     guard,
+    job_end,
     job_files,
     launchers,
     mpi,
@@ -100,10 +101,11 @@ from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 from hpcstrat._watchdog.watchdog import Watchdog
-from hpcstrat.checkpoint import _atomic_file, _safetensors
+from hpcstrat.checkpoint import _atomic_file
+from hpcstrat.checkpoint._atomic_file import replacing
 from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
 from hpcstrat.checkpoint._new_file import NewFile
-from hpcstrat.checkpoint._pieces import Piece, share_of, write_pieces
+from hpcstrat.checkpoint._pieces import Piece, places_of, share_of, write_pieces
 from hpcstrat.checkpoint._safetensors import Contents, Entry
 from hpcstrat.checkpoint._snapshot import SnapshotChecksum, SnapshotMemory
 from hpcstrat.cluster_resolver._slurm import expand_nodes

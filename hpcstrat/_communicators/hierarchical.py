@@ -106,13 +106,13 @@ class HierarchicalCommunicator(MpiCommunicator):
             layouts, lambda rank: [parts_in(message, rank) for message in messages], partial
         )
 
+        @np.errstate(all="ignore")  # as in `reduce_flat`
         def write_own(section: Bytes) -> None:
             for group in layouts[self.rank].groups:
                 result = group.of(section)
                 reduce_flat(result, [group.of(host_sum) for host_sum in sums], partial)
                 if is_mean and self.size > 1:
-                    with np.errstate(all="ignore"):
-                        np.divide(result, self.size, out=result)
+                    np.divide(result, self.size, out=result)
 
         for rank, section in enumerate(self._gather_by_hosts(signature, sizes, write_own)):
             for group, part in zip(layouts[rank].groups, parts_in(out, rank), strict=True):

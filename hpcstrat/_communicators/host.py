@@ -19,10 +19,8 @@ from hpcstrat._communicators.reduction import reduce_flat
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
-from hpcstrat._memory.allocator import RangeAllocator
-from hpcstrat._memory.intervals import round_up
-from hpcstrat._memory.layout import ALIGNMENT, Layout, layout_of
-from hpcstrat._memory.segment import LARGE, Segment, check_available
+from hpcstrat._memory.layout import Layout, layout_of, layout_of_sections
+from hpcstrat._memory.segment import LARGE, check_available
 from hpcstrat._process import worlds
 
 SMALL_MESSAGE_BYTES = 1 << 15
@@ -233,24 +231,21 @@ class HostCommunicator(Communicator):
             write: writes a section, given the rank that it is for, and the memory.
         """
         # One message for all ranks; a table at its start says where each rank's section is.
-        table = np.zeros((self.size, 2), np.int64)
-        start = round_up(table.nbytes, ALIGNMENT)
-        for rank, size in enumerate(sizes):
-            table[rank] = start, start + size
-            start = round_up(start + size, ALIGNMENT)
+        layout = layout_of_sections([16 * self.size, *sizes])
+
+        def table_of(message: Bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
+            return message[: 16 * self.size].view(np.int64).reshape(2, self.size)
 
         def write_all(message: Bytes) -> None:
-            message[: table.nbytes] = table.reshape(-1).view(np.uint8)
-            for rank, (start, stop) in enumerate(table.tolist()):
-                write(rank, message[start:stop])
+            table_of(message)[:] = layout.starts[1:], sizes
+            for rank, section in enumerate(layout.views(message)[1:]):
+                write(rank, section)
 
-        messages = self.exchange(signature, start, write_all)
-        places = [
-            message[16 * self.rank : 16 * (self.rank + 1)].view(np.int64).tolist()
-            for message in messages
-        ]
+        messages = self.exchange(signature, layout.nbytes, write_all)
+        places = [table_of(message)[:, self.rank].tolist() for message in messages]
         return [
-            message[start:stop] for message, (start, stop) in zip(messages, places, strict=True)
+            message[start : start + size]
+            for message, (start, size) in zip(messages, places, strict=True)
         ]
 
     def sum_sections(
@@ -281,22 +276,6 @@ class HostCommunicator(Communicator):
         Collective.
         """
         return self.exchange(signature, sizes[self.rank], write)
-
-
-class MemorySharingCommunicator(HostCommunicator):
-    """Ranks that share memory, which can hold one copy of each variable for all of them.
-
-    Attributes:
-        segment: the memory.
-        heap: which of its bytes are free for variables; all ranks make the same allocations.
-    """
-
-    segment: Segment
-    heap: RangeAllocator
-
-    @abc.abstractmethod
-    def sync(self) -> None:
-        """Waits for all ranks. What they wrote to the segment before can be read afterwards."""
 
 
 def _check_on_host(arrays: Sequence[Array]) -> None:

@@ -140,8 +140,8 @@ class MpiCommunicator(HostCommunicator):
             self._comm.Allgatherv(self._in_place, sections.for_mpi())
         else:
             for root, section in enumerate(sections.all()):
-                for start in range(0, section.size, self.LARGEST):
-                    self._comm.Bcast(section[start : start + self.LARGEST], root=root)
+                for piece in _pieces(section, self.LARGEST):
+                    self._comm.Bcast(piece, root=root)
 
     def _sends_to_each(self, sizes: Sequence[int]) -> bool:
         """Whether each rank sends its section to all others itself.
@@ -203,18 +203,15 @@ class MpiCommunicator(HostCommunicator):
                 target = (self.rank + distance) % self.size
                 now += [
                     self._comm.Irecv(piece, source)
-                    for piece in self._pieces(incoming[source][window.slice])
+                    for piece in _pieces(incoming[source][window.slice], self.PIECE)
                 ]
                 now += [
                     self._comm.Isend(piece, target)
-                    for piece in self._pieces(outgoing[target][window.slice])
+                    for piece in _pieces(outgoing[target][window.slice], self.PIECE)
                 ]
             self._wait_for(before)  # one of two windows is always on its way
             before = now
         self._wait_for(before)
-
-    def _pieces(self, section: Bytes) -> list[Bytes]:
-        return [section[start : start + self.PIECE] for start in range(0, section.size, self.PIECE)]
 
     @span(COMMUNICATION, describe_message)
     def reduce_message(
@@ -278,3 +275,7 @@ class MpiCommunicator(HostCommunicator):
             self.mark_interrupted(error)
             raise
         return theirs.all()
+
+
+def _pieces(section: Bytes, size: int) -> list[Bytes]:
+    return [section[piece.slice] for piece in Interval(0, section.size).split(size)]

@@ -12,11 +12,7 @@ import numpy as np
 
 from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.checked_exchange import Write
-from hpcstrat._communicators.host import (
-    SMALL_MESSAGE_BYTES,
-    MemorySharingCommunicator,
-    describe_message,
-)
+from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
 from hpcstrat._communicators.reduction import part_of_rank, reduce_flat
 from hpcstrat._core.span import COMMUNICATION, WAITING, span
 from hpcstrat._core.types import Bytes, ReduceOp
@@ -98,8 +94,8 @@ _DOUBLED = 1 << 26
 
 
 @final
-class SharedMemoryCommunicator(MemorySharingCommunicator):
-    """Ranks of one host.
+class SharedMemoryCommunicator(HostCommunicator):
+    """Ranks of one host, whose memory can hold one copy of each variable for all of them.
 
     The segment holds, for each rank, two records that alternate from call to call, a flag and a
     mailbox; the storage of variables follows. A rank writes its record and its message, all meet in
@@ -107,6 +103,8 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
     slow rank still reads. A mailbox is overwritten only after another barrier.
 
     Attributes:
+        segment: the shared memory.
+        heap: which of its bytes are free for variables; all ranks make the same allocations.
         status_slots: for the watchdog, one per rank.
 
     Args:
@@ -162,7 +160,7 @@ class SharedMemoryCommunicator(MemorySharingCommunicator):
             self._grow(nbytes)
 
     def sync(self) -> None:
-        """See `MemorySharingCommunicator.sync`."""
+        """Waits for all ranks. What they wrote to the segment before can be read afterwards."""
         waiting = self.calls.waiting
         waiting.depth += 1
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from hpcstrat._communicators.host import HostCommunicator, MemorySharingCommunicator
+from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core.call_name import current_call
 from hpcstrat._process.worlds import World
 from hpcstrat._watchdog.channels import StatusChannel, connect_by_tcp, share_memory_channel
@@ -48,7 +48,7 @@ class DeviceTransport(NamedTuple):
     connect: Callable[[HostCommunicator, gpu.Stream | None], DeviceCommunicator]
 
 
-def _share_memory(world: World) -> tuple[MemorySharingCommunicator, StatusChannel]:
+def _share_memory(world: World) -> tuple[HostCommunicator, StatusChannel]:
     from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 
     communicator = SharedMemoryCommunicator(world.comm)

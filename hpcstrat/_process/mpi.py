@@ -48,6 +48,12 @@ def load() -> Any:
     return MPI
 
 
+def find() -> Any:
+    """The module `mpi4py.MPI` if MPI has been started, else None."""
+    MPI = sys.modules.get("mpi4py.MPI")
+    return MPI if MPI is not None and MPI.Is_initialized() else None
+
+
 def start(mpi: Any) -> None:
     """Starts MPI unless it has been started. Collective.
 

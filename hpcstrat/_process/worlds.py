@@ -122,7 +122,7 @@ def _connect() -> World:
     # From MPI, not from the launcher's variables: MPI knows which ranks can share memory.
     host_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
     if comm.size > 1:
-        failure.end_all_ranks_on_error(comm.rank, MPI)
+        failure.install_when_connected(comm.rank, MPI)
     shares = host_comm.allgather((comm.rank, own_cores()))
     own = np.array([shares[0][0], int.from_bytes(os.urandom(8), "little")], np.uint64)
     # In one exchange, as numbers: the first rank of each rank's host, and rank 0's entropy.

@@ -11,8 +11,7 @@ from typing import final
 import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.host import MemorySharingCommunicator
-from hpcstrat._communicators.shared_memory import LINE
+from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.blocks import Block, block_of, size_of
@@ -39,9 +38,9 @@ class CentralHostStorage(HostStorage):
     not reach the second barrier, so that no rank reads variables that are changed in part.
     """
 
-    communicator: MemorySharingCommunicator
+    communicator: SharedMemoryCommunicator
 
-    def __init__(self, communicator: MemorySharingCommunicator) -> None:
+    def __init__(self, communicator: SharedMemoryCommunicator) -> None:
         super().__init__(communicator, communicator.segment)
         self._created = 0
         self._dead: deque[int] = deque()  # numbers of blocks, not yet reported
@@ -184,6 +183,6 @@ class CentralHostStorage(HostStorage):
 
 
 @functools.cache
-def central_host_storage(communicator: MemorySharingCommunicator) -> CentralHostStorage:
+def central_host_storage(communicator: SharedMemoryCommunicator) -> CentralHostStorage:
     """The storage in this communicator's segment, the same for every strategy."""
     return CentralHostStorage(communicator)

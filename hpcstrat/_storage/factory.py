@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.host import HostCommunicator, MemorySharingCommunicator
+from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.call_name import current_call
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
@@ -70,7 +71,7 @@ def make_central_storage(communicator: Communicator, root: int, on_host: bool = 
         from hpcstrat._storage.central_device import CentralDeviceStorage
 
         return CentralDeviceStorage(communicator, root, on_host and communicator.rank == root)
-    if isinstance(communicator, MemorySharingCommunicator):
+    if isinstance(communicator, SharedMemoryCommunicator):
         from hpcstrat._storage.central_host import central_host_storage
 
         return central_host_storage(communicator)

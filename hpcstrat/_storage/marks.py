@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import final
 
 from hpcstrat._core.types import Array
@@ -61,16 +61,3 @@ def views_of(layout: Layout, variables: Iterable[int], message: Array) -> list[A
         for group, parts in zip(layout.groups, parts_of(layout, variables), strict=True)
         for part in parts
     ]
-
-
-def indices_of(buffers: Sequence[Array], every: Sequence[Array]) -> list[int]:
-    """The indices of some buffers in `every`, in order.
-
-    Raises:
-        LookupError: a buffer is not in `every`; its index is the argument.
-    """
-    indices = {id(buffer): i for i, buffer in enumerate(every)}
-    for i, buffer in enumerate(buffers):
-        if id(buffer) not in indices:
-            raise LookupError(i)
-    return sorted(indices[id(buffer)] for buffer in buffers)

@@ -13,7 +13,7 @@ from hpcstrat._communicators.connection import when_connected, when_left
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.span import record_to
-from hpcstrat._process import failure, reports, worlds
+from hpcstrat._process import job_end, reports, worlds
 from hpcstrat._timeline.recorder import TimelineRecorder
 from hpcstrat._timeline.trace import TraceFile, is_timeline, join_parts, other_parts, part_name
 
@@ -57,7 +57,7 @@ def _start_recording(path: str, communicator: HostCommunicator) -> None:
     record_to(recorder)
     atexit.register(recorder.close)  # before what was registered before
     os.register_at_fork(after_in_child=recorder.stop_in_a_child)
-    failure.before_the_end.append(recorder.save_before_the_end)
+    job_end.before_the_end.append(recorder.save_before_the_end)
 
 
 def _open(path: str, is_first: bool) -> TraceFile:

@@ -88,7 +88,7 @@ def start(path: str, file: NewFile, copies: Sequence[Piece]) -> None:
 
     def write() -> None:
         with file:
-            file.write_alone(copies)
+            file.write_and_publish(copies)
 
     _pending = _Save(path, write)
 

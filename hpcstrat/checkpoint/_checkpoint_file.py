@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hpcstrat._core.types import Bytes
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.local import PART
 from hpcstrat.checkpoint._atomic_file import find_numbers, follow_link
 from hpcstrat.checkpoint._safetensors import (
@@ -70,13 +71,7 @@ class CheckpointFile:
         # One buffer for the whole file: a checkpoint may be as large as memory.
         self._buffer: Bytes = np.empty(PART, np.uint8)
         try:
-            # O_NONBLOCK: opening a FIFO must not wait for a writer; it is refused below.
-            self._file = open(
-                path,
-                "rb",
-                buffering=0,
-                opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK),
-            )
+            self._file = open(path, "rb", buffering=0, opener=_open_at_once)
         except FileNotFoundError as error:
             raise FileNotFoundError(
                 errno.ENOENT, f"there is no such file{_older_checkpoints(path, '; ')}", path
@@ -113,15 +108,14 @@ class CheckpointFile:
         return self._read(self.entries[name].nbytes)
 
     def _read(self, nbytes: int) -> Iterator[Bytes]:
-        while nbytes:
-            part = self._buffer[: min(nbytes, PART)]
+        for place in Interval(0, nbytes).split(PART):
+            part = self._buffer[: place.size]
             read = 0
             while read < part.size:
                 count = self._file.readinto(part[read:].data)
                 if not count:
                     raise OSError(errno.EIO, "the file became shorter while it was read", self.path)
                 read += count
-            nbytes -= part.size
             self._work()
             yield part
 
@@ -212,14 +206,16 @@ class CheckpointFile:
 def step_in(path: str) -> int | None:
     """The step after which a file was made, if it says so; its contents are not checked."""
     try:
-        # O_NONBLOCK: a FIFO does not block this; its contents are not a header.
-        with open(
-            path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)
-        ) as file:
+        with open(path, "rb", opener=_open_at_once) as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
             return _step_in(_parse_json(file.read(min(length, LARGEST_HEADER)))["__metadata__"])
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    # A FIFO must not wait for a writer: it is refused, because it is not a checkpoint.
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _step_in(own: Mapping[str, str]) -> int | None:

@@ -15,6 +15,7 @@ from hpcstrat._core.span import CHECKPOINT, span
 from hpcstrat._process import job_files
 from hpcstrat._process.job_files import JobMemory
 from hpcstrat._replicas import contexts
+from hpcstrat.checkpoint._agreement import parameter_rank
 from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of
 from hpcstrat.checkpoint._checkpoint_file import CheckpointFile, step_in
 from hpcstrat.checkpoint._preemption import PreemptionHandler
@@ -193,7 +194,7 @@ class CheckpointManager:
         """Finds the launcher's memory, and the newest checkpoint. Collective."""
         global _owner
         communicator = connect()
-        root = objects_of(self._checkpoint).parameter_rank()
+        root = parameter_rank(objects_of(self._checkpoint))
         if communicator.rank == 0:
             self._memory = job_files.find()
         with communicator.raise_together():

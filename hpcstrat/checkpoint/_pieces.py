@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+from hpcstrat._memory.intervals import Interval
 
 _POLYNOMIAL = 0xEDB88320  # of CRC-32, its lowest power in the highest bit
 _ONE = 1 << 31
@@ -25,48 +28,31 @@ class Piece(NamedTuple):
     data: memoryview
 
 
-class Extent(NamedTuple):
-    """Bytes of an array, from `start` to `stop`."""
-
-    name: str
-    start: int
-    stop: int
+def places_of(nbytes: Mapping[str, int], start: int = 0) -> dict[str, Interval]:
+    """The places of arrays that follow each other without gaps, from `start` on."""
+    ends = itertools.accumulate(nbytes.values(), initial=start)
+    places = itertools.starmap(Interval, itertools.pairwise(ends))
+    return dict(zip(nbytes, places, strict=True))
 
 
 def share_of(
-    rank: int,
-    size: int,
-    root: int,
-    nbytes: Mapping[str, int],
-    cuts: Mapping[str, Sequence[int]],
-    of_root: Collection[str],
-) -> Iterator[Extent]:
-    """The bytes that a rank writes, in the order of `nbytes`; the ranks write each byte once.
+    rank: int, size: int, nbytes: Mapping[str, int], own: Mapping[str, Interval]
+) -> dict[str, Interval]:
+    """The bytes of each array that a rank writes, without arrays of which it writes none.
 
     Args:
         rank: the rank.
         size: the number of ranks.
-        root: the rank that alone has some arrays.
-        nbytes: the size of each array.
-        cuts: for arrays that are split over the ranks: where each rank's part starts, and where the
-            last part ends.
-        of_root: arrays that only the root has. Every rank has all others.
+        nbytes: the size of each array, in the order of the file and of the result.
+        own: for each array that not every rank has as a whole: the bytes that this rank has, and so
+            writes; together the ranks have each byte once.
     """
     # Equal parts of all bytes, not of each array: few and large writes for any number of arrays.
-    common = sum(
-        count for name, count in nbytes.items() if name not in cuts and name not in of_root
-    )
-    first, last, before = common * rank // size, common * (rank + 1) // size, 0
-    for name, count in nbytes.items():
-        if name in cuts:
-            start, stop = cuts[name][rank : rank + 2]
-        elif name in of_root:
-            start, stop = 0, count * (rank == root)
-        else:
-            start, stop = (min(max(end - before, 0), count) for end in (first, last))
-            before += count
-        if start < stop:
-            yield Extent(name, start, stop)
+    common = {name: count for name, count in nbytes.items() if name not in own}
+    part = Interval(0, sum(common.values())).of_rank(rank, size)
+    shares = {name: (part & at).shift(-at.start) for name, at in places_of(common).items()}
+    shares |= own
+    return {name: shares[name] for name in nbytes if shares[name]}
 
 
 def write_pieces(file: int, pieces: Iterable[Piece], nbytes: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,36 +13,20 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._replicas.group import UpdatesOn
 from hpcstrat._storage.local import PART, flat
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat._variable.writing import RULES
+from hpcstrat.checkpoint._agreement import agree, require_cross_replica
 from hpcstrat.checkpoint._atomic_file import explain
 from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
-from hpcstrat.checkpoint._objects import (
-    CheckpointObjects,
-    Compatibility,
-    list_names,
-    own_share,
-    position_of,
-    storage_of,
-)
-from hpcstrat.checkpoint._safetensors import Entry
-from hpcstrat.checkpoint._saving import finish_background, signature
+from hpcstrat.checkpoint._compatibility import Restored, position_of, require_compatible
+from hpcstrat.checkpoint._names import CheckpointObjects, Slot, slot_name, storage_of
+from hpcstrat.checkpoint._on_read import own_share
+from hpcstrat.checkpoint._saving import finish_background
 from hpcstrat.optimizers._optimizer import state_of_optimizer
 from hpcstrat.optimizers._state import copy_block
-
-
-class Restored(NamedTuple):
-    """What `Checkpoint.restore` did not restore; both are empty unless `partial=True`.
-
-    Attributes:
-        missing: the names of objects that are not in the file and so are unchanged.
-        left_over: the names in the file that are not among the objects.
-    """
-
-    missing: tuple[str, ...]
-    left_over: tuple[str, ...]
 
 
 def restore_from(
@@ -62,9 +46,8 @@ def restore_from(
     """
     communicator = connect()
     finish_background()  # it may write this very file
-    objects.require_cross_replica()
-    entries, root = objects.entries(), objects.parameter_rank()
-    communicator.exchange(signature((source, f"partial={bool(partial)}"), root, objects, entries))
+    require_cross_replica(objects)
+    root = agree(objects, objects.entries(), source, f"partial={bool(partial)}")
     file = None
     try:
         with communicator.raise_together():
@@ -75,12 +58,12 @@ def restore_from(
             # before anything changes.
             saved, metadata, step = communicator.broadcast_obj(header, root)
         with communicator.raise_together():
-            compatibility = _require_compatible(source, objects, saved, metadata, partial)
-        _Restoring(communicator, root, objects, compatibility, metadata, file).run()
+            common, restored = require_compatible(source, objects, saved, metadata, partial)
+        _Restoring(communicator, root, objects, common, metadata, file).run()
     finally:
         if file is not None:
             file.close()
-    return Restored(compatibility.missing, compatibility.left_over), step
+    return restored, step
 
 
 class _Restoring:
@@ -91,14 +74,14 @@ class _Restoring:
         communicator: Communicator,
         root: int,
         objects: CheckpointObjects,
-        compatibility: Compatibility,
+        common: frozenset[str],
         metadata: dict[str, Any],
         file: CheckpointFile | None,
     ) -> None:
         self._communicator = communicator
         self._root = root
         self._objects = objects
-        self._compatibility = compatibility
+        self._common = common
         self._metadata = metadata
         self._file = file
 
@@ -117,51 +100,50 @@ class _Restoring:
             raise
 
     def _run(self) -> None:
-        objects, names = self._objects, sorted(self._compatibility.common)
-        for name in names:
-            if (optimizer := objects.optimizers.get(name)) is not None:
-                with_slots = [v for of, v in objects.variables.items() if self._has_slots(name, of)]
-                # A new optimizer has no slots before its first step, and the file's slots would be
-                # lost.
-                state_of_optimizer(optimizer).make_slots(
-                    with_slots, optimizer.name, optimizer.all_slots
-                )
-        slots = objects.slots()
-        for name in names:
-            if name in objects.variables:
-                v = objects.variables[name]
-                self._load(name, v, state_of(v).block)
-            elif name in slots:
-                self._load(name, slots[name].variable, slots[name].block)
-            elif name in objects.on_read:
-                self._load_on_read(name, objects.on_read[name])
-        for name, slot in slots.items():
-            if name not in self._compatibility.common and self._is_of_restored_optimizer(name):
-                self._reset(slot.variable, slot.block, slot.initial)
-        # Variables only: slots are read by the ranks that have just written them.
-        self._publish([objects.variables[name] for name in names if name in objects.variables])
-        for name in names:
-            if name in objects.optimizers:
-                state = state_of_optimizer(objects.optimizers[name])
+        self._make_slots()
+        self._load_arrays()
+        for name, optimizer in self._objects.optimizers.items():
+            if name in self._common:
+                state = state_of_optimizer(optimizer)
                 state.iterations = int(self._metadata[name]["iterations"])
                 if state.accumulator is not None:
                     state.accumulator.clear()
-            elif name in objects.positions:
-                objects.positions[name]._seek(position_of(self._metadata[name]))
+        for name, resumable in self._objects.positions.items():
+            if name in self._common:
+                resumable._seek(position_of(self._metadata[name]))
         self._communicator.exchange(signature_of(f"{current_call()}: restored"))
+
+    def _make_slots(self) -> None:
+        # A new optimizer has no slots before its first step, and the file's slots would be lost.
+        for name, optimizer in self._objects.optimizers.items():
+            if name in self._common:
+                with_slots = [
+                    v for of, v in self._objects.variables.items() if self._has_slots(name, of)
+                ]
+                state_of_optimizer(optimizer).make_slots(
+                    with_slots, optimizer.name, optimizer.all_slots
+                )
 
     def _has_slots(self, optimizer: str, variable: str) -> bool:
         slots = self._objects.optimizers[optimizer].all_slots
-        return bool(slots) and all(
-            f"{optimizer}/{slot}/{variable}" in self._compatibility.common for slot in slots
-        )
+        names = {slot_name(optimizer, slot, variable) for slot in slots}
+        return bool(names) and names <= self._common
 
-    def _is_of_restored_optimizer(self, slot: str) -> bool:
-        return any(
-            slot.startswith(f"{name}/")
-            for name in self._objects.optimizers
-            if name in self._compatibility.common
-        )
+    def _load_arrays(self) -> None:
+        objects, slots = self._objects, self._objects.slots()
+        variables = {name: v for name, v in objects.variables.items() if name in self._common}
+        arrays = {name: (v, state_of(v).block) for name, v in variables.items()}
+        arrays |= {name: (slot.variable, slot.block) for name, slot in slots.items()}
+        for name in sorted(self._common):
+            if name in arrays:
+                self._load(name, *arrays[name])
+            elif name in objects.on_read:
+                self._load_on_read(name, objects.on_read[name])
+        for name, slot in slots.items():
+            if name not in self._common and slot.optimizer in self._common:
+                self._reset(slot)
+        # Variables only: slots are read by the ranks that have just written them.
+        self._publish(list(variables.values()))
 
     def _load(self, name: str, v: Variable, block: Block) -> None:
         """Reads an array of the file into a block, on the rank that owns it or on every rank.
@@ -175,17 +157,15 @@ class _Restoring:
         is_everywhere = (
             state_of(v).group.updates_on is UpdatesOn.ALL_RANKS and communicator.size > 1
         )
-        nbytes = v.size * v.dtype.itemsize
         parts = self._parts(name)
-        for start in range(0, nbytes, PART):
+        for place in Interval(0, v.size * v.dtype.itemsize).split(PART):
             with communicator.raise_together():
                 part = next(parts, None)
                 if is_everywhere:
-                    part = self._broadcast_part(
-                        f"{name} from byte {start}", part, min(PART, nbytes - start)
-                    )
+                    what = f"{name} from byte {place.start}"
+                    part = self._broadcast_part(what, part, place.size)
             if part is not None and (is_root or is_everywhere):
-                storage_of(v).write_part(block, start, part)
+                storage_of(v).local.write_part(block, place.start, part)
 
     def _parts(self, name: str) -> Iterator[Bytes]:
         """An array of the file, part by part; nothing on ranks without the file."""
@@ -219,16 +199,19 @@ class _Restoring:
             array = communicator.broadcast_obj(array, self._root)
         state_of(v).storage.local.write(state_of(v).block, own_share(v, array), RULES["assign"])
 
-    def _reset(self, v: Variable, block: Block, value: float | None) -> None:
+    def _reset(self, slot: Slot) -> None:
         """Fills a slot that is not in the file because no step had updated its variable."""
-        if value is None and state_of(v).group.updates_here:
-            copy_block(storage_of(v), state_of(v).block, block)
-        elif value is not None and state_of(v).group.updates_here:
-            itemsize = v.dtype.itemsize
-            # In parts, so that a slot as large as the model needs no second copy of it.
-            part = np.full(PART // itemsize, v.dtype.type(value), v.dtype).view(np.uint8)
-            for start in range(0, v.size * itemsize, part.size):
-                storage_of(v).write_part(block, start, part[: v.size * itemsize - start])
+        v, storage = slot.variable, storage_of(slot.variable)
+        if not state_of(v).group.updates_here:
+            return
+        if slot.initial is None:
+            copy_block(storage, state_of(v).block, slot.block)
+            return
+        itemsize = v.dtype.itemsize
+        # In parts, so that a slot as large as the model needs no second copy of it.
+        part = np.full(PART // itemsize, v.dtype.type(slot.initial), v.dtype).view(np.uint8)
+        for place in Interval(0, v.size * itemsize).split(part.size):
+            storage.local.write_part(slot.block, place.start, part[: place.size])
 
     def _publish(self, variables: list[Variable]) -> None:
         for storage in dict.fromkeys(map(storage_of, variables)):
@@ -247,38 +230,3 @@ def open_file(path: str, work: Callable[[], None]) -> CheckpointFile:
         raise ValueError(
             f"{current_call()}: {error}. Nothing was changed; pass another file"
         ) from error
-
-
-def _require_compatible(
-    path: str,
-    objects: CheckpointObjects,
-    entries: dict[str, Entry],
-    metadata: dict[str, Any],
-    partial: bool,
-) -> Compatibility:
-    try:
-        compatibility = objects.compatibility(entries, metadata)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{current_call()}: the description of the objects in {path} makes no sense: "
-            f"{error!r}; pass another file"
-        ) from error
-    problems = list(compatibility.problems)
-    if not partial:
-        if compatibility.missing:
-            problems.append(f"missing in the file: {list_names(compatibility.missing)}")
-        if compatibility.left_over:
-            problems.append(f"left over in the file: {list_names(compatibility.left_over)}")
-    if problems:
-        lines = "".join(f"\n  {problem}" for problem in problems[:12])
-        more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
-        hint = (
-            ""
-            if compatibility.problems
-            else "\nrestore(path, partial=True) restores what both have."
-        )
-        raise ValueError(
-            f"{current_call()}: {path} does not fit the objects. Nothing was changed; pass objects "
-            f"like those that were saved.{lines}{more}{hint}"
-        )
-    return compatibility

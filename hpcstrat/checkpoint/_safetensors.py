@@ -38,8 +38,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hpcstrat._core.types import Bytes
-from hpcstrat.checkpoint._atomic_file import replacing
-from hpcstrat.checkpoint._pieces import Piece, write_pieces
+from hpcstrat.checkpoint._pieces import Piece, places_of
 
 VERSION = 1
 LENGTH_BYTES = 8
@@ -115,12 +114,11 @@ class Contents:
         parts: Callable[[str], Iterable[Bytes]],
         step: int | None = None,
     ) -> None:
-        self._names = list(sizes(entries))
+        nbytes = sizes(entries)
+        self._names = list(nbytes)
         self._parts = parts
-        self.header: bytes = _header(
-            [(name, entries[name]) for name in self._names], metadata, step
-        )
-        self.nbytes: int = len(self.header) + sum(entry.nbytes for entry in entries.values())
+        self.header: bytes = _header(entries, metadata, step)
+        self.nbytes: int = len(self.header) + sum(nbytes.values())
 
     def views(self) -> Iterator[memoryview]:
         """The header and the arrays, part by part; each part is valid until the next."""
@@ -149,38 +147,19 @@ def sizes(entries: Mapping[str, Entry]) -> dict[str, int]:
     return {name: entries[name].nbytes for name in names}
 
 
-def write(path: str, contents: Contents, keep: int | None = None) -> None:
-    """Writes a checkpoint in place of an existing file, streamed; see `replacing`.
-
-    Args:
-        path: the file.
-        contents: what is read while it is written.
-        keep: see `replacing`.
-
-    Raises:
-        OSError: the file system's error.
-    """
-    with replacing(path, keep) as file:
-        checksum = write_pieces(file.fileno(), contents.pieces(), contents.nbytes)
-        contents.seal(file.fileno(), checksum)
-
-
-def _header(
-    entries: list[tuple[str, Entry]], metadata: Mapping[str, Any], step: int | None
-) -> bytes:
+def _header(entries: Mapping[str, Entry], metadata: Mapping[str, Any], step: int | None) -> bytes:
     """The length of the header and the header itself, with a checksum of 0."""
-    described, others, offset = {}, {}, 0
-    for name, entry in entries:
-        kind, shape = DTYPE_NAMES.get(entry.dtype), entry.shape
-        if kind is None:
-            kind, shape = "U8", (*shape, entry.itemsize)
-            others[name] = entry.dtype
+    described, others, nbytes = {}, {}, sizes(entries)
+    for name, place in places_of(nbytes).items():
+        dtype, itemsize, shape = entries[name]
+        if dtype not in DTYPE_NAMES:
+            others[name] = dtype
+            shape = (*shape, itemsize)
         described[name] = {
-            "dtype": kind,
+            "dtype": DTYPE_NAMES.get(dtype, "U8"),
             "shape": shape,
-            "data_offsets": [offset, offset + entry.nbytes],
+            "data_offsets": place,
         }
-        offset += entry.nbytes
     own = f'"dtypes":{json.dumps(_json(others))},"objects":{json.dumps(_json(metadata))}'
     if step is not None:
         own += f',"step":"{step}"'
@@ -195,8 +174,8 @@ def _header(
             f"Checkpoint.save: the names and shapes of {len(entries)} arrays make a header of "
             f"{length} bytes, and the format allows {LARGEST_HEADER}; make several checkpoints"
         )
-    nbytes = LENGTH_BYTES + length + offset
-    head = _HEAD.format(version=VERSION, nbytes=nbytes, checksum=0).encode()
+    whole = LENGTH_BYTES + length + sum(nbytes.values())
+    head = _HEAD.format(version=VERSION, nbytes=whole, checksum=0).encode()
     return length.to_bytes(LENGTH_BYTES, "little") + head + rest + b" " * padding
 
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
-import numpy as np
-
-from hpcstrat._calls.records import CallSignature, ManyValues, new_signature, signature_of
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
-from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.local import host_parts
-from hpcstrat._variable.variable import Variable, state_of
+from hpcstrat._variable.variable import state_of
 from hpcstrat.checkpoint import _background, _safetensors
-from hpcstrat.checkpoint._atomic_file import explain
+from hpcstrat.checkpoint._agreement import agree, require_cross_replica
+from hpcstrat.checkpoint._atomic_file import explain, explaining
+from hpcstrat.checkpoint._names import CheckpointObjects, storage_of
 from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile
-from hpcstrat.checkpoint._objects import CheckpointObjects, storage_of
-from hpcstrat.checkpoint._pieces import Extent, Piece, share_of
+from hpcstrat.checkpoint._on_read import all_values
+from hpcstrat.checkpoint._pieces import Piece, places_of, share_of
 
 _Result = TypeVar("_Result")
 
@@ -33,34 +34,41 @@ def save_to_file(
 ) -> None:
     """What `Checkpoint.save` and, with the number of a step, `CheckpointManager` do. Collective."""
     finish_background()
-    communicator = connect()
     saved = Saved(objects, (path, f"keep={keep}, blocking={bool(blocking)}"), step)
-    with NewFile(communicator, saved.root, path, keep, saved.contents, blocking) as file:
-        if not blocking:
-            with communicator.raise_together():
-                if file.is_shared:
-                    copies = _background.copy_pieces(
-                        saved.share(file.header), saved.nbytes_of_share(file.header)
-                    )
-                else:
-                    copies = saved.by_root(
-                        lambda contents: _background.copy_pieces(contents.pieces(), contents.nbytes)
-                    )
-                # No rank continues, and changes what others may still read.
-                communicator.exchange(signature_of(f"{current_call()}: copied"))
-            _background.start(path, file.detach(), copies or [])
-            return
+    file = NewFile(connect(), saved.root, path, keep, saved.contents, blocking)
+    if blocking:
+        _write(saved, file, path)
+    else:
+        _write_in_background(saved, file, path)
+
+
+def _write(saved: Saved, file: NewFile, path: str) -> None:
+    def write(pieces: Iterable[Piece], nbytes: int) -> int:
+        with explaining(path, NOT_SAVED):
+            return file.write(pieces)
+
+    communicator = connect()
+    with file:
         with communicator.raise_together():
-            if file.is_shared:
-                checksum = file.write(saved.share(file.header))
-            else:
-                checksum = saved.by_root(lambda contents: file.write(contents.pieces()))
-            checksums = communicator.all_gather_obj(checksum or 0)
+            checksums = communicator.all_gather_obj(saved.pass_pieces(file, write) or 0)
         with communicator.raise_together():
-            file.finish(checksums)
+            with explaining(path, NOT_SAVED):
+                file.publish(checksums)
             # A full disk is an error on all ranks, and no rank continues before the file exists,
             # because the job may be killed next.
             communicator.exchange(signature_of(f"{current_call()}: written"))
+
+
+def _write_in_background(saved: Saved, file: NewFile, path: str) -> None:
+    communicator = connect()
+    with contextlib.ExitStack() as ending:
+        ending.enter_context(file)
+        with communicator.raise_together():
+            copies = saved.pass_pieces(file, _background.copy_pieces) or []
+            # No rank continues, and changes what others may still read.
+            communicator.exchange(signature_of(f"{current_call()}: copied"))
+        ending.pop_all()  # from here on, the thread ends the file
+    _background.start(path, file, copies)
 
 
 class Saved:
@@ -79,15 +87,13 @@ class Saved:
     def __init__(
         self, objects: CheckpointObjects, target: tuple[str, ...], step: int | None
     ) -> None:
-        # All ranks of the program, not of a strategy: the objects may belong to several strategies.
         self._communicator = communicator = connect()
-        objects.require_cross_replica()
+        require_cross_replica(objects)
         entries, metadata = objects.entries(), objects.metadata()
-        self.root = objects.parameter_rank()
         # Before any file is touched, all ranks check that they save the same.
-        communicator.exchange(signature(target, self.root, objects, entries))
+        self.root: int = agree(objects, entries, *target)
         # ON_READ variables have a value on each rank, so all ranks gather them before any writes.
-        self._arrays = {name: _all_values(v) for name, v in objects.on_read.items()}
+        self._arrays = {name: all_values(v) for name, v in objects.on_read.items()}
         self._blocks = {name: (v, state_of(v).block) for name, v in objects.variables.items()}
         self._blocks |= {
             name: (slot.variable, slot.block) for name, slot in objects.slots().items()
@@ -99,6 +105,17 @@ class Saved:
                 self.contents = _safetensors.Contents(entries, metadata, self._parts, step)
             communicator.exchange(signature_of(f"{current_call()}: contents"))
 
+    def pass_pieces(
+        self, file: NewFile, use: Callable[[Iterable[Piece], int], _Result]
+    ) -> _Result | None:
+        """Calls `use` with what this rank writes of a file, and the number of these bytes.
+
+        If a rank cannot see the file, `by_root` does so on the root alone. Collective.
+        """
+        if file.is_shared:
+            return use(self._pieces(file.header), self._count_bytes(file.header))
+        return self.by_root(lambda contents: use(contents.pieces(), contents.nbytes))
+
     def by_root(self, use: Callable[[_safetensors.Contents], _Result]) -> _Result | None:
         """The root calls `use`, while the other ranks send it what it does not have.
 
@@ -106,10 +123,9 @@ class Saved:
         """
         communicator = self._communicator
         if self.contents is None:
-            for name in _safetensors.sizes(self._entries):
-                if self._is_split(name):
-                    for _ in self._parts(name):
-                        pass
+            for name in filter(self._is_split, _safetensors.sizes(self._entries)):
+                for _ in self._parts(name):
+                    pass
             return None
         try:
             return use(self.contents)
@@ -134,18 +150,15 @@ class Saved:
                 self._communicator.work()
                 yield part
         else:
-            yield from self._own_parts(name, 0, None)
+            yield from self._own_parts(name, Interval(0, self._entries[name].nbytes))
 
-    def _own_parts(self, name: str, start: int, stop: int | None) -> Iterator[Bytes]:
-        """Bytes of an array that this rank has.
-
-        In an array that is split over the ranks, `start` and `stop` count in this rank's part.
-        """
+    def _own_parts(self, name: str, own: Interval) -> Iterator[Bytes]:
+        """Bytes of an array that this rank has; of a split array, counted in this rank's part."""
         if name in self._arrays:
-            parts = host_parts(self._arrays[name], start, stop)
+            parts = host_parts(self._arrays[name], own.start, own.stop)
         else:
             v, block = self._blocks[name]
-            parts = storage_of(v).parts(block, start, stop)
+            parts = storage_of(v).local.parts(block, own.start, own.stop)
         for part in parts:
             # Other ranks wait for the disk. Every part counts as progress, so that the watchdog
             # sees no stall.
@@ -154,49 +167,35 @@ class Saved:
 
     # ---- shares
 
-    def share(self, header: int) -> Iterator[Piece]:
+    def _pieces(self, header: int) -> Iterator[Piece]:
         """What this rank writes of the file, whose arrays start after `header` bytes."""
         if self.contents is not None:
             yield Piece(0, memoryview(self.contents.header))
-        starts, end = {}, header
-        for name, nbytes in _safetensors.sizes(self._entries).items():
-            starts[name], end = end, end + nbytes
-        for name, start, stop in self._extents():
-            at, skipped = starts[name] + start, start if self._is_split(name) else 0
-            for part in self._own_parts(name, start - skipped, stop - skipped):
-                yield Piece(at, part.data)
-                at += part.size
+        places = places_of(_safetensors.sizes(self._entries), header)
+        for name, share in self._share().items():
+            start = places[name].start + share.start
+            own = share.shift(-share.start) if self._is_split(name) else share
+            for part in self._own_parts(name, own):
+                yield Piece(start, part.data)
+                start += part.size
 
-    def nbytes_of_share(self, header: int) -> int:
-        """Bytes of `share`."""
+    def _count_bytes(self, header: int) -> int:
+        """Bytes of `_pieces`."""
         own = header if self.contents is not None else 0
-        return own + sum(stop - start for _, start, stop in self._extents())
+        return own + sum(share.size for share in self._share().values())
 
-    def _extents(self) -> Iterator[Extent]:
-        communicator, cuts, of_root = self._communicator, {}, []
+    def _share(self) -> dict[str, Interval]:
+        """The bytes of each array that this rank writes."""
+        rank, size = self._communicator.rank, self._communicator.size
+        nbytes, own = _safetensors.sizes(self._entries), {}
         for name, (v, block) in self._blocks.items():
             storage = storage_of(v)
             if block.cuts is not None:
-                cuts[name] = [cut * v.dtype.itemsize for cut in block.cuts]
+                own[name] = Interval(*block.cuts[rank : rank + 2]).scale(v.dtype.itemsize)
             # A variable made outside every scope has one replica: it differs from rank to rank.
-            elif not storage.reads_everywhere or storage.communicator.size < communicator.size:
-                of_root.append(name)
-        sizes = _safetensors.sizes(self._entries)
-        return share_of(
-            communicator.rank, communicator.size, self.root, sizes, cuts, frozenset(of_root)
-        )
-
-
-def _all_values(v: Variable) -> np.ndarray[Any, Any]:
-    """All replicas' values of an ON_READ variable, of shape `(replicas, ...)`, in host memory.
-
-    Collective.
-    """
-    state = state_of(v)
-    with state.group.on_stream():
-        return gpu.to_host(
-            state.group.communicator.all_gather([state.block.view[np.newaxis]], 0)[0]
-        )
+            elif not storage.reads_everywhere or storage.communicator.size < size:
+                own[name] = Interval(0, nbytes[name] if rank == self.root else 0)
+        return share_of(rank, size, nbytes, own)
 
 
 def finish_background() -> None:
@@ -232,18 +231,3 @@ def check_keep(keep: Any) -> int | None:
             "from 1 up, or None"
         )
     return keep
-
-
-def signature(
-    where: tuple[str, ...],
-    root: int,
-    objects: CheckpointObjects,
-    entries: dict[str, _safetensors.Entry],
-) -> CallSignature:
-    """What must match on all ranks: file and options, the rank that has it, objects and arrays."""
-    arrays = [
-        f"{name} ({entry.dtype} of shape {entry.shape})" for name, entry in sorted(entries.items())
-    ]
-    others = [name for name in objects.names if name not in entries]
-    # `new_signature`, because `signature_of` would keep the names of all arrays for a rare call.
-    return new_signature(current_call(), *where, f"by rank {root}", ManyValues((*arrays, *others)))

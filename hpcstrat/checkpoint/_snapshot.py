@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcstrat._core.types import Bytes
-from hpcstrat._memory.intervals import round_up
+from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._memory.segment import Segment, reservable
 from hpcstrat._process.job_files import GENERATIONS, JobMemory
 from hpcstrat.checkpoint._safetensors import Contents
@@ -144,8 +144,8 @@ class SnapshotMemory:
         # Reading memory that is not committed would end the process.
         if stop > _count_committed(self._memory.files[generation]):
             return False
-        for start in range(0, stop, _PIECE):
-            checksum.add(segment.array[start : min(start + _PIECE, stop)])
+        for piece in Interval(0, stop).split(_PIECE):
+            checksum.add(segment.array[piece.slice])
         return checksum.value == record.checksum
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from hpcstrat._core.arrays import as_number
 from hpcstrat.optimizers._optimizer import Optimizer
+from hpcstrat.optimizers._options import not_negative
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,7 +46,7 @@ class Adadelta(Optimizer):
             raise ValueError(f"Adadelta: rho is {rho!r}; it must be from 0 to 1")
         super().__init__(learning_rate, **options)
         self.rho: float = float(rho)
-        self.epsilon: float = self._not_negative("epsilon", epsilon)
+        self.epsilon: float = not_negative("Adadelta", "epsilon", epsilon)
 
     @property
     def slots(self) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 import numpy as np
 
 from hpcstrat.optimizers._optimizer import Optimizer
+from hpcstrat.optimizers._options import not_negative
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,10 +39,10 @@ class Adagrad(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(learning_rate, **options)
-        self.initial_accumulator_value: float = self._not_negative(
-            "initial_accumulator_value", initial_accumulator_value
+        self.initial_accumulator_value: float = not_negative(
+            "Adagrad", "initial_accumulator_value", initial_accumulator_value
         )
-        self.epsilon: float = self._not_negative("epsilon", epsilon)
+        self.epsilon: float = not_negative("Adagrad", "epsilon", epsilon)
 
     @property
     def slots(self) -> dict[str, float]:

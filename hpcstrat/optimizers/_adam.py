@@ -8,6 +8,7 @@ import numpy as np
 
 from hpcstrat._core.arrays import as_number
 from hpcstrat.optimizers._optimizer import Optimizer
+from hpcstrat.optimizers._options import not_negative
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -35,7 +36,7 @@ class _Moments(Optimizer):
         super().__init__(learning_rate, **options)
         self.beta_1: float = float(beta_1)
         self.beta_2: float = float(beta_2)
-        self.epsilon: float = self._not_negative("epsilon", epsilon)
+        self.epsilon: float = not_negative(type(self).__name__, "epsilon", epsilon)
 
     @property
     def slots(self) -> dict[str, float]:

@@ -6,52 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from hpcstrat._calls.collective import collective
-from hpcstrat._calls.records import signature_of
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import IndexedSlices
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._storage.marks import indices_of
 from hpcstrat._storage.plan import Plan
-from hpcstrat._variable.variable import Variable, state_of
-from hpcstrat.optimizers._gradients import check_pair, check_variables, group_of_variables
-
-
-def agree_on_group(variables: Sequence[Variable]) -> ReplicaGroup:
-    """The group of variables for gradient buffers, after a check that all ranks pass the same.
-
-    Collective.
-
-    Raises:
-        ValueError: no variable; a variable occurs twice or cannot be changed by optimizers.
-        ReplicaMismatchError: the replicas pass different variables.
-    """
-    if not variables or not all(isinstance(v, Variable) for v in variables):
-        raise ValueError(
-            f"{current_call()}: got {variables!r}; pass a list of variables, at least one"
-        )
-    group = group_of_variables(variables[0], "of")
-    with group.communicator.raise_together():
-        check_variables(group, variables)
-        group.communicator.exchange(
-            signature_of(current_call(), *[state_of(v).block.identity() for v in variables])
-        )
-    return group
-
-
-@final
-class MarkedStep:
-    """The marks of an optimizer's step.
-
-    Attributes:
-        buffers: the gradient buffers of which some are marked; `None` if there are none.
-    """
-
-    __slots__ = ("buffers",)
-
-    def __init__(self) -> None:
-        self.buffers: GradientBuffers | None = None
+from hpcstrat._variable.variable import Variable
+from hpcstrat.optimizers._arguments import check_pairs, group_of_variables
+from hpcstrat.optimizers._state import OptimizerState, key
 
 
 @final
@@ -77,33 +40,20 @@ class GradientBuffers(list[Any]):
 
     def __init__(
         self,
-        step: MarkedStep,
+        state: OptimizerState,
         group: ReplicaGroup,
         plan: Plan,
         variables: Sequence[Variable],
         may_start: Callable[[], bool],
     ) -> None:
         super().__init__(plan.buffers or [])
-        self._step = step
+        self._state = state
         self._group = group
         self._plan = plan
         self._variables = tuple(variables)
         self._may_start = may_start
 
-    def require_replica(self) -> None:
-        """Checks that this line runs in a replica function.
-
-        Raises:
-            RuntimeError: it does not, and there are several replicas.
-        """
-        group_of_variables(self._variables[0], "of")
-        if not isinstance(contexts.context(), InReplica) and self._group.communicator.size > 1:
-            raise RuntimeError(
-                f"{current_call()} was called outside of a replica function; call it in the "
-                "function that strategy.run runs, before apply_gradients"
-            )
-
-    @collective("GradientBuffers.ready", check=lambda buffers: buffers.require_replica())
+    @collective("GradientBuffers.ready", check=lambda buffers: buffers._require_replica())
     def ready(self, *buffers: Any) -> None:
         """Marks gradients as complete: their sums start while you compute the others. Collective.
 
@@ -128,68 +78,87 @@ class GradientBuffers(list[Any]):
             ReplicaMismatchError: the replicas mark different buffers. Nothing has started.
             MemoryError: cannot allocate the sums on some rank.
         """
-        plan = self._plan
-        if not buffers:
-            raise ValueError(
-                f"{current_call()}: got no arguments; pass gradient buffers, at least one"
-            )
-        try:
-            chosen = indices_of(buffers, plan.order.to_message(plan.buffers or []))
-        except LookupError as error:
-            wrong = buffers[error.args[0]]
-            raise ValueError(
-                f"{current_call()}: argument {error.args[0] + 1} of {len(buffers)}, of type "
-                f"{type(wrong).__name__}, is none of these buffers; pass the arrays that "
-                "gradient_buffers returned, not views or copies"
-            ) from None
+        plan, variables = self._plan, self._variables_of(buffers)
         marked = plan.marks.marked
-        for k, i in enumerate(chosen):
-            if i in marked or i in chosen[:k]:
+        for k, i in enumerate(variables):
+            if i in marked or i in variables[:k]:
                 name = plan.order.blocks[i].name
                 raise ValueError(
-                    f"{current_call()}: the gradient of {name} is marked twice "
-                    "in this step; mark each once, and pass all buffers to apply_gradients before "
-                    "the next step"
+                    f"{current_call()}: the gradient of {name} is marked twice in this step; mark "
+                    "each once, and pass all buffers to apply_gradients before the next step"
                 )
-        other = self._step.buffers
-        if other is not None and other.is_marked and not marked:
+        other = self._state.marked
+        if not marked and other is not None and other[1].marks.marked:
             raise ValueError(
                 f"{current_call()}: buffers of other variables of this optimizer are marked in "
                 "this step; pass them to apply_gradients first"
             )
-        self._group.storage.mark(plan, chosen, self._may_start())
-        self._step.buffers = self
+        self._group.storage.mark(plan, variables, self._may_start())
+        self._state.marked = self._group, plan
 
-    @property
-    def is_marked(self) -> bool:
-        """Whether any buffer was marked since the last step."""
-        return bool(self._plan.marks.marked)
+    def _variables_of(self, buffers: Sequence[Any]) -> list[int]:
+        """The variables of some of these buffers, in the order of the message."""
+        if not buffers:
+            raise ValueError(
+                f"{current_call()}: got no arguments; pass gradient buffers, at least one"
+            )
+        every = self._plan.order.to_message(self._plan.buffers or [])
+        variables = {id(buffer): i for i, buffer in enumerate(every)}
+        for i, buffer in enumerate(buffers, 1):
+            if id(buffer) not in variables:
+                raise ValueError(
+                    f"{current_call()}: argument {i} of {len(buffers)}, of type "
+                    f"{type(buffer).__name__}, is none of these buffers; pass the arrays that "
+                    "gradient_buffers returned, not views or copies"
+                )
+        return sorted([variables[id(buffer)] for buffer in buffers])
 
-    def require_all(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
-        """Checks that `apply_gradients` gets all buffers after marks, perhaps with `IndexedSlices`.
+    def _require_replica(self) -> None:
+        """Checks that this line runs in a replica function.
 
         Raises:
-            ValueError: it gets something else, on all ranks.
+            RuntimeError: it does not, and there are several replicas.
         """
-        with self._group.communicator.raise_together():
-            for pair in pairs:
-                check_pair(pair)
-            dense = [pair for pair in pairs if not isinstance(pair[0], IndexedSlices)]
-            is_all = [id(v) for _, v in dense] == [id(v) for v in self._variables]
-            if not is_all or not self._plan.are_in_buffers([gradient for gradient, _ in dense]):
-                raise ValueError(
-                    f"{current_call()}: some gradient buffers are marked ready in this step, so it "
-                    "takes all of them, with their variables in their order: zip(buffers, "
-                    "variables)"
-                )
-            if self._group.communicator.size > 1 and (
-                are_summed or not isinstance(contexts.context(), InReplica)
-            ):
-                raise ValueError(
-                    f"{current_call()}: gradient buffers that are marked ready are summed over the "
-                    "replicas; call it in the replica function, without skip_gradients_aggregation"
-                )
+        group_of_variables(self._variables[0], "of")
+        if not isinstance(contexts.context(), InReplica) and self._group.communicator.size > 1:
+            raise RuntimeError(
+                f"{current_call()} was called outside of a replica function; call it in the "
+                "function that strategy.run runs, before apply_gradients"
+            )
 
-    def end_step(self) -> None:
-        """Forgets the marks after the variables were updated."""
-        self._group.storage.end_marks(self._plan)
+
+def check_marked(
+    state: OptimizerState, pairs: Sequence[tuple[Any, Variable]], are_summed: bool
+) -> None:
+    """Checks that a step gets all buffers if some are marked, perhaps with `IndexedSlices`.
+
+    Raises:
+        ValueError: it gets something else, on all ranks.
+    """
+    if state.marked is None or not state.marked[1].marks.marked:
+        return
+    group, plan = state.marked
+    with group.communicator.raise_together():
+        check_pairs(pairs)
+        dense = [pair for pair in pairs if not isinstance(pair[0], IndexedSlices)]
+        is_all = state.plans.get(key(group, [v for _, v in dense])) is plan
+        if not is_all or not plan.are_in_buffers([gradient for gradient, _ in dense]):
+            raise ValueError(
+                f"{current_call()}: some gradient buffers are marked ready in this step, so it "
+                "takes all of them, with their variables in their order: zip(buffers, variables)"
+            )
+        if group.communicator.size > 1 and (
+            are_summed or not isinstance(contexts.context(), InReplica)
+        ):
+            raise ValueError(
+                f"{current_call()}: gradient buffers that are marked ready are summed over the "
+                "replicas; call it in the replica function, without skip_gradients_aggregation"
+            )
+
+
+def end_marks(state: OptimizerState) -> None:
+    """Forgets the marks after a step."""
+    if state.marked is not None:
+        group, plan = state.marked
+        group.storage.end_marks(plan)
+        state.marked = None

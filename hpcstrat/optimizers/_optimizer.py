@@ -15,17 +15,18 @@ from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._update.formula import Formulas
 from hpcstrat._variable.variable import Variable, state_of
-from hpcstrat.optimizers import _gradients, _options
-from hpcstrat.optimizers._buffers import GradientBuffers, agree_on_group
-from hpcstrat.optimizers._gradients import Accumulator, check_variables, group_of_variables
+from hpcstrat.optimizers import _arguments, _attributes, _options
+from hpcstrat.optimizers._buffers import GradientBuffers, check_marked, end_marks
+from hpcstrat.optimizers._gradients import clip, sum_rows
+from hpcstrat.optimizers._inspection import OptimizerVariable, list_variables
 from hpcstrat.optimizers._options import EMA, CommonOptions, LearningRate
-from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, key
+from hpcstrat.optimizers._state import OptimizerState, key
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
-class Optimizer(metaclass=_options.OptimizerType):
+class Optimizer(metaclass=_attributes.OptimizerType):
     """Changes variables by their gradients.
 
     Args:
@@ -59,20 +60,15 @@ class Optimizer(metaclass=_options.OptimizerType):
         owner = type(self).__name__
         self.name: str = owner if name is None else name
         self.global_clipnorm: float | None
-        checked = _options.check_options(owner, {"global_clipnorm": global_clipnorm, **options})
-        for option, value in checked.items():
+        given = {"global_clipnorm": global_clipnorm, **options}
+        for option, value in _options.check_options(owner, given).items():
             # A subclass may have set its own already, such as its decay.
             if option in options or option not in vars(self):
                 setattr(self, option, value)
-        of_formula = [o for o in ("clipvalue", "weight_decay", "use_ema") if options.get(o)]
-        if of_formula and type(self).update_rule is not Optimizer.update_rule:
-            raise ValueError(
-                f"{owner}: {of_formula[0]} changes the formula, and update_rule is overridden; "
-                "leave it out"
-            )
+        if type(self).update_rule is not Optimizer.update_rule:
+            _options.check_without_formula(owner, options)
         self.learning_rate = learning_rate
-        steps = self.gradient_accumulation_steps
-        self._state = OptimizerState(accumulator=None if steps is None else Accumulator(int(steps)))
+        self._state = OptimizerState(self.gradient_accumulation_steps)
         call, overwrites = f"{owner}.formula", self.ema_overwrite_frequency is not None
         formula = _options.with_options(call, self.formula, self.use_ema, overwrites)
         self._formulas = Formulas(call, formula)
@@ -147,10 +143,10 @@ class Optimizer(metaclass=_options.OptimizerType):
         self.learning_rate = value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _options.set_attribute(self, name, value, super().__setattr__)
+        _attributes.set_attribute(self, name, value, super().__setattr__)
 
     def __repr__(self) -> str:
-        shown = _options.arguments_of(self) | {"iterations": self.iterations}
+        shown = _attributes.arguments_of(self) | {"iterations": self.iterations}
         arguments = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"{type(self).__name__}({arguments})"
 
@@ -160,18 +156,18 @@ class Optimizer(metaclass=_options.OptimizerType):
         Raises:
             ValueError: the learning rate is a function, and not of `hs.optimizers.schedules`.
         """
-        return _options.config_of(self)
+        return _attributes.config_of(self)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """A new optimizer of this class, from what `get_config` returned."""
-        return cls(**_options.arguments_in(config))
+        return cls(**_attributes.arguments_in(config))
 
     @property
     def variables(self) -> list[OptimizerVariable]:
         """What it keeps between steps: the number of steps, the learning rate, and each slot."""
         rate = float(self._rate_after(self._state.iterations))
-        return self._state.list_variables(self.name, rate, list(self.all_slots))
+        return list_variables(self._state, self.name, rate, list(self.all_slots))
 
     @property
     def ema_overwrites(self) -> float:
@@ -184,13 +180,11 @@ class Optimizer(metaclass=_options.OptimizerType):
         other = copy.copy(self)
         memo[id(self)] = other
         other.learning_rate = copy.deepcopy(self._learning_rate, memo)
-        other._state = OptimizerState(self._state.iterations)  # the rate's function reads it
+        other._state = OptimizerState(self.gradient_accumulation_steps)
+        other._state.iterations = self._state.iterations  # the rate's function reads it
         pairs = [(v, copy.deepcopy(v, memo)) for v in self._state.variables()]
         other._state.copy_from(self._state, pairs, self.name, self.all_slots)
         return other
-
-    def _not_negative(self, argument: str, value: Any) -> float:
-        return _options.not_negative(type(self).__name__, argument, value)
 
     # ---- the step
 
@@ -220,100 +214,87 @@ class Optimizer(metaclass=_options.OptimizerType):
         """
         outer = enter_call(f"{self.name}.apply_gradients")
         try:
-            pairs = list(grads_and_vars)
-            marked = self._state.step.buffers
-            if marked is not None and marked.is_marked:
-                marked.require_all(pairs, skip_gradients_aggregation)
-            self._add_or_apply(pairs, skip_gradients_aggregation)
-            if marked is not None:
-                marked.end_step()
-                self._state.step.buffers = None
+            state, are_summed = self._state, skip_gradients_aggregation
+            pairs: list[tuple[Any, Variable]] | None = list(grads_and_vars)
+            if state.marked is not None:
+                check_marked(state, pairs, are_summed)
+            if state.accumulator is not None:
+                pairs = state.accumulator.add(pairs)  # `None` if this call only adds up
+            if pairs is not None and not self._apply_as_before(pairs, are_summed):
+                self._apply(pairs, are_summed)
+            if state.marked is not None:
+                end_marks(state)
         finally:
             leave_call(outer)
 
-    def _add_or_apply(self, pairs: list[tuple[Any, Variable]], are_summed: bool) -> None:
-        if self._state.accumulator is not None:
-            if (means := _gradients.accumulate(pairs, self._state.accumulator)) is None:
-                return
-            pairs = means
-        if are_summed or not self._apply_as_before(pairs):
-            self._apply(pairs, are_summed)
-
-    def _apply(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
-        if not pairs:
-            contexts.group().communicator.exchange(signature_of(current_call(), "no variable"))
-            return
-        for pair in pairs:
-            _gradients.check_pair(pair)
-        group = group_of_variables(pairs[0][1], "to")
-        communicator = group.communicator
-        with communicator.raise_together():
-            gradients, dense, sparse = _gradients.sort_pairs(pairs)
-            if not gradients and not sparse:
-                communicator.exchange(signature_of(current_call(), "no gradient"))
-                communicator.note_shared_error()
-                raise ValueError(
-                    f"{current_call()}: none of the {len(pairs)} variables has a gradient; "
-                    "pass at least one"
-                )
-            if sparse or key(group, dense) not in self._state.plans:
-                check_variables(group, [*dense, *(v for _, v in sparse)])
-            step = self._state.iterations + 1
-            rule = self.update_rule(float(self._rate_after(step - 1)), step)
-            _gradients.check_norms(rule, sparse)
-        are_summed = are_summed or not isinstance(contexts.context(), InReplica)
-        op = FIRST_REPLICA if are_summed else ReduceOp.SUM
-        if are_summed:
-            communicator.require_equal(gradients)
-        rows = [_gradients.sum_rows(group, slices, v, are_summed) for slices, v in sparse]
-        if self._clips_norms():
-            if op is not FIRST_REPLICA:
-                gradients, op = communicator.all_reduce(gradients, op), FIRST_REPLICA
-            limits = self.global_clipnorm, self.clipnorm
-            gradients, rows = _gradients.clip(group, *limits, gradients, rows)
-        try:  # all variables and the number of steps change, or nothing does
-            if dense:
-                plan = self._state.plan_of(group, dense, self.name, self.all_slots)
-                group.storage.update(plan, gradients, op, rule)
-            for (_, v), (indices, values) in zip(sparse, rows, strict=True):
-                slots = self._state.slots_of(group, [v], self.name, self.all_slots)[0]
-                group.storage.update_rows(state_of(v).block, slots, indices, values, rule)
-            self._state.iterations += 1
-        except BaseException as error:
-            changing = [*dense, *(v for _, v in sparse)]
-            group.storage.mark_interrupted(error, [state_of(v).block for v in changing])
-            raise
-
-    def _clips_norms(self) -> bool:
-        return self.global_clipnorm is not None or self.clipnorm is not None
-
-    def _apply_as_before(self, pairs: Sequence[tuple[Any, Variable]]) -> bool:
-        """The fast path: arrays in a replica, known variables, a constant learning rate.
+    def _apply_as_before(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> bool:
+        """The fast path: arrays in a replica, known variables, a constant learning rate, no clip.
 
         It only leaves out checks whose outcome is known. Returns `False`, and has done nothing, for
         any other step.
         """
-        context = contexts.current.get()
-        if type(context) is not InReplica or self._constant_rate is None or self._clips_norms():
+        context, rate, state = contexts.current.get(), self._constant_rate, self._state
+        if are_summed or type(context) is not InReplica or rate is None or self._clips_norms():
             return False
         group = context.group
         try:
-            plan = self._state.plans.get((id(group), *[id(v) for _, v in pairs]))  # inlines `key`
+            plan = state.plans.get((id(group), *[id(v) for _, v in pairs]))  # inlines `key`
+            gradients = [gradient for gradient, _ in pairs]
         except (TypeError, ValueError):  # not pairs
             return False
-        if plan is None:
+        if plan is None or not plan.fits(gradients):
             return False
-        gradients = [gradient for gradient, _ in pairs]
-        if not plan.fits(gradients):
-            return False
-        rule = self.update_rule(self._constant_rate, self._state.iterations + 1)
+        rule = self.update_rule(rate, state.iterations + 1)
         try:
             group.storage.update(plan, gradients, ReduceOp.SUM, rule)
-            self._state.iterations += 1
+            state.iterations += 1
         except BaseException as error:  # a signal's may come between these two lines
-            group.storage.mark_interrupted(error, plan.blocks)
+            group.storage.mark_interrupted(error, plan.order.blocks)
             raise
         return True
+
+    def _apply(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
+        """Any step: checks the gradients, sums them over the replicas, clips them, and updates."""
+        _arguments.check_pairs(pairs)
+        if not pairs:
+            contexts.group().communicator.exchange(signature_of(current_call(), "no variable"))
+            return
+        group, state = _arguments.group_of_variables(pairs[0][1], "to"), self._state
+        with group.communicator.raise_together():
+            gradients, dense, sparse = _arguments.sort_pairs(pairs)
+            variables = [*dense, *(v for _, v in sparse)]
+            if not variables:
+                _arguments.refuse_no_gradient(group.communicator, len(pairs))
+            if sparse or key(group, dense) not in state.plans:
+                _arguments.check_variables(group, variables)
+            rate = float(self._rate_after(state.iterations))
+            rule = self.update_rule(rate, state.iterations + 1)
+            _arguments.check_norms(rule, sparse)
+        are_summed = are_summed or not isinstance(contexts.context(), InReplica)
+        if are_summed:
+            group.communicator.require_equal(gradients)
+        rows = [sum_rows(group, slices, v, are_summed) for slices, v in sparse]
+        if self._clips_norms():
+            if not are_summed:
+                gradients = group.communicator.all_reduce(gradients, ReduceOp.SUM)
+                are_summed = True
+            gradients, rows = clip(group, self.global_clipnorm, self.clipnorm, gradients, rows)
+        try:  # all variables and the number of steps change, or nothing does
+            if dense:
+                plan = state.plan_of(group, dense, self.name, self.all_slots)
+                op = FIRST_REPLICA if are_summed else ReduceOp.SUM
+                group.storage.update(plan, gradients, op, rule)
+            for (_, v), (indices, values) in zip(sparse, rows, strict=True):
+                state.make_slots([v], self.name, self.all_slots)
+                slots = state.slots[id(v)][1]
+                group.storage.update_rows(state_of(v).block, slots, indices, values, rule)
+            state.iterations += 1
+        except BaseException as error:
+            group.storage.mark_interrupted(error, [state_of(v).block for v in variables])
+            raise
+
+    def _clips_norms(self) -> bool:
+        return self.global_clipnorm is not None or self.clipnorm is not None
 
     def minimize(
         self, loss: Callable[[], tuple[Any, Iterable[Any]]], var_list: Iterable[Variable]
@@ -333,7 +314,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             ValueError: there are more gradients than variables, or fewer; or as `apply_gradients`.
         """
         variables, call = list(var_list), f"{self.name}.minimize"
-        value, gradients = _gradients.compute_gradients(call, loss, len(variables))
+        value, gradients = _arguments.compute_gradients(call, loss, len(variables))
         self.apply_gradients(zip(gradients, variables, strict=True))
         return value
 
@@ -351,9 +332,9 @@ class Optimizer(metaclass=_options.OptimizerType):
             )
         if not (variables := list(var_list)):
             return
-        group = group_of_variables(variables[0], "of")
+        group = _arguments.group_of_variables(variables[0], "of")
         with group.communicator.raise_together():
-            check_variables(group, variables)
+            _arguments.check_variables(group, variables)
             with group.on_stream():
                 nothing = [group.xp.zeros(v.shape, v.dtype) for v in variables]
         plan = self._state.plan_of(group, variables, self.name, self.all_slots)
@@ -383,8 +364,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             ReplicaMismatchError: the replicas pass different variables.
         """
         variables = list(variables)
-        group = agree_on_group(variables)
-        state = self._state
+        group, state = _arguments.agree_on_group(variables), self._state
         plan = state.plan_of(group, variables, self.name, self.all_slots)
         if plan.buffers is None:
             group.storage.make_buffers(plan)
@@ -392,7 +372,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         def may_start() -> bool:
             return state.accumulator is None and not self._clips_norms()
 
-        return GradientBuffers(state.step, group, plan, variables, may_start)
+        return GradientBuffers(state, group, plan, variables, may_start)
 
 
 def state_of_optimizer(optimizer: Optimizer) -> OptimizerState:

@@ -8,6 +8,7 @@ import numpy as np
 
 from hpcstrat._core.arrays import as_number
 from hpcstrat.optimizers._optimizer import Optimizer
+from hpcstrat.optimizers._options import not_negative
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -52,7 +53,7 @@ class RMSprop(Optimizer):
         super().__init__(learning_rate, **options)
         self.rho: float = float(rho)
         self.momentum: float = float(momentum)
-        self.epsilon: float = self._not_negative("epsilon", epsilon)
+        self.epsilon: float = not_negative("RMSprop", "epsilon", epsilon)
         self.centered: bool = bool(centered)
 
     @property

@@ -2,54 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, final
-
-import numpy as np
+from collections.abc import Mapping, Sequence
+from typing import final
 
 from hpcstrat._core.call_name import call_named
-from hpcstrat._core.types import Bytes
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._variable.variable import Variable, state_of
-from hpcstrat.optimizers._buffers import MarkedStep
 from hpcstrat.optimizers._gradients import Accumulator
 
 _MOST_PLANS = 16  # each for a subset of the variables; a program may draw its subsets at random
-
-
-@final
-class OptimizerVariable:
-    """An array or a number that an optimizer keeps, for inspection.
-
-    Attributes:
-        name: such as `Adam/m/w` for the slot `m` of the variable `w`.
-        shape: the variable's shape.
-        dtype: the variable's dtype.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        read: Callable[[], np.ndarray[Any, Any]],
-    ) -> None:
-        self.name = name
-        self.shape = shape
-        self.dtype = dtype
-        self._read = read
-
-    def __repr__(self) -> str:
-        return f"OptimizerVariable({self.name!r}, shape={self.shape}, dtype={self.dtype.name})"
-
-    def numpy(self) -> Any:
-        """A copy on the host, the same on every rank. Collective: all ranks call this."""
-        with call_named(f"{self.name}.numpy"):
-            return self._read()
 
 
 @final
@@ -64,17 +28,19 @@ class OptimizerState:
         slots: the variables and their slots, by the variable's id; keeps the variables alive.
         plans: the plans of updates, by `key`.
         accumulator: adds up gradients if variables are updated once every N calls; else `None`.
-        step: the gradient buffers that are marked in this step.
+        marked: the plan with marked gradient buffers in this step, and its group; else `None`.
     """
 
-    __slots__ = ("accumulator", "iterations", "plans", "slots", "step")
+    __slots__ = ("accumulator", "iterations", "marked", "plans", "slots")
 
-    def __init__(self, iterations: int = 0, accumulator: Accumulator | None = None) -> None:
-        self.iterations: int = iterations
-        self.accumulator: Accumulator | None = accumulator
+    def __init__(self, accumulation_steps: int | None) -> None:
+        self.iterations: int = 0
+        self.accumulator: Accumulator | None = (
+            None if accumulation_steps is None else Accumulator(int(accumulation_steps))
+        )
         self.slots: dict[int, tuple[Variable, tuple[Block, ...]]] = {}
         self.plans: dict[tuple[int, ...], Plan] = {}
-        self.step: MarkedStep = MarkedStep()
+        self.marked: tuple[ReplicaGroup, Plan] | None = None
 
     def variables(self) -> list[Variable]:
         """The variables seen, in the order in which they were made: the same on all ranks."""
@@ -82,51 +48,6 @@ class OptimizerState:
         if self.accumulator is not None:
             seen += [v for v in self.accumulator.variables() if id(v) not in self.slots]
         return sorted(seen, key=_number_of)
-
-    def list_variables(
-        self, name: str, rate: float, kinds: Sequence[str]
-    ) -> list[OptimizerVariable]:
-        """The number of steps, the learning rate, and the slots of all variables, kind by kind."""
-        numbers = [("iterations", np.int64(self.iterations)), ("learning_rate", np.float64(rate))]
-        scalars = [
-            OptimizerVariable(f"{name}/{number}", (), n.dtype, n.copy) for number, n in numbers
-        ]
-        pairs = [self.slots[id(v)] for v in self.variables() if id(v) in self.slots]
-        return scalars + [
-            OptimizerVariable(
-                f"{name}/{kind}/{v.name}", v.shape, v.dtype, functools.partial(_read, v, blocks[i])
-            )
-            for i, kind in enumerate(kinds)
-            for v, blocks in pairs
-        ]
-
-    def slots_of(
-        self,
-        group: ReplicaGroup,
-        variables: Sequence[Variable],
-        name: str,
-        initial: Mapping[str, float | None],
-    ) -> list[tuple[Block, ...]]:
-        """Each variable's slots, made in the call that first sees it: the same call on all ranks.
-
-        Raises:
-            MemoryError: cannot allocate them on some rank.
-        """
-        new = sorted([v for v in variables if id(v) not in self.slots], key=_number_of)
-        if new:
-            # Kind by kind, in the order of the variables: so each kind is contiguous in memory, as
-            # the variables are.
-            cuts = group.storage.split([state_of(v).block for v in new])
-            kinds = [
-                [
-                    _slot(group, f"{name}: {kind}", v, value, of)
-                    for v, of in zip(new, cuts, strict=True)
-                ]
-                for kind, value in initial.items()
-            ]
-            for i, v in enumerate(new):
-                self.slots[id(v)] = (v, tuple(kind[i] for kind in kinds))
-        return [self.slots[id(v)][1] for v in variables]
 
     def make_slots(
         self, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
@@ -138,10 +59,17 @@ class OptimizerState:
         Raises:
             MemoryError: cannot allocate them on some rank.
         """
-        for group in dict.fromkeys(state_of(v).group for v in variables):
-            self.slots_of(
-                group, [v for v in variables if state_of(v).group is group], name, initial
-            )
+        missing = [v for v in variables if id(v) not in self.slots]
+        for group in dict.fromkeys(state_of(v).group for v in missing):
+            new = sorted([v for v in missing if state_of(v).group is group], key=_number_of)
+            cuts = group.storage.split([state_of(v).block for v in new])
+            made: list[list[Block]] = [[] for _ in new]
+            # Kind by kind, in the order of the variables: so each kind is contiguous in memory, as
+            # the variables are.
+            for kind, value in initial.items():
+                for v, of, slots in zip(new, cuts, made, strict=True):
+                    slots.append(_slot(group, f"{name}: {kind}", v, value, of))
+            self.slots |= {id(v): (v, tuple(slots)) for v, slots in zip(new, made, strict=True)}
 
     def copy_from(
         self,
@@ -164,10 +92,9 @@ class OptimizerState:
         self.make_slots([new for _, new in updated], name, initial)
         for old, new in updated:
             group = state_of(new).group
+            sources, targets = other.slots[id(old)][1], self.slots[id(new)][1]
             if group.updates_here:
-                for source, target in zip(
-                    other.slots[id(old)][1], self.slots[id(new)][1], strict=True
-                ):
+                for source, target in zip(sources, targets, strict=True):
                     copy_block(group.storage, source, target)
 
     def plan_of(
@@ -180,8 +107,10 @@ class OptimizerState:
         """The plan for these variables; without buffers, only the newest few plans are kept."""
         wanted = key(group, variables)
         if wanted not in self.plans:
-            slots = self.slots_of(group, variables, name, initial)
-            plan = group.storage.plan([state_of(v).block for v in variables], slots)
+            self.make_slots(variables, name, initial)
+            plan = group.storage.plan(
+                [state_of(v).block for v in variables], [self.slots[id(v)][1] for v in variables]
+            )
             droppable = [other for other, old in self.plans.items() if old.buffers is None]
             for other in droppable[: len(droppable) + 1 - _MOST_PLANS]:
                 del self.plans[other]
@@ -211,22 +140,6 @@ def _slot(
     if value is None and group.updates_here:
         copy_block(group.storage, own, block)
     return block
-
-
-def _read(variable: Variable, block: Block) -> np.ndarray[Any, Any]:
-    group = state_of(variable).group
-    value = None
-    if block.cuts is not None:
-        return _join(variable, group.storage.all_parts(block))
-    with group.communicator.raise_together():
-        if group.communicator.rank == group.root:
-            value = _join(variable, group.storage.local.parts(block))
-    return group.communicator.broadcast_obj(value, group.root)
-
-
-def _join(variable: Variable, parts: Iterable[Bytes]) -> np.ndarray[Any, Any]:
-    joined = np.concatenate([np.empty(0, np.uint8), *[part.copy() for part in parts]])
-    return joined.view(variable.dtype).reshape(variable.shape)
 
 
 def _number_of(variable: Variable) -> int:

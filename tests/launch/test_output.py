@@ -144,9 +144,9 @@ def test_what_explains_a_failure_is_shown(launch, moment, end):
 def test_an_error_of_all_ranks_is_said_once(launch, ranks):
     program = """
     import argparse
-    from hpcstrat._process import failure, output
+    from hpcstrat._process import error_gate, failure
 
-    failure._LEAD_DELAY = output._LEAD_DELAY = 10  # not that of a machine that does nothing else
+    failure._LEAD_DELAY = error_gate._LEAD_DELAY = 10  # not that of a machine that does nothing else
     argparse.ArgumentParser().parse_args(["--wrong"])
     """
     result = launch(program, ranks)

@@ -12,14 +12,15 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoint_files import write_file
 from internals import (
     STAGING,
     CentralDeviceStorage,
     CheckpointFile,
+    Contents,
     NewFile,
     ReplicaGroup,
     UpdatesOn,
-    _safetensors,
     connect_devices,
     device_names,
     make_replica_storage,
@@ -453,9 +454,9 @@ def test_files_with_odd_numbers_are_refused(saved, path, number):
         ("data", {"shuffles": [[1, number]]}),
     ]:
         if RANK == 0:
-            _safetensors.write(
+            write_file(
                 path,
-                _safetensors.Contents(
+                Contents(
                     entries, facts | {name: facts[name] | changed}, lambda name: [arrays[name]]
                 ),
             )

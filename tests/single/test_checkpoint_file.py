@@ -10,22 +10,26 @@ import re
 import socket
 import stat
 import zlib
+from random import Random
 
 import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given
+from checkpoint_files import write_file
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from internals import (
     PART,
     CheckpointFile,
+    Contents,
     Entry,
+    Interval,
     Piece,
     _atomic_file,
-    _safetensors,
     host_parts,
+    places_of,
     share_of,
     write_pieces,
 )
@@ -48,8 +52,8 @@ def dtype_of(name):
 
 def write(path, arrays, metadata=FACTS, keep=None):
     entries = {name: Entry(a.dtype.name, a.dtype.itemsize, a.shape) for name, a in arrays.items()}
-    contents = _safetensors.Contents(entries, metadata, lambda name: host_parts(arrays[name]))
-    _safetensors.write(os.fspath(path), contents, keep)
+    contents = Contents(entries, metadata, lambda name: host_parts(arrays[name]))
+    write_file(os.fspath(path), contents, keep)
 
 
 def read(path):
@@ -158,38 +162,51 @@ def test_a_checksum_over_gaps_of_any_length(tmp_path, gap):
     assert checksum == zlib.crc32(b"begin" + bytes(gap) + b"end")
 
 
+@given(st.dictionaries(TEXTS, st.integers(0, 5)), st.integers(0, 9))
+def test_arrays_follow_each_other_without_gaps(nbytes, start):
+    places = places_of(nbytes, start)
+    assert [place.size for place in places.values()] == list(nbytes.values())
+    assert list(places) == list(nbytes)
+    bytes_of = [byte for place in places.values() for byte in range(*place)]
+    assert bytes_of == list(range(start, start + len(bytes_of)))
+
+
 @given(
-    st.integers(1, 5),
+    st.integers(1, 8),
     st.dictionaries(
-        TEXTS, st.tuples(st.integers(0, 50), st.sampled_from(["all", "root", "split"]))
+        TEXTS,
+        st.tuples(
+            st.sampled_from([0, 1]) | st.integers(0, 50), st.sampled_from(["all", "root", "split"])
+        ),
     ),
     st.randoms(use_true_random=False),
 )
+@example(5, {"a": (1, "all"), "b": (0, "split"), "c": (1, "root"), "d": (2, "all")}, Random(0))
+@example(8, {"a": (3, "split"), "b": (1, "split"), "c": (0, "root"), "d": (0, "all")}, Random(1))
 def test_ranks_share_all_bytes_and_none_is_of_two(size, arrays, random):
+    """Against lists of all bytes: of arrays that all ranks have, the root alone, or each in part."""
     root = random.randrange(size)
     nbytes = {name: count for name, (count, _) in arrays.items()}
-    split = [name for name, (_, kind) in arrays.items() if kind == "split"]
-    cuts = {
-        name: [0, *sorted(random.randint(0, nbytes[name]) for _ in range(size - 1)), nbytes[name]]
-        for name in split
-    }
-    of_root = {name for name, (_, kind) in arrays.items() if kind == "root"}
-    owners = {name: [[] for _ in range(count)] for name, count in nbytes.items()}
-    common = [0] * size
+    own = [{} for _ in range(size)]
+    for name, (count, kind) in arrays.items():
+        cuts = [0, *sorted(random.randint(0, count) for _ in range(size - 1)), count]
+        if kind == "root":
+            cuts = [0] * (root + 1) + [count] * (size - root)
+        if kind != "all":
+            for rank in range(size):
+                own[rank][name] = Interval(*cuts[rank : rank + 2])
+    whole = [(name, byte) for name, count in nbytes.items() for byte in range(count)]
+    common = [(name, byte) for name, byte in whole if arrays[name][1] == "all"]
+    written = []
     for rank in range(size):
-        for name, start, stop in share_of(rank, size, root, nbytes, cuts, of_root):
-            assert start < stop
-            common[rank] += (stop - start) * (name not in cuts and name not in of_root)
-            for byte in range(start, stop):
-                owners[name][byte].append(rank)
-    assert all(len(ranks) == 1 for of in owners.values() for ranks in of)
-    assert all(ranks == [root] for name in of_root for ranks in owners[name])
-    assert all(
-        cuts[name][r] <= byte < cuts[name][r + 1]
-        for name in cuts
-        for byte, (r,) in enumerate(owners[name])
-    )
-    assert max(common) - min(common) <= 1
+        shares = share_of(rank, size, nbytes, own[rank])
+        assert all(share.size > 0 for share in shares.values())
+        found = [(name, byte) for name, share in shares.items() for byte in range(*share)]
+        expected = set(common[len(common) * rank // size : len(common) * (rank + 1) // size])
+        expected |= {(name, byte) for name, part in own[rank].items() for byte in range(*part)}
+        assert found == [each for each in whole if each in expected]
+        written += found
+    assert sorted(written) == sorted(whole)
 
 
 # ---- damaged files
@@ -395,8 +412,8 @@ def test_an_error_while_writing_leaves_what_was_there(tmp_path):
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
-        contents = _safetensors.Contents({"i": Entry("int64", 8, ())}, {}, parts)
-        _safetensors.write(os.fspath(tmp_path / "file"), contents, 2)
+        contents = Contents({"i": Entry("int64", 8, ())}, {}, parts)
+        write_file(os.fspath(tmp_path / "file"), contents, 2)
     assert states(tmp_path) == {"file": 1, "file.1": 0}
 
 

@@ -1,0 +1,189 @@
+"""The objects of a checkpoint by name, and what a file holds of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import optree
+
+from hpcstrat._core import nests
+from hpcstrat._core.call_name import current_call
+from hpcstrat._memory.blocks import Block
+from hpcstrat._storage.base import Storage
+from hpcstrat._variable.variable import Variable, state_of
+from hpcstrat.checkpoint._safetensors import Entry
+from hpcstrat.data._pass import Resumable
+from hpcstrat.metrics import Metric
+from hpcstrat.optimizers._optimizer import Optimizer, state_of_optimizer
+
+
+class Slot(NamedTuple):
+    """A slot of an optimizer.
+
+    Attributes:
+        optimizer: the optimizer's name.
+        variable: its variable.
+        block: its memory.
+        initial: its value before the first step; `None` for the variable's.
+    """
+
+    optimizer: str
+    variable: Variable
+    block: Block
+    initial: float | None
+
+
+class CheckpointObjects:
+    """The objects of a checkpoint, by name: the path to each, as in `model/layers/0/w`.
+
+    All dicts are in the order of the names, which is the same on all ranks.
+
+    Args:
+        objects: nests of variables, optimizers, metrics, datasets and their iterators, by name.
+
+    Attributes:
+        kinds: the kind of each object, as it is saved; `None` for an ordinary variable.
+        variables: the ordinary variables.
+        on_read: the variables with one value per replica; a metric's has the metric's name.
+        optimizers: the optimizers.
+        positions: the datasets and iterators.
+
+    Raises:
+        TypeError: an object is of another kind.
+        ValueError: two objects have the same name.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self.kinds: dict[str, str | None] = {}
+        self.variables: dict[str, Variable] = {}
+        self.on_read: dict[str, Variable] = {}
+        self.optimizers: dict[str, Optimizer] = {}
+        self.positions: dict[str, Resumable] = {}
+        seen: set[int] = set()
+        for name, leaf in _leaves(dict(objects)):
+            if name in self.kinds or name == "__metadata__":
+                raise ValueError(
+                    f"{current_call()}: two objects have the name {name!r}; rename one"
+                )
+            # Shared, such as the weights of two layers: saved once, under the first name.
+            if id(leaf) not in seen:
+                seen.add(id(leaf))
+                self.kinds[name] = self._add(name, leaf)
+
+    def _add(self, name: str, leaf: Any) -> str | None:
+        """Adds an object to the dict of its kind, and returns its kind."""
+        if isinstance(leaf, Variable) and not state_of(leaf).is_on_read:
+            self.variables[name] = leaf
+            return None
+        if isinstance(leaf, Variable):
+            self.on_read[name] = leaf
+            return "ON_READ variable"
+        if isinstance(leaf, Metric):
+            # A metric's totals are one ON_READ variable, and saved as such.
+            self.on_read[name] = leaf.totals
+            return type(leaf).__name__
+        if isinstance(leaf, Optimizer):
+            self.optimizers[name] = leaf
+            return type(leaf).__name__
+        if isinstance(leaf, Resumable):
+            self.positions[name] = leaf
+            return "position in data"
+        raise TypeError(
+            f"{current_call()}: {name} is {_shorten(repr(leaf))}, which cannot be saved; "
+            "pass variables, optimizers, metrics, datasets, their iterators, and dicts, lists "
+            "and tuples of these. To save a number, put it into a variable: "
+            "Variable(0, dtype=np.int64); to save an object, pass its attributes: "
+            'Checkpoint(model={"w": model.w, "b": model.b})'
+        )
+
+    def slots(self) -> dict[str, Slot]:
+        """The slots that optimizers have now, by name.
+
+        Raises:
+            ValueError: a slot's variable is not among the objects, or an object has its name.
+        """
+        names = {id(v): name for name, v in self.variables.items()}
+        slots: dict[str, Slot] = {}
+        for name, optimizer in self.optimizers.items():
+            for v, blocks in state_of_optimizer(optimizer).slots.values():
+                if id(v) not in names:
+                    raise ValueError(
+                        f"{current_call()}: {name} has slots of the variable {v.name!r}, shape "
+                        f"{v.shape}, which is not among the objects; pass it too: "
+                        f"Checkpoint({name}=..., variable=...)"
+                    )
+                for (slot, initial), block in zip(optimizer.all_slots.items(), blocks, strict=True):
+                    slots[slot_name(name, slot, names[id(v)])] = Slot(name, v, block, initial)
+        if taken := slots.keys() & self.kinds.keys():
+            raise ValueError(
+                f"{current_call()}: an object and a slot have the name {min(taken)!r}; "
+                "rename the object"
+            )
+        return slots
+
+    def entries(self) -> dict[str, Entry]:
+        """The arrays to save.
+
+        Raises:
+            ValueError: as `slots`.
+        """
+        entries = {name: entry_of(v) for name, v in self.variables.items()}
+        entries |= {name: entry_of(slot.variable) for name, slot in self.slots().items()}
+        for name, v in self.on_read.items():
+            replicas = state_of(v).group.communicator.size
+            entries[name] = entry_of(v)._replace(shape=(replicas, *v.shape))
+        return entries
+
+    def metadata(self) -> dict[str, dict[str, Any]]:
+        """What to save in addition to arrays, by object: its kind and its counts.
+
+        Ordinary variables have no entry.
+
+        Raises:
+            ValueError: an optimizer has accumulated gradients.
+        """
+        metadata: dict[str, dict[str, Any]] = {
+            name: {"kind": kind} for name, kind in self.kinds.items() if kind is not None
+        }
+        for name, optimizer in self.optimizers.items():
+            accumulator = state_of_optimizer(optimizer).accumulator
+            if accumulator is not None and accumulator.calls:
+                raise ValueError(
+                    f"{current_call()}: {name} has the gradients of {accumulator.calls} of "
+                    f"{accumulator.steps} calls, each replica its own, which no checkpoint holds; "
+                    "save after the call that changes the variables"
+                )
+            slots = list(optimizer.all_slots)
+            metadata[name] |= {"iterations": optimizer.iterations, "slots": slots}
+        for name, resumable in self.positions.items():
+            metadata[name] |= resumable._position()._asdict()
+        return metadata
+
+
+def slot_name(optimizer: str, slot: str, variable: str) -> str:
+    """The name of a slot's array: `optimizer/momentum/model/w`."""
+    return f"{optimizer}/{slot}/{variable}"
+
+
+def entry_of(v: Variable) -> Entry:
+    """The array of a variable, or of each of its slots."""
+    return Entry(v.dtype.name, v.dtype.itemsize, v.shape)
+
+
+def storage_of(v: Variable) -> Storage:
+    """The storage of an ordinary variable and its slots."""
+    return state_of(v).group.storage
+
+
+def _leaves(objects: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Each object with the path to it, in the order of the paths."""
+    leaves, structure = nests.flatten(objects)
+    # Sorted by path: dicts may be filled in another order on another rank, or in the program that
+    # restores.
+    paths = ["/".join(map(str, path)) for path in optree.treespec_paths(structure)]
+    return [(path, leaves[i]) for path, i in sorted(zip(paths, range(len(leaves)), strict=True))]
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,242 @@
+"""Checks the arguments of a step: gradients and their variables, or the loss of `minimize`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+
+from hpcstrat._calls.records import signature_of
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._core.arrays import as_read_only
+from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.types import Array, IndexedSlices
+from hpcstrat._core.values import DistributedValues
+from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._update.rule import UpdateRule
+from hpcstrat._variable.variable import Variable, state_of
+
+
+def check_pairs(pairs: Sequence[Any]) -> None:
+    """Checks that these are pairs of a gradient and its variable.
+
+    Raises:
+        ValueError: one of them is not.
+    """
+    for pair in pairs:
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if is_pair and isinstance(pair[1], Variable):
+            continue
+        if is_pair and isinstance(pair[0], Variable):
+            raise ValueError(
+                f"{current_call()}: it takes (gradient, variable) pairs, but the variable "
+                f"{pair[0].name!r} comes first in its pair; pass the variable second"
+            )
+        kind = type(pair).__name__
+        if is_pair:
+            kind = f"({', '.join(type(member).__name__ for member in pair)})"
+        raise ValueError(
+            f"{current_call()}: it takes (gradient, variable) pairs, but one is {kind}; pass "
+            "zip(gradients, variables)"
+        )
+
+
+def sort_pairs(
+    pairs: Sequence[tuple[Any, Variable]],
+) -> tuple[list[Array], list[Variable], list[tuple[IndexedSlices, Variable]]]:
+    """Returns the gradients that are arrays, their variables, and the pairs with slices."""
+    gradients: list[Array] = []
+    dense: list[Variable] = []
+    sparse: list[tuple[IndexedSlices, Variable]] = []
+    for gradient, variable in pairs:
+        if gradient is None:
+            continue
+        if isinstance(gradient, IndexedSlices):
+            sparse.append((gradient, variable))
+            continue
+        view = state_of(variable).block.view
+        if (
+            type(gradient) is not type(view)
+            or gradient.shape != view.shape
+            or gradient.dtype != view.dtype
+        ):
+            gradient = _as_gradient(gradient, variable)
+        gradients.append(gradient)
+        dense.append(variable)
+    return gradients, dense, sparse
+
+
+def _as_gradient(gradient: Any, variable: Variable) -> Array:
+    if isinstance(gradient, DistributedValues):
+        raise ValueError(
+            f"{current_call()}: the gradient of {variable.name!r} is a {type(gradient).__name__}, "
+            "with one value per replica; apply it inside Strategy.run, or reduce it first: "
+            "strategy.reduce(ReduceOp.SUM, gradient, axis=None)"
+        )
+    state = state_of(variable)
+    view = state.block.view
+    array = as_read_only(current_call(), gradient, state.group.stream is not None)
+    if array.shape != view.shape:
+        raise ValueError(
+            f"{current_call()}: the gradient of {variable.name!r} has shape {array.shape} and the "
+            f"variable {view.shape}; they must be equal"
+        )
+    if array.dtype != view.dtype and not np.can_cast(array.dtype, view.dtype, "same_kind"):
+        raise ValueError(
+            f"{current_call()}: the gradient of {variable.name!r} is {array.dtype.name}, which "
+            f"cannot be cast to {view.dtype.name} without loss; cast it first"
+        )
+    if state.group.stream is None or isinstance(view, np.ndarray):
+        return array
+    with state.group.on_stream():
+        return state.group.stream.here(array)
+
+
+def check_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
+    """The indices and the values of a sparse gradient, on the variable's device and in its dtype.
+
+    Raises:
+        ValueError: they do not fit the variable.
+    """
+    group = state_of(variable).group
+    indices, values = (
+        as_read_only(current_call(), array, group.stream is not None)
+        for array in (slices.indices, slices.values)
+    )
+    if group.stream is not None:
+        with group.on_stream():
+            indices, values = group.stream.here(indices), group.stream.here(values)
+    if (
+        indices.ndim != 1
+        or indices.dtype.kind not in "iu"
+        or values.shape != (*indices.shape, *variable.shape[1:])
+    ):
+        raise ValueError(
+            f"{current_call()}: the IndexedSlices for {variable.name!r} has values of shape "
+            f"{values.shape} and indices of shape {indices.shape} and dtype {indices.dtype.name}; "
+            f"for k rows of a variable of shape {variable.shape} they must be "
+            f"{('k', *variable.shape[1:])} and ('k',), of integers"
+        )
+    indices = indices.astype(np.int64)
+    # As uint64, where negative indices are large.
+    if indices.size and int(indices.view(np.uint64).max()) >= variable.shape[0]:
+        raise ValueError(
+            f"{current_call()}: an index for {variable.name!r} is not in "
+            f"0..{variable.shape[0] - 1}; all must be"
+        )
+    if not np.can_cast(values.dtype, variable.dtype, "same_kind"):
+        raise ValueError(
+            f"{current_call()}: the gradient of {variable.name!r} is {values.dtype.name}, which "
+            f"cannot be cast to {variable.dtype.name} without loss; cast it first"
+        )
+    return indices, values.astype(variable.dtype, copy=False)
+
+
+def refuse_no_gradient(communicator: Communicator, count: int) -> NoReturn:
+    """Refuses a step in which none of `count` variables has a gradient, on all ranks.
+
+    Raises:
+        ValueError: always.
+        ReplicaMismatchError: a variable has a gradient on another rank.
+    """
+    communicator.exchange(signature_of(current_call(), "no gradient"))
+    communicator.note_shared_error()
+    raise ValueError(
+        f"{current_call()}: none of the {count} variables has a gradient; pass at least one"
+    )
+
+
+def group_of_variables(variable: Variable, preposition: str) -> ReplicaGroup:
+    """The variable's group, which must be the group of this line's context."""
+    with call_named(f"{current_call()} {preposition} {variable.name!r}"):
+        state_of(variable).require_strategy()
+    return state_of(variable).group
+
+
+def check_variables(group: ReplicaGroup, variables: Sequence[Variable]) -> None:
+    """Checks the variables of an update.
+
+    Raises:
+        ValueError: a variable occurs twice, is another strategy's, or cannot be changed by
+            optimizers.
+    """
+    call = current_call()
+    if len({id(v) for v in variables}) < len(variables):
+        raise ValueError(f"{call}: a variable occurs twice; add its gradients up first")
+    for v in variables:
+        state = state_of(v)
+        if state.group is not group:
+            raise ValueError(
+                f"{call}: the variables belong to different strategies; make them in one scope"
+            )
+        if v.dtype.kind not in "fc" and v.dtype.name != "bfloat16":
+            raise ValueError(
+                f"{call}: the variable {v.name!r} is of dtype {v.dtype.name}, and only floats have "
+                "gradients; leave it out"
+            )
+        if state.is_on_read:
+            raise ValueError(
+                f"{call}: the variable {v.name!r} is ON_READ, with one value per replica; use an "
+                "ordinary variable"
+            )
+
+
+def agree_on_group(variables: Sequence[Variable]) -> ReplicaGroup:
+    """The group of variables for gradient buffers, after a check that all ranks pass the same.
+
+    Collective.
+
+    Raises:
+        ValueError: no variable; a variable occurs twice or cannot be changed by optimizers.
+        ReplicaMismatchError: the replicas pass different variables.
+    """
+    if not variables or not all(isinstance(v, Variable) for v in variables):
+        raise ValueError(
+            f"{current_call()}: got {variables!r}; pass a list of variables, at least one"
+        )
+    group = group_of_variables(variables[0], "of")
+    with group.communicator.raise_together():
+        check_variables(group, variables)
+        group.communicator.exchange(
+            signature_of(current_call(), *[state_of(v).block.identity() for v in variables])
+        )
+    return group
+
+
+def check_norms(rule: UpdateRule, sparse: Sequence[tuple[IndexedSlices, Variable]]) -> None:
+    """Checks that an update with norms of whole variables gets whole gradients.
+
+    Raises:
+        ValueError: a gradient has rows of its variable only.
+    """
+    if sparse and rule.norms is not None:
+        raise ValueError(
+            f"{current_call()}: the update takes norms of whole variables, but the gradient of "
+            f"{sparse[0][1].name!r} is an IndexedSlices; pass an array"
+        )
+
+
+def compute_gradients(call: str, loss: Any, count: int) -> tuple[Any, list[Any]]:
+    """Calls the `loss` of `Optimizer.minimize`; returns the loss and `count` gradients.
+
+    Raises:
+        TypeError: it is not a function, or returns something else.
+        ValueError: it returns another number of gradients.
+    """
+    if not callable(loss):
+        raise TypeError(
+            f"{call}: loss is of type {type(loss).__name__}; it must be a function without "
+            "arguments that returns the loss and its gradients, because NumPy computes none"
+        )
+    result: Any = loss()
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise TypeError(
+            f"{call}: loss() returned {type(result).__name__}; it must return (loss, gradients)"
+        )
+    value, gradients = result[0], list(result[1])
+    if len(gradients) != count:
+        raise ValueError(
+            f"{call}: {len(gradients)} gradients for {count} variables; return one for each"
+        )
+    return value, gradients
