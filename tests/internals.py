@@ -11,7 +11,7 @@ from hpcstrat._calls.records import (
 )
 from hpcstrat._calls.state import CallState
 from hpcstrat._calls.status import LIMIT, RankStatus, user_frame_of
-from hpcstrat._communicators import host, nccl_link, nccl_start, shared_memory
+from hpcstrat._communicators import host, nccl_collectives, nccl_start, shared_memory
 from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.connection import connect, connect_devices
 from hpcstrat._communicators.device import StagedCommunicator
@@ -61,7 +61,7 @@ from hpcstrat._process import (
     settings,
     worlds,
 )
-from hpcstrat._process.job_files import State
+from hpcstrat._process.job_files import Failure, State
 from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers
@@ -74,7 +74,7 @@ from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
-from hpcstrat._strategies.reduction import _Part
+from hpcstrat._strategies.reduction import _reduce_own
 from hpcstrat._timeline import recorder, start
 from hpcstrat._timeline.recorder import TimelineRecorder
 from hpcstrat._timeline.spans import GpuSpans, Span, Spans
@@ -83,8 +83,9 @@ from hpcstrat._timeline.trace import GPU_TRACKS, TraceFile, join_parts, part_nam
 from hpcstrat._tools import check
 from hpcstrat._tools.info import inventory
 from hpcstrat._tools.info import report as info
-from hpcstrat._tools.launch import leftovers, mpiexec, policy, restarts
+from hpcstrat._tools.launch import deaths, leftovers, mpiexec, policy, restarts
 from hpcstrat._tools.launch.mpiexec import LaunchError
+from hpcstrat._tools.launch.policy import Decision, Ended, Policy, decide
 from hpcstrat._tools.timeline.report import advise, timeline
 from hpcstrat._tools.timeline.shares import (
     KINDS,
@@ -109,7 +110,7 @@ from hpcstrat.checkpoint._pieces import Piece, places_of, share_of, write_pieces
 from hpcstrat.checkpoint._safetensors import Contents, Entry
 from hpcstrat.checkpoint._snapshot import SnapshotChecksum, SnapshotMemory
 from hpcstrat.cluster_resolver._slurm import expand_nodes
-from hpcstrat.data import _checksum, _element_ops, _node
+from hpcstrat.data import _checksum, _node
 from hpcstrat.data._distributed import check_sharding, distribute_dataset, distribute_from_function
 from hpcstrat.data._sources import Slices
 from hpcstrat.data._splitting import Step

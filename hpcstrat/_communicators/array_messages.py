@@ -17,11 +17,11 @@ def pack_arrays(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:
     layout = layout_of(
         tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
     )
-    shapes = pack_shapes(arrays)
-    start = round_up(shapes.nbytes, ALIGNMENT)
+    shapes = _shapes(arrays)
+    start = round_up(shapes.size, ALIGNMENT)
 
     def write(message: Bytes) -> None:
-        message[: shapes.nbytes] = shapes.view(np.uint8)
+        message[: shapes.size] = shapes
         layout.write(message[start:], arrays)
 
     return start + layout.nbytes, write
@@ -33,9 +33,20 @@ def parse_arrays(message: Bytes, dtypes: Sequence[np.dtype[Any]]) -> list[np.nda
     return layout_of(tuple(shapes), tuple(dtypes)).views(message[round_up(offset, ALIGNMENT) :])
 
 
-def pack_shapes(arrays: Sequence[Array]) -> np.ndarray[Any, np.dtype[np.int64]]:
+def pack_shapes(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:
+    """The size of a message of the arrays' shapes, and a function that writes it."""
+    shapes = _shapes(arrays)
+
+    def write(message: Bytes) -> None:
+        message[: shapes.size] = shapes
+
+    return shapes.size, write
+
+
+def _shapes(arrays: Sequence[Array]) -> Bytes:
     """Each array's number of dimensions and shape."""
-    return np.array([n for array in arrays for n in (array.ndim, *array.shape)], np.int64)
+    numbers = [n for array in arrays for n in (array.ndim, *array.shape)]
+    return np.array(numbers, np.int64).view(np.uint8)
 
 
 def unpack_shapes(message: Bytes, count: int) -> tuple[list[tuple[int, ...]], int]:

@@ -91,6 +91,34 @@ class DeviceCommunicator(Communicator):
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Any]:
         return self._control.collect_messages(sizes, write)
 
+    def _move_by_place(
+        self,
+        move_on_gpu: Callable[..., list[Any]],
+        move_on_host: Callable[..., list[Any]],
+        must_match: Sequence[Any],
+        items: Sequence[Any],
+        *options: Any,
+        is_on_gpu: Callable[[Any], bool] = gpu.is_on_gpu,
+    ) -> list[Any]:
+        """Moves the items on the GPU, then those on the host, which may be none at all.
+
+        In the same order on all ranks: a rank that moves arrays on its GPU and a rank in a call of
+        the host would wait for each other.
+        """
+        on_gpu = [i for i, item in enumerate(items) if is_on_gpu(item)]
+        on_host = [i for i in range(len(items)) if i not in on_gpu]
+        if on_gpu:
+            must_match = (*must_match, f"on the GPU {on_gpu}")
+        results: dict[int, Any] = {}
+        if on_gpu:
+            moved = move_on_gpu(must_match, [items[i] for i in on_gpu], *options)
+            results.update(zip(on_gpu, moved, strict=True))
+        if on_host or not items:
+            with self.raise_together():  # the ranks may have met, on the GPU
+                moved = move_on_host(must_match, [items[i] for i in on_host], *options)
+            results.update(zip(on_host, moved, strict=True))
+        return [results[i] for i in range(len(items))]
+
     @abc.abstractmethod
     def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
         """Reduces the ranks' arrays elementwise into every rank's `out`, which may be the array."""
@@ -154,7 +182,7 @@ class StagedCommunicator(DeviceCommunicator):
     def reduce_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
     ) -> list[Array]:
-        return self._stage(lambda hosts: self._control.reduce_arrays(must_match, hosts, op), arrays)
+        return self._stage(self._control.reduce_arrays, must_match, arrays, op)
 
     def gather_arrays(
         self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
@@ -162,92 +190,78 @@ class StagedCommunicator(DeviceCommunicator):
         if self.size == 1:  # the control communicator, which would check, is not called
             for array in arrays:
                 check_gatherable([array.shape], axis)
-        return self._stage(
-            lambda hosts: self._control.gather_arrays(must_match, hosts, axis), arrays
-        )
+        return self._stage(self._control.gather_arrays, must_match, arrays, axis)
 
     def broadcast_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
     ) -> list[Array]:
-        return self._stage(
-            lambda hosts: self._control.broadcast_arrays(must_match, hosts, root), arrays
-        )
+        return self._stage(self._control.broadcast_arrays, must_match, arrays, root)
+
+    def _stage(
+        self,
+        move: Callable[..., list[Array]],
+        must_match: Sequence[Any],
+        arrays: Sequence[Array],
+        *options: Any,
+    ) -> list[Array]:
+        """Calls `move` with host copies of the arrays; each result goes to where its array is."""
+        with self._current():
+            if self.size == 1:  # nothing is exchanged
+                return [self._here(array).copy() for array in arrays]
+            results = move(must_match, self._host_copies(arrays), *options)
+            return [
+                self._placed(result, gpu.is_on_gpu(array))
+                for array, result in zip(arrays, results, strict=True)
+            ]
 
     def reduce_parts(
         self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp
     ) -> list[Array]:
-        def move(hosts: Sequence[Array]) -> list[Array]:
-            leaves = [hosts[i : i + self.size] for i in range(0, len(hosts), self.size)]
-            return self._control.reduce_parts(must_match, leaves, op)
-
-        return self._stage(
-            move,
-            [part for leaf in parts for part in leaf],
-            [gpu.is_on_gpu(leaf[0]) for leaf in parts],
-        )
+        with self._current():
+            if self.size == 1:
+                return [self._here(leaf[0]).copy() for leaf in parts]
+            hosts = iter(self._host_copies([part for leaf in parts for part in leaf]))
+            leaves = [[next(hosts) for _ in leaf] for leaf in parts]
+            results = self._control.reduce_parts(must_match, leaves, op)
+            return [
+                self._placed(result, gpu.is_on_gpu(leaf[0]))
+                for leaf, result in zip(parts, results, strict=True)
+            ]
 
     def exchange_parts(
         self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
     ) -> list[dict[int, Array]]:
-        places = [(i, rank) for i, item in enumerate(outgoing) for rank in item.to]
-        sources = [(i, source) for i, item in enumerate(outgoing) for source in item.sources]
-
-        def move(hosts: Sequence[Array]) -> list[Array]:
-            to: list[dict[int, Array]] = [{} for _ in outgoing]
-            for (i, rank), host in zip(places, hosts, strict=True):
-                to[i][rank] = host
-            staged = [item._replace(to=to[i], is_on_gpu=False) for i, item in enumerate(outgoing)]
-            received = self._control.exchange_parts(must_match, staged)
-            return [received[i][source] for i, source in sources]
-
-        if self.size == 1:  # nothing is exchanged
-            with contextlib.nullcontext() if self.stream is None else self.stream.current():
+        with self._current():
+            if self.size == 1:
                 return [
                     {rank: array.copy() for rank, array in item.to.items()} for item in outgoing
                 ]
-        arrays = self._stage(
-            move,
-            [outgoing[i].to[rank] for i, rank in places],
-            [outgoing[i].is_on_gpu for i, _ in sources],
-        )
-        results: list[dict[int, Array]] = [{} for _ in outgoing]
-        for (i, source), array in zip(sources, arrays, strict=True):
-            results[i][source] = array
-        return results
-
-    def _stage(
-        self,
-        move: Callable[[Sequence[Array]], list[Array]],
-        arrays: Sequence[Array],
-        on_gpu: Sequence[bool] | None = None,
-    ) -> list[Array]:
-        """Calls `move` with host copies of the arrays; results go to the GPU where `on_gpu` says.
-
-        By default each array's result goes where that array is.
-        """
-        if self.stream is None:
-            return move(arrays)
-        with self.stream.current():
-            arrays = [
-                self.stream.here(array) if gpu.is_on_gpu(array) else array for array in arrays
+            hosts = iter(self._host_copies([a for item in outgoing for a in item.to.values()]))
+            staged = [
+                item._replace(to={rank: next(hosts) for rank in item.to}, is_on_gpu=False)
+                for item in outgoing
             ]
-            if self.size == 1:
-                # A single replica exchanges nothing: copy on the device. Host arrays go to the
-                # control communicator.
-                return [
-                    array.copy() if gpu.is_on_gpu(array) else move([array])[0] for array in arrays
-                ]
-            results = move(self._host_copies(arrays))
-            if on_gpu is None:
-                on_gpu = [gpu.is_on_gpu(array) for array in arrays]
+            received = self._control.exchange_parts(must_match, staged)
             return [
-                self.stream.xp.asarray(result) if is_there else result
-                for is_there, result in zip(on_gpu, results, strict=True)
+                {source: self._placed(array, item.is_on_gpu) for source, array in of.items()}
+                for item, of in zip(outgoing, received, strict=True)
             ]
 
-    def _host_copies(self, arrays: Sequence[Array]) -> list[Array]:
+    def _current(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.stream is None else self.stream.current()
+
+    def _here(self, array: Array) -> Array:
+        """The array on this rank's GPU, if it is on a GPU."""
+        return self.stream.here(array) if self.stream and gpu.is_on_gpu(array) else array
+
+    def _placed(self, host: Array, is_on_gpu: bool) -> Array:
+        return self.stream.xp.asarray(host) if self.stream and is_on_gpu else host
+
+    def _host_copies(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """The arrays, those on the GPU as copies in pinned memory; valid until the next call."""
-        assert self.stream is not None
+        if self.stream is None:
+            return arrays
+        arrays = [self._here(array) for array in arrays]
         layout = layout_of(
             tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
         )
@@ -268,7 +282,7 @@ class StagedCommunicator(DeviceCommunicator):
     def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
         """See `DeviceCommunicator.all_reduce_flat`."""
         if self.size > 1:
-            hosts = self._on_host(array.reshape(-1))
+            hosts = self._host_copies([array.reshape(-1)])
             with call_named("the sum of gradients"):
                 _fill(out, self._control.reduce_arrays((op.name,), hosts, op)[0])
         elif array is not out:
@@ -288,7 +302,7 @@ class StagedCommunicator(DeviceCommunicator):
         # With the root's number: ranks that disagree about it would wait for each other.
         signature = signature_of("new values", array.dtype, array.shape, root)
         if self.rank == root:
-            own = self._on_host(array)[0].view(np.uint8)
+            own = self._host_copies([array])[0].view(np.uint8)
 
             def write(message: Bytes) -> None:
                 message[: own.size] = own
@@ -302,7 +316,7 @@ class StagedCommunicator(DeviceCommunicator):
     def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
         with call_named("the sum of gradients"):
-            hosts = self._on_host(array.reshape(-1))
+            hosts = self._host_copies([array.reshape(-1)])
             (total,) = self._control.reduce_arrays((ReduceOp.SUM.name,), hosts, ReduceOp.SUM)
         for rank, start, stop, place in segments:
             if rank == self.rank:
@@ -312,7 +326,7 @@ class StagedCommunicator(DeviceCommunicator):
     def all_gather_flat(self, array: Array, segments: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
         own = [
-            self._on_host(array[start:stop])[0].copy()
+            self._host_copies([array[start:stop]])[0].copy()
             for rank, start, stop, _ in segments
             if rank == self.rank
         ]
@@ -324,9 +338,6 @@ class StagedCommunicator(DeviceCommunicator):
             if rank != self.rank:
                 _fill(array[start:stop], new[offset : offset + stop - start])
             offset += stop - start
-
-    def _on_host(self, array: Array) -> list[Array]:
-        return [array] if self.stream is None else self._host_copies([array])
 
     def close(self) -> None:
         """See `DeviceCommunicator.close`. It holds nothing."""

@@ -105,7 +105,7 @@ class HostCommunicator(Communicator):
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
     ) -> list[Array]:
         _check_on_host(arrays)
-        layout, signature = _layout_and_signature_of(must_match, arrays)
+        layout, signature = layout_and_signature_of(must_match, arrays)
         out = self.new_buffer(layout.nbytes, signature)
         try:
             self.reduce_message(
@@ -145,7 +145,7 @@ class HostCommunicator(Communicator):
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
     ) -> list[Array]:
         _check_on_host(arrays)
-        layout, signature = _layout_and_signature_of(must_match, arrays)
+        layout, signature = layout_and_signature_of(must_match, arrays)
         if self.rank == root:
             messages = self.exchange(
                 signature, layout.nbytes, lambda message: layout.write(message, arrays)
@@ -287,9 +287,10 @@ def _check_on_host(arrays: Sequence[Array]) -> None:
             )
 
 
-def _layout_and_signature_of(
+def layout_and_signature_of(
     must_match: tuple[Any, ...], arrays: Sequence[Array]
 ) -> tuple[Layout, CallSignature]:
+    """The layout of these arrays in a message, and what the ranks must agree on to move them."""
     shapes = tuple([array.shape for array in arrays])
     dtypes = tuple([array.dtype for array in arrays])
     return _layout_and_signature(current_call(), must_match, shapes, dtypes)
@@ -304,7 +305,6 @@ def _layout_and_signature(
     shapes: tuple[tuple[int, ...], ...],
     dtypes: tuple[np.dtype[Any], ...],
 ) -> tuple[Layout, CallSignature]:
-    """The layout of these arrays in a message, and what the ranks must agree on to reduce them."""
     return layout_of(shapes, dtypes), signature_of(
         call, *must_match, *zip(dtypes, shapes, strict=True)
     )

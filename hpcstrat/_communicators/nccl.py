@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar, final
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, final
 
 import numpy as np
 
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.array_messages import pack_shapes, unpack_shapes
 from hpcstrat._communicators.base import Outgoing, check_gatherable
-from hpcstrat._communicators.nccl_link import NcclLink, dtype_to_reduce
+from hpcstrat._communicators.device import DeviceCommunicator, RankSlice, on_stream
+from hpcstrat._communicators.host import HostCommunicator, layout_and_signature_of
+from hpcstrat._communicators.nccl_collectives import NcclCollectives, dtype_to_reduce
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.layout import PackKernel, layout_of
 
-_Given = TypeVar("_Given")
-
 
 @final
-class NcclCommunicator(NcclLink):
+class NcclCommunicator(DeviceCommunicator):
     """All ranks on GPUs. GPU arrays move on the strategy's stream; the host never waits for them.
 
     Every call starts with a record, as on the host, so that a mismatch is an error on all ranks
@@ -38,139 +40,150 @@ class NcclCommunicator(NcclLink):
         RuntimeError: NCCL does not start, on any rank.
     """
 
-    # ---- arrays
+    stream: gpu.Stream
+    active_stream: gpu.Stream
+    has_side_stream = True
+
+    def __init__(self, control: HostCommunicator, stream: gpu.Stream) -> None:
+        super().__init__(control, stream)
+        self._collectives = NcclCollectives(control, stream)
+
+    # ---- arrays on the GPU and on the host
 
     def reduce_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
     ) -> list[Array]:
-        def move(arrays: Sequence[Array], must_match: tuple[Any, ...]) -> list[Array]:
-            layout = layout_of(
-                tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
-            )
-            with self.stream.current():
-                arrays = [self.stream.here(array) for array in arrays]
-                out = self.stream.xp.empty(layout.nbytes, np.uint8)
-                parts = []
-                for group in layout.groups:
-                    if len(group.members) == 1:  # NCCL takes it from where it is
-                        parts.append(self.stream.xp.ascontiguousarray(arrays[group.members[0]]))
-                    else:
-                        PackKernel(layout, group, out)(arrays)
-                        parts.append(group.of(out))
-                # Only now: a rank without the memory stops the others here, which would wait for it
-                # in NCCL.
-                self.exchange(
-                    signature_of(
-                        current_call(),
-                        *must_match,
-                        *[(array.dtype, array.shape) for array in arrays],
-                    )
-                )
-                for group, part in zip(layout.groups, parts, strict=True):
-                    self._all_reduce(current_call(), part, group.of(out), op)
-                return layout.views(out)
-
-        return self._move_separately(
-            must_match,
-            arrays,
-            move,
-            lambda hosts, must_match: self._control.reduce_arrays(must_match, hosts, op),
+        return self._move_by_place(
+            self._reduce_on_gpu, self._control.reduce_arrays, must_match, arrays, op
         )
 
     def gather_arrays(
         self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
     ) -> list[Array]:
-        def move(arrays: Sequence[Array], must_match: tuple[Any, ...]) -> list[Array]:
-            shapes = pack_shapes(arrays).view(np.uint8)
-
-            def write(message: Any) -> None:
-                message[: shapes.size] = shapes
-
-            # The shapes first, through the host: before a call of NCCL a rank must know what it
-            # receives.
-            messages = self.exchange(
-                signature_of(current_call(), *must_match, *[a.dtype for a in arrays]),
-                shapes.size,
-                write,
-            )
-            by_rank = [unpack_shapes(message, len(arrays))[0] for message in messages]
-            for i in range(len(arrays)):
-                check_gatherable([shapes[i] for shapes in by_rank], axis)
-            with self.stream.current():
-                with self.raise_together():
-                    arrays = [self.stream.here(array) for array in arrays]
-                    parts = [
-                        _Parts.of(self.stream.xp, array, [shapes[i] for shapes in by_rank])
-                        for i, array in enumerate(arrays)
-                    ]
-                    # A rank without the memory stops the others, which would wait for it in NCCL.
-                    self.exchange(signature_of(current_call(), "memory"))
-                return self._gather(parts, axis)
-
-        return self._move_separately(
-            must_match,
-            arrays,
-            move,
-            lambda hosts, must_match: self._control.gather_arrays(must_match, hosts, axis),
+        return self._move_by_place(
+            self._gather_on_gpu, self._control.gather_arrays, must_match, arrays, axis
         )
 
     def broadcast_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
     ) -> list[Array]:
-        def move(arrays: Sequence[Array], must_match: tuple[Any, ...]) -> list[Array]:
-            with self.stream.current():
-                copies = [self.stream.here(array).copy("C") for array in arrays]
-                self.exchange(
-                    signature_of(
-                        current_call(),
-                        *must_match,
-                        *[(array.dtype, array.shape) for array in arrays],
-                    )
-                )
-                for array in copies:
-                    self.broadcast_flat(array.reshape(-1), root)
-                return copies
-
-        return self._move_separately(
-            must_match,
-            arrays,
-            move,
-            lambda hosts, must_match: self._control.broadcast_arrays(must_match, hosts, root),
+        return self._move_by_place(
+            self._broadcast_on_gpu, self._control.broadcast_arrays, must_match, arrays, root
         )
 
     def reduce_parts(
         self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp
     ) -> list[Array]:
-        def move(parts: Sequence[Sequence[Array]], must_match: tuple[Any, ...]) -> list[Array]:
-            xp = self.stream.xp
-            with self.stream.current():
-                flat = [
-                    xp.concatenate([self.stream.here(part).reshape(-1) for part in leaf])
-                    for leaf in parts
-                ]
-                flat = [
-                    array.astype(dtype_to_reduce(array.dtype, op), copy=False) for array in flat
-                ]
-                out = [
-                    xp.empty(leaf[self.rank].shape, array.dtype)
-                    for leaf, array in zip(parts, flat, strict=True)
-                ]
-                self.exchange(signature_of(current_call(), *must_match))
-                self._reduce_scatter(
-                    flat, [[part.size for part in leaf] for leaf in parts], out, op
-                )
-                return [
-                    array.astype(leaf[0].dtype, copy=False)
-                    for leaf, array in zip(parts, out, strict=True)
-                ]
-
-        return self._move_separately(
+        return self._move_by_place(
+            self._reduce_parts_on_gpu,
+            self._control.reduce_parts,
             must_match,
             parts,
-            move,
-            lambda hosts, must_match: self._control.reduce_parts(must_match, hosts, op),
-            lambda leaf: gpu.is_on_gpu(leaf[0]),
+            op,
+            is_on_gpu=lambda leaf: gpu.is_on_gpu(leaf[0]),
         )
+
+    def exchange_parts(
+        self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
+    ) -> list[dict[int, Array]]:
+        return self._move_by_place(
+            self._exchange_on_gpu,
+            self._control.exchange_parts,
+            must_match,
+            outgoing,
+            is_on_gpu=lambda item: item.is_on_gpu,
+        )
+
+    # ---- arrays on the GPU: allocate, agree, move
+    #
+    # The ranks agree only when each has the memory: a rank without it stops the others in the
+    # exchange. In NCCL they would wait for it.
+
+    def _reduce_on_gpu(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
+    ) -> list[Array]:
+        layout, signature = layout_and_signature_of(must_match, arrays)
+        with self.stream.current():
+            arrays = [self.stream.here(array) for array in arrays]
+            out = self.stream.xp.empty(layout.nbytes, np.uint8)
+            sources = []
+            for group in layout.groups:
+                if len(group.members) == 1:  # NCCL takes it from where it is
+                    sources.append(self.stream.xp.ascontiguousarray(arrays[group.members[0]]))
+                else:
+                    PackKernel(layout, group, out)(arrays)
+                    sources.append(group.of(out))
+            self.exchange(signature)
+            for group, source in zip(layout.groups, sources, strict=True):
+                self._collectives.all_reduce(current_call(), self.stream, source, group.of(out), op)
+            return layout.views(out)
+
+    def _gather_on_gpu(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], axis: int
+    ) -> list[Array]:
+        # The shapes first, through the host: before a call of NCCL a rank must know what it
+        # receives.
+        messages = self.exchange(
+            signature_of(current_call(), *must_match, *[array.dtype for array in arrays]),
+            *pack_shapes(arrays),
+        )
+        by_rank = [unpack_shapes(message, len(arrays))[0] for message in messages]
+        shapes_of = [*zip(*by_rank, strict=True)]  # of each array, on all ranks
+        for shapes in shapes_of:
+            check_gatherable(shapes, axis)
+        layouts = [
+            layout_of(shapes, (array.dtype,) * self.size)
+            for shapes, array in zip(shapes_of, arrays, strict=True)
+        ]
+        xp = self.stream.xp
+        with self.stream.current():
+            with self.raise_together():
+                arrays = [xp.ascontiguousarray(self.stream.here(array)) for array in arrays]
+                messages = [xp.empty(layout.nbytes, np.uint8) for layout in layouts]
+                self.exchange(signature_of(current_call(), "memory"))
+            self._collectives.all_gather(current_call(), self.stream, arrays, messages, layouts)
+            results = []
+            for message, layout, shapes in zip(messages, layouts, shapes_of, strict=True):
+                if axis % len(shapes[0]) == 0:  # the parts are one after the other already
+                    rows = sum(shape[0] for shape in shapes)
+                    (group,) = layout.groups
+                    results.append(group.of(message).reshape(rows, *shapes[0][1:]))
+                else:
+                    results.append(xp.concatenate(layout.views(message), axis))
+            return results
+
+    def _broadcast_on_gpu(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
+    ) -> list[Array]:
+        _, signature = layout_and_signature_of(must_match, arrays)
+        with self.stream.current():
+            copies = [self.stream.here(array).copy("C") for array in arrays]
+            self.exchange(signature)
+            for array in copies:
+                self.broadcast_flat(array.reshape(-1), root)
+            return copies
+
+    def _reduce_parts_on_gpu(
+        self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp
+    ) -> list[Array]:
+        xp = self.stream.xp
+        with self.stream.current():
+            flat = [
+                xp.concatenate([self.stream.here(part).reshape(-1) for part in leaf]).astype(
+                    dtype_to_reduce(leaf[0].dtype, op), copy=False
+                )
+                for leaf in parts
+            ]
+            own = [
+                xp.empty(leaf[self.rank].size, array.dtype)
+                for leaf, array in zip(parts, flat, strict=True)
+            ]
+            self.exchange(signature_of(current_call(), *must_match))
+            self._reduce_scatter(flat, own, [[part.size for part in leaf] for leaf in parts], op)
+            return [
+                array.reshape(leaf[self.rank].shape).astype(leaf[0].dtype, copy=False)
+                for leaf, array in zip(parts, own, strict=True)
+            ]
 
     @span(
         COMMUNICATION,
@@ -179,183 +192,94 @@ class NcclCommunicator(NcclLink):
     def _reduce_scatter(
         self,
         flat: Sequence[Array],
+        own: Sequence[Array],
         sizes: Sequence[Sequence[int]],
-        out: Sequence[Array],
         op: ReduceOp,
     ) -> None:
-        """Reduces flat arrays; of array i the next `sizes[i][r]` elements go to each rank r."""
-        operation, stream = self._operations[op], self.stream.raw.ptr
-        with self._start_group(current_call()):
-            for source, counts, target in zip(flat, sizes, out, strict=True):
-                address, total, kind = self._flat(source)
-                factor = total // max(source.size, 1)  # a complex number counts as two
-                if len(set(counts)) == 1 and total:
-                    self._comm.reduceScatter(
-                        address, target.data.ptr, factor * counts[0], kind, operation, stream
-                    )
-                    continue
-                # NCCL's reduce-scatter takes equal parts only.
-                for root, count in enumerate(counts):
-                    if count:
-                        into = target.data.ptr if root == self.rank else address
-                        self._comm.reduce(
-                            address, into, factor * count, kind, operation, root, stream
-                        )
-                        address += count * source.dtype.itemsize
-        for target in out:
-            self._divide(target, op)
+        """Reduces flat arrays, whose parts, in rank order, have these sizes."""
+        segments = []
+        for of_array in sizes:
+            ends = itertools.accumulate(of_array, initial=0)
+            segments.append(
+                [RankSlice(rank, *ends, 0) for rank, ends in enumerate(itertools.pairwise(ends))]
+            )
+        self._collectives.reduce_scatter(current_call(), self.stream, flat, own, segments, op)
 
-    def exchange_parts(
+    def _exchange_on_gpu(
         self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
     ) -> list[dict[int, Array]]:
-        def move(
-            outgoing: Sequence[Outgoing], must_match: tuple[Any, ...]
-        ) -> list[dict[int, Array]]:
-            # The shapes first, through the host, as in `gather_arrays`.
-            shapes = [
-                {
-                    rank: np.array([array.ndim, *array.shape], np.int64)
-                    for rank, array in item.to.items()
-                }
-                for item in outgoing
-            ]
-            own_shapes = [
-                Outgoing(np.dtype(np.int64), to, item.sources, is_on_gpu=False)
-                for to, item in zip(shapes, outgoing, strict=True)
-            ]
-            shapes_here = self._control.exchange_parts(must_match, own_shapes)
-            with self.stream.current():
-                with self.raise_together():
-                    sent = [
-                        {
-                            rank: self.stream.xp.ascontiguousarray(self.stream.here(array))
-                            for rank, array in item.to.items()
-                        }
-                        for item in outgoing
-                    ]
-                    received = [
-                        {
-                            source: self.stream.xp.empty(tuple(shape[1:].tolist()), item.dtype)
-                            for source, shape in of.items()
-                        }
-                        for item, of in zip(outgoing, shapes_here, strict=True)
-                    ]
-                    self.exchange(signature_of(current_call(), "memory"))
-                self._send_and_receive(sent, received)
-            return received
-
-        return self._move_separately(
+        # The shapes first, through the host, as in `_gather_on_gpu`.
+        shapes = self._control.exchange_parts(
             must_match,
-            outgoing,
-            move,
-            lambda hosts, must_match: self._control.exchange_parts(must_match, hosts),
-            lambda item: item.is_on_gpu,
+            [
+                Outgoing(
+                    np.dtype(np.int64),
+                    {rank: np.array(array.shape, np.int64) for rank, array in item.to.items()},
+                    item.sources,
+                    is_on_gpu=False,
+                )
+                for item in outgoing
+            ],
+        )
+        xp = self.stream.xp
+        with self.stream.current():
+            with self.raise_together():
+                sent = [
+                    (rank, xp.ascontiguousarray(self.stream.here(array)))
+                    for item in outgoing
+                    for rank, array in item.to.items()
+                ]
+                received = [
+                    {source: xp.empty(shape.tolist(), item.dtype) for source, shape in of.items()}
+                    for item, of in zip(outgoing, shapes, strict=True)
+                ]
+                self.exchange(signature_of(current_call(), "memory"))
+            self._collectives.send_and_receive(
+                current_call(), self.stream, sent, [pair for of in received for pair in of.items()]
+            )
+        return received
+
+    # ---- flat arrays, for storage
+
+    def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
+        """See `DeviceCommunicator.all_reduce_flat`."""
+        self._collectives.all_reduce("the sum of gradients", self.active_stream, array, out, op)
+
+    @span(COMMUNICATION, on_stream("reduce"))
+    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
+        """See `DeviceCommunicator.reduce_flat`."""
+        self._collectives.reduce("the sum of gradients", self.active_stream, array, out, op, root)
+
+    @span(COMMUNICATION, on_stream("broadcast"))
+    def broadcast_flat(self, array: Array, root: int) -> None:
+        """See `DeviceCommunicator.broadcast_flat`."""
+        self._collectives.broadcast("the broadcast of new values", self.active_stream, array, root)
+
+    @span(COMMUNICATION, on_stream("reduce-scatter"))
+    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[RankSlice]) -> None:
+        """See `DeviceCommunicator.reduce_scatter_flat`."""
+        self._collectives.reduce_scatter(
+            "the sum of gradients", self.active_stream, [array], [out], [segments], ReduceOp.SUM
         )
 
-    @span(
-        COMMUNICATION, lambda self, sent, _: Details(current_call(), _bytes_in(sent), self.stream)
-    )
-    def _send_and_receive(
-        self, sent: Sequence[dict[int, Array]], received: Sequence[dict[int, Array]]
-    ) -> None:
-        stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
-        with self._start_group(current_call()):
-            # What two ranks send each other pairs up in the order of these calls, which is that of
-            # the arguments.
-            for to, of in zip(sent, received, strict=True):
-                for rank, array in to.items():
-                    if array.nbytes:
-                        self._comm.send(array.data.ptr, array.nbytes, kind, rank, stream)
-                for rank, array in of.items():
-                    if array.nbytes:
-                        self._comm.recv(array.data.ptr, array.nbytes, kind, rank, stream)
+    @span(COMMUNICATION, on_stream("all-gather"))
+    def all_gather_flat(self, array: Array, segments: Sequence[RankSlice]) -> None:
+        """See `DeviceCommunicator.all_gather_flat`."""
+        self._collectives.all_gather_in_place("the new values", self.active_stream, array, segments)
 
-    def _move_separately(
-        self,
-        must_match: Sequence[Any],
-        given: Sequence[_Given],
-        move: Callable[[Sequence[_Given], tuple[Any, ...]], list[Any]],
-        move_on_host: Callable[[Sequence[_Given], tuple[Any, ...]], list[Any]],
-        is_on_gpu: Callable[[_Given], bool] = gpu.is_on_gpu,
-    ) -> list[Any]:
-        """Moves GPU arrays with `move` and host arrays with `move_on_host`; ranks must agree."""
-        on_gpu = [i for i, item in enumerate(given) if is_on_gpu(item)]
-        on_host = [i for i in range(len(given)) if i not in on_gpu]
-        # Part of what must match. Without GPU arrays it is left out of the messages.
-        on_which = [f"on the GPU {on_gpu}"] if on_gpu else []
-        results: list[Any] = [None] * len(given)
-        # In the same order on all ranks: a rank in NCCL and a rank in a call of the host would wait
-        # for each other.
-        for indices, way in ((on_gpu, move), (on_host, move_on_host)):
-            if indices or (way is move_on_host and not given):
-                with self.raise_together():  # the second way has its own
-                    moved = way([given[i] for i in indices], (*must_match, *on_which))
-                for i, result in zip(indices, moved, strict=True):
-                    results[i] = result
-        return results
+    @contextlib.contextmanager
+    def side_stream(self, memory: Array) -> Iterator[None]:
+        """See `DeviceCommunicator.side_stream`."""
+        self.active_stream = self._collectives.fork_side_stream(memory)
+        try:
+            yield
+        finally:
+            self.active_stream = self.stream
 
-    @span(
-        COMMUNICATION,
-        lambda self, parts, *_: Details(
-            current_call(), sum(p.own.nbytes for p in parts), self.stream
-        ),
-    )
-    def _gather(self, gathered: Sequence[_Parts], axis: int) -> list[Array]:
-        """Gathers all arrays in one group: equal parts by all-gather, others from rank to rank."""
-        stream, kind = self.stream.raw.ptr, self._nccl.NCCL_UINT8
-        with self._start_group(current_call()):
-            for own, whole, sizes, starts, _ in gathered:
-                if not whole.size:
-                    continue
-                source, target = own.data.ptr, whole.data.ptr
-                if len(set(sizes)) == 1:
-                    self._comm.allGather(source, target, sizes[0], kind, stream)
-                    continue
-                # NCCL's all-gather takes equal parts only.
-                for peer in range(self.size):  # this rank itself too: NCCL copies
-                    if sizes[self.rank]:
-                        self._comm.send(source, sizes[self.rank], kind, peer, stream)
-                    if sizes[peer]:
-                        self._comm.recv(target + starts[peer], sizes[peer], kind, peer, stream)
-        return [parts.along(self.stream.xp, axis) for parts in gathered]
+    def join_side_stream(self) -> None:
+        """See `DeviceCommunicator.join_side_stream`."""
+        self._collectives.join_side_stream()
 
-
-class _Parts(NamedTuple):
-    """All ranks' parts of an array that is gathered, and the memory for them.
-
-    Attributes:
-        own: this rank's part, C-contiguous.
-        whole: memory for all parts, one after the other, as bytes.
-        sizes: the bytes of each rank's part.
-        starts: where each part starts.
-        shapes: each part's shape.
-    """
-
-    own: Array
-    whole: Array
-    sizes: list[int]
-    starts: list[int]
-    shapes: list[tuple[int, ...]]
-
-    @classmethod
-    def of(cls, xp: Any, array: Array, shapes: list[tuple[int, ...]]) -> _Parts:
-        sizes = [int(np.prod(shape, dtype=np.int64)) * array.dtype.itemsize for shape in shapes]
-        starts = [0, *np.cumsum(sizes).tolist()]
-        return cls(
-            xp.ascontiguousarray(array), xp.empty(starts[-1], np.uint8), sizes, starts, shapes
-        )
-
-    def along(self, xp: Any, axis: int) -> Array:
-        """The parts concatenated along an axis."""
-        dtype, shape = self.own.dtype, self.shapes[0]
-        if axis % len(shape) == 0:  # they are one after the other already
-            rows = sum(shape[0] for shape in self.shapes)
-            return self.whole.view(dtype).reshape(rows, *shape[1:])
-        ends = zip(self.starts, self.starts[1:], self.shapes, strict=False)
-        return xp.concatenate(
-            [self.whole[a:b].view(dtype).reshape(shape) for a, b, shape in ends], axis
-        )
-
-
-def _bytes_in(sent: Sequence[dict[int, Array]]) -> int:
-    return sum(array.nbytes for to in sent for array in to.values())
+    def close(self) -> None:
+        """See `DeviceCommunicator.close`."""
+        self._collectives.close()

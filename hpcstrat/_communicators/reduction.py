@@ -1,4 +1,4 @@
-"""Reductions of several ranks' arrays: the dtypes they take, and sums that are in rank order."""
+"""Reductions of several ranks' arrays: what each operation computes, and sums in rank order."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import ReduceOp
+from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
 
 # NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions
@@ -17,59 +18,99 @@ from hpcstrat._memory.intervals import Interval
 _REALS = tuple(
     "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64".split()
 )
-_COMPLEX = ("complex64", "complex128")
+_NUMBERS = (*_REALS, "complex64", "complex128")
+_ORDERED = (*_REALS, "bool")
 _HALVES = ("float16", "bfloat16")
 
 
 class Reduction(NamedTuple):
-    """All that transports and strategies know about a `ReduceOp`.
+    """What a `ReduceOp` computes: all that transports and strategies know about it.
+
+    Along axes, each rank first reduces its own elements, to totals that may be wider than the
+    elements. These are combined over the ranks, as are their counts, and finished.
 
     Attributes:
         ufunc: combines the elements of two ranks; applied in rank order.
         nccl: NCCL's name of the operation.
-        along_axes: NumPy's and CuPy's function that reduces an array's own elements.
         dtypes: the names of the dtypes that it takes.
+        along_axes: returns the totals of an array along axes, given as non-negative ints.
+        finish: returns the result along axes of all ranks' totals; given these, the number of
+            elements in each, and the elements' dtype.
         is_mean: whether the result is divided by the number of ranks.
-        neutral: returns, for a dtype, the element that changes no result: the result of an array
-            without elements.
     """
 
     ufunc: np.ufunc
     nccl: str
-    along_axes: str
     dtypes: tuple[str, ...]
+    along_axes: Callable[[Array, tuple[int, ...]], Array]
+    finish: Callable[[Array, Array, np.dtype[Any]], Array]
     is_mean: bool = False
-    neutral: Callable[[np.dtype[Any]], Any] = lambda dtype: dtype.type(0)
 
 
-def _lowest(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind == "b":
-        return False
-    return np.iinfo(dtype).min if dtype.kind in "iu" else np.asarray(-np.inf, dtype)[()]
+def _sum(array: Array, axes: tuple[int, ...]) -> Array:
+    wide = accumulator(array.dtype)
+    # Sums of 8- and 16-bit integers soon overflow: the pixels of an image do.
+    if array.dtype.kind in "iu" and array.dtype.itemsize <= 2:
+        wide = np.dtype(f"{array.dtype.kind}8")
+    return array.sum(axis=axes, dtype=wide)
 
 
-def _highest(dtype: np.dtype[Any]) -> Any:
-    if dtype.kind == "b":
-        return True
-    return np.iinfo(dtype).max if dtype.kind in "iu" else np.asarray(np.inf, dtype)[()]
+def _finish_sum(total: Array, _: Array, dtype: np.dtype[Any]) -> Array:
+    return total if dtype.kind in "iu" else total.astype(dtype, copy=False)
 
 
-class _Reductions(dict[ReduceOp, Reduction]):
-    def __missing__(self, op: ReduceOp) -> Reduction:
-        raise TypeError(
-            f"{op} is not in the table of reductions; add what it computes to REDUCTIONS"
+def _sum_for_mean(array: Array, axes: tuple[int, ...]) -> Array:
+    wide = np.dtype(np.float64) if array.dtype.kind in "iu" else accumulator(array.dtype)
+    return array.sum(axis=axes, dtype=wide)
+
+
+def _finish_mean(total: Array, count: Array, dtype: np.dtype[Any]) -> Array:
+    mean = total / np.float64(count) if count else total * np.nan
+    return mean.astype(mean_dtype(dtype), copy=False)
+
+
+def _min(array: Array, axes: tuple[int, ...]) -> Array:
+    return array.min(axis=axes) if array.size else _neutral(array, axes, highest=True)
+
+
+def _max(array: Array, axes: tuple[int, ...]) -> Array:
+    return array.max(axis=axes) if array.size else _neutral(array, axes, highest=False)
+
+
+def _neutral(array: Array, axes: tuple[int, ...], highest: bool) -> Array:
+    """Extremes of no elements: the highest or lowest number, which changes no other rank's."""
+    value: Any = np.inf if highest else -np.inf
+    if array.dtype.kind == "b":
+        value = highest
+    elif array.dtype.kind in "iu":
+        limits = np.iinfo(array.dtype)
+        value = limits.max if highest else limits.min
+    shape = [n for i, n in enumerate(array.shape) if i not in axes]
+    return gpu.array_module(array).full(shape, value, array.dtype)
+
+
+def _finish_extreme(name: str, total: Array, count: Array, dtype: np.dtype[Any]) -> Array:
+    if count:
+        return total
+    # Floats have nan for the result without elements; integers have nothing like it.
+    if dtype.kind in "iub":
+        raise ValueError(
+            f"{current_call()}: {name} along an axis that has no elements on any replica; pass at "
+            "least one element"
         )
+    return gpu.array_module(total).full_like(total, np.nan)
 
 
-REDUCTIONS: dict[ReduceOp, Reduction] = _Reductions(
-    {
-        ReduceOp.SUM: Reduction(np.add, "NCCL_SUM", "sum", (*_REALS, *_COMPLEX)),
-        ReduceOp.MEAN: Reduction(np.add, "NCCL_SUM", "sum", (*_REALS, *_COMPLEX), is_mean=True),
-        ReduceOp.MIN: Reduction(np.minimum, "NCCL_MIN", "min", (*_REALS, "bool"), neutral=_highest),
-        ReduceOp.MAX: Reduction(np.maximum, "NCCL_MAX", "max", (*_REALS, "bool"), neutral=_lowest),
-    }
-)
-"""All reductions; an operation that is not here raises `TypeError`."""
+_finish_min = functools.partial(_finish_extreme, "MIN")
+_finish_max = functools.partial(_finish_extreme, "MAX")
+
+REDUCTIONS: dict[ReduceOp, Reduction] = {
+    ReduceOp.SUM: Reduction(np.add, "NCCL_SUM", _NUMBERS, _sum, _finish_sum),
+    ReduceOp.MEAN: Reduction(np.add, "NCCL_SUM", _NUMBERS, _sum_for_mean, _finish_mean, True),
+    ReduceOp.MIN: Reduction(np.minimum, "NCCL_MIN", _ORDERED, _min, _finish_min),
+    ReduceOp.MAX: Reduction(np.maximum, "NCCL_MAX", _ORDERED, _max, _finish_max),
+}
+"""All reductions: to add one, add a row."""
 
 
 def check_reducible(dtype: np.dtype[Any], op: ReduceOp) -> None:

@@ -11,7 +11,7 @@ from hpcstrat._communicators.base import Communicator, Outgoing
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, ReduceOp
-from hpcstrat._strategies.reduction import as_numeric, scalar
+from hpcstrat._strategies.leaves import as_numeric, scalar
 
 
 def broadcast(communicator: Communicator, value: Any, root: int) -> Any:

@@ -16,7 +16,7 @@ from hpcstrat._core.gpu import is_on_gpu
 from hpcstrat._core.values import DistributedValues, PerReplica
 from hpcstrat._replicas.contexts import check_cross_replica, require_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._strategies.reduction import as_numeric
+from hpcstrat._strategies.leaves import as_numeric
 from hpcstrat.data import _distributed
 from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._dataset import Dataset

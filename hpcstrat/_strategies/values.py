@@ -18,8 +18,8 @@ from hpcstrat._core.values import DistributedValues, PerReplica, component_of
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas, check_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._strategies import reduction
-from hpcstrat._strategies.reduction import as_numeric
+from hpcstrat._strategies import gathering, reduction
+from hpcstrat._strategies.leaves import as_numeric, convert_foreign_leaves, require_same_structure
 from hpcstrat._strategies.transfer import from_wire, to_wire
 
 _LOGICAL_DEVICES = 1
@@ -113,7 +113,7 @@ class ValueMethods:
             (1, 2, 3)
             (1, 2, 3)
         """
-        return reduction.gather(self._group.communicator, value, axis)
+        return gathering.gather(self._group.communicator, value, axis)
 
     @names_call("Strategy.experimental_local_results")
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -138,9 +138,9 @@ class ValueMethods:
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
         # This rank has nothing to send, but another may have: the ranks must agree, not wait.
         if not any(isinstance(leaf, PerReplica) for leaf in leaves) and _is_cross_replica():
-            reduction.require_same_structure(self._group.communicator, structure)
+            require_same_structure(self._group.communicator, structure)
         if not indices:
-            return (reduction.convert_foreign_leaves(value),)
+            return (convert_foreign_leaves(value),)
         own = [component_of(leaves[i]) for i in indices]
         if any(isinstance(leaf, PerReplica) for leaf in leaves):
             with self._group.on_stream():

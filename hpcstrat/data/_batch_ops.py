@@ -36,47 +36,29 @@ class _Batching(Transformation):
         sizes: the sizes of the batches, repeated in turn.
         drop_remainder: whether to drop a last batch that is shorter.
         call: see `Transformation`.
-        user_code: see `Node`.
-        rows: see `Node`.
     """
 
-    def __init__(
-        self,
-        source: Node,
-        sizes: Sequence[int],
-        drop_remainder: bool,
-        call: str,
-        *,
-        user_code: bool,
-        rows: Node | None,
-    ) -> None:
-        is_uniform = len(set(sizes)) == 1
-        super().__init__(
-            source,
-            call,
-            width=None,
-            user_code=user_code,
-            batch_sizes=(*source.batch_sizes, sizes[0] if is_uniform else 0),
-            rows=rows,
-            inputs_per_element=sizes[0] if is_uniform else None,
-        )
+    def __init__(self, source: Node, sizes: Sequence[int], drop_remainder: bool, call: str) -> None:
+        super().__init__(source, call)
+        size = sizes[0] if len(set(sizes)) == 1 else None
+        self.batch_sizes = (*source.batch_sizes, size or 0)
+        self.inputs_per_element = size
         self._sizes = tuple(sizes)
         self._drop_remainder = drop_remainder
-        self._are_uniform_keys = is_uniform and source.width is not None
+        self._are_uniform_keys = size is not None and source.width is not None
 
     def cardinality(self) -> int:
-        size = self._source.cardinality()
-        if size < 0:
-            return size
-        turns, left = divmod(size, sum(self._sizes))
-        whole = list(
-            itertools.takewhile(lambda end: end <= left, itertools.accumulate(self._sizes))
-        )
-        return (
-            turns * len(self._sizes)
-            + len(whole)
-            + (not self._drop_remainder and left > (whole or [0])[-1])
-        )
+        rows = self._source.cardinality()
+        if rows < 0:
+            return rows
+        turns, left = divmod(rows, sum(self._sizes))
+        count = turns * len(self._sizes)
+        for size in self._sizes:
+            if left < size:
+                break
+            left -= size
+            count += 1
+        return count + (left > 0 and not self._drop_remainder)
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         sizes = itertools.cycle(self._sizes)
@@ -113,12 +95,13 @@ class Batch(_Batching):
 
     def __init__(self, source: Node, sizes: Sequence[int], drop_remainder: bool) -> None:
         call = f"batch({sizes[0] if len(sizes) == 1 else list(sizes)}, {drop_remainder})"
+        super().__init__(source, sizes, drop_remainder, call)
+        self.rows = source
         # Rows of different shapes fail only on the replica that has them, so steps are compared as
-        # if the rows came from user code.
-        may_fail = source.user_code or any(
+        # if the rows came from user code. Asking user code for its spec would run it.
+        self.user_code = source.user_code or any(
             None in leaf.shape for leaf in nests.flatten(source.spec())[0]
         )
-        super().__init__(source, sizes, drop_remainder, call, user_code=may_fail, rows=source)
 
     def spec(self) -> Any:
         size = self.first_size()
@@ -146,16 +129,13 @@ class PaddedBatch(_Batching):
     def __init__(
         self, source: Node, size: int, shapes: Any, values: Any, drop_remainder: bool
     ) -> None:
-        leaves = [] if shapes is None else nests.flatten(shapes)[0]
-        fixed = shapes is not None and all(leaf is not None and leaf >= 0 for leaf in leaves)
-        super().__init__(
-            source,
-            (size,),
-            drop_remainder,
-            f"padded_batch({size}, {shapes}, {values}, {drop_remainder})",
-            user_code=source.user_code or fixed,
-            rows=_Padded(source, shapes, values) if fixed else None,
-        )
+        call = f"padded_batch({size}, {shapes}, {values}, {drop_remainder})"
+        super().__init__(source, (size,), drop_remainder, call)
+        if shapes is not None and all(
+            length is not None and length >= 0 for length in nests.flatten(shapes)[0]
+        ):
+            self.rows = _Padded(source, shapes, values)
+            self.user_code = True  # as of `_Padded`
         self._shapes, self._values = shapes, values
 
     def spec(self) -> Any:
@@ -188,12 +168,6 @@ class _Padded(Choosing):
         self.user_code = True
         self._shapes, self._values = shapes, values
 
-    def _count_chosen(self, size: int) -> int:
-        return size
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        return self._source.chunks(epoch)
-
     def load(self, item: Any) -> Any:
         return nests.map_leaves(lambda leaf: leaf[0], self.fetch([item]))
 
@@ -209,15 +183,10 @@ class Unbatch(Transformation):
     """
 
     def __init__(self, source: Node) -> None:
-        super().__init__(
-            source,
-            "unbatch()",
-            width=None if source.rows is None else source.rows.width,
-            user_code=source.user_code,
-            batch_sizes=source.batch_sizes[:-1],
-            rows=None if source.rows is None else source.rows.rows,
-            inputs_per_element=None,
-        )
+        super().__init__(source, "unbatch()")
+        if source.rows is not None:
+            self.width, self.rows = source.rows.width, source.rows.rows
+        self.batch_sizes = source.batch_sizes[:-1]
 
     def spec(self) -> Any:
         def row(leaf: TensorSpec) -> TensorSpec:
@@ -282,15 +251,8 @@ class Window(Transformation):
         drop_remainder: bool,
         dataset_of: Callable[[Node], Any],
     ) -> None:
-        super().__init__(
-            source,
-            f"window({size}, {shift}, {stride}, {drop_remainder})",
-            width=None,
-            user_code=source.user_code,
-            batch_sizes=(),
-            rows=None,
-            inputs_per_element=None,
-        )
+        super().__init__(source, f"window({size}, {shift}, {stride}, {drop_remainder})")
+        self.batch_sizes = ()
         self._size, self._shift, self._stride = size, shift, stride
         self._drop_remainder = drop_remainder
         self._dataset_of = dataset_of
@@ -339,13 +301,9 @@ class _Picked(Node):
     """The elements of a chunk of a node's items."""
 
     def __init__(self, source: Node, chunk: Chunk) -> None:
-        super().__init__(
-            width=source.width,
-            user_code=source.user_code,
-            batch_sizes=source.batch_sizes,
-            rows=source.rows,
-            inputs_per_element=None,
-        )
+        super().__init__()
+        self.width, self.user_code = source.width, source.user_code
+        self.batch_sizes, self.rows = source.batch_sizes, source.rows
         self._source = source
         self._chunk = chunk
 
@@ -379,12 +337,6 @@ class _Leaf(Choosing):
 
     def spec(self) -> Any:
         return nests.flatten(self._source.spec())[0][self._index]
-
-    def _count_chosen(self, size: int) -> int:
-        return size
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        return self._source.chunks(epoch)
 
     def load(self, item: Any) -> Any:
         return nests.flatten(self._source.load(item))[0][self._index]

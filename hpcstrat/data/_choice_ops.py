@@ -1,4 +1,4 @@
-"""Nodes that pick each element from one of several: sample_from_datasets, choose_from_datasets."""
+"""Nodes that choose each element from several nodes: sample_from_datasets, choose_from_datasets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import final
 
 import numpy as np
 
-from hpcstrat.data._combine_ops import Merging
+from hpcstrat.data._combine_ops import SourceCursor
+from hpcstrat.data._merge_ops import Merging
 from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node, ShuffleState, join
 
 _CHOICES = 1024  # drawn at once
@@ -30,54 +31,37 @@ class _Chosen(Merging):
     ) -> None:
         super().__init__(nodes, call, *others)
         self._stops = stop_on_empty
-        # The number of elements chosen at once. Those of user code are taken one by one, so that
-        # the code runs no sooner than needed.
-        self._together = 1 if self.user_code else _CHOICES
+        self._never_chosen = np.zeros(len(nodes), bool)
 
     @abc.abstractmethod
     def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
-        """The indices of the chosen nodes, in chunks of any length."""
-
-    def _can_follow(self, ended: Sequence[bool]) -> bool:
-        """Whether a node that has not ended may still be chosen."""
-        return not all(ended)
-
-    def cardinality(self) -> int:
-        return INFINITE if INFINITE in [node.cardinality() for node in self._nodes] else UNKNOWN
+        """The indices of the chosen nodes, as many at once as elements may be taken at once."""
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        streams = [_SourceCursor(node.chunks(epoch)) for node in self._nodes]
-        ended = np.zeros(len(streams), bool)
-        for chunk in self._choices(epoch):
-            for start in range(0, len(chunk), self._together):
-                chosen = chunk[start : start + self._together]
-                if not self._stops:
-                    chosen = chosen[~ended[chosen]]
-                taken, end = [], len(chosen)
-                for which in np.unique(chosen).tolist():
-                    places = np.flatnonzero(chosen == which)
-                    items = streams[which].take(len(places))
-                    if len(items) < len(places):
-                        ended[which] = True
-                        if self._stops:
-                            end = min(end, int(places[len(items)]))
-                    taken.append(
-                        (places[: len(items)], self._tag(which, items) if len(items) else ())
-                    )
-                yield from self._in_order(taken, end)
-                if end < len(chosen) or not (self._stops or self._can_follow(ended.tolist())):
-                    return
+        sources = [SourceCursor(node.chunks(epoch)) for node in self._nodes]
+        ended = self._never_chosen.copy()
+        for choices in self._choices(epoch):
+            if not self._stops:
+                choices = choices[~ended[choices]]
+            places, items, end = [], [], len(choices)
+            for which in np.unique(choices).tolist():
+                wanted = np.flatnonzero(choices == which)
+                taken = sources[which].take(len(wanted))
+                if len(taken):
+                    places.append(wanted[: len(taken)])
+                    items.append(self._tag(which, taken))
+                if len(taken) < len(wanted):
+                    ended[which] = True
+                    if self._stops:
+                        end = min(end, int(wanted[len(taken)]))
+            if places and end:
+                yield _pick(join(items), np.argsort(np.concatenate(places))[:end])
+            if end < len(choices) or ended.all():
+                return
 
-    def _in_order(self, taken: list[tuple[Keys, Chunk]], end: int) -> Iterator[Chunk]:
-        """The items whose place is before `end`, in the order of their places, as one chunk."""
-        taken = [(places, items) for places, items in taken if len(items)]
-        if not taken:
-            return
-        places = np.concatenate([places for places, _ in taken])
-        order = np.argsort(places)[: int((places < end).sum())]
-        if len(order):
-            items = join([items for _, items in taken])
-            yield items[order] if isinstance(items, np.ndarray) else [items[i] for i in order]
+
+def _pick(items: Chunk, order: Keys) -> Chunk:
+    return items[order] if isinstance(items, np.ndarray) else [items[i] for i in order]
 
 
 @final
@@ -94,6 +78,7 @@ class Sample(_Chosen):
     ) -> None:
         super().__init__(nodes, stops, "Dataset.sample_from_datasets")
         self._weights = [1.0] * len(nodes) if weights is None else list(weights)
+        self._never_chosen = np.array(self._weights) == 0
         self._shuffle = ShuffleState(seed, reshuffle)
 
     def __repr__(self) -> str:
@@ -105,27 +90,23 @@ class Sample(_Chosen):
         )
 
     def cardinality(self) -> int:
-        sizes = [
-            node.cardinality()
-            for node, weight in zip(self._nodes, self._weights, strict=True)
-            if weight > 0
-        ]
-        return sizes[0] if len(sizes) == 1 else INFINITE if INFINITE in sizes else UNKNOWN
+        chosen = np.flatnonzero(~self._never_chosen).tolist()
+        sizes = [self._nodes[which].cardinality() for which in chosen]
+        if len(sizes) == 1:
+            return sizes[0]
+        return INFINITE if INFINITE in sizes else UNKNOWN
 
     def own_shuffles(self) -> Sequence[ShuffleState]:
         return (self._shuffle,)
 
     def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
         random, total = epoch.generator(self._shuffle), sum(self._weights)
+        shares = [weight / total for weight in self._weights]
+        # Elements of user code are taken one by one, so that the code runs no sooner than needed.
+        together = 1 if self.user_code else _CHOICES
         while True:
-            yield random.choice(
-                len(self._nodes), _CHOICES, p=[weight / total for weight in self._weights]
-            )
-
-    def _can_follow(self, ended: Sequence[bool]) -> bool:
-        return any(
-            weight > 0 and not over for weight, over in zip(self._weights, ended, strict=True)
-        )
+            drawn = random.choice(len(self._nodes), _CHOICES, p=shares)
+            yield from drawn.reshape(-1, together)
 
 
 @final
@@ -139,6 +120,9 @@ class Choose(_Chosen):
     def __repr__(self) -> str:
         return f"Dataset.choose_from_datasets({list(self._nodes)}, {self._choice!r}, {self._stops})"
 
+    def cardinality(self) -> int:
+        return INFINITE if INFINITE in [node.cardinality() for node in self._nodes] else UNKNOWN
+
     def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
         for choice in self._choice.elements(epoch):
             if not (
@@ -151,21 +135,3 @@ class Choose(_Chosen):
                     f"integer in [0, {len(self._nodes)}), the index of a dataset"
                 )
             yield np.array([choice], np.int64)
-
-
-class _SourceCursor:
-    """Takes items from a stream of chunks."""
-
-    def __init__(self, chunks: Iterator[Chunk]) -> None:
-        self._chunks = chunks
-        self._head: Chunk = []
-
-    def take(self, count: int) -> Chunk:
-        """The next `count` items; fewer at the end."""
-        while len(self._head) < count:
-            chunk = next(self._chunks, None)
-            if chunk is None:
-                break
-            self._head = join([self._head, chunk]) if len(self._head) else chunk
-        taken, self._head = self._head[:count], self._head[count:]
-        return taken

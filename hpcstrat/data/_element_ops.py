@@ -44,15 +44,8 @@ class Map(Transformation):
         calls: int,
         dataset_of: Callable[[Node], Any],
     ) -> None:
-        super().__init__(
-            source,
-            f"map({name_of(function)})",
-            width=source.width,
-            user_code=True,
-            batch_sizes=source.batch_sizes,
-            rows=None,
-            inputs_per_element=None,
-        )
+        super().__init__(source, f"map({name_of(function)})")
+        self.width, self.user_code = source.width, True
         self._function = function
         self._calls = calls
         self._dataset_of = dataset_of
@@ -78,12 +71,6 @@ class Map(Transformation):
                     pass
             self._spec = spec
         return self._spec
-
-    def cardinality(self) -> int:
-        return self._source.cardinality()
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        return self._source.chunks(epoch)
 
     def load(self, item: Any) -> Any:
         return self._apply(self._source.load(item))
@@ -129,19 +116,9 @@ class Filter(Transformation):
     """
 
     def __init__(self, source: Node, predicate: Callable[..., Any]) -> None:
-        super().__init__(
-            source,
-            f"filter({name_of(predicate)})",
-            width=None,
-            user_code=True,
-            batch_sizes=source.batch_sizes,
-            rows=None,
-            inputs_per_element=None,
-        )
+        super().__init__(source, f"filter({name_of(predicate)})")
+        self.user_code = True
         self._predicate = predicate
-
-    def spec(self) -> Any:
-        return self._source.spec()
 
     def cardinality(self) -> int:
         return UNKNOWN
@@ -168,15 +145,8 @@ class Scan(Transformation):
     """
 
     def __init__(self, source: Node, initial_state: Any, function: Callable[..., Any]) -> None:
-        super().__init__(
-            source,
-            f"scan({name_of(function)})",
-            width=None,
-            user_code=True,
-            batch_sizes=source.batch_sizes,
-            rows=None,
-            inputs_per_element=None,
-        )
+        super().__init__(source, f"scan({name_of(function)})")
+        self.user_code = True
         self._initial_state = _elements.as_element(initial_state)
         self._function = function
 
@@ -187,9 +157,6 @@ class Scan(Transformation):
             f"Dataset.element_spec: {self!r} has no elements, so the shapes and dtypes that its "
             "function would return are unknown"
         )
-
-    def cardinality(self) -> int:
-        return self._source.cardinality()
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         state = self._initial_state
@@ -249,30 +216,23 @@ def cache(source: Node) -> Node:
     return _ByPosition(source) if source.width is None else _ByKey(source)
 
 
-class _Cache(Choosing):
+class _SameOrder(Choosing):
+    """Keeps the order alone."""
+
     def __init__(self, source: Node) -> None:
         super().__init__(source, "cache()")
 
-    def _count_chosen(self, size: int) -> int:
-        return size
-
-
-@final
-class _SameOrder(_Cache):
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         return self._source.chunks(epoch.frozen())
 
 
 @final
-class _ByKey(_Cache):
+class _ByKey(_SameOrder):
     """Keeps each element when it is first loaded, so each replica keeps only its own."""
 
     def __init__(self, source: Node) -> None:
         super().__init__(source)
         self._kept: dict[bytes, Any] = {}
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        return self._source.chunks(epoch.frozen())
 
     def load(self, item: Any) -> Any:
         return _elements.copy_of(self._keep(item))
@@ -288,7 +248,7 @@ class _ByKey(_Cache):
 
 
 @final
-class _ByPosition(_Cache):
+class _ByPosition(_SameOrder):
     """Keeps the elements of the first pass that ends without a failed element."""
 
     def __init__(self, source: Node) -> None:

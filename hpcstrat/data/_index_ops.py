@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,27 +30,11 @@ _EMPTY_ROUNDS = 10_000  # in a row; after these, a generator counts as exhausted
 
 
 class Choosing(Transformation):
-    """A node whose items are some of its input's items, so `load` and `fetch` are the input's.
+    """A node whose items are some of its input's items, so `load` and `fetch` are the input's."""
 
-    Args:
-        source: the input.
-        call: the method that made this node, with its arguments.
-        inputs_per_element: see `Node`.
-    """
-
-    def __init__(self, source: Node, call: str, inputs_per_element: int | None = None) -> None:
-        super().__init__(
-            source,
-            call,
-            width=source.width,
-            user_code=source.user_code,
-            batch_sizes=source.batch_sizes,
-            rows=source.rows,
-            inputs_per_element=inputs_per_element,
-        )
-
-    def spec(self) -> Any:
-        return self._source.spec()
+    def __init__(self, source: Node, call: str) -> None:
+        super().__init__(source, call)
+        self.width, self.rows = source.width, source.rows
 
     def load(self, item: Any) -> Any:
         return self._source.load(item)
@@ -72,19 +55,16 @@ class Choosing(Transformation):
 
     def cardinality(self) -> int:
         size = self._source.cardinality()
-        return (
-            self._infinite()
-            if size == INFINITE
-            else size
-            if size == UNKNOWN
-            else self._count_chosen(size)
-        )
+        if size == INFINITE:
+            return self._infinite()
+        return size if size == UNKNOWN else self._count_chosen(size)
 
-    @abc.abstractmethod
     def _count_chosen(self, size: int) -> int:
-        """The number of elements chosen from `size`."""
+        """The number of elements chosen from `size`; all by default."""
+        return size
 
     def _infinite(self) -> int:
+        """The number of elements chosen from infinitely many."""
         return INFINITE
 
 
@@ -217,14 +197,9 @@ class Prefetch(Choosing):
     """All elements; as a pipeline's last node, prepared by a thread (see `prefetch` in `_pass`)."""
 
     def __init__(self, source: Node, buffer_size: int) -> None:
-        super().__init__(source, f"prefetch({buffer_size})", inputs_per_element=1)
+        super().__init__(source, f"prefetch({buffer_size})")
+        self.inputs_per_element = 1
         self.size: int = _PREFETCHED if buffer_size < 0 else buffer_size
-
-    def _count_chosen(self, size: int) -> int:
-        return size
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        return self._source.chunks(epoch)
 
     def elements(self, epoch: EpochPass) -> Iterator[Any]:
         return self._source.elements(epoch)
@@ -235,14 +210,9 @@ class WithOptions(Choosing):
     """All elements, with the user's options, which saved positions do not include."""
 
     def __init__(self, source: Node, options: Options) -> None:
-        super().__init__(source, f"with_options({options})", inputs_per_element=1)
+        super().__init__(source, f"with_options({options})")
+        self.inputs_per_element = 1
         self.options: Options = options
-
-    def _count_chosen(self, size: int) -> int:
-        return size
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        return self._source.chunks(epoch)
 
     def elements(self, epoch: EpochPass) -> Iterator[Any]:
         return self._source.elements(epoch)
@@ -268,16 +238,12 @@ class Shuffle(Choosing):
     def own_shuffles(self) -> Sequence[ShuffleState]:
         return (self._shuffle,)
 
-    def _count_chosen(self, size: int) -> int:
-        return size
-
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         random = epoch.generator(self._shuffle)
         if isinstance(self._source, Indexed) and self._source.cardinality() <= self._buffer_size:
             return _shuffle_positions(self._source.cardinality(), random)
-        return (_shuffle_items if self.width is None else _shuffle_keys)(
-            self._source.chunks(epoch), self._buffer_size, random
-        )
+        shuffle = _shuffle_items if self.width is None else _shuffle_keys
+        return shuffle(self._source.chunks(epoch), self._buffer_size, random)
 
 
 def _shuffle_positions(size: int, random: np.random.Generator) -> Iterator[Keys]:

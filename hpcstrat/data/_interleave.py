@@ -56,15 +56,8 @@ class Interleave(Transformation):
         block_length: int,
         threads: int,
     ) -> None:
-        super().__init__(
-            source,
-            call,
-            width=None,
-            user_code=True,
-            batch_sizes=(),
-            rows=None,
-            inputs_per_element=None,
-        )
+        super().__init__(source, call)
+        self.user_code, self.batch_sizes = True, ()
         self._function = function
         self._cycle_length = cycle_length
         self._block_length = block_length

@@ -144,10 +144,10 @@ class EpochPass:
             # Two shuffles without a seed have different orders; two with the same seed have the
             # same order, as elsewhere.
             if shuffle.own_seed is None:
-                own, within = (0, list(self._rounds).index(shuffle)), self._salt
+                own, within = [0, list(self._rounds).index(shuffle)], self._salt
             else:
-                own, within = (shuffle.own_seed,), self._place
-            return np.random.default_rng([*own, *((*within, number) if shuffle.reshuffle else ())])
+                own, within = [shuffle.own_seed], self._place
+            return np.random.default_rng([*own, *within, number] if shuffle.reshuffle else own)
         seed, next_round = shuffle.state()
         number = self._rounds.get(shuffle, 0 if self._frozen else next_round)
         self._rounds[shuffle] = number + 1
@@ -167,41 +167,39 @@ class Node(abc.ABC):
     `load` and `fetch` make elements from them. So nodes that reorder or select elements touch no
     data, every rank can walk the whole stream, and each replica loads only its own elements.
 
-    Everything that distribution and checkpoints need to know is an argument without a default: a
-    new transformation that forgets an argument fails when it is constructed, instead of being split
-    or resumed like some other node.
+    Distribution and checkpoints need five facts about a node, its attributes. The constructor sets
+    their defaults; the constructor of a subclass calls it, then sets the facts that differ. Do not
+    set them in the body of a class, where the defaults would hide them.
 
     Args:
         *inputs: the nodes that this node reads.
-        width: the number of int64 columns of an item if the stream consists of `Keys`; `None` if
-            items are Python objects.
-        user_code: whether a pass runs functions of the user, and so may end or fail on a single
-            rank.
-        batch_sizes: the sizes of the `batch` calls still in effect, outermost last; 0 if unknown.
-        rows: if elements are batches, the node whose elements are their rows, and whose chunks are
-            this node's items; else `None`.
-        inputs_per_element: the unit in which a saved position counts. `None`: this node's own
-            elements. A number: elements of its only input, that many per element of this node, so
-            that a program with another batch size can resume.
 
-    The arguments are also attributes.
+    Attributes:
+        inputs: the same nodes.
+        width: the number of int64 columns of an item if the stream consists of `Keys`; `None`, the
+            default, if items may be any objects. With a width and without user code, `fetch` must
+            take an empty chunk, too.
+        user_code: whether a pass may end or fail on a single rank, because it runs functions of the
+            user, for example. Ranks compare their steps only where this is true, so a node that
+            runs a function must set it. The default is whether it is true of an input; without an
+            input, true.
+        batch_sizes: the sizes of the `batch` calls still in effect, outermost last; 0 if unknown.
+            With the default, `()`, a strategy refuses the dataset instead of splitting elements.
+        rows: if elements are batches, the node whose elements are their rows, and whose chunks are
+            this node's items; else `None`, the default, with which each replica loads a whole batch
+            and keeps its own rows.
+        inputs_per_element: the unit in which a saved position counts. `None`, the default: this
+            node's own elements. A number: elements of its only input, that many per element of
+            this node, so that a program with another batch size can resume.
     """
 
-    def __init__(
-        self,
-        *inputs: Node,
-        width: int | None,
-        user_code: bool,
-        batch_sizes: tuple[int, ...],
-        rows: Node | None,
-        inputs_per_element: int | None,
-    ) -> None:
+    def __init__(self, *inputs: Node) -> None:
         self.inputs: tuple[Node, ...] = inputs
-        self.width: int | None = width
-        self.user_code: bool = user_code
-        self.batch_sizes: tuple[int, ...] = batch_sizes
-        self.rows: Node | None = rows
-        self.inputs_per_element: int | None = inputs_per_element
+        self.width: int | None = None
+        self.user_code: bool = not inputs or any(node.user_code for node in inputs)
+        self.batch_sizes: tuple[int, ...] = ()
+        self.rows: Node | None = None
+        self.inputs_per_element: int | None = None
 
     @abc.abstractmethod
     def __repr__(self) -> str:
@@ -278,42 +276,35 @@ class Node(abc.ABC):
 
 
 class Transformation(Node):
-    """A node with one input.
+    """A node with one input; unless it says otherwise, its elements are the input's, one for one.
+
+    Of the input it takes the items, the number and the spec of elements, `user_code` and
+    `batch_sizes`. So a subclass must set `user_code` if it calls a function of the user or can fail
+    on a single rank, and `batch_sizes` if its elements are not the batches of the input, or their
+    results.
 
     Args:
         source: the input.
         call: the method that made this node, with its arguments.
-        width: see `Node`.
-        user_code: see `Node`.
-        batch_sizes: see `Node`.
-        rows: see `Node`.
-        inputs_per_element: see `Node`.
     """
 
-    def __init__(
-        self,
-        source: Node,
-        call: str,
-        *,
-        width: int | None,
-        user_code: bool,
-        batch_sizes: tuple[int, ...],
-        rows: Node | None,
-        inputs_per_element: int | None,
-    ) -> None:
-        super().__init__(
-            source,
-            width=width,
-            user_code=user_code,
-            batch_sizes=batch_sizes,
-            rows=rows,
-            inputs_per_element=inputs_per_element,
-        )
+    def __init__(self, source: Node, call: str) -> None:
+        super().__init__(source)
+        self.batch_sizes = source.batch_sizes
         self._source = source
         self._call = call
 
     def __repr__(self) -> str:
         return f"{self._source!r}.{self._call}"
+
+    def spec(self) -> Any:
+        return self._source.spec()
+
+    def cardinality(self) -> int:
+        return self._source.cardinality()
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        return self._source.chunks(epoch)
 
 
 class FailedElement:

@@ -28,9 +28,8 @@ class Indexed(Node):
     """A source with random access; a key is an element's position."""
 
     def __init__(self) -> None:
-        super().__init__(
-            width=1, user_code=False, batch_sizes=(), rows=None, inputs_per_element=None
-        )
+        super().__init__()
+        self.width, self.user_code = 1, False
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         return _positions(self.cardinality())
@@ -151,14 +150,11 @@ class _Produced(Node):
     An item is the element itself.
 
     Args:
-        batch_sizes: see `Node`.
         compared: the number of elements at the start of a pass that the ranks compare.
     """
 
-    def __init__(self, batch_sizes: tuple[int, ...], compared: int) -> None:
-        super().__init__(
-            width=None, user_code=True, batch_sizes=batch_sizes, rows=None, inputs_per_element=None
-        )
+    def __init__(self, compared: int) -> None:
+        super().__init__()
         self._compared = compared
 
     def cardinality(self) -> int:
@@ -189,7 +185,7 @@ class Generated(_Produced):
         types: Any,
         signature: Any,
     ) -> None:
-        super().__init__((), _FEW)
+        super().__init__(_FEW)
         self._generator = generator
         self._args = args
         self._types = types
@@ -261,7 +257,8 @@ class Batches(_Produced):
     """The batches of a re-iterable object, or of a generator function."""
 
     def __init__(self, iterable: Any) -> None:
-        super().__init__((0,), 1)
+        super().__init__(1)
+        self.batch_sizes = (0,)
         self._iterable = iterable
 
     def __repr__(self) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from hpcstrat.data import _batch_ops, _combine_ops, _element_ops, _elements, _index_ops, _sources
 from hpcstrat.data._arguments import AUTOTUNE, function_of, positive, seed_of, thread_count, whole
 from hpcstrat.data._interleave import Interleave
+from hpcstrat.data._merge_ops import Concatenate
 from hpcstrat.data._node import INFINITE, UNKNOWN, Node
 from hpcstrat.data._pass import ResumableDataset
 
@@ -335,8 +336,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
                 number of dimensions; strings may differ in length. If functions or generators make
                 elements, it is raised while iterating, when each rank makes each dataset's first.
         """
-        other = check_node(dataset, "Dataset.concatenate")
-        return type(self)(_combine_ops.Concatenate(self._node, other))
+        return type(self)(Concatenate(self._node, check_node(dataset, "Dataset.concatenate")))
 
     def enumerate(self, start: int = 0) -> Self:
         """Pairs of a count, an int64 scalar that starts at `start`, and the element."""

@@ -166,8 +166,8 @@ BUGS = {
     "a stream does not wait for the second one": (
         [
             (
-                "_communicators/nccl_link.py",
-                "            self.stream.raw.wait_event(self._join_event)\n",
+                "_communicators/nccl_collectives.py",
+                "            self._stream.raw.wait_event(self._join_event)\n",
                 "",
             )
         ],
@@ -176,7 +176,7 @@ BUGS = {
     "the second stream does not wait for gradients": (
         [
             (
-                "_communicators/nccl_link.py",
+                "_communicators/nccl_collectives.py",
                 "        self._side.raw.wait_event(self._fork_event)\n",
                 "",
             )
@@ -215,22 +215,23 @@ def test_a_planted_bug_is_found(simulated, tmp_path, bug):
     ("old", "new"),
     [
         (
-            "address, address, array.nbytes, kind, root,",
-            "address, address, array.nbytes, kind, self.rank,",
+            "address, address, count, kind, root,",
+            "address, address, count, kind, self._control.rank,",
         ),
         (
-            "target, count, kind, operation, root,",
-            "target, count, kind, self._operations[op if self.rank == 0 else ReduceOp.MAX], root,",
+            "array.data.ptr, target, count, kind, _operation(op), root,",
+            "array.data.ptr, target, count, kind, "
+            "_operation(op if self._control.rank == 0 else ReduceOp.MAX), root,",
         ),
         (
-            "self._comm.reduce(array.data.ptr, target, count, kind,",
-            "self._comm.reduce(array.data.ptr, target, count - (self.rank == 1), kind,",
+            "array.data.ptr, target, count, kind, _operation(op), root,",
+            "array.data.ptr, target, count - (self._control.rank == 1), kind, _operation(op), root,",
         ),
     ],
     ids=["root", "operation", "count"],
 )
 def test_ranks_that_call_nccl_differently_hang_and_are_ended(simulated, tmp_path, old, new):
-    package = planted(tmp_path / "planted", [("_communicators/nccl_link.py", old, new)])
+    package = planted(tmp_path / "planted", [("_communicators/nccl_collectives.py", old, new)])
     result = simulated(TRAINING, 2, package=package, env=HANGS_SOON)
     assert result.status != 0
     assert "the ranks make different calls of NCCL, which hangs:" in result.stderr

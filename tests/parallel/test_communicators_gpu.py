@@ -280,10 +280,11 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, r
     comm: Any = worlds.start().comm
     communicator = on_gpus("NCCL", SharedMemoryCommunicator(comm.Dup()), place)
     works(communicator, place)
-    real = communicator._comm
+    collectives = communicator._collectives
+    real = collectives._comm
 
     def fail(*args):
-        raise communicator._nccl.NcclError(result)
+        raise collectives._nccl.NcclError(result)
 
     class Ended(BaseException):
         """In place of the end."""
@@ -292,7 +293,7 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, r
         raise Ended(text)
 
     monkeypatch.setattr(failure, "end_job", end_job)
-    communicator._comm = types.SimpleNamespace(allReduce=fail, allGather=fail, send=fail, recv=fail)
+    collectives._comm = types.SimpleNamespace(allReduce=fail, allGather=fail, send=fail, recv=fail)
     text = rf"the job ends: NCCL failed on rank {RANK} of {N}: .*\(NCCL \d.*, CuPy .*, driver \d+\)\. Start with"
     for call in (
         lambda: communicator.all_reduce([place.xp.ones(3)], SUM),
@@ -302,6 +303,6 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, r
             call()
         assert not communicator.calls.waiting.depth
         communicator.calls.interruption, communicator.calls.barred = None, False
-    communicator._comm = real
+    collectives._comm = real
     works(communicator, place)
     communicator.close()

@@ -409,11 +409,11 @@ def test_what_a_step_asks_of_nccl(both, place):
         strict=True,
     ):
         model = Model(strategy, OPTIMIZERS["momentum"], [(part * N,)], ["float32"]).train(1)
-        communicator = strategy._group.communicator
-        real = communicator._comm
-        communicator._comm = asked = Asked(real)
+        collectives = strategy._group.communicator._collectives
+        real = collectives._comm
+        collectives._comm = asked = Asked(real)
         try:
             model.train(1, first=1)
         finally:
-            communicator._comm = real
+            collectives._comm = real
         assert asked.calls == expected

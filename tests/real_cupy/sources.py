@@ -17,7 +17,7 @@ _MODULES = {
 }
 _OF_FILES = dict.fromkeys(
     (
-        *(f"hpcstrat/_communicators/{name}.py" for name in ("nccl", "nccl_link", "nccl_start")),
+        *(f"hpcstrat/_communicators/{name}.py" for name in ("nccl_collectives", "nccl_start")),
         "benchmarks/gpu_step.py",
     ),
     dict.fromkeys(("comm", "_comm"), "cupy.cuda.nccl.NcclCommunicator"),

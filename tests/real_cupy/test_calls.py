@@ -5,7 +5,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import REDUCTIONS, load_nccl, nccl_link
+from internals import REDUCTIONS, load_nccl, nccl_collectives
 from on_host import array, cupy, reaches_cuda
 from sources import PACKAGE, PAGES, PROGRAMS, calls
 
@@ -176,7 +176,10 @@ def test_numbers_of_nccl_are_those_of_its_header():
     names = "INT8 UINT8 INT32 UINT32 INT64 UINT64 FLOAT16 FLOAT32 FLOAT64 BFLOAT16".split()
     numbers = {f"NCCL_{name}": number for number, name in enumerate(names)}
     numbers |= {"NCCL_SUM": 0, "NCCL_MAX": 2, "NCCL_MIN": 3}
-    used = {*nccl_link._TYPES.values(), *(reduction.nccl for reduction in REDUCTIONS.values())}
+    used = {
+        *nccl_collectives._TYPES.values(),
+        *(reduction.nccl for reduction in REDUCTIONS.values()),
+    }
     assert {name: getattr(NCCL, name) for name in used} == {name: numbers[name] for name in used}
     assert REDUCTIONS.keys() == set(ReduceOp)
 

@@ -11,7 +11,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from internals import _element_ops, _node, distribute_dataset
+from internals import _node, distribute_dataset
 from thread_ranks import on_ranks
 
 import hpcstrat as hs
@@ -1010,9 +1010,45 @@ def test_a_file_larger_than_memory_stays_on_disk(tmp_path):
     assert not batch.any()
 
 
-def test_a_transformation_that_does_not_say_how_it_resumes_is_an_error():
-    facts = {"width": None, "user_code": False, "batch_sizes": (), "rows": None}
-    node: Any = object.__new__(_element_ops.Filter)
-    with pytest.raises(TypeError, match="inputs_per_element"):
-        _node.Node.__init__(node, **facts)
-    _node.Node.__init__(node, **facts, inputs_per_element=None)
+class Negated(_node.Transformation):
+    """The least that a transformation must define."""
+
+    def load(self, item):
+        return -self._source.load(item)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_new_transformation_takes_what_is_true_of_its_input(batch_size):
+    def make():
+        return Dataset(Negated(Dataset.range(10).shuffle(10, seed=1)._node, "negated()"))
+
+    expected = [-x for x in items(Dataset.range(10).shuffle(10, seed=1))]
+    dataset = make()
+    assert repr(dataset).endswith(".negated()") and len(dataset) == 10
+    assert items(dataset.batch(batch_size)) == batches(expected, batch_size)
+    of_batches = Dataset(Negated(Dataset.range(4).batch(2)._node, "negated()"))
+    strategy = hs.CentralStorageStrategy(["CPU:0"])
+    assert items(strategy.experimental_distribute_dataset(of_batches)) == [[0, -1], [-2, -3]]
+    iterator = iter(make())
+    assert [next(iterator) for _ in range(4)] == expected[:4]
+    resumed = iter(make())
+    resumed._seek(iterator._position())
+    assert items(resumed) == expected[4:]
+
+
+def test_only_constructors_set_the_facts_of_nodes():
+    facts = {"width", "user_code", "batch_sizes", "rows", "inputs_per_element"}
+    classes: list[type] = [_node.Node]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        assert not facts & vars(cls).keys(), (
+            f"{cls} hides defaults; set them after super().__init__"
+        )
+    assert len(classes) > 30
+
+
+def test_a_source_runs_user_code_unless_it_denies_it():
+    class Source(_node.Node):
+        spec = cardinality = chunks = load = __repr__ = object.__repr__  # pyright: ignore
+
+    assert Source().user_code and not Source(Dataset.range(3)._node).user_code

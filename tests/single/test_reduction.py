@@ -8,7 +8,7 @@ import pytest
 from internals import (
     REDUCTIONS,
     Reduction,
-    _Part,
+    _reduce_own,
     accumulator,
     as_native,
     call_named,
@@ -138,25 +138,31 @@ def test_every_operation_is_in_the_table():
 USES = {
     "reduce_chunk": lambda op: reduce_chunk(np.empty(2), [np.ones(2)] * 2, op),
     "check_reducible": lambda op: check_reducible(np.dtype(np.float32), op),
-    "along axes": lambda op: _Part(op, np.ones(2), 0),
+    "along axes": lambda op: _reduce_own(op, np.ones(2), 0),
 }
 
 
 @pytest.mark.parametrize("use", USES)
 def test_an_operation_that_is_not_in_the_table_raises(use):
-    with pytest.raises(TypeError, match="PROD is not in the table of reductions"):
+    with pytest.raises(KeyError, match=r"Other\.PROD"):
         USES[use](Other.PROD)
 
 
 def test_one_line_of_the_table_is_a_new_operation(monkeypatch):
     product: Any = Other.PROD
-    monkeypatch.setitem(
-        REDUCTIONS, product, Reduction(np.multiply, "NCCL_PROD", "prod", ("float64",))
+    row = Reduction(
+        np.multiply,
+        "NCCL_PROD",
+        ("float64",),
+        along_axes=lambda array, axes: array.prod(axis=axes),
+        finish=lambda total, count, dtype: total,
     )
+    monkeypatch.setitem(REDUCTIONS, product, row)
     out = np.empty(2)
     reduce_chunk(out, [np.array([2.0, 3.0]), np.array([5.0, 7.0]), np.array([1.0, 2.0])], product)
     assert out.tolist() == [10, 42]
-    assert _Part(product, np.array([2.0, 3.0, 4.0]), 0).total == 24
+    total, count, _ = _reduce_own(product, np.array([[2.0, 3.0, 4.0], [1.0, 1.0, 5.0]]), 1)
+    assert (total.tolist(), count) == ([24, 5], 3)
     with pytest.raises(
         TypeError, match="PROD of float32 is not defined; float32 takes SUM, MEAN, MIN, MAX"
     ):

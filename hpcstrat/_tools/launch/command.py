@@ -119,9 +119,8 @@ def run(options: argparse.Namespace) -> int:
                 print(_command_line(job, ranks, variables(ranks), options))
                 return 0
             with job.passing_signals_on():
-                return restarts.run(
-                    job, Policy(ranks, options.restarts, options.min_ranks), variables
-                )
+                policy = Policy(ranks, options.restarts, options.min_ranks or ranks)
+                return restarts.run(job, policy, variables)
     except LaunchError as error:
         _say(str(error))
         return 2

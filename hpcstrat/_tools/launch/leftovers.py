@@ -1,4 +1,4 @@
-"""What the ranks of a job left on this host: processes with the job's variable, and segments."""
+"""The processes that the ranks of a job left on this host: they have the job's variable."""
 
 from __future__ import annotations
 
@@ -7,20 +7,15 @@ import os
 import signal
 import time
 
-from hpcstrat._process import guard, launchers
+from hpcstrat._process import launchers
 from hpcstrat._process.job_files import JobMemory
 
 _GRACE_SECONDS = 1.0  # for the processes of the previous start to end by themselves
 _LOOK_SECONDS = 0.02
 
 
-def end_all(memory: JobMemory, start: float) -> None:
-    """Ends the processes, and unlinks the segments.
-
-    Args:
-        memory: the job's memory.
-        start: when the job started, as `time.time`.
-    """
+def end_processes(memory: JobMemory) -> None:
+    """Ends them, and waits for their end."""
     known: set[int] = set()
 
     def are_left() -> bool:
@@ -36,7 +31,6 @@ def end_all(memory: JobMemory, start: float) -> None:
         _kill(process)
     while are_left() and time.monotonic() < deadline + _GRACE_SECONDS:
         time.sleep(_LOOK_SECONDS)
-    guard.unlink_orphans(start)
 
 
 def end_what_ranks_started(memory: JobMemory) -> None:

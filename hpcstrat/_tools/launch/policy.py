@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hpcstrat._process.job_files import Failure, State
 
-# Before each restart, after failures in a row that came before a step was done.
-_PAUSES_SECONDS = (2, 4, 8)
+# Before a restart, by the number of early ends in a row.
+_PAUSES_SECONDS = (0, 2, 4, 8)
 _SIGNALS = (
     signal.SIGKILL,
     signal.SIGSEGV,
@@ -28,21 +28,22 @@ _KILLED = {
     for number in _SIGNALS
     for other in (0, signal.SIGKILL)
 }
+_NAMES = {base + number: number.name for base in (0, 128) for number in _SIGNALS}
 
 
 class Ended(NamedTuple):
     """How one start of the ranks ended.
 
     Attributes:
-        status: their exit status.
+        status: their exit status; 1 instead of 0 if `is_incomplete`.
         ranks: their number.
         step: the number of the last known step.
         did_steps: whether any step was done since the start.
         failure: the exception that ended it; `None` if a rank died without an exception.
         dead: the rank that was seen to die first, or that left without telling the others; `None`
             if several did at once, or if it is unknown.
-        is_incomplete: whether a rank left while others depended on it, although the exit status
-            is 0.
+        is_incomplete: whether a rank left while others depended on it, although they ended with
+            status 0.
         signal: the signal that the launcher was sent to end the job; 0 if there was none.
         are_seen: whether ranks run on this host, and so note how they end.
     """
@@ -60,7 +61,7 @@ class Ended(NamedTuple):
     @property
     def is_done(self) -> bool:
         """Whether the program ran to its end."""
-        return self.status == 0 and not self.is_incomplete
+        return self.status == 0
 
     @property
     def deliberate(self) -> str | None:
@@ -82,9 +83,9 @@ class Ended(NamedTuple):
         return self.failure is None and self.status in _KILLED
 
     @property
-    def fails_early(self) -> bool:
-        """Whether it ended by itself before a step was done."""
-        return not (self.did_steps or self.is_killed or self.is_done or self.deliberate)
+    def is_early(self) -> bool:
+        """Whether it ended before a step was done, and not by a signal."""
+        return not (self.did_steps or self.is_killed)
 
     def describe(self) -> str:
         """What happened, in a sentence."""
@@ -95,86 +96,129 @@ class Ended(NamedTuple):
             )
         if self.is_incomplete:
             return f"{who} left after step {self.step} without the others, as by os._exit"
+        if self.is_killed:
+            name = _NAMES.get(self.status, f"a signal (status {self.status})")
+            return f"{who} died after step {self.step} of {name}"
         # The watchdog has ended the job, or a rank left by os._exit.
-        if not self.is_killed or self.failure is not None:
-            return f"the ranks ended after step {self.step} with status {self.status}"
-        unknown = f"a signal (status {self.status})"
-        names = (number.name for number in _SIGNALS if self.status in (number, 128 + number))
-        name = next(names, unknown)
-        return f"{who} died after step {self.step} of {name}"
+        return f"the ranks ended after step {self.step} with status {self.status}"
 
 
-class Policy:
-    """Decides what to do after each start of the ranks.
-
-    Args:
-        ranks: the number of ranks to start with.
-        restarts: the largest number of restarts.
-        min_ranks: the fewest ranks to continue with; `None` for `ranks`.
+class Policy(NamedTuple):
+    """What the user allows.
 
     Attributes:
-        ranks: the number of ranks of the next start.
-        done: the number of restarts, including the next.
-        pause: seconds to wait before the next start.
+        ranks: the number of ranks to start with.
+        restarts: the largest number of restarts.
+        min_ranks: the fewest ranks to continue with.
     """
 
-    def __init__(self, ranks: int, restarts: int, min_ranks: int | None = None) -> None:
-        self.ranks = self._wanted = ranks
-        self.restarts = restarts
-        self.min_ranks: int = ranks if min_ranks is None else min_ranks
-        self.done = 0
-        self.pause = 0
-        self._ends: list[Ended] = []
+    ranks: int
+    restarts: int
+    min_ranks: int
 
-    def reason_to_end(self, ended: Ended) -> str | None:
-        """Why the job is not started again: empty if it is obvious, `None` if it is started again.
 
-        Then `ranks`, `done` and `pause` describe the next start.
-        """
-        before, self._ends = self._ends, [*self._ends, ended]
-        self.pause = 0
-        if ended.is_done or self.restarts == 0:
-            return ""
-        if ended.deliberate is not None:
-            return ended.deliberate
-        if self._is_repeated(ended, before):
-            return "it has failed in the same way at the same step before"
-        if ended.fails_early:
-            if any(end.did_steps for end in before):
-                # A GPU, or MPS, whose ranks were killed is not free at once.
-                times = len(
-                    list(itertools.takewhile(lambda end: end.fails_early, reversed(self._ends)))
-                )
-                if times > len(_PAUSES_SECONDS) and (
-                    ended.failure is not None or ended.ranks <= self.min_ranks
-                ):
-                    return f"it has ended {times} times in a row before it had done a step"
-                self.pause = _PAUSES_SECONDS[min(times, len(_PAUSES_SECONDS)) - 1]
-            elif ended.failure is not None:
-                return "it failed before it had done a step"
-            elif ended.ranks <= self.min_ranks and before and before[-1].status == ended.status:
-                return "it has ended twice before it had done a step"
-        if self.done == self.restarts:
-            return f"it has been restarted {self.restarts} times (--restarts)"
-        self.done += 1
-        # First all ranks again: most faults are gone with the process. A fault that is not gone is
-        # in a host or a GPU.
-        if ended.did_steps:
-            self.ranks = self._wanted
-        elif ended.failure is None and before and ended.ranks > self.min_ranks:
-            self.ranks = ended.ranks - 1
+class Decision(NamedTuple):
+    """What to do after a start has ended.
+
+    Attributes:
+        is_restart: whether the ranks are started again.
+        ranks: with how many ranks.
+        pause: after how many seconds.
+        why: why they are not started again; empty if that needs no explanation.
+    """
+
+    is_restart: bool
+    ranks: int = 0
+    pause: int = 0
+    why: str = ""
+
+
+def decide(policy: Policy, ends: Sequence[Ended]) -> Decision:
+    """What to do after a job's starts have ended in these ways, the latest last."""
+    if ends[-1].is_done or not policy.restarts:
+        return Decision(False)
+    for rule in _RULES:
+        why = rule(policy, ends)
+        if why is not None:
+            return Decision(False, why=why)
+    pause = _PAUSES_SECONDS[min(_early_ends(ends), len(_PAUSES_SECONDS) - 1)]
+    return Decision(True, _next_ranks(policy, ends), pause)
+
+
+# Each rule says why the ranks are not started again, or returns None.
+
+
+def _deliberate_end(policy: Policy, ends: Sequence[Ended]) -> str | None:
+    return ends[-1].deliberate
+
+
+def _repeated_failure(policy: Policy, ends: Sequence[Ended]) -> str | None:
+    step, failure = ends[-1].step, ends[-1].failure
+    if failure is None:
         return None
+    same = [
+        end for end in ends if end.failure and (end.step, end.failure.text) == (step, failure.text)
+    ]
+    # Two exceptions before a first step prove nothing.
+    if len(same) > 1 and any(end.did_steps for end in same):
+        return "it has failed in the same way at the same step before"
+    return None
 
-    @staticmethod
-    def _is_repeated(ended: Ended, before: Sequence[Ended]) -> bool:
-        """Whether an exception is repeated; two exceptions before a first step prove nothing."""
-        return ended.failure is not None and any(
-            other.failure is not None
-            and (other.failure.text, other.step) == (ended.failure.text, ended.step)
-            and (other.did_steps or ended.did_steps)
-            for other in before
-        )
 
-    def first_failure(self) -> str:
-        """How the first of several starts ended."""
-        return self._ends[0].describe()
+def _no_first_step(policy: Policy, ends: Sequence[Ended]) -> str | None:
+    ended = ends[-1]
+    if not ended.is_early or any(end.did_steps for end in ends):
+        return None
+    if ended.failure is not None:
+        return "it failed before it had done a step"
+    is_second = len(ends) > 1 and ends[-2].status == ended.status
+    if is_second and not _may_shrink(policy, ended):
+        return "it has ended twice before it had done a step"
+    return None
+
+
+def _no_further_step(policy: Policy, ends: Sequence[Ended]) -> str | None:
+    times = _early_ends(ends)
+    if times >= len(_PAUSES_SECONDS) and not _may_shrink(policy, ends[-1]):
+        return f"it has ended {times} times in a row before it had done a step"
+    return None
+
+
+def _no_restart_left(policy: Policy, ends: Sequence[Ended]) -> str | None:
+    if len(ends) > policy.restarts:
+        return f"it has been restarted {policy.restarts} times (--restarts)"
+    return None
+
+
+_RULES: tuple[Callable[[Policy, Sequence[Ended]], str | None], ...] = (
+    _deliberate_end,
+    _repeated_failure,
+    _no_first_step,
+    _no_further_step,
+    _no_restart_left,
+)
+
+
+def _early_ends(ends: Sequence[Ended]) -> int:
+    """How many of the latest starts ended early in a row; 0 if no start has ever done a step.
+
+    A GPU, or MPS, whose ranks were killed is not free at once.
+    """
+    if not any(end.did_steps for end in ends):
+        return 0
+    return len(list(itertools.takewhile(lambda end: end.is_early, reversed(ends))))
+
+
+def _may_shrink(policy: Policy, ended: Ended) -> bool:
+    """Whether fewer ranks may help: without an exception, a host or a GPU may be at fault."""
+    return ended.failure is None and ended.ranks > policy.min_ranks
+
+
+def _next_ranks(policy: Policy, ends: Sequence[Ended]) -> int:
+    ended = ends[-1]
+    if ended.did_steps:
+        return policy.ranks
+    # First as many again: most faults are gone with the process.
+    if len(ends) > 1 and _may_shrink(policy, ended):
+        return ended.ranks - 1
+    return ended.ranks

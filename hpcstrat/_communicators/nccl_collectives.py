@@ -1,0 +1,365 @@
+"""Collectives of NCCL, through CuPy: their arguments, their order on two streams, their errors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import numpy as np
+
+from hpcstrat._communicators.device import RankSlice
+from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._communicators.nccl_start import describe, load_nccl, start
+from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
+from hpcstrat._communicators.run_ahead import RunAhead
+from hpcstrat._core import gpu
+from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._memory.layout import Layout
+from hpcstrat._process import failure
+
+_TYPES = {
+    "int8": "NCCL_INT8",
+    "int32": "NCCL_INT32",
+    "int64": "NCCL_INT64",
+    "uint8": "NCCL_UINT8",
+    "uint32": "NCCL_UINT32",
+    "uint64": "NCCL_UINT64",
+    "float16": "NCCL_FLOAT16",
+    "bfloat16": "NCCL_BFLOAT16",
+    "float32": "NCCL_FLOAT32",
+    "float64": "NCCL_FLOAT64",
+    # What NCCL does not have travels as what it has: booleans as bytes, complex numbers as twice as
+    # many reals.
+    "bool": "NCCL_UINT8",
+    "complex64": "NCCL_FLOAT32",
+    "complex128": "NCCL_FLOAT64",
+}
+
+
+# Both streams use one NCCL communicator, whose calls must run one after the other, in the same
+# order on all ranks. So two events order the streams (`device.py` shows them with the others):
+#
+#   `fork_side_stream()`    `stream`    --- `_fork_event` --> side stream, for what NCCL reads
+#   `join_side_stream()`    side stream --- `_join_event` --> `stream`, for what NCCL has written
+#
+# Each call on `stream` joins first. Until then `_held` keeps the side stream's memory. After each
+# call `_run_ahead` records an event on the call's stream; the host waits for the event of 32 calls
+# before.
+@final
+class NcclCollectives:
+    """NCCL's communicator. Its calls are put on a stream, and the host does not wait for them.
+
+    The ranks have agreed on each call before: if it fails, the job ends, because some ranks may be
+    in it forever. Arrays are C-contiguous. `what` names the call in errors.
+
+    The constructor is collective.
+
+    Args:
+        control: the communicator by which the ranks agree.
+        stream: this rank's stream.
+
+    Raises:
+        RuntimeError: NCCL does not start, on any rank.
+    """
+
+    def __init__(self, control: HostCommunicator, stream: gpu.Stream) -> None:
+        self._control = control
+        self._stream = stream
+        self._nccl = load_nccl()
+        self._comm: Any = start(control, stream)
+        with stream.current():
+            self._fork_event: Any = stream.xp.cuda.Event(disable_timing=True)
+            self._join_event: Any = stream.xp.cuda.Event(disable_timing=True)
+        self._side: gpu.Stream | None = None
+        self._held: list[Array] = []  # memory that the side stream uses
+        self._run_ahead = RunAhead(stream, control.calls.waiting)
+        if control.watchdog is not None:
+            control.watchdog.add_check(self._failure, self._run_ahead.is_behind)
+
+    # ---- calls
+
+    @span(COMMUNICATION, lambda _, what, stream, array, *__: Details(what, array.nbytes, stream))
+    def all_reduce(
+        self, what: str, stream: gpu.Stream, array: Array, out: Array, op: ReduceOp
+    ) -> None:
+        """Reduces the ranks' arrays elementwise into every rank's `out`, which may be the array."""
+        if (dtype := dtype_to_reduce(out.dtype, op)) != out.dtype:
+            wide = array.reshape(-1).astype(dtype)
+            self.all_reduce(what, stream, wide, wide, op)
+            out[...] = wide
+        elif out.size:
+            target, count, kind = resolve(out)
+            with self._call(what, stream):
+                self._comm.allReduce(
+                    array.data.ptr, target, count, kind, _operation(op), stream.raw.ptr
+                )
+            self._divide(out, op)
+
+    def reduce(
+        self, what: str, stream: gpu.Stream, array: Array, out: Array, op: ReduceOp, root: int
+    ) -> None:
+        """Reduces the ranks' arrays elementwise into rank `root`'s `out`."""
+        if (dtype := dtype_to_reduce(out.dtype, op)) != out.dtype:
+            wide = array.reshape(-1).astype(dtype)
+            self.reduce(what, stream, wide, wide, op, root)
+            out[...] = wide
+        elif out.size:
+            target, count, kind = resolve(out)
+            with self._call(what, stream):
+                self._comm.reduce(
+                    array.data.ptr, target, count, kind, _operation(op), root, stream.raw.ptr
+                )
+            if self._control.rank == root:
+                self._divide(out, op)
+
+    def broadcast(self, what: str, stream: gpu.Stream, array: Array, root: int) -> None:
+        """Copies the array of rank `root` to all ranks' arrays."""
+        if array.size:
+            address, count, kind = _resolve_bytes(array)
+            with self._call(what, stream):
+                self._comm.broadcast(address, address, count, kind, root, stream.raw.ptr)
+
+    def reduce_scatter(
+        self,
+        what: str,
+        stream: gpu.Stream,
+        arrays: Sequence[Array],
+        outs: Sequence[Array],
+        segments: Sequence[Sequence[RankSlice]],
+        op: ReduceOp,
+    ) -> None:
+        """Reduces flat arrays elementwise; each rank's `outs` get its segments of the arrays."""
+        rank, size, raw = self._control.rank, self._control.size, stream.raw.ptr
+        with self._group(what, stream):
+            for array, out, parts in zip(arrays, outs, segments, strict=True):
+                equal, rest = _equal_parts(parts, size)
+                if equal:
+                    source, count, kind = resolve(array[:equal])
+                    target = out.data.ptr
+                    self._comm.reduceScatter(source, target, count, kind, _operation(op), raw)
+                for root, start, stop, place in rest:
+                    source, count, kind = resolve(array[start:stop])
+                    target = out[place:].data.ptr if root == rank else 0
+                    if count:
+                        self._comm.reduce(source, target, count, kind, _operation(op), root, raw)
+        for out in outs:
+            self._divide(out, op)
+
+    def all_gather_in_place(
+        self, what: str, stream: gpu.Stream, array: Array, segments: Sequence[RankSlice]
+    ) -> None:
+        """Copies each segment of its rank's flat array to all ranks' arrays."""
+        equal, rest = _equal_parts(segments, self._control.size)
+        with self._group(what, stream):
+            if equal:
+                own = array[equal * self._control.rank :][:equal]
+                source, count, kind = _resolve_bytes(own)
+                self._comm.allGather(source, array.data.ptr, count, kind, stream.raw.ptr)
+            for root, start, stop, _ in rest:
+                place, count, kind = _resolve_bytes(array[start:stop])
+                self._comm.broadcast(place, place, count, kind, root, stream.raw.ptr)
+
+    @span(
+        COMMUNICATION,
+        lambda _, what, stream, arrays, *__: Details(what, sum(a.nbytes for a in arrays), stream),
+    )
+    def all_gather(
+        self,
+        what: str,
+        stream: gpu.Stream,
+        arrays: Sequence[Array],
+        messages: Sequence[Array],
+        layouts: Sequence[Layout],
+    ) -> None:
+        """Copies each rank's part of an array to all ranks' messages, which have these layouts."""
+        raw = stream.raw.ptr
+        with self._group(what, stream):
+            for array, message, layout in zip(arrays, messages, layouts, strict=True):
+                if not message.size:
+                    continue
+                source, nbytes, kind = _resolve_bytes(array)
+                target = message.data.ptr
+                if len(set(layout.sizes)) == 1:
+                    self._comm.allGather(source, target, nbytes, kind, raw)
+                    continue
+                # NCCL's all-gather takes equal parts only.
+                for peer, start in enumerate(layout.starts):  # this rank too: NCCL copies
+                    if nbytes:
+                        self._comm.send(source, nbytes, kind, peer, raw)
+                    if part := layout.sizes[peer] * array.itemsize:
+                        self._comm.recv(target + start, part, kind, peer, raw)
+
+    @span(
+        COMMUNICATION,
+        lambda _, what, stream, sent, *__: Details(what, sum(a.nbytes for _, a in sent), stream),
+    )
+    def send_and_receive(
+        self,
+        what: str,
+        stream: gpu.Stream,
+        sent: Sequence[tuple[int, Array]],
+        received: Sequence[tuple[int, Array]],
+    ) -> None:
+        """Sends an array to each of these ranks, and receives arrays from others.
+
+        Each rank receives another rank's arrays in the order in which that sends them.
+        """
+        with self._group(what, stream):
+            for rank, array in sent:
+                if array.size:
+                    self._comm.send(*_resolve_bytes(array), rank, stream.raw.ptr)
+            for rank, array in received:
+                if array.size:
+                    self._comm.recv(*_resolve_bytes(array), rank, stream.raw.ptr)
+
+    # ---- what surrounds a call
+
+    @contextlib.contextmanager
+    def _call(self, what: str, stream: gpu.Stream) -> Iterator[None]:
+        """A block with a call of NCCL, in which the host may wait until NCCL has connected it."""
+        if self._comm is None:
+            raise RuntimeError(
+                f"{what}: the strategy's NCCL communicator is closed; make another strategy"
+            )
+        if stream is self._stream:
+            self.join_side_stream()
+        waiting = self._control.calls.waiting
+        waiting.depth += 1
+        try:
+            yield
+        except Exception as error:
+            lines = "".join(traceback.format_exception(error))
+            failure.end_job(f"{lines}{self._describe(error)}")
+        except BaseException as error:
+            self._control.mark_interrupted(error, what)
+            raise
+        finally:
+            waiting.depth -= 1
+        self._run_ahead.note(stream.raw)
+
+    @contextlib.contextmanager
+    def _group(self, what: str, stream: gpu.Stream) -> Iterator[None]:
+        """A block whose calls NCCL starts together: two ranks that send first would both hang."""
+        with self._call(what, stream):
+            self._nccl.groupStart()
+            try:
+                yield
+            finally:  # after an error too: an open group would block all later calls
+                self._nccl.groupEnd()
+
+    def _divide(self, array: Array, op: ReduceOp) -> None:
+        if REDUCTIONS[op].is_mean:
+            if array.dtype.kind == "c":
+                array = array.view(array.real.dtype)
+            array /= self._control.size
+
+    # ---- the side stream
+
+    def fork_side_stream(self, memory: Array) -> gpu.Stream:
+        """The side stream, which waits for what is on the stream now, and uses this memory."""
+        if self._side is None:
+            self._side = gpu.Stream(self._stream.ordinal)
+        self._fork_event.record(self._stream.raw)
+        self._side.raw.wait_event(self._fork_event)
+        # CuPy's pool gives freed memory to the next work of `stream`, which is not ordered with the
+        # side stream.
+        self._held.append(memory)
+        return self._side
+
+    def join_side_stream(self) -> None:
+        """Makes the stream wait for what is on the side stream."""
+        if self._side is not None and self._held:
+            self._join_event.record(self._side.raw)
+            self._stream.raw.wait_event(self._join_event)
+            self._held.clear()
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Waits for the calls, and releases NCCL's communicator. All ranks have made all calls."""
+        if self._comm is not None:
+            self.join_side_stream()
+            # NCCL's communicator must not be destroyed before its work is done.
+            self._stream.synchronize()
+            comm, self._comm = self._comm, None
+            if self._control.watchdog is not None:
+                self._control.watchdog.remove_check(self._failure, self._run_ahead.is_behind)
+            self._run_ahead.close()
+            comm.destroy()
+
+    def _failure(self) -> str:
+        """NCCL's error since the last call, if any: for example, a peer or the network is gone.
+
+        The watchdog calls it, because a host that waits for the GPU is not told.
+        """
+        comm = self._comm
+        try:
+            if comm is not None:
+                comm.check_async_error()
+        except Exception as error:  # CuPy has no names for NCCL's newer results: a KeyError
+            return self._describe(error)
+        return ""
+
+    def _describe(self, error: Exception) -> str:
+        """The text with which the job ends when NCCL raises this error."""
+        return (
+            f"hpcstrat: the job ends: NCCL failed on rank {self._control.rank} of "
+            f"{self._control.size}: {error!r} ({describe(self._stream.xp)}). Start with "
+            "NCCL_DEBUG=INFO to see why"
+        )
+
+
+def resolve(array: Array) -> tuple[int, int, int]:
+    """Where NCCL finds an array: its address, number of elements, and NCCL's type of them."""
+    count = 2 * array.size if array.dtype.kind == "c" else array.size
+    return array.data.ptr, count, _type(array.dtype)
+
+
+def _resolve_bytes(array: Array) -> tuple[int, int, int]:
+    """`resolve` for calls that only copy: any dtype, as bytes."""
+    return array.data.ptr, array.nbytes, _type(np.dtype(np.uint8))
+
+
+# Cached: names of dtypes and attributes of a C module are slow to look up at each step.
+@functools.cache
+def _type(dtype: np.dtype[Any]) -> int:
+    return getattr(load_nccl(), _TYPES[dtype.name])
+
+
+@functools.cache
+def _operation(op: ReduceOp) -> int:
+    return getattr(load_nccl(), REDUCTIONS[op].nccl)
+
+
+@functools.cache
+def dtype_to_reduce(dtype: np.dtype[Any], op: ReduceOp) -> np.dtype[Any]:
+    """The dtype in which NCCL reduces `dtype`; the result is cast back."""
+    # NCCL does not have these. A sum that is cast back is the same modulo 2**16.
+    if dtype.kind in "iu" and dtype.itemsize == 2:
+        return np.dtype(np.int32)
+    # The sum of 16-bit floats may overflow where their mean does not.
+    return accumulator(dtype) if REDUCTIONS[op].is_mean else dtype
+
+
+def _equal_parts(segments: Sequence[RankSlice], size: int) -> tuple[int, Sequence[RankSlice]]:
+    """The elements of each rank in equal parts, and what these leave out.
+
+    NCCL's reduce-scatter and all-gather take equal parts only. There are such parts, 0 elements
+    otherwise, if each rank has a segment, in rank order, and only the last is longer.
+    """
+    if len(segments) < size:
+        return 0, segments
+    equal = segments[1].start
+    for i, segment in enumerate(segments):
+        # A segment may end before the next starts, with a gap between two variables.
+        end = segment.start + equal
+        is_filled = segment.stop >= end if i == size - 1 else segment.stop <= end
+        if (segment.rank, segment.start) != (i, i * equal) or not is_filled:
+            return 0, segments
+    last = segments[-1]
+    rest = last._replace(start=last.start + equal, place=last.place + equal)
+    return equal, [rest] if rest.start < rest.stop else []
