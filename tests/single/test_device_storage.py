@@ -42,5 +42,5 @@ def test_a_message_that_became_too_small_is_given_back():
             assert plan.order.blocks[0].array.tolist() == (-(turn + 1) * gradient).tolist()
         gc.collect()
         assert {id(message()) for message in messages if message() is not None} == {
-            id(plans[-1].message)
+            id(plans[-1].memory)
         }
