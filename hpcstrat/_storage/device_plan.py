@@ -128,7 +128,7 @@ class DevicePlan(Plan):
             first = arrays[group.members[0]]
             # A single gradient is its own message: NCCL reads it in place, which saves the copy.
             if is_reduced and len(group.members) == 1 and first.flags.c_contiguous:
-                sources[index] = first
+                sources[index] = first.reshape(-1)
             else:
                 self._packings[index](arrays)
         return sources
