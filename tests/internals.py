@@ -14,7 +14,6 @@ from hpcstrat._calls.status import LIMIT, RankStatus, user_frame_of
 from hpcstrat._communicators import host, nccl_collectives, nccl_start, shared_memory
 from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.connection import connect, connect_devices
-from hpcstrat._communicators.device import StagedCommunicator
 from hpcstrat._communicators.grid import Grid
 from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.host import SoloCommunicator
@@ -31,6 +30,7 @@ from hpcstrat._communicators.reduction import (
     reduce_flat,
 )
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+from hpcstrat._communicators.staged import StagedCommunicator
 from hpcstrat._communicators.transports import STAGING
 from hpcstrat._core import call_name, device_names, gpu, nests
 from hpcstrat._core.arrays import as_native, is_numeric

@@ -201,7 +201,11 @@ class NcclCommunicator(DeviceCommunicator):
         for of_array in sizes:
             ends = itertools.accumulate(of_array, initial=0)
             segments.append(
-                [RankSlice(rank, *ends, 0) for rank, ends in enumerate(itertools.pairwise(ends))]
+                [
+                    RankSlice(rank, start, stop, 0)
+                    for rank, (start, stop) in enumerate(itertools.pairwise(ends))
+                    if start < stop
+                ]
             )
         self._collectives.reduce_scatter(current_call(), self.stream, flat, own, segments, op)
 
@@ -258,8 +262,9 @@ class NcclCommunicator(DeviceCommunicator):
     @span(COMMUNICATION, on_stream("reduce-scatter"))
     def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
+        flat = array.reshape(-1)
         self._collectives.reduce_scatter(
-            "the sum of gradients", self.active_stream, [array], [out], [segments], ReduceOp.SUM
+            "the sum of gradients", self.active_stream, [flat], [out], [segments], ReduceOp.SUM
         )
 
     @span(COMMUNICATION, on_stream("all-gather"))

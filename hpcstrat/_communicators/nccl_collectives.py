@@ -1,4 +1,4 @@
-"""Collectives of NCCL, through CuPy: their arguments, their order on two streams, their errors."""
+"""Calls of NCCL, through CuPy: their arguments, their order on two streams, and their errors."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, final
 
 import numpy as np
 
+from hpcstrat._communicators import nccl_start
 from hpcstrat._communicators.device import RankSlice
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.nccl_start import describe, load_nccl, start
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
 from hpcstrat._communicators.run_ahead import RunAhead
 from hpcstrat._core import gpu
@@ -69,8 +69,9 @@ class NcclCollectives:
     def __init__(self, control: HostCommunicator, stream: gpu.Stream) -> None:
         self._control = control
         self._stream = stream
-        self._nccl = load_nccl()
-        self._comm: Any = start(control, stream)
+        self._nccl = nccl_start.load_nccl()
+        self._byte: int = self._nccl.NCCL_UINT8  # what is only copied travels as bytes
+        self._comm: Any = nccl_start.start(control, stream)
         with stream.current():
             self._fork_event: Any = stream.xp.cuda.Event(disable_timing=True)
             self._join_event: Any = stream.xp.cuda.Event(disable_timing=True)
@@ -119,9 +120,9 @@ class NcclCollectives:
     def broadcast(self, what: str, stream: gpu.Stream, array: Array, root: int) -> None:
         """Copies the array of rank `root` to all ranks' arrays."""
         if array.size:
-            address, count, kind = _resolve_bytes(array)
+            address, raw = array.data.ptr, stream.raw.ptr
             with self._call(what, stream):
-                self._comm.broadcast(address, address, count, kind, root, stream.raw.ptr)
+                self._comm.broadcast(address, address, array.nbytes, self._byte, root, raw)
 
     def reduce_scatter(
         self,
@@ -144,8 +145,7 @@ class NcclCollectives:
                 for root, start, stop, place in rest:
                     source, count, kind = resolve(array[start:stop])
                     target = out[place:].data.ptr if root == rank else 0
-                    if count:
-                        self._comm.reduce(source, target, count, kind, _operation(op), root, raw)
+                    self._comm.reduce(source, target, count, kind, _operation(op), root, raw)
         for out in outs:
             self._divide(out, op)
 
@@ -154,14 +154,16 @@ class NcclCollectives:
     ) -> None:
         """Copies each segment of its rank's flat array to all ranks' arrays."""
         equal, rest = _equal_parts(segments, self._control.size)
+        raw = stream.raw.ptr
         with self._group(what, stream):
             if equal:
-                own = array[equal * self._control.rank :][:equal]
-                source, count, kind = _resolve_bytes(own)
-                self._comm.allGather(source, array.data.ptr, count, kind, stream.raw.ptr)
+                start = equal * self._control.rank
+                own = array[start : start + equal]
+                self._comm.allGather(own.data.ptr, array.data.ptr, own.nbytes, self._byte, raw)
             for root, start, stop, _ in rest:
-                place, count, kind = _resolve_bytes(array[start:stop])
-                self._comm.broadcast(place, place, count, kind, root, stream.raw.ptr)
+                part = array[start:stop]
+                place = part.data.ptr
+                self._comm.broadcast(place, place, part.nbytes, self._byte, root, raw)
 
     @span(
         COMMUNICATION,
@@ -176,22 +178,24 @@ class NcclCollectives:
         layouts: Sequence[Layout],
     ) -> None:
         """Copies each rank's part of an array to all ranks' messages, which have these layouts."""
-        raw = stream.raw.ptr
         with self._group(what, stream):
             for array, message, layout in zip(arrays, messages, layouts, strict=True):
-                if not message.size:
-                    continue
-                source, nbytes, kind = _resolve_bytes(array)
-                target = message.data.ptr
-                if len(set(layout.sizes)) == 1:
-                    self._comm.allGather(source, target, nbytes, kind, raw)
-                    continue
-                # NCCL's all-gather takes equal parts only.
-                for peer, start in enumerate(layout.starts):  # this rank too: NCCL copies
-                    if nbytes:
-                        self._comm.send(source, nbytes, kind, peer, raw)
-                    if part := layout.sizes[peer] * array.itemsize:
-                        self._comm.recv(target + start, part, kind, peer, raw)
+                if len(set(layout.sizes)) > 1:
+                    self._send_to_all(stream, array, message, layout)
+                elif array.size:
+                    source, target = array.data.ptr, message.data.ptr
+                    self._comm.allGather(source, target, array.nbytes, self._byte, stream.raw.ptr)
+
+    def _send_to_all(
+        self, stream: gpu.Stream, array: Array, message: Array, layout: Layout
+    ) -> None:
+        """As NCCL's all-gather, which takes equal parts only."""
+        source, target, raw = array.data.ptr, message.data.ptr, stream.raw.ptr
+        for peer, start in enumerate(layout.starts):  # this rank too: NCCL copies
+            if array.size:
+                self._comm.send(source, array.nbytes, self._byte, peer, raw)
+            if nbytes := layout.sizes[peer] * array.itemsize:
+                self._comm.recv(target + start, nbytes, self._byte, peer, raw)
 
     @span(
         COMMUNICATION,
@@ -208,13 +212,14 @@ class NcclCollectives:
 
         Each rank receives another rank's arrays in the order in which that sends them.
         """
+        raw = stream.raw.ptr
         with self._group(what, stream):
             for rank, array in sent:
                 if array.size:
-                    self._comm.send(*_resolve_bytes(array), rank, stream.raw.ptr)
+                    self._comm.send(array.data.ptr, array.nbytes, self._byte, rank, raw)
             for rank, array in received:
                 if array.size:
-                    self._comm.recv(*_resolve_bytes(array), rank, stream.raw.ptr)
+                    self._comm.recv(array.data.ptr, array.nbytes, self._byte, rank, raw)
 
     # ---- what surrounds a call
 
@@ -308,7 +313,7 @@ class NcclCollectives:
         """The text with which the job ends when NCCL raises this error."""
         return (
             f"hpcstrat: the job ends: NCCL failed on rank {self._control.rank} of "
-            f"{self._control.size}: {error!r} ({describe(self._stream.xp)}). Start with "
+            f"{self._control.size}: {error!r} ({nccl_start.describe(self._stream.xp)}). Start with "
             "NCCL_DEBUG=INFO to see why"
         )
 
@@ -319,20 +324,15 @@ def resolve(array: Array) -> tuple[int, int, int]:
     return array.data.ptr, count, _type(array.dtype)
 
 
-def _resolve_bytes(array: Array) -> tuple[int, int, int]:
-    """`resolve` for calls that only copy: any dtype, as bytes."""
-    return array.data.ptr, array.nbytes, _type(np.dtype(np.uint8))
-
-
 # Cached: names of dtypes and attributes of a C module are slow to look up at each step.
 @functools.cache
 def _type(dtype: np.dtype[Any]) -> int:
-    return getattr(load_nccl(), _TYPES[dtype.name])
+    return getattr(nccl_start.load_nccl(), _TYPES[dtype.name])
 
 
 @functools.cache
 def _operation(op: ReduceOp) -> int:
-    return getattr(load_nccl(), REDUCTIONS[op].nccl)
+    return getattr(nccl_start.load_nccl(), REDUCTIONS[op].nccl)
 
 
 @functools.cache

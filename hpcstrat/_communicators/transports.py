@@ -92,7 +92,7 @@ def _connect_by_nccl(control: HostCommunicator, stream: gpu.Stream | None) -> De
 
 
 def _connect_by_staging(control: HostCommunicator, stream: gpu.Stream | None) -> DeviceCommunicator:
-    from hpcstrat._communicators.device import StagedCommunicator
+    from hpcstrat._communicators.staged import StagedCommunicator
 
     return StagedCommunicator(control, stream)
 

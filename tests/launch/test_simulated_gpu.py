@@ -117,7 +117,7 @@ BUGS = {
     "host copies are read before they have arrived": (
         [
             (
-                "_communicators/device.py",
+                "_communicators/staged.py",
                 "        self.stream.synchronize()\n        return copies\n",
                 "        return copies\n",
             )
@@ -215,8 +215,8 @@ def test_a_planted_bug_is_found(simulated, tmp_path, bug):
     ("old", "new"),
     [
         (
-            "address, address, count, kind, root,",
-            "address, address, count, kind, self._control.rank,",
+            "address, address, array.nbytes, self._byte, root,",
+            "address, address, array.nbytes, self._byte, self._control.rank,",
         ),
         (
             "array.data.ptr, target, count, kind, _operation(op), root,",
