@@ -66,12 +66,12 @@ from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers
 from hpcstrat._storage import base as storage
-from hpcstrat._storage.base import PART, host_parts
 from hpcstrat._storage.central_device import CentralDeviceStorage
 from hpcstrat._storage.factory import make_replica_storage
-from hpcstrat._storage.marks import MarkedRange, ranges_in
+from hpcstrat._storage.local import PART, host_parts
+from hpcstrat._storage.marks import parts_of
+from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
-from hpcstrat._storage.plan import Plan
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
 from hpcstrat._strategies.reduction import _reduce_own

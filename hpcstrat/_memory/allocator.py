@@ -15,7 +15,7 @@ import numpy as np
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block, block_of, read_only, size_of
-from hpcstrat._memory.intervals import round_up
+from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._memory.segment import make_private_segment
 
 ALIGNMENT = 256
@@ -92,7 +92,7 @@ class PrivateMemory:
         self.segment = make_private_segment()
         self._heap = RangeAllocator(0, self.segment.size, self.segment.hint)
         # Filled by finalizers, which may run at any moment, also inside this class.
-        self._dead: deque[tuple[int, int]] = deque()
+        self._dead: deque[Interval] = deque()
         self._lock = threading.Lock()
 
     def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
@@ -105,8 +105,8 @@ class PrivateMemory:
             # Finalizers only leave a note, as they may run at any line; memory is freed here, under
             # the lock.
             while self._dead:
-                start, stop = self._dead.popleft()
-                self.segment.release(*self._heap.free(start, stop - start))
+                dead = self._dead.popleft()
+                self.segment.release(*self._heap.free(dead.start, dead.size))
             nbytes = size_of(shape, dtype)
             start = self._heap.allocate(nbytes, dtype.itemsize)
             try:
@@ -117,7 +117,7 @@ class PrivateMemory:
         # At exit nothing is freed: the system takes the process's memory as a whole, and other
         # threads may still read it.
         block = block_of(self.segment, start, shape, dtype, number)
-        weakref.finalize(block, self._dead.append, (block.start, block.stop)).atexit = False
+        weakref.finalize(block, self._dead.append, block.memory).atexit = False
         return block
 
 
@@ -175,7 +175,7 @@ class SlabAllocator:
         readable = part if gpu.is_on_gpu(part) else read_only(part)
         # Two arrays over the same bytes: storage writes through one, and programs get the other.
         array, view = (memory.view(dtype).reshape(shape) for memory in (part, readable))
-        block = Block(array, view, start, start + nbytes, number)
+        block = Block(array, view, Interval(start, start + nbytes), number)
         weakref.finalize(block, self._dead.append, (start, nbytes)).atexit = False
         return block
 

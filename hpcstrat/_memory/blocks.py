@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from hpcstrat._core.types import Array, Bytes
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.segment import Segment
 
 Cuts: TypeAlias = tuple[int, ...]
@@ -37,8 +38,7 @@ class Block:
     Attributes:
         array: the data; only storage writes it.
         view: the same data for readers; read-only if the array library can mark it so.
-        start: its first byte in its memory.
-        stop: the byte after its last.
+        memory: its bytes in its memory.
         number: creation index in its storage, from 1; equal on all ranks.
         storage: creation index of its storage, from 1; equal on all ranks.
         name: of the variable, in quotes, or of an optimizer's slot.
@@ -58,19 +58,17 @@ class Block:
         "copy",
         "cuts",
         "interrupted_by",
+        "memory",
         "name",
         "number",
-        "start",
-        "stop",
         "storage",
         "view",
     )
 
-    def __init__(self, array: Array, view: Array, start: int, stop: int, number: int) -> None:
+    def __init__(self, array: Array, view: Array, memory: Interval, number: int) -> None:
         self.array: Array = array
         self.view: Array = view
-        self.start: int = start
-        self.stop: int = stop
+        self.memory: Interval = memory
         self.number: int = number
         self.copy: Block | None = None
         self.cuts: Cuts | None = None
@@ -110,7 +108,8 @@ def block_of(
     part = segment.part(start, stop)
     # Two arrays over the same bytes: storage writes through one, and programs get the other.
     array = part.view(dtype).reshape(shape)
-    return Block(array, read_only(part).view(dtype).reshape(shape), start, stop, number)
+    view = read_only(part).view(dtype).reshape(shape)
+    return Block(array, view, Interval(start, stop), number)
 
 
 def read_only(part: Bytes) -> Bytes:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 
 class Interval(NamedTuple):
@@ -63,28 +65,28 @@ class Shard(NamedTuple):
 
     Attributes:
         variable: the variable's index, in the order of the message.
-        itemsize: bytes of an element.
+        dtype: their dtype.
         elements: the elements of the variable.
         message: their bytes in a message.
         memory: their bytes in memory: of the variable, then of each of its slots.
     """
 
     variable: int
-    itemsize: int
+    dtype: np.dtype[Any]
     elements: Interval
     message: Interval
     memory: tuple[Interval, ...]
 
     def part(self, elements: Interval) -> Shard:
         """The shard of some of its elements."""
-        first = elements.shift(-self.elements.start).scale(self.itemsize)
+        first = elements.shift(-self.elements.start).scale(self.dtype.itemsize)
         message, *memory = [first.shift(place.start) for place in (self.message, *self.memory)]
-        return Shard(self.variable, self.itemsize, elements, message, tuple(memory))
+        return Shard(self.variable, self.dtype, elements, message, tuple(memory))
 
     def __and__(self, message: Interval) -> Shard:
         """The shard of its elements in these bytes of the message."""
         start, stop = (self.message & message).shift(-self.message.start)
-        elements = Interval(start // self.itemsize, stop // self.itemsize)
+        elements = Interval(start // self.dtype.itemsize, stop // self.dtype.itemsize)
         return self.part(elements.shift(self.elements.start))
 
     def split(self, count: int) -> Iterator[Shard]:
@@ -93,7 +95,7 @@ class Shard(NamedTuple):
 
 
 def runs(shards: Iterable[Shard], alignment: int = 1) -> list[Shard]:
-    """Shards of one dtype, merged where they follow each other both in the message and in memory.
+    """Shards, merged where they follow each other both in the message and in memory.
 
     Args:
         shards: the shards, in the order of the message. Those without elements are left out.
@@ -104,7 +106,7 @@ def runs(shards: Iterable[Shard], alignment: int = 1) -> list[Shard]:
     for shard in shards:
         if merged and _follows(shard, merged[-1], alignment):
             first = merged.pop()
-            count = (shard.message.stop - first.message.start) // first.itemsize
+            count = (shard.message.stop - first.message.start) // first.dtype.itemsize
             merged.append(first.part(Interval(0, count).shift(first.elements.start)))
         elif shard.elements:
             merged.append(shard)
@@ -114,8 +116,10 @@ def runs(shards: Iterable[Shard], alignment: int = 1) -> list[Shard]:
 def _follows(shard: Shard, before: Shard, alignment: int) -> bool:
     # In memory, the slots too: a rule is applied to a variable and its slots together.
     places = zip((before.message, *before.memory), (shard.message, *shard.memory), strict=True)
-    return bool(shard.elements) and all(
-        round_up(end.stop, alignment) == start.start for end, start in places
+    return (
+        bool(shard.elements)
+        and shard.dtype == before.dtype
+        and all(round_up(end.stop, alignment) == start.start for end, start in places)
     )
 
 

@@ -36,6 +36,11 @@ class DtypeGroup(NamedTuple):
         """These elements of a message, a flat view."""
         return _view(message, (self.elements,), self.dtype, self.start)
 
+    @property
+    def bytes(self) -> Interval:
+        """Their bytes in a message."""
+        return Interval(0, self.elements).scale(self.dtype.itemsize).shift(self.start)
+
     def within(self, window: Interval) -> Interval:
         """The elements of this group that have a byte in an interval of the message's bytes."""
         start, stop = window.shift(-self.start)
@@ -59,6 +64,7 @@ class Layout:
         groups: the message by dtype, in order of first appearance.
         starts: for each array, the byte at which it starts.
         sizes: for each array, its number of elements.
+        alignment: as above.
     """
 
     def __init__(
@@ -83,7 +89,13 @@ class Layout:
                 self._entries[i] = (first, shapes[i], dtype)
             self.groups.append(DtypeGroup(dtype, start, (end - start) // dtype.itemsize, members))
         self.nbytes = end
+        self.alignment = alignment
         self.starts: list[int] = [entry[0] for entry in self._entries]
+
+    def bytes_of(self, i: int) -> Interval:
+        """The bytes of an array in a message."""
+        start, _, dtype = self._entries[i]
+        return Interval(0, self.sizes[i]).scale(dtype.itemsize).shift(start)
 
     def views(self, message: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
         """The arrays of a message of bytes, as views of it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import itertools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -18,35 +18,31 @@ from hpcstrat._core.types import Aggregation, ReduceOp
 from hpcstrat._core.types import Array as Array
 from hpcstrat._core.types import Bytes as Bytes
 from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.intervals import Interval
+from hpcstrat._storage.local import PART, LocalBlocks, flat
 from hpcstrat._storage.marks import FEWEST_BYTES
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rule import UpdateRule as UpdateRule
-
-# A model that fills the memory can still be saved and restored, because at most one part of it is
-# in memory twice.
-PART = 1 << 22
-"""The most bytes of a block that are read or written at once."""
 
 
 class Storage(abc.ABC):
     """Stores variables. Its methods are collective: all ranks call them.
 
     Attributes:
+        communicator: the ranks that share the variables.
+        local: this rank's blocks.
         reads_everywhere: whether every rank can read every block, or its part of a split block;
             else only the parameter rank can.
     """
 
     reads_everywhere: bool = True
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, local: LocalBlocks) -> None:
+        self.communicator = communicator
+        self.local = local
         self._number = communicator.count_storage()
         self._has_interrupted = False
         self._marked: weakref.WeakSet[Plan] = weakref.WeakSet()  # with marks in this step
-
-    @property
-    @abc.abstractmethod
-    def communicator(self) -> Communicator:
-        """The ranks that share the variables."""
 
     def create(self, initial: Array) -> Block:
         """A new block with the parameter rank's value; all ranks pass equal shapes and dtypes.
@@ -97,7 +93,7 @@ class Storage(abc.ABC):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates of these variables, each with its slots."""
 
-    @span(UPDATE, lambda _, plan, *__, **___: Details(current_call(), plan.layout.nbytes))
+    @span(UPDATE, lambda _, plan, *__, **___: Details(current_call(), plan.order.layout.nbytes))
     # An overflow results in inf, as on a GPU. It must not become an exception on one rank only.
     @np.errstate(all="ignore")
     def update(
@@ -113,7 +109,8 @@ class Storage(abc.ABC):
 
         Args:
             plan: of the variables.
-            values: one array per variable, of its shape; cast to its dtype.
+            values: one array per variable, of its shape, in the order of the call; cast to its
+                dtype.
             op: how the replicas' values are reduced; `FIRST_REPLICA` takes those of rank 0.
             rule: how they change the variables. Its constants must be equal on all ranks.
 
@@ -122,7 +119,7 @@ class Storage(abc.ABC):
         """
         communicator = self.communicator
         if communicator.checks:
-            self._check_unchanged(plan.blocks)
+            self._check_unchanged(plan.order.blocks)
         # Guarded by a flag: reading every block's view would cost time in each step.
         if self._has_interrupted:
             plan.require_whole()
@@ -137,11 +134,12 @@ class Storage(abc.ABC):
                 )
         signature = plan.signature(op, rule.constants, in_buffers)
         try:
-            self._update(signature, plan, None if in_buffers else values, op, rule)
+            given = None if in_buffers else plan.order.to_message(values)
+            self._update(signature, plan, given, op, rule)
             if communicator.checks:
-                self._note_change(plan.blocks)
+                self._note_change(plan.order.blocks)
         except BaseException as error:  # a signal's, for example, at any moment
-            self.mark_interrupted(error, plan.blocks)
+            self.mark_interrupted(error, plan.order.blocks)
             raise
 
     def mark_interrupted(self, error: BaseException, blocks: Sequence[Block]) -> None:
@@ -164,8 +162,7 @@ class Storage(abc.ABC):
             ReplicaMismatchError: it has, and so the ranks' copies differ.
         """
 
-    @abc.abstractmethod
-    def _note_change(self, blocks: Sequence[Block]) -> None:
+    def _note_change(self, blocks: Sequence[Block]) -> None:  # noqa: B027
         """Notes that an update has changed the variables, on all ranks."""
 
     @abc.abstractmethod
@@ -177,14 +174,14 @@ class Storage(abc.ABC):
         op: Aggregation,
         rule: UpdateRule,
     ) -> None:
-        """`update`; `values` is `None` if they are in the plan's buffers."""
+        """`update` by values in the order of the message; `None` if they are in the buffers."""
 
-    def mark(self, plan: Plan, places: Sequence[int], may_start: bool) -> None:
+    def mark(self, plan: Plan, variables: Sequence[int], may_start: bool) -> None:
         """Marks gradients in the plan's buffers as complete, which the next update then sums.
 
         Args:
             plan: a plan with buffers.
-            places: of the gradients in the message, in order; not marked yet.
+            variables: whose gradients, in the order of the message; not marked yet.
             may_start: whether their sums may start now. Equal on all ranks.
 
         Raises:
@@ -193,15 +190,15 @@ class Storage(abc.ABC):
         """
         communicator, marks = self.communicator, plan.marks
         with communicator.raise_together():
-            communicator.exchange(plan.signature_of_marks(places))
-        marks.marked.update(places)
+            communicator.exchange(plan.signature_of_marks(variables))
+        marks.marked.update(variables)
         self._marked.add(plan)
         new = marks.marked - marks.started
         # Small gradients are summed in one message, or together with the rest.
-        if may_start and sum(plan.nbytes_of(place) for place in new) >= FEWEST_BYTES:
+        if may_start and sum(plan.order.blocks[i].array.nbytes for i in new) >= FEWEST_BYTES:
             marks.started |= new if self._start_sums(plan, sorted(new)) else set()
 
-    def _start_sums(self, plan: Plan, places: Sequence[int]) -> bool:
+    def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
         """Starts to sum some of the plan's buffers over the replicas, where this saves time.
 
         Returns:
@@ -295,70 +292,25 @@ class Storage(abc.ABC):
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
     ) -> None: ...
 
-    @abc.abstractmethod
-    def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
-        """Changes a variable on this rank only. Not collective."""
-
-    @abc.abstractmethod
-    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-        """The bytes of a block as this rank has it, in host memory, at most `PART` of them at once.
-
-        Each part is read-only by convention and valid until the next. Not collective.
-
-        Args:
-            block: if it is split, a rank has only its part.
-            start: the first byte.
-            stop: the byte after the last; `None` for all.
-        """
-
     def all_parts(self, block: Block) -> Iterator[Bytes]:
-        """The `parts` of all ranks, in rank order, of a block that is split over them.
+        """The `local.parts` of all ranks, in rank order, of a block that is split over them.
 
         Collective, part by part.
         """
         assert block.cuts is not None
         communicator, itemsize = self.communicator, block.array.dtype.itemsize
-        own = self.parts(block)
+        own = self.local.parts(block)
         for rank, cuts in enumerate(itertools.pairwise(block.cuts)):
-            start, stop = (cut * itemsize for cut in cuts)
-            for first in range(start, stop, PART):
-                nbytes = min(PART, stop - first)
-                signature = signature_of(f"{current_call()}: {block.name}", rank, first)
+            for here in Interval(*cuts).scale(itemsize).split(PART):
+                signature = signature_of(f"{current_call()}: {block.name}", rank, here.start)
                 with communicator.raise_together():
                     part = next(own) if communicator.rank == rank else flat(np.empty(0))
                     messages = communicator.exchange(signature, part.size, _writer_of(part))
-                yield messages[rank][:nbytes]
-
-    def write_part(self, block: Block, start: int, part: Bytes) -> None:
-        """Writes host bytes to a block, from its byte `start` on, on this rank only.
-
-        If the block is split over the ranks, `start` counts from the start of the whole, and this
-        rank writes only its own part. Not collective.
-        """
-        if block.cuts is not None:
-            first, last = (cut * block.array.dtype.itemsize for cut in self._own_cuts(block.cuts))
-            part = part[max(first - start, 0) : max(last - start, 0)]
-            start = max(start - first, 0)
-        if part.size:
-            self._write_part(block, start, part)
-
-    def _own_cuts(self, cuts: Cuts) -> Cuts:
-        rank = self.communicator.rank
-        return cuts[rank : rank + 2]
-
-    @abc.abstractmethod
-    def _write_part(self, block: Block, start: int, part: Bytes) -> None: ...
+                yield messages[rank][: here.size]
 
     @abc.abstractmethod
     def publish(self, blocks: Sequence[Block]) -> None:
         """Makes the parameter rank's writes to these variables readable on every rank."""
-
-    @abc.abstractmethod
-    def has(self, array: Array) -> bool:
-        """Whether a NumPy or CuPy array is in this storage's memory, which updates change.
-
-        Not collective.
-        """
 
 
 def slot_values(variable: Block, value: float) -> Array:
@@ -374,15 +326,3 @@ def _writer_of(part: Bytes) -> Write:
         message[: part.size] = part
 
     return write
-
-
-def flat(array: Array) -> Bytes:
-    """The bytes of an array in storage, in place."""
-    return array.reshape(-1).view(np.uint8)
-
-
-def host_parts(array: Array, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-    """The bytes of an array in host memory, from `start` to `stop`, in parts and without copies."""
-    wanted = flat(array)[start:stop]
-    for first in range(0, wanted.size, PART):
-        yield wanted[first : first + PART]

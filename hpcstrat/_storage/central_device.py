@@ -10,10 +10,11 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.base import UpdateRule, slot_values
-from hpcstrat._storage.device import DeviceStorage, fill
+from hpcstrat._storage.device import DeviceStorage
 from hpcstrat._storage.device_plan import DevicePlan
-from hpcstrat._storage.marks import MarkedRange
+from hpcstrat._storage.local import fill
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import row_view, update_rows
 
@@ -31,16 +32,16 @@ class CentralDeviceStorage(DeviceStorage):
 
     def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
         """A new block for a slot, which has memory on the parameter rank only."""
-        communicator = self._communicator
-        with communicator.raise_together(), self._current():
+        communicator, shape, dtype = self.communicator, variable.array.shape, variable.array.dtype
+        with communicator.raise_together(), self.local.current():
             number = self._created + 1
             if self._is_root:
-                block = self._master.new_block(variable.array.shape, variable.array.dtype, number)
+                block = self.local.memory.new_block(shape, dtype, number)
                 fill(block.array, slot_values(variable, value))
             else:
                 # It has the number, so that all ranks count the same, but no memory: slots are as
                 # large as the model.
-                block = Block(None, None, 0, 0, number)
+                block = Block(None, None, Interval(0, 0), number)
             communicator.exchange(signature_of(current_call(), "slot", value, variable.identity()))
         self._created += 1
         return block
@@ -58,8 +59,8 @@ class CentralDeviceStorage(DeviceStorage):
         rule: UpdateRule,
     ) -> None:
         assert isinstance(plan, DevicePlan)
-        communicator = self._communicator
-        with self._current():
+        communicator = self.communicator
+        with self.local.current():
             sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
             if plan.marks.started:
                 self._sum_rest(plan)
@@ -75,9 +76,11 @@ class CentralDeviceStorage(DeviceStorage):
                 self._apply(plan, rule)
             self._broadcast(plan)
 
-    def _sum_range(self, plan: DevicePlan, marked: MarkedRange) -> None:
-        part = plan.gradients[marked.group][marked.start : marked.stop]
-        self._communicator.reduce_flat(part, part, ReduceOp.SUM, self._root)
+    def _sum_parts(self, plan: DevicePlan, parts: Sequence[Sequence[Interval]]) -> None:
+        for gradient, of_gradient in zip(plan.gradients, parts, strict=True):
+            for part in of_gradient:
+                array = gradient[part.slice]
+                self.communicator.reduce_flat(array, array, ReduceOp.SUM, self._root)
 
     def _broadcast(self, plan: DevicePlan) -> None:
         """Sends the master copy of the plan's variables to all read copies.
@@ -85,46 +88,41 @@ class CentralDeviceStorage(DeviceStorage):
         Where a rank's variables are contiguous, they are sent or received in place. That may differ
         from rank to rank, because memory is freed at different moments; the bytes may not.
         """
-        if self._reads_copies:
-            for block in plan.blocks:
-                fill(block.view, block.array)
         # One broadcast per dtype, for all variables: a message's latency counts more than its
         # bytes.
-        for flat, parts in plan.transfers:
+        for transfer in plan.transfers:
             if self._is_root:
-                for value, part in parts:
-                    part[...] = value
-            self._communicator.broadcast_flat(flat, self._root)
+                transfer.gather()
+            self.communicator.broadcast_flat(transfer.flat, self._root)
             if not self._is_root:
-                for value, part in parts:
-                    value[...] = part
+                transfer.scatter()
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
     ) -> None:
-        variable = blocks[0]
-        with self._current():
-            rows, gradient = self.on_device(rows), self.on_device(gradient)
-            if self._is_root and self._reads_copies:
+        variable, arrays = blocks[0], [block.array for block in blocks]
+        with self.local.current():
+            rows, gradient = self.local.here(rows), self.local.here(gradient)
+            if self._is_root and variable.copy is not None:
                 # The master copy is in host memory, and only the new rows travel to the GPU.
                 host_rows = gpu.to_host(rows)
-                update_rows(blocks, host_rows, gpu.to_host(gradient), rule)
-                new = self.on_device(row_view(variable.array, gradient.ndim - 1)[host_rows])
+                update_rows(arrays, host_rows, gpu.to_host(gradient), rule)
+                new = self.local.here(row_view(variable.array, gradient.ndim - 1)[host_rows])
             else:
                 if self._is_root:
-                    update_rows(blocks, rows, gradient, rule)
+                    update_rows(arrays, rows, gradient, rule)
                 new = row_view(variable.array, gradient.ndim - 1)[rows]
-            self._communicator.broadcast_flat(new.reshape(-1), self._root)
+            self.communicator.broadcast_flat(new.reshape(-1), self._root)
             row_view((variable.copy or variable).array, gradient.ndim - 1)[rows] = new
 
     def publish(self, blocks: Sequence[Block]) -> None:
         """Broadcasts the parameter rank's values."""
         if blocks:
-            self._communicator.exchange(
+            self.communicator.exchange(
                 signature_of(current_call(), "publish", *[block.identity() for block in blocks])
             )
-            with self._current():
+            with self.local.current():
                 for block in blocks:
-                    self._communicator.broadcast_flat(
+                    self.communicator.broadcast_flat(
                         (block.copy or block).array.reshape(-1), self._root
                     )

@@ -15,13 +15,13 @@ from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.blocks import Block, block_of, size_of
-from hpcstrat._memory.intervals import round_up
-from hpcstrat._memory.segment import Segment
+from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._storage.base import UpdateRule
-from hpcstrat._storage.chunks import ScratchBuffers
 from hpcstrat._storage.host import HostStorage
+from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import update_rows
+from hpcstrat._update.update import NONE_IN_PLACE
 
 
 @final
@@ -38,26 +38,17 @@ class CentralHostStorage(HostStorage):
     not reach the second barrier, so that no rank reads variables that are changed in part.
     """
 
+    communicator: SharedMemoryCommunicator
+
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
-        super().__init__(communicator)
-        self._communicator = communicator
-        self._scratch = ScratchBuffers()
+        super().__init__(communicator, communicator.segment)
         self._created = 0
         self._dead: deque[int] = deque()  # numbers of blocks, not yet reported
         self._reports: dict[int, int] = {}  # number of a block -> ranks that reported it
         self._places: dict[int, tuple[int, int]] = {}
 
-    @property
-    def communicator(self) -> SharedMemoryCommunicator:
-        """The ranks that share the variables."""
-        return self._communicator
-
-    @property
-    def _segment(self) -> Segment:
-        return self._communicator.segment
-
     def _create(self, initial: Array) -> Block:
-        communicator = self._communicator
+        communicator = self.communicator
         dead = np.array([self._dead.popleft() for _ in range(len(self._dead))], np.int64)
         shape, dtype = initial.shape, initial.dtype
 
@@ -104,30 +95,25 @@ class CentralHostStorage(HostStorage):
         for number in numbers:
             self._reports[number] = self._reports.get(number, 0) + 1
             # A rank that has not reported may still read the variable.
-            if self._reports[number] == self._communicator.size:
+            if self._reports[number] == self.communicator.size:
                 del self._reports[number]
-                free = self._communicator.heap.free(*self._places.pop(number))
-                if self._communicator.rank == 0:
-                    self._communicator.segment.release(*free)
+                free = self.communicator.heap.free(*self._places.pop(number))
+                if self.communicator.rank == 0:
+                    self.communicator.segment.release(*free)
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates, with this rank's slice of the elements."""
-        communicator = self._communicator
-        return Plan(
-            communicator.segment,
-            variables,
-            slots,
-            communicator.rank,
-            communicator.size,
-            compiles=self._compiles,
-        )
+        rank, size = self.communicator.rank, self.communicator.size
+        order = MessageOrder(variables, slots)
+        own = order.part_of_rank(rank, size)
+        return Plan(variables, order, self._new_update(order.layout, own, rank))
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in the shared segment, one message per rank."""
         # The messages share no cache lines, since the ranks write them at the same time.
-        nbytes = round_up(plan.layout.nbytes, LINE)
-        block = self.create(np.zeros((self._communicator.size, nbytes), np.uint8))
-        plan.give_buffers(list(block.array), block.array[self._communicator.rank], block)
+        nbytes = round_up(plan.order.layout.nbytes, LINE)
+        block = self.create(np.zeros((self.communicator.size, nbytes), np.uint8))
+        plan.give_buffers(list(block.array), block.array[self.communicator.rank], block)
 
     def _update(
         self,
@@ -137,53 +123,57 @@ class CentralHostStorage(HostStorage):
         op: Aggregation,
         rule: UpdateRule,
     ) -> None:
-        communicator = self._communicator
-        share = None if rule.norms is None else self._share(plan, rule.norms.size)
+        communicator, order = self.communicator, plan.order
+        add_up = None if rule.norms is None else self._prepare_sums(plan, rule.norms.size)
+        in_place = NONE_IN_PLACE
         if values is None:
             communicator.exchange(signature)
             messages = plan.buffer_messages
         elif op is FIRST_REPLICA and communicator.rank != 0:
             messages = communicator.exchange(signature)
         else:
-            # Where values are summed, this rank reads its own part of a large gradient in place: no
-            # other rank needs it.
-            write = plan.write if op is FIRST_REPLICA else plan.write_for_others
+            if op is not FIRST_REPLICA:
+                # No other rank needs this rank's part of a large gradient.
+                in_place = plan.update.in_place(values)
             messages = communicator.exchange(
-                signature, plan.layout.nbytes, lambda message: write(message, values)
+                signature,
+                order.layout.nbytes,
+                lambda message: order.write(message, values, in_place),
             )
         if op is FIRST_REPLICA:
-            plan.apply(rule, messages[:1], self._scratch, share=share)
+            plan.update.run(rule, messages[:1], add_up=add_up)
         else:
-            plan.apply(rule, messages, self._scratch, op, values, share)
+            plan.update.run(rule, messages, op, in_place, add_up)
         # Until all have written, a read could see both new and old elements.
         communicator.sync()
 
-    def _share(self, plan: Plan, count: int) -> Callable[[Array], Array]:
+    def _prepare_sums(self, plan: Plan, count: int) -> Callable[[Array], Array]:
         """A function that adds up the ranks' sums, in rank order: the same bits on every rank."""
-        communicator = self._communicator
-        shape = (communicator.size, len(plan.blocks), count)
+        communicator = self.communicator
+        shape = (communicator.size, len(plan.order.blocks), count)
         # The shape changes when an option selects a formula with other norms.
         if plan.sums is None or plan.sums.array.shape != shape:
             with call_named(f"{current_call()}: norms"):
                 plan.sums = self.create(np.zeros(shape))
         sums: Array = plan.sums.array
 
-        def share(own: Array) -> Array:
+        def add_up(own: Array) -> Array:
             sums[communicator.rank] = own
             communicator.sync()
             return sums.sum(axis=0)
 
-        return share
+        return add_up
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
     ) -> None:
         """Each rank updates its share of the rows."""
-        communicator = self._communicator
+        communicator = self.communicator
         # Rows are all different, so ranks that update different rows never touch the same memory.
         rank, size = communicator.rank, communicator.size
-        share = slice(len(rows) * rank // size, len(rows) * (rank + 1) // size)
-        update_rows(blocks, rows[share], gradient[share], rule)
+        share = Interval(0, len(rows)).of_rank(rank, size).slice
+        arrays = [block.array for block in blocks]
+        update_rows(arrays, rows[share], gradient[share], rule)
         communicator.sync()
 
     def publish(self, blocks: Sequence[Block]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
 
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
-from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.layout import PackKernel
+from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
+from hpcstrat._update.chunks import Chunk
+from hpcstrat._update.update import Update
 
 
 class Transfer(NamedTuple):
@@ -20,89 +22,144 @@ class Transfer(NamedTuple):
     Attributes:
         flat: the array that is sent or received: the variables in place where they are contiguous,
             else a part of the message.
-        parts: in the latter case, each range of the variables and its part of `flat`.
+        parts: in the latter case, each run of the variables and its part of `flat`.
     """
 
     flat: Array
     parts: list[tuple[Array, Array]]
 
+    def gather(self) -> None:
+        """Copies the variables to `flat`, before it is sent."""
+        for value, part in self.parts:
+            part[...] = value
+
+    def scatter(self) -> None:
+        """Copies `flat` to the variables, after it was received."""
+        for value, part in self.parts:
+            value[...] = part
+
 
 class DevicePlan(Plan):
     """A plan with the flat message of its updates on this rank's device, and views of its parts.
 
-    Attributes:
-        message: a buffer of bytes, at least as large as the plan needs.
-        gradients: the message by dtype.
-        packings: the kernels that copy to each of these.
-        updates: each range of the variables, the message's part for it, and the range of each slot.
-        transfers: how new values reach the other ranks.
+    The message is taken later, and may change: `MessagePool` lends one to all plans.
 
     Args:
-        memory: the memory with the variables that this rank updates.
-        variables: their blocks.
-        slots: for each variable the blocks of its slots.
-        copies: the memory where this rank reads them instead; `None` if it reads what it updates.
-        chunk: elements that are updated together at most.
+        variables: see `Plan`.
+        order: see `Plan`. Its message has the same gaps as the memory, so that a run of variables
+            is also a run of the message.
+        update: see `Plan`.
+        readable: the runs of the variables that this rank reads.
+
+    Attributes:
+        memory: the bytes that the plan has taken, `nbytes` or more; `None` before.
+        message: the message of the gradients, in them.
+        update_message: the message by which this rank updates its shards; here the same.
+        gradients: the message by dtype.
+        transfers: how new values reach the other ranks, by dtype.
     """
 
     def __init__(
         self,
-        memory: SlabAllocator,
         variables: Sequence[Block],
-        slots: Sequence[Sequence[Block]],
-        copies: SlabAllocator | None,
-        chunk: int,
+        order: MessageOrder,
+        update: Update,
+        readable: Sequence[Chunk],
     ) -> None:
-        # The message has the same gaps as the memory, so that a range of variables is also one
-        # range of the message.
-        super().__init__(memory, variables, slots, chunk=chunk, alignment=ALIGNMENT)
-        self.message: Array = None
-        self.gradients: list[Array] = []
-        self.packings: list[PackKernel] = []
-        self.updates: list[tuple[Array, Array, tuple[Array, ...]]] = []
-        self.transfers: list[Transfer] = []
-        self.read: Plan = self
-        if copies is not None:
-            read = [block.copy or block for block in variables]
-            self.read = Plan(copies, read, [()] * len(read), chunk=sys.maxsize, alignment=ALIGNMENT)
+        super().__init__(variables, order, update)
+        self._readable = readable
+        self.forget_message()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the message."""
-        return self.layout.nbytes
+        """Bytes that the plan takes."""
+        return self.order.layout.nbytes
 
-    def take(self, message: Array) -> None:
-        """Makes this the message."""
-        self.message = message
-        self.gradients = [group.of(message) for group in self.layout.groups]
+    def take(self, memory: Array) -> None:
+        """Makes the message and all views of it, in some bytes on this rank's device."""
+        layout = self.order.layout
+        self.memory = memory
+        self.message = self.update_message = memory[: layout.nbytes]
+        self.gradients = [group.of(self.message) for group in layout.groups]
         # Kernels, views and addresses are made once per message: a steady step only launches.
-        if gpu.is_on_gpu(message):
-            self.packings = [
-                PackKernel(self.layout, group, message) for group in self.layout.groups
-            ]
-        self.updates = [
-            (chunk.value, self.gradients[chunk.group][chunk.start : chunk.stop], chunk.slots)
-            for chunk in self.chunks
-        ]
+        if gpu.is_on_gpu(memory):
+            self._packings = [PackKernel(layout, group, self.message) for group in layout.groups]
         self.transfers = []
-        for index, part in enumerate(self.gradients):
-            chunks = [chunk for chunk in self.read.chunks if chunk.group == index]
-            if len(chunks) == 1:
-                self.transfers.append(Transfer(chunks[0].value, []))
-            else:
-                self.transfers.append(
-                    Transfer(
-                        part, [(chunk.value, part[chunk.start : chunk.stop]) for chunk in chunks]
-                    )
-                )
+        for group, whole in zip(layout.groups, self.gradients, strict=True):
+            runs = [
+                (value, whole[group.within(shard.message).slice])
+                for shard, value, _ in self._readable
+                if shard.dtype == group.dtype
+            ]
+            is_one = len(runs) == 1
+            self.transfers.append(Transfer(runs[0][0], []) if is_one else Transfer(whole, runs))
 
     def forget_message(self) -> None:
         """Drops the message, which would otherwise live as long as the plan."""
-        self.message, self.gradients, self.packings, self.updates, self.transfers = (
-            None,
-            [],
-            [],
-            [],
-            [],
-        )
-        self.forget_messages()
+        self.memory: Array = None
+        self.message: Array = None
+        self.update_message: Array = None
+        self.gradients: list[Array] = []
+        self.transfers: list[Transfer] = []
+        self._packings: list[PackKernel] = []
+        self.order.forget_messages()
+        self.update.forget_messages()
+
+    def pack(self, values: Sequence[Array], is_reduced: bool) -> list[Array]:
+        """Copies values, on this rank's device and in the order of the message, to the message.
+
+        Args:
+            values: the values.
+            is_reduced: whether they are reduced over the ranks before they are used.
+
+        Returns:
+            For each dtype the flat array with the values: a part of the message or, if they are
+            reduced, perhaps the array that was passed.
+        """
+        if not self._packings:
+            self.order.write(self.message, values)
+            return self.gradients
+        arrays, sources = list(values), list(self.gradients)
+        for index, group in enumerate(self.order.layout.groups):
+            for i in group.members:
+                # The packing kernel copies words, and converts nothing.
+                if arrays[i].dtype != group.dtype:
+                    arrays[i] = arrays[i].astype(group.dtype)
+            first = arrays[group.members[0]]
+            # A single gradient is its own message: NCCL reads it in place, which saves the copy.
+            if is_reduced and len(group.members) == 1 and first.flags.c_contiguous:
+                sources[index] = first.reshape(-1)
+            else:
+                self._packings[index](arrays)
+        return sources
+
+
+@final
+class MessagePool:
+    """Lends its memory to all plans without buffers: updates come one after the other.
+
+    Args:
+        zeros: makes memory of some bytes on this rank's device.
+    """
+
+    def __init__(self, zeros: Callable[[int], Array]) -> None:
+        self._zeros = zeros
+        self._memory: Array = None
+        # The plans that have it. Weak, because the pool outlives variables and their plans.
+        self._plans: weakref.WeakSet[DevicePlan] = weakref.WeakSet()
+
+    def lend(self, plan: DevicePlan) -> None:
+        """Makes a plan take the memory, if it has not taken any that is large enough."""
+        if plan.buffers is not None:
+            return
+        if self._memory is None or self._memory.size < plan.nbytes:
+            # Plans hold views of the memory. They drop it before more is allocated, or the GPU
+            # would need room for both.
+            for other in self._plans:
+                other.forget_message()
+            self._plans.clear()
+            self._memory = None
+            self._memory = self._zeros(plan.nbytes)
+        if plan.memory is not self._memory:
+            plan.take(self._memory)
+            self._plans.add(plan)

@@ -2,47 +2,87 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterator, Sequence
+from typing import final
 
 import numpy as np
 
-from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.checked_exchange import checksum
+from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.intervals import Shard
+from hpcstrat._memory.layout import Layout
 from hpcstrat._memory.segment import Segment
 from hpcstrat._process import settings
-from hpcstrat._storage.base import Storage, UpdateRule, flat, host_parts
+from hpcstrat._storage.base import Storage, UpdateRule
+from hpcstrat._storage.local import LocalBlocks, flat, host_parts
+from hpcstrat._update import compiled
+from hpcstrat._update.compiled_backend import CompiledUpdate
+from hpcstrat._update.numpy_backend import ScratchBuffers, numpy_update
+from hpcstrat._update.update import Update
 
 
-class HostStorage(Storage):
-    """Storage whose blocks are in a segment of host memory."""
+@final
+class SegmentBlocks(LocalBlocks):
+    """Blocks in a segment of host memory.
 
-    def __init__(self, communicator: Communicator) -> None:
-        super().__init__(communicator)
-        self._compiles = settings.compiles()  # read here, so that making the strategy may raise
+    Args:
+        rank: see `LocalBlocks`.
+        segment: the memory with all blocks.
+    """
 
-    @property
-    @abc.abstractmethod
-    def _segment(self) -> Segment:
-        """The memory with all blocks."""
+    def __init__(self, rank: int, segment: Segment) -> None:
+        super().__init__(rank)
+        self._segment = segment
 
+    # The library itself writes: the next check of checksums has nothing to compare with.
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """Changes the variable in place."""
-        # The library itself writes: the next check has nothing to compare with.
         block.checksum = None
         rule.apply(block.array, new, (), block.array)
+
+    def _write_part(self, block: Block, start: int, part: Bytes) -> None:
+        block.checksum = None
+        flat(block.array)[start : start + part.size] = part
 
     def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """The bytes of a block, in place and in parts."""
         return host_parts(block.array, start, stop)
 
-    def _write_part(self, block: Block, start: int, part: Bytes) -> None:
-        block.checksum = None
-        flat(block.array)[start : start + part.size] = part
+    def has(self, array: Array) -> bool:
+        """Whether an array is in this segment."""
+        return not gpu.is_on_gpu(array) and np.may_share_memory(array, self._segment.array)
+
+
+class HostStorage(Storage):
+    """Storage whose blocks are in a segment of host memory.
+
+    Args:
+        communicator: the ranks.
+        segment: the memory with all blocks.
+    """
+
+    def __init__(self, communicator: HostCommunicator, segment: Segment) -> None:
+        super().__init__(communicator, SegmentBlocks(communicator.rank, segment))
+        self._compiles = settings.compiles()  # read here, so that making the strategy may raise
+        self._segment = segment
+        self._scratch = ScratchBuffers()
+
+    def _new_update(self, layout: Layout, shards: Sequence[Shard], rank: int = 0) -> Update:
+        """The update of shards of the variables in a message.
+
+        Args:
+            layout: of the message.
+            shards: see `Update`.
+            rank: which of the messages of an update is this rank's.
+        """
+        # Compiling takes half a second, which small updates never make up for.
+        if self._compiles and sum(layout.sizes) >= compiled.FEWEST:
+            return CompiledUpdate(self._segment, shards, self._scratch, rank)
+        return numpy_update(self._segment, shards, self._scratch, rank)
 
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
         """Compares checksums, because NumPy's `at` writes to read-only arrays, too."""
@@ -63,7 +103,3 @@ class HostStorage(Storage):
         """Notes the new checksums."""
         for block in blocks:
             block.checksum = checksum(block.array)
-
-    def has(self, array: Array) -> bool:
-        """Whether an array is in this segment."""
-        return not gpu.is_on_gpu(array) and np.may_share_memory(array, self._segment.array)

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from hpcstrat._calls.records import CallSignature
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.device import DeviceStorage
 from hpcstrat._storage.device_plan import DevicePlan
-from hpcstrat._storage.marks import MarkedRange
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import update_rows
 
@@ -33,8 +33,8 @@ class MirroredDeviceStorage(DeviceStorage):
         rule: UpdateRule,
     ) -> None:
         assert isinstance(plan, DevicePlan)
-        communicator = self._communicator
-        with self._current():
+        communicator = self.communicator
+        with self.local.current():
             # Everything is queued on one stream, and the host does not wait: the next step's Python
             # code runs while the GPU works.
             sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
@@ -48,15 +48,18 @@ class MirroredDeviceStorage(DeviceStorage):
                         communicator.all_reduce_flat(source, gradient, op)
             self._apply(plan, rule)
 
-    def _sum_range(self, plan: DevicePlan, marked: MarkedRange) -> None:
-        part = plan.gradients[marked.group][marked.start : marked.stop]
-        self._communicator.all_reduce_flat(part, part, ReduceOp.SUM)
+    def _sum_parts(self, plan: DevicePlan, parts: Sequence[Sequence[Interval]]) -> None:
+        for gradient, of_gradient in zip(plan.gradients, parts, strict=True):
+            for part in of_gradient:
+                array = gradient[part.slice]
+                self.communicator.all_reduce_flat(array, array, ReduceOp.SUM)
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
     ) -> None:
-        with self._current():
-            update_rows(blocks, self.on_device(rows), self.on_device(gradient), rule)
+        with self.local.current():
+            arrays = [block.array for block in blocks]
+            update_rows(arrays, self.local.here(rows), self.local.here(gradient), rule)
 
     def publish(self, blocks: Sequence[Block]) -> None:
         """Does nothing: every rank wrote to its own copy."""

@@ -6,7 +6,7 @@ With one replica it is the only copy.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -17,11 +17,11 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.segment import Segment
+from hpcstrat._memory.layout import layout_of
 from hpcstrat._storage.base import UpdateRule
-from hpcstrat._storage.chunks import ScratchBuffers
 from hpcstrat._storage.host import HostStorage
-from hpcstrat._storage.marks import Bucket
+from hpcstrat._storage.marks import views_of
+from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import update_rows
 
@@ -32,28 +32,19 @@ class MirroredHostStorage(HostStorage):
     The same steps on the same sums keep the copies equal.
     """
 
+    communicator: HostCommunicator
+
     def __init__(self, communicator: HostCommunicator) -> None:
-        super().__init__(communicator)
-        self._communicator = communicator
+        super().__init__(communicator, private_memory().segment)
         self._sum: Array = np.empty(0, np.uint8)
-        self._scratch = ScratchBuffers()
         # Several threads may write variables made outside every scope; the scratch memory is
         # shared.
         self._lock = threading.Lock()
         self._created = 0
         self._background: Background[HostCommunicator] | None = None
 
-    @property
-    def communicator(self) -> HostCommunicator:
-        """The ranks that share the variables."""
-        return self._communicator
-
-    @property
-    def _segment(self) -> Segment:
-        return private_memory().segment
-
     def _create(self, initial: Array) -> Block:
-        communicator = self._communicator
+        communicator = self.communicator
         signature = signature_of(current_call(), (initial.dtype, initial.shape, self._number))
         communicator.require_memory(initial.nbytes, signature)
         # A rank without enough memory stops the others before they wait for its part.
@@ -74,14 +65,16 @@ class MirroredHostStorage(HostStorage):
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates, with all elements on each rank."""
-        return Plan(private_memory().segment, variables, slots, compiles=self._compiles)
+        order = MessageOrder(variables, slots)
+        return Plan(variables, order, self._new_update(order.layout, order.shards))
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in one message, which several replicas copy as a whole to send it."""
-        with self._communicator.raise_together():
-            message = self._communicator.new_buffer(plan.layout.nbytes, plan.signature())
+        with self.communicator.raise_together():
+            nbytes = plan.order.layout.nbytes
+            message = self.communicator.new_buffer(nbytes, plan.signature())
             message[...] = 0
-            self._communicator.exchange(plan.signature())
+            self.communicator.exchange(plan.signature())
         plan.give_buffers([message], message)
 
     def _update(
@@ -92,42 +85,51 @@ class MirroredHostStorage(HostStorage):
         op: Aggregation,
         rule: UpdateRule,
     ) -> None:
-        communicator = self._communicator
+        communicator, nbytes = self.communicator, plan.order.layout.nbytes
+        with self._lock:
+            # One buffer for all plans, as large as the largest: updates come one after the other.
+            if self._sum.size < nbytes:
+                self._sum = communicator.new_buffer(nbytes, signature)
+            if communicator.size > 1:
+                plan.update.run(rule, [self._reduce(signature, plan, values, op)])
+                return
+            # There is no other rank to exchange with, but the call is counted, and refused where no
+            # call is allowed.
+            communicator.exchange(signature)
+            if values is None:
+                plan.update.run(rule, plan.buffer_messages)
+            else:
+                in_place = plan.update.in_place(values)  # large gradients are not copied
+                plan.order.write(self._sum, values, in_place)
+                plan.update.run(rule, [self._sum], in_place=in_place)
+
+    def _reduce(
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+    ) -> Array:
+        """The message of the reduced values, on every rank."""
+        communicator, layout = self.communicator, plan.order.layout
 
         def write(message: Array) -> None:
             if values is None:
-                message[: plan.layout.nbytes] = plan.buffer_messages[0]
+                message[: layout.nbytes] = plan.buffer_messages[0]
             else:
-                plan.write(message, values)
+                plan.order.write(message, values)
 
-        with self._lock:
-            # One buffer for all plans, as large as the largest: updates come one after the other.
-            if self._sum.size < plan.layout.nbytes:
-                self._sum = communicator.new_buffer(plan.layout.nbytes, signature)
-            # There is no other rank to exchange with, but the call is counted, and refused where no
-            # call is allowed.
-            if communicator.size == 1:
-                communicator.exchange(signature)
-                if values is None:
-                    plan.apply(rule, plan.buffer_messages, self._scratch)
-                else:
-                    plan.write_for_others(self._sum, values)  # large gradients are not copied
-                    plan.apply(rule, [self._sum], self._scratch, values=values)
-                return
-            if plan.marks.started:
-                reduced = self._sums_of_marked(signature, plan)
-            elif op is not FIRST_REPLICA:
-                reduced = self._sum
-                communicator.reduce_message(signature, plan.layout, write, op, reduced)
-            elif communicator.rank == 0:
-                # The first replica's values; the others have nothing to send.
-                reduced = communicator.exchange(signature, plan.layout.nbytes, write)[0]
-            else:
-                reduced = communicator.exchange(signature)[0]
-            plan.apply(rule, [reduced], self._scratch)
+        if plan.marks.started:
+            return self._sums_of_marked(signature, plan)
+        if op is not FIRST_REPLICA:
+            communicator.reduce_message(signature, layout, write, op, self._sum)
+            return self._sum
+        if communicator.rank == 0:
+            return communicator.exchange(signature, layout.nbytes, write)[0]
+        return communicator.exchange(signature)[0]  # only the first replica's values count
 
-    def _start_sums(self, plan: Plan, places: Sequence[int]) -> bool:
-        communicator, marks = self._communicator, plan.marks
+    def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
+        communicator, marks = self.communicator, plan.marks
         self._background = communicator.background()
         if self._background is None:
             return False
@@ -135,35 +137,39 @@ class MirroredHostStorage(HostStorage):
             with communicator.raise_together():
                 marks.sums = np.empty(self._sum_bytes(plan), np.uint8)
                 communicator.exchange(signature_of(f"{current_call()}: memory"))
-        if (exchange := self._exchange_of(plan, places, marks.sums)) is not None:
+        if (exchange := self._exchange_of(plan, variables, marks.sums)) is not None:
             self._background.start(exchange)
         return True
 
     def _sum_bytes(self, plan: Plan) -> int:
         """Bytes of this rank's sums of marked gradients."""
-        return plan.layout.nbytes
+        return plan.order.layout.nbytes
 
     def _exchange_of(
-        self, plan: Plan, places: Sequence[int], sums: Array
+        self, plan: Plan, variables: Collection[int], sums: Array
     ) -> Callable[[HostCommunicator], None] | None:
         """A function that sums some of the plan's buffers; `None` if they have no elements."""
-        bucket, message = Bucket(plan.layout, places), plan.buffer_messages[0]
-        layout, signature = bucket.layout, signature_of(f"{current_call()}: sums")
+        whole, signature = plan.order.layout, signature_of(f"{current_call()}: sums")
+        sources = views_of(whole, variables, plan.buffer_messages[0])
+        targets = views_of(whole, variables, sums)
+        layout = layout_of(
+            tuple([view.shape for view in sources]), tuple([view.dtype for view in sources])
+        )
 
         def exchange(communicator: HostCommunicator) -> None:
-            views, into = bucket.views(message), bucket.in_place(sums)
-            out = np.empty(layout.nbytes, np.uint8) if into is None else into
+            is_one = len(targets) == 1  # then it is summed in place
+            out = targets[0].view(np.uint8) if is_one else np.empty(layout.nbytes, np.uint8)
             # Summed in the order of the whole message: the same bits, whatever is marked.
             communicator.reduce_message(
                 signature,
                 layout,
-                lambda sent: layout.write(sent, views),
+                lambda sent: layout.write(sent, sources),
                 ReduceOp.SUM,
                 out,
-                plan.layout,
+                whole,
             )
-            if into is None:
-                for target, source in zip(bucket.views(sums), layout.views(out), strict=True):
+            if not is_one:
+                for target, source in zip(targets, layout.views(out), strict=True):
                     target[...] = source
 
         return exchange if layout.nbytes else None
@@ -175,16 +181,15 @@ class MirroredHostStorage(HostStorage):
     def _sums_of_marked(self, signature: CallSignature, plan: Plan) -> Array:
         """All sums, once the ranks agree on the update: those that have started, and the rest."""
         assert plan.marks.sums is not None
-        self._communicator.exchange(signature)
-        rest = [place for place in range(len(plan.blocks)) if place not in plan.marks.started]
-        self._start_sums(plan, rest)
+        self.communicator.exchange(signature)
+        self._start_sums(plan, plan.not_started())
         self._finish_sums()
         return plan.marks.sums
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
     ) -> None:
-        update_rows(blocks, rows, gradient, rule)
+        update_rows([block.array for block in blocks], rows, gradient, rule)
 
     def publish(self, blocks: Sequence[Block]) -> None:
         """Does nothing: every rank wrote to its own copy."""

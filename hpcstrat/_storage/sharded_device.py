@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import final
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.device import RankSlice
-from hpcstrat._communicators.reduction import CHUNK
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
-from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator
+from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.blocks import Block, Cuts
-from hpcstrat._memory.layout import layout_of
+from hpcstrat._memory.intervals import Interval, round_up, runs
+from hpcstrat._memory.layout import Layout
 from hpcstrat._storage.base import UpdateRule, slot_values
-from hpcstrat._storage.device import fill
 from hpcstrat._storage.device_plan import DevicePlan
-from hpcstrat._storage.marks import MarkedRange
+from hpcstrat._storage.local import fill
+from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._storage.plan import Plan
-from hpcstrat._storage.shards import cuts_of, parts_of, update_rows_in_shards
+from hpcstrat._storage.shards import Section, cuts_of, sections_of, update_rows_in_shards
+from hpcstrat._update.chunks import Chunk
+from hpcstrat._update.update import Update
 
 
 @final
@@ -34,14 +35,14 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
 
     def split(self, variables: Sequence[Block]) -> list[Cuts]:
         """An equal part of all elements per rank."""
-        return cuts_of(variables, self._communicator.size, ALIGNMENT)
+        return cuts_of(variables, self.communicator.size, ALIGNMENT)
 
     def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
         assert cuts is not None
-        start, stop = self._own_cuts(cuts)
-        communicator = self._communicator
-        with communicator.raise_together(), self._current():
-            block = self._master.new_block((stop - start,), variable.array.dtype, self._created + 1)
+        communicator, dtype = self.communicator, variable.array.dtype
+        own = Interval(*cuts[communicator.rank : communicator.rank + 2])
+        with communicator.raise_together(), self.local.current():
+            block = self.local.memory.new_block((own.size,), dtype, self._created + 1)
             fill(block.array, slot_values(block, value))
             communicator.exchange(
                 signature_of(current_call(), "slot", value, variable.identity(), cuts)
@@ -54,8 +55,12 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         """The plan of updates; variables without slots are updated by every rank."""
         if not any(slots):
             return super().plan(variables, slots)
-        chunk = sys.maxsize if self._updates_on_gpu else CHUNK
-        return ShardedDevicePlan(self._master, variables, slots, self._communicator.rank, chunk)
+        rank = self.communicator.rank
+        order = MessageOrder(variables, [()] * len(variables), ALIGNMENT)
+        sections = sections_of(order, order.to_message(slots), rank)
+        update = self.local.new_update(sections[rank].shards)
+        readable = self._readable(variables)
+        return ShardedDevicePlan(variables, order, update, readable, sections, rank)
 
     def _update(
         self,
@@ -68,50 +73,53 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         if not isinstance(plan, ShardedDevicePlan):
             super()._update(signature, plan, values, op, rule)
             return
-        communicator = self._communicator
-        with self._current():
+        with self.local.current():
             sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
             if plan.marks.started:
                 self._sum_rest(plan)
+            elif op is FIRST_REPLICA:
+                self._broadcast(plan)
             else:
-                self._sum(plan, sources, op)
-            self._apply(plan.own, rule)
-            for (flat, parts), segments in zip(plan.transfers, plan.segments, strict=True):
-                for value, part in parts:
-                    part[...] = value
-                communicator.all_gather_flat(flat, segments)
-                for value, part in parts:
-                    value[...] = part
+                for source, own, slices in zip(
+                    sources, plan.own_gradients, plan.slices, strict=True
+                ):
+                    self.communicator.reduce_scatter_flat(source, own, slices)
+            self._apply(plan, rule, self._add_up)
+            for transfer, slices in zip(plan.transfers, plan.slices, strict=True):
+                transfer.gather()
+                self.communicator.all_gather_flat(transfer.flat, slices)
+                transfer.scatter()
 
-    def _sum(self, plan: ShardedDevicePlan, sources: Sequence[Array], op: Aggregation) -> None:
-        communicator = self._communicator
-        for source, gradient, part, segments in zip(
-            sources, plan.gradients, plan.own.gradients, plan.segments, strict=True
+    def _broadcast(self, plan: ShardedDevicePlan) -> None:
+        """Sends the first replica's values to all ranks, which take their own part."""
+        communicator = self.communicator
+        for gradient, own, slices in zip(
+            plan.gradients, plan.own_gradients, plan.slices, strict=True
         ):
-            if op is not FIRST_REPLICA:
-                communicator.reduce_scatter_flat(source, part, segments)
-                continue
             communicator.broadcast_flat(gradient, 0)
-            for rank, start, stop, place in segments:
+            for rank, start, stop, place in slices:
                 if rank == communicator.rank:
-                    part[place : place + stop - start] = gradient[start:stop]
+                    own[place : place + stop - start] = gradient[start:stop]
 
-    def _sum_range(self, plan: DevicePlan, marked: MarkedRange) -> None:
+    def _sum_parts(self, plan: DevicePlan, parts: Sequence[Sequence[Interval]]) -> None:
         if not isinstance(plan, ShardedDevicePlan):
-            super()._sum_range(plan, marked)
+            super()._sum_parts(plan, parts)
             return
-        segments = []
-        for rank, start, stop, place in plan.segments[marked.group]:
-            first, last = max(start, marked.start), min(stop, marked.stop)
-            if first < last:
-                segments.append(RankSlice(rank, first, last, place + first - start))
-        self._communicator.reduce_scatter_flat(
-            plan.gradients[marked.group], plan.own.gradients[marked.group], segments
-        )
+        for gradient, own, slices, of_gradient in zip(
+            plan.gradients, plan.own_gradients, plan.slices, parts, strict=True
+        ):
+            for part in of_gradient:
+                here = []
+                for rank, start, stop, place in slices:
+                    both = Interval(start, stop) & part
+                    if both:
+                        here.append(RankSlice(rank, *both, place + both.start - start))
+                self.communicator.reduce_scatter_flat(gradient, own, here)
 
-    def _share(self, sums: Array) -> Array:
+    def _add_up(self, sums: Array) -> Array:
+        """The sums over whole variables, from the sums over this rank's shards."""
         with call_named(f"{current_call()}: norms"):
-            return self._communicator.all_reduce([sums], ReduceOp.SUM)[0]
+            return self.communicator.all_reduce([sums], ReduceOp.SUM)[0]
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
@@ -119,84 +127,74 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         if len(blocks) == 1:
             super()._update_rows(blocks, rows, gradient, rule)
             return
-        with self._current():
-            update_rows_in_shards(
-                self._communicator, blocks, self.on_device(rows), self.on_device(gradient), rule
-            )
+        with self.local.current():
+            rows, gradient = self.local.here(rows), self.local.here(gradient)
+            update_rows_in_shards(self.communicator, blocks, rows, gradient, rule)
 
 
 class ShardedDevicePlan(DevicePlan):
     """The plan of variables whose slots are split over the ranks.
 
+    Args:
+        variables: see `Plan`.
+        order: see `DevicePlan`.
+        update: of this rank's section.
+        readable: see `DevicePlan`.
+        sections: each rank's.
+        rank: this rank.
+
     Attributes:
-        own: the plan of this rank's part, whose message follows that of the whole.
-        segments: for each dtype of the message, the range of elements of each rank.
+        own_gradients: this rank's section by dtype. It follows the message of the whole.
+        slices: for each dtype of the message, the elements of each rank.
     """
 
     def __init__(
         self,
-        memory: SlabAllocator,
         variables: Sequence[Block],
-        slots: Sequence[Sequence[Block]],
+        order: MessageOrder,
+        update: Update,
+        readable: Sequence[Chunk],
+        sections: Sequence[Section],
         rank: int,
-        chunk: int,
     ) -> None:
-        super().__init__(memory, variables, [()] * len(variables), None, sys.maxsize)
-        own_slots = self.to_message_order(slots)
-        cuts = [of[0].cuts for of in own_slots if of[0].cuts is not None]
-        self.own: DevicePlan = DevicePlan(
-            memory, parts_of(self.blocks, cuts, rank), own_slots, None, chunk
-        )
-        size = len(cuts[0]) - 1
-        dtypes = tuple([block.array.dtype for block in self.blocks])
-        layouts = [
-            layout_of(tuple([(of[peer + 1] - of[peer],) for of in cuts]), dtypes, ALIGNMENT)
-            for peer in range(size)
-        ]
-        self.segments: list[list[RankSlice]] = []
-        for index, group in enumerate(self.layout.groups):
-            itemsize = group.dtype.itemsize
-            segments: list[RankSlice] = []
-            for i in group.members:
-                first = (self.layout.starts[i] - group.start) // itemsize
-                for peer in range(size):
-                    start, stop = cuts[i][peer] + first, cuts[i][peer + 1] + first
-                    if start == stop:
-                        continue
-                    there = layouts[peer]
-                    place = (there.starts[i] - there.groups[index].start) // itemsize
-                    # Neighbours both in the whole and in the part are one segment, with the gap
-                    # between them.
-                    if (
-                        segments
-                        and segments[-1].rank == peer
-                        and start - segments[-1].start == place - segments[-1].place
-                    ):
-                        segments[-1] = segments[-1]._replace(stop=stop)
-                    else:
-                        segments.append(RankSlice(peer, start, stop, place))
-            self.segments.append(segments)
+        super().__init__(variables, order, update, readable)
+        self._own: Layout = sections[rank].layout
+        self.slices = rank_slices(order, sections)
 
     @property
     def nbytes(self) -> int:
         """Bytes of both messages."""
         # With the gap after the last part, which has one too where all parts are equal.
-        return self._own_start + _align(self.own.layout.nbytes)
+        return self._own_start + round_up(self._own.nbytes, ALIGNMENT)
 
     @property
     def _own_start(self) -> int:
-        return _align(self.layout.nbytes)
+        return round_up(self.order.layout.nbytes, ALIGNMENT)
 
-    def take(self, message: Array) -> None:
-        """Makes this the message of both plans."""
-        super().take(message)
-        self.own.take(message[self._own_start : self.nbytes])
+    def take(self, memory: Array) -> None:
+        """Makes both messages."""
+        super().take(memory)
+        self.update_message = memory[self._own_start : self.nbytes]
+        self.own_gradients = [group.of(self.update_message) for group in self._own.groups]
 
     def forget_message(self) -> None:
-        """Drops the message of both plans."""
+        """Drops both messages."""
         super().forget_message()
-        self.own.forget_message()
+        self.own_gradients: list[Array] = []
 
 
-def _align(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+def rank_slices(order: MessageOrder, sections: Sequence[Section]) -> list[list[RankSlice]]:
+    """For each dtype of the message, which of its elements belong to which rank."""
+    slices: list[list[RankSlice]] = [[] for _ in order.layout.groups]
+    for rank, section in enumerate(sections):
+        # As shards of the section instead of the memory, merged with the gaps in between.
+        shards = [
+            whole.part(own.elements)._replace(memory=(own.message,))
+            for whole, own in zip(order.shards, section.shards, strict=True)
+        ]
+        for run in runs(shards, order.layout.alignment):
+            index = [group.dtype for group in order.layout.groups].index(run.dtype)
+            start, stop = order.layout.groups[index].within(run.message)
+            place = section.layout.groups[index].within(run.memory[0]).start
+            slices[index].append(RankSlice(rank, start, stop, place))
+    return slices

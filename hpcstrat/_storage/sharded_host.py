@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import final
 
 import numpy as np
@@ -15,13 +14,15 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block, Cuts
-from hpcstrat._memory.intervals import divide_up
+from hpcstrat._memory.intervals import Interval, divide_up, runs
 from hpcstrat._memory.layout import Layout, layout_of
-from hpcstrat._memory.segment import Segment
 from hpcstrat._storage.base import UpdateRule
+from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
 from hpcstrat._storage.plan import Plan
-from hpcstrat._storage.shards import cuts_of, parts_of, update_rows_in_shards
+from hpcstrat._storage.shards import Section, cuts_of, sections_of, update_rows_in_shards
+from hpcstrat._update.chunks import Memory, chunk_of
+from hpcstrat._update.update import Update
 
 
 @final
@@ -35,23 +36,22 @@ class ShardedHostStorage(MirroredHostStorage):
 
     def split(self, variables: Sequence[Block]) -> list[Cuts]:
         """An equal part of all elements per rank."""
-        return cuts_of(variables, self._communicator.size)
+        return cuts_of(variables, self.communicator.size)
 
     def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
         assert cuts is not None
-        start, stop = self._own_cuts(cuts)
-        communicator, nbytes = self._communicator, variable.array.nbytes
+        communicator, nbytes = self.communicator, variable.array.nbytes
+        own = Interval(*cuts[communicator.rank : communicator.rank + 2])
         communicator.require_memory(
             divide_up(nbytes, communicator.size), signature_of(current_call(), "slot", nbytes)
         )
-        with self._communicator.raise_together():
-            block = private_memory().new_block(
-                (stop - start,), variable.array.dtype, self._created + 1
-            )
+        with communicator.raise_together():
+            dtype = variable.array.dtype
+            block = private_memory().new_block((own.size,), dtype, self._created + 1)
             block.array[...] = value
             # The cuts depend on all variables that get slots together: ranks that differ in these
             # must not continue.
-            self._communicator.exchange(
+            communicator.exchange(
                 signature_of(current_call(), "slot", value, variable.identity(), cuts)
             )
         block.cuts = cuts
@@ -62,7 +62,11 @@ class ShardedHostStorage(MirroredHostStorage):
         """The plan of updates; variables without slots are updated by every rank."""
         if not any(slots):
             return super().plan(variables, slots)
-        return ShardedPlan(self._segment, variables, slots, self._communicator.rank, self._compiles)
+        order = MessageOrder(variables, [()] * len(variables))
+        sections = sections_of(order, order.to_message(slots), self.communicator.rank)
+        own = sections[self.communicator.rank]
+        update = self._new_update(own.layout, own.shards)
+        return ShardedPlan(variables, order, update, self._segment, sections)
 
     def _update(
         self,
@@ -75,75 +79,90 @@ class ShardedHostStorage(MirroredHostStorage):
         if not isinstance(plan, ShardedPlan):
             super()._update(signature, plan, values, op, rule)
             return
-        communicator, own = self._communicator, plan.own
-        flat = plan.flat(plan.buffers if values is None else values)  # pyright: ignore[reportArgumentType]
-
-        def write(rank: int, section: Bytes) -> None:
-            plan.write_section(rank, section, flat)
-
+        communicator = self.communicator
         with self._lock:
-            if plan.marks.started:
-                messages = [self._sums_of_marked(signature, plan)]
-            elif op is ReduceOp.SUM:
-                layouts = [shard.layout for shard in plan.shards]
-                messages = communicator.sum_sections(signature, layouts, plan.layout, write)
-            else:
-                # Only optimizers' variables have slots, and optimizers use no other `op`.
-                assert op is FIRST_REPLICA
-                sizes = [shard.layout.nbytes * (communicator.rank == 0) for shard in plan.shards]
-                first = write if communicator.rank == 0 else lambda _, __: None
-                messages = communicator.exchange_sections(signature, sizes, first)[:1]
+            messages = self._messages_of(signature, plan, values, op)
             if rule.norms is None:
-                own.apply(rule, messages, self._scratch)
+                plan.update.run(rule, messages)
             else:
                 # The norms are exchanged between two passes over the gradients. Summed first, these
                 # outlive the messages.
-                own.apply(
-                    rule,
-                    [self._sum_messages(own.layout, messages)],
-                    self._scratch,
-                    share=self._share,
-                )
-            own.forget_messages()  # they end with this call
-            sizes = [shard.layout.nbytes for shard in plan.shards]
+                layout = plan.sections[communicator.rank].layout
+                total = self._sum_messages(layout, messages)
+                plan.update.run(rule, [total], add_up=self._add_up)
+            plan.update.forget_messages()  # they end with this call
+            sizes = [section.layout.nbytes for section in plan.sections]
             new = communicator.gather_sections(
-                signature_of(f"{current_call()}: values"), sizes, plan.write_new
+                signature_of(f"{current_call()}: values"),
+                sizes,
+                lambda message: plan.write_new(communicator.rank, message),
             )
             for rank, message in enumerate(new):
-                plan.read_new(rank, message)
+                if rank != communicator.rank:
+                    plan.read_new(rank, message)
+
+    def _messages_of(
+        self,
+        signature: CallSignature,
+        plan: ShardedPlan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+    ) -> list[Bytes]:
+        """Messages whose sum is the gradients, or new values, of this rank's shards."""
+        communicator = self.communicator
+        if plan.marks.started:
+            return [self._sums_of_marked(signature, plan)]
+        given = plan.in_buffers() if values is None else values
+        flat = [array.reshape(-1) for array in given]
+        layouts = [section.layout for section in plan.sections]
+
+        def write(rank: int, message: Bytes) -> None:
+            for shard in plan.sources[rank]:
+                gradient = flat[shard.variable][shard.elements.slice]
+                message[shard.message.slice].view(shard.dtype)[...] = gradient
+
+        if op is ReduceOp.SUM:
+            return communicator.sum_sections(signature, layouts, plan.order.layout, write)
+        # Only optimizers' variables have slots, and optimizers use no other `op`.
+        assert op is FIRST_REPLICA
+        if communicator.rank == 0:
+            sizes = [layout.nbytes for layout in layouts]
+            return communicator.exchange_sections(signature, sizes, write)[:1]
+        nothing = [0] * communicator.size
+        return communicator.exchange_sections(signature, nothing, lambda _, __: None)[:1]
 
     def _sum_bytes(self, plan: Plan) -> int:
-        return plan.own.layout.nbytes if isinstance(plan, ShardedPlan) else super()._sum_bytes(plan)
+        if not isinstance(plan, ShardedPlan):
+            return super()._sum_bytes(plan)
+        return plan.sections[self.communicator.rank].layout.nbytes
 
     def _exchange_of(
-        self, plan: Plan, places: Sequence[int], sums: Array
+        self, plan: Plan, variables: Collection[int], sums: Array
     ) -> Callable[[HostCommunicator], None] | None:
         if not isinstance(plan, ShardedPlan):
-            return super()._exchange_of(plan, places, sums)
-        pieces = plan.pieces_of(places)
+            return super()._exchange_of(plan, variables, sums)
+        wanted, rank = set(variables), self.communicator.rank
+        chosen = [[shard for shard in of if shard.variable in wanted] for of in plan.sources]
         layouts = [
             layout_of(
-                tuple([(stop - start,) for _, start, stop, _ in of]),
-                tuple([plan.blocks[i].array.dtype for i, *_ in of]),
+                tuple([(shard.elements.size,) for shard in of]),
+                tuple([shard.dtype for shard in of]),
             )
-            for of in pieces
+            for of in chosen
         ]
-        assert plan.buffers is not None
-        flat, own = plan.flat(plan.buffers), self._communicator.rank
+        flat = [array.reshape(-1) for array in plan.in_buffers()]
+        totals = [sums[shard.message.slice].view(shard.dtype) for shard in chosen[rank]]
         signature = signature_of(f"{current_call()}: sums")
 
-        def write(rank: int, section: Bytes) -> None:
-            layouts[rank].write(
-                section, [flat[i][start:stop] for i, start, stop, _ in pieces[rank]]
-            )
+        def write(peer: int, message: Bytes) -> None:
+            gradients = [flat[shard.variable][shard.elements.slice] for shard in chosen[peer]]
+            layouts[peer].write(message, gradients)
 
         def exchange(communicator: HostCommunicator) -> None:
-            messages = communicator.sum_sections(signature, layouts, plan.layout, write)
-            parts = zip(*[layouts[own].views(message) for message in messages], strict=True)
-            for (i, start, stop, offset), summands in zip(pieces[own], parts, strict=True):
-                dtype = plan.blocks[i].array.dtype
-                out = sums[offset : offset + (stop - start) * dtype.itemsize].view(dtype)
-                reduce_flat(out, summands, ReduceOp.SUM)
+            messages = communicator.sum_sections(signature, layouts, plan.order.layout, write)
+            parts = zip(*[layouts[rank].views(message) for message in messages], strict=True)
+            for total, summands in zip(totals, parts, strict=True):
+                reduce_flat(total, summands, ReduceOp.SUM)
 
         return exchange if any(layout.nbytes for layout in layouts) else None
 
@@ -156,16 +175,16 @@ class ShardedHostStorage(MirroredHostStorage):
             )
         return self._sum
 
-    def _share(self, sums: Array) -> Array:
+    def _add_up(self, sums: Array) -> Array:
         """The sums over whole variables: the ranks' sums over their parts, added in rank order."""
         with call_named(f"{current_call()}: norms"):
-            return self._communicator.all_reduce([sums], ReduceOp.SUM)[0]
+            return self.communicator.all_reduce([sums], ReduceOp.SUM)[0]
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
     ) -> None:
         if len(blocks) > 1:
-            update_rows_in_shards(self._communicator, blocks, rows, gradient, rule)
+            update_rows_in_shards(self.communicator, blocks, rows, gradient, rule)
         else:
             super()._update_rows(blocks, rows, gradient, rule)
 
@@ -173,74 +192,45 @@ class ShardedHostStorage(MirroredHostStorage):
 class ShardedPlan(Plan):
     """The plan of variables whose slots are split over the ranks.
 
+    Args:
+        variables: see `Plan`.
+        order: see `Plan`.
+        update: of this rank's section.
+        memory: the memory of the variables.
+        sections: see the attribute.
+
     Attributes:
-        shards: for each rank, the plan of its part of the variables; only this rank's has slots.
-        own: this rank's.
+        sections: each rank's.
+        sources: for each rank, the shards of gradients that it gets: those with elements, since
+            most ranks have no part of most variables.
     """
 
     def __init__(
         self,
-        memory: Segment,
         variables: Sequence[Block],
-        slots: Sequence[Sequence[Block]],
-        rank: int,
-        compiles: bool,
+        order: MessageOrder,
+        update: Update,
+        memory: Memory,
+        sections: list[Section],
     ) -> None:
-        # This plan updates nothing: each range is one chunk.
-        super().__init__(memory, variables, [()] * len(variables), chunk=sys.maxsize)
-        own_slots = self.to_message_order(slots)
-        cuts = [of[0].cuts for of in own_slots]
-        self._rank = rank
-        self.shards: list[Plan] = []
-        for peer in range(len(cuts[0]) - 1):
-            parts = parts_of(self.blocks, cuts, peer)
-            if peer == rank:
-                self.shards.append(Plan(memory, parts, own_slots, compiles=compiles))
-            else:
-                self.shards.append(Plan(memory, parts, [()] * len(parts), chunk=sys.maxsize))
-        self.own: Plan = self.shards[rank]
-        # For each rank the gradients it gets: the variable's place in the message, the range of its
-        # elements, and their first byte in the rank's section. Most ranks have no part of most
-        # variables.
-        self._sources = [
-            [
-                (i, of[peer], of[peer + 1], shard.layout.starts[i])
-                for i, of in enumerate(cuts)
-                if of[peer] < of[peer + 1]
-            ]
-            for peer, shard in enumerate(self.shards)
+        super().__init__(variables, order, update)
+        self.sections = sections
+        self.sources = [[shard for shard in of.shards if shard.elements] for of in sections]
+        # What is contiguous is copied together.
+        self._values = [
+            [chunk_of(memory, run) for run in runs(section.shards)] for section in sections
         ]
 
-    def pieces_of(self, places: Sequence[int]) -> list[list[tuple[int, int, int, int]]]:
-        """For each rank, its pieces of the gradients at these places.
+    def in_buffers(self) -> list[Array]:
+        """The gradients in the buffers, in the order of the message."""
+        return self.order.layout.views(self.buffer_messages[0])
 
-        A piece is the place in the message, the range of elements, and the range's first byte in
-        the rank's section.
-        """
-        return [[piece for piece in of_rank if piece[0] in places] for of_rank in self._sources]
-
-    def flat(self, values: Sequence[Array]) -> list[Array]:
-        """The variables' gradients, in the order of the message, as flat arrays."""
-        return [value.reshape(-1) for value in self.to_message_order(values)]
-
-    def write_section(self, rank: int, section: Bytes, flat: Sequence[Array]) -> None:
-        """Copies a rank's pieces of the gradients to its section."""
-        for i, start, stop, offset in self._sources[rank]:
-            dtype = self.blocks[i].array.dtype
-            piece = section[offset : offset + (stop - start) * dtype.itemsize].view(dtype)
-            piece[...] = flat[i][start:stop]
-
-    def write_new(self, message: Bytes) -> None:
-        """Copies this rank's part of the variables to a message."""
-        for chunk in self.own.chunks:
-            self.own.layout.groups[chunk.group].of(message)[chunk.start : chunk.stop] = chunk.value
+    def write_new(self, rank: int, message: Bytes) -> None:
+        """Copies a rank's shards of the variables to its message."""
+        for shard, value, _ in self._values[rank]:
+            message[shard.message.slice].view(shard.dtype)[...] = value
 
     def read_new(self, rank: int, message: Bytes) -> None:
-        """Copies another rank's part from its message to the variables."""
-        if rank == self._rank:
-            return
-        shard = self.shards[rank]
-        for chunk in shard.chunks:
-            chunk.value[...] = shard.layout.groups[chunk.group].of(message)[
-                chunk.start : chunk.stop
-            ]
+        """Copies a rank's shards from its message to the variables."""
+        for shard, value, _ in self._values[rank]:
+            value[...] = message[shard.message.slice].view(shard.dtype)

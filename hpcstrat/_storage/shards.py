@@ -1,8 +1,9 @@
-"""Shards: the parts of variables' elements that each rank updates, and whose slots it stores."""
+"""Sharded updates: the part of all elements that each rank updates, and whose slots it stores."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -11,7 +12,9 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block, Cuts
-from hpcstrat._memory.layout import layout_of
+from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._memory.layout import Layout, layout_of
+from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
 
@@ -36,25 +39,51 @@ def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[C
     for group in layout.groups:
         part = group.elements // size // _UNIT * _UNIT
         for i in group.members:
-            first, count = (layout.starts[i] - group.start) // group.dtype.itemsize, layout.sizes[i]
-            cuts[i] = (*[min(max(rank * part - first, 0), count) for rank in range(size)], count)
+            first, stop = group.within(layout.bytes_of(i))
+            starts = [min(max(rank * part, first), stop) for rank in range(size)]
+            cuts[i] = tuple([start - first for start in (*starts, stop)])
     return cuts
 
 
-def part_of(block: Block, start: int, stop: int) -> Block:
-    """Some elements of a variable as a flat block."""
-    array, view = (whole.reshape(-1)[start:stop] for whole in (block.array, block.view))
-    itemsize = array.dtype.itemsize
-    part = Block(
-        array, view, block.start + start * itemsize, block.start + stop * itemsize, block.number
-    )
-    part.name, part.storage = block.name, block.storage
-    return part
+class Section(NamedTuple):
+    """A rank's shards of all variables, and the message that consists of these.
+
+    Attributes:
+        layout: the layout of the message; it has every variable, perhaps without elements.
+        shards: the shards in it.
+    """
+
+    layout: Layout
+    shards: list[Shard]
 
 
-def parts_of(variables: Sequence[Block], cuts: Sequence[Cuts], rank: int) -> list[Block]:
-    """The elements of each variable that a rank updates."""
-    return [part_of(v, *of[rank : rank + 2]) for v, of in zip(variables, cuts, strict=True)]
+def sections_of(order: MessageOrder, slots: Sequence[Sequence[Block]], rank: int) -> list[Section]:
+    """Each rank's section.
+
+    Args:
+        order: the variables.
+        slots: for each variable, in the order of the message, this rank's parts of its slots.
+        rank: this rank.
+    """
+    dtypes = tuple([block.array.dtype for block in order.blocks])
+    cuts = [of_variable[0].cuts or () for of_variable in slots]
+    sections = []
+    for peer in range(len(cuts[0]) - 1):
+        elements = [Interval(*of_variable[peer : peer + 2]) for of_variable in cuts]
+        layout = layout_of(
+            tuple([(part.size,) for part in elements]), dtypes, order.layout.alignment
+        )
+        shards = []
+        for whole in order.shards:
+            shard = whole.part(elements[whole.variable])
+            own = [slot.memory for slot in slots[whole.variable]] if peer == rank else []
+            shards.append(
+                shard._replace(
+                    message=layout.bytes_of(whole.variable), memory=(*shard.memory, *own)
+                )
+            )
+        sections.append(Section(layout, shards))
+    return sections
 
 
 def update_rows_in_shards(
@@ -80,8 +109,8 @@ def update_rows_in_shards(
     elements, gradient = elements[order], gradient.reshape(-1)[order]
     start, stop = cuts[communicator.rank : communicator.rank + 2]
     own = xp.flatnonzero((elements >= start) & (elements < stop))
-    part = part_of(variable, start, stop)
-    update_rows((part, *slots), elements[own] - start, gradient[own], rule)
+    part = variable.array.reshape(-1)[start:stop]
+    update_rows([part, *[slot.array for slot in slots]], elements[own] - start, gradient[own], rule)
     with call_named(f"{current_call()}: new rows"):
-        (new,) = communicator.all_gather([part.array[elements[own] - start]], 0)
+        (new,) = communicator.all_gather([part[elements[own] - start]], 0)
     row_view(variable.array, 0)[elements] = new

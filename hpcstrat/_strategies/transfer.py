@@ -198,7 +198,7 @@ def _is_over_variables(group: ReplicaGroup, value: Any) -> bool:
     except TypeError:  # an array without values in memory
         return False
     # By address, not by type, because views of views count too.
-    return group.storage.has(array) or group.replica_storage.has(array)
+    return group.storage.local.has(array) or group.replica_storage.local.has(array)
 
 
 # ---- arrays in objects are sent as host arrays; the receiver moves GPU arrays to its own device

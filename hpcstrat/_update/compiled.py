@@ -290,7 +290,7 @@ def _source(kernel: Kernel, dtype: str, norms: int = 0) -> str:
 def table(chunks: Sequence[Sequence[Array]]) -> Table:
     """The table of chunks: per chunk the variable's, slots' and messages' arrays of one length."""
     rows = [[arrays[0].size, *(array.ctypes.data for array in arrays)] for arrays in chunks]
-    return np.array(rows, np.int64)
+    return np.array(rows, np.int64).reshape(len(rows), len(rows[0]) if rows else 1)
 
 
 def _matches_numpy(run: Loop, rule: UpdateRule, slots: int, dtype: np.dtype[Any]) -> bool:

@@ -12,7 +12,6 @@ import numpy as np
 from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
-from hpcstrat._memory.blocks import Block
 from hpcstrat._update.rule import UpdateRule
 
 _COMBINE = """
@@ -105,9 +104,9 @@ def row_view(array: Array, row_ndim: int) -> Array:
     return array.reshape(math.prod(array.shape[:leading]), *array.shape[leading:])
 
 
-def update_rows(blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule) -> None:
-    """Applies a rule to some rows of a variable (the first block) and its slots, on this rank."""
-    arrays = [row_view(block.array, gradient.ndim - 1) for block in blocks]
+def update_rows(arrays: Sequence[Array], rows: Array, gradient: Array, rule: UpdateRule) -> None:
+    """Applies a rule to some rows of a variable (the first array) and its slots, on this rank."""
+    arrays = [row_view(array, gradient.ndim - 1) for array in arrays]
     values = [array[rows] for array in arrays]
     value, *slots = [value.reshape(-1) for value in values]
     # Copied, because the rule may overwrite its gradient.

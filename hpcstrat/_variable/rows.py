@@ -249,7 +249,7 @@ class WritableByRows(ReadableAsArray):
         changed = target[rows]
         scatter.rule.apply(changed, values, (), changed)
         target[rows] = changed
-        state.storage.write(state.block, new, RULES["assign"])
+        state.storage.local.write(state.block, new, RULES["assign"])
 
     def _scatter_operation(self, scatter: Scatter) -> Aggregation:
         """The operation that combines the rows that replicas write."""

@@ -126,7 +126,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         # Storage allocates it as it does any new variable, at the same place on every rank.
         copied = VariableState(state.group, state.is_on_read, state.block.view)
         if state.is_on_read:  # every replica was given the parameter rank's value
-            state.storage.write(copied.block, state.block.view, RULES["assign"])
+            state.storage.local.write(copied.block, state.block.view, RULES["assign"])
         memo[id(self)] = other = self._with_state(copied)
         return other
 
@@ -257,7 +257,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         """Writes in the function of `StrategyExtended.update`, on this rank alone."""
         update.require_writable(self)
         state = self._state
-        state.storage.write(state.block, self._as_written(verb, value), RULES[verb])
+        state.storage.local.write(state.block, self._as_written(verb, value), RULES[verb])
 
     def _write_common(self, verb: str, value: Any, is_replica: bool) -> None:
         """Writes a variable that all replicas share."""
@@ -276,7 +276,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         """Writes an `ON_READ` variable, of which each replica has its own value."""
         state, group = self._state, self._state.group
         if isinstance(contexts.context(), InReplica) or group.communicator.size == 1:
-            state.storage.write(state.block, self._as_written(verb, value), RULES[verb])
+            state.storage.local.write(state.block, self._as_written(verb, value), RULES[verb])
             return
         # One value for all replicas. Reading must return it, even if reading sums over replicas.
         is_sum = self.aggregation is VariableAggregation.SUM
@@ -295,7 +295,7 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
             # The root's value, so that all replicas have the same bits even if ranks computed
             # slightly different values.
             new = group.communicator.broadcast_obj(gpu.to_host(new), group.root)
-            state.storage.write(state.block, new, RULES[verb])
+            state.storage.local.write(state.block, new, RULES[verb])
 
     # ---- help
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._storage.base import PART
+from hpcstrat._storage.local import PART
 from hpcstrat.checkpoint._atomic_file import find_numbers, follow_link
 from hpcstrat.checkpoint._safetensors import (
     DTYPE_NAMES,

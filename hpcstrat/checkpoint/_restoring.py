@@ -15,7 +15,7 @@ from hpcstrat._core.types import Bytes
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._replicas.group import UpdatesOn
-from hpcstrat._storage.base import PART, flat
+from hpcstrat._storage.local import PART, flat
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat._variable.writing import RULES
 from hpcstrat.checkpoint._agreement import agree, require_cross_replica
@@ -165,7 +165,7 @@ class _Restoring:
                     what = f"{name} from byte {place.start}"
                     part = self._broadcast_part(what, part, place.size)
             if part is not None and (is_root or is_everywhere):
-                storage_of(v).write_part(block, place.start, part)
+                storage_of(v).local.write_part(block, place.start, part)
 
     def _parts(self, name: str) -> Iterator[Bytes]:
         """An array of the file, part by part; nothing on ranks without the file."""
@@ -197,7 +197,7 @@ class _Restoring:
                     flat(array)[start : start + part.size] = part
                     start += part.size
             array = communicator.broadcast_obj(array, self._root)
-        state_of(v).storage.write(state_of(v).block, own_share(v, array), RULES["assign"])
+        state_of(v).storage.local.write(state_of(v).block, own_share(v, array), RULES["assign"])
 
     def _reset(self, slot: Slot) -> None:
         """Fills a slot that is not in the file because no step had updated its variable."""
@@ -211,7 +211,7 @@ class _Restoring:
         # In parts, so that a slot as large as the model needs no second copy of it.
         part = np.full(PART // itemsize, v.dtype.type(slot.initial), v.dtype).view(np.uint8)
         for place in Interval(0, v.size * itemsize).split(part.size):
-            storage.write_part(slot.block, place.start, part[: place.size])
+            storage.local.write_part(slot.block, place.start, part[: place.size])
 
     def _publish(self, variables: list[Variable]) -> None:
         for storage in dict.fromkeys(map(storage_of, variables)):

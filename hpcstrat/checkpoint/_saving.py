@@ -12,7 +12,7 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._storage.base import host_parts
+from hpcstrat._storage.local import host_parts
 from hpcstrat._variable.variable import state_of
 from hpcstrat.checkpoint import _background, _safetensors
 from hpcstrat.checkpoint._agreement import agree, require_cross_replica
@@ -158,7 +158,7 @@ class Saved:
             parts = host_parts(self._arrays[name], own.start, own.stop)
         else:
             v, block = self._blocks[name]
-            parts = storage_of(v).parts(block, own.start, own.stop)
+            parts = storage_of(v).local.parts(block, own.start, own.stop)
         for part in parts:
             # Other ranks wait for the disk. Every part counts as progress, so that the watchdog
             # sees no stall.

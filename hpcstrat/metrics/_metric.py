@@ -115,7 +115,7 @@ class Metric(abc.ABC):
                     "same"
                 )
         for other in metrics:
-            state.storage.write(
+            state.storage.local.write(
                 state.block, variable.state_of(other.totals).block.array, RULES["assign_add"]
             )
 
@@ -134,7 +134,7 @@ class Metric(abc.ABC):
         if state.group.stream is None and in_replica_of(state.group):
             # `assign_add` does the same after checks that take three times as long as summing a
             # batch.
-            state.storage.write(state.block, new, RULES["assign_add"])
+            state.storage.local.write(state.block, new, RULES["assign_add"])
             return
         if state.needs_aggregation_to_read():
             raise RuntimeError(
@@ -157,7 +157,7 @@ class Metric(abc.ABC):
         def apply(totals: Array, *_: Any) -> None:
             launch(*[None if array is None else stream.here(array) for array in arrays], totals)
 
-        state.storage.write(state.block, state.block.array, UpdateRule(apply))
+        state.storage.local.write(state.block, state.block.array, UpdateRule(apply))
 
 
 _NUMBERS = "fiub"

@@ -78,14 +78,14 @@ class GradientBuffers(list[Any]):
             ReplicaMismatchError: the replicas mark different buffers. Nothing has started.
             MemoryError: cannot allocate the sums on some rank.
         """
-        plan, places = self._plan, self._places_of(buffers)
+        plan, variables = self._plan, self._variables_of(buffers)
         marked = plan.marks.marked
-        for i, place in enumerate(places):
-            if place in marked or place in places[:i]:
+        for k, i in enumerate(variables):
+            if i in marked or i in variables[:k]:
+                name = plan.order.blocks[i].name
                 raise ValueError(
-                    f"{current_call()}: the gradient of {plan.blocks[place].name} is marked twice "
-                    "in this step; mark each once, and pass all buffers to apply_gradients before "
-                    "the next step"
+                    f"{current_call()}: the gradient of {name} is marked twice in this step; mark "
+                    "each once, and pass all buffers to apply_gradients before the next step"
                 )
         other = self._state.marked
         if not marked and other is not None and other[1].marks.marked:
@@ -93,25 +93,25 @@ class GradientBuffers(list[Any]):
                 f"{current_call()}: buffers of other variables of this optimizer are marked in "
                 "this step; pass them to apply_gradients first"
             )
-        self._group.storage.mark(plan, places, self._may_start())
+        self._group.storage.mark(plan, variables, self._may_start())
         self._state.marked = self._group, plan
 
-    def _places_of(self, buffers: Sequence[Any]) -> list[int]:
-        """The places of some of these buffers in the plan's message, in order."""
+    def _variables_of(self, buffers: Sequence[Any]) -> list[int]:
+        """The variables of some of these buffers, in the order of the message."""
         if not buffers:
             raise ValueError(
                 f"{current_call()}: got no arguments; pass gradient buffers, at least one"
             )
-        every = self._plan.to_message_order(self._plan.buffers or [])
-        places = {id(buffer): place for place, buffer in enumerate(every)}
+        every = self._plan.order.to_message(self._plan.buffers or [])
+        variables = {id(buffer): i for i, buffer in enumerate(every)}
         for i, buffer in enumerate(buffers, 1):
-            if id(buffer) not in places:
+            if id(buffer) not in variables:
                 raise ValueError(
                     f"{current_call()}: argument {i} of {len(buffers)}, of type "
                     f"{type(buffer).__name__}, is none of these buffers; pass the arrays that "
                     "gradient_buffers returned, not views or copies"
                 )
-        return sorted([places[id(buffer)] for buffer in buffers])
+        return sorted([variables[id(buffer)] for buffer in buffers])
 
     def _require_replica(self) -> None:
         """Checks that this line runs in a replica function.

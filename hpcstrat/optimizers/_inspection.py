@@ -69,7 +69,7 @@ def _read(variable: Variable, block: Block) -> np.ndarray[Any, Any]:
         return _join(variable, group.storage.all_parts(block))
     with group.communicator.raise_together():
         if group.communicator.rank == group.root:
-            value = _join(variable, group.storage.parts(block))
+            value = _join(variable, group.storage.local.parts(block))
     return group.communicator.broadcast_obj(value, group.root)
 
 

@@ -249,7 +249,7 @@ class Optimizer(metaclass=_attributes.OptimizerType):
             group.storage.update(plan, gradients, ReduceOp.SUM, rule)
             state.iterations += 1
         except BaseException as error:  # a signal's may come between these two lines
-            group.storage.mark_interrupted(error, plan.blocks)
+            group.storage.mark_interrupted(error, plan.order.blocks)
             raise
         return True
 

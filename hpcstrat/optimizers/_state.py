@@ -126,8 +126,8 @@ def key(group: ReplicaGroup, variables: Sequence[Variable]) -> tuple[int, ...]:
 def copy_block(storage: Storage, source: Block, target: Block) -> None:
     """Copies values of a variable or slot, on a rank that updates it; on all if it is split."""
     start = 0
-    for part in storage.parts(source) if source.cuts is None else storage.all_parts(source):
-        storage.write_part(target, start, part)
+    for part in storage.local.parts(source) if source.cuts is None else storage.all_parts(source):
+        storage.local.write_part(target, start, part)
         start += part.size
 
 

@@ -169,7 +169,9 @@ def scattered(count, collector):
 @pytest.mark.parametrize("collector", [0, N - 1])
 def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector):
     variables = scattered(12, collector)
-    starts = [v._state.block.start - variables[0]._state.block.start for v in variables]
+    starts = [
+        v._state.block.memory.start - variables[0]._state.block.memory.start for v in variables
+    ]
     assert len(set(map(tuple, COMM.allgather(starts)))) > 1
     optimizer = hs.optimizers.SGD(0.5, momentum=0.5)
 
@@ -238,7 +240,7 @@ def test_memory_that_a_programs_own_allocator_has(place, monkeypatch):
             pytest.raises(MemoryError, match=r"out of memory.* torch.cuda.empty_cache"),
         ):
             memory.new_block((100 << 20,), np.dtype(np.uint8), 2)
-        assert memory.new_block((10,), np.dtype(np.float32), 3).start > block.start
+        assert memory.new_block((10,), np.dtype(np.float32), 3).memory.start > block.memory.start
 
 
 def test_slots_live_once(strategy, xp, root):

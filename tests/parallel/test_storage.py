@@ -57,7 +57,7 @@ def settle():
 
 
 def start_of(v):
-    return v._state.block.start
+    return v._state.block.memory.start
 
 
 def test_many_come_and_go(strategy):

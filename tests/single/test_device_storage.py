@@ -36,11 +36,11 @@ def test_a_message_that_became_too_small_is_given_back():
     for turn in range(2):
         messages = []
         for plan in plans:
-            gradient = np.ones(plan.blocks[0].array.shape, np.float32)
+            gradient = np.ones(plan.order.blocks[0].array.shape, np.float32)
             storage.update(plan, [gradient], ReduceOp.SUM, rule)
-            messages.append(weakref.ref(plan.message))
-            assert plan.blocks[0].array.tolist() == (-(turn + 1) * gradient).tolist()
+            messages.append(weakref.ref(plan.memory))
+            assert plan.order.blocks[0].array.tolist() == (-(turn + 1) * gradient).tolist()
         gc.collect()
         assert {id(message()) for message in messages if message() is not None} == {
-            id(plans[-1].message)
+            id(plans[-1].memory)
         }

@@ -4,6 +4,7 @@ import itertools
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from internals import Interval, Shard, round_up, runs
 
@@ -63,6 +64,7 @@ VARIABLES = st.lists(st.tuples(st.integers(0, 12), GAPS), max_size=8)
 
 
 def shards_of(variables, itemsize, alignment):
+    dtype = np.dtype(f"V{itemsize}")
     shards, message, ends = [], 0, [0, 10_000]
     for i, (count, gaps) in enumerate(variables):
         message = round_up(message, alignment)
@@ -71,7 +73,7 @@ def shards_of(variables, itemsize, alignment):
         ]
         nbytes = count * itemsize
         bytes_from = [Interval(start, start + nbytes) for start in (message, *starts)]
-        shards.append(Shard(i, itemsize, Interval(0, count), bytes_from[0], tuple(bytes_from[1:])))
+        shards.append(Shard(i, dtype, Interval(0, count), bytes_from[0], tuple(bytes_from[1:])))
         message, *ends = [place.stop for place in bytes_from]
     return shards
 

@@ -1,0 +1,204 @@
+"""Where a rank stores and updates variables when some ranks compute on GPUs: three kinds."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import final
+
+import numpy as np
+
+from hpcstrat._core import gpu
+from hpcstrat._core.types import Array, Bytes
+from hpcstrat._memory.allocator import SlabAllocator, gpu_memory, host_memory
+from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._storage.device_plan import DevicePlan
+from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, host_parts
+from hpcstrat._update.device_backend import device_update
+from hpcstrat._update.numpy_backend import ScratchBuffers, numpy_update
+from hpcstrat._update.rule import UpdateRule
+from hpcstrat._update.update import Update
+
+
+class DeviceMemory(LocalBlocks):
+    """A rank's blocks, and its updates of them. Messages are on the rank's device.
+
+    Attributes:
+        memory: what updates change.
+        readable: what programs read: the same memory, or copies.
+        current: makes a block in which the strategy's stream is current, on a GPU.
+        here: returns an array on this rank's device, copied there if it is elsewhere.
+    """
+
+    memory: SlabAllocator
+    readable: SlabAllocator
+    current: Callable[[], contextlib.AbstractContextManager[None]]
+    here: Callable[[Array], Array]
+
+    @abc.abstractmethod
+    def zeros(self, nbytes: int) -> Array:
+        """New memory for messages, on this rank's device."""
+
+    def new_variable(self, initial: Array, number: int) -> Block:
+        """A new block with this value."""
+        block = self.memory.new_block(initial.shape, initial.dtype, number)
+        fill(block.array, initial)
+        return block
+
+    @abc.abstractmethod
+    def new_update(self, shards: Sequence[Shard]) -> Update:
+        """The update of these shards."""
+
+    def run(
+        self,
+        plan: DevicePlan,
+        rule: UpdateRule,
+        add_up: Callable[[Array], Array] | None = None,
+    ) -> None:
+        """Updates this rank's variables by the plan's message."""
+        plan.update.run(rule, [plan.update_message], add_up=add_up)
+
+    def has(self, array: Array) -> bool:
+        """Whether an array is in the memory that this rank reads."""
+        return self.readable.has(array)
+
+
+@final
+class OnHost(DeviceMemory):
+    """The memory of a rank that computes on the CPU."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(rank)
+        self.memory = self.readable = host_memory(is_pinned=False)
+        self.current = contextlib.nullcontext
+        self.here = gpu.to_host
+        self._scratch = ScratchBuffers()
+
+    def zeros(self, nbytes: int) -> Array:
+        """See `DeviceMemory.zeros`."""
+        return np.zeros(nbytes, np.uint8)
+
+    def new_update(self, shards: Sequence[Shard]) -> Update:
+        """An update in chunks that fit in cache."""
+        return numpy_update(self.memory, shards, self._scratch)
+
+    def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
+        """See `LocalBlocks.write`."""
+        rule.apply(block.array, gpu.to_host(new), (), block.array)
+
+    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """See `LocalBlocks.parts`."""
+        return host_parts(block.array, start, stop)
+
+    def _write_part(self, block: Block, start: int, part: Bytes) -> None:
+        flat(block.array)[start : start + part.size] = part
+
+
+class OnGpu(DeviceMemory):
+    """The memory of a rank that computes on a GPU, and stores and updates variables there."""
+
+    def __init__(self, rank: int, stream: gpu.Stream) -> None:
+        super().__init__(rank)
+        self.memory = self.readable = gpu_memory(stream)
+        self.current = stream.current
+        self.here = stream.here
+        self._stream = stream
+
+    def zeros(self, nbytes: int) -> Array:
+        """See `DeviceMemory.zeros`."""
+        return self._stream.xp.zeros(nbytes, np.uint8)
+
+    def new_update(self, shards: Sequence[Shard]) -> Update:
+        """An update of whole runs, each by one kernel."""
+        return device_update(self.memory, shards)
+
+    def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
+        """See `LocalBlocks.write`."""
+        with self.current():
+            rule.apply(block.array, self.here(new), (), block.array)
+
+    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """The bytes of a block, through pinned memory."""
+        wanted: Array = flat(block.array)[start:stop]
+        # From a GPU to ordinary memory, a copy goes through a small staging buffer of the driver.
+        pinned = gpu.allocate_pinned(min(PART, wanted.size))
+        for here in Interval(0, wanted.size).split(PART):
+            with self.current():
+                wanted[here.slice].get(out=pinned[: here.size])
+            yield pinned[: here.size]
+
+    def _write_part(self, block: Block, start: int, part: Bytes) -> None:
+        with self.current():
+            self._stream.synchronize()  # an earlier write may still be on its way to the GPU
+            for target in (block, block.copy):
+                if target is not None:
+                    fill(flat(target.array)[start : start + part.size], part)
+            self._stream.synchronize()  # the caller may change `part`
+
+
+@final
+class OnHostOfGpu(OnGpu):
+    """The memory of a rank that computes on a GPU, and stores and updates variables on its host.
+
+    The GPU has copies, which programs read.
+    """
+
+    def __init__(self, rank: int, stream: gpu.Stream) -> None:
+        super().__init__(rank, stream)
+        self.memory = host_memory(is_pinned=True)
+        self._scratch = ScratchBuffers()
+        self._pinned: Array = np.empty(0, np.uint8)
+
+    def new_variable(self, initial: Array, number: int) -> Block:
+        """A new block with this value, and its copy."""
+        block = super().new_variable(initial, number)
+        block.copy = self.readable.new_block(initial.shape, initial.dtype, number)
+        fill(block.copy.array, initial)
+        # Programs on this rank compute with the copy, never with the master.
+        block.view = block.copy.view
+        return block
+
+    def new_update(self, shards: Sequence[Shard]) -> Update:
+        """An update in chunks that fit in cache."""
+        return numpy_update(self.memory, shards, self._scratch)
+
+    def run(
+        self,
+        plan: DevicePlan,
+        rule: UpdateRule,
+        add_up: Callable[[Array], Array] | None = None,
+    ) -> None:
+        """Updates the variables on the host, then their copies. Waits for the message."""
+        message = plan.update_message
+        if self._pinned.size < message.size:
+            self._pinned = gpu.allocate_pinned(message.size)
+        message.get(out=self._pinned[: message.size])  # blocks until the copy is complete
+        plan.update.run(rule, [self._pinned], add_up=add_up)
+        for block in plan.order.blocks:
+            fill(block.view, block.array)
+
+    def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
+        """Changes the variable, and its copy."""
+        with self.current():
+            self._stream.synchronize()  # an earlier write may still be on its way to the GPU
+            rule.apply(block.array, gpu.to_host(new), (), block.array)
+            fill(block.view, block.array)
+
+    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """See `LocalBlocks.parts`."""
+        return host_parts(block.array, start, stop)
+
+
+def device_memory(rank: int, stream: gpu.Stream | None, on_host: bool) -> DeviceMemory:
+    """The memory of a rank.
+
+    Args:
+        rank: the rank.
+        stream: its stream; `None` if it computes on the CPU.
+        on_host: whether it stores and updates variables in host memory, also if it has a stream.
+    """
+    if stream is None:
+        return OnHost(rank)
+    return OnHostOfGpu(rank, stream) if on_host else OnGpu(rank, stream)

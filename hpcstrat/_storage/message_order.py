@@ -1,0 +1,102 @@
+"""The order of variables in the message of an update, and where they are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from hpcstrat._communicators.reduction import part_of_rank
+from hpcstrat._core.types import Array
+from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._memory.layout import Layout, layout_of
+from hpcstrat._update.chunks import PerMessage
+from hpcstrat._update.update import NONE_IN_PLACE, InPlace
+
+T = TypeVar("T")
+
+
+class MessageOrder:
+    """The variables of an update, in the order of their message.
+
+    There are three orders:
+
+    - of the call: the caller's variables and gradients, as the caller passes them;
+    - of the message: by creation number, which is equal on all ranks. "Variable i", and "the
+      gradients, by variable", always count in this order. The bytes are grouped by dtype;
+    - of memory: by address. `intervals.runs` finds where it is that of the message.
+
+    Args:
+        variables: their blocks, in the order of the call.
+        slots: for each variable the blocks of its slots, of its shape and dtype.
+        alignment: every variable starts at a multiple of this many bytes, in memory and message.
+
+    Attributes:
+        blocks: the variables' blocks.
+        layout: where each variable is in the message.
+        shards: the whole variables, as they follow each other in the message.
+    """
+
+    def __init__(
+        self, variables: Sequence[Block], slots: Sequence[Sequence[Block]], alignment: int = 1
+    ) -> None:
+        # Variables that were made one after another are mostly contiguous in memory.
+        self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
+        self.blocks: list[Block] = self.to_message(variables)
+        self.layout: Layout = layout_of(
+            tuple([block.array.shape for block in self.blocks]),
+            tuple([block.array.dtype for block in self.blocks]),
+            alignment,
+        )
+        of_variables = list(zip(self.blocks, self.to_message(slots), strict=True))
+        self.shards: list[Shard] = [
+            Shard(
+                i,
+                group.dtype,
+                Interval(0, self.layout.sizes[i]),
+                self.layout.bytes_of(i),
+                tuple([block.memory for block in (of_variables[i][0], *of_variables[i][1])]),
+            )
+            for group in self.layout.groups
+            for i in group.members
+        ]
+        self._views = PerMessage(lambda messages: self.layout.views(messages[0]))
+
+    def to_message(self, values: Sequence[T]) -> list[T]:
+        """What belongs to the variables, in the order of the message, from that of the call."""
+        return [values[i] for i in self._order]
+
+    def to_call(self, values: Sequence[T]) -> list[T]:
+        """The inverse of `to_message`."""
+        of_call = dict(zip(self._order, values, strict=True))
+        return [of_call[i] for i in range(len(of_call))]
+
+    def part_of_rank(self, rank: int, size: int) -> list[Shard]:
+        """The shards of a rank that has an equal share of the elements of each dtype."""
+        shares = {
+            group.dtype: part_of_rank(group.elements, rank, size)
+            .scale(group.dtype.itemsize)
+            .shift(group.start)
+            for group in self.layout.groups
+        }
+        return [shard & shares[shard.dtype] for shard in self.shards]
+
+    def write(
+        self,
+        message: Array,
+        values: Sequence[Array],
+        in_place: Mapping[int, InPlace] = NONE_IN_PLACE,
+    ) -> None:
+        """Copies gradients, or new values, into a message, except for what is read in place."""
+        for i, (view, value) in enumerate(zip(self._views.of([message]), values, strict=True)):
+            if i in in_place:
+                own = in_place[i].shard.elements
+                flat, given = view.reshape(-1), in_place[i].gradient
+                flat[: own.start] = given[: own.start]
+                flat[own.stop :] = given[own.stop :]
+            else:
+                view[...] = value
+
+    def forget_messages(self) -> None:
+        """Drops the kept views of messages, and with them the messages."""
+        self._views.clear()
