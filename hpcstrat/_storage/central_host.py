@@ -21,7 +21,7 @@ from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import update_rows
-from hpcstrat._update.update import NONE_IN_PLACE
+from hpcstrat._update.update import NOTHING_IN_PLACE
 
 
 @final
@@ -125,7 +125,7 @@ class CentralHostStorage(HostStorage):
     ) -> None:
         communicator, order = self.communicator, plan.order
         add_up = None if rule.norms is None else self._prepare_sums(plan, rule.norms.size)
-        in_place = NONE_IN_PLACE
+        in_place = NOTHING_IN_PLACE
         if values is None:
             communicator.exchange(signature)
             messages = plan.buffer_messages

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -14,14 +15,14 @@ from hpcstrat._core.span import COMMUNICATION, UPDATE, Details, span
 from hpcstrat._core.types import Array
 from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.intervals import Interval, runs
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.base import Storage, UpdateRule
 from hpcstrat._storage.device_memory import DeviceMemory, device_memory
 from hpcstrat._storage.device_plan import DevicePlan, MessagePool
 from hpcstrat._storage.marks import parts_of
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
-from hpcstrat._update.chunks import Chunk, chunk_of
+from hpcstrat._update.chunks import Chunk, chunks_of
 
 
 def _on_stream(name: str) -> Callable[..., Details]:
@@ -82,7 +83,7 @@ class DeviceStorage(Storage):
         """The runs of the variables that this rank reads."""
         read = [block.copy or block for block in variables]
         order = MessageOrder(read, [()] * len(read), ALIGNMENT)
-        return [chunk_of(self.local.readable, run) for run in runs(order.shards, ALIGNMENT)]
+        return chunks_of(self.local.readable, order.shards, sys.maxsize, ALIGNMENT)
 
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
         """Compares the ranks' copies with each other, because CuPy cannot forbid writing."""

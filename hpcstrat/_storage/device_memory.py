@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
@@ -11,13 +12,14 @@ import numpy as np
 
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, Bytes
-from hpcstrat._memory.allocator import SlabAllocator, gpu_memory, host_memory
+from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, host_memory
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import Interval, Shard
 from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, host_parts
-from hpcstrat._update.device_backend import device_update
-from hpcstrat._update.numpy_backend import ScratchBuffers, numpy_update
+from hpcstrat._update.chunks import chunks_of
+from hpcstrat._update.device_update import DeviceUpdate
+from hpcstrat._update.numpy_update import NumpyUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import Update
 
@@ -74,7 +76,7 @@ class OnHost(DeviceMemory):
         self.memory = self.readable = host_memory(is_pinned=False)
         self.current = contextlib.nullcontext
         self.here = gpu.to_host
-        self._scratch = ScratchBuffers()
+        self._scratch: Scratch = {}
 
     def zeros(self, nbytes: int) -> Array:
         """See `DeviceMemory.zeros`."""
@@ -82,7 +84,7 @@ class OnHost(DeviceMemory):
 
     def new_update(self, shards: Sequence[Shard]) -> Update:
         """An update in chunks that fit in cache."""
-        return numpy_update(self.memory, shards, self._scratch)
+        return NumpyUpdate(chunks_of(self.memory, shards), shards, self._scratch)
 
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """See `LocalBlocks.write`."""
@@ -112,7 +114,7 @@ class OnGpu(DeviceMemory):
 
     def new_update(self, shards: Sequence[Shard]) -> Update:
         """An update of whole runs, each by one kernel."""
-        return device_update(self.memory, shards)
+        return DeviceUpdate(chunks_of(self.memory, shards, sys.maxsize, ALIGNMENT), shards)
 
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """See `LocalBlocks.write`."""
@@ -148,7 +150,7 @@ class OnHostOfGpu(OnGpu):
     def __init__(self, rank: int, stream: gpu.Stream) -> None:
         super().__init__(rank, stream)
         self.memory = host_memory(is_pinned=True)
-        self._scratch = ScratchBuffers()
+        self._scratch: Scratch = {}
         self._pinned: Array = np.empty(0, np.uint8)
 
     def new_variable(self, initial: Array, number: int) -> Block:
@@ -162,7 +164,7 @@ class OnHostOfGpu(OnGpu):
 
     def new_update(self, shards: Sequence[Shard]) -> Update:
         """An update in chunks that fit in cache."""
-        return numpy_update(self.memory, shards, self._scratch)
+        return NumpyUpdate(chunks_of(self.memory, shards), shards, self._scratch)
 
     def run(
         self,

@@ -20,8 +20,9 @@ from hpcstrat._process import settings
 from hpcstrat._storage.base import Storage, UpdateRule
 from hpcstrat._storage.local import LocalBlocks, flat, host_parts
 from hpcstrat._update import compiled
-from hpcstrat._update.compiled_backend import CompiledUpdate
-from hpcstrat._update.numpy_backend import ScratchBuffers, numpy_update
+from hpcstrat._update.chunks import chunks_of
+from hpcstrat._update.compiled_update import CompiledUpdate
+from hpcstrat._update.numpy_update import NumpyUpdate, Scratch
 from hpcstrat._update.update import Update
 
 
@@ -69,7 +70,7 @@ class HostStorage(Storage):
         super().__init__(communicator, SegmentBlocks(communicator.rank, segment))
         self._compiles = settings.compiles()  # read here, so that making the strategy may raise
         self._segment = segment
-        self._scratch = ScratchBuffers()
+        self._scratch: Scratch = {}
 
     def _new_update(self, layout: Layout, shards: Sequence[Shard], rank: int = 0) -> Update:
         """The update of shards of the variables in a message.
@@ -80,9 +81,9 @@ class HostStorage(Storage):
             rank: which of the messages of an update is this rank's.
         """
         # Compiling takes half a second, which small updates never make up for.
-        if self._compiles and sum(layout.sizes) >= compiled.FEWEST:
-            return CompiledUpdate(self._segment, shards, self._scratch, rank)
-        return numpy_update(self._segment, shards, self._scratch, rank)
+        is_compiled = self._compiles and sum(layout.sizes) >= compiled.FEWEST
+        kind = CompiledUpdate if is_compiled else NumpyUpdate
+        return kind(chunks_of(self._segment, shards), shards, self._scratch, rank)
 
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
         """Compares checksums, because NumPy's `at` writes to read-only arrays, too."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from hpcstrat._communicators.reduction import part_of_rank
@@ -10,8 +10,8 @@ from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import Interval, Shard
 from hpcstrat._memory.layout import Layout, layout_of
-from hpcstrat._update.chunks import PerMessage
-from hpcstrat._update.update import NONE_IN_PLACE, InPlace
+from hpcstrat._update.chunks import keep_per_message
+from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class MessageOrder:
             for group in self.layout.groups
             for i in group.members
         ]
-        self._views = PerMessage(lambda messages: self.layout.views(messages[0]))
+        self._views: dict[tuple[int, int], tuple[Array, list[Array]]] = {}
 
     def to_message(self, values: Sequence[T]) -> list[T]:
         """What belongs to the variables, in the order of the message, from that of the call."""
@@ -85,17 +85,21 @@ class MessageOrder:
         self,
         message: Array,
         values: Sequence[Array],
-        in_place: Mapping[int, InPlace] = NONE_IN_PLACE,
+        in_place: InPlace = NOTHING_IN_PLACE,
     ) -> None:
         """Copies gradients, or new values, into a message, except for what is read in place."""
-        for i, (view, value) in enumerate(zip(self._views.of([message]), values, strict=True)):
+        views = keep_per_message(self._views, [message], self._views_of)
+        for i, (view, value) in enumerate(zip(views, values, strict=True)):
             if i in in_place:
-                own = in_place[i].shard.elements
-                flat, given = view.reshape(-1), in_place[i].gradient
+                own, given = in_place[i]
+                flat = view.reshape(-1)
                 flat[: own.start] = given[: own.start]
                 flat[own.stop :] = given[own.stop :]
             else:
                 view[...] = value
+
+    def _views_of(self, messages: Sequence[Array]) -> list[Array]:
+        return self.layout.views(messages[0])
 
     def forget_messages(self) -> None:
         """Drops the kept views of messages, and with them the messages."""

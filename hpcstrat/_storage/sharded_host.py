@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import final
 
@@ -14,14 +15,14 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block, Cuts
-from hpcstrat._memory.intervals import Interval, divide_up, runs
+from hpcstrat._memory.intervals import Interval, divide_up
 from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.shards import Section, cuts_of, sections_of, update_rows_in_shards
-from hpcstrat._update.chunks import Memory, chunk_of
+from hpcstrat._update.chunks import Memory, chunks_of
 from hpcstrat._update.update import Update
 
 
@@ -217,9 +218,7 @@ class ShardedPlan(Plan):
         self.sections = sections
         self.sources = [[shard for shard in of.shards if shard.elements] for of in sections]
         # What is contiguous is copied together.
-        self._values = [
-            [chunk_of(memory, run) for run in runs(section.shards)] for section in sections
-        ]
+        self._values = [chunks_of(memory, section.shards, sys.maxsize) for section in sections]
 
     def in_buffers(self) -> list[Array]:
         """The gradients in the buffers, in the order of the message."""

@@ -15,12 +15,12 @@ know where a variable ends: for them, chunks are cut there.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 from hpcstrat._communicators.reduction import CHUNK
 from hpcstrat._core.types import Array
-from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._memory.intervals import Interval, Shard, runs
 
 T = TypeVar("T")
 
@@ -46,68 +46,72 @@ class Chunk(NamedTuple):
     value: Array
     slots: tuple[Array, ...]
 
+    def __and__(self, shard: Shard) -> Chunk:
+        """The chunk of those of its elements that are in a shard."""
+        both = shard & self.shard.message
+        first = (both.message.start - self.shard.message.start) // both.dtype.itemsize
+        here = Interval(0, both.elements.size).shift(first).slice
+        return Chunk(both, self.value[here], tuple([slot[here] for slot in self.slots]))
 
-def chunk_of(memory: Memory, shard: Shard) -> Chunk:
-    """A shard with its memory."""
-    value, *slots = [memory.part(*place).view(shard.dtype) for place in shard.memory]
-    return Chunk(shard, value, tuple(slots))
+
+def chunks_of(
+    memory: Memory, shards: Sequence[Shard], count: int = CHUNK, alignment: int = 1
+) -> list[Chunk]:
+    """The chunks of some shards.
+
+    Args:
+        memory: the memory of the shards.
+        shards: in the order of the message.
+        count: the most elements of a chunk.
+        alignment: see `runs`.
+    """
+    chunks = []
+    for run in runs(shards, alignment):
+        for shard in run.split(count):
+            value, *slots = [memory.part(*place).view(shard.dtype) for place in shard.memory]
+            chunks.append(Chunk(shard, value, tuple(slots)))
+    return chunks
 
 
-def cut_at_variables(chunks: Sequence[Shard], shards: Sequence[Shard]) -> list[Shard]:
-    """The chunks of these shards, cut where one variable ends and the next starts."""
-    starts = [chunk.message.start for chunk in chunks]
-    parts = []
+def cut_at_variables(
+    chunks: Sequence[Chunk], shards: Sequence[Shard]
+) -> Iterator[tuple[Shard, list[Chunk]]]:
+    """Each shard that has elements, and its chunks, cut where other variables end and start."""
+    starts = [chunk.shard.message.start for chunk in chunks]
     for shard in shards:
-        first = bisect.bisect_right(starts, shard.message.start) - 1  # it may have started before
-        stop = bisect.bisect_left(starts, shard.message.stop)
-        parts += [shard & chunk.message for chunk in chunks[max(first, 0) : stop]]
-    return [part for part in parts if part.elements]
+        if shard.elements:
+            # Its first chunk may have started before it.
+            first = bisect.bisect_right(starts, shard.message.start) - 1
+            stop = bisect.bisect_left(starts, shard.message.stop)
+            yield shard, [chunk & shard for chunk in chunks[first:stop]]
 
 
-def chunks_within(chunks: Sequence[Shard], shard: Shard) -> range:
+def chunks_within(chunks: Sequence[Chunk], shard: Shard) -> range:
     """The indices of the chunks, in the order of the message, that are inside of a shard."""
-    starts = [chunk.message.start for chunk in chunks]
-    stops = [chunk.message.stop for chunk in chunks]
+    starts = [chunk.shard.message.start for chunk in chunks]
+    stops = [chunk.shard.message.stop for chunk in chunks]
     return range(
         bisect.bisect_left(starts, shard.message.start),
         bisect.bisect_right(stops, shard.message.stop),
     )
 
 
-def local_shards(chunks: Sequence[Shard], shards: Sequence[Shard]) -> dict[int, Shard]:
-    """By variable, the part of its shard that consists of whole chunks, for large shards."""
-    local = {}
-    for shard in shards:
-        # A small gradient costs less to copy than to read in place.
-        inside = chunks_within(chunks, shard) if shard.elements.size >= CHUNK else range(0)
-        if inside:
-            first, last = chunks[inside[0]], chunks[inside[-1]]
-            local[shard.variable] = shard & Interval(first.message.start, last.message.stop)
-    return local
-
-
-class PerMessage(Generic[T]):
+def keep_per_message(
+    kept: dict[tuple[int, int], tuple[Array, T]],
+    messages: Sequence[Array],
+    make: Callable[[Sequence[Array]], T],
+) -> T:
     """What is made once for each of the few messages that live as long as the communicator.
 
     Args:
-        make: makes it from the messages of all ranks.
+        kept: what was made before, by message.
+        messages: of all ranks; the first one stands for all.
+        make: makes it.
     """
-
-    def __init__(self, make: Callable[[Sequence[Array]], T]) -> None:
-        self._make = make
-        # By id, because arrays have no hash; each message is kept, so that no other gets its id.
-        self._kept: dict[tuple[int, int], tuple[Array, T]] = {}
-
-    def of(self, messages: Sequence[Array]) -> T:
-        """What belongs to these messages; the first one stands for all."""
-        key = id(messages[0]), len(messages)
-        kept = self._kept.get(key)
-        if kept is None:
-            if len(self._kept) == 3:  # two records and a mailbox, before it grew
-                self._kept.clear()
-            kept = self._kept[key] = (messages[0], self._make(messages))
-        return kept[1]
-
-    def clear(self) -> None:
-        """Forgets everything, the messages too."""
-        self._kept.clear()
+    # By id, because arrays have no hash; each message is kept, so that no other gets its id.
+    key = id(messages[0]), len(messages)
+    if key not in kept:
+        if len(kept) == 3:  # two records and a mailbox, before it grew
+            kept.clear()
+        kept[key] = messages[0], make(messages)
+    return kept[key][1]
