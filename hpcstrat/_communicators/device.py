@@ -13,6 +13,7 @@ from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.span import Details
 from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._memory.intervals import Interval
 
 
 class RankSlice(NamedTuple):
@@ -20,14 +21,13 @@ class RankSlice(NamedTuple):
 
     Attributes:
         rank: the rank.
-        start, stop: the elements.
-        place: where the first of them is in the rank's own array, which has its elements only.
+        elements: the elements of the array.
+        own: the same in the rank's own array, which has its elements only.
     """
 
     rank: int
-    start: int
-    stop: int
-    place: int
+    elements: Interval
+    own: Interval
 
 
 def on_stream(name: str) -> Callable[..., Details]:
@@ -130,12 +130,12 @@ class DeviceCommunicator(Communicator):
         """Copies the array of rank `root` to all ranks' arrays."""
 
     @abc.abstractmethod
-    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[RankSlice]) -> None:
-        """Sums the ranks' arrays of floats; each rank's `out` gets the elements of its segments."""
+    def reduce_scatter_flat(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
+        """Sums the ranks' arrays of floats; each rank's `out` gets the elements of its slices."""
 
     @abc.abstractmethod
-    def all_gather_flat(self, array: Array, segments: Sequence[RankSlice]) -> None:
-        """Copies each segment of its rank's array to all ranks' arrays."""
+    def all_gather_flat(self, array: Array, slices: Sequence[RankSlice]) -> None:
+        """Copies each slice of its rank's array to all ranks' arrays."""
 
     def side_stream(self, memory: Array) -> contextlib.AbstractContextManager[None]:
         """A block whose calls for storage use a second stream, after what is on `stream` now.

@@ -19,6 +19,7 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import PackKernel, layout_of
 
 
@@ -197,17 +198,18 @@ class NcclCommunicator(DeviceCommunicator):
         op: ReduceOp,
     ) -> None:
         """Reduces flat arrays, whose parts, in rank order, have these sizes."""
-        segments = []
+        slices: list[list[RankSlice]] = []
         for of_array in sizes:
             ends = itertools.accumulate(of_array, initial=0)
-            segments.append(
+            parts = [Interval(*part) for part in itertools.pairwise(ends)]
+            slices.append(
                 [
-                    RankSlice(rank, start, stop, 0)
-                    for rank, (start, stop) in enumerate(itertools.pairwise(ends))
-                    if start < stop
+                    RankSlice(rank, part, part.shift(-part.start))
+                    for rank, part in enumerate(parts)
+                    if part
                 ]
             )
-        self._collectives.reduce_scatter(current_call(), self.stream, flat, own, segments, op)
+        self._collectives.reduce_scatter(current_call(), self.stream, flat, own, slices, op)
 
     def _exchange_on_gpu(
         self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
@@ -260,17 +262,17 @@ class NcclCommunicator(DeviceCommunicator):
         self._collectives.broadcast("the broadcast of new values", self.active_stream, array, root)
 
     @span(COMMUNICATION, on_stream("reduce-scatter"))
-    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[RankSlice]) -> None:
+    def reduce_scatter_flat(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
         flat = array.reshape(-1)
         self._collectives.reduce_scatter(
-            "the sum of gradients", self.active_stream, [flat], [out], [segments], ReduceOp.SUM
+            "the sum of gradients", self.active_stream, [flat], [out], [slices], ReduceOp.SUM
         )
 
     @span(COMMUNICATION, on_stream("all-gather"))
-    def all_gather_flat(self, array: Array, segments: Sequence[RankSlice]) -> None:
+    def all_gather_flat(self, array: Array, slices: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
-        self._collectives.all_gather_in_place("the new values", self.active_stream, array, segments)
+        self._collectives.all_gather_in_place("the new values", self.active_stream, array, slices)
 
     @contextlib.contextmanager
     def side_stream(self, memory: Array) -> Iterator[None]:

@@ -18,6 +18,7 @@ from hpcstrat._communicators.run_ahead import RunAhead
 from hpcstrat._core import gpu
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import Layout
 from hpcstrat._process import failure
 
@@ -130,38 +131,38 @@ class NcclCollectives:
         stream: gpu.Stream,
         arrays: Sequence[Array],
         outs: Sequence[Array],
-        segments: Sequence[Sequence[RankSlice]],
+        slices: Sequence[Sequence[RankSlice]],
         op: ReduceOp,
     ) -> None:
-        """Reduces flat arrays elementwise; each rank's `outs` get its segments of the arrays."""
+        """Reduces flat arrays elementwise; each rank's `outs` get its slices of the arrays."""
         rank, size, raw = self._control.rank, self._control.size, stream.raw.ptr
         with self._group(what, stream):
-            for array, out, parts in zip(arrays, outs, segments, strict=True):
+            for array, out, parts in zip(arrays, outs, slices, strict=True):
                 equal, rest = _equal_parts(parts, size)
                 if equal:
                     source, count, kind = resolve(array[:equal])
                     target = out.data.ptr
                     self._comm.reduceScatter(source, target, count, kind, _operation(op), raw)
-                for root, start, stop, place in rest:
-                    source, count, kind = resolve(array[start:stop])
-                    target = out[place:].data.ptr if root == rank else 0
+                for root, elements, own in rest:
+                    source, count, kind = resolve(array[elements.slice])
+                    target = out[own.slice].data.ptr if root == rank else 0
                     self._comm.reduce(source, target, count, kind, _operation(op), root, raw)
         for out in outs:
             self._divide(out, op)
 
     def all_gather_in_place(
-        self, what: str, stream: gpu.Stream, array: Array, segments: Sequence[RankSlice]
+        self, what: str, stream: gpu.Stream, array: Array, slices: Sequence[RankSlice]
     ) -> None:
-        """Copies each segment of its rank's flat array to all ranks' arrays."""
-        equal, rest = _equal_parts(segments, self._control.size)
+        """Copies each slice of its rank's flat array to all ranks' arrays."""
+        equal, rest = _equal_parts(slices, self._control.size)
         raw = stream.raw.ptr
         with self._group(what, stream):
             if equal:
                 start = equal * self._control.rank
                 own = array[start : start + equal]
                 self._comm.allGather(own.data.ptr, array.data.ptr, own.nbytes, self._byte, raw)
-            for root, start, stop, _ in rest:
-                part = array[start:stop]
+            for root, elements, _ in rest:
+                part = array[elements.slice]
                 place = part.data.ptr
                 self._comm.broadcast(place, place, part.nbytes, self._byte, root, raw)
 
@@ -345,21 +346,20 @@ def dtype_to_reduce(dtype: np.dtype[Any], op: ReduceOp) -> np.dtype[Any]:
     return accumulator(dtype) if REDUCTIONS[op].is_mean else dtype
 
 
-def _equal_parts(segments: Sequence[RankSlice], size: int) -> tuple[int, Sequence[RankSlice]]:
+def _equal_parts(slices: Sequence[RankSlice], size: int) -> tuple[int, Sequence[RankSlice]]:
     """The elements of each rank in equal parts, and what these leave out.
 
     NCCL's reduce-scatter and all-gather take equal parts only. There are such parts, 0 elements
-    otherwise, if each rank has a segment, in rank order, and only the last is longer.
+    otherwise, if each rank has a slice, in rank order, and only the last is longer.
     """
-    if len(segments) < size:
-        return 0, segments
-    equal = segments[1].start
-    for i, segment in enumerate(segments):
-        # A segment may end before the next starts, with a gap between two variables.
-        end = segment.start + equal
-        is_filled = segment.stop >= end if i == size - 1 else segment.stop <= end
-        if (segment.rank, segment.start) != (i, i * equal) or not is_filled:
-            return 0, segments
-    last = segments[-1]
-    rest = last._replace(start=last.start + equal, place=last.place + equal)
-    return equal, [rest] if rest.start < rest.stop else []
+    if len(slices) < size:
+        return 0, slices
+    equal = slices[1].elements.start
+    for i, (rank, elements, _) in enumerate(slices):
+        # A slice may end before the next starts, with a gap between two variables.
+        is_filled = elements.size >= equal if i == size - 1 else elements.size <= equal
+        if (rank, elements.start) != (i, i * equal) or not is_filled:
+            return 0, slices
+    last, *parts = slices[-1]
+    elements, own = [Interval(part.start + equal, part.stop) for part in parts]
+    return equal, [RankSlice(last, elements, own)] if elements else []

@@ -167,31 +167,31 @@ class StagedCommunicator(DeviceCommunicator):
             _fill(array, message[: array.nbytes].view(array.dtype))
 
     @span(COMMUNICATION, on_stream("reduce-scatter"))
-    def reduce_scatter_flat(self, array: Array, out: Array, segments: Sequence[RankSlice]) -> None:
+    def reduce_scatter_flat(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
         with call_named("the sum of gradients"):
             hosts = self._host_copies([array.reshape(-1)])
             (total,) = self._control.reduce_arrays((ReduceOp.SUM.name,), hosts, ReduceOp.SUM)
-        for rank, start, stop, place in segments:
+        for rank, elements, own in slices:
             if rank == self.rank:
-                _fill(out[place : place + stop - start], total[start:stop])
+                _fill(out[own.slice], total[elements.slice])
 
     @span(COMMUNICATION, on_stream("all-gather"))
-    def all_gather_flat(self, array: Array, segments: Sequence[RankSlice]) -> None:
+    def all_gather_flat(self, array: Array, slices: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
         own = [
-            self._host_copies([array[start:stop]])[0].copy()
-            for rank, start, stop, _ in segments
+            self._host_copies([array[elements.slice]])[0].copy()
+            for rank, elements, _ in slices
             if rank == self.rank
         ]
         with call_named("new values"):
             everything = [np.concatenate([np.empty(0, array.dtype), *own])]
             (new,) = self._control.gather_arrays((array.dtype, array.shape), everything, 0)
-        offset = 0
-        for rank, start, stop, _ in sorted(segments):  # in rank order
+        stop = 0
+        for rank, elements, _ in sorted(slices):  # in rank order
+            start, stop = stop, stop + elements.size
             if rank != self.rank:
-                _fill(array[start:stop], new[offset : offset + stop - start])
-            offset += stop - start
+                _fill(array[elements.slice], new[start:stop])
 
     def close(self) -> None:
         """See `DeviceCommunicator.close`. It holds nothing."""

@@ -97,9 +97,9 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
             plan.gradients, plan.own_gradients, plan.slices, strict=True
         ):
             communicator.broadcast_flat(gradient, 0)
-            for rank, start, stop, place in slices:
+            for rank, elements, of_own in slices:
                 if rank == communicator.rank:
-                    own[place : place + stop - start] = gradient[start:stop]
+                    own[of_own.slice] = gradient[elements.slice]
 
     def _sum_parts(self, plan: DevicePlan, parts: Sequence[Sequence[Interval]]) -> None:
         if not isinstance(plan, ShardedDevicePlan):
@@ -109,11 +109,11 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
             plan.gradients, plan.own_gradients, plan.slices, parts, strict=True
         ):
             for part in of_gradient:
-                here = []
-                for rank, start, stop, place in slices:
-                    both = Interval(start, stop) & part
-                    if both:
-                        here.append(RankSlice(rank, *both, place + both.start - start))
+                here = [
+                    RankSlice(rank, both, both.shift(of_own.start - elements.start))
+                    for rank, elements, of_own in slices
+                    if (both := elements & part)
+                ]
                 self.communicator.reduce_scatter_flat(gradient, own, here)
 
     def _add_up(self, sums: Array) -> Array:
@@ -194,7 +194,7 @@ def rank_slices(order: MessageOrder, sections: Sequence[Section]) -> list[list[R
         ]
         for run in runs(shards, order.layout.alignment):
             index = [group.dtype for group in order.layout.groups].index(run.dtype)
-            start, stop = order.layout.groups[index].within(run.message)
-            place = section.layout.groups[index].within(run.memory[0]).start
-            slices[index].append(RankSlice(rank, start, stop, place))
+            whole, own = order.layout.groups[index], section.layout.groups[index]
+            elements, of_own = whole.within(run.message), own.within(run.memory[0])
+            slices[index].append(RankSlice(rank, elements, of_own))
     return slices
