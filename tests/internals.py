@@ -21,6 +21,7 @@ from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.nccl_start import load_nccl
 from hpcstrat._communicators.reduction import (
+    CHUNK,
     REDUCTIONS,
     Reduction,
     accumulator,
@@ -45,6 +46,7 @@ from hpcstrat._memory.allocator import (
     gpu_memory,
     private_memory,
 )
+from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import Interval, Shard, divide_up, round_up, runs
 from hpcstrat._memory.layout import Layout, PackKernel, layout_of
 from hpcstrat._memory.segment import available_memory, make_private_segment, physical_memory
@@ -72,6 +74,8 @@ from hpcstrat._storage.local import PART, host_parts
 from hpcstrat._storage.marks import parts_of
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
+from hpcstrat._storage.sharded_device import rank_slices
+from hpcstrat._storage.shards import cuts_of, sections_of
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
 from hpcstrat._strategies.reduction import _reduce_own
@@ -98,6 +102,9 @@ from hpcstrat._tools.timeline.shares import (
     share_out,
 )
 from hpcstrat._update import compiled, library_cache, rows, rule
+from hpcstrat._update.chunks import chunks_of
+from hpcstrat._update.compiled_update import CompiledUpdate
+from hpcstrat._update.numpy_update import NumpyUpdate
 from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector

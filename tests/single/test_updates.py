@@ -1,0 +1,276 @@
+"""Updates of shards on any number of ranks, against sums that are written out in rank order.
+
+Variables without elements, fewer elements than ranks, 16-bit variables that start between two
+words, and holes where variables were freed.
+"""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from internals import (
+    ALIGNMENT,
+    CHUNK,
+    Block,
+    CompiledUpdate,
+    Interval,
+    MessageOrder,
+    NumpyUpdate,
+    RangeAllocator,
+    SlabAllocator,
+    chunks_of,
+    compiled,
+    cuts_of,
+    rank_slices,
+    sections_of,
+)
+from package_kernels import optimizers_of
+
+from hpcstrat import ReduceOp
+
+DTYPES = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
+SIZES = st.integers(0, 5) | st.sampled_from([63, 64, 65, 1000, CHUNK + 1, 2 * CHUNK + 3])
+# For each variable its size, its dtype, and whether one that was made before it is freed.
+VARIABLES = st.lists(
+    st.tuples(SIZES, st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=6
+)
+RANKS = st.integers(1, 5)
+KINDS = [
+    pytest.param(NumpyUpdate, id="NumPy"),
+    pytest.param(
+        CompiledUpdate,
+        id="compiled",
+        marks=pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler"),
+    ),
+]
+
+
+class Memory:
+    """Memory of this test, in which a block starts at a multiple of its item size."""
+
+    def __init__(self):
+        self.bytes = np.zeros(1 << 23, np.uint8)
+        self._heap = RangeAllocator(0, self.bytes.size)
+        self._made = 0
+
+    def new_block(self, shape, dtype):
+        self._made += 1
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        start = self._heap.allocate(nbytes, dtype.itemsize)
+        array = self.part(start, start + nbytes).view(dtype).reshape(shape)
+        return Block(array, array, Interval(start, start + nbytes), self._made)
+
+    def free(self, block):
+        self._heap.free(block.memory.start, block.memory.size)
+
+    def part(self, start, stop):
+        return self.bytes[start:stop]
+
+
+def made_in(memory, variables, random):
+    """Blocks with random values."""
+    blocks = []
+    for size, dtype, has_hole in variables:
+        hole = memory.new_block((3,), np.dtype(np.int8)) if has_hole else None
+        blocks.append(memory.new_block((size,), dtype))
+        blocks[-1].array[...] = random.standard_normal(size)
+        if hole is not None:
+            memory.free(hole)
+    return blocks
+
+
+def gradients_of(blocks, ranks, random):
+    return [
+        [random.standard_normal(block.array.shape).astype(block.array.dtype) for block in blocks]
+        for _ in range(ranks)
+    ]
+
+
+def sum_in_order(arrays):
+    wide = np.float32 if arrays[0].itemsize == 2 else arrays[0].dtype
+    total = arrays[0].astype(wide)
+    for array in arrays[1:]:
+        total = total + array.astype(wide)
+    return total.astype(arrays[0].dtype)
+
+
+def expected_of(rule, blocks, slots, gradients):
+    """The bits of each variable, and of its slot, after the rule was applied to it as a whole."""
+    results = []
+    for i, (block, (slot,)) in enumerate(zip(blocks, slots, strict=True)):
+        value, state = block.array.copy(), slot.array.copy()
+        total = sum_in_order([of_rank[i] for of_rank in gradients])
+        rule.apply(value, total, [state], np.empty_like(value))
+        results.append((value.tobytes(), state.tobytes()))
+    return results
+
+
+def bits_of(blocks, slots):
+    return [
+        (block.array.tobytes(), slot.array.tobytes())
+        for block, (slot,) in zip(blocks, slots, strict=True)
+    ]
+
+
+def momentum():
+    return optimizers_of(DTYPES[0])["SGD with momentum"].update_rule(0.1, 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(variables=VARIABLES, ranks=RANKS, seed=st.integers(0, 99))
+def test_ranks_that_share_memory_update_their_shards(kind, variables, ranks, seed):
+    memory, random = Memory(), np.random.default_rng(seed)
+    blocks = made_in(memory, variables, random)
+    slots = [[memory.new_block(block.array.shape, block.array.dtype)] for block in blocks]
+    gradients = gradients_of(blocks, ranks, random)
+    expected = expected_of(momentum(), blocks, slots, gradients)
+
+    order = MessageOrder(blocks[::-1], slots[::-1])
+    assert [block.number for block in order.blocks] == [block.number for block in blocks]
+    shards = [order.part_of_rank(rank, ranks) for rank in range(ranks)]
+    updates = [kind(chunks_of(memory, own), own, {}, rank) for rank, own in enumerate(shards)]
+    in_place = [update.in_place(own) for update, own in zip(updates, gradients, strict=True)]
+    for own, of_rank in zip(shards, in_place, strict=True):
+        # A rank with two chunks of a variable, or more, has a whole one.
+        large = {shard.variable for shard in own if shard.elements.size >= 2 * CHUNK}
+        assert large <= {variable for variable, (elements, _) in of_rank.items() if elements}
+    # What a rank reads in place stays NaN in its message.
+    messages = [np.full(order.layout.nbytes, 0xFF, np.uint8) for _ in range(ranks)]
+    for message, own, of_rank in zip(messages, gradients, in_place, strict=True):
+        order.write(message, own, of_rank)
+    for update, of_rank in zip(updates, in_place, strict=True):
+        update.run(momentum(), messages, ReduceOp.SUM, of_rank)
+    assert bits_of(blocks, slots) == expected
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@given(variables=VARIABLES, ranks=RANKS, seed=st.integers(0, 99))
+def test_norms_of_variables_that_are_split(kind, variables, ranks, seed):
+    memory, random = Memory(), np.random.default_rng(seed)
+    blocks = made_in(memory, variables, random)
+    optimizer = optimizers_of(DTYPES[0])["norms"]
+    names = [*optimizer.all_slots]
+    # By kind, as optimizers make them: those of one kind follow each other.
+    kinds = [[memory.new_block(b.array.shape, b.array.dtype) for b in blocks] for _ in names]
+    slots = [*zip(*kinds, strict=True)]
+    gradients = gradients_of(blocks, ranks, random)
+    rule = optimizer.update_rule(0.1, 1)
+    assert rule.norms is not None
+    order = MessageOrder(blocks, slots)
+    messages = [np.empty(order.layout.nbytes, np.uint8) for _ in range(ranks)]
+    for message, own in zip(messages, gradients, strict=True):
+        order.write(message, own)
+    totals = [sum_in_order([of_rank[i] for of_rank in gradients]) for i in range(len(blocks))]
+    sums = [
+        rule.norms.sums(block.array, total.copy(), [slot.array for slot in of_block])
+        for block, total, of_block in zip(blocks, totals, slots, strict=True)
+    ]
+    expected = []
+    for block, total, of_block, of_variable in zip(blocks, totals, slots, sums, strict=True):
+        value, states = block.array.copy(), [slot.array.copy() for slot in of_block]
+        whole = rule.norms.rule_with(np.sqrt(of_variable).tolist())
+        whole.apply(value, total, states, np.empty_like(value))
+        expected.append([array.astype(np.float64) for array in (value, *states)])
+
+    # Every rank adds up its own squares first; the last one has the sums of all.
+    parts = []
+    with np.errstate(all="ignore"):
+        for rank in range(ranks):
+            own = order.part_of_rank(rank, ranks)
+            update = kind(chunks_of(memory, own), own, {}, rank)
+            before = memory.bytes.copy()
+            update.run(rule, messages, add_up=lambda own: parts.append(own.copy()) or own)
+            memory.bytes[...] = before
+        total = sum(parts)
+        np.testing.assert_allclose(total, sums, rtol=1e-6)
+        for rank in range(ranks):
+            own = order.part_of_rank(rank, ranks)
+            kind(chunks_of(memory, own), own, {}, rank).run(
+                rule, messages, add_up=lambda _: np.array(sums)
+            )
+    for block, of_block, wanted in zip(blocks, slots, expected, strict=True):
+        for array, result in zip([block, *of_block], wanted, strict=True):
+            np.testing.assert_array_equal(array.array.astype(np.float64), result)
+
+
+@given(variables=VARIABLES, ranks=RANKS, seed=st.integers(0, 99))
+def test_ranks_with_their_own_slots_update_their_sections(variables, ranks, seed):
+    memory, random = Memory(), np.random.default_rng(seed)
+    blocks = made_in(memory, variables, random)
+    gradients = gradients_of(blocks, ranks, random)
+    cuts = cuts_of(blocks, ranks)
+    assert all(cut[0] == 0 and [*cut] == sorted(cut) for cut in cuts)
+    whole = [[memory.new_block(block.array.shape, block.array.dtype)] for block in blocks]
+    expected = expected_of(momentum(), blocks, whole, gradients)
+    states = [[] for _ in blocks]
+    for rank in range(ranks):
+        slots = []
+        for block, cut in zip(blocks, cuts, strict=True):
+            start, stop = cut[rank : rank + 2]
+            slot = memory.new_block((stop - start,), block.array.dtype)
+            slot.array[...] = 0
+            slot.cuts = cut
+            slots.append([slot])
+        order = MessageOrder(blocks, [()] * len(blocks))
+        section = sections_of(order, slots, rank)[rank]
+        messages = [np.full(section.layout.nbytes, 0xFF, np.uint8) for _ in range(ranks)]
+        for message, own in zip(messages, gradients, strict=True):
+            for shard in section.shards:
+                part = own[shard.variable][shard.elements.slice]
+                message[shard.message.slice].view(shard.dtype)[...] = part
+        chunks = chunks_of(memory, section.shards)
+        NumpyUpdate(chunks, section.shards, {}).run(momentum(), messages)
+        for state, (slot,) in zip(states, slots, strict=True):
+            state.append(slot.array.tobytes())
+    results = [
+        (block.array.tobytes(), b"".join(state))
+        for block, state in zip(blocks, states, strict=True)
+    ]
+    assert results == expected
+
+
+@given(variables=VARIABLES, ranks=RANKS)
+def test_slices_of_ranks_are_all_elements_once(variables, ranks):
+    memory = SlabAllocator(lambda nbytes: np.zeros(min(nbytes, 1 << 23), np.uint8))
+    blocks = []
+    for number, (size, dtype, has_hole) in enumerate(variables):
+        hole = memory.new_block((700,), DTYPES[0], 0) if has_hole else None
+        blocks.append(memory.new_block((size,), dtype, number))
+        del hole
+    order = MessageOrder(blocks, [()] * len(blocks), ALIGNMENT)
+    slots = []
+    for cut in cuts_of(blocks, ranks, ALIGNMENT):
+        slot = Block(None, None, Interval(0, 0), 0)
+        slot.cuts = cut
+        slots.append([slot])
+    sections = sections_of(order, slots, 0)
+    slices = rank_slices(order, sections)
+    for group, of_group in zip(order.layout.groups, slices, strict=True):
+        owners = np.full(group.elements, -1)
+        for rank, elements, own in of_group:
+            assert elements.size == own.size
+            assert (owners[elements.slice] == -1).all()  # by no other slice
+            owners[elements.slice] = rank
+        for i in group.members:
+            here = group.within(order.layout.bytes_of(i))
+            of_variable = owners[here.slice].tolist()
+            cut = slots[i][0].cuts
+            assert of_variable == [
+                rank for rank in range(ranks) for _ in range(*cut[rank : rank + 2])
+            ]
+            # The rank's own array has these elements where its section has them.
+            for rank, section in enumerate(sections):
+                (shard,) = [shard for shard in section.shards if shard.variable == i]
+                own_group = section.layout.groups[order.layout.groups.index(group)]
+                for k in range(shard.elements.start, shard.elements.stop):
+                    place = here.start + k
+                    (first, start) = next(
+                        (elements.start, own.start)
+                        for owner, elements, own in of_group
+                        if owner == rank and elements.start <= place < elements.stop
+                    )
+                    in_section = own_group.within(shard.message).start + k - shard.elements.start
+                    assert start + place - first == in_section
+                    if k > shard.elements.start + 3:
+                        break
