@@ -105,7 +105,7 @@ class CentralHostStorage(HostStorage):
         """The plan of updates, with this rank's slice of the elements."""
         rank, size = self.communicator.rank, self.communicator.size
         order = MessageOrder(variables, slots)
-        own = order.part_of_rank(rank, size)
+        own = order.shards_of_rank(rank, size)
         return Plan(variables, order, self._new_update(order.layout, own, rank))
 
     def make_buffers(self, plan: Plan) -> None:

@@ -71,7 +71,7 @@ class MessageOrder:
         of_call = dict(zip(self._order, values, strict=True))
         return [of_call[i] for i in range(len(of_call))]
 
-    def part_of_rank(self, rank: int, size: int) -> list[Shard]:
+    def shards_of_rank(self, rank: int, size: int) -> list[Shard]:
         """The shards of a rank that has an equal share of the elements of each dtype."""
         shares = {
             group.dtype: part_of_rank(group.elements, rank, size)

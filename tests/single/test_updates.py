@@ -128,7 +128,7 @@ def test_ranks_that_share_memory_update_their_shards(kind, variables, ranks, see
 
     order = MessageOrder(blocks[::-1], slots[::-1])
     assert [block.number for block in order.blocks] == [block.number for block in blocks]
-    shards = [order.part_of_rank(rank, ranks) for rank in range(ranks)]
+    shards = [order.shards_of_rank(rank, ranks) for rank in range(ranks)]
     updates = [kind(chunks_of(memory, own), own, {}, rank) for rank, own in enumerate(shards)]
     in_place = [update.in_place(own) for update, own in zip(updates, gradients, strict=True)]
     for own, of_rank in zip(shards, in_place, strict=True):
@@ -177,7 +177,7 @@ def test_norms_of_variables_that_are_split(kind, variables, ranks, seed):
     parts = []
     with np.errstate(all="ignore"):
         for rank in range(ranks):
-            own = order.part_of_rank(rank, ranks)
+            own = order.shards_of_rank(rank, ranks)
             update = kind(chunks_of(memory, own), own, {}, rank)
             before = memory.bytes.copy()
             update.run(rule, messages, add_up=lambda own: parts.append(own.copy()) or own)
@@ -185,7 +185,7 @@ def test_norms_of_variables_that_are_split(kind, variables, ranks, seed):
         total = sum(parts)
         np.testing.assert_allclose(total, sums, rtol=1e-6)
         for rank in range(ranks):
-            own = order.part_of_rank(rank, ranks)
+            own = order.shards_of_rank(rank, ranks)
             kind(chunks_of(memory, own), own, {}, rank).run(
                 rule, messages, add_up=lambda _: np.array(sums)
             )
