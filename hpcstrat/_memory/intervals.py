@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -94,32 +95,37 @@ class Shard(NamedTuple):
         return map(self.part, self.elements.split(count))
 
 
-def runs(shards: Iterable[Shard], alignment: int = 1) -> list[Shard]:
+def runs(shards: Iterable[Shard], alignment: int = 1, alone: int = sys.maxsize) -> list[Shard]:
     """Shards, merged where they follow each other both in the message and in memory.
 
     Args:
         shards: the shards, in the order of the message. Those without elements are left out.
         alignment: gaps up to the next multiple of this many bytes become a part of the run: on a
             GPU, one kernel over a gap costs less than two kernels.
+        alone: a shard with this many elements, or more, is not merged.
     """
     merged: list[Shard] = []
-    for shard in shards:
-        if merged and _follows(shard, merged[-1], alignment):
+    before = None
+    for shard in filter(lambda shard: shard.elements, shards):
+        if (
+            before is not None
+            and max(before.elements.size, shard.elements.size) < alone
+            and _follows(shard, before, alignment)
+        ):
             first = merged.pop()
             count = (shard.message.stop - first.message.start) // first.dtype.itemsize
             merged.append(first.part(Interval(0, count).shift(first.elements.start)))
-        elif shard.elements:
+        else:
             merged.append(shard)
+        before = shard
     return merged
 
 
 def _follows(shard: Shard, before: Shard, alignment: int) -> bool:
     # In memory, the slots too: a rule is applied to a variable and its slots together.
     places = zip((before.message, *before.memory), (shard.message, *shard.memory), strict=True)
-    return (
-        bool(shard.elements)
-        and shard.dtype == before.dtype
-        and all(round_up(end.stop, alignment) == start.start for end, start in places)
+    return shard.dtype == before.dtype and all(
+        round_up(end.stop, alignment) == start.start for end, start in places
     )
 
 

@@ -2,14 +2,14 @@
 
 A chunk is a range of elements of one dtype, whichever variables they belong to:
 
-    variables  |       w        |b |         v          |c |    u    |
-    chunks     |----|----|----|--|----|----|----|--|----|----|----|--|
+    variables  |       w        |b |         v          |c |d |   u   |
     ranks      |      rank 0     |      rank 1     |      rank 2     |
+    chunks     |----|----|----|--|--|----|----|----|--|-----|----|---|
 
 Each rank has an equal share of all elements, which it cuts into its own chunks. So ranks have equal
-work although one variable may be larger than all others together, and small variables, such as b
-and c, cost no calls of their own. This is right because rules are elementwise. Only norms need to
-know where a variable ends: for them, chunks are cut there.
+work although one variable may be larger than all others together. Small variables that follow each
+other, such as c and d, are in one chunk: they cost no calls of their own. This is right because
+rules are elementwise. Norms need to know where a variable ends: for them, chunks are cut there.
 """
 
 from __future__ import annotations
@@ -57,16 +57,16 @@ class Chunk(NamedTuple):
 def chunks_of(
     memory: Memory, shards: Sequence[Shard], count: int = CHUNK, alignment: int = 1
 ) -> list[Chunk]:
-    """The chunks of some shards.
+    """The chunks of some shards. No chunk has elements of a large shard and of another one.
 
     Args:
         memory: the memory of the shards.
         shards: in the order of the message.
-        count: the most elements of a chunk.
+        count: the most elements of a chunk; a shard that has as many is large.
         alignment: see `runs`.
     """
     chunks = []
-    for run in runs(shards, alignment):
+    for run in runs(shards, alignment, count):
         for shard in run.split(count):
             value, *slots = [memory.part(*place).view(shard.dtype) for place in shard.memory]
             chunks.append(Chunk(shard, value, tuple(slots)))
@@ -84,16 +84,6 @@ def cut_at_variables(
             first = bisect.bisect_right(starts, shard.message.start) - 1
             stop = bisect.bisect_left(starts, shard.message.stop)
             yield shard, [chunk & shard for chunk in chunks[first:stop]]
-
-
-def chunks_within(chunks: Sequence[Chunk], shard: Shard) -> range:
-    """The indices of the chunks, in the order of the message, that are inside of a shard."""
-    starts = [chunk.shard.message.start for chunk in chunks]
-    stops = [chunk.shard.message.stop for chunk in chunks]
-    return range(
-        bisect.bisect_left(starts, shard.message.start),
-        bisect.bisect_right(stops, shard.message.stop),
-    )
 
 
 def keep_per_message(

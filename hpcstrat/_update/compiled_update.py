@@ -11,7 +11,7 @@ import numpy as np
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard
 from hpcstrat._update import compiled
-from hpcstrat._update.chunks import Chunk, chunks_within
+from hpcstrat._update.chunks import Chunk
 from hpcstrat._update.numpy_update import NumpyUpdate, Scratch
 from hpcstrat._update.rule import Norms, UpdateRule
 from hpcstrat._update.update import InPlace
@@ -30,19 +30,18 @@ class CompiledUpdate(NumpyUpdate):
         super().__init__(chunks, shards, scratch, rank)
         # Addresses in storage never change; a step fills in only those of the messages.
         self._fixed = compiled.table([(chunk.value, *chunk.slots) for chunk in chunks])
-        self._starts = np.array([chunk.shard.message.start for chunk in chunks], np.int64)
+        own = [chunk.shard for chunk in chunks]
+        self._starts = np.array([shard.message.start for shard in own], np.int64)
+        # Where they start in a gradient that is read in place, in bytes.
+        self._starts_in_gradient = np.array(
+            [shard.elements.start * shard.dtype.itemsize for shard in own], np.int64
+        )
+        self._variables = np.array([shard.variable for shard in own], np.intp)
         self._dtypes: list[tuple[np.dtype[Any], Interval]] = []
         stop = 0
-        for dtype, of_dtype in itertools.groupby(chunk.shard.dtype for chunk in chunks):
+        for dtype, of_dtype in itertools.groupby(shard.dtype for shard in own):
             start, stop = stop, stop + len(list(of_dtype))
             self._dtypes.append((dtype, Interval(start, stop)))
-        # By variable, its local chunks, and where each starts in its gradient, in bytes.
-        self._local_starts: dict[int, tuple[slice, Array]] = {}
-        for variable, local in self._local.items():
-            inside = chunks_within(chunks, local)
-            here = slice(inside.start, inside.stop)
-            first = local.elements.start * local.dtype.itemsize - local.message.start
-            self._local_starts[variable] = here, self._starts[here] + first
 
     def _with(self, chunks: Sequence[Chunk], shard: Shard) -> CompiledUpdate:
         return CompiledUpdate(chunks, [shard], self._scratch, self._rank)
@@ -94,9 +93,8 @@ class CompiledUpdate(NumpyUpdate):
         """The chunks with these messages, as the loops take them."""
         addresses = np.array([message.ctypes.data for message in messages], np.int64)
         table = np.concatenate([self._fixed, addresses + self._starts[:, None]], axis=1)
-        own = self._fixed.shape[1] + self._rank
-        for variable, (here, starts) in self._local_starts.items():
-            if variable in in_place:
-                _, gradient = in_place[variable]
-                table[here, own] = gradient.ctypes.data + starts
+        column = self._fixed.shape[1] + self._rank
+        for variable, (_, gradient) in in_place.items():
+            here = self._variables == variable
+            table[here, column] = gradient.ctypes.data + self._starts_in_gradient[here]
         return table

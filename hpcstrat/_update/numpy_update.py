@@ -10,7 +10,7 @@ import numpy as np
 from hpcstrat._communicators.reduction import CHUNK, reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Shard
-from hpcstrat._update.chunks import Chunk, chunks_within, keep_per_message
+from hpcstrat._update.chunks import Chunk, keep_per_message
 from hpcstrat._update.rule import Norms, UpdateRule
 from hpcstrat._update.update import InPlace, Update
 
@@ -38,14 +38,6 @@ class NumpyUpdate(Update):
         self._scratch = scratch
         self._rank = rank
         self._bound: dict[tuple[int, int], tuple[Array, list[BoundChunk]]] = {}
-        # By variable, its local chunks, and the elements of its gradient for each.
-        self._local_chunks = {
-            variable: [
-                (k, (local & chunks[k].shard.message).elements)
-                for k in chunks_within(chunks, local)
-            ]
-            for variable, local in self._local.items()
-        }
 
     def _with(self, chunks: Sequence[Chunk], shard: Shard) -> NumpyUpdate:
         return NumpyUpdate(chunks, [shard], self._scratch, self._rank)
@@ -77,14 +69,13 @@ class NumpyUpdate(Update):
         if not in_place:
             return bound
         bound = list(bound)
-        for variable, local_chunks in self._local_chunks.items():
-            if variable in in_place:
-                _, own = in_place[variable]
-                for k, elements in local_chunks:
-                    value, slots, parts, gradient, work = bound[k]
-                    parts = list(parts)
-                    parts[self._rank] = own[elements.slice]
-                    bound[k] = value, slots, parts, gradient, work
+        for k, (shard, *_) in enumerate(self._chunks):
+            if shard.variable in in_place:
+                _, own = in_place[shard.variable]
+                value, slots, parts, gradient, work = bound[k]
+                parts = list(parts)
+                parts[self._rank] = own[shard.elements.slice]
+                bound[k] = value, slots, parts, gradient, work
         return bound
 
     def _bind_to_messages(self, messages: Sequence[Array]) -> list[BoundChunk]:

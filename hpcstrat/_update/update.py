@@ -13,7 +13,7 @@ from hpcstrat._communicators.reduction import CHUNK
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard
-from hpcstrat._update.chunks import Chunk, chunks_within, cut_at_variables
+from hpcstrat._update.chunks import Chunk, cut_at_variables
 from hpcstrat._update.rule import Norms, UpdateRule
 
 InPlace: TypeAlias = Mapping[int, tuple[Interval, Array]]
@@ -34,14 +34,8 @@ class Update(abc.ABC):
         self._chunks = chunks
         self._shards = shards
         self._parts: dict[int, Update] = {}
-        # By variable, the part of its shard that consists of whole chunks. A small gradient costs
-        # less to copy than to read in place.
-        self._local: dict[int, Shard] = {}
-        for shard in shards:
-            inside = chunks_within(chunks, shard) if shard.elements.size >= CHUNK else ()
-            if inside:
-                first, last = (chunks[k].shard.message for k in (inside[0], inside[-1]))
-                self._local[shard.variable] = shard & Interval(first.start, last.stop)
+        # These have chunks of their own. A small gradient costs less to copy than to read in place.
+        self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
 
     @abc.abstractmethod
     def _with(self, chunks: Sequence[Chunk], shard: Shard) -> Update:
@@ -74,17 +68,15 @@ class Update(abc.ABC):
 
         This holds if no other rank needs this rank's gradients of its own shards.
         """
-        if not self._local:
-            return NOTHING_IN_PLACE
-        # A read-only array may be a variable, which other ranks update meanwhile. A strided or cast
-        # gradient has to be copied in any case, so it goes through the message.
-        return {
-            i: (shard.elements, gradients[i].reshape(-1))
-            for i, shard in self._local.items()
-            if gradients[i].flags.c_contiguous
-            and gradients[i].flags.writeable
-            and gradients[i].dtype == shard.dtype
-        }
+        in_place = {}
+        for shard in self._large:
+            gradient = gradients[shard.variable]
+            # A strided or cast gradient has to be copied in any case, so it goes through the
+            # message. A read-only array may be a variable, which other ranks update meanwhile.
+            flags = gradient.flags
+            if flags.c_contiguous and flags.writeable and gradient.dtype == shard.dtype:
+                in_place[shard.variable] = shard.elements, gradient.reshape(-1)
+        return in_place
 
     def run(
         self,
