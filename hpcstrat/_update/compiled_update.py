@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -39,8 +38,8 @@ class CompiledUpdate(NumpyUpdate):
         self._variables = np.array([shard.variable for shard in own], np.intp)
         self._dtypes: list[tuple[np.dtype[Any], Interval]] = []
         stop = 0
-        for dtype, of_dtype in itertools.groupby(shard.dtype for shard in own):
-            start, stop = stop, stop + len(list(of_dtype))
+        for dtype in dict.fromkeys(shard.dtype for shard in shards):
+            start, stop = stop, stop + sum(shard.dtype == dtype for shard in own)
             self._dtypes.append((dtype, Interval(start, stop)))
 
     def _with(self, chunks: Sequence[Chunk], shard: Shard) -> CompiledUpdate:
