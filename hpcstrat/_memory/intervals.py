@@ -84,7 +84,7 @@ class Shard(NamedTuple):
         message, *memory = [first.shift(place.start) for place in (self.message, *self.memory)]
         return Shard(self.variable, self.dtype, elements, message, tuple(memory))
 
-    def __and__(self, message: Interval) -> Shard:
+    def within(self, message: Interval) -> Shard:
         """The shard of its elements in these bytes of the message."""
         start, stop = (self.message & message).shift(-self.message.start)
         elements = Interval(start // self.dtype.itemsize, stop // self.dtype.itemsize)

@@ -36,11 +36,6 @@ class DtypeGroup(NamedTuple):
         """These elements of a message, a flat view."""
         return _view(message, (self.elements,), self.dtype, self.start)
 
-    @property
-    def bytes(self) -> Interval:
-        """Their bytes in a message."""
-        return Interval(0, self.elements).scale(self.dtype.itemsize).shift(self.start)
-
     def within(self, window: Interval) -> Interval:
         """The elements of this group that have a byte in an interval of the message's bytes."""
         start, stop = window.shift(-self.start)

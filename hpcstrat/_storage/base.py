@@ -14,15 +14,13 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import UPDATE, Details, span
-from hpcstrat._core.types import Aggregation, ReduceOp
-from hpcstrat._core.types import Array as Array
-from hpcstrat._core.types import Bytes as Bytes
+from hpcstrat._core.types import Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.local import PART, LocalBlocks, flat
 from hpcstrat._storage.marks import FEWEST_BYTES
 from hpcstrat._storage.plan import Plan
-from hpcstrat._update.rule import UpdateRule as UpdateRule
+from hpcstrat._update.rule import UpdateRule
 
 
 class Storage(abc.ABC):
@@ -70,7 +68,9 @@ class Storage(abc.ABC):
         return [None] * len(variables)
 
     def create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
-        """A new block for a slot, of the variable's shape and dtype, filled with `value`.
+        """A new block for a slot, like the variable and filled with `value`.
+
+        If it is split, it is this rank's part, flat.
 
         It can be read and written only where updates run: on the parameter rank, or on every rank
         for mirrors.

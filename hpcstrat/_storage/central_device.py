@@ -8,24 +8,26 @@ from typing import final
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._storage.base import UpdateRule, slot_values
+from hpcstrat._storage.base import slot_values
 from hpcstrat._storage.device import DeviceStorage
 from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.local import fill
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import row_view, update_rows
+from hpcstrat._update.rule import UpdateRule
 
 
 @final
 class CentralDeviceStorage(DeviceStorage):
     """Only the parameter rank updates variables and has their slots; every rank reads a copy.
 
-    An update: each rank packs its gradients into one flat message by one kernel; one reduction to
-    the parameter rank; one fused kernel there; one broadcast of the new values. All of it is queued
-    on the strategy's stream, and the host does not wait, unless the master copy is in host memory.
+    An update: each rank packs its gradients into one flat message; one reduction per dtype to the
+    parameter rank; one fused kernel per run of variables there; one broadcast per dtype of the new
+    values. All of it is queued on the strategy's stream, and the host does not wait, unless the
+    master copy is in host memory.
     """
 
     reads_everywhere = False
@@ -59,28 +61,23 @@ class CentralDeviceStorage(DeviceStorage):
         rule: UpdateRule,
     ) -> None:
         assert isinstance(plan, DevicePlan)
-        communicator = self.communicator
         with self.local.current():
             sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
             if plan.marks.started:
                 self._sum_rest(plan)
             else:
                 for source, gradient in zip(sources, plan.gradients, strict=True):
-                    if op is not FIRST_REPLICA:
-                        communicator.reduce_flat(source, gradient, op, self._root)
-                    elif self._root:
-                        # The first replica is rank 0; a parameter rank other than 0 needs its
-                        # values.
-                        communicator.broadcast_flat(gradient, 0)
+                    self._reduce(source, gradient, op)
             if self._is_root:
                 self._apply(plan, rule)
             self._broadcast(plan)
 
-    def _sum_parts(self, plan: DevicePlan, parts: Sequence[Sequence[Interval]]) -> None:
-        for gradient, of_gradient in zip(plan.gradients, parts, strict=True):
-            for part in of_gradient:
-                array = gradient[part.slice]
-                self.communicator.reduce_flat(array, array, ReduceOp.SUM, self._root)
+    def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
+        if op is not FIRST_REPLICA:
+            self.communicator.reduce_flat(source, out, op, self._root)
+        elif self._root != 0:
+            # The first replica is rank 0; another parameter rank needs its values.
+            self.communicator.broadcast_flat(out, 0)
 
     def _broadcast(self, plan: DevicePlan) -> None:
         """Sends the master copy of the plan's variables to all read copies.

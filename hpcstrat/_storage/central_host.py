@@ -15,12 +15,12 @@ from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.blocks import Block, block_of, size_of
-from hpcstrat._memory.intervals import Interval, round_up
-from hpcstrat._storage.base import UpdateRule
+from hpcstrat._memory.intervals import Interval, divide_up
 from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import update_rows
+from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import NOTHING_IN_PLACE
 
 
@@ -41,7 +41,7 @@ class CentralHostStorage(HostStorage):
     communicator: SharedMemoryCommunicator
 
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
-        super().__init__(communicator, communicator.segment)
+        super().__init__(communicator, lambda: communicator.segment)
         self._created = 0
         self._dead: deque[int] = deque()  # numbers of blocks, not yet reported
         self._reports: dict[int, int] = {}  # number of a block -> ranks that reported it
@@ -106,14 +106,17 @@ class CentralHostStorage(HostStorage):
         rank, size = self.communicator.rank, self.communicator.size
         order = MessageOrder(variables, slots)
         own = order.shards_of_rank(rank, size)
-        return Plan(variables, order, self._new_update(order.layout, own, rank))
+        return Plan(order, self._new_update(order.layout, own, rank))
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in the shared segment, one message per rank."""
-        # The messages share no cache lines, since the ranks write them at the same time.
-        nbytes = round_up(plan.order.layout.nbytes, LINE)
-        block = self.create(np.zeros((self.communicator.size, nbytes), np.uint8))
-        plan.give_buffers(list(block.array), block.array[self.communicator.rank], block)
+        # In elements of a cache line, where the memory then starts too: the messages share no
+        # lines, since the ranks write them at the same time.
+        lines = divide_up(plan.order.layout.nbytes, LINE)
+        dtype = np.dtype((np.void, LINE))
+        block = self.create(np.zeros((self.communicator.size, lines), dtype))
+        messages = list(block.array.view(np.uint8))
+        plan.give_buffers(messages, messages[self.communicator.rank], block)
 
     def _update(
         self,
@@ -152,10 +155,10 @@ class CentralHostStorage(HostStorage):
         communicator = self.communicator
         shape = (communicator.size, len(plan.order.blocks), count)
         # The shape changes when an option selects a formula with other norms.
-        if plan.sums is None or plan.sums.array.shape != shape:
+        if plan.norm_sums is None or plan.norm_sums.array.shape != shape:
             with call_named(f"{current_call()}: norms"):
-                plan.sums = self.create(np.zeros(shape))
-        sums: Array = plan.sums.array
+                plan.norm_sums = self.create(np.zeros(shape))
+        sums: Array = plan.norm_sums.array
 
         def add_up(own: Array) -> Array:
             sums[communicator.rank] = own

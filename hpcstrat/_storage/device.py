@@ -12,17 +12,18 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, UPDATE, Details, span
-from hpcstrat._core.types import Array
+from hpcstrat._core.types import Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._storage.base import Storage, UpdateRule
+from hpcstrat._storage.base import Storage
 from hpcstrat._storage.device_memory import DeviceMemory, device_memory
 from hpcstrat._storage.device_plan import DevicePlan, MessagePool
 from hpcstrat._storage.marks import parts_of
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.chunks import Chunk, chunks_of
+from hpcstrat._update.rule import UpdateRule
 
 
 def _on_stream(name: str) -> Callable[..., Details]:
@@ -77,7 +78,7 @@ class DeviceStorage(Storage):
         """The plan of updates of whole variables."""
         order = MessageOrder(variables, slots, ALIGNMENT)
         update = self.local.new_update(order.shards)
-        return DevicePlan(variables, order, update, self._readable(variables))
+        return DevicePlan(order, update, self._readable(variables))
 
     def _readable(self, variables: Sequence[Block]) -> list[Chunk]:
         """The runs of the variables that this rank reads."""
@@ -106,11 +107,14 @@ class DeviceStorage(Storage):
         communicator = self.communicator
         if not communicator.has_side_stream:
             return False
-        with self.local.current(), communicator.side_stream(plan.memory):
+        with self.local.current(), communicator.side_stream(plan.taken):
             self._sum_parts(plan, parts_of(plan.order.layout, variables))
         return True
 
     @abc.abstractmethod
+    def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
+        """Reduces a flat array to where updates read it; `FIRST_REPLICA`: `out` is the source."""
+
     def _sum_parts(self, plan: DevicePlan, parts: Sequence[Sequence[Interval]]) -> None:
         """Sums parts of the message over the replicas, in place, where the update reads them.
 
@@ -118,6 +122,10 @@ class DeviceStorage(Storage):
             plan: the plan.
             parts: for each dtype, intervals of its elements.
         """
+        for gradient, of_gradient in zip(plan.gradients, parts, strict=True):
+            for part in of_gradient:
+                array = gradient[part.slice]
+                self._reduce(array, array, ReduceOp.SUM)
 
     def _sum_rest(self, plan: DevicePlan) -> None:
         """Waits for the sums of marked gradients, and sums the others."""

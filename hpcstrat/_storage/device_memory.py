@@ -83,7 +83,7 @@ class OnHost(DeviceMemory):
         return np.zeros(nbytes, np.uint8)
 
     def new_update(self, shards: Sequence[Shard]) -> Update:
-        """An update in chunks that fit in cache."""
+        """An update in chunks that fit in cache. Compiled loops were never measured here."""
         return NumpyUpdate(chunks_of(self.memory, shards), shards, self._scratch)
 
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
@@ -135,7 +135,7 @@ class OnGpu(DeviceMemory):
         with self.current():
             self._stream.synchronize()  # an earlier write may still be on its way to the GPU
             for target in (block, block.copy):
-                if target is not None:
+                if target is not None:  # only `OnHostOfGpu` has copies
                     fill(flat(target.array)[start : start + part.size], part)
             self._stream.synchronize()  # the caller may change `part`
 

@@ -8,7 +8,6 @@ from typing import NamedTuple, final
 
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
-from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.layout import PackKernel
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
@@ -45,30 +44,28 @@ class DevicePlan(Plan):
     The message is taken later, and may change: `MessagePool` lends one to all plans.
 
     Args:
-        variables: see `Plan`.
         order: see `Plan`. Its message has the same gaps as the memory, so that a run of variables
             is also a run of the message.
         update: see `Plan`.
         readable: the runs of the variables that this rank reads.
 
     Attributes:
-        memory: the bytes that the plan has taken, `nbytes` or more; `None` before.
+        taken: the bytes that the plan has taken, `nbytes` or more; `None` before.
         message: the message of the gradients, in them.
         update_message: the message by which this rank updates its shards; here the same.
         gradients: the message by dtype.
         transfers: how new values reach the other ranks, by dtype.
     """
 
-    def __init__(
-        self,
-        variables: Sequence[Block],
-        order: MessageOrder,
-        update: Update,
-        readable: Sequence[Chunk],
-    ) -> None:
-        super().__init__(variables, order, update)
+    def __init__(self, order: MessageOrder, update: Update, readable: Sequence[Chunk]) -> None:
+        super().__init__(order, update)
         self._readable = readable
-        self.forget_message()
+        self.taken: Array = None
+        self.message: Array = None
+        self.update_message: Array = None
+        self.gradients: list[Array] = []
+        self.transfers: list[Transfer] = []
+        self._packings: list[PackKernel] = []
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +75,7 @@ class DevicePlan(Plan):
     def take(self, memory: Array) -> None:
         """Makes the message and all views of it, in some bytes on this rank's device."""
         layout = self.order.layout
-        self.memory = memory
+        self.taken = memory
         self.message = self.update_message = memory[: layout.nbytes]
         self.gradients = [group.of(self.message) for group in layout.groups]
         # Kernels, views and addresses are made once per message: a steady step only launches.
@@ -96,12 +93,8 @@ class DevicePlan(Plan):
 
     def forget_message(self) -> None:
         """Drops the message, which would otherwise live as long as the plan."""
-        self.memory: Array = None
-        self.message: Array = None
-        self.update_message: Array = None
-        self.gradients: list[Array] = []
-        self.transfers: list[Transfer] = []
-        self._packings: list[PackKernel] = []
+        self.taken = self.message = self.update_message = None
+        self.gradients, self.transfers, self._packings = [], [], []
         self.order.forget_messages()
         self.update.forget_messages()
 
@@ -156,10 +149,11 @@ class MessagePool:
             # Plans hold views of the memory. They drop it before more is allocated, or the GPU
             # would need room for both.
             for other in self._plans:
-                other.forget_message()
+                if other.taken is self._memory:  # others have got buffers since
+                    other.forget_message()
             self._plans.clear()
             self._memory = None
             self._memory = self._zeros(plan.nbytes)
-        if plan.memory is not self._memory:
+        if plan.taken is not self._memory:
             plan.take(self._memory)
             self._plans.add(plan)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import numpy as np
@@ -17,12 +17,13 @@ from hpcstrat._memory.intervals import Shard
 from hpcstrat._memory.layout import Layout
 from hpcstrat._memory.segment import Segment
 from hpcstrat._process import settings
-from hpcstrat._storage.base import Storage, UpdateRule
+from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks, flat, host_parts
 from hpcstrat._update import compiled
 from hpcstrat._update.chunks import chunks_of
 from hpcstrat._update.compiled_update import CompiledUpdate
 from hpcstrat._update.numpy_update import NumpyUpdate, Scratch
+from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import Update
 
 
@@ -32,10 +33,10 @@ class SegmentBlocks(LocalBlocks):
 
     Args:
         rank: see `LocalBlocks`.
-        segment: the memory with all blocks.
+        segment: returns the memory with all blocks, which is reserved when it is first used.
     """
 
-    def __init__(self, rank: int, segment: Segment) -> None:
+    def __init__(self, rank: int, segment: Callable[[], Segment]) -> None:
         super().__init__(rank)
         self._segment = segment
 
@@ -55,7 +56,7 @@ class SegmentBlocks(LocalBlocks):
 
     def has(self, array: Array) -> bool:
         """Whether an array is in this segment."""
-        return not gpu.is_on_gpu(array) and np.may_share_memory(array, self._segment.array)
+        return not gpu.is_on_gpu(array) and np.may_share_memory(array, self._segment().array)
 
 
 class HostStorage(Storage):
@@ -63,10 +64,10 @@ class HostStorage(Storage):
 
     Args:
         communicator: the ranks.
-        segment: the memory with all blocks.
+        segment: see `SegmentBlocks`.
     """
 
-    def __init__(self, communicator: HostCommunicator, segment: Segment) -> None:
+    def __init__(self, communicator: HostCommunicator, segment: Callable[[], Segment]) -> None:
         super().__init__(communicator, SegmentBlocks(communicator.rank, segment))
         self._compiles = settings.compiles()  # read here, so that making the strategy may raise
         self._segment = segment
@@ -83,7 +84,7 @@ class HostStorage(Storage):
         # Compiling takes half a second, which small updates never make up for.
         is_compiled = self._compiles and sum(layout.sizes) >= compiled.FEWEST
         kind = CompiledUpdate if is_compiled else NumpyUpdate
-        return kind(chunks_of(self._segment, shards), shards, self._scratch, rank)
+        return kind(chunks_of(self._segment(), shards), shards, self._scratch, rank)
 
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
         """Compares checksums, because NumPy's `at` writes to read-only arrays, too."""

@@ -1,4 +1,4 @@
-"""What this rank has of the variables, in its own memory. Nothing here is collective."""
+"""This rank's access to the blocks of variables. Nothing here is collective."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LocalBlocks(abc.ABC):
 
     @abc.abstractmethod
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
-        """Changes a variable."""
+        """Changes a variable by `rule`, from an array of its shape; the rule needs no scratch."""
 
     @abc.abstractmethod
     def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
@@ -65,7 +65,7 @@ class LocalBlocks(abc.ABC):
 
     @abc.abstractmethod
     def has(self, array: Array) -> bool:
-        """Whether a NumPy or CuPy array is in this memory, which updates change."""
+        """Whether a NumPy or CuPy array is in the memory that programs read of variables."""
 
 
 def flat(array: Array) -> Bytes:

@@ -73,13 +73,11 @@ class MessageOrder:
 
     def shards_of_rank(self, rank: int, size: int) -> list[Shard]:
         """The shards of a rank that has an equal share of the elements of each dtype."""
-        shares = {
-            group.dtype: part_of_rank(group.elements, rank, size)
-            .scale(group.dtype.itemsize)
-            .shift(group.start)
-            for group in self.layout.groups
-        }
-        return [shard & shares[shard.dtype] for shard in self.shards]
+        shares = {}
+        for group in self.layout.groups:
+            share = part_of_rank(group.elements, rank, size)
+            shares[group.dtype] = share.scale(group.dtype.itemsize).shift(group.start)
+        return [shard.within(shares[shard.dtype]) for shard in self.shards]
 
     def write(
         self,
@@ -91,10 +89,10 @@ class MessageOrder:
         views = keep_per_message(self._views, [message], self._views_of)
         for i, (view, value) in enumerate(zip(views, values, strict=True)):
             if i in in_place:
-                own, given = in_place[i]
+                absent, gradient = in_place[i]
                 flat = view.reshape(-1)
-                flat[: own.start] = given[: own.start]
-                flat[own.stop :] = given[own.stop :]
+                flat[: absent.start] = gradient[: absent.start]
+                flat[absent.stop :] = gradient[absent.stop :]
             else:
                 view[...] = value
 

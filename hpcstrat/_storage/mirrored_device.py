@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hpcstrat._calls.records import CallSignature
-from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.intervals import Interval
-from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.device import DeviceStorage
 from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import update_rows
+from hpcstrat._update.rule import UpdateRule
 
 
 class MirroredDeviceStorage(DeviceStorage):
@@ -33,7 +32,6 @@ class MirroredDeviceStorage(DeviceStorage):
         rule: UpdateRule,
     ) -> None:
         assert isinstance(plan, DevicePlan)
-        communicator = self.communicator
         with self.local.current():
             # Everything is queued on one stream, and the host does not wait: the next step's Python
             # code runs while the GPU works.
@@ -42,17 +40,14 @@ class MirroredDeviceStorage(DeviceStorage):
                 self._sum_rest(plan)
             else:
                 for source, gradient in zip(sources, plan.gradients, strict=True):
-                    if op is FIRST_REPLICA:
-                        communicator.broadcast_flat(gradient, 0)
-                    else:
-                        communicator.all_reduce_flat(source, gradient, op)
+                    self._reduce(source, gradient, op)
             self._apply(plan, rule)
 
-    def _sum_parts(self, plan: DevicePlan, parts: Sequence[Sequence[Interval]]) -> None:
-        for gradient, of_gradient in zip(plan.gradients, parts, strict=True):
-            for part in of_gradient:
-                array = gradient[part.slice]
-                self.communicator.all_reduce_flat(array, array, ReduceOp.SUM)
+    def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
+        if op is FIRST_REPLICA:
+            self.communicator.broadcast_flat(out, 0)
+        else:
+            self.communicator.all_reduce_flat(source, out, op)
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule

@@ -18,12 +18,12 @@ from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.layout import layout_of
-from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.marks import views_of
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import update_rows
+from hpcstrat._update.rule import UpdateRule
 
 
 class MirroredHostStorage(HostStorage):
@@ -35,7 +35,7 @@ class MirroredHostStorage(HostStorage):
     communicator: HostCommunicator
 
     def __init__(self, communicator: HostCommunicator) -> None:
-        super().__init__(communicator, private_memory().segment)
+        super().__init__(communicator, lambda: private_memory().segment)
         self._sum: Array = np.empty(0, np.uint8)
         # Several threads may write variables made outside every scope; the scratch memory is
         # shared.
@@ -66,7 +66,7 @@ class MirroredHostStorage(HostStorage):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates, with all elements on each rank."""
         order = MessageOrder(variables, slots)
-        return Plan(variables, order, self._new_update(order.layout, order.shards))
+        return Plan(order, self._new_update(order.layout, order.shards))
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in one message, which several replicas copy as a whole to send it."""

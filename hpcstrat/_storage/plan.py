@@ -20,8 +20,7 @@ class Plan:
     """The update of some variables by the gradients, or new values, in a message.
 
     Args:
-        variables: their blocks, in the order of the call.
-        order: the same variables in the order of the message.
+        order: the variables, and where they are in the message.
         update: what happens to this rank's shards of them.
 
     Attributes:
@@ -29,23 +28,23 @@ class Plan:
         update: as above.
         buffers: arrays for the variables' gradients, in the order of the call, where
             `Storage.make_buffers` was called; else `None`.
-        buffer_messages: the messages that the buffers are in: all ranks', or only this rank's.
+        buffer_messages: on hosts, the messages that the buffers are in: all ranks', or only this
+            rank's.
         marks: the gradients that are complete in this step.
-        sums: per rank and variable, for updates with norms in central storage.
+        norm_sums: per rank and variable, for updates with norms in central storage on a host.
     """
 
-    def __init__(self, variables: Sequence[Block], order: MessageOrder, update: Update) -> None:
+    def __init__(self, order: MessageOrder, update: Update) -> None:
         self.order = order
         self.update = update
         self.buffers: list[Array] | None = None
         self.buffer_messages: list[Array] = []
         self._buffers_owner: Block | None = None
         self.marks: Marks = Marks()
-        self.sums: Block | None = None
+        self.norm_sums: Block | None = None
         # The types, shapes and dtypes of a steady step's gradients, in the order of the call.
-        self._expected = [
-            (type(block.view), block.array.shape, block.array.dtype) for block in variables
-        ]
+        in_call = order.to_call(order.blocks)
+        self._expected = [(type(b.view), b.array.shape, b.array.dtype) for b in in_call]
         self._must_match = [block.identity() for block in order.blocks]
         # By call: `assign` and `assign_add` of a variable, for example, share a plan.
         self._signatures: dict[tuple[str, Aggregation], CallSignature] = {}

@@ -13,7 +13,7 @@ from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.intervals import Interval, round_up, runs
 from hpcstrat._memory.layout import Layout
-from hpcstrat._storage.base import UpdateRule, slot_values
+from hpcstrat._storage.base import slot_values
 from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.local import fill
 from hpcstrat._storage.message_order import MessageOrder
@@ -21,6 +21,7 @@ from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.shards import Section, cuts_of, sections_of, update_rows_in_shards
 from hpcstrat._update.chunks import Chunk
+from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import Update
 
 
@@ -60,7 +61,7 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         sections = sections_of(order, order.to_message(slots), rank)
         update = self.local.new_update(sections[rank].shards)
         readable = self._readable(variables)
-        return ShardedDevicePlan(variables, order, update, readable, sections, rank)
+        return ShardedDevicePlan(order, update, readable, sections, rank)
 
     def _update(
         self,
@@ -80,6 +81,8 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
             elif op is FIRST_REPLICA:
                 self._broadcast(plan)
             else:
+                # Only optimizers' variables have slots, and optimizers use no other `op`.
+                assert op is ReduceOp.SUM
                 for source, own, slices in zip(
                     sources, plan.own_gradients, plan.slices, strict=True
                 ):
@@ -136,7 +139,6 @@ class ShardedDevicePlan(DevicePlan):
     """The plan of variables whose slots are split over the ranks.
 
     Args:
-        variables: see `Plan`.
         order: see `DevicePlan`.
         update: of this rank's section.
         readable: see `DevicePlan`.
@@ -150,21 +152,22 @@ class ShardedDevicePlan(DevicePlan):
 
     def __init__(
         self,
-        variables: Sequence[Block],
         order: MessageOrder,
         update: Update,
         readable: Sequence[Chunk],
         sections: Sequence[Section],
         rank: int,
     ) -> None:
-        super().__init__(variables, order, update, readable)
+        super().__init__(order, update, readable)
+        self.own_gradients: list[Array] = []
         self._own: Layout = sections[rank].layout
         self.slices = rank_slices(order, sections)
 
     @property
     def nbytes(self) -> int:
         """Bytes of both messages."""
-        # With the gap after the last part, which has one too where all parts are equal.
+        # With the gap after this rank's last element: if parts are equal, a reduce-scatter writes a
+        # whole part, also for a rank whose last variable ends before.
         return self._own_start + round_up(self._own.nbytes, ALIGNMENT)
 
     @property
@@ -180,14 +183,14 @@ class ShardedDevicePlan(DevicePlan):
     def forget_message(self) -> None:
         """Drops both messages."""
         super().forget_message()
-        self.own_gradients: list[Array] = []
+        self.own_gradients = []
 
 
 def rank_slices(order: MessageOrder, sections: Sequence[Section]) -> list[list[RankSlice]]:
     """For each dtype of the message, which of its elements belong to which rank."""
     slices: list[list[RankSlice]] = [[] for _ in order.layout.groups]
     for rank, section in enumerate(sections):
-        # As shards of the section instead of the memory, merged with the gaps in between.
+        # In the section instead of in memory, merged with the gaps between variables.
         shards = [
             whole.part(own.elements)._replace(memory=(own.message,))
             for whole, own in zip(order.shards, section.shards, strict=True)

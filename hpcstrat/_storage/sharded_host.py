@@ -17,12 +17,12 @@ from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.intervals import Interval, divide_up
 from hpcstrat._memory.layout import Layout, layout_of
-from hpcstrat._storage.base import UpdateRule
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._storage.shards import Section, cuts_of, sections_of, update_rows_in_shards
 from hpcstrat._update.chunks import Memory, chunks_of
+from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import Update
 
 
@@ -67,7 +67,7 @@ class ShardedHostStorage(MirroredHostStorage):
         sections = sections_of(order, order.to_message(slots), self.communicator.rank)
         own = sections[self.communicator.rank]
         update = self._new_update(own.layout, own.shards)
-        return ShardedPlan(variables, order, update, self._segment, sections)
+        return ShardedHostPlan(order, update, self._segment(), sections)
 
     def _update(
         self,
@@ -77,7 +77,7 @@ class ShardedHostStorage(MirroredHostStorage):
         op: Aggregation,
         rule: UpdateRule,
     ) -> None:
-        if not isinstance(plan, ShardedPlan):
+        if not isinstance(plan, ShardedHostPlan):
             super()._update(signature, plan, values, op, rule)
             return
         communicator = self.communicator
@@ -105,7 +105,7 @@ class ShardedHostStorage(MirroredHostStorage):
     def _messages_of(
         self,
         signature: CallSignature,
-        plan: ShardedPlan,
+        plan: ShardedHostPlan,
         values: Sequence[Array] | None,
         op: Aggregation,
     ) -> list[Bytes]:
@@ -133,14 +133,14 @@ class ShardedHostStorage(MirroredHostStorage):
         return communicator.exchange_sections(signature, nothing, lambda _, __: None)[:1]
 
     def _sum_bytes(self, plan: Plan) -> int:
-        if not isinstance(plan, ShardedPlan):
+        if not isinstance(plan, ShardedHostPlan):
             return super()._sum_bytes(plan)
         return plan.sections[self.communicator.rank].layout.nbytes
 
     def _exchange_of(
         self, plan: Plan, variables: Collection[int], sums: Array
     ) -> Callable[[HostCommunicator], None] | None:
-        if not isinstance(plan, ShardedPlan):
+        if not isinstance(plan, ShardedHostPlan):
             return super()._exchange_of(plan, variables, sums)
         wanted, rank = set(variables), self.communicator.rank
         chosen = [[shard for shard in of if shard.variable in wanted] for of in plan.sources]
@@ -190,11 +190,10 @@ class ShardedHostStorage(MirroredHostStorage):
             super()._update_rows(blocks, rows, gradient, rule)
 
 
-class ShardedPlan(Plan):
+class ShardedHostPlan(Plan):
     """The plan of variables whose slots are split over the ranks.
 
     Args:
-        variables: see `Plan`.
         order: see `Plan`.
         update: of this rank's section.
         memory: the memory of the variables.
@@ -208,13 +207,12 @@ class ShardedPlan(Plan):
 
     def __init__(
         self,
-        variables: Sequence[Block],
         order: MessageOrder,
         update: Update,
         memory: Memory,
         sections: list[Section],
     ) -> None:
-        super().__init__(variables, order, update)
+        super().__init__(order, update)
         self.sections = sections
         self.sources = [[shard for shard in of.shards if shard.elements] for of in sections]
         # What is contiguous is copied together.

@@ -1,4 +1,4 @@
-"""Sharded updates: the part of all elements that each rank updates, and whose slots it stores."""
+"""Sharded updates: each rank updates its part of all elements, and has the slots of that part."""
 
 from __future__ import annotations
 

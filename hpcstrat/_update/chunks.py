@@ -1,4 +1,4 @@
-"""The chunks of an update: shards of variables that fit in cache, with their memory.
+"""The chunks of an update: shards of variables with their memory, which fit in cache on a host.
 
 A chunk is a range of elements of one dtype, whichever variables they belong to:
 
@@ -6,8 +6,8 @@ A chunk is a range of elements of one dtype, whichever variables they belong to:
     ranks      |      rank 0     |      rank 1     |      rank 2     |
     chunks     |----|----|----|--|--|----|----|----|--|-----|----|---|
 
-Each rank has an equal share of all elements, which it cuts into its own chunks. So ranks have equal
-work although one variable may be larger than all others together. Small variables that follow each
+Here each rank has an equal share of all elements, which it cuts into its own chunks: equal work,
+although one variable may be larger than all others together. Small variables that follow each
 other, such as c and d, are in one chunk: they cost no calls of their own. This is right because
 rules are elementwise. Norms need to know where a variable ends: for them, chunks are cut there.
 """
@@ -46,9 +46,9 @@ class Chunk(NamedTuple):
     value: Array
     slots: tuple[Array, ...]
 
-    def __and__(self, shard: Shard) -> Chunk:
+    def within(self, shard: Shard) -> Chunk:
         """The chunk of those of its elements that are in a shard."""
-        both = shard & self.shard.message
+        both = shard.within(self.shard.message)
         first = (both.message.start - self.shard.message.start) // both.dtype.itemsize
         here = Interval(0, both.elements.size).shift(first).slice
         return Chunk(both, self.value[here], tuple([slot[here] for slot in self.slots]))
@@ -83,7 +83,7 @@ def cut_at_variables(
             # Its first chunk may have started before it.
             first = bisect.bisect_right(starts, shard.message.start) - 1
             stop = bisect.bisect_left(starts, shard.message.stop)
-            yield shard, [chunk & shard for chunk in chunks[first:stop]]
+            yield shard, [chunk.within(shard) for chunk in chunks[first:stop]]
 
 
 def keep_per_message(
@@ -91,7 +91,7 @@ def keep_per_message(
     messages: Sequence[Array],
     make: Callable[[Sequence[Array]], T],
 ) -> T:
-    """What is made once for each of the few messages that live as long as the communicator.
+    """What is made once per message. An update's messages are mostly the same few arrays.
 
     Args:
         kept: what was made before, by message.

@@ -42,9 +42,6 @@ class CompiledUpdate(NumpyUpdate):
             start, stop = stop, stop + sum(shard.dtype == dtype for shard in own)
             self._dtypes.append((dtype, Interval(start, stop)))
 
-    def _with(self, chunks: Sequence[Chunk], shard: Shard) -> CompiledUpdate:
-        return CompiledUpdate(chunks, [shard], self._scratch, self._rank)
-
     def apply(
         self, rule: UpdateRule, messages: Sequence[Array], op: ReduceOp, in_place: InPlace
     ) -> None:
@@ -92,7 +89,7 @@ class CompiledUpdate(NumpyUpdate):
         """The chunks with these messages, as the loops take them."""
         addresses = np.array([message.ctypes.data for message in messages], np.int64)
         table = np.concatenate([self._fixed, addresses + self._starts[:, None]], axis=1)
-        column = self._fixed.shape[1] + self._rank
+        column = self._fixed.shape[1] + self._rank  # messages come last in a row
         for variable, (_, gradient) in in_place.items():
             here = self._variables == variable
             table[here, column] = gradient.ctypes.data + self._starts_in_gradient[here]

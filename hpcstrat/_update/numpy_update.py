@@ -12,7 +12,7 @@ from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Shard
 from hpcstrat._update.chunks import Chunk, keep_per_message
 from hpcstrat._update.rule import Norms, UpdateRule
-from hpcstrat._update.update import InPlace, Update
+from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace, Update
 
 Scratch: TypeAlias = "dict[np.dtype[Any], tuple[Array, Array]]"
 """Memory to work in, the same for all updates of a storage."""
@@ -25,7 +25,7 @@ class NumpyUpdate(Update):
     """An update in host memory.
 
     Args:
-        chunks: at most `CHUNK` elements each.
+        chunks: of at most `CHUNK` elements; see `chunks_of`.
         shards: see `Update`.
         scratch: memory to work in.
         rank: which of the messages is this rank's.
@@ -37,10 +37,26 @@ class NumpyUpdate(Update):
         super().__init__(chunks, shards)
         self._scratch = scratch
         self._rank = rank
+        # These have chunks of their own. A small gradient costs less to copy than to read in place.
+        self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
         self._bound: dict[tuple[int, int], tuple[Array, list[BoundChunk]]] = {}
 
     def _with(self, chunks: Sequence[Chunk], shard: Shard) -> NumpyUpdate:
-        return NumpyUpdate(chunks, [shard], self._scratch, self._rank)
+        return type(self)(chunks, [shard], self._scratch, self._rank)
+
+    def in_place(self, gradients: Sequence[Array]) -> InPlace:
+        """Large gradients that are as the messages would have them."""
+        if not self._large:
+            return NOTHING_IN_PLACE
+        in_place = {}
+        for shard in self._large:
+            gradient = gradients[shard.variable]
+            # A strided or cast gradient has to be copied in any case, so it goes through the
+            # message. A read-only array may be a variable, which other ranks update meanwhile.
+            flags = gradient.flags
+            if flags.c_contiguous and flags.writeable and gradient.dtype == shard.dtype:
+                in_place[shard.variable] = shard.elements, gradient.reshape(-1)
+        return in_place
 
     def apply(
         self, rule: UpdateRule, messages: Sequence[Array], op: ReduceOp, in_place: InPlace

@@ -9,7 +9,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from hpcstrat._communicators.reduction import CHUNK
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard
@@ -34,8 +33,6 @@ class Update(abc.ABC):
         self._chunks = chunks
         self._shards = shards
         self._parts: dict[int, Update] = {}
-        # These have chunks of their own. A small gradient costs less to copy than to read in place.
-        self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
 
     @abc.abstractmethod
     def _with(self, chunks: Sequence[Chunk], shard: Shard) -> Update:
@@ -45,7 +42,7 @@ class Update(abc.ABC):
     def apply(
         self, rule: UpdateRule, messages: Sequence[Array], op: ReduceOp, in_place: InPlace
     ) -> None:
-        """`run` with a rule without norms."""
+        """Reduces the messages, and applies a rule that takes no norms; see `run`."""
 
     @abc.abstractmethod
     def add_squares(
@@ -56,7 +53,10 @@ class Update(abc.ABC):
         in_place: InPlace,
         out: Array,
     ) -> None:
-        """Adds the sum of squares of each term to `out`, of shape `(norms.size,)`."""
+        """Reduces the messages, and adds the sum of squares of each term to `out`.
+
+        `out`, of shape `(norms.size,)`, is zero before.
+        """
 
     def forget_messages(self) -> None:
         """Drops what it keeps for the next update with the same messages, and so the messages."""
@@ -64,19 +64,11 @@ class Update(abc.ABC):
             update.forget_messages()
 
     def in_place(self, gradients: Sequence[Array]) -> InPlace:
-        """Those of this rank's gradients that can be read in place.
+        """Those of this rank's gradients that are read in place; here there are none.
 
-        This holds if no other rank needs this rank's gradients of its own shards.
+        This requires that no other rank needs this rank's gradients of its own shards.
         """
-        in_place = {}
-        for shard in self._large:
-            gradient = gradients[shard.variable]
-            # A strided or cast gradient has to be copied in any case, so it goes through the
-            # message. A read-only array may be a variable, which other ranks update meanwhile.
-            flags = gradient.flags
-            if flags.c_contiguous and flags.writeable and gradient.dtype == shard.dtype:
-                in_place[shard.variable] = shard.elements, gradient.reshape(-1)
-        return in_place
+        return NOTHING_IN_PLACE
 
     def run(
         self,

@@ -86,6 +86,21 @@ def test_rows_without_a_gradient_stay(strategy):
     assert stepped(strategy, rows, 0.5).numpy()[[0, 2]].tolist() == [[1, 1]] * 2
 
 
+@pytest.mark.parametrize("calls", [None, 2])
+def test_slices_of_a_scalar_are_refused(strategy, xp, calls):
+    with strategy.scope():
+        v = hs.Variable(1.0)
+        optimizer = hs.optimizers.SGD(1.0, gradient_accumulation_steps=calls)
+
+    def replica():
+        gradient = hs.IndexedSlices(xp.ones(1), xp.array([0]))
+        with pytest.raises(ValueError, match=r"SGD\.apply_gradients: .* is a scalar"):
+            optimizer.apply_gradients([(gradient, v)])
+
+    strategy.run(replica)
+    assert v.numpy() == 1
+
+
 def replica_context() -> Any:
     return hs.get_replica_context()
 
@@ -144,6 +159,21 @@ def test_buffers_are_made_once(place):
 
 @pytest.mark.core
 @pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
+def test_buffers_start_where_numbers_of_any_dtype_may(place):
+    """Also between variables of a few bytes, which leave odd addresses."""
+    with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
+        for count in (1, 3, 5):
+            small = hs.Variable(np.zeros(count, np.uint8))
+            variables = [hs.Variable(np.zeros(n, np.float64)) for n in (10, 3)]
+            buffers = hs.optimizers.SGD(0.1).gradient_buffers(variables)
+            addresses = [
+                buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data.ptr
+                for buffer in buffers
+            ]
+            assert [address % 8 for address in addresses] == [0, 0]
+            assert addresses[0] % 64 == 0 and small.shape == (count,)
+
+
 def test_buffers_for_different_variables(place):
     with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
         variables, optimizer = made(2), hs.optimizers.SGD(0.1)
@@ -298,4 +328,4 @@ def test_of_many_subsets_of_the_variables_only_some_are_kept(strategy):
         one is other
         for one, other in zip(buffers, optimizer.gradient_buffers(variables), strict=True)
     )
-    assert len(optimizer._state.plans) < 63
+    assert len(optimizer._state.plans) == 1 + 16

@@ -38,9 +38,24 @@ def test_a_message_that_became_too_small_is_given_back():
         for plan in plans:
             gradient = np.ones(plan.order.blocks[0].array.shape, np.float32)
             storage.update(plan, [gradient], ReduceOp.SUM, rule)
-            messages.append(weakref.ref(plan.memory))
+            messages.append(weakref.ref(plan.taken))
             assert plan.order.blocks[0].array.tolist() == (-(turn + 1) * gradient).tolist()
         gc.collect()
         assert {id(message()) for message in messages if message() is not None} == {
-            id(plans[-1].memory)
+            id(plans[-1].taken)
         }
+
+
+def test_buffers_stay_when_another_plan_needs_a_larger_message():
+    """The plan has had the message that all plans share, before it got buffers."""
+    storage = MirroredDeviceStorage(StagedCommunicator(SoloCommunicator(), None), 0)
+    rule = optimizers.SGD(1.0).update_rule(1.0, 1)
+    blocks = [storage.create(np.zeros(n, np.float32)) for n in (3, 3000)]
+    small, large = (storage.plan([block], [()]) for block in blocks)
+    storage.update(small, [np.full(3, 1, np.float32)], ReduceOp.SUM, rule)
+    storage.make_buffers(small)
+    storage.update(large, [np.full(3000, 2, np.float32)], ReduceOp.SUM, rule)
+    (buffer,) = small.buffers or []
+    buffer[...] = 4
+    storage.update(small, [buffer], ReduceOp.SUM, rule)
+    assert [block.array[-1] for block in blocks] == [-5, -2]

@@ -97,7 +97,7 @@ def triples(shards, itemsize):
 def test_runs_have_the_elements_of_their_shards(itemsize, alignment, variables, start, size, count):
     shards = shards_of(variables, itemsize, alignment)
     window = Interval(start, start + size).scale(itemsize)
-    own = [shard & window for shard in shards]
+    own = [shard.within(window) for shard in shards]
     everything = triples(shards, itemsize)
     expected = [
         element for element in everything if window.start <= element[0] and element[0] < window.stop
@@ -130,4 +130,4 @@ def test_neighbours_are_one_run():
     merged = runs(shards, 16)
     assert [run.elements for run in merged] == [(0, 9), (0, 2)]
     assert merged[0].message == (0, 36)
-    assert runs([shard & Interval(8, 24) for shard in shards], 16)[0].elements == (2, 6)
+    assert runs([shard.within(Interval(8, 24)) for shard in shards], 16)[0].elements == (2, 6)
