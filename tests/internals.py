@@ -74,6 +74,7 @@ from hpcstrat._storage.local import PART, host_parts
 from hpcstrat._storage.marks import parts_of
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
+from hpcstrat._storage.mirrored_host import MirroredHostStorage
 from hpcstrat._storage.sharded_device import rank_slices
 from hpcstrat._storage.shards import cuts_of, sections_of
 from hpcstrat._strategies.base import Strategy

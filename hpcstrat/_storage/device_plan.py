@@ -95,8 +95,7 @@ class DevicePlan(Plan):
         """Drops the message, which would otherwise live as long as the plan."""
         self.taken = self.message = self.update_message = None
         self.gradients, self.transfers, self._packings = [], [], []
-        self.order.forget_messages()
-        self.update.forget_messages()
+        self.forget_messages()
 
     def pack(self, values: Sequence[Array], is_reduced: bool) -> list[Array]:
         """Copies values, on this rank's device and in the order of the message, to the message.

@@ -6,6 +6,7 @@ With one replica it is the only copy.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -37,6 +38,8 @@ class MirroredHostStorage(HostStorage):
     def __init__(self, communicator: HostCommunicator) -> None:
         super().__init__(communicator, lambda: private_memory().segment)
         self._sum: Array = np.empty(0, np.uint8)
+        # They keep views of the sum. Weak, because the storage outlives variables and their plans.
+        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
         # Several threads may write variables made outside every scope; the scratch memory is
         # shared.
         self._lock = threading.Lock()
@@ -66,7 +69,9 @@ class MirroredHostStorage(HostStorage):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates, with all elements on each rank."""
         order = MessageOrder(variables, slots)
-        return Plan(order, self._new_update(order.layout, order.shards))
+        plan = Plan(order, self._new_update(order.layout, order.shards))
+        self._plans.add(plan)
+        return plan
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in one message, which several replicas copy as a whole to send it."""
@@ -90,6 +95,8 @@ class MirroredHostStorage(HostStorage):
             # One buffer for all plans, as large as the largest: updates come one after the other.
             if self._sum.size < nbytes:
                 self._sum = communicator.new_buffer(nbytes, signature)
+                for other in self._plans:
+                    other.forget_messages()
             if communicator.size > 1:
                 plan.update.run(rule, [self._reduce(signature, plan, values, op)])
                 return

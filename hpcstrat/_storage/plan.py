@@ -85,6 +85,11 @@ class Plan:
         for block in self.order.blocks:
             _ = block.view
 
+    def forget_messages(self) -> None:
+        """Drops what is kept for later updates by the same messages, and so the messages."""
+        self.order.forget_messages()
+        self.update.forget_messages()
+
     def fits(self, gradients: Sequence[Any]) -> bool:
         """Whether these, in the order of the call, are of the variables' kinds, shapes, dtypes."""
         for gradient, (kind, shape, dtype) in zip(gradients, self._expected, strict=True):

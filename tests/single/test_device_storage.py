@@ -1,10 +1,15 @@
-"""Storage for GPUs on a replica that uses the CPU while other replicas use GPUs."""
+"""Storage for GPUs on a replica that uses the CPU while other replicas use GPUs; its messages."""
 
 import gc
 import weakref
 
 import numpy as np
-from internals import MirroredDeviceStorage, SoloCommunicator, StagedCommunicator
+from internals import (
+    MirroredDeviceStorage,
+    MirroredHostStorage,
+    SoloCommunicator,
+    StagedCommunicator,
+)
 
 from hpcstrat import ReduceOp, optimizers
 
@@ -59,3 +64,18 @@ def test_buffers_stay_when_another_plan_needs_a_larger_message():
     buffer[...] = 4
     storage.update(small, [buffer], ReduceOp.SUM, rule)
     assert [block.array[-1] for block in blocks] == [-5, -2]
+
+
+def test_a_sum_that_became_too_small_is_given_back():
+    """On a host; each assigned variable has a plan."""
+    storage = MirroredHostStorage(SoloCommunicator())
+    rule = optimizers.SGD(1.0).update_rule(1.0, 1)
+    plans = [storage.plan([storage.create(np.zeros(n, np.float32))], [()]) for n in (3, 5, 900)]
+    sums = []
+    for plan in plans:
+        gradient = np.ones(plan.order.blocks[0].array.shape, np.float32)
+        storage.update(plan, [gradient], ReduceOp.SUM, rule)
+        sums.append(weakref.ref(storage._sum))
+        assert plan.order.blocks[0].array.tolist() == (-gradient).tolist()
+    gc.collect()
+    assert [one() is not None for one in sums] == [False, False, True]
