@@ -114,11 +114,12 @@ from hpcstrat.checkpoint import _atomic_file
 from hpcstrat.checkpoint._atomic_file import replacing
 from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
 from hpcstrat.checkpoint._new_file import NewFile
+from hpcstrat.checkpoint._on_read import own_share
 from hpcstrat.checkpoint._pieces import Piece, places_of, share_of, write_pieces
 from hpcstrat.checkpoint._safetensors import Contents, Entry
 from hpcstrat.checkpoint._snapshot import SnapshotChecksum, SnapshotMemory
 from hpcstrat.cluster_resolver._slurm import expand_nodes
-from hpcstrat.data import _checksum, _node
+from hpcstrat.data import _checksum, _epoch, _node
 from hpcstrat.data._distributed import check_sharding, distribute_dataset, distribute_from_function
 from hpcstrat.data._sources import Slices
 from hpcstrat.data._splitting import Step

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core import gpu
 from hpcstrat._variable.options import VariableAggregation
 from hpcstrat._variable.variable import Variable, state_of
@@ -59,11 +60,12 @@ def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
         return values[communicator.rank]
     if v.aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
         return values[0]
-    total = functools.reduce(np.add, values)
+    add = functools.partial(np.add, dtype=accumulator(v.dtype))  # as a read of the variable sums
+    total = functools.reduce(add, values)
     if v.aggregation is VariableAggregation.MEAN:
         return (total / len(values)).astype(v.dtype)
     if v.aggregation is VariableAggregation.SUM:
-        return total if communicator.rank == 0 else np.zeros_like(total)
+        return total.astype(v.dtype) if communicator.rank == 0 else np.zeros(v.shape, v.dtype)
     raise NotImplementedError(
         f"Checkpoint: values of aggregation {v.aggregation.name} for another number of replicas"
     )

@@ -11,11 +11,11 @@ from hpcstrat._core.types import TensorSpec
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _elements
 from hpcstrat.data._element_ops import cache
+from hpcstrat.data._epoch import EpochPass
 from hpcstrat.data._index_ops import Choosing
 from hpcstrat.data._node import (
     UNKNOWN,
     Chunk,
-    EpochPass,
     FailedElement,
     Node,
     Transformation,

@@ -9,8 +9,9 @@ from typing import final
 import numpy as np
 
 from hpcstrat.data._combine_ops import SourceCursor
+from hpcstrat.data._epoch import EpochPass, ShuffleState
 from hpcstrat.data._merge_ops import Merging
-from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node, ShuffleState, join
+from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Keys, Node, join
 
 _CHOICES = 1024  # drawn at once
 

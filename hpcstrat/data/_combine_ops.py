@@ -10,7 +10,8 @@ import numpy as np
 
 from hpcstrat._core import nests
 from hpcstrat._core.types import TensorSpec
-from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node, first, join
+from hpcstrat.data._epoch import EpochPass
+from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Keys, Node, join, only_row
 
 
 class Combining(Node):
@@ -23,7 +24,7 @@ class Combining(Node):
     def load(self, item: Any) -> Any:
         if self.width is None:
             return self._load_object(item)
-        return first(self._fetch_keys(item[np.newaxis]))
+        return only_row(self._fetch_keys(item[np.newaxis]))
 
     def fetch(self, chunk: Chunk) -> Any:
         return super().fetch(chunk) if self.width is None else self._fetch_keys(chunk)

@@ -19,8 +19,9 @@ from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _choice_ops, _combine_ops, _elements, _files, _index_ops, _sources
 from hpcstrat.data._arguments import path_of, refuse_arguments, seed_of, weights_of, whole
+from hpcstrat.data._epoch import EpochPass
 from hpcstrat.data._iterator import DatasetIterator
-from hpcstrat.data._node import UNKNOWN, EpochPass, Node
+from hpcstrat.data._node import UNKNOWN, Node
 from hpcstrat.data._options import Options
 from hpcstrat.data._pass import length
 from hpcstrat.data._refused import NamesWhatIsMissing, missing_in_dataset

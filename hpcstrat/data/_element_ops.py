@@ -8,12 +8,14 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._core import nests
+from hpcstrat._process import settings
 from hpcstrat.data import _elements
+from hpcstrat.data._checksum import PipelineChecksum
+from hpcstrat.data._epoch import EpochPass
 from hpcstrat.data._index_ops import Choosing
 from hpcstrat.data._node import (
     UNKNOWN,
     Chunk,
-    EpochPass,
     FailedElement,
     Node,
     Transformation,
@@ -254,18 +256,22 @@ class _ByPosition(_SameOrder):
     def __init__(self, source: Node) -> None:
         super().__init__(source)
         self.rows = None  # items are elements here, not the chunks of a batch
-        self._kept: list[Any] | None = None
+        # Each element, and the checksum of what user code had yielded by then.
+        self._kept: list[tuple[Any, int]] | None = None
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        if self._kept is not None:
-            for element in self._kept:
-                yield [element]
-            return
-        kept = []
-        for element in with_failures(self._source.elements(epoch.frozen())):
-            kept.append(element)
+        for element, checksum in self._first_pass(epoch) if self._kept is None else self._kept:
+            epoch.checksum.add_text(f"{checksum}")
             yield [element]
-        if not any(isinstance(element, FailedElement) for element in kept):
+
+    def _first_pass(self, epoch: EpochPass) -> Iterator[tuple[Any, int]]:
+        inner, kept = epoch.frozen(), []
+        # On, because passes of all ranks may come later, some of them of kept elements.
+        inner.checksum = PipelineChecksum(True, every=settings.is_on("HPCSTRAT_CHECK"))
+        for element in with_failures(self._source.elements(inner)):
+            kept.append((element, inner.checksum.value))
+            yield kept[-1]
+        if not any(isinstance(element, FailedElement) for element, _ in kept):
             self._kept = kept
 
     def load(self, item: Any) -> Any:

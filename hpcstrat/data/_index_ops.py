@@ -10,17 +10,8 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._memory.intervals import divide_up
-from hpcstrat.data._node import (
-    INFINITE,
-    UNKNOWN,
-    Chunk,
-    EpochPass,
-    Keys,
-    Node,
-    ShuffleState,
-    Transformation,
-    join,
-)
+from hpcstrat.data._epoch import EpochPass, ShuffleState
+from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Keys, Node, Transformation, join
 from hpcstrat.data._options import Options
 from hpcstrat.data._sources import Indexed
 from hpcstrat.data._threads import map_in_threads

@@ -9,13 +9,12 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat.data import _elements
+from hpcstrat.data._epoch import EpochPass, ShuffleState
 from hpcstrat.data._node import (
     UNKNOWN,
     Chunk,
-    EpochPass,
     FailedElement,
     Node,
-    ShuffleState,
     Transformation,
     unwrap,
     with_failures,

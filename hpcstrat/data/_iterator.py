@@ -22,7 +22,8 @@ from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import PipelineChecksum
-from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node
+from hpcstrat.data._epoch import EpochPass
+from hpcstrat.data._node import INFINITE, UNKNOWN, Node
 from hpcstrat.data._pass import InputCommunicator, ResumableIterator, after, prefetch
 from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 

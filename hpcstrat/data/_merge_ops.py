@@ -11,7 +11,8 @@ import numpy as np
 from hpcstrat._core import nests
 from hpcstrat.data import _elements
 from hpcstrat.data._combine_ops import Combining, common_batch_sizes, widths_of
-from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Keys, Node
+from hpcstrat.data._epoch import EpochPass
+from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Keys, Node
 
 
 class Merging(Combining):

@@ -13,8 +13,9 @@ from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
+from hpcstrat.data._epoch import EpochPass, ShuffleState
 from hpcstrat.data._index_ops import Prefetch, Skip, WithOptions
-from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
+from hpcstrat.data._node import INFINITE, UNKNOWN, Node
 from hpcstrat.data._threads import prepare_ahead
 
 

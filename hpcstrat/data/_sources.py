@@ -12,7 +12,8 @@ from hpcstrat._core import nests
 from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import of_arrays
-from hpcstrat.data._node import UNKNOWN, Chunk, EpochPass, Keys, Node, first
+from hpcstrat.data._epoch import EpochPass
+from hpcstrat.data._node import UNKNOWN, Chunk, Keys, Node, only_row
 from hpcstrat.data._stored_array import StoredArray, as_rows
 
 _CHUNK = 1 << 16  # keys (half a megabyte), so that a dataset of any length starts immediately
@@ -35,7 +36,7 @@ class Indexed(Node):
         return _positions(self.cardinality())
 
     def load(self, item: Any) -> Any:
-        return first(self.fetch(item[np.newaxis]))
+        return only_row(self.fetch(item[np.newaxis]))
 
 
 @final

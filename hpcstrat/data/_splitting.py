@@ -14,7 +14,8 @@ import numpy as np
 
 from hpcstrat._core import nests
 from hpcstrat.data import _elements
-from hpcstrat.data._node import Chunk, EpochPass, FailedElement, Node, load_rows, with_failures
+from hpcstrat.data._epoch import EpochPass
+from hpcstrat.data._node import Chunk, FailedElement, Node, load_rows, with_failures
 from hpcstrat.data._threads import map_in_threads
 
 FROM_FUNCTION = "Strategy.distribute_datasets_from_function"

@@ -24,6 +24,7 @@ from internals import (
     connect_devices,
     device_names,
     make_replica_storage,
+    own_share,
 )
 from mpi4py import MPI
 from slow import slow_but
@@ -270,6 +271,16 @@ def test_each_replica_gets_its_own_value_back(strategy, path, aggregation):
     )
     found = strategy.experimental_local_results(strategy.run(lambda: v.value()))
     assert [hs.asnumpy(one)[0] for one in found] == [np.float32(rank + 0.1) for rank in range(N)]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_means_of_more_replicas_are_summed_in_32_bits(place, dtype):
+    """As a read of the variable sums them."""
+    with place.make(hs.MirroredStrategy) as strategy, strategy.scope():
+        v = hs.Variable(np.zeros(2, dtype), synchronization="ON_READ", aggregation="MEAN")
+    parts = np.full((N + 3, 2), 30_000, dtype)
+    share = own_share(v, parts)
+    assert share.dtype == dtype and share.tolist() == parts[0].tolist()
 
 
 def test_two_names_for_one_variable(strategy, path):

@@ -165,7 +165,7 @@ def test_elements_that_are_dealt_out_are_compared():
     assert {steps for steps, _ in found} == {0}
 
 
-def test_what_a_cache_has_kept_on_one_rank_is_not_missed():
+def test_what_a_cache_has_kept_on_one_rank_is_not_missed(monkeypatch):
     def program(rank):
         dataset = Dataset.from_generator(lambda: iter(range(6))).cache()
         if rank.rank == 0:
@@ -173,3 +173,30 @@ def test_what_a_cache_has_kept_on_one_rank_is_not_missed():
         return [select(x).tolist() for x in distribute_dataset(dataset.batch(6), rank, None)]
 
     assert on_ranks(2, program) == [[[0, 1, 2]], [[3, 4, 5]]]
+    monkeypatch.setenv("HPCSTRAT_CHECK", "1")
+    assert on_ranks(2, program) == [[[0, 1, 2]], [[3, 4, 5]]]
+
+
+@pytest.mark.parametrize("kept_on", [(), (0,), (0, 1)])
+def test_elements_in_a_cache_are_compared(kept_on):
+    def program(rank):
+        dataset = Dataset.from_generator(lambda: iter(range(rank.rank, 6 + rank.rank))).cache()
+        if rank.rank in kept_on:
+            list(dataset)
+        distributed = distribute_dataset(dataset.batch(6), rank, None)
+        for _ in range(2):
+            with pytest.raises(ReplicaMismatchError, match=r"different elements up to step 0"):
+                next(iter(distributed))
+        return "done"
+
+    assert on_ranks(2, program) == ["done"] * 2
+
+
+def test_a_cached_order_that_user_code_chooses_is_compared():
+    def program(rank):
+        choice = Dataset.from_generator(lambda: iter([rank.rank, 1] * 3))
+        parts = [Dataset.range(9), Dataset.range(10, 19)]
+        chosen = Dataset.choose_from_datasets(parts, choice)
+        return taken(chosen.cache().batch(6), rank)[0]
+
+    assert on_ranks(2, program) == [0] * 2
