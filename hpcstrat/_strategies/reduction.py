@@ -15,7 +15,7 @@ from hpcstrat._core.arrays import is_foreign
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, IndexedSlices, ReduceOp
 from hpcstrat._core.values import DistributedValues, component_of
-from hpcstrat._strategies.leaves import as_numeric, positions, require_same_structure, scalar
+from hpcstrat._strategies.leaves import as_numeric, combine_components, positions, scalar
 from hpcstrat._variable.variable import Variable
 
 
@@ -46,23 +46,17 @@ def reduce(
             own[i] = component_of(leaf)
         else:
             leaves[i] = _reduce_plain(op, leaf, axis)
-    if not own:
-        require_same_structure(communicator, structure, op.name, f"axis={axis}")
-        return structure.unflatten(leaves)
-    # Differences that the sums alone do not show: other nests, or other axes.
-    must_match = [
-        nests.describe(structure),
-        f"axis={axis}",
-        *positions("distributed", own, leaves),
-    ]
-    values = list(own.values())
-    if axis is None:
-        reduced = _reduce_elementwise(communicator, op, values, *must_match)
-    else:
-        reduced = _reduce_along(communicator, op, values, axis, *must_match)
-    for i, result in zip(own, reduced, strict=True):
-        leaves[i] = result
-    return structure.unflatten(leaves)
+
+    def combine(values: Sequence[Any], nest: str, *must_match: str) -> list[Any]:
+        # Differences that the sums alone do not show: other nests, or other axes.
+        must_match = nest, f"axis={axis}", *must_match
+        if axis is None:
+            return _reduce_elementwise(communicator, op, values, *must_match)
+        return _reduce_along(communicator, op, values, axis, *must_match)
+
+    return combine_components(
+        communicator, leaves, structure, own, combine, op.name, f"axis={axis}"
+    )
 
 
 def _reduce_elementwise(
@@ -82,19 +76,20 @@ def _reduce_elementwise(
     results: list[Any] = list(leaves)
     # A call with `None` only still communicates: another rank may pass arrays.
     if arrays or not slices:
-        must_match = (*must_match, *positions("arrays", arrays, leaves))
-        reduced = communicator.all_reduce(list(arrays.values()), op, *must_match)
+        are_arrays = positions("arrays", arrays, leaves)
+        reduced = communicator.all_reduce(list(arrays.values()), op, *must_match, *are_arrays)
         for i, array in zip(arrays, reduced, strict=True):
             results[i] = scalar(array)
+    are_slices = positions("slices", slices, leaves)
     for i, leaf in slices.items():
-        results[i] = _reduce_slices(communicator, op, leaf)
+        results[i] = _reduce_slices(communicator, op, leaf, *must_match, *are_slices)
     return results
 
 
 # An overflow is inf on all ranks, instead of an exception on a rank that enabled those.
 @np.errstate(all="ignore")
 def _reduce_slices(
-    communicator: Communicator, op: ReduceOp, slices: IndexedSlices
+    communicator: Communicator, op: ReduceOp, slices: IndexedSlices, *must_match: str
 ) -> IndexedSlices:
     # The arrays of the nest have been reduced by now, so an error here must reach every rank.
     with communicator.raise_together():
@@ -106,7 +101,7 @@ def _reduce_slices(
         values, indices = as_numeric(slices.values), as_numeric(slices.indices)
         check_reducible(values.dtype, op)
     # Gathered, not summed: a dense sum would need memory for every row of, say, an embedding.
-    values, indices = communicator.all_gather([values, indices], 0)
+    values, indices = communicator.all_gather([values, indices], 0, op.name, *must_match)
     if REDUCTIONS[op].is_mean and communicator.size > 1:
         values = (values / communicator.size).astype(mean_dtype(values.dtype), copy=False)
     return IndexedSlices(values, indices, slices.dense_shape)

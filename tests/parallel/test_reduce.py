@@ -371,6 +371,26 @@ def test_slices(strategy):
         assert found.values[:, 0].tolist() == [(r + 1) / scale for r in range(N)]
 
 
+@pytest.mark.mpi(min_size=2)
+def test_slices_that_differ_are_refused(strategy):
+    last = RANK == N - 1
+
+    def own():
+        return hs.IndexedSlices(here(strategy, np.ones((1, 2))), here(strategy, np.array([RANK])))
+
+    with pytest.raises(hs.ReplicaMismatchError, match=r"MEAN"):
+        strategy.reduce("SUM" if last else "MEAN", strategy.run(own), None)
+    with pytest.raises(hs.ReplicaMismatchError, match=r"other"):
+        strategy.reduce("SUM", strategy.run(lambda: {"other" if last else "w": own()}), None)
+
+    def reduced():
+        with pytest.raises(hs.ReplicaMismatchError, match=r"MEAN"):
+            hs.get_replica_context().all_reduce("SUM" if last else "MEAN", own())
+
+    strategy.run(reduced)
+    assert strategy.reduce("SUM", strategy.run(own), None).indices.tolist() == list(range(N))
+
+
 class Key:
     """A key that does not sort, and looks like other keys."""
 
