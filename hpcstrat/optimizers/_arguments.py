@@ -42,10 +42,17 @@ def check_pairs(pairs: Sequence[Any]) -> None:
         )
 
 
-def sort_pairs(
+def prepare_pairs(
     pairs: Sequence[tuple[Any, Variable]],
 ) -> tuple[list[Array], list[Variable], list[tuple[IndexedSlices, Variable]]]:
-    """Returns the gradients that are arrays, their variables, and the pairs with slices."""
+    """Sorts pairs by the kind of gradient, and casts and moves arrays as the update needs them.
+
+    Returns:
+        The gradients that are arrays, their variables, and the pairs with slices.
+
+    Raises:
+        ValueError: an array does not fit its variable.
+    """
     gradients: list[Array] = []
     dense: list[Variable] = []
     sparse: list[tuple[IndexedSlices, Variable]] = []
@@ -93,12 +100,17 @@ def _as_gradient(gradient: Any, variable: Variable) -> Array:
         return state.group.stream.here(array)
 
 
-def check_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
+def prepare_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
     """The indices and the values of a sparse gradient, on the variable's device and in its dtype.
 
     Raises:
         ValueError: they do not fit the variable.
     """
+    if not variable.shape:
+        raise ValueError(
+            f"{current_call()}: the gradient of {variable.name!r} is an IndexedSlices, but the "
+            "variable is a scalar and has no rows; pass an array"
+        )
     group = state_of(variable).group
     indices, values = (
         as_read_only(current_call(), array, group.stream is not None)
@@ -147,7 +159,7 @@ def refuse_no_gradient(communicator: Communicator, count: int) -> NoReturn:
     )
 
 
-def group_of_variables(variable: Variable, preposition: str) -> ReplicaGroup:
+def group_of_variable(variable: Variable, preposition: str) -> ReplicaGroup:
     """The variable's group, which must be the group of this line's context."""
     with call_named(f"{current_call()} {preposition} {variable.name!r}"):
         state_of(variable).require_strategy()
@@ -195,7 +207,7 @@ def agree_on_group(variables: Sequence[Variable]) -> ReplicaGroup:
         raise ValueError(
             f"{current_call()}: got {variables!r}; pass a list of variables, at least one"
         )
-    group = group_of_variables(variables[0], "of")
+    group = group_of_variable(variables[0], "of")
     with group.communicator.raise_together():
         check_variables(group, variables)
         group.communicator.exchange(

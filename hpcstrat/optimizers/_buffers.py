@@ -13,8 +13,8 @@ from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.plan import Plan
 from hpcstrat._variable.variable import Variable
-from hpcstrat.optimizers._arguments import check_pairs, group_of_variables
-from hpcstrat.optimizers._state import OptimizerState, key
+from hpcstrat.optimizers._arguments import check_pairs, group_of_variable
+from hpcstrat.optimizers._state import OptimizerState, plan_key
 
 
 @final
@@ -119,7 +119,7 @@ class GradientBuffers(list[Any]):
         Raises:
             RuntimeError: it does not, and there are several replicas.
         """
-        group_of_variables(self._variables[0], "of")
+        group_of_variable(self._variables[0], "of")
         if not isinstance(contexts.context(), InReplica) and self._group.communicator.size > 1:
             raise RuntimeError(
                 f"{current_call()} was called outside of a replica function; call it in the "
@@ -141,7 +141,7 @@ def check_marked(
     with group.communicator.raise_together():
         check_pairs(pairs)
         dense = [pair for pair in pairs if not isinstance(pair[0], IndexedSlices)]
-        is_all = state.plans.get(key(group, [v for _, v in dense])) is plan
+        is_all = state.plans.get(plan_key(group, [v for _, v in dense])) is plan
         if not is_all or not plan.are_in_buffers([gradient for gradient, _ in dense]):
             raise ValueError(
                 f"{current_call()}: some gradient buffers are marked ready in this step, so it "

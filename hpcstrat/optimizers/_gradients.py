@@ -15,10 +15,10 @@ from hpcstrat._update.rows import combine_rows
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers._arguments import (
     check_pairs,
-    check_slices,
     check_variables,
-    group_of_variables,
-    sort_pairs,
+    group_of_variable,
+    prepare_pairs,
+    prepare_slices,
 )
 
 
@@ -28,7 +28,7 @@ def sum_rows(
     """The rows in any replica's slices, each once, and their gradients, summed in rank order."""
     communicator = group.communicator
     with communicator.raise_together():
-        indices, values = check_slices(slices, variable)
+        indices, values = prepare_slices(slices, variable)
     if not are_summed:
         rows = f"rows of {variable.name!r}, variable {state_of(variable).block.number}"
         with call_named(f"{current_call()} of {rows}"):
@@ -83,10 +83,10 @@ class Accumulator:
             ValueError: as `Optimizer.apply_gradients`.
         """
         check_pairs(pairs)
-        gradients, dense, sparse = sort_pairs(pairs)
+        gradients, dense, sparse = prepare_pairs(pairs)
         variables = [*dense, *(v for _, v in sparse)]
         if variables:
-            check_variables(group_of_variables(variables[0], "to"), variables)
+            check_variables(group_of_variable(variables[0], "to"), variables)
         gradients += [_as_dense(slices, v) for slices, v in sparse]
         for gradient, v in zip(gradients, variables, strict=True):
             with state_of(v).group.on_stream():
@@ -130,7 +130,7 @@ def _as_dense(slices: IndexedSlices, variable: Variable) -> Array:
         ValueError: they do not fit the variable.
     """
     group = state_of(variable).group
-    indices, values = check_slices(slices, variable)
+    indices, values = prepare_slices(slices, variable)
     with group.on_stream():
         rows, sums = combine_rows(indices, values)
         gradient = group.xp.zeros(variable.shape, variable.dtype)

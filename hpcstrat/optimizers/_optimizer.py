@@ -12,15 +12,15 @@ from hpcstrat._core.call_name import current_call, enter_call, leave_call, names
 from hpcstrat._core.types import FIRST_REPLICA, ReduceOp
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
-from hpcstrat._storage.base import UpdateRule
 from hpcstrat._update.formula import Formulas
+from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers import _arguments, _attributes, _options
 from hpcstrat.optimizers._buffers import GradientBuffers, check_marked, end_marks
 from hpcstrat.optimizers._gradients import clip, sum_rows
 from hpcstrat.optimizers._inspection import OptimizerVariable, list_variables
 from hpcstrat.optimizers._options import EMA, CommonOptions, LearningRate
-from hpcstrat.optimizers._state import OptimizerState, key
+from hpcstrat.optimizers._state import OptimizerState, plan_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -218,7 +218,7 @@ class Optimizer(metaclass=_attributes.OptimizerType):
             pairs: list[tuple[Any, Variable]] | None = list(grads_and_vars)
             if state.marked is not None:
                 check_marked(state, pairs, are_summed)
-            if state.accumulator is not None:
+            if state.accumulator is not None and pairs:
                 pairs = state.accumulator.add(pairs)  # `None` if this call only adds up
             if pairs is not None and not self._apply_as_before(pairs, are_summed):
                 self._apply(pairs, are_summed)
@@ -238,7 +238,7 @@ class Optimizer(metaclass=_attributes.OptimizerType):
             return False
         group = context.group
         try:
-            plan = state.plans.get((id(group), *[id(v) for _, v in pairs]))  # inlines `key`
+            plan = state.plans.get((id(group), *[id(v) for _, v in pairs]))  # inlines `plan_key`
             gradients = [gradient for gradient, _ in pairs]
         except (TypeError, ValueError):  # not pairs
             return False
@@ -259,13 +259,13 @@ class Optimizer(metaclass=_attributes.OptimizerType):
         if not pairs:
             contexts.group().communicator.exchange(signature_of(current_call(), "no variable"))
             return
-        group, state = _arguments.group_of_variables(pairs[0][1], "to"), self._state
+        group, state = _arguments.group_of_variable(pairs[0][1], "to"), self._state
         with group.communicator.raise_together():
-            gradients, dense, sparse = _arguments.sort_pairs(pairs)
+            gradients, dense, sparse = _arguments.prepare_pairs(pairs)
             variables = [*dense, *(v for _, v in sparse)]
             if not variables:
                 _arguments.refuse_no_gradient(group.communicator, len(pairs))
-            if sparse or key(group, dense) not in state.plans:
+            if sparse or plan_key(group, dense) not in state.plans:
                 _arguments.check_variables(group, variables)
             rate = float(self._rate_after(state.iterations))
             rule = self.update_rule(rate, state.iterations + 1)
@@ -332,7 +332,7 @@ class Optimizer(metaclass=_attributes.OptimizerType):
             )
         if not (variables := list(var_list)):
             return
-        group = _arguments.group_of_variables(variables[0], "of")
+        group = _arguments.group_of_variable(variables[0], "of")
         with group.communicator.raise_together():
             _arguments.check_variables(group, variables)
             with group.on_stream():

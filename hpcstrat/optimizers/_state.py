@@ -26,7 +26,7 @@ class OptimizerState:
     Attributes:
         iterations: the number of steps done.
         slots: the variables and their slots, by the variable's id; keeps the variables alive.
-        plans: the plans of updates, by `key`.
+        plans: the plans of updates, by `plan_key`.
         accumulator: adds up gradients if variables are updated once every N calls; else `None`.
         marked: the plan with marked gradient buffers in this step, and its group; else `None`.
     """
@@ -105,20 +105,20 @@ class OptimizerState:
         initial: Mapping[str, float | None],
     ) -> Plan:
         """The plan for these variables; without buffers, only the newest few plans are kept."""
-        wanted = key(group, variables)
+        wanted = plan_key(group, variables)
         if wanted not in self.plans:
             self.make_slots(variables, name, initial)
             plan = group.storage.plan(
                 [state_of(v).block for v in variables], [self.slots[id(v)][1] for v in variables]
             )
             droppable = [other for other, old in self.plans.items() if old.buffers is None]
-            for other in droppable[: len(droppable) + 1 - _MOST_PLANS]:
+            for other in droppable[: 1 - _MOST_PLANS]:
                 del self.plans[other]
             self.plans[wanted] = plan
         return self.plans[wanted]
 
 
-def key(group: ReplicaGroup, variables: Sequence[Variable]) -> tuple[int, ...]:
+def plan_key(group: ReplicaGroup, variables: Sequence[Variable]) -> tuple[int, ...]:
     """The key of a plan: ids of objects that its optimizer keeps alive, so no id is reused."""
     return (id(group), *[id(v) for v in variables])
 

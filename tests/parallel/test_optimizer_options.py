@@ -206,6 +206,20 @@ def test_gradients_that_are_added_up_stay_the_programs(strategy):
     close(v.numpy(), START - 0.5 * sum(own(step)[1] for step in range(4)) / 2)
 
 
+def test_a_call_without_pairs_does_not_count(strategy):
+    v, optimizer = model(strategy, gradient_accumulation_steps=2)
+
+    def replica(step):
+        optimizer.apply_gradients([])
+        optimizer.apply_gradients([(strategy.xp.asarray(own(step)[0]), v)])
+
+    for step in range(2):
+        strategy.run(replica, args=(step,))
+    optimizer.apply_gradients([])
+    assert optimizer.iterations == 1
+    close(v.numpy(), START - 0.5 * (own(0)[1] + own(1)[1]) / 2)
+
+
 def test_what_is_added_up_is_copied_but_not_saved(strategy, mpi_tmp_path):
     v, optimizer = trained(strategy, 1, gradient_accumulation_steps=2)
     with pytest.raises(
