@@ -12,7 +12,7 @@ from hpcstrat._core import nests
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, IndexedSlices
 from hpcstrat._core.values import DistributedValues, component_of
-from hpcstrat._strategies.leaves import as_numeric, combine_components, positions
+from hpcstrat._strategies.leaves import as_numeric, positions, require_same_structure
 from hpcstrat._variable.variable import Variable
 
 
@@ -35,11 +35,14 @@ def gather(communicator: Communicator, value: Any, axis: int) -> Any:
             array = _as_gatherable(leaf, axis)
             check_gatherable([array.shape], axis)
             leaves[i] = leaf if isinstance(leaf, Variable) else array
-
-    def combine(values: Sequence[Any], *must_match: str) -> list[Any]:
-        return _gather_leaves(communicator, values, axis, *must_match)
-
-    return combine_components(communicator, leaves, structure, own, combine, f"axis={axis}")
+    if not own:
+        require_same_structure(communicator, structure, f"axis={axis}")
+        return structure.unflatten(leaves)
+    must_match = [nests.describe(structure), *positions("distributed", own, leaves)]
+    gathered = _gather_leaves(communicator, list(own.values()), axis, *must_match)
+    for i, result in zip(own, gathered, strict=True):
+        leaves[i] = result
+    return structure.unflatten(leaves)
 
 
 def _gather_leaves(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Sized
 from typing import Any
 
 from hpcstrat._calls.records import signature_of
@@ -58,33 +58,6 @@ def convert_foreign_leaves(nest: Any) -> Any:
 def positions(kind: str, indices: Collection[int], leaves: Sized) -> list[str]:
     """Which leaves are of this kind, for ranks to compare; nothing if all are."""
     return [f"{kind} at {list(indices)}"] if len(indices) < len(leaves) else []
-
-
-def combine_components(
-    communicator: Communicator,
-    leaves: list[Any],
-    structure: nests.Structure,
-    own: Mapping[int, Any],
-    combine: Callable[..., Sequence[Any]],
-    *must_match: str,
-) -> Any:
-    """A nest whose distributed leaves are combined over the replicas. Collective.
-
-    Args:
-        communicator: the replicas.
-        leaves: the nest's leaves; those that are not distributed, as they are in the result.
-        structure: the nest's structure.
-        own: this replica's components of the distributed leaves, by index.
-        combine: combines the components; takes them, and texts that must be equal on all ranks.
-        *must_match: what must be equal on all ranks if no leaf is distributed.
-    """
-    if own:
-        facts = nests.describe(structure), *positions("distributed", own, leaves)
-        for i, result in zip(own, combine(list(own.values()), *facts), strict=True):
-            leaves[i] = result
-    else:
-        require_same_structure(communicator, structure, *must_match)
-    return structure.unflatten(leaves)
 
 
 def require_same_structure(

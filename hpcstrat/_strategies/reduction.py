@@ -15,7 +15,7 @@ from hpcstrat._core.arrays import is_foreign
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, IndexedSlices, ReduceOp
 from hpcstrat._core.values import DistributedValues, component_of
-from hpcstrat._strategies.leaves import as_numeric, combine_components, positions, scalar
+from hpcstrat._strategies.leaves import as_numeric, positions, require_same_structure, scalar
 from hpcstrat._variable.variable import Variable
 
 
@@ -46,17 +46,23 @@ def reduce(
             own[i] = component_of(leaf)
         else:
             leaves[i] = _reduce_plain(op, leaf, axis)
-
-    def combine(values: Sequence[Any], nest: str, *must_match: str) -> list[Any]:
-        # Differences that the sums alone do not show: other nests, or other axes.
-        must_match = nest, f"axis={axis}", *must_match
-        if axis is None:
-            return _reduce_elementwise(communicator, op, values, *must_match)
-        return _reduce_along(communicator, op, values, axis, *must_match)
-
-    return combine_components(
-        communicator, leaves, structure, own, combine, op.name, f"axis={axis}"
-    )
+    if not own:
+        require_same_structure(communicator, structure, op.name, f"axis={axis}")
+        return structure.unflatten(leaves)
+    # Differences that the sums alone do not show: other nests, or other axes.
+    must_match = [
+        nests.describe(structure),
+        f"axis={axis}",
+        *positions("distributed", own, leaves),
+    ]
+    values = list(own.values())
+    if axis is None:
+        reduced = _reduce_elementwise(communicator, op, values, *must_match)
+    else:
+        reduced = _reduce_along(communicator, op, values, axis, *must_match)
+    for i, result in zip(own, reduced, strict=True):
+        leaves[i] = result
+    return structure.unflatten(leaves)
 
 
 def _reduce_elementwise(
