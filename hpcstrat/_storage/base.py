@@ -18,9 +18,11 @@ from hpcstrat._core.types import Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.local import PART, LocalBlocks, flat
-from hpcstrat._storage.marks import FEWEST_BYTES
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rule import UpdateRule
+
+FEWEST_BYTES = 1 << 20
+"""Summing starts once this many bytes are marked: fewer do not hide the latency of messages."""
 
 
 class Storage(abc.ABC):
@@ -126,7 +128,7 @@ class Storage(abc.ABC):
         # Part of the signature: a rank whose gradients are in its buffers sends none, and the
         # others must expect that.
         in_buffers = plan.are_in_buffers(values)
-        if plan.marks.started and not (in_buffers and op is ReduceOp.SUM):
+        if plan.started and not (in_buffers and op is ReduceOp.SUM):
             with communicator.raise_together():
                 raise RuntimeError(
                     f"{current_call()}: its gradient buffers are being summed, since some were "
@@ -188,15 +190,15 @@ class Storage(abc.ABC):
             MemoryError: there is not enough memory for sums, on any rank.
             ReplicaMismatchError: the ranks mark different gradients.
         """
-        communicator, marks = self.communicator, plan.marks
+        communicator = self.communicator
         with communicator.raise_together():
             communicator.exchange(plan.signature_of_marks(variables))
-        marks.marked.update(variables)
+        plan.marked.update(variables)
         self._marked.add(plan)
-        new = marks.marked - marks.started
+        new = plan.marked - plan.started
         # Small gradients are summed in one message, or together with the rest.
         if may_start and sum(plan.order.blocks[i].array.nbytes for i in new) >= FEWEST_BYTES:
-            marks.started |= new if self._start_sums(plan, sorted(new)) else set()
+            plan.started |= new if self._start_sums(plan, sorted(new)) else set()
 
     def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
         """Starts to sum some of the plan's buffers over the replicas, where this saves time.
@@ -209,7 +211,8 @@ class Storage(abc.ABC):
     def end_marks(self, plan: Plan) -> None:
         """Clears the marks of a plan whose variables were updated."""
         self._marked.discard(plan)
-        plan.marks.clear()
+        plan.marked.clear()
+        plan.started.clear()
 
     def drop_marks(self) -> None:
         """Clears all marks after an error. Once it returns, nothing reads the buffers any more.

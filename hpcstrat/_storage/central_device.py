@@ -63,7 +63,7 @@ class CentralDeviceStorage(DeviceStorage):
         assert isinstance(plan, DevicePlan)
         with self.local.current():
             sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
-            if plan.marks.started:
+            if plan.started:
                 self._sum_rest(plan)
             else:
                 for source, gradient in zip(sources, plan.gradients, strict=True):

@@ -19,7 +19,6 @@ from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.device_memory import DeviceMemory, device_memory
 from hpcstrat._storage.device_plan import DevicePlan, MessagePool
-from hpcstrat._storage.marks import parts_of
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.chunks import Chunk, chunks_of
@@ -108,7 +107,7 @@ class DeviceStorage(Storage):
         if not communicator.has_side_stream:
             return False
         with self.local.current(), communicator.side_stream(plan.taken):
-            self._sum_parts(plan, parts_of(plan.order.layout, variables))
+            self._sum_parts(plan, plan.order.parts_of(variables))
         return True
 
     @abc.abstractmethod
@@ -130,7 +129,7 @@ class DeviceStorage(Storage):
     def _sum_rest(self, plan: DevicePlan) -> None:
         """Waits for the sums of marked gradients, and sums the others."""
         self._finish_sums()
-        self._sum_parts(plan, parts_of(plan.order.layout, plan.not_started()))
+        self._sum_parts(plan, plan.order.parts_of(plan.not_started()))
 
     def _finish_sums(self) -> None:
         self.communicator.join_side_stream()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from hpcstrat._communicators.reduction import part_of_rank
 from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._update.chunks import keep_per_message
 from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace
@@ -78,6 +78,29 @@ class MessageOrder:
             share = part_of_rank(group.elements, rank, size)
             shares[group.dtype] = share.scale(group.dtype.itemsize).shift(group.start)
         return [shard.within(shares[shard.dtype]) for shard in self.shards]
+
+    def parts_of(self, variables: Iterable[int]) -> list[list[Interval]]:
+        """Where some variables are in the message; neighbours are merged.
+
+        Returns:
+            For each dtype of the message, intervals of its elements.
+        """
+        wanted = set(variables)
+        parts: list[list[Interval]] = [[] for _ in self.layout.groups]
+        # Neighbours in the message alone.
+        shards = [shard._replace(memory=()) for shard in self.shards if shard.variable in wanted]
+        for run in runs(shards, self.layout.alignment):
+            (index,) = [i for i, of in enumerate(self.layout.groups) if of.dtype == run.dtype]
+            parts[index].append(self.layout.groups[index].within(run.message))
+        return parts
+
+    def views_of(self, variables: Iterable[int], message: Array) -> list[Array]:
+        """Some variables in a message, as flat views; neighbours are merged."""
+        return [
+            group.of(message)[part.slice]
+            for group, parts in zip(self.layout.groups, self.parts_of(variables), strict=True)
+            for part in parts
+        ]
 
     def write(
         self,

@@ -36,7 +36,7 @@ class MirroredDeviceStorage(DeviceStorage):
             # Everything is queued on one stream, and the host does not wait: the next step's Python
             # code runs while the GPU works.
             sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
-            if plan.marks.started:
+            if plan.started:
                 self._sum_rest(plan)
             else:
                 for source, gradient in zip(sources, plan.gradients, strict=True):

@@ -20,7 +20,6 @@ from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.layout import layout_of
 from hpcstrat._storage.host import HostStorage
-from hpcstrat._storage.marks import views_of
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import update_rows
@@ -126,7 +125,7 @@ class MirroredHostStorage(HostStorage):
             else:
                 plan.order.write(message, values)
 
-        if plan.marks.started:
+        if plan.started:
             return self._sums_of_marked(signature, plan)
         if op is not FIRST_REPLICA:
             communicator.reduce_message(signature, layout, write, op, self._sum)
@@ -136,15 +135,15 @@ class MirroredHostStorage(HostStorage):
         return communicator.exchange(signature)[0]  # only the first replica's values count
 
     def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
-        communicator, marks = self.communicator, plan.marks
+        communicator = self.communicator
         self._background = communicator.background()
         if self._background is None:
             return False
-        if marks.sums is None:  # one per plan: other plans may be updated during the sums
+        if plan.sums is None:  # one per plan: other plans may be updated during the sums
             with communicator.raise_together():
-                marks.sums = np.empty(self._sum_bytes(plan), np.uint8)
+                plan.sums = np.empty(self._sum_bytes(plan), np.uint8)
                 communicator.exchange(signature_of(f"{current_call()}: memory"))
-        if (exchange := self._exchange_of(plan, variables, marks.sums)) is not None:
+        if (exchange := self._exchange_of(plan, variables, plan.sums)) is not None:
             self._background.start(exchange)
         return True
 
@@ -157,8 +156,8 @@ class MirroredHostStorage(HostStorage):
     ) -> Callable[[HostCommunicator], None] | None:
         """A function that sums some of the plan's buffers; `None` if they have no elements."""
         whole, signature = plan.order.layout, signature_of(f"{current_call()}: sums")
-        sources = views_of(whole, variables, plan.buffer_messages[0])
-        targets = views_of(whole, variables, sums)
+        sources = plan.order.views_of(variables, plan.buffer_messages[0])
+        targets = plan.order.views_of(variables, sums)
         layout = layout_of(
             tuple([view.shape for view in sources]), tuple([view.dtype for view in sources])
         )
@@ -187,11 +186,11 @@ class MirroredHostStorage(HostStorage):
 
     def _sums_of_marked(self, signature: CallSignature, plan: Plan) -> Array:
         """All sums, once the ranks agree on the update: those that have started, and the rest."""
-        assert plan.marks.sums is not None
+        assert plan.sums is not None
         self.communicator.exchange(signature)
         self._start_sums(plan, plan.not_started())
         self._finish_sums()
-        return plan.marks.sums
+        return plan.sums
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule

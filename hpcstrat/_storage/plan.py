@@ -10,7 +10,6 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.blocks import Block
-from hpcstrat._storage.marks import Marks
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._update.rule import NO_CONSTANTS
 from hpcstrat._update.update import Update
@@ -30,7 +29,9 @@ class Plan:
             `Storage.make_buffers` was called; else `None`.
         buffer_messages: on hosts, the messages that the buffers are in: all ranks', or only this
             rank's.
-        marks: the gradients that are complete in this step.
+        marked: the variables whose gradients, in buffers, are complete in this step.
+        started: those whose sums have started.
+        sums: the storage's memory for these sums, if they are not in the buffers.
         norm_sums: per rank and variable, for updates with norms in central storage on a host.
     """
 
@@ -40,7 +41,9 @@ class Plan:
         self.buffers: list[Array] | None = None
         self.buffer_messages: list[Array] = []
         self._buffers_owner: Block | None = None
-        self.marks: Marks = Marks()
+        self.marked: set[int] = set()
+        self.started: set[int] = set()
+        self.sums: Array | None = None
         self.norm_sums: Block | None = None
         # The types, shapes and dtypes of a steady step's gradients, in the order of the call.
         in_call = order.to_call(order.blocks)
@@ -74,7 +77,7 @@ class Plan:
 
     def not_started(self) -> set[int]:
         """The variables whose gradients' sums have not started in this step."""
-        return {*range(len(self.order.blocks))} - self.marks.started
+        return {*range(len(self.order.blocks))} - self.started
 
     def require_whole(self) -> None:
         """Refuses variables that an interrupted update left changed in part.

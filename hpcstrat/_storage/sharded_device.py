@@ -76,7 +76,7 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
             return
         with self.local.current():
             sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
-            if plan.marks.started:
+            if plan.started:
                 self._sum_rest(plan)
             elif op is FIRST_REPLICA:
                 self._broadcast(plan)

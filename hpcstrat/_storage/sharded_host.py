@@ -111,7 +111,7 @@ class ShardedHostStorage(MirroredHostStorage):
     ) -> list[Bytes]:
         """Messages whose sum is the gradients, or new values, of this rank's shards."""
         communicator = self.communicator
-        if plan.marks.started:
+        if plan.started:
             return [self._sums_of_marked(signature, plan)]
         given = plan.in_buffers() if values is None else values
         flat = [array.reshape(-1) for array in given]

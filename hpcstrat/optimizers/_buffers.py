@@ -79,7 +79,7 @@ class GradientBuffers(list[Any]):
             MemoryError: cannot allocate the sums on some rank.
         """
         plan, variables = self._plan, self._variables_of(buffers)
-        marked = plan.marks.marked
+        marked = plan.marked
         for k, i in enumerate(variables):
             if i in marked or i in variables[:k]:
                 name = plan.order.blocks[i].name
@@ -88,7 +88,7 @@ class GradientBuffers(list[Any]):
                     "each once, and pass all buffers to apply_gradients before the next step"
                 )
         other = self._state.marked
-        if not marked and other is not None and other[1].marks.marked:
+        if not marked and other is not None and other[1].marked:
             raise ValueError(
                 f"{current_call()}: buffers of other variables of this optimizer are marked in "
                 "this step; pass them to apply_gradients first"
@@ -135,7 +135,7 @@ def check_marked(
     Raises:
         ValueError: it gets something else, on all ranks.
     """
-    if state.marked is None or not state.marked[1].marks.marked:
+    if state.marked is None or not state.marked[1].marked:
         return
     group, plan = state.marked
     with group.communicator.raise_together():

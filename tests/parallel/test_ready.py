@@ -184,9 +184,9 @@ class Model:
         self.optimizer.apply_gradients(zip(self.buffers, self.variables, strict=True))
 
     @property
-    def marks(self):
+    def plan(self):
         (plan,) = state_of_optimizer(self.optimizer).plans.values()
-        return plan.marks
+        return plan
 
 
 def check_equal(found, expected, place):
@@ -252,9 +252,9 @@ def test_exact_sums(strategy, place):
             )
             assert total.tolist() == [N * (N + 1) / 2] * 20_000
             plain.apply_gradients([(strategy.xp.ones(5, np.float32), other)])
-        assert bool(model.marks.started) is begins(strategy, place)
+        assert bool(model.plan.started) is begins(strategy, place)
         model.apply()
-        assert not model.marks.marked and not model.marks.started
+        assert not model.plan.marked and not model.plan.started
 
     for number in range(3):
         strategy.run(step, args=(number,))
@@ -296,10 +296,10 @@ def test_several_at_once_and_few_bytes_that_wait(strategy, place):
     def step():
         model.write(0)
         model.buffers.ready(model.buffers[3], model.buffers[1])
-        assert model.marks.marked == {1, 3} and not model.marks.started
+        assert model.plan.marked == {1, 3} and not model.plan.started
         model.buffers.ready(model.buffers[2])
-        assert model.marks.marked == {1, 2, 3}
-        assert model.marks.started == ({1, 2, 3} if begins(strategy, place) else set())
+        assert model.plan.marked == {1, 2, 3}
+        assert model.plan.started == ({1, 2, 3} if begins(strategy, place) else set())
         model.apply()
 
     strategy.run(step)
@@ -314,7 +314,7 @@ def test_what_is_done_with_gradients_first_is_done_first(strategy, optimizer):
     def step():
         model.write(0)
         model.buffers.ready(*model.buffers)
-        assert model.marks.marked and not model.marks.started
+        assert model.plan.marked and not model.plan.started
         model.apply()
 
     strategy.run(step)
@@ -404,7 +404,7 @@ def test_what_is_wrong_on_all_ranks(model, place, wrong):
 
     with pytest.raises(error, match=message):
         model.strategy.run(step)
-    assert not model.marks.marked and not model.marks.started
+    assert not model.plan.marked and not model.plan.started
     check_works(model, place)
 
 
