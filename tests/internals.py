@@ -71,7 +71,6 @@ from hpcstrat._storage import base as storage
 from hpcstrat._storage.central_device import CentralDeviceStorage
 from hpcstrat._storage.factory import make_replica_storage
 from hpcstrat._storage.local import PART, host_parts
-from hpcstrat._storage.marks import parts_of
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
