@@ -1,17 +1,16 @@
-"""Communicators of replicas on GPUs: their interface, and how arrays are split by place."""
+"""Communicators of replicas on GPUs: their interface, and who waits for whom on the streams."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
-from hpcstrat._core.span import Details
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
 
@@ -28,13 +27,6 @@ class RankSlice(NamedTuple):
     rank: int
     elements: Interval
     own: Interval
-
-
-def on_stream(name: str) -> Callable[..., Details]:
-    """The span of a method that moves a flat array on the communicator's active stream."""
-    return lambda communicator, array, *_, **__: Details(
-        name, array.nbytes, communicator.active_stream
-    )
 
 
 # The streams of a rank, and who waits for whom: at each "v" or "^" a stream waits for an event.
@@ -85,34 +77,6 @@ class DeviceCommunicator(Communicator):
 
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Any]:
         return self._control.collect_messages(sizes, write)
-
-    def _move_by_place(
-        self,
-        move_on_gpu: Callable[..., list[Any]],
-        move_on_host: Callable[..., list[Any]],
-        must_match: Sequence[Any],
-        items: Sequence[Any],
-        *options: Any,
-        is_on_gpu: Callable[[Any], bool] = gpu.is_on_gpu,
-    ) -> list[Any]:
-        """Moves the items on the GPU, then those on the host, which may be none at all.
-
-        In the same order on all ranks: a rank that moves arrays on its GPU and a rank in a call of
-        the host would wait for each other.
-        """
-        on_gpu = [i for i, item in enumerate(items) if is_on_gpu(item)]
-        on_host = [i for i in range(len(items)) if i not in on_gpu]
-        if on_gpu:
-            must_match = (*must_match, f"on the GPU {on_gpu}")
-        results: dict[int, Any] = {}
-        if on_gpu:
-            moved = move_on_gpu(must_match, [items[i] for i in on_gpu], *options)
-            results.update(zip(on_gpu, moved, strict=True))
-        if on_host or not items:
-            with self.raise_together():  # the ranks may have met, on the GPU
-                moved = move_on_host(must_match, [items[i] for i in on_host], *options)
-            results.update(zip(on_host, moved, strict=True))
-        return [results[i] for i in range(len(items))]
 
     @abc.abstractmethod
     def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -12,12 +12,11 @@ import numpy as np
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.array_messages import pack_shapes, unpack_shapes
 from hpcstrat._communicators.base import Outgoing, check_gatherable
-from hpcstrat._communicators.device import DeviceCommunicator, RankSlice, on_stream
+from hpcstrat._communicators.device import DeviceCommunicator, RankSlice
 from hpcstrat._communicators.host import HostCommunicator, layout_and_signature_of
 from hpcstrat._communicators.nccl_collectives import NcclCollectives, dtype_to_reduce
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import PackKernel, layout_of
@@ -25,7 +24,9 @@ from hpcstrat._memory.layout import PackKernel, layout_of
 
 @final
 class NcclCommunicator(DeviceCommunicator):
-    """All ranks on GPUs. GPU arrays move on the strategy's stream; the host never waits for them.
+    """All ranks on GPUs. GPU arrays move on the strategy's stream.
+
+    The host does not wait for them, except where it is 32 calls ahead (`run_ahead.py`).
 
     Every call starts with a record, as on the host, so that a mismatch is an error on all ranks
     before NCCL sees it. Sums are equal on all ranks, but NCCL chooses their order, and so their
@@ -50,6 +51,33 @@ class NcclCommunicator(DeviceCommunicator):
         self._collectives = NcclCollectives(control, stream)
 
     # ---- arrays on the GPU and on the host
+
+    def _move_by_place(
+        self,
+        move_on_gpu: Callable[..., list[Any]],
+        move_on_host: Callable[..., list[Any]],
+        must_match: Sequence[Any],
+        items: Sequence[Any],
+        *options: Any,
+        is_on_gpu: Callable[[Any], bool] = gpu.is_on_gpu,
+    ) -> list[Any]:
+        """Moves the items on the GPU, then those on the host, which may be none at all.
+
+        In the same order on all ranks: a rank that moves arrays on its GPU and a rank in a call of
+        the host would wait for each other.
+        """
+        on_gpu = [i for i, item in enumerate(items) if is_on_gpu(item)]
+        on_host = [i for i in range(len(items)) if i not in on_gpu]
+        results: dict[int, Any] = {}
+        if on_gpu:
+            must_match = (*must_match, f"on the GPU {on_gpu}")
+            moved = move_on_gpu(must_match, [items[i] for i in on_gpu], *options)
+            results.update(zip(on_gpu, moved, strict=True))
+        if on_host or not items:
+            with self.raise_together():  # the ranks may have met, on the GPU
+                moved = move_on_host(must_match, [items[i] for i in on_host], *options)
+            results.update(zip(on_host, moved, strict=True))
+        return [results[i] for i in range(len(items))]
 
     def reduce_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
@@ -110,10 +138,11 @@ class NcclCommunicator(DeviceCommunicator):
             sources = []
             for group in layout.groups:
                 if len(group.members) == 1:  # NCCL takes it from where it is
-                    sources.append(self.stream.xp.ascontiguousarray(arrays[group.members[0]]))
+                    source = self.stream.xp.ascontiguousarray(arrays[group.members[0]])
                 else:
                     PackKernel(layout, group, out)(arrays)
-                    sources.append(group.of(out))
+                    source = group.of(out)
+                sources.append(source.astype(dtype_to_reduce(group.dtype, op), copy=False))
             self.exchange(signature)
             for group, source in zip(layout.groups, sources, strict=True):
                 self._collectives.all_reduce(current_call(), self.stream, source, group.of(out), op)
@@ -161,7 +190,7 @@ class NcclCommunicator(DeviceCommunicator):
             copies = [self.stream.here(array).copy("C") for array in arrays]
             self.exchange(signature)
             for array in copies:
-                self.broadcast_flat(array.reshape(-1), root)
+                self._collectives.broadcast(current_call(), self.stream, array, root)
             return copies
 
     def _reduce_parts_on_gpu(
@@ -180,36 +209,13 @@ class NcclCommunicator(DeviceCommunicator):
                 for leaf, array in zip(parts, flat, strict=True)
             ]
             self.exchange(signature_of(current_call(), *must_match))
-            self._reduce_scatter(flat, own, [[part.size for part in leaf] for leaf in parts], op)
+            self._collectives.reduce_scatter(
+                current_call(), self.stream, flat, own, [_slices_of(leaf) for leaf in parts], op
+            )
             return [
                 array.reshape(leaf[self.rank].shape).astype(leaf[0].dtype, copy=False)
                 for leaf, array in zip(parts, own, strict=True)
             ]
-
-    @span(
-        COMMUNICATION,
-        lambda self, flat, *_: Details(current_call(), sum(a.nbytes for a in flat), self.stream),
-    )
-    def _reduce_scatter(
-        self,
-        flat: Sequence[Array],
-        own: Sequence[Array],
-        sizes: Sequence[Sequence[int]],
-        op: ReduceOp,
-    ) -> None:
-        """Reduces flat arrays, whose parts, in rank order, have these sizes."""
-        slices: list[list[RankSlice]] = []
-        for of_array in sizes:
-            ends = itertools.accumulate(of_array, initial=0)
-            parts = [Interval(*part) for part in itertools.pairwise(ends)]
-            slices.append(
-                [
-                    RankSlice(rank, part, part.shift(-part.start))
-                    for rank, part in enumerate(parts)
-                    if part
-                ]
-            )
-        self._collectives.reduce_scatter(current_call(), self.stream, flat, own, slices, op)
 
     def _exchange_on_gpu(
         self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
@@ -251,17 +257,14 @@ class NcclCommunicator(DeviceCommunicator):
         """See `DeviceCommunicator.all_reduce_flat`."""
         self._collectives.all_reduce("the sum of gradients", self.active_stream, array, out, op)
 
-    @span(COMMUNICATION, on_stream("reduce"))
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
         self._collectives.reduce("the sum of gradients", self.active_stream, array, out, op, root)
 
-    @span(COMMUNICATION, on_stream("broadcast"))
     def broadcast_flat(self, array: Array, root: int) -> None:
         """See `DeviceCommunicator.broadcast_flat`."""
         self._collectives.broadcast("the broadcast of new values", self.active_stream, array, root)
 
-    @span(COMMUNICATION, on_stream("reduce-scatter"))
     def reduce_scatter_flat(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
         flat = array.reshape(-1)
@@ -269,7 +272,6 @@ class NcclCommunicator(DeviceCommunicator):
             "the sum of gradients", self.active_stream, [flat], [out], [slices], ReduceOp.SUM
         )
 
-    @span(COMMUNICATION, on_stream("all-gather"))
     def all_gather_flat(self, array: Array, slices: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
         self._collectives.all_gather_in_place("the new values", self.active_stream, array, slices)
@@ -290,3 +292,12 @@ class NcclCommunicator(DeviceCommunicator):
     def close(self) -> None:
         """See `DeviceCommunicator.close`."""
         self._collectives.close()
+
+
+def _slices_of(parts: Sequence[Array]) -> list[RankSlice]:
+    """Where each rank's part, if it has elements, is in the array that consists of these parts."""
+    ends = itertools.accumulate([part.size for part in parts], initial=0)
+    elements = [Interval(*pair) for pair in itertools.pairwise(ends)]
+    return [
+        RankSlice(rank, part, part.shift(-part.start)) for rank, part in enumerate(elements) if part
+    ]

@@ -41,6 +41,16 @@ _TYPES = {
 }
 
 
+def _span_of_array(_: Any, what: str, stream: gpu.Stream, array: Array, *__: Any) -> Details:
+    return Details(what, array.nbytes, stream)
+
+
+def _span_of_arrays(
+    _: Any, what: str, stream: gpu.Stream, arrays: Sequence[Array], *__: Any
+) -> Details:
+    return Details(what, sum(array.nbytes for array in arrays), stream)
+
+
 # Both streams use one NCCL communicator, whose calls must run one after the other, in the same
 # order on all ranks. So two events order the streams (`device.py` shows them with the others):
 #
@@ -52,10 +62,10 @@ _TYPES = {
 # before.
 @final
 class NcclCollectives:
-    """NCCL's communicator. Its calls are put on a stream, and the host does not wait for them.
+    """NCCL's communicator. Its calls are put on a stream; the host waits only if it is far ahead.
 
     The ranks have agreed on each call before: if it fails, the job ends, because some ranks may be
-    in it forever. Arrays are C-contiguous. `what` names the call in errors.
+    in it forever. Arrays are C-contiguous. `what` names the call in errors and in the timeline.
 
     The constructor is collective.
 
@@ -84,40 +94,44 @@ class NcclCollectives:
 
     # ---- calls
 
-    @span(COMMUNICATION, lambda _, what, stream, array, *__: Details(what, array.nbytes, stream))
+    @span(COMMUNICATION, _span_of_array)
     def all_reduce(
         self, what: str, stream: gpu.Stream, array: Array, out: Array, op: ReduceOp
     ) -> None:
-        """Reduces the ranks' arrays elementwise into every rank's `out`, which may be the array."""
-        if (dtype := dtype_to_reduce(out.dtype, op)) != out.dtype:
-            wide = array.reshape(-1).astype(dtype)
-            self.all_reduce(what, stream, wide, wide, op)
-            out[...] = wide
-        elif out.size:
-            target, count, kind = resolve(out)
+        """Reduces the ranks' arrays elementwise into every rank's flat `out`.
+
+        `array` has the dtype of `out`, or that of `dtype_to_reduce`. It is overwritten if these
+        differ, and may be `out` otherwise.
+        """
+        if out.size:
+            array, result = _to_reduce(array, out, op)
+            target, count, kind = resolve(result)
             with self._call(what, stream):
                 self._comm.allReduce(
                     array.data.ptr, target, count, kind, _operation(op), stream.raw.ptr
                 )
-            self._divide(out, op)
+            self._divide(result, op)
+            if result is not out:
+                out[...] = result
 
+    @span(COMMUNICATION, _span_of_array)
     def reduce(
         self, what: str, stream: gpu.Stream, array: Array, out: Array, op: ReduceOp, root: int
     ) -> None:
-        """Reduces the ranks' arrays elementwise into rank `root`'s `out`."""
-        if (dtype := dtype_to_reduce(out.dtype, op)) != out.dtype:
-            wide = array.reshape(-1).astype(dtype)
-            self.reduce(what, stream, wide, wide, op, root)
-            out[...] = wide
-        elif out.size:
-            target, count, kind = resolve(out)
+        """As `all_reduce`, into rank `root`'s `out`."""
+        if out.size:
+            array, result = _to_reduce(array, out, op)
+            target, count, kind = resolve(result)
             with self._call(what, stream):
                 self._comm.reduce(
                     array.data.ptr, target, count, kind, _operation(op), root, stream.raw.ptr
                 )
             if self._control.rank == root:
-                self._divide(out, op)
+                self._divide(result, op)
+            if result is not out:
+                out[...] = result
 
+    @span(COMMUNICATION, _span_of_array)
     def broadcast(self, what: str, stream: gpu.Stream, array: Array, root: int) -> None:
         """Copies the array of rank `root` to all ranks' arrays."""
         if array.size:
@@ -125,6 +139,7 @@ class NcclCollectives:
             with self._call(what, stream):
                 self._comm.broadcast(address, address, array.nbytes, self._byte, root, raw)
 
+    @span(COMMUNICATION, _span_of_arrays)
     def reduce_scatter(
         self,
         what: str,
@@ -134,7 +149,11 @@ class NcclCollectives:
         slices: Sequence[Sequence[RankSlice]],
         op: ReduceOp,
     ) -> None:
-        """Reduces flat arrays elementwise; each rank's `outs` get its slices of the arrays."""
+        """Reduces flat arrays elementwise; each rank's `outs` get its slices of the arrays.
+
+        An `out` has room for the elements up to the next rank's slice: where there is a gap
+        between the slices, its elements may be written too.
+        """
         rank, size, raw = self._control.rank, self._control.size, stream.raw.ptr
         with self._group(what, stream):
             for array, out, parts in zip(arrays, outs, slices, strict=True):
@@ -150,6 +169,7 @@ class NcclCollectives:
         for out in outs:
             self._divide(out, op)
 
+    @span(COMMUNICATION, _span_of_array)
     def all_gather_in_place(
         self, what: str, stream: gpu.Stream, array: Array, slices: Sequence[RankSlice]
     ) -> None:
@@ -166,10 +186,7 @@ class NcclCollectives:
                 place = part.data.ptr
                 self._comm.broadcast(place, place, part.nbytes, self._byte, root, raw)
 
-    @span(
-        COMMUNICATION,
-        lambda _, what, stream, arrays, *__: Details(what, sum(a.nbytes for a in arrays), stream),
-    )
+    @span(COMMUNICATION, _span_of_arrays)
     def all_gather(
         self,
         what: str,
@@ -334,6 +351,12 @@ def _type(dtype: np.dtype[Any]) -> int:
 @functools.cache
 def _operation(op: ReduceOp) -> int:
     return getattr(nccl_start.load_nccl(), REDUCTIONS[op].nccl)
+
+
+def _to_reduce(array: Array, out: Array, op: ReduceOp) -> tuple[Array, Array]:
+    """The array in a dtype that NCCL reduces, and what gets the result: `out`, or this array."""
+    array = array.reshape(-1).astype(dtype_to_reduce(out.dtype, op), copy=False)
+    return array, out if out.dtype == array.dtype else array
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
 
 # NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions
-# that list it. A script behaves the same on every transport, so MPI's longer list does not count.
+# that list it: on all transports, because a script behaves the same on each.
 _REALS = tuple(
     "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 bfloat16 float32 float64".split()
 )
@@ -180,7 +180,7 @@ def reduce_chunk(
     reduction = REDUCTIONS[op]
     ufunc = reduction.ufunc
     # `out` may be one of `parts`, and must not be written before that part is read.
-    if len(parts) == 2 and out.itemsize > 2:
+    if len(parts) == 2 and accumulator(out.dtype) == out.dtype:
         total = ufunc(parts[0], parts[1], out=out)
     else:
         # Rank by rank, always in this order: floating-point addition is not associative, and all

@@ -10,13 +10,18 @@ import numpy as np
 
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Outgoing, check_gatherable
-from hpcstrat._communicators.device import DeviceCommunicator, RankSlice, on_stream
+from hpcstrat._communicators.device import DeviceCommunicator, RankSlice
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named
-from hpcstrat._core.span import COMMUNICATION, span
+from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.layout import layout_of
+
+
+def _on_stream(name: str) -> Callable[..., Details]:
+    """The span of a method that moves a flat array."""
+    return lambda communicator, array, *_: Details(name, array.nbytes, communicator.stream)
 
 
 @final
@@ -116,23 +121,23 @@ class StagedCommunicator(DeviceCommunicator):
         """The arrays, those on the GPU as copies in pinned memory; valid until the next call."""
         if self.stream is None:
             return arrays
+        on_gpu = [i for i, array in enumerate(arrays) if gpu.is_on_gpu(array)]
         layout = layout_of(
-            tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
+            tuple([arrays[i].shape for i in on_gpu]), tuple([arrays[i].dtype for i in on_gpu])
         )
         # Kept from call to call: to pin memory is slow, because the system must lock each page. It
         # may be reused once the host has waited for the stream.
         if self._pinned.size < layout.nbytes:
             self._pinned = gpu.allocate_pinned(layout.nbytes)
         copies = list(arrays)
-        for i, view in enumerate(layout.views(self._pinned)):
-            if gpu.is_on_gpu(arrays[i]):
-                # All copies are queued before the one wait below.
-                arrays[i].get(out=view, blocking=False, stream=self.stream.raw)
-                copies[i] = view
+        for i, view in zip(on_gpu, layout.views(self._pinned), strict=True):
+            # All copies are queued before the one wait below.
+            arrays[i].get(out=view, blocking=False, stream=self.stream.raw)
+            copies[i] = view
         self.stream.synchronize()
         return copies
 
-    @span(COMMUNICATION, on_stream("all-reduce"))
+    @span(COMMUNICATION, _on_stream("all-reduce"))
     def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
         """See `DeviceCommunicator.all_reduce_flat`."""
         if self.size > 1:
@@ -142,13 +147,13 @@ class StagedCommunicator(DeviceCommunicator):
         elif array is not out:
             out[...] = array.reshape(-1)
 
-    @span(COMMUNICATION, on_stream("reduce"))
+    @span(COMMUNICATION, _on_stream("reduce"))
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
         # Through the host all ranks get the messages anyway, and other ranks' `out` is undefined.
         self.all_reduce_flat(array, out, op)
 
-    @span(COMMUNICATION, on_stream("broadcast"))
+    @span(COMMUNICATION, _on_stream("broadcast"))
     def broadcast_flat(self, array: Array, root: int) -> None:
         """See `DeviceCommunicator.broadcast_flat`."""
         if self.size == 1:
@@ -166,7 +171,7 @@ class StagedCommunicator(DeviceCommunicator):
             message = self._control.exchange(signature)[root]
             _fill(array, message[: array.nbytes].view(array.dtype))
 
-    @span(COMMUNICATION, on_stream("reduce-scatter"))
+    @span(COMMUNICATION, _on_stream("reduce-scatter"))
     def reduce_scatter_flat(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
         with call_named("the sum of gradients"):
@@ -176,9 +181,10 @@ class StagedCommunicator(DeviceCommunicator):
             if rank == self.rank:
                 _fill(out[own.slice], total[elements.slice])
 
-    @span(COMMUNICATION, on_stream("all-gather"))
+    @span(COMMUNICATION, _on_stream("all-gather"))
     def all_gather_flat(self, array: Array, slices: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
+        # Copied once more: the next slice overwrites the pinned memory.
         own = [
             self._host_copies([array[elements.slice]])[0].copy()
             for rank, elements, _ in slices
@@ -188,13 +194,13 @@ class StagedCommunicator(DeviceCommunicator):
             everything = [np.concatenate([np.empty(0, array.dtype), *own])]
             (new,) = self._control.gather_arrays((array.dtype, array.shape), everything, 0)
         stop = 0
-        for rank, elements, _ in sorted(slices):  # in rank order
+        for rank, elements, _ in sorted(slices):  # by rank, as in what was gathered
             start, stop = stop, stop + elements.size
             if rank != self.rank:
                 _fill(array[elements.slice], new[start:stop])
 
     def close(self) -> None:
-        """See `DeviceCommunicator.close`. It holds nothing."""
+        """See `DeviceCommunicator.close`. Pinned memory is freed with this object."""
 
 
 def _fill(array: Array, host: Array) -> None:

@@ -171,6 +171,64 @@ def test_memory_that_one_rank_alone_lacks(connected, place, monkeypatch):
         works(connected, place)
 
 
+@several
+@on_gpu
+@pytest.mark.parametrize("name", ["float32", "float16", "int16"])
+@pytest.mark.parametrize("op", [SUM, MEAN])
+def test_memory_is_taken_before_the_ranks_agree(connected, place, monkeypatch, name, op):
+    """What NCCL does not reduce, it reduces in another dtype: that takes memory too."""
+    events = []
+
+    def allocate(size):
+        events.append("memory")
+        return place.xp.get_default_memory_pool().malloc(size)
+
+    exchange, all_reduce = connected.exchange, connected._collectives.all_reduce
+    monkeypatch.setattr(
+        connected, "exchange", lambda *args: (events.append("agreed"), exchange(*args))[1]
+    )
+    monkeypatch.setattr(
+        connected._collectives,
+        "all_reduce",
+        lambda *args: (all_reduce(*args), events.append("reduced"))[0],
+    )
+    arrays = [place.xp.full(5, 2, name), place.xp.full((2, 3), 2, name)]
+    for mine in (arrays, arrays[:1]):
+        events.clear()
+        with place.xp.cuda.using_allocator(allocate):
+            results = connected.all_reduce(mine, op)
+        assert events[0] == "memory" and events.count("reduced") == 1
+        assert events[events.index("agreed") : events.index("reduced")] == ["agreed"]
+        for result in results:
+            assert set(result.reshape(-1).tolist()) == {2 if op is MEAN else 2 * N}
+
+
+@several
+@on_gpu
+def test_an_error_in_a_broadcast_names_the_users_call(connected, place, monkeypatch):
+    named = []
+    broadcast = connected._collectives.broadcast
+
+    def note(what, stream, *args):
+        named.append((what, stream is connected.stream))
+        broadcast(what, stream, *args)
+
+    monkeypatch.setattr(connected._collectives, "broadcast", note)
+    check(connected.broadcast([place.xp.full(3, RANK)], N - 1)[0], np.full(3, N - 1), place.xp)
+    assert named == [("some_call", True)]
+
+
+@several
+@on_gpu
+def test_only_what_is_on_the_gpu_is_pinned(place):
+    communicator: Any = on_gpus("staged", SharedMemoryCommunicator(COMM.Dup()), place)
+    mine = [np.ones(10_000), place.xp.arange(3), np.arange(2)]
+    results = communicator.all_reduce(mine, SUM)
+    for result, array, module in zip(results, mine, (np, place.xp, np), strict=True):
+        check(result, hs.asnumpy(array) * N, module)
+    assert communicator._pinned.nbytes < 1000
+
+
 # ---- the caller's stream
 
 
