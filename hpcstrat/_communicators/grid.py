@@ -27,7 +27,7 @@ class Grid:
         index 1        rank 1    (rank 3)
         index 2        rank 2    (rank 3)
 
-    So rank 3 serves all ranks, and its own servers are 0 and 3. Ranks 1 and 2 serve only
+    So all ranks are *clients* of rank 3, whose own servers are 0 and 3. Ranks 1 and 2 serve only
     themselves.
 
     Args:
@@ -52,7 +52,7 @@ class Grid:
         index = self.peers(rank).index(rank)
         return [host[index % len(host)] for host in self.hosts]
 
-    def served(self, rank: int) -> list[int]:
+    def clients(self, rank: int) -> list[int]:
         """The ranks that have this rank as a server, in rank order."""
         peers = self.peers(rank)
         index = peers.index(rank)

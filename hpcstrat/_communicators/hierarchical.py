@@ -17,7 +17,14 @@ from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._memory.layout import Layout, Sections, layout_of, layout_of_sections, sections_in
+from hpcstrat._memory.layout import (
+    DtypeGroup,
+    Layout,
+    Sections,
+    layout_of,
+    layout_of_sections,
+    sections_in,
+)
 
 
 @final
@@ -49,7 +56,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         # The first rank of its host tells each host from the others.
         grid = Grid(comm.allgather(host_comm.bcast(comm.rank)))
         self._servers = grid.servers(comm.rank)
-        self._served = {peer: grid.served(peer) for peer in grid.peers(comm.rank)}
+        self._clients = {peer: grid.clients(peer) for peer in grid.peers(comm.rank)}
 
     def _sends_to_each(self, sizes: Sequence[int]) -> bool:
         """See `MpiCommunicator._sends_to_each`.
@@ -84,38 +91,35 @@ class HierarchicalCommunicator(MpiCommunicator):
     def _reduce_by_hosts(
         self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes
     ) -> None:
-        # Each rank reduces a part of each group.
-        parts = [
-            [part_of_rank(group.elements, rank, self.size) for group in layout.groups]
-            for rank in range(self.size)
-        ]
-        dtypes = tuple([group.dtype for group in layout.groups])
-        layouts = [layout_of(tuple([(part.size,) for part in own]), dtypes) for own in parts]
-
         def parts_in(message: Bytes, rank: int) -> list[Array]:
-            groups = zip(layout.groups, parts[rank], strict=True)
-            return [group.of(message)[part.slice] for group, part in groups]
+            """What this rank reduces: a part of each group."""
+            return [
+                group.of(message)[part_of_rank(group.elements, rank, self.size).slice]
+                for group in layout.groups
+            ]
 
+        results = [parts_in(out, rank) for rank in range(self.size)]
+        dtypes = tuple([group.dtype for group in layout.groups])
+        layouts = [layout_of(tuple([part.shape for part in parts]), dtypes) for parts in results]
+        sizes = [section.nbytes for section in layouts]
         is_mean = REDUCTIONS[op].is_mean
         # A mean of the hosts' means would be wrong where hosts run different numbers of ranks.
         partial = ReduceOp.SUM if is_mean else op
-        sizes = [part.nbytes for part in layouts]
         self._agree(signature, max(layout.nbytes, layout_of_sections(sizes).nbytes))
         messages = self._host.exchange(signature, layout.nbytes, write)
-        sums = self._sum_by_hosts(
-            layouts, lambda rank: [parts_in(message, rank) for message in messages], partial
-        )
+        sums = self._sum_by_hosts(layouts, messages, parts_in, partial)
 
         @np.errstate(all="ignore")  # as in `reduce_flat`
         def write_own(section: Bytes) -> None:
             for group in layouts[self.rank].groups:
                 result = group.of(section)
                 reduce_flat(result, [group.of(host_sum) for host_sum in sums], partial)
-                if is_mean and self.size > 1:
+                if is_mean:
                     np.divide(result, self.size, out=result)
 
-        for rank, section in enumerate(self._gather_by_hosts(signature, sizes, write_own)):
-            for group, part in zip(layouts[rank].groups, parts_in(out, rank), strict=True):
+        sections = self._gather_by_hosts(signature, sizes, write_own)
+        for parts, own, section in zip(results, layouts, sections, strict=True):
+            for part, group in zip(parts, own.groups, strict=True):
                 part[...] = group.of(section)
 
     def _agree(self, signature: CallSignature, nbytes: int) -> None:
@@ -155,46 +159,47 @@ class HierarchicalCommunicator(MpiCommunicator):
             for rank, section in enumerate(sent.views(message)):
                 write(rank, section)
 
+        def parts_in(message: Bytes, rank: int) -> list[Array]:
+            section = message[sent.bytes_of(rank).slice]
+            return [group.of(section) for group in layouts[rank].groups]
+
         with self.calls.waiting:
             self._agree(signature, sent.nbytes)
             messages = self._host.exchange(signature, sent.nbytes, write_all)
-            everyones = [sent.views(message) for message in messages]
-            return self._sum_by_hosts(
-                layouts,
-                lambda rank: [
-                    [group.of(sections[rank]) for group in layouts[rank].groups]
-                    for sections in everyones
-                ],
-                ReduceOp.SUM,
-            )
+            return self._sum_by_hosts(layouts, messages, parts_in, ReduceOp.SUM)
 
     def _sum_by_hosts(
-        self, layouts: Sequence[Layout], parts_of: Callable[[int], list[list[Array]]], op: ReduceOp
+        self,
+        layouts: Sequence[Layout],
+        messages: Sequence[Bytes],
+        parts_in: Callable[[Bytes, int], list[Array]],
+        op: ReduceOp,
     ) -> list[Bytes]:
         """Each host's reduction of this rank's section.
 
         Args:
             layouts: the layout of each rank's section.
-            parts_of: returns what each rank of this host has of a rank's section, group by group.
-            op: how they are reduced.
+            messages: what each rank of this host has.
+            parts_in: returns a rank's section in such a message, group by group.
+            op: how the sections are reduced.
         """
         sizes = [layout.nbytes for layout in layouts]
-        served = self._served[self.rank]
+        clients = self._clients[self.rank]
         self._reserve(max(sum(sizes), len(self._servers) * max(sizes)))
-        ours = sections_in(self._send_buffer, _only(served, sizes))
+        ours = sections_in(self._send_buffer, _only(clients, sizes))
         theirs = sections_in(
             self._receive_buffer, _only(self._servers, [sizes[self.rank]] * self.size)
         )
-        reductions = [
-            (group, group.of(ours.of(rank)), parts)
-            for rank in served
-            for group, *parts in zip(layouts[rank].groups, *parts_of(rank), strict=True)
-        ]
+        reductions: list[tuple[DtypeGroup, Array, list[Array]]] = []
+        for rank in clients:
+            parts = [parts_in(message, rank) for message in messages]
+            for i, group in enumerate(layouts[rank].groups):
+                reductions.append((group, group.of(ours.of(rank)), [part[i] for part in parts]))
 
         def reduce_window(window: Interval) -> None:
-            for group, result, parts in reductions:
+            for group, result, summands in reductions:
                 here = group.within(window).slice
-                reduce_flat(result[here], [part[here] for part in parts], op)
+                reduce_flat(result[here], [part[here] for part in summands], op)
 
         self._all_to_all(ours, theirs, max(sizes), reduce_window)
         return [theirs.of(rank) for rank in self._servers]
@@ -220,9 +225,9 @@ class HierarchicalCommunicator(MpiCommunicator):
         self._reserve(max(sizes))
         own = self._send_buffer[: sizes[self.rank]]
         write(own)
-        # The same bytes to one rank of each host.
+        # One rank of each host gets the same bytes: its section starts at 0 as all others do.
         ours = Sections(own, _only(self._servers, [own.size] * self.size), [0] * self.size)
-        incoming = _only(self._served[self.rank], sizes)
+        incoming = _only(self._clients[self.rank], sizes)
 
         def receive(message: Bytes) -> None:
             self._all_to_all(ours, sections_in(message, incoming), max(sizes))
@@ -230,10 +235,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         # What other hosts send arrives in this host's shared memory. There is room for it, so
         # `receive` runs once: otherwise the message would be written again.
         messages = self._host.exchange(signature, layout_of_sections(incoming).nbytes, receive)
+        # The message of each rank of this host has the sections of its clients.
         by_rank: dict[int, Bytes] = {}
-        for served, message in zip(self._served.values(), messages, strict=True):
-            sections = sections_in(message, _only(served, sizes))
-            by_rank |= {rank: sections.of(rank) for rank in served}
+        for clients, message in zip(self._clients.values(), messages, strict=True):
+            received = sections_in(message, _only(clients, sizes))
+            by_rank |= {rank: received.of(rank) for rank in clients}
         return [by_rank[rank] for rank in range(self.size)]
 
     def reduce_parts(

@@ -35,8 +35,9 @@ OPERATIONS = {
     "bool": (MIN, MAX),
 }
 HOST = ("shared memory", "MPI", "MPI in pieces", "hierarchical", "solo")
-# One rank alone has nothing to do for NCCL.
-DEVICE = ("NCCL", "staged") if COMM.size > 1 else ("staged",)
+DEVICE = ("NCCL", "staged")
+if COMM.size == 1:  # on one host, and NCCL has nothing to do
+    HOST, DEVICE = ("shared memory", "MPI", "MPI in pieces", "solo"), ("staged",)
 _made = {}
 
 

@@ -44,18 +44,18 @@ def test_each_rank_has_a_server_on_each_host_and_on_its_own_itself(host_of):
 
 
 @hypothesis.given(PLACEMENTS)
-def test_served_is_the_inverse_of_servers(host_of):
+def test_clients_are_the_inverse_of_servers(host_of):
     grid, ranks = Grid(host_of), range(len(host_of))
     for server in ranks:
-        assert grid.served(server) == [rank for rank in ranks if server in grid.servers(rank)]
+        assert grid.clients(server) == [rank for rank in ranks if server in grid.servers(rank)]
 
 
 @hypothesis.given(PLACEMENTS)
 def test_the_ranks_of_a_host_serve_each_rank_once_and_share_the_work(host_of):
     grid, ranks = Grid(host_of), range(len(host_of))
     for peers in grid.hosts:
-        served = [grid.served(peer) for peer in peers]
-        assert sorted(rank for group in served for rank in group) == list(ranks)
+        clients = [grid.clients(peer) for peer in peers]
+        assert sorted(rank for group in clients for rank in group) == list(ranks)
         for host in grid.hosts:  # also of each other host they serve the same number, within one
-            counts = [len(set(group) & set(host)) for group in served]
+            counts = [len(set(group) & set(host)) for group in clients]
             assert max(counts) - min(counts) <= 1
