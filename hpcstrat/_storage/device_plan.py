@@ -27,16 +27,6 @@ class Transfer(NamedTuple):
     flat: Array
     parts: list[tuple[Array, Array]]
 
-    def gather(self) -> None:
-        """Copies the variables to `flat`, before it is sent."""
-        for value, part in self.parts:
-            part[...] = value
-
-    def scatter(self) -> None:
-        """Copies `flat` to the variables, after it was received."""
-        for value, part in self.parts:
-            value[...] = part
-
 
 class DevicePlan(Plan):
     """A plan with the flat message of its updates on this rank's device, and views of its parts.
@@ -141,8 +131,8 @@ class MessagePool:
         self._plans: weakref.WeakSet[DevicePlan] = weakref.WeakSet()
 
     def lend(self, plan: DevicePlan) -> None:
-        """Makes a plan take the memory, if it has not taken any that is large enough."""
-        if plan.buffers is not None:
+        """Makes a plan take the memory, unless it has this or, with buffers, its own."""
+        if plan.taken is not None and (plan.taken is self._memory or plan.buffers is not None):
             return
         if self._memory is None or self._memory.size < plan.nbytes:
             # Plans hold views of the memory. They drop it before more is allocated, or the GPU
@@ -153,6 +143,5 @@ class MessagePool:
             self._plans.clear()
             self._memory = None
             self._memory = self._zeros(plan.nbytes)
-        if plan.taken is not self._memory:
-            plan.take(self._memory)
-            self._plans.add(plan)
+        plan.take(self._memory)
+        self._plans.add(plan)

@@ -88,10 +88,12 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
                 ):
                     self.communicator.reduce_scatter_flat(source, own, slices)
             self._apply(plan, rule, self._add_up)
-            for transfer, slices in zip(plan.transfers, plan.slices, strict=True):
-                transfer.gather()
-                self.communicator.all_gather_flat(transfer.flat, slices)
-                transfer.scatter()
+            for (flat, parts), slices in zip(plan.transfers, plan.slices, strict=True):
+                for value, part in parts:
+                    part[...] = value
+                self.communicator.all_gather_flat(flat, slices)
+                for value, part in parts:
+                    value[...] = part
 
     def _broadcast(self, plan: ShardedDevicePlan) -> None:
         """Sends the first replica's values to all ranks, which take their own part."""

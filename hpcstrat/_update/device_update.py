@@ -28,7 +28,10 @@ class DeviceUpdate(Update):
         self, rule: UpdateRule, messages: Sequence[Array], op: ReduceOp, in_place: InPlace
     ) -> None:
         """See `Update.apply`."""
-        for value, gradient, slots in self._bind(messages[0]):
+        # Views and addresses are made once per message: a steady step only launches.
+        if messages[0] is not self._message:
+            self._bind(messages[0])
+        for value, gradient, slots in self._bound:
             rule.on_gpu(value, gradient, slots)
 
     def add_squares(
@@ -40,19 +43,19 @@ class DeviceUpdate(Update):
         out: Array,
     ) -> None:
         """See `Update.add_squares`. A variable is a single chunk, whose sums are written."""
-        for value, gradient, slots in self._bind(messages[0]):
+        # Views and addresses are made once per message: a steady step only launches.
+        if messages[0] is not self._message:
+            self._bind(messages[0])
+        for value, gradient, slots in self._bound:
             norms.sums_on_gpu(value, gradient, slots, out)
 
-    def _bind(self, message: Array) -> list[tuple[Array, Array, tuple[Array, ...]]]:
-        """The value, gradient and slots of each chunk."""
-        # Views and addresses are made once per message: a steady step only launches.
-        if message is not self._message:
-            self._message = message
-            self._bound = [
-                (value, message[shard.message.slice].view(shard.dtype), slots)
-                for shard, value, slots in self._chunks
-            ]
-        return self._bound
+    def _bind(self, message: Array) -> None:
+        """Finds the gradient of each chunk in a message."""
+        self._message = message
+        self._bound = [
+            (value, message[shard.message.slice].view(shard.dtype), slots)
+            for shard, value, slots in self._chunks
+        ]
 
     def forget_messages(self) -> None:
         """See `Update.forget_messages`."""
