@@ -39,9 +39,21 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
             system without locks.
     """
     path = follow_link(path)
-    folder = os.path.dirname(path) or "."
+    with partial_file(path, keep) as file:
+        yield file
+        put_in_place(file.name, file.fileno(), path, keep)
+
+
+def partial_file(path: str, keep: int | None) -> contextlib.AbstractContextManager[BinaryIO]:
+    """The file of `replacing`, until `put_in_place`; in the end its temporary name is removed.
+
+    The path must not be a symbolic link.
+
+    Raises:
+        OSError: as `replacing`.
+    """
     try:
-        os.makedirs(folder, exist_ok=True)
+        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     except FileExistsError as error:
         raise NotADirectoryError(
             errno.ENOTDIR, f"{error.filename} is a file and not a folder"
@@ -54,17 +66,24 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
                 f"{path}.{number} is a directory, and keep={keep} needs this name; rename it",
             )
     _remove_leftovers(path)
-    with _temporary_file(path, before) as (partial, file):
-        yield file
-        # Before the rename: after a power cut the name must not lead to a file whose blocks never
-        # reached the disk.
-        os.fsync(file.fileno())
-        # Without locks another program may have taken our file for a leftover, and removed it.
-        if not _is_at(partial, file):
-            raise OSError(errno.EBUSY, "another program is writing to it", partial)
-        if keep is not None and keep > 1 and os.path.exists(path):
-            _make_way(path, keep)
-        os.replace(partial, path)
+    return _temporary_file(path, before)
+
+
+def put_in_place(partial: str, file: int, path: str, keep: int | None) -> None:
+    """Renames a `partial_file`, whose descriptor is `file`, to `path`, once it is on disk.
+
+    Raises:
+        OSError: as `replacing`.
+    """
+    # Before the rename: after a power cut the name must not lead to a file whose blocks never
+    # reached the disk.
+    os.fsync(file)
+    # Without locks another program may have taken our file for a leftover, and removed it.
+    if not _is_at(partial, file):
+        raise OSError(errno.EBUSY, "another program is writing to it", partial)
+    if keep is not None and keep > 1 and os.path.exists(path):
+        _make_way(path, keep)
+    os.replace(partial, path)
     if keep is not None:
         # After the rename, so that there is never one file fewer than `keep`.
         for number in find_numbers(path):
@@ -72,7 +91,7 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
                 # A directory is not ours.
                 with contextlib.suppress(FileNotFoundError, IsADirectoryError):
                     os.unlink(f"{path}.{number}")
-    _sync_folder(folder)
+    _sync_folder(os.path.dirname(path) or ".")
 
 
 def explain(path: str, error: OSError, consequence: str) -> OSError:
@@ -130,8 +149,8 @@ def _regular_file(path: str) -> os.stat_result | None:
 
 
 @contextlib.contextmanager
-def _temporary_file(path: str, like: os.stat_result | None) -> Iterator[tuple[str, BinaryIO]]:
-    """The name of a new file next to `path`, and the file, locked. The name is removed at the end.
+def _temporary_file(path: str, like: os.stat_result | None) -> Iterator[BinaryIO]:
+    """A new file next to `path`, locked. Its name is removed at the end.
 
     Next to it, because a rename is atomic only within one file system. The lock tells other
     programs that the file is in use. The kernel drops it when the program is killed, which makes
@@ -145,14 +164,14 @@ def _temporary_file(path: str, like: os.stat_result | None) -> Iterator[tuple[st
             partial, "xb", buffering=0, opener=lambda name, flags: os.open(name, flags, mode)
         ) as file:
             try:
-                if not (_lock(file) and _is_at(partial, file)):
+                if not (_lock(file) and _is_at(partial, file.fileno())):
                     continue
                 if like is not None:  # if the system refuses, the file stays private
                     with contextlib.suppress(OSError):
                         os.fchown(file.fileno(), like.st_uid, like.st_gid)
                     with contextlib.suppress(OSError):
                         os.fchmod(file.fileno(), like.st_mode & 0o777)
-                yield partial, file
+                yield file
                 return
             finally:
                 with contextlib.suppress(FileNotFoundError):
@@ -180,7 +199,7 @@ def _remove_leftovers(path: str) -> None:
         with contextlib.suppress(OSError):  # it is gone, or belongs to another user
             if stat.S_ISREG(os.lstat(left).st_mode):
                 with open(left, "r+b", buffering=0) as file:
-                    if _lock(file) and _is_at(left, file):
+                    if _lock(file) and _is_at(left, file.fileno()):
                         os.unlink(left)
 
 
@@ -204,15 +223,15 @@ def _make_way(path: str, keep: int) -> None:
     except FileExistsError:  # another program has just made it
         pass
     except OSError:  # a file system without hard links
-        with _temporary_file(path, os.stat(path)) as (copy, _):
-            shutil.copyfile(path, copy)
-            os.replace(copy, newest)
+        with _temporary_file(path, os.stat(path)) as copy:
+            shutil.copyfile(path, copy.name)
+            os.replace(copy.name, newest)
 
 
-def _is_at(path: str, file: BinaryIO) -> bool:
+def _is_at(path: str, file: int) -> bool:
     """Whether `path` is still the name of the open file."""
     with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(os.stat(path), os.fstat(file.fileno()))
+        return os.path.samestat(os.stat(path), os.fstat(file))
     return False
 
 

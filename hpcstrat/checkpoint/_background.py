@@ -77,8 +77,8 @@ def copy_pieces(pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
     return copies
 
 
-def start(path: str, file: NewFile, copies: Sequence[Piece]) -> None:
-    """Starts a thread on each rank that writes its copies, and returns."""
+def start(path: str, file: NewFile, copies: Sequence[Piece], ending: contextlib.ExitStack) -> None:
+    """Starts a thread on each rank that writes its copies and ends the file, and returns."""
     global _pending, _waits_at_exit
     if not _waits_at_exit:
         # Not when this module is imported: then it would run after the hook that ends MPI, and a
@@ -87,7 +87,7 @@ def start(path: str, file: NewFile, copies: Sequence[Piece]) -> None:
         _waits_at_exit = True
 
     def write() -> None:
-        with file:
+        with ending:
             file.write_and_publish(copies)
 
     _pending = _Save(path, write)

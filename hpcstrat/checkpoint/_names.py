@@ -122,14 +122,10 @@ class CheckpointObjects:
             )
         return slots
 
-    def entries(self) -> dict[str, Entry]:
-        """The arrays to save.
-
-        Raises:
-            ValueError: as `slots`.
-        """
+    def entries(self, slots: Mapping[str, Slot]) -> dict[str, Entry]:
+        """The arrays to save; those of optimizers are `slots`."""
         entries = {name: entry_of(v) for name, v in self.variables.items()}
-        entries |= {name: entry_of(slot.variable) for name, slot in self.slots().items()}
+        entries |= {name: entry_of(slot.variable) for name, slot in slots.items()}
         for name, v in self.on_read.items():
             replicas = state_of(v).group.communicator.size
             entries[name] = entry_of(v)._replace(shape=(replicas, *v.shape))

@@ -19,16 +19,15 @@ the communicator, or in the background through a pipe (`_reports`).
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import os
 from collections.abc import Iterable
-from types import TracebackType
+from contextlib import ExitStack
 from typing import NamedTuple
 
-from hpcstrat._communicators.base import Communicator
-from hpcstrat.checkpoint._atomic_file import explaining, replacing
+from hpcstrat._communicators.connection import connect
+from hpcstrat.checkpoint._atomic_file import explaining, follow_link, partial_file, put_in_place
 from hpcstrat.checkpoint._pieces import Piece, write_pieces
 from hpcstrat.checkpoint._reports import PipePlace, read_reports, send_report
 from hpcstrat.checkpoint._safetensors import Contents
@@ -58,17 +57,16 @@ class _Place(NamedTuple):
 class NewFile:
     """The file of a save, open on this rank.
 
-    Collective: all ranks make it, with the same arguments except `contents`. It is a context: an
-    exception inside abandons the file.
+    Collective: all ranks make it, with the same arguments except `contents`.
 
     Args:
-        communicator: all ranks.
         root: the rank that has `contents`.
         path: as in `replacing`.
         keep: as in `replacing`.
         contents: what to write; `None` on the other ranks.
         blocking: whether the communicator can be used until the end; otherwise a thread may
             continue without it.
+        ending: closes the file at its end, and abandons it if it is not published.
 
     Attributes:
         header: bytes before the arrays.
@@ -81,74 +79,61 @@ class NewFile:
 
     def __init__(
         self,
-        communicator: Communicator,
         root: int,
         path: str,
         keep: int | None,
         contents: Contents | None,
         blocking: bool,
+        ending: ExitStack,
     ) -> None:
+        communicator = connect()
         self._size = communicator.size
+        self._path = follow_link(path)
+        self._keep = keep
         self._contents = contents
         self._file = self._pipe = -1
-        with contextlib.ExitStack() as ending, contextlib.ExitStack() as opening:
-            self._ending = ending
+        with ExitStack() as opening:
             with communicator.raise_together():
-                own = None
+                own = pipe = None
                 if contents is not None:
-                    pipe = None if blocking or self._size == 1 else self._make_pipe(opening)
-                    own = self._make(path, keep, contents, pipe)
-                place: _Place = communicator.broadcast_obj(own, root)
-            self.header: int = place.header
-            self._nbytes = place.nbytes
-            self.is_shared: bool = all(
-                communicator.all_gather_obj(contents is not None or self._open(place))
-            )
-            self._ending = ending.pop_all()  # nothing has failed: now it is for `__exit__`
+                    if self._size > 1 and not blocking:
+                        pipe = self._make_pipe(ending, opening)
+                    with explaining(path, NOT_SAVED):
+                        own = self._make(ending, contents, pipe)
+                self._place: _Place = communicator.broadcast_obj(own, root)
+            self.header: int = self._place.header
+            is_open = contents is not None or self._open(ending, self._place)
+            self.is_shared: bool = all(communicator.all_gather_obj(is_open))
 
-    def _make_pipe(self, opening: contextlib.ExitStack) -> PipePlace:
+    def _make_pipe(self, ending: ExitStack, opening: ExitStack) -> PipePlace:
         self._pipe, writing = os.pipe()
-        self._ending.callback(os.close, self._pipe)
+        ending.callback(os.close, self._pipe)
         # The root closes its writing end once the others have theirs: the pipe ends with them.
         opening.callback(os.close, writing)
         return PipePlace.of(writing)
 
-    def _make(
-        self, path: str, keep: int | None, contents: Contents, pipe: PipePlace | None
-    ) -> _Place:
+    def _make(self, ending: ExitStack, contents: Contents, pipe: PipePlace | None) -> _Place:
         """Makes the file, on the root."""
-        with explaining(path, NOT_SAVED):
-            file = self._ending.enter_context(replacing(path, keep))
-            self._file = file.fileno()
-            os.ftruncate(self._file, contents.nbytes)
+        file = ending.enter_context(partial_file(self._path, self._keep))
+        self._file = file.fileno()
+        os.ftruncate(self._file, contents.nbytes)
         inode = os.fstat(self._file).st_ino
         return _Place(file.name, inode, len(contents.header), contents.nbytes, pipe)
 
-    def _open(self, place: _Place) -> bool:
+    def _open(self, ending: ExitStack, place: _Place) -> bool:
         """Opens the root's file and its pipe, if this rank can see them."""
         try:
             self._file = os.open(place.path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            self._ending.callback(os.close, self._file)
+            ending.callback(os.close, self._file)
             status = os.fstat(self._file)
             if (status.st_ino, status.st_size) != (place.inode, place.nbytes):
                 return False
             if place.pipe is not None:
                 self._pipe = place.pipe.open()
-                self._ending.callback(os.close, self._pipe)
+                ending.callback(os.close, self._pipe)
         except OSError:
             return False
         return True
-
-    def __enter__(self) -> NewFile:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._ending.__exit__(kind, error, traceback)
 
     def write(self, pieces: Iterable[Piece]) -> int:
         """Writes this rank's pieces, and returns their part of the checksum.
@@ -156,7 +141,7 @@ class NewFile:
         Raises:
             OSError: the file system's error.
         """
-        checksum = write_pieces(self._file, pieces, self._nbytes)
+        checksum = write_pieces(self._file, pieces, self._place.nbytes)
         if self._size > 1:
             # On each rank: a host syncs only what it has written itself. The root syncs again, once
             # the file has the checksum.
@@ -171,7 +156,7 @@ class NewFile:
         """
         if self._contents is not None:
             self._contents.seal(self._file, functools.reduce(operator.xor, checksums))
-            self._ending.close()
+            put_in_place(self._place.path, self._file, self._path, self._keep)
 
     def write_and_publish(self, pieces: Iterable[Piece]) -> None:
         """`write` and `publish` in a thread on each rank, without the communicator.

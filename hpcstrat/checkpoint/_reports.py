@@ -12,7 +12,14 @@ from typing import Any, NamedTuple
 
 
 class PipePlace(NamedTuple):
-    """Where other processes of a host find the writing end of a pipe."""
+    """Where other processes of a host find the writing end of a pipe.
+
+    Attributes:
+        host: the id of the running system, drawn at its boot.
+        path: the writing end's name in `/proc`.
+        device: its file system.
+        inode: its inode number.
+    """
 
     host: str
     path: str

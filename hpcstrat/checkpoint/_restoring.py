@@ -47,7 +47,7 @@ def restore_from(
     communicator = connect()
     finish_background()  # it may write this very file
     require_cross_replica(objects)
-    root = agree(objects, objects.entries(), source, f"partial={bool(partial)}")
+    root = agree(objects, objects.entries(objects.slots()), source, f"partial={bool(partial)}")
     file = None
     try:
         with communicator.raise_together():

@@ -35,11 +35,13 @@ def save_to_file(
     """What `Checkpoint.save` and, with the number of a step, `CheckpointManager` do. Collective."""
     finish_background()
     saved = Saved(objects, (path, f"keep={keep}, blocking={bool(blocking)}"), step)
-    file = NewFile(connect(), saved.root, path, keep, saved.contents, blocking)
-    if blocking:
-        _write(saved, file, path)
-    else:
-        _write_in_background(saved, file, path)
+    with contextlib.ExitStack() as ending:  # of the file; an error on any rank abandons it
+        file = NewFile(saved.root, path, keep, saved.contents, blocking, ending)
+        if blocking:
+            _write(saved, file, path)
+        else:
+            copies = _copy(saved, file)
+            _background.start(path, file, copies, ending.pop_all())
 
 
 def _write(saved: Saved, file: NewFile, path: str) -> None:
@@ -48,27 +50,23 @@ def _write(saved: Saved, file: NewFile, path: str) -> None:
             return file.write(pieces)
 
     communicator = connect()
-    with file:
-        with communicator.raise_together():
-            checksums = communicator.all_gather_obj(saved.pass_pieces(file, write) or 0)
-        with communicator.raise_together():
-            with explaining(path, NOT_SAVED):
-                file.publish(checksums)
-            # A full disk is an error on all ranks, and no rank continues before the file exists,
-            # because the job may be killed next.
-            communicator.exchange(signature_of(f"{current_call()}: written"))
+    with communicator.raise_together():
+        checksums = communicator.all_gather_obj(saved.pass_pieces(file, write) or 0)
+    with communicator.raise_together():
+        with explaining(path, NOT_SAVED):
+            file.publish(checksums)
+        # A full disk is an error on all ranks, and no rank continues before the file exists,
+        # because the job may be killed next.
+        communicator.exchange(signature_of(f"{current_call()}: written"))
 
 
-def _write_in_background(saved: Saved, file: NewFile, path: str) -> None:
+def _copy(saved: Saved, file: NewFile) -> list[Piece]:
     communicator = connect()
-    with contextlib.ExitStack() as ending:
-        ending.enter_context(file)
-        with communicator.raise_together():
-            copies = saved.pass_pieces(file, _background.copy_pieces) or []
-            # No rank continues, and changes what others may still read.
-            communicator.exchange(signature_of(f"{current_call()}: copied"))
-        ending.pop_all()  # from here on, the thread ends the file
-    _background.start(path, file, copies)
+    with communicator.raise_together():
+        copies = saved.pass_pieces(file, _background.copy_pieces) or []
+        # No rank continues, and changes what others may still read.
+        communicator.exchange(signature_of(f"{current_call()}: copied"))
+    return copies
 
 
 class Saved:
@@ -89,15 +87,14 @@ class Saved:
     ) -> None:
         self._communicator = communicator = connect()
         require_cross_replica(objects)
-        entries, metadata = objects.entries(), objects.metadata()
+        slots = objects.slots()
+        entries, metadata = objects.entries(slots), objects.metadata()
         # Before any file is touched, all ranks check that they save the same.
         self.root: int = agree(objects, entries, *target)
         # ON_READ variables have a value on each rank, so all ranks gather them before any writes.
         self._arrays = {name: all_values(v) for name, v in objects.on_read.items()}
         self._blocks = {name: (v, state_of(v).block) for name, v in objects.variables.items()}
-        self._blocks |= {
-            name: (slot.variable, slot.block) for name, slot in objects.slots().items()
-        }
+        self._blocks |= {name: (slot.variable, slot.block) for name, slot in slots.items()}
         self._entries = entries
         self.contents: _safetensors.Contents | None = None
         with communicator.raise_together():
