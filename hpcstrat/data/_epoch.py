@@ -1,8 +1,4 @@
-"""A pass over a pipeline, and the orders of its shuffles.
-
-An order depends only on a seed and the number of a round, so ranks and checkpoints need these two
-numbers instead of orders.
-"""
+"""A pass over a pipeline, and the orders of its shuffles."""
 
 from __future__ import annotations
 

@@ -62,6 +62,7 @@ class Merging(Combining):
         """Compares the first element of a node with the other nodes' elements.
 
         Every rank loads it, so all ranks raise: a rank's own elements may all come from one node.
+        User code thus runs for it here, and once more in its turn.
         """
         for item in chunk:
             try:
