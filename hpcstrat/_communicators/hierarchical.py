@@ -17,14 +17,7 @@ from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._memory.layout import (
-    DtypeGroup,
-    Layout,
-    Sections,
-    layout_of,
-    layout_of_sections,
-    sections_in,
-)
+from hpcstrat._memory.layout import Layout, Sections, layout_of, layout_of_sections, sections_in
 
 
 @final
@@ -190,16 +183,14 @@ class HierarchicalCommunicator(MpiCommunicator):
         theirs = sections_in(
             self._receive_buffer, _only(self._servers, [sizes[self.rank]] * self.size)
         )
-        reductions: list[tuple[DtypeGroup, Array, list[Array]]] = []
-        for rank in clients:
-            parts = [parts_in(message, rank) for message in messages]
-            for i, group in enumerate(layouts[rank].groups):
-                reductions.append((group, group.of(ours.of(rank)), [part[i] for part in parts]))
+        parts_for = {rank: [parts_in(message, rank) for message in messages] for rank in clients}
 
         def reduce_window(window: Interval) -> None:
-            for group, result, summands in reductions:
-                here = group.within(window).slice
-                reduce_flat(result[here], [part[here] for part in summands], op)
+            for rank, parts in parts_for.items():
+                for i, group in enumerate(layouts[rank].groups):
+                    here = group.within(window).slice
+                    result = group.of(ours.of(rank))[here]
+                    reduce_flat(result, [part[i][here] for part in parts], op)
 
         self._all_to_all(ours, theirs, max(sizes), reduce_window)
         return [theirs.of(rank) for rank in self._servers]

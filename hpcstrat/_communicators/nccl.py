@@ -24,9 +24,7 @@ from hpcstrat._memory.layout import PackKernel, layout_of
 
 @final
 class NcclCommunicator(DeviceCommunicator):
-    """All ranks on GPUs. GPU arrays move on the strategy's stream.
-
-    The host does not wait for them, except where it is 32 calls ahead (`run_ahead.py`).
+    """All ranks on GPUs. GPU arrays move on the strategy's stream; the host runs a little ahead.
 
     Every call starts with a record, as on the host, so that a mismatch is an error on all ranks
     before NCCL sees it. Sums are equal on all ranks, but NCCL chooses their order, and so their
@@ -145,7 +143,7 @@ class NcclCommunicator(DeviceCommunicator):
                 sources.append(source.astype(dtype_to_reduce(group.dtype, op), copy=False))
             self.exchange(signature)
             for group, source in zip(layout.groups, sources, strict=True):
-                self._collectives.all_reduce(current_call(), self.stream, source, group.of(out), op)
+                self._collectives.reduce(current_call(), self.stream, source, group.of(out), op)
             return layout.views(out)
 
     def _gather_on_gpu(
@@ -255,7 +253,7 @@ class NcclCommunicator(DeviceCommunicator):
 
     def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
         """See `DeviceCommunicator.all_reduce_flat`."""
-        self._collectives.all_reduce("the sum of gradients", self.active_stream, array, out, op)
+        self._collectives.reduce("the sum of gradients", self.active_stream, array, out, op)
 
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
         """See `DeviceCommunicator.reduce_flat`."""

@@ -95,41 +95,35 @@ class NcclCollectives:
     # ---- calls
 
     @span(COMMUNICATION, _span_of_array)
-    def all_reduce(
-        self, what: str, stream: gpu.Stream, array: Array, out: Array, op: ReduceOp
+    def reduce(
+        self,
+        what: str,
+        stream: gpu.Stream,
+        array: Array,
+        out: Array,
+        op: ReduceOp,
+        root: int | None = None,
     ) -> None:
-        """Reduces the ranks' arrays elementwise into every rank's flat `out`.
+        """Reduces the ranks' arrays elementwise into rank `root`'s flat `out`, or into each rank's.
 
         `array` has the dtype of `out`, or that of `dtype_to_reduce`. It is overwritten if these
         differ, and may be `out` otherwise.
         """
-        if out.size:
-            array, result = _to_reduce(array, out, op)
-            target, count, kind = resolve(result)
-            with self._call(what, stream):
-                self._comm.allReduce(
-                    array.data.ptr, target, count, kind, _operation(op), stream.raw.ptr
-                )
+        if not out.size:
+            return
+        array = array.reshape(-1).astype(dtype_to_reduce(out.dtype, op), copy=False)
+        result = out if out.dtype == array.dtype else array
+        target, count, kind = resolve(result)
+        raw = stream.raw.ptr
+        with self._call(what, stream):
+            if root is None:
+                self._comm.allReduce(array.data.ptr, target, count, kind, _operation(op), raw)
+            else:
+                self._comm.reduce(array.data.ptr, target, count, kind, _operation(op), root, raw)
+        if root in (None, self._control.rank):
             self._divide(result, op)
-            if result is not out:
-                out[...] = result
-
-    @span(COMMUNICATION, _span_of_array)
-    def reduce(
-        self, what: str, stream: gpu.Stream, array: Array, out: Array, op: ReduceOp, root: int
-    ) -> None:
-        """As `all_reduce`, into rank `root`'s `out`."""
-        if out.size:
-            array, result = _to_reduce(array, out, op)
-            target, count, kind = resolve(result)
-            with self._call(what, stream):
-                self._comm.reduce(
-                    array.data.ptr, target, count, kind, _operation(op), root, stream.raw.ptr
-                )
-            if self._control.rank == root:
-                self._divide(result, op)
-            if result is not out:
-                out[...] = result
+        if result is not out:
+            out[...] = result
 
     @span(COMMUNICATION, _span_of_array)
     def broadcast(self, what: str, stream: gpu.Stream, array: Array, root: int) -> None:
@@ -199,21 +193,12 @@ class NcclCollectives:
         with self._group(what, stream):
             for array, message, layout in zip(arrays, messages, layouts, strict=True):
                 if len(set(layout.sizes)) > 1:
-                    self._send_to_all(stream, array, message, layout)
+                    # NCCL's own takes equal parts only. It copies what a rank sends to itself.
+                    sent = [(rank, array) for rank in range(self._control.size)]
+                    self._send(stream, sent, list(enumerate(layout.views(message))))
                 elif array.size:
                     source, target = array.data.ptr, message.data.ptr
                     self._comm.allGather(source, target, array.nbytes, self._byte, stream.raw.ptr)
-
-    def _send_to_all(
-        self, stream: gpu.Stream, array: Array, message: Array, layout: Layout
-    ) -> None:
-        """As NCCL's all-gather, which takes equal parts only."""
-        source, target, raw = array.data.ptr, message.data.ptr, stream.raw.ptr
-        for peer, start in enumerate(layout.starts):  # this rank too: NCCL copies
-            if array.size:
-                self._comm.send(source, array.nbytes, self._byte, peer, raw)
-            if nbytes := layout.sizes[peer] * array.itemsize:
-                self._comm.recv(target + start, nbytes, self._byte, peer, raw)
 
     @span(
         COMMUNICATION,
@@ -230,14 +215,21 @@ class NcclCollectives:
 
         Each rank receives another rank's arrays in the order in which that sends them.
         """
-        raw = stream.raw.ptr
         with self._group(what, stream):
-            for rank, array in sent:
-                if array.size:
-                    self._comm.send(array.data.ptr, array.nbytes, self._byte, rank, raw)
-            for rank, array in received:
-                if array.size:
-                    self._comm.recv(array.data.ptr, array.nbytes, self._byte, rank, raw)
+            self._send(stream, sent, received)
+
+    def _send(
+        self,
+        stream: gpu.Stream,
+        sent: Sequence[tuple[int, Array]],
+        received: Sequence[tuple[int, Array]],
+    ) -> None:
+        for rank, array in sent:
+            if array.size:
+                self._comm.send(array.data.ptr, array.nbytes, self._byte, rank, stream.raw.ptr)
+        for rank, array in received:
+            if array.size:
+                self._comm.recv(array.data.ptr, array.nbytes, self._byte, rank, stream.raw.ptr)
 
     # ---- what surrounds a call
 
@@ -351,12 +343,6 @@ def _type(dtype: np.dtype[Any]) -> int:
 @functools.cache
 def _operation(op: ReduceOp) -> int:
     return getattr(nccl_start.load_nccl(), REDUCTIONS[op].nccl)
-
-
-def _to_reduce(array: Array, out: Array, op: ReduceOp) -> tuple[Array, Array]:
-    """The array in a dtype that NCCL reduces, and what gets the result: `out`, or this array."""
-    array = array.reshape(-1).astype(dtype_to_reduce(out.dtype, op), copy=False)
-    return array, out if out.dtype == array.dtype else array
 
 
 @functools.cache

@@ -183,14 +183,14 @@ def test_memory_is_taken_before_the_ranks_agree(connected, place, monkeypatch, n
         events.append("memory")
         return place.xp.get_default_memory_pool().malloc(size)
 
-    exchange, all_reduce = connected.exchange, connected._collectives.all_reduce
+    exchange, reduce = connected.exchange, connected._collectives.reduce
     monkeypatch.setattr(
         connected, "exchange", lambda *args: (events.append("agreed"), exchange(*args))[1]
     )
     monkeypatch.setattr(
         connected._collectives,
-        "all_reduce",
-        lambda *args: (all_reduce(*args), events.append("reduced"))[0],
+        "reduce",
+        lambda *args: (reduce(*args), events.append("reduced"))[0],
     )
     arrays = [place.xp.full(5, 2, name), place.xp.full((2, 3), 2, name)]
     for mine in (arrays, arrays[:1]):
