@@ -25,7 +25,7 @@ def histories(policy, ends):
 
 def brief(decision):
     """The number of ranks and the pause, or why there is no restart."""
-    return (decision.ranks, decision.pause) if decision.is_restart else decision.why
+    return (decision.ranks, decision.pause) if decision.ranks else decision.why
 
 
 DONE = ended(0)
@@ -169,7 +169,7 @@ def test_what_is_decided(policy, ends, decisions):
 @pytest.mark.parametrize("status", [75, 2, 130, 15, 143])
 def test_what_was_not_asked_to_end_is_restarted_whatever_the_status(status, text):
     end = ended(status, 5, True, text, State.STARTED)
-    assert decide(FOUR, [end]) == Decision(True, 4)
+    assert decide(FOUR, [end]) == Decision(4)
 
 
 failures = st.builds(
@@ -202,7 +202,7 @@ def test_whatever_happens_the_policy_is_kept(policy, ends):
     for history in histories(policy, ends):
         decision = decide(policy, history)
         assert decide(policy, tuple(history)) == decision
-        if not decision.is_restart:
+        if not decision.ranks:
             break
         restarts += 1
         assert restarts <= policy.restarts

@@ -1,5 +1,6 @@
 """How the launcher restarts ranks: with a starter that only reports how they ended."""
 
+import errno
 import os
 import re
 import subprocess
@@ -290,6 +291,28 @@ def test_what_is_on_its_way_out_is_waited_for(monkeypatch):
             assert run(starter) == 0
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("error", [None, errno.ENOSYS, errno.EPERM, errno.EMFILE])
+def test_restarts_where_processes_cannot_be_watched(monkeypatch, capfd, error):
+    """`None`: Python lacks the function, and a container may forbid it; a failure of it is said."""
+
+    def fail(process):
+        raise OSError(error, "no pidfd")
+
+    def note(memory):
+        memory.note_rank(0)
+        time.sleep(0.1)  # the watch finds it
+
+    if error is None:
+        monkeypatch.delattr(os, "pidfd_open")
+    else:
+        monkeypatch.setattr(os, "pidfd_open", fail)
+    starter = Starter((note, KILLED), (note, 0))
+    assert run(starter) == 0
+    said = capfd.readouterr().err
+    assert "Traceback" not in said
+    assert ("who dies first is not seen: [Errno" in said) == (error == errno.EMFILE)
 
 
 def test_the_rank_that_dies_first_is_named(capfd, monkeypatch):

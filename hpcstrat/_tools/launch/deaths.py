@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import selectors
+import sys
 import threading
 import time
 
@@ -56,9 +58,13 @@ class DeathWatch:
         return [rank for rank in self._ended if self._alive[rank] < first_seen], first_seen
 
     def _watch(self) -> None:
+        if not hasattr(os, "pidfd_open"):  # such as a Python that was built for an old C library
+            return
         try:
             self._wait_for_all()
-        except OSError:  # this system has no pidfds
+        except OSError as error:
+            if error.errno not in (errno.ENOSYS, errno.EPERM):  # an old system, or a container's
+                print(f"hpcstrat run: who dies first is not seen: {error}", file=sys.stderr)
             return
         notes = self._memory.notes(self._ranks).values()
         is_in_order = all(note.state == State.LEFT for note in notes)

@@ -73,7 +73,7 @@ def _copy(process: int, outputs: dict[int, int], log: int | None, tag: bytes) ->
     for read in outputs:
         selector.register(read, selectors.EVENT_READ)
     end = -1
-    with contextlib.suppress(OSError):  # it has ended already, or this system has no such files
+    with contextlib.suppress(OSError, AttributeError):  # it has ended, or there are no such files
         end = os.pidfd_open(process)
         selector.register(end, selectors.EVENT_READ)
     deadline = None

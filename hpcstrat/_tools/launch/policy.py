@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpcstrat._process.job_files import Failure, State
@@ -121,13 +121,11 @@ class Decision(NamedTuple):
     """What to do after a start has ended.
 
     Attributes:
-        is_restart: whether the ranks are started again.
-        ranks: with how many ranks.
+        ranks: how many ranks to start again; 0 if none.
         pause: after how many seconds.
-        why: why they are not started again; empty if that needs no explanation.
+        why: why none are started again; empty if that needs no explanation.
     """
 
-    is_restart: bool
     ranks: int = 0
     pause: int = 0
     why: str = ""
@@ -136,23 +134,24 @@ class Decision(NamedTuple):
 def decide(policy: Policy, ends: Sequence[Ended]) -> Decision:
     """What to do after a job's starts have ended in these ways, the latest last."""
     if ends[-1].is_done or not policy.restarts:
-        return Decision(False)
-    for rule in _RULES:
-        why = rule(policy, ends)
-        if why is not None:
-            return Decision(False, why=why)
+        return Decision()
+    why = (
+        ends[-1].deliberate
+        or _repeated_failure(ends)
+        or _no_first_step(policy, ends)
+        or _no_further_step(policy, ends)
+        or _no_restart_left(policy, ends)
+    )
+    if why:
+        return Decision(why=why)
     pause = _PAUSES_SECONDS[min(_early_ends(ends), len(_PAUSES_SECONDS) - 1)]
-    return Decision(True, _next_ranks(policy, ends), pause)
+    return Decision(_next_ranks(policy, ends), pause)
 
 
-# Each rule says why the ranks are not started again, or returns None.
+# These say why the ranks are not started again, or return None.
 
 
-def _deliberate_end(policy: Policy, ends: Sequence[Ended]) -> str | None:
-    return ends[-1].deliberate
-
-
-def _repeated_failure(policy: Policy, ends: Sequence[Ended]) -> str | None:
+def _repeated_failure(ends: Sequence[Ended]) -> str | None:
     step, failure = ends[-1].step, ends[-1].failure
     if failure is None:
         return None
@@ -188,15 +187,6 @@ def _no_restart_left(policy: Policy, ends: Sequence[Ended]) -> str | None:
     if len(ends) > policy.restarts:
         return f"it has been restarted {policy.restarts} times (--restarts)"
     return None
-
-
-_RULES: tuple[Callable[[Policy, Sequence[Ended]], str | None], ...] = (
-    _deliberate_end,
-    _repeated_failure,
-    _no_first_step,
-    _no_further_step,
-    _no_restart_left,
-)
 
 
 def _early_ends(ends: Sequence[Ended]) -> int:

@@ -55,7 +55,7 @@ def run(job: Job, policy: Policy, variables: Callable[[int], Mapping[str, str]])
         return ended
 
     ends = [start(policy.ranks)]
-    while (decision := decide(policy, ends)).is_restart:
+    while (decision := decide(policy, ends)).ranks:
         _announce(policy, ends, decision, newest_step(memory))
         _pause(job, decision.pause)
         if job.signal:  # the next start is called off
