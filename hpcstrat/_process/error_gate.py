@@ -12,6 +12,7 @@ from typing import Any
 
 from hpcstrat._process import output, reports
 
+_VARIABLE = "HPCSTRAT_STDERR"
 _HIDDEN_CHARACTERS = 1 << 14  # the last of the hidden text, which are kept
 # Seconds that the other ranks wait, so that rank 0 alone shows what all would show.
 _LEAD_DELAY = 0.3
@@ -32,12 +33,26 @@ class ErrorGate:
         self._write: Any = None  # the stream's own
         self._flush: Any = None
 
-    def install(self, stream: Any) -> bool:
-        """Gates the stream, which stays the same object because others may hold it.
+    def install(self) -> bool:
+        """Gates `sys.stderr` if this rank hides output, and returns whether it did.
 
-        Returns:
-            Whether it could: a stream that takes no attributes is not Python's own.
+        It stays the same object because others may hold it. A stream that takes no attributes is
+        not Python's own and stays as it is.
+
+        Raises:
+            ValueError: `HPCSTRAT_STDERR` is something other than `all`, which hides nothing.
         """
+        mode = os.environ.get(_VARIABLE, "")
+        if mode not in ("", "all"):
+            raise ValueError(
+                f"{_VARIABLE}={mode!r} is not allowed: 'all' shows what every rank writes to "
+                "standard error. Without it the rules of HPCSTRAT_OUTPUT apply, and whatever tells "
+                "of a failure is shown."
+            )
+        stream = sys.stderr
+        # A notebook's engine sends its errors where the notebook shows them as that engine's.
+        if mode or not output.hides or stream is None or output.ipython_shell() is not None:
+            return False
         self._write, self._flush = stream.write, stream.flush
         try:
             stream.write = self._show_or_hide

@@ -32,15 +32,15 @@ class ExitWatch:
         """From now on notes each exit, and calls this if the main thread's status is a failure."""
 
         def watched(leave: Callable[[Any], NoReturn]) -> Callable[..., NoReturn]:
-            def exit(status: Any = None, /) -> NoReturn:
-                self.status = status
+            def exit(code: Any = None) -> NoReturn:  # named as the site's are
+                self.status = code
                 is_main = threading.current_thread() is threading.main_thread()
-                if is_main and status is not None and status != 0:
-                    self.failure_status = status
+                if is_main and code is not None and code != 0:
+                    self.failure_status = code
                     self._frame = _outermost_frame()
                     self._instruction = self._frame.f_lasti
                     call()
-                leave(status)
+                leave(code)
 
             return functools.update_wrapper(exit, leave)
 

@@ -22,8 +22,9 @@
 
 `install_at_import` and `install_when_connected` install every hook of the library, also those of
 output, in an order that matters: a hook calls the one that it found.
-`sys.excepthook` -> the previous hook, whose text is captured -> `reports.say` -> the stream's write
--> `MPI.Abort` or `os._exit` -> what is still hidden.
+
+Python calls our `sys.excepthook`. It captures the text of the previous hook, and writes it in one
+piece (`reports.say`). Then it calls `MPI.Abort` or `os._exit`, which shows what is still hidden.
 """
 
 from __future__ import annotations
@@ -76,17 +77,16 @@ def install_at_import() -> None:
     if not _job.process and not launchers.is_child():
         _tell_launcher(lambda memory: memory.note_rank(launcher.rank))
         if not launcher.alone:
-            _job.rank, _job.process = launcher.rank, os.getpid()
-            reports.tag_with(_job.rank)
-            sys.excepthook = _job.hook = _hook_that_ends_all_ranks(sys.excepthook)
+            _job.set_rank(launcher.rank)
+            _job.install_hook(_hook_that_ends_all_ranks)
             _exits.watch(_repeat_end_after_exit)
             atexit.register(_end_after_exit)
         elif job_files.find() is not None:
             sys.excepthook = _hook_that_tells_launcher(sys.excepthook)
     # Then `sys.stdout`, and on ranks that hide output `Thread.start`; where `sys.stderr` is hidden
     # too, its `write`, logging and `os._exit`.
-    hides_errors = output.install()
-    if hides_errors and _error_gate.install(sys.stderr):
+    output.install()
+    if not launcher.alone and _error_gate.install():
         # The last registered runs first: before `_end_after_exit`, whose report has the text.
         atexit.register(show_hidden_errors)
 
@@ -98,10 +98,8 @@ def install_when_connected(rank: int, MPI: Any) -> None:
     """
     # Again, if the program has set its own since: existing hooks do the printing, so a debugger's
     # or a pretty printer's still works.
-    if sys.excepthook is not _job.hook:
-        sys.excepthook = _job.hook = _hook_that_ends_all_ranks(sys.excepthook)
-    _job.mpi, _job.rank, _job.process, _job.is_connected = MPI, rank, os.getpid(), True
-    reports.tag_with(rank)
+    _job.install_hook(_hook_that_ends_all_ranks)
+    _job.set_rank(rank, MPI)
     _tell_launcher(lambda memory: memory.note_connected(rank))
     # Python survives a failed thread. Other ranks would hang: they wait for that thread's calls.
     threading.excepthook = _thread_hook_that_ends_all_ranks(threading.excepthook)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -42,6 +43,17 @@ class JobEnd:
         self.mpi: Any = None
         self.others_wait = False
         self.hook: Callable[..., object] | None = None
+
+    def set_rank(self, rank: int, MPI: Any = None) -> None:
+        """From now on this process is this rank, connected to the others if given `mpi4py.MPI`."""
+        self.rank, self.process = rank, os.getpid()
+        self.mpi, self.is_connected = MPI, MPI is not None
+        reports.tag_with(rank)
+
+    def install_hook(self, make: Callable[[Any], Callable[..., object]]) -> None:
+        """Replaces `sys.excepthook` by what `make` returns for it, unless that is there already."""
+        if sys.excepthook is not self.hook:
+            sys.excepthook = self.hook = make(sys.excepthook)
 
     def can_end_others(self) -> bool:
         """Whether this process can end others: it is the rank's own, and MPI has not ended."""

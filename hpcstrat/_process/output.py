@@ -12,12 +12,12 @@ from typing import Any
 from hpcstrat._process import launchers, reports
 
 _VARIABLE = "HPCSTRAT_OUTPUT"
-_ERRORS_VARIABLE = "HPCSTRAT_STDERR"
 _LOG_VARIABLE = "_HPCSTRAT_LOG"  # the file of this rank, where a launcher keeps one
 _CREATOR = "_hpcstrat_replica_context"
 
 _installed = False
-_hides = False
+hides = False
+"""Whether this rank hides what it prints outside a replica context."""
 _lead_only = False
 
 
@@ -29,24 +29,20 @@ replica_context: Callable[[], bool | None] = _no_context
 """Whether this thread is in a replica context; None if it has no context. Set from above."""
 
 
-def install() -> bool:
+def install() -> None:
     """Gates `sys.stdout` if a launcher started several processes; starts no MPI.
 
     Rank 0 shows everything. The other ranks show what they print in a replica context; with
     `HPCSTRAT_OUTPUT=lead` nothing, with `HPCSTRAT_OUTPUT=all` everything. Lines arrive whole, even
-    if the ranks share a pipe. Of standard error they also show whatever may tell of a failure;
-    with `HPCSTRAT_STDERR=all` everything.
-
-    Returns:
-        Whether standard error needs a gate too.
+    if the ranks share a pipe.
 
     Raises:
         ValueError: a variable has another value.
     """
-    global _installed, _hides, _lead_only
+    global _installed, hides, _lead_only
     launcher = launchers.find()
     if _installed or launcher is None or launcher.alone:
-        return False
+        return
     mode = os.environ.get(_VARIABLE, "")
     if mode not in ("", "all", "lead"):
         raise ValueError(
@@ -54,24 +50,14 @@ def install() -> bool:
             "what rank 0 prints. Without it each replica shows inside `strategy.run`, and rank 0 "
             "alone elsewhere."
         )
-    errors_mode = os.environ.get(_ERRORS_VARIABLE, "")
-    if errors_mode not in ("", "all"):
-        raise ValueError(
-            f"{_ERRORS_VARIABLE}={errors_mode!r} is not allowed: 'all' shows what every rank "
-            f"writes to standard error. Without it the rules of {_VARIABLE} apply, and whatever "
-            "tells of a failure is shown."
-        )
     _installed = True
-    _hides = launcher.rank > 0 and mode != "all"
+    hides = launcher.rank > 0 and mode != "all"
     _lead_only = mode == "lead"
     # It is None if Python was started without one.
     if sys.stdout is not None:
         _OutputGate(sys.stdout)
-    if not _hides:
-        return False
-    _give_threads_their_creators_context()
-    # A notebook's engine sends its errors where the notebook shows them as that engine's.
-    return not errors_mode and sys.stderr is not None and ipython_shell() is None
+    if hides:
+        _give_threads_their_creators_context()
 
 
 def ipython_shell() -> Any:
@@ -82,7 +68,7 @@ def ipython_shell() -> Any:
 
 def shows() -> bool:
     """Whether what this thread prints now is shown."""
-    return not _hides or (not _lead_only and _in_replica_context())
+    return not hides or (not _lead_only and _in_replica_context())
 
 
 def _in_replica_context() -> bool:
@@ -162,12 +148,15 @@ class _OutputGate:
 
     def _write_lines(self, text: str) -> None:
         thread = threading.get_ident()
-        line = self._parts.pop(thread, "") + text
-        if "\n" in text or "\r" in text:
-            self._pass_on(line)
-        else:
+        text = self._parts.pop(thread, "") + text
+        stop = text.rfind("\n") + 1
+        if "\r" in text[stop:]:  # a progress bar shows each of its states
+            stop = len(text)
+        if stop:
+            self._pass_on(text[:stop])
+        if stop < len(text):
             # Kept until the line is whole: pieces of several ranks would mix in a shared pipe.
-            self._parts[thread] = line
+            self._parts[thread] = text[stop:]
 
     def _pass_parts(self) -> None:
         for thread in list(self._parts):

@@ -48,6 +48,7 @@ ENDS = {
     "sys.exit(3) of rank 0": ended("if rank == 0: sys.exit(3)", f"rank 0 {LEFT}"),
     "sys.exit(0)": ended("if last: sys.exit()", f"rank 1 {LEFT}"),
     "sys.exit(3) of all": Fault("sys.exit(3)", status=3, ranks=2),
+    "exit(code=3) of all": Fault("exit(code=3)", status=3, ranks=2),
     "an early end": Fault(
         "if not last:\n    for _ in range(3): hs.barrier()",
         [rf"hpcstrat: rank [01] waits in barrier\(\), at {HERE}<module>; rank 2 {LEFT}"],

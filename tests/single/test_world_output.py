@@ -20,7 +20,7 @@ def as_rank(monkeypatch):
         if mode is not None:
             monkeypatch.setenv("HPCSTRAT_OUTPUT", mode)
         monkeypatch.setattr(output, "_installed", False)
-        monkeypatch.setattr(output, "_hides", False)
+        monkeypatch.setattr(output, "hides", False)
         monkeypatch.setattr(output, "_lead_only", False)
         monkeypatch.setattr(output, "replica_context", lambda: None)
         monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)
@@ -107,6 +107,18 @@ def test_whole_lines_arrive_of_unbuffered_output_too(as_rank):
     print("last", end="")
     stream.flush()
     assert pieces.pieces[3:] == [b"last"]
+
+
+def test_what_follows_a_line_is_kept_until_its_own_line_is_whole(as_rank):
+    pieces = Pieces()
+    stream = as_rank(0, stream=io.TextIOWrapper(pieces, write_through=True))  # pyright: ignore[reportArgumentType]
+    print("a\nb ", end="")
+    print("c\nd", end="")
+    print("\r1 of 2", end="")  # a progress bar does not wait for a line
+    print("\r2 of 2\nlast", end="")
+    assert pieces.pieces == [b"a\n", b"b c\n", b"d\r1 of 2", b"\r2 of 2\n"]
+    stream.flush()
+    assert pieces.pieces[4:] == [b"last"]
 
 
 def test_the_value_and_the_errors_of_write_stay(as_rank):
