@@ -64,12 +64,13 @@ class CentralDeviceStorage(DeviceStorage):
         with self.local.current():
             sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
             if plan.started:
-                self._sum_rest(plan)
+                self._finish_sums()
+                self._sum_parts(plan, plan.not_started())
             else:
                 for source, gradient in zip(sources, plan.gradients, strict=True):
                     self._reduce(source, gradient, op)
             if self._is_root:
-                self._apply(plan, rule)
+                self.local.run(plan, rule)
             self._broadcast(plan)
 
     def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:

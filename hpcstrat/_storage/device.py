@@ -3,36 +3,26 @@
 from __future__ import annotations
 
 import abc
-import sys
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.span import COMMUNICATION, UPDATE, Details, span
 from hpcstrat._core.types import Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.device_memory import DeviceMemory, device_memory
 from hpcstrat._storage.device_plan import DevicePlan, MessagePool
 from hpcstrat._storage.message_order import MessageOrder
 from hpcstrat._storage.plan import Plan
-from hpcstrat._update.chunks import Chunk, chunks_of
-from hpcstrat._update.rule import UpdateRule
-
-
-def _on_stream(name: str) -> Callable[..., Details]:
-    return lambda storage, *_, **__: Details(name, None, storage.communicator.stream)
 
 
 # Packing, NCCL's calls and the kernels of an update are queued on the strategy's stream in this
 # order, so kernels that read the message need not wait for it. Work elsewhere must:
-# - marked gradients are summed on the side stream; `_sum_rest` makes the strategy's stream wait for
-#   it before the rest is queued;
+# - marked gradients are summed on the side stream; `_finish_sums` makes the strategy's stream wait
+#   for it before the rest is queued;
 # - an update in host memory reads the message on the host; `OnHostOfGpu.run` copies it there as the
 #   last call on the stream, and blocks until the copy is complete.
 class DeviceStorage(Storage):
@@ -77,13 +67,7 @@ class DeviceStorage(Storage):
         """The plan of updates of whole variables."""
         order = MessageOrder(variables, slots, ALIGNMENT)
         update = self.local.new_update(order.shards)
-        return DevicePlan(order, update, self._readable(variables))
-
-    def _readable(self, variables: Sequence[Block]) -> list[Chunk]:
-        """The runs of the variables that this rank reads."""
-        read = [block.copy or block for block in variables]
-        order = MessageOrder(read, [()] * len(read), ALIGNMENT)
-        return chunks_of(self.local.readable, order.shards, sys.maxsize, ALIGNMENT)
+        return DevicePlan(order, update, self.local.runs_to_read(variables))
 
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
         """Compares the ranks' copies with each other, because CuPy cannot forbid writing."""
@@ -107,29 +91,20 @@ class DeviceStorage(Storage):
         if not communicator.has_side_stream:
             return False
         with self.local.current(), communicator.side_stream(plan.taken):
-            self._sum_parts(plan, plan.order.parts_of(variables))
+            self._sum_parts(plan, variables)
         return True
 
     @abc.abstractmethod
     def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
         """Reduces a flat array to where updates read it; `FIRST_REPLICA`: `out` is the source."""
 
-    def _sum_parts(self, plan: DevicePlan, parts: Sequence[Sequence[Interval]]) -> None:
-        """Sums parts of the message over the replicas, in place, where the update reads them.
-
-        Args:
-            plan: the plan.
-            parts: for each dtype, intervals of its elements.
-        """
+    def _sum_parts(self, plan: DevicePlan, variables: Iterable[int]) -> None:
+        """Sums the gradients of some variables in the message, where the update reads them."""
+        parts = plan.order.parts_of(variables)
         for gradient, of_gradient in zip(plan.gradients, parts, strict=True):
             for part in of_gradient:
                 array = gradient[part.slice]
                 self._reduce(array, array, ReduceOp.SUM)
-
-    def _sum_rest(self, plan: DevicePlan) -> None:
-        """Waits for the sums of marked gradients, and sums the others."""
-        self._finish_sums()
-        self._sum_parts(plan, plan.order.parts_of(plan.not_started()))
 
     def _finish_sums(self) -> None:
         self.communicator.join_side_stream()
@@ -147,37 +122,10 @@ class DeviceStorage(Storage):
             See `DevicePlan.pack`.
         """
         with self.communicator.raise_together():
-            sources = self._pack(plan, values, is_reduced)
+            self._messages.lend(plan)
+            if values is not None:
+                sources = self.local.pack(plan, values, is_reduced)
+            else:
+                sources = plan.gradients
             self.communicator.exchange(signature)
         return sources
-
-    @span(COMMUNICATION, _on_stream("pack"))
-    def _pack(
-        self, plan: DevicePlan, values: Sequence[Array] | None, is_reduced: bool
-    ) -> list[Array]:
-        self._messages.lend(plan)
-        if values is None:
-            return plan.gradients
-        # Buffers are in the message, which would be overwritten where the order is another.
-        if plan.buffers is not None:
-            values = [
-                value.copy() if _may_overlap(value, plan.message) else value for value in values
-            ]
-        return plan.pack([self.local.here(value) for value in values], is_reduced)
-
-    @span(UPDATE, _on_stream("update"))
-    def _apply(
-        self,
-        plan: DevicePlan,
-        rule: UpdateRule,
-        add_up: Callable[[Array], Array] | None = None,
-    ) -> None:
-        """Updates this rank's shards by the plan's message; see `Update.run`."""
-        self.local.run(plan, rule, add_up)
-
-
-def _may_overlap(array: Array, memory: Any) -> bool:
-    """Whether two arrays may share memory; one on a GPU and one on the host never do."""
-    return gpu.is_on_gpu(array) is gpu.is_on_gpu(memory) and bool(
-        gpu.array_module(array).may_share_memory(array, memory)
-    )

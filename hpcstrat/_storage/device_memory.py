@@ -11,23 +11,30 @@ from typing import final
 import numpy as np
 
 from hpcstrat._core import gpu
+from hpcstrat._core.span import COMMUNICATION, UPDATE, Details, span
 from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, host_memory
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import Interval, Shard
 from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, host_parts
-from hpcstrat._update.chunks import chunks_of
+from hpcstrat._storage.message_order import MessageOrder
+from hpcstrat._update.chunks import Chunk, chunks_of
 from hpcstrat._update.device_update import DeviceUpdate
 from hpcstrat._update.numpy_update import NumpyUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import Update
 
 
+def _on_stream(name: str) -> Callable[..., Details]:
+    return lambda local, *_, **__: Details(name, None, local.stream)
+
+
 class DeviceMemory(LocalBlocks):
     """A rank's blocks, and its updates of them. Messages are on the rank's device.
 
     Attributes:
+        stream: the strategy's stream; `None` on a CPU.
         memory: what updates change.
         readable: what programs read: the same memory, or copies.
         current: makes a block in which the strategy's stream is current, on a GPU.
@@ -49,17 +56,34 @@ class DeviceMemory(LocalBlocks):
         fill(block.array, initial)
         return block
 
+    def runs_to_read(self, variables: Sequence[Block]) -> list[Chunk]:
+        """The runs of the variables, or their copies, that programs read on this rank."""
+        read = [block.copy or block for block in variables]
+        order = MessageOrder(read, [()] * len(read), ALIGNMENT)
+        return chunks_of(self.readable, order.shards, sys.maxsize, ALIGNMENT)
+
     @abc.abstractmethod
     def new_update(self, shards: Sequence[Shard]) -> Update:
         """The update of these shards."""
 
+    @span(COMMUNICATION, _on_stream("pack"))
+    def pack(self, plan: DevicePlan, values: Sequence[Array], is_reduced: bool) -> list[Array]:
+        """`DevicePlan.pack` of values on any device."""
+        # Buffers are in the message, which would be overwritten where the order is another.
+        if plan.buffers is not None:
+            values = [
+                value.copy() if _may_overlap(value, plan.message) else value for value in values
+            ]
+        return plan.pack([self.here(value) for value in values], is_reduced)
+
+    @span(UPDATE, _on_stream("update"))
     def run(
         self,
         plan: DevicePlan,
         rule: UpdateRule,
         add_up: Callable[[Array], Array] | None = None,
     ) -> None:
-        """Updates this rank's variables by the plan's message."""
+        """Updates this rank's shards by the plan's message; see `Update.run`."""
         plan.update.run(rule, [plan.update_message], add_up=add_up)
 
     def has(self, array: Array) -> bool:
@@ -76,6 +100,7 @@ class OnHost(DeviceMemory):
         self.memory = self.readable = host_memory(is_pinned=False)
         self.current = contextlib.nullcontext
         self.here = gpu.to_host
+        self.stream = None
         self._scratch: Scratch = {}
 
     def zeros(self, nbytes: int) -> Array:
@@ -106,11 +131,11 @@ class OnGpu(DeviceMemory):
         self.memory = self.readable = gpu_memory(stream)
         self.current = stream.current
         self.here = stream.here
-        self._stream = stream
+        self.stream = stream
 
     def zeros(self, nbytes: int) -> Array:
         """See `DeviceMemory.zeros`."""
-        return self._stream.xp.zeros(nbytes, np.uint8)
+        return self.stream.xp.zeros(nbytes, np.uint8)
 
     def new_update(self, shards: Sequence[Shard]) -> Update:
         """An update of whole runs, each by one kernel."""
@@ -133,11 +158,11 @@ class OnGpu(DeviceMemory):
 
     def _write_part(self, block: Block, start: int, part: Bytes) -> None:
         with self.current():
-            self._stream.synchronize()  # an earlier write may still be on its way to the GPU
+            self.stream.synchronize()  # an earlier write may still be on its way to the GPU
             for target in (block, block.copy):
                 if target is not None:  # only `OnHostOfGpu` has copies
                     fill(flat(target.array)[start : start + part.size], part)
-            self._stream.synchronize()  # the caller may change `part`
+            self.stream.synchronize()  # the caller may change `part`
 
 
 @final
@@ -166,6 +191,7 @@ class OnHostOfGpu(OnGpu):
         """An update in chunks that fit in cache."""
         return NumpyUpdate(chunks_of(self.memory, shards), shards, self._scratch)
 
+    @span(UPDATE, _on_stream("update"))
     def run(
         self,
         plan: DevicePlan,
@@ -184,13 +210,20 @@ class OnHostOfGpu(OnGpu):
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """Changes the variable, and its copy."""
         with self.current():
-            self._stream.synchronize()  # an earlier write may still be on its way to the GPU
+            self.stream.synchronize()  # an earlier write may still be on its way to the GPU
             rule.apply(block.array, gpu.to_host(new), (), block.array)
             fill(block.view, block.array)
 
     def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """See `LocalBlocks.parts`."""
         return host_parts(block.array, start, stop)
+
+
+def _may_overlap(array: Array, memory: Array) -> bool:
+    """Whether two arrays may share memory; one on a GPU and one on the host never do."""
+    return gpu.is_on_gpu(array) is gpu.is_on_gpu(memory) and bool(
+        gpu.array_module(array).may_share_memory(array, memory)
+    )
 
 
 def device_memory(rank: int, stream: gpu.Stream | None, on_host: bool) -> DeviceMemory:

@@ -37,11 +37,12 @@ class MirroredDeviceStorage(DeviceStorage):
             # code runs while the GPU works.
             sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
             if plan.started:
-                self._sum_rest(plan)
+                self._finish_sums()
+                self._sum_parts(plan, plan.not_started())
             else:
                 for source, gradient in zip(sources, plan.gradients, strict=True):
                     self._reduce(source, gradient, op)
-            self._apply(plan, rule)
+            self.local.run(plan, rule)
 
     def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
         if op is FIRST_REPLICA:

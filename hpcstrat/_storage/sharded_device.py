@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import final
 
 from hpcstrat._calls.records import CallSignature, signature_of
@@ -60,7 +60,7 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         order = MessageOrder(variables, [()] * len(variables), ALIGNMENT)
         sections = sections_of(order, order.to_message(slots), rank)
         update = self.local.new_update(sections[rank].shards)
-        readable = self._readable(variables)
+        readable = self.local.runs_to_read(variables)
         return ShardedDevicePlan(order, update, readable, sections, rank)
 
     def _update(
@@ -77,7 +77,8 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         with self.local.current():
             sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
             if plan.started:
-                self._sum_rest(plan)
+                self._finish_sums()
+                self._sum_parts(plan, plan.not_started())
             elif op is FIRST_REPLICA:
                 self._broadcast(plan)
             else:
@@ -87,7 +88,7 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
                     sources, plan.own_gradients, plan.slices, strict=True
                 ):
                     self.communicator.reduce_scatter_flat(source, own, slices)
-            self._apply(plan, rule, self._add_up)
+            self.local.run(plan, rule, self._add_up)
             for (flat, parts), slices in zip(plan.transfers, plan.slices, strict=True):
                 for value, part in parts:
                     part[...] = value
@@ -106,10 +107,11 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
                 if rank == communicator.rank:
                     own[of_own.slice] = gradient[elements.slice]
 
-    def _sum_parts(self, plan: DevicePlan, parts: Sequence[Sequence[Interval]]) -> None:
+    def _sum_parts(self, plan: DevicePlan, variables: Iterable[int]) -> None:
         if not isinstance(plan, ShardedDevicePlan):
-            super()._sum_parts(plan, parts)
+            super()._sum_parts(plan, variables)
             return
+        parts = plan.order.parts_of(variables)
         for gradient, own, slices, of_gradient in zip(
             plan.gradients, plan.own_gradients, plan.slices, parts, strict=True
         ):

@@ -68,9 +68,9 @@ BUGS = {
     "updates on whatever stream is current": (
         [
             (
-                "_storage/device.py",
-                "return contextlib.nullcontext() if stream is None else stream.current()",
-                "return contextlib.nullcontext()",
+                "_storage/device_memory.py",
+                "self.current = stream.current",
+                "self.current = contextlib.nullcontext",
             )
         ],
         NOT_ORDERED,
@@ -127,9 +127,9 @@ BUGS = {
     "parts of a checkpoint are read before they have arrived": (
         [
             (
-                "_storage/device.py",
-                "part.get(out=pinned[: part.size])",
-                "part.get(out=pinned[: part.size], blocking=False)",
+                "_storage/device_memory.py",
+                "get(out=pinned[: here.size])",
+                "get(out=pinned[: here.size], blocking=False)",
             )
         ],
         "the host reads pinned memory",
@@ -137,9 +137,10 @@ BUGS = {
     "a master copy on the host is changed while it is copied": (
         [
             (
-                "_storage/device.py",
-                "stream.synchronize()\n                rule",
-                "pass\n                rule",
+                "_storage/device_memory.py",
+                "self.stream.synchronize()  # an earlier write may still be on its way to the GPU\n"
+                "            rule",
+                "pass\n            rule",
             )
         ],
         "the host writes to pinned memory",
@@ -156,11 +157,17 @@ BUGS = {
         "memory that was given back",
     ),
     "gradients are packed off their alignment": (
-        [("_memory/layout.py", "start = end = _up(end, max(alignment, ALIGNMENT))", "start = end")],
+        [
+            (
+                "_memory/layout.py",
+                "start = end = round_up(end, max(alignment, ALIGNMENT))",
+                "start = end",
+            )
+        ],
         "at an address that is not a multiple of",
     ),
     "a part of the gradients goes over what is sent": (
-        [("_storage/sharded_device.py", "message[self._own_start : self.nbytes]", "message")],
+        [("_storage/sharded_device.py", "memory[self._own_start : self.nbytes]", "memory")],
         "the memory that NCCL's reduceScatter at ",
     ),
     "a stream does not wait for the second one": (
@@ -187,8 +194,8 @@ BUGS = {
         [
             (
                 "_storage/central_device.py",
-                "self._communicator.broadcast_flat(flat, self._root)",
-                "self._communicator.broadcast_flat(flat, 0)",
+                "self.communicator.broadcast_flat(flat, self._root)",
+                "self.communicator.broadcast_flat(flat, 0)",
             )
         ],
         "Not equal to tolerance",

@@ -579,7 +579,7 @@ def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):
         def stop(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(type(strategy._group.storage), "_apply", stop)
+        monkeypatch.setattr(type(strategy._group.storage.local), "run", stop)
         with pytest.raises(KeyboardInterrupt):
             strategy.run(lambda: optimizer.apply_gradients([(place.xp.ones(3, np.float32), v)]))
         monkeypatch.undo()
