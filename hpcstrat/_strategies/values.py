@@ -19,12 +19,7 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas, check_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import gathering, reduction
-from hpcstrat._strategies.leaves import (
-    as_numeric,
-    convert_foreign_leaves,
-    positions,
-    require_same_structure,
-)
+from hpcstrat._strategies.leaves import as_numeric, convert_foreign_leaves, require_same_structure
 from hpcstrat._strategies.transfer import from_wire, to_wire
 
 _LOGICAL_DEVICES = 1
@@ -151,9 +146,10 @@ class ValueMethods:
             with self._group.on_stream():
                 with self._group.communicator.raise_together():
                     # Sent to all ranks: each returns the components of its worker's replicas.
-                    must_match = positions("distributed", indices, leaves)
+                    packed = to_wire(own)
+                    at = [f"distributed at {indices}"] if len(indices) < len(leaves) else []
                     by_rank = self._group.communicator.all_gather_obj(
-                        to_wire(own), nests.describe(structure), *must_match
+                        packed, nests.describe(structure), *at
                     )
                     by_rank = [
                         from_wire(by_rank[rank], self._group.stream)

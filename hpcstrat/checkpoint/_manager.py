@@ -112,15 +112,16 @@ class CheckpointManager:
                 damaged file if there is a snapshot.
         """
         source = self._prepare()
-        if source.snapshot is not None:
-            name = _IN_MEMORY
-            self._restore(name, lambda work: _open_snapshot(source.snapshot, work))
-        elif source.is_file:
-            name = self._path
-            self._restore(name, lambda work: open_file(name, work))
-        else:
-            return None
-        return name
+        snapshot = source.snapshot
+        if snapshot is not None:
+            self._restore(
+                _IN_MEMORY, lambda work: CheckpointFile(snapshot.path, work, snapshot.nbytes)
+            )
+            return _IN_MEMORY
+        if source.is_file:
+            self._restore(self._path, lambda work: open_file(self._path, work))
+            return self._path
+        return None
 
     @span(CHECKPOINT, "step")
     @collective("CheckpointManager.step", communicator_of=lambda _: connect())
@@ -279,8 +280,3 @@ class _Numbered:
         path = os.fspath(path)
         save_to_file(objects_of(self._checkpoint), path, keep, step=self._manager.steps)
         return path
-
-
-def _open_snapshot(snapshot: Snapshot | None, work: Callable[[], None]) -> CheckpointFile:
-    assert snapshot is not None
-    return CheckpointFile(snapshot.path, work, snapshot.nbytes)

@@ -12,14 +12,7 @@ from typing import Any, NamedTuple
 
 
 class PipePlace(NamedTuple):
-    """Where other processes of a host find the writing end of a pipe.
-
-    Attributes:
-        host: the id of the running system, drawn at its boot.
-        path: the writing end's name in `/proc`.
-        device: its file system.
-        inode: its inode number.
-    """
+    """Where other processes of a host, named by its boot id, find the writing end of a pipe."""
 
     host: str
     path: str

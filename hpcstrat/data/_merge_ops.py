@@ -84,25 +84,20 @@ class Merging(Combining):
             return self._fetch_from(present[0], keys)
         # A batch from several nodes, in any order after a shuffle: fetch once from each node, then
         # restore the order.
-        parts = [nests.flatten(self._fetch_from(node, keys[which == node])) for node in present]
-        if len({_kind_of_rows(leaves, structure) for leaves, structure in parts}) > 1:
+        batches = [self._fetch_from(node, keys[which == node]) for node in present]
+        if len({_elements.kinds_of_rows(batch) for batch in batches}) > 1:
             raise ValueError(
                 f"{self._name}: the elements of a batch must have the same structure, shape and "
                 f"dtype; those of {self!r} do not"
             )
         # The inverse of the permutation that sorts by node.
         rows = np.argsort(np.argsort(which, kind="stable"))
-        columns = zip(*[leaves for leaves, _ in parts], strict=True)
-        return parts[0][1].unflatten([np.concatenate(column).take(rows, 0) for column in columns])
+        leaves, structures = zip(*map(nests.flatten, batches), strict=True)
+        columns = zip(*leaves, strict=True)
+        return structures[0].unflatten([np.concatenate(column).take(rows, 0) for column in columns])
 
     def _fetch_from(self, which: int, keys: Keys) -> Any:
         return self._nodes[which].fetch(keys[:, 1 : 1 + self._widths[which]])
-
-
-def _kind_of_rows(leaves: Sequence[Any], structure: nests.Structure) -> tuple[Any, ...]:
-    """What rows must share to be in one batch: structure, shapes and dtypes; strings any length."""
-    dtypes = [leaf.dtype.kind if leaf.dtype.kind in "SU" else leaf.dtype for leaf in leaves]
-    return structure, *dtypes, *[leaf.shape[1:] for leaf in leaves]
 
 
 @final

@@ -45,14 +45,7 @@ def check_pairs(pairs: Sequence[Any]) -> None:
 def prepare_pairs(
     pairs: Sequence[tuple[Any, Variable]],
 ) -> tuple[list[Array], list[Variable], list[tuple[IndexedSlices, Variable]]]:
-    """Sorts pairs by the kind of gradient, and casts and moves arrays as the update needs them.
-
-    Returns:
-        The gradients that are arrays, their variables, and the pairs with slices.
-
-    Raises:
-        ValueError: an array does not fit its variable.
-    """
+    """The gradients that are arrays, on the device; their variables; and the pairs with slices."""
     gradients: list[Array] = []
     dense: list[Variable] = []
     sparse: list[tuple[IndexedSlices, Variable]] = []
