@@ -52,6 +52,7 @@ SAMPLES = {
     "cupy.flatnonzero": lambda: cupy.flatnonzero(array(3, np.int64)),
     "cupy.from_dlpack": lambda: cupy.from_dlpack(array(3)),
     "cupy.full": lambda: cupy.full((3,), 1.5),
+    "cupy.full_like": lambda: cupy.full_like(array(3), np.nan),
     "cupy.get_default_memory_pool": lambda: cupy.get_default_memory_pool().free_all_blocks(),
     "cupy.isfinite": lambda: cupy.isfinite(array(())),
     "cupy.log": lambda: cupy.log(array(3)),
