@@ -38,13 +38,13 @@ def save_to_file(
     with contextlib.ExitStack() as ending:  # of the file; an error on any rank abandons it
         file = NewFile(saved.root, path, keep, saved.contents, blocking, ending)
         if blocking:
-            _write(saved, file, path)
+            _write(saved, file, path, ending)
         else:
             copies = _copy(saved, file)
             _background.start(path, file, copies, ending.pop_all())
 
 
-def _write(saved: Saved, file: NewFile, path: str) -> None:
+def _write(saved: Saved, file: NewFile, path: str, ending: contextlib.ExitStack) -> None:
     def write(pieces: Iterable[Piece], nbytes: int) -> int:
         with explaining(path, NOT_SAVED):
             return file.write(pieces)
@@ -55,6 +55,7 @@ def _write(saved: Saved, file: NewFile, path: str) -> None:
     with communicator.raise_together():
         with explaining(path, NOT_SAVED):
             file.publish(checksums)
+            ending.close()
         # A full disk is an error on all ranks, and no rank continues before the file exists,
         # because the job may be killed next.
         communicator.exchange(signature_of(f"{current_call()}: written"))
