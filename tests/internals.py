@@ -32,7 +32,6 @@ from hpcstrat._communicators.reduction import (
 )
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
-from hpcstrat._communicators.transports import STAGING
 from hpcstrat._core import call_name, device_names, gpu, nests
 from hpcstrat._core.arrays import as_native, is_numeric
 from hpcstrat._core.call_name import call_named, current_call

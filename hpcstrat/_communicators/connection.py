@@ -9,17 +9,24 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from hpcstrat._communicators import nccl_start
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
-from hpcstrat._communicators.transports import DeviceTransport, connect_host
+from hpcstrat._communicators.mpi import MpiCommunicator
+from hpcstrat._communicators.nccl import NcclCommunicator
+from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+from hpcstrat._communicators.staged import StagedCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named
 from hpcstrat._process import failure, launchers, settings, worlds
+from hpcstrat._process.worlds import World
+from hpcstrat._watchdog.channels import StatusChannel, connect_by_tcp, share_memory_channel
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
 
 when_connected: list[Callable[[HostCommunicator], None]] = []
@@ -73,6 +80,20 @@ def _connect() -> HostCommunicator:
     return communicator
 
 
+def connect_host(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
+    """The communicator of all ranks, and the channel of its watchdog if there can be one.
+
+    Collective.
+    """
+    if world.local_size == world.size:
+        shared = SharedMemoryCommunicator(world.comm)
+        return shared, share_memory_channel(world.comm, shared.status_slots)
+    # Where each host has one rank, copies through its shared memory would gain nothing.
+    if len(set(world.hosts)) == world.size:
+        return MpiCommunicator(world.comm), connect_by_tcp(world.comm)
+    return HierarchicalCommunicator(world.comm, world.host_comm), connect_by_tcp(world.comm)
+
+
 def find_connected() -> HostCommunicator | None:
     """The communicator that `connect` returned; `None` if it was not called yet. Starts nothing."""
     return connect() if connect.cache_info().currsize else None
@@ -107,8 +128,32 @@ def _check_versions(communicator: HostCommunicator) -> None:
         )
 
 
+def choose_device_communicator(
+    control: HostCommunicator, gpus: Sequence[str], has_gpu: bool
+) -> tuple[type[DeviceCommunicator], str]:
+    """NCCL's communicator if all ranks can use it; otherwise why they cannot, as text.
+
+    Collective: NCCL connects all ranks or none, and a rank alone cannot know what the others can
+    use.
+
+    Args:
+        control: connects the ranks.
+        gpus: as for `connect_devices`.
+        has_gpu: whether this rank computes on a GPU, which is current.
+    """
+    if control.size == 1:  # nothing is exchanged
+        return StagedCommunicator, ""
+    problem = ""
+    if has_gpu and not all(gpus):
+        problem = "some of them compute on the CPU; name a GPU for each"
+    elif has_gpu:
+        problem = nccl_start.why_not(shared=len(set(gpus)) < len(gpus))
+    problems = [problem for problem in control.all_gather_obj(problem) if problem]
+    return (StagedCommunicator, problems[0]) if problems else (NcclCommunicator, "")
+
+
 def connect_devices(
-    gpus: tuple[str, ...], ordinal: int | None, transport: DeviceTransport
+    gpus: tuple[str, ...], ordinal: int | None, kind: type[DeviceCommunicator]
 ) -> DeviceCommunicator:
     """The communicator of all ranks and their GPUs. Collective.
 
@@ -119,10 +164,10 @@ def connect_devices(
     Args:
         gpus: the unique id of each rank's GPU; empty for a rank that computes on the CPU.
         ordinal: CUDA's number of this rank's GPU; `None` if it computes on the CPU.
-        transport: moves what is on the GPUs.
+        kind: the class of `choose_device_communicator`.
 
     Raises:
-        RuntimeError: the transport does not start, on any rank.
+        RuntimeError: NCCL does not start, on any rank.
     """
     # By the GPUs of all ranks: each rank finds the same entry, or none.
     communicator = _connected.get(gpus)
@@ -132,7 +177,7 @@ def connect_devices(
             # A rank may lack the memory for a context on its GPU: others would wait for it in NCCL.
             stream = None if ordinal is None else gpu.Stream(ordinal)
             control.barrier()
-        communicator = _connected[gpus] = transport.connect(control, stream)
+        communicator = _connected[gpus] = kind(control, stream)
         _users[communicator] = 0
     _users[communicator] += 1
     return communicator

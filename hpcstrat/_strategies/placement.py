@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.connection import connect, connect_devices
-from hpcstrat._communicators.transports import choose_device_transport
+from hpcstrat._communicators.connection import choose_device_communicator, connect, connect_devices
 from hpcstrat._core import device_names, gpu
 from hpcstrat._core.call_name import current_call, warn_together
 from hpcstrat._process import driver, launchers, worlds
@@ -114,14 +113,14 @@ def _place(
         if ordinal is not None:
             # NCCL binds a communicator to the GPU that is current when it is made.
             gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
-        transport, reason = choose_device_transport(control, gpus, ordinal is not None)
-    if reason:
+        kind, problem = choose_device_communicator(control, gpus, ordinal is not None)
+    if problem:
         warn_together(
-            f"{call}: the replicas exchange data through {transport.name} {reason}",
+            f"{call}: the replicas exchange data through host memory instead of NCCL: {problem}",
             UserWarning,
             is_lead=control.rank == 0,
         )
-    return devices, connect_devices(gpus, ordinal, transport)
+    return devices, connect_devices(gpus, ordinal, kind)
 
 
 def _visible_gpus() -> tuple[str, ...]:

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 from checkpoint_files import write_file
 from internals import (
-    STAGING,
     CentralDeviceStorage,
     CheckpointFile,
     Contents,
     NewFile,
     ReplicaGroup,
+    StagedCommunicator,
     UpdatesOn,
     connect_devices,
     device_names,
@@ -56,7 +56,7 @@ def apart(place):
     """Central storage with a copy for each rank: on GPUs the host's, on CPUs as if GPUs existed."""
     if place.kind == "GPU":
         return place.make(hs.CentralStorageStrategy, "CPU:0")
-    communicator = connect_devices(("",) * N, None, STAGING)
+    communicator = connect_devices(("",) * N, None, StagedCommunicator)
     devices = [device_names.CPU] * N
     storage = CentralDeviceStorage(communicator, root=N - 1)
     updates_on = UpdatesOn.ALL_RANKS if N == 1 else UpdatesOn.ROOT
