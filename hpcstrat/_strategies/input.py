@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import ManyValues, signature_of
 from hpcstrat._core import nests
@@ -16,7 +14,7 @@ from hpcstrat._core.gpu import is_on_gpu
 from hpcstrat._core.values import DistributedValues, PerReplica
 from hpcstrat._replicas.contexts import check_cross_replica, require_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._strategies.leaves import as_numeric
+from hpcstrat._strategies.leaves import as_numeric, check_axis
 from hpcstrat.data import _distributed
 from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._dataset import Dataset
@@ -221,8 +219,7 @@ def _as_scatterable(value: Any, axis: Any) -> Any:
             "on every rank"
         )
     array = as_numeric(value)
-    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
-        raise TypeError(f"{current_call()}: axis is {axis!r}; it must be an int")
+    check_axis(axis)
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(
             f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; "

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Collection, Sized
 from typing import Any
 
+import numpy as np
+
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core import nests
@@ -33,6 +35,16 @@ def as_numeric(value: Any) -> Array:
             "an array"
         )
     return as_native(array)
+
+
+def check_axis(axis: Any) -> None:
+    """Checks that an argument `axis` is an int.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise TypeError(f"{current_call()}: axis is {axis!r}; it must be an int")
 
 
 def scalar(array: Array) -> Any:

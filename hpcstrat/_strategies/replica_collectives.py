@@ -10,7 +10,7 @@ from typing import Any
 from hpcstrat._calls.collective import collective
 from hpcstrat._core.types import ReduceOp
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._strategies import exchange, gathering, reduction
+from hpcstrat._strategies import exchange, reduction
 
 _REQUIRE: Callable[[Any], None] = operator.methodcaller("_require")
 
@@ -70,7 +70,7 @@ class ReplicaCollectives(abc.ABC):
             ReplicaMismatchError: the shapes do not match; the message lists every replica's.
         """
         del options
-        return gathering.all_gather(self._group.communicator, value, axis)
+        return exchange.all_gather(self._group.communicator, value, axis)
 
     @collective("ReplicaContext.broadcast", _REQUIRE)
     def broadcast(self, value: Any, root: int = 0) -> Any:

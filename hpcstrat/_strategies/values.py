@@ -18,7 +18,7 @@ from hpcstrat._core.values import DistributedValues, PerReplica, component_of
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas, check_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._strategies import gathering, reduction
+from hpcstrat._strategies import exchange, reduction
 from hpcstrat._strategies.leaves import as_numeric, convert_foreign_leaves, require_same_structure
 from hpcstrat._strategies.transfer import from_wire, to_wire
 
@@ -113,7 +113,7 @@ class ValueMethods:
             (1, 2, 3)
             (1, 2, 3)
         """
-        return gathering.gather(self._group.communicator, value, axis)
+        return exchange.gather(self._group.communicator, value, axis)
 
     @names_call("Strategy.experimental_local_results")
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
