@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from hpcstrat._calls.state import CallState
 from hpcstrat._core.call_name import current_call, enter_call, leave_call
@@ -13,27 +13,10 @@ from hpcstrat._core.call_name import current_call, enter_call, leave_call
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Caller(Protocol):
-    """What this file needs of a communicator."""
-
-    @property
-    def calls(self) -> CallState:
-        """The state of its calls."""
-        ...
-
-    def share_error(self, error: BaseException, number: int) -> None:
-        """See `Communicator.share_error`."""
-        ...
-
-    def mark_interrupted(self, error: BaseException) -> bool:
-        """See `Communicator.mark_interrupted`."""
-        ...
-
-
 def collective(
     name: str,
     check: Callable[[Any], None] | None = None,
-    communicator_of: Callable[[Any], Caller] = attrgetter("_group.communicator"),
+    communicator_of: Callable[[Any], Any] = attrgetter("_group.communicator"),
 ) -> Callable[[_Function], _Function]:
     """Makes a public method a collective call: names it, and makes the ranks raise together.
 
@@ -60,8 +43,7 @@ def collective(
                 # Not shared: a rank in the wrong context is alone, and would wait for the others.
                 if check is not None:
                     check(owner)
-                communicator = communicator_of(owner)
-                calls = communicator.calls
+                calls: CallState = communicator_of(owner).calls
                 if calls.barred:
                     calls.refuse(name)
                 # As `raise_together`, without the four calls of its block.
@@ -69,7 +51,7 @@ def collective(
                 try:
                     return function(*args, **kwargs)
                 except BaseException as error:
-                    communicator.share_error(error, number)
+                    calls.share_error(error, number)
                     raise
             finally:
                 leave_call(outer)
@@ -82,13 +64,13 @@ def collective(
 class RaiseTogether:
     """See `Communicator.raise_together`."""
 
-    __slots__ = ("_communicator", "_number")
+    __slots__ = ("_calls", "_number")
 
-    def __init__(self, communicator: Caller) -> None:
-        self._communicator = communicator
+    def __init__(self, calls: CallState) -> None:
+        self._calls = calls
 
     def __enter__(self) -> None:
-        calls = self._communicator.calls
+        calls = self._calls
         if calls.barred:
             calls.refuse(current_call())
         self._number = calls.number
@@ -97,7 +79,7 @@ class RaiseTogether:
         self, kind: type[BaseException] | None, error: BaseException | None, _: Any
     ) -> None:
         if error is not None:
-            self._communicator.share_error(error, self._number)
+            self._calls.share_error(error, self._number)
 
 
 class Change(RaiseTogether):
@@ -109,5 +91,5 @@ class Change(RaiseTogether):
         self, kind: type[BaseException] | None, error: BaseException | None, _: Any
     ) -> None:
         # Before the first exchange no shared state has changed: `raise_together` is enough.
-        if error is not None and self._communicator.calls.number != self._number:
-            self._communicator.mark_interrupted(error)
+        if error is not None and self._calls.number != self._number:
+            self._calls.mark_interrupted(error)

@@ -38,10 +38,12 @@ import os
 import threading
 import traceback
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from hpcstrat._calls.records import CallSignature
 from hpcstrat._calls.status import user_frame, user_frame_in_call
+from hpcstrat._core.call_name import current_call
 from hpcstrat._process import failure
 
 
@@ -80,6 +82,10 @@ class Waiting:
 class CallState:
     """The state that all communicators of a group share.
 
+    Args:
+        size: the number of ranks.
+        raise_on_others: makes the other ranks raise, in their next call, what this rank raises.
+
     Attributes:
         number: how many calls were made.
         last_signature: the last call's signature.
@@ -108,13 +114,17 @@ class CallState:
         "last_signature",
         "number",
         "paused",
+        "raise_on_others",
         "shared_error_call",
+        "size",
         "storages",
         "thread",
         "waiting",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, size: int, raise_on_others: Callable[[Exception], None]) -> None:
+        self.size = size
+        self.raise_on_others = raise_on_others
         self.number: int = 0
         self.last_signature: CallSignature | None = None
         self.shared_error_call: int = 0
@@ -136,20 +146,73 @@ class CallState:
         self.paused = call
         self.barred = self.forked or self.interruption is not None or call is not None
 
-    def mark_interrupted(self, call: str, error: BaseException) -> None:
-        """Notes that an exception interrupted `call`: the next call ends the job."""
+    def count_storage(self) -> int:
+        """The number of a new storage of these ranks, which all make storages in one order."""
+        self.storages += 1
+        return self.storages
+
+    def share_error(self, error: BaseException, number: int) -> None:
+        """Makes the other ranks raise this error too, if no call was made since call `number`.
+
+        Otherwise the others may be elsewhere: the next call checks that all ranks had an error.
+        """
+        if self.interruption is not None:  # the next call ends the job; this one tells no rank
+            return
+        if self.number != number:  # the ranks have met: this rank may be alone with the error
+            # Unless all ranks raised here together: then there is nothing to compare.
+            if self.number != self.shared_error_call:
+                self.note_escaped(error)
+        elif isinstance(error, Exception):
+            # An exit or an interrupt is not shared: left uncaught, it ends the job by itself.
+            self.raise_on_others(error)
+
+    def note_shared_error(self) -> None:
+        """Notes that all ranks raise together now, after the last call."""
+        self.shared_error_call = self.number
+
+    def mark_interrupted(self, error: BaseException, call: str = "") -> bool:
+        """Notes that an exception interrupted this call: the next call ends the job.
+
+        Except if all ranks raised it. A single replica may continue: no other rank waits for it, or
+        takes the call for done.
+
+        Returns:
+            Whether the call counts as interrupted.
+        """
+        # All ranks raised this error together, before anything changed.
+        if self.shared_error_call == self.number:
+            return False
+        if self.size > 1:
+            self.interrupt(error, call or current_call())
+        return True
+
+    def interrupt(self, error: BaseException, call: str) -> None:
+        """Makes the next call end the job."""
         # The first exception counts: later ones often follow from it.
         if self.interruption is None:
             self.interruption = Interruption(call, error)
         self.barred = True
 
     def note_escaped(self, error: BaseException) -> None:
-        """Notes, once, an exception that only this rank may have raised: the next call compares."""
+        """Notes, once, an exception that leaves `Strategy.run` or a call, unknown to the others.
+
+        The program may catch it and continue only if every rank raised after the same calls; the
+        next call compares.
+        """
         if error is not self.last_escaped or self.number != self.last_escaped_call:
             # A hash and not a count: ranks with equally many errors, but after different calls,
             # must differ.
             self.escaped_hash = (self.escaped_hash * 1_000_003 + self.number + 1) & 0x7FFF_FFFF_FFFF
             self.last_escaped, self.last_escaped_call = error, self.number
+
+    def require_open(self, call: str = "") -> None:
+        """Refuses a method where no call may be made, even if it would not communicate.
+
+        Raises:
+            RuntimeError: in a child of the rank, or in the function of an update.
+        """
+        if self.barred:
+            self.refuse(call or current_call())
 
     def refuse(self, call: str) -> NoReturn:
         """Raises, or ends the job, for the reason that forbids calls.
@@ -203,7 +266,7 @@ class CallState:
         except RuntimeError as error:
             # To raise is not enough: if the program caught it and continued, ranks could make the
             # two threads' calls in different orders.
-            self.mark_interrupted(call, error)
+            self.interrupt(error, call)
             raise
 
 

@@ -51,14 +51,9 @@ class CheckedExchange(abc.ABC):
         self.size = size
         # A device communicator shares its host communicator's `CallState`: the calls of both are
         # counted, and so compared, in one order.
-        self.calls: CallState = CallState() if calls is None else calls
+        self.calls: CallState = CallState(size, self._raise_on_others) if calls is None else calls
         self.checks: bool = size > 1 and settings.is_on("HPCSTRAT_CHECK")
         self.watchdog: Watchdog | None = None
-
-    @property
-    def number(self) -> int:
-        """How many calls were made."""
-        return self.calls.number
 
     # ---- what a transport implements, without checks; a device communicator passes it on to its
     # host communicator
@@ -117,7 +112,7 @@ class CheckedExchange(abc.ABC):
         except BaseException as error:
             # A signal's handler may raise while this rank waits. Then the others have made a call
             # that this rank has not made.
-            self.mark_interrupted(error, signature.call)
+            self.calls.mark_interrupted(error, signature.call)
             raise
         finally:
             waiting.depth -= 1
@@ -132,42 +127,12 @@ class CheckedExchange(abc.ABC):
         calls.number += 1
         calls.last_signature = signature
 
-    def count_storage(self) -> int:
-        """The number of a new storage of these ranks, which all make storages in one order."""
-        self.calls.storages += 1
-        return self.calls.storages
-
-    def require_open(self, call: str = "") -> None:
-        """Refuses a method where no call may be made, even if it would not communicate.
-
-        Raises:
-            RuntimeError: in a child of the rank, or in the function of an update.
-        """
-        if self.calls.barred:
-            self.calls.refuse(call or current_call())
-
     def raise_together(self) -> RaiseTogether:
         """A block of local work before a collective: what one rank raises in it, all ranks raise.
 
         `@collective` makes such a block of a whole call, up to its first exchange.
         """
-        return RaiseTogether(self)
-
-    def share_error(self, error: BaseException, number: int) -> None:
-        """Makes the other ranks raise this error too, if no call was made since call `number`.
-
-        Otherwise the others may be elsewhere: the next call checks that all ranks had an error.
-        """
-        calls = self.calls
-        if calls.interruption is not None:  # the next call ends the job; this one tells no rank
-            return
-        if calls.number != number:  # the ranks have met: this rank may be alone with the error
-            # Unless all ranks raised here together: then there is nothing to compare.
-            if calls.number != calls.shared_error_call:
-                calls.note_escaped(error)
-        elif isinstance(error, Exception):
-            # An exit or an interrupt is not shared: left uncaught, it ends the job by itself.
-            self._fail(error)
+        return RaiseTogether(self.calls)
 
     def require_equal(self, arrays: Sequence[Array], of: str = "") -> None:
         """With `HPCSTRAT_CHECK=1`, checks that arrays of which one rank's is used are equal.
@@ -192,43 +157,7 @@ class CheckedExchange(abc.ABC):
 
     def change(self) -> Change:
         """A block that changes what ranks share or keep equal; interrupted, it ends the job."""
-        return Change(self)
-
-    def mark_interrupted(self, error: BaseException, call: str = "") -> bool:
-        """Notes that an exception interrupted this call: the next call ends the job.
-
-        Except if all ranks raised it. A single replica may continue: no other rank waits for it, or
-        takes the call for done.
-
-        Returns:
-            Whether the call counts as interrupted.
-        """
-        # All ranks raised this error together, before anything changed.
-        if self.calls.shared_error_call == self.calls.number:
-            return False
-        if self.size > 1:
-            self.calls.mark_interrupted(call or current_call(), error)
-        return True
-
-    def note_shared_error(self) -> None:
-        """Notes that all ranks raise together now, after the last call."""
-        self.calls.shared_error_call = self.calls.number
-
-    def note_escaped(self, error: BaseException) -> None:
-        """Notes an exception, unknown to the others, that leaves `Strategy.run` or a call.
-
-        The program may catch it and continue only if every rank raised after the same calls; the
-        next call compares.
-        """
-        self.calls.note_escaped(error)
-
-    def pause_calls(self) -> None:
-        """Forbids calls from now on, because not all ranks are in the current call."""
-        self.calls.set_paused(current_call())
-
-    def resume_calls(self) -> None:
-        """Allows calls again."""
-        self.calls.set_paused(None)
+        return Change(self.calls)
 
     def leave(self) -> None:
         """Tells the others that this rank leaves the program.
@@ -246,10 +175,10 @@ class CheckedExchange(abc.ABC):
 
     # ---- where ranks disagree
 
-    def _fail(self, error: Exception) -> None:
+    def _raise_on_others(self, error: Exception) -> None:
         """Makes the other ranks raise what this rank raises already."""
         if self.size == 1:
-            self.note_shared_error()
+            self.calls.note_shared_error()
             return
         # The others are in the exchange that this rank does not reach. There they find this record.
         self.calls.number += 1
@@ -264,7 +193,7 @@ class CheckedExchange(abc.ABC):
                     error,
                 )
         except BaseException as interruption:
-            self.calls.mark_interrupted(current_call(), interruption)
+            self.calls.interrupt(interruption, current_call())
             raise
 
     def _disagree(
@@ -284,7 +213,7 @@ class CheckedExchange(abc.ABC):
                 self.rank, [number for number, *_ in states], words, self.calls.last_escaped
             )
         by_rank = self._exchange_reports(mismatch.report_of(words, error))
-        self.note_shared_error()
+        self.calls.note_shared_error()
         # An error of one rank explains the differing signatures, not the other way round. So all
         # raise the error.
         failed = [rank for rank, other in enumerate(by_rank) if other.problem is not None]

@@ -112,7 +112,7 @@ class HostCommunicator(Communicator):
                 signature, layout, lambda message: layout.write(message, arrays), op, out
             )
         except BaseException as error:  # such as a signal's: the others may wait for this rank
-            self.mark_interrupted(error)
+            self.calls.mark_interrupted(error)
             raise
         return layout.views(out)
 

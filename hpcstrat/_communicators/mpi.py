@@ -126,7 +126,7 @@ class MpiCommunicator(HostCommunicator):
         elif problems := [text for text in self._comm.allgather(problem) if text]:
             # On all ranks, which then check again together.
             self._send_buffer = self._receive_buffer = np.empty(0, np.uint8)
-            self.note_shared_error()
+            self.calls.note_shared_error()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
 
     def _all_gather(self, sections: Sections) -> None:
@@ -272,7 +272,7 @@ class MpiCommunicator(HostCommunicator):
                     write(rank, section)
                 self._all_to_all(ours, theirs, int(everyones.max()))
         except BaseException as error:  # such as a signal's: the others may wait for this rank
-            self.mark_interrupted(error)
+            self.calls.mark_interrupted(error)
             raise
         return theirs.all()
 

@@ -250,7 +250,7 @@ class NcclCollectives:
             lines = "".join(traceback.format_exception(error))
             failure.end_job(f"{lines}{self._describe(error)}")
         except BaseException as error:
-            self._control.mark_interrupted(error, what)
+            self._control.calls.mark_interrupted(error, what)
             raise
         finally:
             waiting.depth -= 1

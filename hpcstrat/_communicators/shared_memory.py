@@ -240,7 +240,7 @@ class SharedMemoryCommunicator(HostCommunicator):
         except MemoryError as error:
             problem = f"rank {self.rank}: {error}"
         if problems := [text for text in self._comm.allgather(problem) if text]:
-            self.note_shared_error()
+            self.calls.note_shared_error()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
 
     @span(COMMUNICATION, describe_message)

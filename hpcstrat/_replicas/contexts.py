@@ -138,7 +138,7 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
     # By type, not `isinstance`: an update's context is cross-replica too, but may not communicate.
     is_allowed = here is None or (type(here) is AcrossReplicas and here.group is group)
     if is_allowed and not group.lifetime.is_closed:
-        group.communicator.require_open(call)
+        group.communicator.calls.require_open(call)
         return
     call = call or current_call()
     if group.lifetime.is_closed:

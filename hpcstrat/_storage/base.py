@@ -40,7 +40,7 @@ class Storage(abc.ABC):
     def __init__(self, communicator: Communicator, local: LocalBlocks) -> None:
         self.communicator = communicator
         self.local = local
-        self._number = communicator.count_storage()
+        self._number = communicator.calls.count_storage()
         self._has_interrupted = False
         self._marked: weakref.WeakSet[Plan] = weakref.WeakSet()  # with marks in this step
 
@@ -148,7 +148,7 @@ class Storage(abc.ABC):
         """Forbids the use of blocks that an interrupted call may have changed in part."""
         # An error that all ranks raise comes before anything changes, and leaves blocks as they
         # are.
-        if self.communicator.mark_interrupted(error):
+        if self.communicator.calls.mark_interrupted(error):
             self._has_interrupted = True
             for block in blocks:
                 block.mark_interrupted(current_call())
@@ -224,7 +224,7 @@ class Storage(abc.ABC):
         try:
             self._finish_sums()
         except Exception as error:
-            self.communicator.mark_interrupted(error)
+            self.communicator.calls.mark_interrupted(error)
         for plan in [*self._marked]:
             self.end_marks(plan)
 

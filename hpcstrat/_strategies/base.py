@@ -216,7 +216,7 @@ class Strategy(InputMethods, ValueMethods):
             note_read_only(error)
             # Other ranks may not have raised. If the program catches the exception, the next
             # collective call compares the ranks and ends the job.
-            communicator.note_escaped(error)
+            communicator.calls.note_escaped(error)
             self._group.storage.drop_marks()
             explain_empty_part(error, args, kwargs)
             raise

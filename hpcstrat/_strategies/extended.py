@@ -285,7 +285,7 @@ class StrategyExtended:
             except Exception:
                 # All ranks raise it. Earlier writes stay, and must be the same for all readers.
                 group.storage.publish(written)
-                communicator.note_shared_error()
+                communicator.calls.note_shared_error()
                 raise
             group.storage.publish(written)
             results, returned = nests.flatten(result)
@@ -303,11 +303,11 @@ class StrategyExtended:
         try:
             contexts.current.set(InUpdate(group, self._across.owner, writable))
             # One rank may run this alone: a collective call in it would wait forever.
-            group.communicator.pause_calls()
+            group.communicator.calls.set_paused(current_call())
             with group.on_stream():
                 return nests.flatten(fn())
         finally:
-            group.communicator.resume_calls()
+            group.communicator.calls.set_paused(None)
             contexts.current.set(before)
 
     def _update_by_root(

@@ -130,8 +130,9 @@ class Saved:
         except Exception as error:
             # The others wait for this rank's next call: the next part of a slot, or the end. If the
             # numbers are equal, all ranks raise the error already.
-            if communicator.calls.shared_error_call != communicator.number:
-                communicator.share_error(error, communicator.number)
+            calls = communicator.calls
+            if calls.shared_error_call != calls.number:
+                calls.share_error(error, calls.number)
             raise
 
     def _is_split(self, name: str) -> bool:

@@ -146,7 +146,7 @@ def refuse_no_gradient(communicator: Communicator, count: int) -> NoReturn:
         ReplicaMismatchError: a variable has a gradient on another rank.
     """
     communicator.exchange(signature_of(current_call(), "no gradient"))
-    communicator.note_shared_error()
+    communicator.calls.note_shared_error()
     raise ValueError(
         f"{current_call()}: none of the {count} variables has a gradient; pass at least one"
     )

@@ -224,10 +224,10 @@ def test_nests_travel_together(strategy):
         }
 
     value = strategy.run(replica)
-    counts = [strategy._group.communicator.number]
+    counts = [strategy._group.communicator.calls.number]
     for nest in (value["loss"], value):
         found = strategy.reduce("SUM", nest, None)
-        counts.append(strategy._group.communicator.number)
+        counts.append(strategy._group.communicator.calls.number)
     assert counts[2] - counts[1] == counts[1] - counts[0]
     total = N * (N - 1) / 2
     assert found["loss"] == total and found["more"][1] is None

@@ -177,7 +177,7 @@ def test_a_distributed_value_is_no_number(strategy):
     found: Any = per_replica(strategy)
     assert repr(found) == f"PerReplica(replica {RANK} of {N}: {RANK})"
     assert issubclass(type(found), hs.DistributedValues)
-    before = strategy._group.communicator.number
+    before = strategy._group.communicator.calls.number
     for wrong in (
         lambda: found + 1,
         lambda: found[0],
@@ -189,7 +189,7 @@ def test_a_distributed_value_is_no_number(strategy):
             TypeError, match=r"^PerReplica\.__\w+__: this is one value per replica; reduce it first"
         ):
             wrong()
-    assert strategy._group.communicator.number == before
+    assert strategy._group.communicator.calls.number == before
     # As `if found:` would end a loop after its first step.
     with pytest.raises(TypeError, match="one value per replica"):
         hs.any_rank(found)
@@ -227,10 +227,10 @@ def test_local_results_of_anything_else(strategy, place):
     assert strategy.experimental_local_results(array)[0] is array
     with strategy.scope():
         v = hs.Variable(1.0)
-    made = strategy._group.communicator.number
+    made = strategy._group.communicator.calls.number
     assert strategy.experimental_local_results(v) == (v,)
     # Another rank may have one value per replica.
-    assert strategy._group.communicator.number == made + (N > 1)
+    assert strategy._group.communicator.calls.number == made + (N > 1)
 
 
 def test_local_results_of_what_cannot_travel(strategy):

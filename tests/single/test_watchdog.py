@@ -232,7 +232,7 @@ def watch():
 
     def make(channel, calls=None):
         channels.append(channel)
-        return Watchdog(0, calls or CallState(), channel)
+        return Watchdog(0, calls or CallState(2, print), channel)
 
     yield make
     for channel in channels:
@@ -443,7 +443,7 @@ def test_looking_for_the_place_keeps_nothing_alive():
 
 
 def test_the_place_of_a_thread_that_waits_in_a_call(watch):
-    calls, is_in, is_over = CallState(), threading.Event(), threading.Event()
+    calls, is_in, is_over = CallState(2, print), threading.Event(), threading.Event()
     one = watch(Alone(), calls)
 
     def collective():
