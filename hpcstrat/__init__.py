@@ -77,6 +77,6 @@ _set_module(globals())
 _failure.install_at_import()
 _settings.warn_of_unknown()
 if _settings.timeline():
-    from hpcstrat._timeline import start as _start
+    from hpcstrat._timeline import recorder as _recorder
 
-    _start.start(_settings.timeline())
+    _recorder.start(_settings.timeline())

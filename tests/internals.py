@@ -78,11 +78,10 @@ from hpcstrat._storage.shards import cuts_of, sections_of
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
 from hpcstrat._strategies.reduction import _reduce_own
-from hpcstrat._timeline import recorder, start
-from hpcstrat._timeline.recorder import TimelineRecorder
-from hpcstrat._timeline.spans import GpuSpans, Span, Spans
-from hpcstrat._timeline.start import difference
-from hpcstrat._timeline.trace import GPU_TRACKS, TraceFile, join_parts, part_name
+from hpcstrat._timeline import recorder
+from hpcstrat._timeline.gpu_spans import GpuSpans
+from hpcstrat._timeline.recorder import TimelineRecorder, difference, zero
+from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
 from hpcstrat._tools import check
 from hpcstrat._tools.info import inventory
 from hpcstrat._tools.info import report as info

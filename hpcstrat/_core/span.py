@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from hpcstrat._process import settings
 
@@ -28,23 +28,11 @@ class Details(NamedTuple):
     stream: Any = None
 
 
-class Recorder(Protocol):
-    """An object that records spans."""
-
-    def start(self, category: str, name: str, nbytes: int | None, stream: Any) -> Any:
-        """Opens a span; `None` if none is recorded."""
-        ...
-
-    def end(self, span: Any) -> None:
-        """Closes the span that was opened last."""
-        ...
+_recorder: Any = None  # a `TimelineRecorder`, whose layer is above this one
 
 
-_recorder: Recorder | None = None
-
-
-def record_to(recorder: Recorder | None) -> None:
-    """From now on this recorder records the spans."""
+def record_to(recorder: Any) -> None:
+    """From now on this `TimelineRecorder` records the spans."""
     global _recorder
     _recorder = recorder
 
@@ -59,36 +47,27 @@ def span(category: str, details: str | Callable[..., Details]) -> Callable[[_Fun
     describe = details if callable(details) else lambda *_, **__: Details(details)
 
     def decorate(function: _Function) -> _Function:
-        # Decided once, at import: without a timeline this returns the function itself, and no call
-        # pays for it.
-        return (
-            cast("_Function", _record(function, category, describe))
-            if settings.timeline()
-            else function
-        )
+        # Decided once, at import, so that without a timeline no call pays for it.
+        if not settings.timeline():
+            return function
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            recorder = _recorder
+            if recorder is None:
+                return function(*args, **kwargs)
+            try:
+                description = describe(*args, **kwargs)
+            except (TypeError, AttributeError):  # the function itself complains about them
+                return function(*args, **kwargs)
+            opened = recorder.start(category, *description)
+            if opened is None:
+                return function(*args, **kwargs)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                recorder.end(opened)
+
+        return cast("_Function", call)
 
     return decorate
-
-
-def _record(
-    function: Callable[..., Any], category: str, describe: Callable[..., Details]
-) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        recorder = _recorder
-        if recorder is None:
-            return function(*args, **kwargs)
-        try:
-            details = describe(*args, **kwargs)
-        # Wrong arguments: the function itself complains about them.
-        except (TypeError, AttributeError):
-            return function(*args, **kwargs)
-        opened = recorder.start(category, *details)
-        if opened is None:
-            return function(*args, **kwargs)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            recorder.end(opened)
-
-    return call

@@ -1,23 +1,114 @@
-"""The recorder of a rank: it takes spans from the program's threads; its own thread writes them."""
+"""A timeline starts when the ranks are connected; a thread of each rank writes what it records."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import itertools
 import os
-import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, final
 
-from hpcstrat._process import reports, worlds
-from hpcstrat._timeline.spans import LIMIT, GpuSpans, Span, Spans
-from hpcstrat._timeline.trace import GPU_TRACKS, Events, TraceFile
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.connection import when_connected, when_left
+from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._core.call_name import names_call
+from hpcstrat._core.span import record_to
+from hpcstrat._process import job_end, reports, worlds
+from hpcstrat._timeline.gpu_spans import GpuSpans
+from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
 
+LIMIT = 1_000_000
+"""The largest number of spans that a rank records: about 150 MB of the trace."""
 _PERIOD = 0.5
 """Seconds between two writes: a kill loses at most this much."""
 _LAST_WRITE_SECONDS = 2.0  # the longest that the end of a job waits for a write in progress
+_ROUNDS = 16  # barriers that compare the clocks of several hosts
+
+
+def start(path: str) -> None:
+    """Makes this process record what it does in this file, once the ranks are connected."""
+    path = os.path.abspath(path)  # the program may change the folder
+    when_connected.append(functools.partial(_start_recording, path))
+    when_left.append(functools.partial(_end, path))
+
+
+@names_call("HPCSTRAT_TIMELINE, the file")
+def _start_recording(path: str, communicator: HostCommunicator) -> None:
+    """Makes the file, and starts to record. Collective.
+
+    Raises:
+        OSError: the file cannot be written, on any rank.
+    """
+    rank, hosts = communicator.rank, worlds.start().hosts
+    moment = zero(communicator, hosts)
+    is_first = hosts.index(hosts[rank]) == rank
+    file = None
+    # Rank 0 removes the files of a previous run; then the first rank of each host makes a file;
+    # then the other ranks open it.
+    turn = 0 if rank == 0 else 1 if is_first else 2
+    for now in range(3):
+        with communicator.raise_together():
+            if now == turn:
+                part = part_name(path, hosts[rank])
+                file = TraceFile(part, rank, communicator.size, moment, is_first)
+            communicator.barrier()
+    assert file is not None
+    recorder = TimelineRecorder(file)
+    if communicator.size == 1:  # no rank to wait for
+        atexit.register(join_parts, path, 1)
+    record_to(recorder)
+    atexit.register(recorder.close)  # before what was registered before
+    os.register_at_fork(after_in_child=recorder.stop)
+    job_end.before_the_end.append(functools.partial(recorder.close, is_failing=True))
+
+
+@names_call("HPCSTRAT_TIMELINE, the end")
+def _end(path: str, communicator: HostCommunicator) -> None:
+    """Merges the files of all hosts, after all ranks have written everything. Collective."""
+    communicator.barrier()
+    if communicator.rank == 0:
+        join_parts(path, max(worlds.start().hosts) + 1)
+
+
+# ---- the clocks of several hosts in one trace
+
+
+@names_call("HPCSTRAT_TIMELINE, the clocks")
+def zero(communicator: Communicator, hosts: Sequence[int]) -> int:
+    """Nanoseconds of this process's clock when the trace starts, at the same moment on all ranks.
+
+    Collective. Processes of one host share a clock. Processes of several hosts pass several
+    barriers. A rank leaves a barrier only after all ranks have entered it, so each rank leaves
+    later than each other rank enters, which bounds the difference of their clocks.
+
+    Args:
+        communicator: of all ranks.
+        hosts: for each rank the index of its host.
+    """
+    times = []
+    for _ in range(_ROUNDS if len(set(hosts)) > 1 else 1):
+        entered = time.perf_counter_ns()
+        communicator.barrier()
+        times.append((entered, time.perf_counter_ns()))
+    by_rank = communicator.all_gather_obj(times)
+    first = hosts.index(hosts[communicator.rank])
+    return by_rank[0][-1][1] + sum(difference(by_rank[0], by_rank[first])) // 2
+
+
+def difference(
+    first: Sequence[tuple[int, int]], second: Sequence[tuple[int, int]]
+) -> tuple[int, int]:
+    """The second clock's time minus the first's, in nanoseconds: at least and at most."""
+    # Each rank leaves a barrier after the other has entered it; these are the times of both. The
+    # tightest bounds of all barriers count.
+    least = max(entered - left for (_, left), (entered, _) in zip(first, second, strict=True))
+    most = min(left - entered for (entered, _), (_, left) in zip(first, second, strict=True))
+    return least, most
 
 
 @final
@@ -25,38 +116,23 @@ class TimelineRecorder:
     """Records what this rank does, and writes it twice a second.
 
     Args:
-        rank: this rank.
-        size: the number of ranks.
         file: this host's file.
-        zero: nanoseconds of this process's clock at which the trace starts.
         limit: the largest number of spans to record.
     """
 
-    def __init__(
-        self, rank: int, size: int, file: TraceFile, zero: int, limit: int = LIMIT
-    ) -> None:
-        self._rank = rank
-        self._spans = Spans(limit)
+    def __init__(self, file: TraceFile, limit: int = LIMIT) -> None:
         self._file = file
-        self._events = Events(rank, zero)
+        self._left = limit
+        # A deque's append and popleft are atomic, so no thread needs a lock to add spans.
+        self._ended: deque[Span] = deque()
+        self._stacks: list[list[Span]] = []  # each thread's open spans
+        self._own = threading.local()
         self._gpu: GpuSpans | None = None
-        self._on_gpu: deque[Span] = deque()  # ended on the host, but perhaps not on the GPU
-        self._done_on_gpu = 0  # how many of them, from the left, the GPU is known to have done
-        self._named_threads = 0
-        self._named_streams = 0
-        self._process = os.getpid()
+        self._tracks = itertools.count()
+        self._labels: deque[str] = deque()  # of threads, not yet written
+        self._named_streams: set[int] = set()
         self._is_open = True
         self._lock = threading.Lock()
-        cores = worlds.own_cores().bit_count()
-        file.append(
-            [
-                self._events.label(
-                    "process_name", 0, name=f"rank {rank} of {size} on {socket.gethostname()}"
-                ),
-                self._events.label("process_sort_index", 0, sort_index=rank),
-                self._events.label("process_labels", 0, labels=f"hpcstrat; cores: {cores}"),
-            ]
-        )
         self._stop = threading.Event()
         self._thread = threading.Thread(
             target=self._write_often, name="hpcstrat-timeline", daemon=True
@@ -68,59 +144,81 @@ class TimelineRecorder:
     def start(self, category: str, name: str, nbytes: int | None, stream: Any) -> Span | None:
         """Opens a span of this thread, and of a GPU's stream; `None` if it is not recorded.
 
+        A span inside another of the same category is not recorded, unless it has a part on a GPU.
+
         Args:
-            category: see `spans`.
+            category: a constant of `hpcstrat._core.span`.
             name: what is done.
             nbytes: bytes that this rank sends; `None` for a span that sends nothing.
             stream: a `gpu.Stream`; `None` if the span has no part on a GPU.
         """
         if not self._is_open:
             return None
-        span = self._spans.start(category, name, nbytes, anyway=stream is not None)
-        if span is not None:
-            # Only now, because a program that never uses a GPU must not load CuPy.
-            if self._gpu is None and stream is not None:
-                self._gpu = GpuSpans(stream.ordinal)
-            if self._gpu is not None:
-                self._gpu.start(span, None if stream is None else stream.raw)
+        try:
+            # A stack for each thread, so that opening and closing a span takes no lock.
+            stack, track = self._own.spans
+        except AttributeError:
+            stack, track = self._own.spans = [], next(self._tracks)
+            self._stacks.append(stack)
+            thread = threading.current_thread().name
+            label = {"name": "program" if thread == "MainThread" else thread}
+            self._labels.append(self._file.label("thread_name", track, label))
+        # A reduction consists of exchanges, whose spans would only repeat what the outer span says.
+        is_part = bool(stack) and stack[-1].category == category and stream is None
+        if is_part or self._left <= 0:
+            return None
+        self._left -= 1
+        if not self._left and self._file.rank == 0:
+            reports.say(
+                f"hpcstrat: the timeline {self._file.path} is full, and what comes now is not "
+                "recorded; record fewer steps"
+            )
+        span = Span(category, name, nbytes, track, time.perf_counter_ns())
+        stack.append(span)
+        # Only now, because a program that never uses a GPU must not load CuPy.
+        if self._gpu is None and stream is not None:
+            self._gpu = GpuSpans(stream.ordinal)
+        if self._gpu is not None:
+            self._gpu.start(span, stream)
         return span
 
     def end(self, span: Span) -> None:
         """Closes the span that this thread opened last."""
-        if span.has_range and self._gpu is not None:
+        if self._gpu is not None:
             self._gpu.end(span)
-        self._spans.end(span)
+        span.end = time.perf_counter_ns()
+        self._own.spans[0].pop()
+        self._ended.append(span)
 
     # ---- the file
 
-    def close(self) -> None:
-        """Writes everything, and stops recording. Idempotent."""
-        if self._is_open and os.getpid() == self._process:
+    def close(self, is_failing: bool = False) -> None:
+        """Writes everything, and stops recording. Idempotent.
+
+        Args:
+            is_failing: whether the job is being ended. Open spans are written too, and neither a
+                GPU nor a write in progress is waited for, as a GPU or a disk may hang.
+        """
+        if not self._is_open:
+            return
+        if not is_failing:
             self._stop.set()
             self._thread.join()
-            with self._lock:
-                self._write(is_last=True)
-                self._stop_recording()
-
-    def save_before_the_end(self) -> None:
-        """Writes everything, including open spans, while the job is being ended."""
-        # A write in progress may hang on a dead disk; the end of the job does not wait for that.
-        if os.getpid() == self._process and self._lock.acquire(timeout=_LAST_WRITE_SECONDS):
+            if self._gpu is not None:
+                self._gpu.wait()
+        if self._lock.acquire(timeout=_LAST_WRITE_SECONDS if is_failing else -1):
             try:
                 if self._is_open:
-                    self._write(is_end=True)
-                    self._stop_recording()
+                    self._write(is_failing)
+                    self.stop()
+                    with contextlib.suppress(OSError):
+                        self._file.close()
             finally:
                 self._lock.release()
 
-    def stop_in_a_child(self) -> None:
-        """Stops recording in a forked child: it has no writing thread, and its parent's file."""
+    def stop(self) -> None:
+        """Stops recording: a forked child has no writing thread, and its parent's file."""
         self._is_open = False
-
-    def _stop_recording(self) -> None:
-        self._is_open = False
-        with contextlib.suppress(OSError):
-            self._file.close()
 
     def _write_often(self) -> None:
         while not self._stop.wait(_PERIOD):
@@ -128,78 +226,40 @@ class TimelineRecorder:
                 if not self._is_open:
                     return
                 self._write()
-            # Waited for, unlocked, not polled: CuPy polls while it holds Python's lock, and if the
-            # program waits for room in CUDA's launch queue, the poll does not return.
-            for span in tuple(self._on_gpu):
-                assert self._gpu is not None
-                self._gpu.wait_for(span)
-                self._done_on_gpu += 1
+            if self._gpu is not None:
+                self._gpu.wait()
 
-    def _write(self, is_last: bool = False, is_end: bool = False) -> None:
+    def _write(self, is_failing: bool = False) -> None:
         """Writes the spans that have ended since the last call, and the start of long open ones."""
+        file, lines = self._file, []
+        while self._labels:
+            lines.append(self._labels.popleft())
+        while self._ended:
+            span = self._ended.popleft()
+            if span.is_start_written:
+                lines.append(file.event("E", span, span.track, span.end))
+            else:
+                lines.append(file.event("X", span, span.track, span.start, span.end))
+        if self._gpu is not None and not is_failing:
+            for span, stream, start, end in self._gpu.take_done():
+                if stream not in self._named_streams:
+                    self._named_streams.add(stream)
+                    name = f"GPU, stream {stream}"
+                    lines.append(file.label("thread_name", GPU_TRACKS + stream, {"name": name}))
+                lines.append(file.event("X", span, GPU_TRACKS + stream, start, end))
         # The start of a span that lasts longer than a period is written, so that the trace of a
         # killed job shows what the job was doing.
-        before = time.perf_counter_ns() - (0 if is_end else int(_PERIOD * 1e9))
-        lines = [*self._take_ended(), *([] if is_end else self._take_done_on_gpu(is_last))]
-        for span in self._spans.open_since(before):
-            if not span.is_start_written:
+        before = time.perf_counter_ns() - (0 if is_failing else int(_PERIOD * 1e9))
+        for span in itertools.chain.from_iterable(map(list, list(self._stacks))):
+            if span.start < before and not span.is_start_written:
                 span.is_start_written = True
-                lines.append(self._events.start(span))
-        lines = [*self._new_names(), *lines]
-        if self._spans.is_full and self._rank == 0:
-            self._spans.is_full = False
-            reports.say(
-                f"hpcstrat: the timeline {self._file.path} is full, and what comes now is not "
-                "recorded; record fewer steps"
-            )
+                lines.append(file.event("B", span, span.track, span.start))
         try:
-            self._file.append(lines)
+            file.append(lines)
         except OSError as error:
             # A full disk must not end the program that the timeline describes.
             self._is_open = False
             reports.say(
-                f"hpcstrat: the timeline {self._file.path} cannot be written any more, and the "
+                f"hpcstrat: the timeline {file.path} cannot be written any more, and the "
                 f"program continues: {error}. Name a file on a disk that has room"
             )
-
-    def _take_ended(self) -> Iterator[str]:
-        ended = self._spans.ended
-        while ended:
-            span = ended.popleft()
-            if span.is_start_written:
-                yield self._events.end(span)
-            else:
-                yield self._events.whole(span, span.thread, span.start, span.end)
-            if span.stream is not None:
-                self._on_gpu.append(span)
-
-    def _take_done_on_gpu(self, is_last: bool) -> Iterator[str]:
-        """The spans that the GPU has done.
-
-        Not called at the end of a failing job: the GPU may hang, and this would wait for it.
-        """
-        gpu = self._gpu
-        if gpu is None:
-            return
-        for _ in range(len(self._on_gpu) if is_last else self._done_on_gpu):
-            span = self._on_gpu.popleft()
-            gpu.wait_for(span)
-            track, start, end = gpu.times(span)
-            yield self._events.whole(span, GPU_TRACKS + track, start, end)
-        self._done_on_gpu = 0
-        # Elapsed times are 32-bit floats, which lose precision with the distance, so the reference
-        # event is renewed.
-        gpu.compare_clocks()
-
-    def _new_names(self) -> Iterator[str]:
-        threads = self._spans.threads
-        while self._named_threads < len(threads):
-            number = self._named_threads
-            yield self._events.label("thread_name", number, name=threads[number])
-            self._named_threads += 1
-        while self._gpu is not None and self._named_streams < len(self._gpu.tracks):
-            number = self._named_streams
-            yield self._events.label(
-                "thread_name", GPU_TRACKS + number, name=f"GPU, stream {number}"
-            )
-            self._named_streams += 1

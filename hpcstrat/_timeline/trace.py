@@ -12,18 +12,107 @@ import glob
 import json
 import os
 import re
-from collections.abc import Sequence
+import shutil
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, final
 
-from hpcstrat._timeline.spans import Span
+from hpcstrat._process import reports, worlds
 
 GPU_TRACKS = 1000
 """The numbers of the GPU's tracks start here, after those of the threads."""
 
-
 _START = b"[\n"
-# The next bytes of each file: a recorder first writes its rank's name.
-_FIRST = b'{"name": "process_name", "ph": "M", "pid": '
+_FIRST = b'{"name": "process_name", "ph": "M", "pid": '  # each rank first writes its name
+
+
+@dataclass(slots=True, eq=False)
+class Span:
+    """A period of a thread's time, and of a GPU's, in nanoseconds of this process's clock."""
+
+    category: str  # a constant of `hpcstrat._core.span`
+    name: str
+    nbytes: int | None  # that this rank sends; `None` if it sends nothing
+    track: int  # the number of its thread
+    start: int
+    end: int = 0
+    stream: Any = None  # the `cupy.cuda.Stream` that does its work on a GPU, if any
+    events: tuple[Any, ...] = ()  # on that stream, at its start and its end
+    has_range: bool = False  # whether it is an NVTX range too
+    is_start_written: bool = False  # before it ends
+
+
+@final
+class TraceFile:
+    """One host's file, open for one rank's events.
+
+    Args:
+        path: the file.
+        rank: this rank.
+        size: the number of ranks.
+        zero: nanoseconds of this process's clock at which the trace starts.
+        is_first: whether this rank makes the file; the others of its host open it later.
+
+    Raises:
+        OSError: it cannot be written, or is not a timeline's.
+    """
+
+    def __init__(self, path: str, rank: int, size: int, zero: int, is_first: bool) -> None:
+        self.path = path
+        self.rank = rank
+        self._zero = zero
+        if is_first and os.path.isfile(path) and os.path.getsize(path) and not _is_timeline(path):
+            raise FileExistsError(
+                f"HPCSTRAT_TIMELINE={path}: that file exists and is not a timeline; name another"
+            )
+        try:
+            if is_first:
+                for old in other_parts(path):
+                    os.unlink(old)
+                with open(path, "wb") as file:
+                    file.write(_START)
+            self._file = open(path, "ab", buffering=0)
+            labels = {
+                "process_name": {"name": f"rank {rank} of {size} on {socket.gethostname()}"},
+                "process_sort_index": {"sort_index": rank},
+                "process_labels": {"labels": f"hpcstrat; cores: {worlds.own_cores().bit_count()}"},
+            }
+            self.append(self.label(kind, 0, values) for kind, values in labels.items())
+        except OSError as error:
+            raise OSError(
+                f"HPCSTRAT_TIMELINE={path}: the file cannot be written: {error}; "
+                "name a file in a folder that exists"
+            ) from error
+
+    def append(self, lines: Iterable[str]) -> None:
+        """Writes these events, or raises OSError, for example if the disk is full."""
+        text = memoryview("".join(f"{line},\n" for line in lines).encode())
+        while text:
+            # One call for whole lines: the system appends them in one piece, whereas buffered
+            # writes of several ranks would mix.
+            text = text[self._file.write(text) :]
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def label(self, kind: str, track: int, values: Mapping[str, Any]) -> str:
+        """An event that names this rank (`process_name`) or one of its tracks (`thread_name`)."""
+        return json.dumps({"name": kind, "ph": "M", "pid": self.rank, "tid": track, "args": values})
+
+    def event(self, phase: str, span: Span, track: int, at: int, end: int | None = None) -> str:
+        """The start (phase B), the end (E) or the whole (X, with an end) of a span."""
+        sent = "" if span.nbytes is None else f', "args": {{"bytes": {span.nbytes}}}'
+        # A GPU's start and end are each converted to the host's clock, so rounding may swap them.
+        lasts = "" if end is None else f', "dur": {max(end - at, 0) / 1000:.3f}'
+        return (
+            f'{{"name": {_quote(span.name)}, "cat": "{span.category}", "ph": "{phase}", "pid": '
+            f'{self.rank}, "tid": {track}, "ts": {(at - self._zero) / 1000:.3f}{lasts}{sent}}}'
+        )
+
+
+_quote = functools.lru_cache(4096)(json.dumps)
 
 
 def part_name(path: str, host: int) -> str:
@@ -40,11 +129,10 @@ def other_parts(path: str) -> list[str]:
     stem, suffix = os.path.splitext(path)
     named = re.compile(rf"{re.escape(stem)}\.host[1-9][0-9]*{re.escape(suffix)}")
     files = glob.glob(f"{glob.escape(stem)}.host[0-9]*{glob.escape(suffix)}")
-    return sorted(file for file in files if named.fullmatch(file) and is_timeline(file))
+    return sorted(file for file in files if named.fullmatch(file) and _is_timeline(file))
 
 
-def is_timeline(path: str) -> bool:
-    """Whether this file starts as a `TraceFile` does."""
+def _is_timeline(path: str) -> bool:
     try:
         with open(path, "rb") as file:
             return file.read(len(_START)) == _START and file.read(len(_FIRST)) in (b"", _FIRST)
@@ -52,107 +140,22 @@ def is_timeline(path: str) -> bool:
         return False
 
 
-@final
-class TraceFile:
-    """One host's file, open for appending.
-
-    Whole lines are written in one system call, so the lines of ranks of one host do not mix.
-
-    Args:
-        path: the file.
-        is_first: whether this rank makes the file; the others open it later.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-
-    def __init__(self, path: str, is_first: bool) -> None:
-        self.path = path
-        if is_first:
-            with open(path, "wb") as file:
-                file.write(_START)
-        self._file = open(path, "ab", buffering=0)
-
-    def append(self, lines: Sequence[str]) -> None:
-        """Writes these events.
-
-        Raises:
-            OSError: for example, the disk is full.
-        """
-        text = memoryview("".join(f"{line},\n" for line in lines).encode())
-        while text:
-            # One call for whole lines: the system appends them in one piece, whereas buffered
-            # writes of several ranks would mix.
-            text = text[self._file.write(text) :]
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
-def join_parts(path: str, parts: Sequence[str]) -> None:
+def join_parts(path: str, hosts: int) -> None:
     """Appends the other hosts' files to the first host's, and completes it as JSON.
 
     A file that this host does not see stays where it is.
     """
-    with open(path, "ab") as whole:
-        for part in parts:
-            try:
-                with open(part, "rb") as file:
-                    file.readline()  # the start of the array
-                    while block := file.read(1 << 24):
-                        whole.write(block)
-            except FileNotFoundError:
-                continue
-            os.unlink(part)
-        whole.write(
-            json.dumps({"name": "end", "ph": "M", "pid": 0, "args": {}}).encode() + b"\n]\n"
+    try:
+        with open(path, "ab") as whole:
+            for part in [part_name(path, host) for host in range(1, hosts)]:
+                if os.path.exists(part):
+                    with open(part, "rb") as file:
+                        file.readline()  # the start of the array
+                        shutil.copyfileobj(file, whole)
+                    os.unlink(part)
+            whole.write(b'{"name": "end", "ph": "M", "pid": 0, "args": {}}\n]\n')
+    except OSError as error:  # the ranks still have to end together
+        reports.say(
+            f"hpcstrat: the timeline {path} could not be finalized: {error}; "
+            "`python -m hpcstrat timeline` reads it as it is. Name a file on a disk that has room"
         )
-
-
-class Events:
-    """Turns spans into events.
-
-    Args:
-        rank: the rank of the spans.
-        zero: nanoseconds of this process's clock at which the trace starts.
-    """
-
-    def __init__(self, rank: int, zero: int) -> None:
-        self._rank = rank
-        self._zero = zero
-
-    def label(self, kind: str, track: int, **values: Any) -> str:
-        """An event that names this rank (`process_name`) or one of its tracks (`thread_name`)."""
-        return json.dumps(
-            {"name": kind, "ph": "M", "pid": self._rank, "tid": track, "args": values}
-        )
-
-    def whole(self, span: Span, track: int, start: int, end: int) -> str:
-        """A span that has ended."""
-        # A GPU's start and end are each converted to the host's clock, so rounding may swap them.
-        duration = f"{max(end - start, 0) / 1000:.3f}"
-        return f'{self._head(span, track, start)}, {_arguments(span)}"ph": "X", "dur": {duration}}}'
-
-    def start(self, span: Span) -> str:
-        """The start of a span that is still open."""
-        return f'{self._head(span, span.thread, span.start)}, {_arguments(span)}"ph": "B"}}'
-
-    def end(self, span: Span) -> str:
-        """The end of a span whose start is written already."""
-        return f'{self._head(span, span.thread, span.end)}, "ph": "E"}}'
-
-    def _head(self, span: Span, track: int, time: int) -> str:
-        return (
-            f'{{"name": {_quote(span.name)}, "cat": "{span.category}", "pid": {self._rank}, '
-            f'"tid": {track}, "ts": {(time - self._zero) / 1000:.3f}'
-        )
-
-
-def _arguments(span: Span) -> str:
-    return "" if span.nbytes is None else f'"args": {{"bytes": {span.nbytes}}}, '
-
-
-@functools.lru_cache(4096)
-def _quote(name: str) -> str:
-    return json.dumps(name)

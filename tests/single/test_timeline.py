@@ -6,6 +6,7 @@ import os
 import pathlib
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from internals import (
@@ -15,7 +16,6 @@ from internals import (
     UPDATE,
     WAITING,
     Rank,
-    Spans,
     Timeline,
     TimelineRecorder,
     TraceFile,
@@ -29,69 +29,80 @@ from internals import (
     read,
     recorder,
     share_out,
-    start,
 )
 from internals import timeline as command
 
 # ---- recording
 
 
-def begin(to, *arguments, **options):
+def make_file(path, rank=0, size=1, zero=0, is_first=True):
+    return TraceFile(str(path), rank, size, zero, is_first)
+
+
+def make(tmp_path, **arguments):
+    path = str(tmp_path / "trace.json")
+    return path, TimelineRecorder(make_file(path, zero=time.perf_counter_ns()), **arguments)
+
+
+def begin(to, category, name, nbytes=None):
     """Starts a span, which must be recorded."""
-    span = to.start(*arguments, **options)
+    span = to.start(category, name, nbytes, None)
     assert span is not None
     return span
 
 
-def test_a_span_within_one_of_its_category_is_a_part_of_it():
-    spans = Spans()
-    run = begin(spans, RUN, "run f", None)
-    update = begin(spans, UPDATE, "apply", 8)
-    assert spans.start(UPDATE, "apply again", 8) is None
-    on_gpu = begin(spans, UPDATE, "kernel", None, anyway=True)
-    for span in (on_gpu, update, run):
-        spans.end(span)
-    assert [span.name for span in spans.ended] == ["kernel", "apply", "run f"]
+def spans_in(path):
+    """Thread and name of each span in the file, in the order of their ends."""
+    lines = pathlib.Path(path).read_text().splitlines()
+    events = [json.loads(line.rstrip(",\n")) for line in lines if line.startswith("{")]
+    threads = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    return [(threads[event["tid"]], event["name"]) for event in events if event["ph"] == "X"]
 
 
-def test_threads_have_spans_of_their_own():
-    spans = Spans()
-    run = begin(spans, RUN, "run f", None)
+def test_a_span_within_one_of_its_category_is_a_part_of_it(tmp_path):
+    path, to = make(tmp_path)
+    run = begin(to, RUN, "run f")
+    update = begin(to, UPDATE, "apply", 8)
+    assert to.start(UPDATE, "apply again", 8, None) is None
+    for span in (update, run):
+        to.end(span)
+    to.close()
+    assert spans_in(path) == [("program", "apply"), ("program", "run f")]
 
-    def other():
-        spans.end(begin(spans, RUN, "run g", None))
 
-    thread = threading.Thread(target=other, name="another")
+def test_a_part_on_a_gpu_is_a_span_of_its_own(tmp_path, monkeypatch):
+    nothing = SimpleNamespace(
+        start=lambda *_: None, end=lambda _: None, wait=lambda: None, take_done=lambda: []
+    )
+    monkeypatch.setattr(recorder, "GpuSpans", lambda ordinal: nothing)
+    path, to = make(tmp_path)
+    outer = begin(to, UPDATE, "apply")
+    kernel = to.start(UPDATE, "kernel", None, SimpleNamespace(ordinal=0, raw=None))
+    assert kernel is not None
+    for span in (kernel, outer):
+        to.end(span)
+    to.close()
+    assert spans_in(path) == [("program", "kernel"), ("program", "apply")]
+
+
+def test_threads_have_spans_of_their_own(tmp_path):
+    path, to = make(tmp_path)
+    run = begin(to, RUN, "run f")
+    thread = threading.Thread(target=lambda: to.end(begin(to, RUN, "run g")), name="another")
     thread.start()
     thread.join()
-    spans.end(run)
-    assert [(span.name, spans.threads[span.thread]) for span in spans.ended] == [
-        ("run g", "another"),
-        ("run f", "program"),
-    ]
-
-
-def test_no_more_is_recorded_than_the_limit():
-    spans = Spans(limit=2)
-    noted = [spans.start(category, "x", None) for category in (RUN, UPDATE, WAITING)]
-    assert [span is None for span in noted] == [False, False, True]
-    assert spans.is_full
+    to.end(run)
+    to.close()
+    assert spans_in(path) == [("another", "run g"), ("program", "run f")]
 
 
 # ---- the file
 
 
-def make(tmp_path, **arguments):
-    path = str(tmp_path / "trace.json")
-    return path, TimelineRecorder(
-        0, 1, TraceFile(path, is_first=True), time.perf_counter_ns(), **arguments
-    )
-
-
 def note(to, *spans):
     """Records (category, name, bytes, the spans in it)."""
     for category, name, nbytes, inner in spans:
-        span = begin(to, category, name, nbytes, None)
+        span = begin(to, category, name, nbytes)
         note(to, *inner)
         to.end(span)
 
@@ -108,7 +119,7 @@ def test_what_is_recorded_can_be_read(tmp_path):
         ),
     )
     to.close()
-    join_parts(path, [])
+    join_parts(path, 1)
     events = json.loads(pathlib.Path(path).read_text())
     assert [e["name"] for e in events if e["ph"] == "X"] == ["the other ranks", "sum", 'run "f"']
     found = read(path)
@@ -129,7 +140,7 @@ def test_what_is_open_at_the_end_of_the_job_is_there(tmp_path):
     note(to, (RUN, "run f", None, []))
     to.start(RUN, "run g", None, None)
     to.start(WAITING, "the other ranks", None, None)
-    to.save_before_the_end()
+    to.close(is_failing=True)
     found = read(path)
     assert [(span.name, span.is_open) for span in found.tracks[0][0]] == [
         ("run f", False),
@@ -142,7 +153,7 @@ def test_what_is_open_at_the_end_of_the_job_is_there(tmp_path):
 def test_what_lasts_is_written_while_it_does_and_once(tmp_path, monkeypatch):
     monkeypatch.setattr(recorder, "_PERIOD", 0.01)
     path, to = make(tmp_path)
-    span = begin(to, RUN, "long", None, None)
+    span = begin(to, RUN, "long")
     while '"B"' not in pathlib.Path(path).read_text():
         time.sleep(0.01)
     assert [one.is_open for one in read(path).tracks[0][0]] == [True]
@@ -185,11 +196,11 @@ def test_the_parts_of_all_hosts_become_one(tmp_path):
     parts = [part_name(path, host) for host in range(3)]
     assert parts[:2] == [path, str(tmp_path / "trace.host1.json")]
     for rank, part in enumerate(parts[:2]):  # the third host's files are elsewhere
-        to = TimelineRecorder(rank, 2, TraceFile(part, is_first=True), 0)
+        to = TimelineRecorder(make_file(part, rank, size=2))
         note(to, (RUN, f"run on host {rank}", None, []))
         to.close()
     before = read(path)
-    join_parts(path, parts[1:])
+    join_parts(path, 3)
     assert json.loads(pathlib.Path(path).read_text())[-1]["name"] == "end"
     assert read(path) == before
     assert [spans[0][0].name for _, spans in sorted(before.tracks.items())] == [
@@ -202,7 +213,7 @@ def test_the_parts_of_all_hosts_become_one(tmp_path):
 def test_parts_of_a_run_before_are_removed_and_nothing_else(tmp_path):
     path = str(tmp_path / "t.json")
     for name in ("t.host1.json", "t.host12.json"):
-        TimelineRecorder(0, 1, TraceFile(str(tmp_path / name), is_first=True), 0).close()
+        make_file(tmp_path / name).close()
     (tmp_path / "t.host3.json").write_text("[\n")  # killed early
     kept = {
         "t.host1-baseline.json": "[\n",
@@ -216,7 +227,7 @@ def test_parts_of_a_run_before_are_removed_and_nothing_else(tmp_path):
     for name, text in kept.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "t.host7.json").mkdir()
-    start._open(path, is_first=True).close()
+    make_file(path).close()
     assert sorted(os.listdir(tmp_path)) == sorted([*kept, "t.host7.json", "t.json"])
     assert {name: (tmp_path / name).read_text() for name in kept} == kept
 
@@ -228,15 +239,15 @@ def test_what_is_no_timeline_is_not_overwritten(tmp_path):
         OSError,
         match=r"HPCSTRAT_TIMELINE=.*README\.md: that file exists and is not a timeline; name another",
     ):
-        start._open(str(path), is_first=True)
+        make_file(path)
     assert path.read_text() == "# Mine\n"
     for text in ("", "[\n"):
         path.write_text(text)
-        start._open(str(path), is_first=True).close()
+        make_file(path).close()
 
 
 def test_parts_that_cannot_be_joined_do_not_keep_a_rank_from_its_end(tmp_path, capsys):
-    start._join(str(tmp_path / "gone" / "trace.json"), 2)
+    join_parts(str(tmp_path / "gone" / "trace.json"), 2)
     assert "could not be finalized: " in capsys.readouterr().err
 
 
