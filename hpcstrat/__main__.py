@@ -50,11 +50,11 @@ def _main() -> int:
     if options.command == "run":
         return run(options)
     if options.command == "info":
-        from hpcstrat._tools.info.report import info as show
+        from hpcstrat._tools.info import info as show
 
         return show(options.json)
     if options.command == "timeline":
-        from hpcstrat._tools.timeline.report import timeline as show_timeline
+        from hpcstrat._tools.timeline import timeline as show_timeline
 
         return show_timeline(options.trace, options.plot, options.steps, options.json)
     from hpcstrat._tools.check import check

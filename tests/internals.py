@@ -82,14 +82,12 @@ from hpcstrat._timeline import recorder
 from hpcstrat._timeline.gpu_spans import GpuSpans
 from hpcstrat._timeline.recorder import TimelineRecorder, difference, zero
 from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
-from hpcstrat._tools import check
-from hpcstrat._tools.info import inventory
-from hpcstrat._tools.info import report as info
+from hpcstrat._tools import check, info
 from hpcstrat._tools.launch import deaths, leftovers, mpiexec, policy, restarts
 from hpcstrat._tools.launch.mpiexec import LaunchError
 from hpcstrat._tools.launch.policy import Decision, Ended, Policy, decide
-from hpcstrat._tools.timeline.report import advise, timeline
-from hpcstrat._tools.timeline.shares import (
+from hpcstrat._tools.timeline import advise, timeline
+from hpcstrat._tools.timeline_shares import (
     KINDS,
     Rank,
     Timeline,

@@ -5,7 +5,7 @@ import pathlib
 from types import SimpleNamespace
 
 import pytest
-from internals import check, compiled, driver, gpu, info, inventory
+from internals import check, compiled, driver, gpu, info
 from slow import slow_but
 
 import hpcstrat
@@ -44,7 +44,7 @@ def test_info_as_tables(launch, ranks):
 @pytest.mark.parametrize("setting", UPDATES)
 def test_how_large_variables_are_updated(monkeypatch, setting):
     monkeypatch.setenv("HPCSTRAT_COMPILE", setting)
-    assert inventory._updates() == UPDATES[setting]
+    assert info._updates() == UPDATES[setting]
 
 
 def test_info_under_another_mpis_launcher(launch):
@@ -93,8 +93,8 @@ def test_misspelt_variables(launch):
         )
 
 
-def rank_inventory(rank=0, **others) -> inventory.RankInventory:
-    found: inventory.RankInventory = {
+def rank_inventory(rank=0, **others) -> info.RankInventory:
+    found: info.RankInventory = {
         "rank": rank,
         "host": "n1",
         "versions": {"NumPy": "2.0", "MPI": "MPICH 5.0.2", "CuPy": "14.2", "NCCL": "2.28.3"},
@@ -277,7 +277,7 @@ def test_one_kernel_is_tried_on_the_ranks_gpu(monkeypatch, fails):
         gpu, "load_cupy", lambda wanted_by: SimpleNamespace(arange=arange, cuda=cuda)
     )
     error = "RuntimeError: Failed to find CUDA headers. Please install"
-    assert inventory._gpu_error(local_rank=3) == (error if fails else "")
+    assert info._gpu_error(local_rank=3) == (error if fails else "")
     assert used == [1]
 
 

@@ -1,1 +1,0 @@
-"""`hpcstrat info`: what is installed and visible, and what is wrong with it."""

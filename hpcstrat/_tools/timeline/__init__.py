@@ -1,1 +1,0 @@
-"""`hpcstrat timeline`: what the steps of a program spend their time on."""
