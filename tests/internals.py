@@ -118,7 +118,4 @@ from hpcstrat.data import _checksum, _epoch, _node
 from hpcstrat.data._distributed import check_sharding, distribute_dataset, distribute_from_function
 from hpcstrat.data._sources import Slices
 from hpcstrat.data._splitting import Step
-from hpcstrat.metrics._counts import _count_classes
-from hpcstrat.metrics._means import PairMean, _add_both, _add_values_of
-from hpcstrat.metrics._thresholds import _count_exceeded
 from hpcstrat.optimizers._optimizer import state_of_optimizer

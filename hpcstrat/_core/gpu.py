@@ -69,7 +69,8 @@ def is_on_gpu(value: Any) -> bool:
 
 def array_module(*arrays: Any) -> Any:
     """`cupy` if any of them is a CuPy array, else `numpy`."""
-    return sys.modules["cupy"] if any(map(is_on_gpu, arrays)) else np
+    cupy = sys.modules.get("cupy")
+    return cupy if cupy and any(isinstance(one, cupy.ndarray) for one in arrays) else np
 
 
 @final

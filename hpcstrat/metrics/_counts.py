@@ -3,66 +3,44 @@
 from __future__ import annotations
 
 import abc
-import functools
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._core import gpu
-from hpcstrat._core.types import Array
-from hpcstrat.metrics._metric import Metric, as_pair, as_weights
+from hpcstrat.metrics._means import as_classes
+from hpcstrat.metrics._metric import PairMetric
 
 
-class CountMetric(Metric):
+class CountMetric(PairMetric):
     """Counts pairs of labels and predictions, by their weights, in bins.
 
-    The last bin counts invalid pairs. On the host they raise in `update_state`. A kernel cannot
-    raise, so on a GPU they raise in `result`.
+    The last bin counts invalid pairs. On the host they raise in `update_state`; on a GPU, for which
+    the host does not wait, in `result`.
     """
 
     _INVALID = ""
     """Why the pairs in the last bin are invalid."""
 
-    def __init__(self, name: str, dtype: npt.DTypeLike | None, bins: int) -> None:
+    def __init__(self, name: str | None, dtype: npt.DTypeLike | None, bins: int) -> None:
         super().__init__(name, dtype, (bins + 1,))
+        self._invalid = bins
 
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Adds labels and predictions, each with its weight.
-
-        For a replica function; never communicates.
-
-        Args:
-            y_true: labels, of any shape.
-            y_pred: predictions, of the same shape.
-            sample_weight: weights, whose shape may lack the last dimensions.
-
-        Raises:
-            TypeError: an argument is not an array of numbers.
-            ValueError: the shapes do not fit, or labels or predictions are out of range; with
-                arrays on a GPU, `result` raises the latter.
-        """
-        call = f"{type(self).__name__}.update_state"
-        true, predicted = as_pair(call, y_true, y_pred)
-        weights = None if sample_weight is None else as_weights(call, sample_weight, true.shape)
-        if self._runs_on_gpu() and (gpu.is_on_gpu(true) or gpu.is_on_gpu(predicted)):
-            self._add_on_gpu(self._launch, true, predicted, weights)
-            return
-        bins = self._bins(gpu.to_host(true), gpu.to_host(predicted)).ravel()
-        counts = np.bincount(
-            bins, None if weights is None else gpu.to_host(weights).ravel(), self.totals.size
-        )
-        if (bins == self.totals.size - 1).any():
-            raise ValueError(f"{call}: {self._INVALID}")
-        self._add(counts.astype(np.float64, copy=False))
+    def _new(self, xp: Any, true: Any, predicted: Any, weights: Any = None) -> Any:
+        bins, size = self._bins(xp, true, predicted), self._invalid + 1
+        if xp is np:
+            if (bins == self._invalid).any():
+                raise ValueError(f"{type(self).__name__}.update_state: {self._INVALID}")
+            return np.bincount(bins.ravel(), None if weights is None else weights.ravel(), size)
+        # CuPy's `bincount` would wait for the GPU. An invalid pair counts even if its weight is 0.
+        weights = 1.0 if weights is None else xp.where(bins == self._invalid, 1.0, weights)
+        counts = xp.zeros(size)
+        xp.add.at(counts, bins, weights)
+        return counts
 
     @abc.abstractmethod
-    def _bins(self, true: Any, predicted: Any) -> np.ndarray[Any, Any]:
-        """The bin of each pair of a label and a prediction, which are in NumPy arrays."""
-
-    @abc.abstractmethod
-    def _launch(self, true: Array, predicted: Array, weights: Array | None, totals: Array) -> None:
-        """Adds labels and predictions to the bins with one kernel."""
+    def _bins(self, xp: Any, true: Any, predicted: Any) -> Any:
+        """The bin of each pair of a label and a prediction, by the functions of `xp`."""
 
     def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
         if totals[-1]:
@@ -110,7 +88,7 @@ class ConfusionMatrix(CountMetric):
     def __init__(
         self,
         num_classes: int,
-        name: str = "confusion_matrix",
+        name: str | None = None,
         dtype: npt.DTypeLike | None = None,
         ignore_class: int | None = None,
     ) -> None:
@@ -122,19 +100,14 @@ class ConfusionMatrix(CountMetric):
         self.num_classes: int = num_classes
         self.ignore_class: int | None = ignore_class
 
-    def _bins(self, true: Any, predicted: Any) -> np.ndarray[Any, Any]:
+    def _bins(self, xp: Any, true: Any, predicted: Any) -> Any:
         size = self.num_classes
-        row, column = _classes(true), _classes(predicted)
-        is_valid = (row >= 0) & (row < size) & (column >= 0) & (column < size)
-        bins = np.where(is_valid, row * size + column, size**2 + 1)
+        row, is_row = as_classes(true, size)
+        column, is_column = as_classes(predicted, size)
+        bins = xp.where(is_row & is_column, row * size + column, self._invalid)
         if self.ignore_class is None:
             return bins
-        return np.where(row == self.ignore_class, size**2, bins)
-
-    def _launch(self, true: Array, predicted: Array, weights: Array | None, totals: Array) -> None:
-        ignored = [0, 0] if self.ignore_class is None else [1, self.ignore_class]
-        weight = 1.0 if weights is None else weights
-        _count_classes()(true, predicted, weight, self.num_classes, *ignored, totals)
+        return xp.where(true == self.ignore_class, size**2, bins)
 
     def _of_counts(self, counts: np.ndarray[Any, Any]) -> Any:
         return counts[:-1].reshape(self.num_classes, self.num_classes)
@@ -163,50 +136,9 @@ class MeanIoU(ConfusionMatrix):
         0.3333
     """
 
-    def __init__(
-        self,
-        num_classes: int,
-        name: str = "mean_io_u",
-        dtype: npt.DTypeLike | None = None,
-        ignore_class: int | None = None,
-    ) -> None:
-        super().__init__(num_classes, name, dtype, ignore_class)
-
     def _of_counts(self, counts: np.ndarray[Any, Any]) -> Any:
         matrix = super()._of_counts(counts)
         intersection = np.diagonal(matrix)
         union = matrix.sum(axis=0) + matrix.sum(axis=1) - intersection
         occurs = union != 0
         return (intersection[occurs] / union[occurs]).mean() if occurs.any() else 0.0
-
-
-_NO_CLASS = np.iinfo(np.int64).min
-
-
-def _classes(values: Any) -> np.ndarray[Any, Any]:
-    """Class indices as integers; `_NO_CLASS` for fractions, such as probabilities."""
-    with np.errstate(invalid="ignore"):
-        whole = values.astype(np.int64)
-        if values.dtype.kind in "iub":
-            return whole
-        return np.where(whole.astype(values.dtype) == values, whole, _NO_CLASS)
-
-
-@functools.cache
-def _count_classes() -> Any:
-    return gpu.load_cupy("a metric").ElementwiseKernel(
-        "T label, U predicted, float64 weight, int64 classes, bool ignores, int64 ignored",
-        "raw float64 totals",
-        """
-const long long row = (long long)label, column = (long long)predicted;
-const bool is_label = (double)row == (double)label, is_class = (double)column == (double)predicted;
-if (ignores && is_label && row == ignored)
-    atomicAdd(&totals[classes * classes], weight);
-else if (is_label && 0 <= row && row < classes && is_class && 0 <= column && column < classes)
-    atomicAdd(&totals[row * classes + column], weight);
-else
-    atomicAdd(&totals[classes * classes + 1], 1.0);
-""",
-        "hpcstrat_metric_classes",
-        no_return=True,
-    )

@@ -1,52 +1,56 @@
-"""Mean and Sum, and the base of means over labels and predictions: errors and accuracies."""
+"""Means of values: Mean and Sum; errors and accuracies, which are means over predictions."""
 
 from __future__ import annotations
 
 import abc
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
-from hpcstrat.metrics._metric import Metric, as_numbers, as_pair, as_weights
+from hpcstrat.metrics._metric import Metric, PairMetric, as_numbers, as_pair, as_weights
+
+_SCALARS = (float, int, np.float64, np.float32)
+"""The types of most losses."""
 
 
 class _WeightedMean(Metric):
     """Its totals are the weighted sum of the values and the sum of the weights."""
 
-    def _add_values(self, values: Any, sample_weight: Any = None) -> None:
-        total, count = _sum_weighted(f"{type(self).__name__}.update_state", values, sample_weight)
-        if not gpu.is_on_gpu(total):
-            self._add(np.array((total, count)))
-        elif self._runs_on_gpu():
-            self._add_on_gpu(lambda total, totals: _add_both()(total, count, totals), total)
+    def __init__(self, name: str | None = None, dtype: npt.DTypeLike | None = None) -> None:
+        super().__init__(name, dtype)
+
+    def _add_values(self, values: Any, sample_weight: Any) -> None:
+        if sample_weight is None and type(values) in _SCALARS:
+            self._write(np.array((values, 1.0)))
+            return
+        call = f"{type(self).__name__}.update_state"
+        values = as_numbers(call, "values", values)
+        if sample_weight is None:
+            self._add(_sum, values)
         else:
-            self._add(np.array((float(total), float(count))))
+            self._add(_sum, values, as_weights(call, sample_weight, values.shape))
 
     def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
         total, count = totals
         return total / count if count else np.float64(0.0)
 
 
-class Mean(_WeightedMean):
-    """The mean of all values.
+def _sum(xp: Any, values: Any, weights: Any = None) -> tuple[Any, Any]:
+    """The weighted sum of the values, and the sum of the weights."""
+    if weights is not None:
+        return (values * weights).sum(), weights.sum()
+    if not values.ndim:
+        return values, 1
+    if xp is np and values.dtype.kind == "b":
+        return np.count_nonzero(values), values.size
+    return xp.add.reduce(values, axis=None, dtype=np.float64), values.size
 
-    Examples:
-        >>> import hpcstrat as hs
-        >>> loss = hs.metrics.Mean()
-        >>> loss.update_state([1.0, 2.0, 6.0])
-        >>> print(loss.result())
-        3.0
-    """
 
-    def __init__(self, name: str = "mean", dtype: npt.DTypeLike | None = None) -> None:
-        super().__init__(name, dtype)
-
+class _ValueMean(_WeightedMean):
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Adds values, an array of any shape, each with its weight.
 
@@ -59,22 +63,20 @@ class Mean(_WeightedMean):
         self._add_values(values, sample_weight)
 
 
-class Sum(_WeightedMean):
-    """The sum of all values."""
+class Mean(_ValueMean):
+    """The mean of all values.
 
-    def __init__(self, name: str = "sum", dtype: npt.DTypeLike | None = None) -> None:
-        super().__init__(name, dtype)
+    Examples:
+        >>> import hpcstrat as hs
+        >>> loss = hs.metrics.Mean()
+        >>> loss.update_state([1.0, 2.0, 6.0])
+        >>> print(loss.result())
+        3.0
+    """
 
-    def update_state(self, values: Any, sample_weight: Any = None) -> None:
-        """Adds values, an array of any shape, each times its weight.
 
-        For a replica function; never communicates.
-
-        Raises:
-            TypeError: an argument is not an array of numbers.
-            ValueError: the weights do not fit the values.
-        """
-        self._add_values(values, sample_weight)
+class Sum(_ValueMean):
+    """The sum of all values, each times its weight."""
 
     def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
         return totals[0]
@@ -123,133 +125,223 @@ class MeanMetricWrapper(_WeightedMean):
         self._add_values(self._fn(y_true, y_pred), sample_weight)
 
 
-class PairMean(_WeightedMean):
-    """The mean of a value for each label and its prediction.
+class PairMean(PairMetric, _WeightedMean):
+    """The mean of a value for each label and its prediction."""
 
-    On a GPU one kernel computes the values and adds them up. So a subclass defines the values
-    twice: with NumPy, and as the kernel's statements. These set `double value` to the `j`-th value,
-    from `label`, `predicted`, `option`, and `classes`, the number of predictions per label.
-    """
-
-    _KERNEL = ""
-    _option: float = 0.0
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Adds labels and predictions, each with its weight.
-
-        For a replica function; never communicates.
-
-        Args:
-            y_true: labels or true values, of the predictions' shape unless the class says
-                otherwise.
-            y_pred: predictions.
-            sample_weight: weights, whose shape may lack the last dimensions.
-
-        Raises:
-            TypeError: an argument is not an array of numbers.
-            ValueError: the shapes do not fit.
-        """
-        call = f"{type(self).__name__}.update_state"
-        true, predicted, shape = self._check(call, y_true, y_pred)
-        if not (gpu.is_on_gpu(true) or gpu.is_on_gpu(predicted)):
-            self._add_values(self._values(true, predicted), sample_weight)
-        elif self._runs_on_gpu():
-            weights = None if sample_weight is None else as_weights(call, sample_weight, shape)
-            self._add_on_gpu(
-                functools.partial(self._launch, math.prod(shape)), true, predicted, weights
-            )
-        else:
-            self._add_values(self._values(gpu.to_host(true), gpu.to_host(predicted)), sample_weight)
-
-    def _check(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
-        """Returns labels, predictions, and the shape of the values."""
-        true, predicted = as_pair(call, y_true, y_pred)
-        return true, predicted, true.shape
+    def _new(self, xp: Any, true: Any, predicted: Any, weights: Any = None) -> tuple[Any, Any]:
+        return _sum(xp, self._values(xp, true, predicted), weights)
 
     @abc.abstractmethod
-    def _values(self, true: Any, predicted: Any) -> Any:
-        """Computes the values from NumPy arrays."""
-
-    def _statements(self, true: Array, predicted: Array) -> str:
-        """The kernel's statements for arrays of these dtypes."""
-        return self._KERNEL
-
-    def _launch(
-        self, size: int, true: Array, predicted: Array, weights: Array | None, totals: Array
-    ) -> None:
-        if size:
-            threads = min(size, _THREADS)
-            given = [true, predicted] if weights is None else [true, predicted, weights]
-            kernel = _add_values_of(self._statements(true, predicted), weights is not None)
-            kernel(
-                *given, size, predicted.size // size, self._option, threads, totals, size=threads
-            )
+    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
+        """Computes the values, by the functions of `xp`."""
 
 
-def _sum_weighted(call: str, values: Any, sample_weight: Any) -> tuple[Any, Any]:
-    """The weighted sum of the values, and the sum of the weights."""
-    if sample_weight is None:
-        if type(values) in _SCALARS:
-            return values, 1
-        if type(values) is np.ndarray and values.dtype.kind in "fiu":
-            return np.add.reduce(values, axis=None, dtype=np.float64), values.size
-        if type(values) is np.ndarray and values.dtype.kind == "b":
-            return np.count_nonzero(values), values.size
-    values = as_numbers(call, "values", values)
-    if sample_weight is None and gpu.is_on_gpu(values):
-        if values.ndim == 0 and values.dtype.kind in "fiu":
-            return values, 1
-        # One kernel that casts and sums, instead of two.
-        return values.sum(dtype=np.float64), values.size
-    if sample_weight is None:
-        return np.asarray(values, np.float64).sum(), values.size
-    weights = as_weights(call, sample_weight, values.shape)
-    xp = gpu.array_module(values, weights)
-    array, weights = xp.asarray(values, np.float64), xp.asarray(weights)
-    return (array * weights).sum(), weights.sum()
+# ---- errors
 
 
-_SCALARS = (float, int, np.float64, np.float32)
-"""The types of most losses."""
-
-_THREADS = 1 << 13
-"""The most threads that add up values: each ends with atomic additions to the same two numbers."""
+def _errors(true: Any, predicted: Any) -> Any:
+    # Cast first: differences of unsigned integers wrap around.
+    return true.astype(np.float64) - predicted
 
 
-@functools.cache
-def _add_both() -> Any:
-    """A kernel that adds a total and a count to the sums.
+class MeanAbsoluteError(PairMean):
+    """The mean of the absolute errors, `|y_true - y_pred|`."""
 
-    Both may be on the GPU, so that the host need not wait for them.
+    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
+        return abs(_errors(true, predicted))
+
+
+class MeanSquaredError(PairMean):
+    """The mean of the squared errors, `(y_true - y_pred)**2`."""
+
+    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
+        return _errors(true, predicted) ** 2
+
+
+class RootMeanSquaredError(MeanSquaredError):
+    """The square root of the mean of the squared errors.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> error = hs.metrics.RootMeanSquaredError()
+        >>> error.update_state([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 8.0])
+        >>> print(error.result())
+        2.0
     """
-    return gpu.load_cupy("a metric").ElementwiseKernel(
-        "T total, float64 count",
-        "float64 sums",
-        "sums += i ? count : (double)total;",
-        "hpcstrat_metric",
-        no_return=True,
-    )
+
+    def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
+        return np.sqrt(super()._combine(totals))
 
 
-@functools.cache
-def _add_values_of(values: str, is_weighted: bool) -> Any:
-    """A kernel that adds values and their weights to a metric's totals."""
-    weight = "weights[j]" if is_weighted else "1.0"
-    return gpu.load_cupy("a metric").ElementwiseKernel(
-        f"raw T label, raw U predicted, {'raw float64 weights, ' if is_weighted else ''}"
-        "int64 size, int64 classes, float64 option, int64 threads",
-        "raw float64 totals",
-        f"""
-double total = 0, count = 0;
-for (long long j = i; j < size; j += threads) {{
-    double value = 0;
-    {values}
-    total += value * {weight};
-    count += {weight};
-}}
-atomicAdd(&totals[0], total);
-atomicAdd(&totals[1], count);
-""",
-        "hpcstrat_metric_values",
-        no_return=True,
+# ---- accuracies: the fraction of correct predictions, by several definitions of correct
+
+
+class Accuracy(PairMean):
+    """The fraction of predictions that equal their labels.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> accuracy = hs.metrics.Accuracy()
+        >>> accuracy.update_state([1, 2, 3, 4], [0, 2, 3, 4])
+        >>> print(accuracy.result())
+        0.75
+    """
+
+    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
+        return true == predicted
+
+
+class BinaryAccuracy(PairMean):
+    """The fraction of predictions that equal their labels, 0 or 1, after a threshold.
+
+    Args:
+        name: the metric's name.
+        dtype: the dtype of `result`, `float64` by default.
+        threshold: predictions above it count as 1, others as 0.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> accuracy = hs.metrics.BinaryAccuracy()
+        >>> accuracy.update_state([1, 1, 0, 0], [0.98, 1.0, 0.0, 0.6])
+        >>> print(accuracy.result())
+        0.75
+    """
+
+    def __init__(
+        self,
+        name: str | None = None,
+        dtype: npt.DTypeLike | None = None,
+        threshold: float = 0.5,
+    ) -> None:
+        super().__init__(name, dtype)
+        self.threshold: float = float(threshold)
+
+    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
+        return true == (predicted > rounded_for(self.threshold, predicted.dtype))
+
+
+class _ClassAccuracy(PairMean):
+    """For predictions of shape `(..., classes)`; labels are class indices or one-hot."""
+
+    _is_one_hot = False
+
+    def _check(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
+        if self._is_one_hot:
+            true, predicted = as_pair(call, y_true, y_pred)
+        else:
+            true, predicted = as_numbers(call, "y_true", y_true), as_numbers(call, "y_pred", y_pred)
+            if true.ndim == predicted.ndim and true.shape[-1:] == (1,):
+                true = true[..., 0]
+            if true.shape != predicted.shape[:-1]:
+                raise ValueError(
+                    f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; y_pred "
+                    "must have one more dimension, the scores of the classes, and y_true the "
+                    "indices of the correct classes"
+                )
+        if not predicted.ndim or not predicted.shape[-1]:
+            raise ValueError(
+                f"{call}: y_pred has shape {predicted.shape}; its last dimension must be that of "
+                "classes"
+            )
+        return true, predicted, predicted.shape[:-1]
+
+    def _labels(self, true: Any) -> Any:
+        return true.argmax(axis=-1) if self._is_one_hot else true
+
+
+class SparseCategoricalAccuracy(_ClassAccuracy):
+    """The fraction of predictions whose largest score is the label's; labels are class indices.
+
+    `y_pred` has shape `(..., classes)`, probabilities or logits; `y_true` lacks the last dimension,
+    or has size 1 there.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> accuracy = hs.metrics.SparseCategoricalAccuracy()
+        >>> accuracy.update_state([2, 1], [[0.1, 0.6, 0.3], [0.05, 0.95, 0.0]])
+        >>> print(accuracy.result())
+        0.5
+    """
+
+    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
+        return predicted.argmax(axis=-1) == self._labels(true)
+
+
+class CategoricalAccuracy(SparseCategoricalAccuracy):
+    """The fraction of predictions whose largest score is the label's; labels are one-hot.
+
+    `y_true` has the shape of `y_pred`, `(..., classes)`.
+    """
+
+    _is_one_hot = True
+
+
+class SparseTopKCategoricalAccuracy(_ClassAccuracy):
+    """The fraction of predictions with fewer than `k` scores above the label's.
+
+    Labels are class indices. `y_pred` has shape `(..., classes)`; `y_true` lacks the last
+    dimension, or has size 1 there. Predictions with a score that is not finite are wrong.
+
+    Args:
+        k: the number of the largest scores that count.
+        name: the metric's name.
+        dtype: the dtype of `result`, `float64` by default.
+
+    Raises:
+        ValueError: `k` is less than 1.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> accuracy = hs.metrics.SparseTopKCategoricalAccuracy(k=2)
+        >>> accuracy.update_state([2, 1], [[0.1, 0.6, 0.3], [0.5, 0.1, 0.4]])
+        >>> print(accuracy.result())
+        0.5
+    """
+
+    def __init__(
+        self, k: int = 5, name: str | None = None, dtype: npt.DTypeLike | None = None
+    ) -> None:
+        if k < 1:
+            raise ValueError(f"{type(self).__name__}: k is {k!r}; it must be at least 1")
+        super().__init__(name, dtype)
+        self.k: int = k
+
+    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
+        label, is_class = as_classes(self._labels(true), predicted.shape[-1])
+        place = xp.where(is_class, label, 0)[..., None]
+        of_label = xp.take_along_axis(predicted, place, axis=-1)
+        is_known = is_class & xp.isfinite(predicted).all(axis=-1)
+        return is_known & ((predicted > of_label).sum(axis=-1) < self.k)
+
+
+class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
+    """The fraction of predictions with fewer than `k` scores above the label's.
+
+    Labels are one-hot, of the shape of `y_pred`.
+
+    Args:
+        k: the number of the largest scores that count.
+        name: the metric's name.
+        dtype: the dtype of `result`, `float64` by default.
+
+    Raises:
+        ValueError: `k` is less than 1.
+    """
+
+    _is_one_hot = True
+
+
+def as_classes(values: Any, classes: int) -> tuple[Any, Any]:
+    """Class indices as integers, and where they are of classes: whole, and below `classes`."""
+    with np.errstate(invalid="ignore"):  # NaN, on the host
+        index = values.astype(np.int64, copy=False)
+    return index, (index == values) & (index >= 0) & (index < classes)
+
+
+def rounded_for(thresholds: Any, dtype: np.dtype[Any]) -> Any:
+    """Thresholds as `float32` if predictions have 16 or 32 bits, as in Keras, else as `float64`."""
+    return (
+        np.float32(thresholds)
+        if dtype.kind == "f" and dtype.itemsize < 8
+        else np.float64(thresholds)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ class Metric(abc.ABC):
     Results are exact over uneven batches.
 
     Args:
-        name: the metric's name.
+        name: the metric's name; by default the class's, as `mean_io_u` for `MeanIoU`.
         dtype: the dtype of `result`, `float64` by default. The totals are `float64` in any case.
         shape: the shape of the totals.
 
@@ -37,15 +38,18 @@ class Metric(abc.ABC):
     """
 
     def __init__(
-        self, name: str, dtype: npt.DTypeLike | None = None, shape: Sequence[int] = (2,)
+        self,
+        name: str | None = None,
+        dtype: npt.DTypeLike | None = None,
+        shape: Sequence[int] = (2,),
     ) -> None:
-        self.name: str = name
+        self.name: str = _name_of(type(self)) if name is None else name
         self._dtype: np.dtype[Any] = np.dtype(np.float64 if dtype is None else dtype)
         # Totals, which are summed when read: results of replicas with batches of different sizes
         # could not be combined.
         self.totals: Variable = Variable(
             np.zeros(shape),
-            name=name,
+            name=self.name,
             synchronization=VariableSynchronization.ON_READ,
             aggregation=VariableAggregation.SUM,
         )
@@ -128,10 +132,41 @@ class Metric(abc.ABC):
     def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
         """Computes the result from the sum of all replicas' totals."""
 
-    def _add(self, new: np.ndarray[Any, Any]) -> None:
+    def _add(self, compute: Callable[..., Any], *given: Any) -> None:
+        """Adds `compute(xp, *given)` to this replica's totals, on its GPU if an array is on one.
+
+        Args:
+            compute: called with the module NumPy or CuPy and its arrays. Returns an array of the
+                totals' shape, or a tuple of numbers.
+            given: arrays of labels, predictions or values; and of weights, if any.
+        """
+        if gpu.array_module(*given) is np:
+            self._write(np.asarray(compute(np, *given)))
+            return
+        state = variable.state_of(self.totals)
+        stream = state.group.stream
+        if stream is None or not in_replica_of(state.group):
+            self._write(np.asarray(compute(np, *map(gpu.to_host, given))))
+            return
+
+        def apply(totals: Array, *_: Any) -> None:
+            if not given[0].size:
+                return  # CuPy's `argmax` refuses arrays without elements
+            new = compute(stream.xp, *map(stream.here, given))
+            if not isinstance(new, tuple):
+                totals += new
+                return
+            # Making an array of them would take as many kernels more.
+            for i, one in enumerate(new):
+                total = totals[i : i + 1]
+                total += one
+
+        state.storage.local.write(state.block, state.block.array, UpdateRule(apply))
+
+    def _write(self, new: np.ndarray[Any, Any]) -> None:
         """Adds a NumPy array of the totals' shape to this replica's totals."""
         state = variable.state_of(self.totals)
-        if state.group.stream is None and in_replica_of(state.group):
+        if in_replica_of(state.group):
             # `assign_add` does the same after checks that take three times as long as summing a
             # batch.
             state.storage.local.write(state.block, new, RULES["assign_add"])
@@ -143,25 +178,44 @@ class Metric(abc.ABC):
             )
         self.totals.assign_add(new)
 
-    def _runs_on_gpu(self) -> bool:
-        """True in a replica function with totals on a GPU, to which a kernel may add."""
-        group = variable.state_of(self.totals).group
-        return group.stream is not None and in_replica_of(group)
 
-    def _add_on_gpu(self, launch: Callable[..., None], *arrays: Array) -> None:
-        """Calls `launch(*arrays, totals)`, which launches a kernel, with arrays on one GPU."""
-        state = variable.state_of(self.totals)
-        stream = state.group.stream
-        assert stream is not None
+class PairMetric(Metric):
+    """The base of metrics of labels and predictions."""
 
-        def apply(totals: Array, *_: Any) -> None:
-            launch(*[None if array is None else stream.here(array) for array in arrays], totals)
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Adds labels and predictions, each with its weight.
 
-        state.storage.local.write(state.block, state.block.array, UpdateRule(apply))
+        For a replica function; never communicates.
+
+        Args:
+            y_true: labels or true values, of the predictions' shape unless the class says
+                otherwise.
+            y_pred: predictions.
+            sample_weight: weights, whose shape may lack the last dimensions.
+
+        Raises:
+            TypeError: an argument is not an array of numbers.
+            ValueError: the shapes do not fit; or labels or predictions are out of range, for which
+                `result` raises if they are on a GPU.
+        """
+        call = f"{type(self).__name__}.update_state"
+        true, predicted, shape = self._check(call, y_true, y_pred)
+        weights = () if sample_weight is None else (as_weights(call, sample_weight, shape),)
+        self._add(self._new, true, predicted, *weights)
+
+    def _check(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
+        """Returns labels, predictions, and the shape of the weights."""
+        true, predicted = as_pair(call, y_true, y_pred)
+        return true, predicted, true.shape
+
+    @abc.abstractmethod
+    def _new(self, xp: Any, true: Any, predicted: Any, weights: Any = None) -> Any:
+        """What is added to the totals; see `_add`."""
 
 
-_NUMBERS = "fiub"
-"""The kinds of dtypes of most labels and predictions."""
+def _name_of(kind: type) -> str:
+    """As Keras makes it: `TopKAccuracy` is `top_k_accuracy`, and `AUC` is `auc`."""
+    return re.sub(r"(?<=.)(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def as_numbers(call: str, argument: str, value: Any) -> Any:
@@ -170,9 +224,12 @@ def as_numbers(call: str, argument: str, value: Any) -> Any:
     Raises:
         TypeError: it is not an array of numbers.
     """
+    if type(value) is np.ndarray and value.dtype.kind in "fiub":
+        return value
     array = arrays.as_array(call, value, on_gpu=True)
     if arrays.is_numeric(array.dtype):
-        return array
+        # Few functions of CuPy take the dtypes of `ml_dtypes`, which have 16 bits or fewer.
+        return array.astype(np.float32) if array.dtype.kind == "V" else array
     # Python objects, such as fractions. NumPy would turn text into numbers, and `None` into nan.
     if array.dtype != object or not all(hasattr(item, "__float__") for item in array.flat):
         raise TypeError(
@@ -188,9 +245,6 @@ def as_pair(call: str, y_true: Any, y_pred: Any) -> tuple[Any, Any]:
         TypeError: an argument is not an array of numbers.
         ValueError: the shapes differ.
     """
-    if type(y_true) is type(y_pred) is np.ndarray and y_true.shape == y_pred.shape:
-        if y_true.dtype.kind in _NUMBERS and y_pred.dtype.kind in _NUMBERS:
-            return y_true, y_pred
     true, predicted = as_numbers(call, "y_true", y_true), as_numbers(call, "y_pred", y_pred)
     if true.shape != predicted.shape:
         raise ValueError(
@@ -208,6 +262,8 @@ def as_weights(call: str, sample_weight: Any, shape: tuple[int, ...]) -> Any:
         ValueError: they have another shape.
     """
     weights = as_numbers(call, "sample_weight", sample_weight).astype(np.float64, copy=False)
+    if weights.shape == shape:
+        return weights
     if weights.ndim == len(shape) + 1 and weights.shape[-1] == 1:
         weights = weights[..., 0]
     xp = gpu.array_module(weights)

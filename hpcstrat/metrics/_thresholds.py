@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._core import gpu
-from hpcstrat._core.types import Array
-from hpcstrat.metrics._accuracies import round_for
 from hpcstrat.metrics._counts import CountMetric
+from hpcstrat.metrics._means import rounded_for
+
+
+def _ratio(part: Any, whole: Any) -> Any:
+    """`part / whole`, and 0 for 0 / 0."""
+    return np.divide(part, whole, out=np.zeros_like(part), where=whole != 0)
 
 
 class _Counts(NamedTuple):
@@ -23,6 +25,12 @@ class _Counts(NamedTuple):
     false_positives: Any
     true_negatives: Any
     false_negatives: Any
+
+    def precision(self) -> Any:
+        return _ratio(self.true_positives, self.true_positives + self.false_positives)
+
+    def recall(self) -> Any:
+        return _ratio(self.true_positives, self.true_positives + self.false_negatives)
 
 
 class ThresholdMetric(CountMetric):
@@ -39,38 +47,22 @@ class ThresholdMetric(CountMetric):
     _needs_probabilities = False
     _from_logits = False
 
-    def __init__(self, name: str, dtype: npt.DTypeLike | None, thresholds: Sequence[float]) -> None:
+    def __init__(
+        self, name: str | None, dtype: npt.DTypeLike | None, thresholds: Sequence[float]
+    ) -> None:
         super().__init__(name, dtype, 2 * (len(thresholds) + 1))
         self.thresholds: list[float] = [float(threshold) for threshold in thresholds]
-        self._ascending: dict[Any, Array] = {}
-        self._ascending_on_gpu: dict[Any, Array] = {}
+        self._ascending = np.sort(self.thresholds)
 
-    def _ascending_for(self, dtype: np.dtype[Any]) -> Array:
-        """The thresholds in ascending order, for predictions of a dtype."""
-        if dtype not in self._ascending:
-            self._ascending[dtype] = np.sort([round_for(t, dtype) for t in self.thresholds])
-        return self._ascending[dtype]
-
-    def _bins(self, true: Any, predicted: Any) -> np.ndarray[Any, Any]:
-        probability = predicted.astype(np.float64)
+    def _bins(self, xp: Any, true: Any, predicted: Any) -> Any:
+        ascending = xp.asarray(rounded_for(self._ascending, predicted.dtype))
         if self._from_logits:
-            probability = 0.5 + 0.5 * np.tanh(probability / 2)
-        each = len(self.thresholds) + 1
-        exceeded = np.searchsorted(self._ascending_for(predicted.dtype), probability)
-        bins = np.where(np.isnan(probability), 0, exceeded) + each * (true != 0)
-        if not self._needs_probabilities:
-            return bins
-        return np.where((probability >= 0) & (probability <= 1), bins, 2 * each)
-
-    def _launch(self, true: Array, predicted: Array, weights: Array | None, totals: Array) -> None:
-        dtype = predicted.dtype
-        if dtype not in self._ascending_on_gpu:
-            self._ascending_on_gpu[dtype] = gpu.array_module(totals).asarray(
-                self._ascending_for(dtype)
-            )
-        thresholds, weight = self._ascending_on_gpu[dtype], 1.0 if weights is None else weights
-        options = self._from_logits, self._needs_probabilities
-        _count_exceeded()(true, predicted, weight, thresholds, thresholds.size, *options, totals)
+            predicted = 0.5 + 0.5 * xp.tanh(predicted.astype(np.float64) / 2)
+        first = (ascending.size + 1) * (true != 0)
+        bins = first + xp.searchsorted(ascending, predicted)
+        if self._needs_probabilities:
+            return xp.where((predicted >= 0) & (predicted <= 1), bins, self._invalid)
+        return xp.where(xp.isnan(predicted), first, bins)
 
     def _of_counts(self, counts: np.ndarray[Any, Any]) -> Any:
         by_label = counts.reshape(2, -1)  # for each label: those above 0, 1, ... thresholds
@@ -83,15 +75,8 @@ class ThresholdMetric(CountMetric):
         """Computes the result from the counts at each threshold."""
 
 
-def _ratio(part: Any, whole: Any) -> Any:
-    """`part / whole`, and 0 for 0 / 0."""
-    return np.divide(part, whole, out=np.zeros_like(part), where=whole != 0)
-
-
 class AtThresholds(ThresholdMetric):
     """A number at each threshold, in the order passed; for a single threshold a scalar."""
-
-    _NAME = ""
 
     def __init__(
         self,
@@ -105,7 +90,7 @@ class AtThresholds(ThresholdMetric):
                 f"{type(self).__name__}: thresholds is {thresholds!r}; it must be a number between "
                 "0 and 1, or several"
             )
-        super().__init__(self._NAME if name is None else name, dtype, given.tolist())
+        super().__init__(name, dtype, given.tolist())
 
     def _of(self, counts: _Counts) -> Any:
         values = np.empty(len(self.thresholds))
@@ -132,8 +117,6 @@ class TruePositives(AtThresholds):
         ValueError: a threshold is not between 0 and 1.
     """
 
-    _NAME = "true_positives"
-
     def _number(self, counts: _Counts) -> Any:
         return counts.true_positives
 
@@ -143,8 +126,6 @@ class FalsePositives(AtThresholds):
 
     The arguments are those of `TruePositives`.
     """
-
-    _NAME = "false_positives"
 
     def _number(self, counts: _Counts) -> Any:
         return counts.false_positives
@@ -156,8 +137,6 @@ class TrueNegatives(AtThresholds):
     The arguments are those of `TruePositives`.
     """
 
-    _NAME = "true_negatives"
-
     def _number(self, counts: _Counts) -> Any:
         return counts.true_negatives
 
@@ -167,8 +146,6 @@ class FalseNegatives(AtThresholds):
 
     The arguments are those of `TruePositives`.
     """
-
-    _NAME = "false_negatives"
 
     def _number(self, counts: _Counts) -> Any:
         return counts.false_negatives
@@ -187,10 +164,8 @@ class Precision(AtThresholds):
         0.6667
     """
 
-    _NAME = "precision"
-
     def _number(self, counts: _Counts) -> Any:
-        return _ratio(counts.true_positives, counts.true_positives + counts.false_positives)
+        return counts.precision()
 
 
 class Recall(AtThresholds):
@@ -206,10 +181,8 @@ class Recall(AtThresholds):
         [0.6667 0.3333]
     """
 
-    _NAME = "recall"
-
     def _number(self, counts: _Counts) -> Any:
-        return _ratio(counts.true_positives, counts.true_positives + counts.false_negatives)
+        return counts.recall()
 
 
 class AUC(ThresholdMetric):
@@ -248,7 +221,7 @@ class AUC(ThresholdMetric):
         num_thresholds: int = 200,
         curve: Literal["ROC", "PR"] = "ROC",
         summation_method: Literal["interpolation", "minoring", "majoring"] = "interpolation",
-        name: str = "auc",
+        name: str | None = None,
         dtype: npt.DTypeLike | None = None,
         thresholds: Sequence[float] | None = None,
         from_logits: bool = False,
@@ -276,13 +249,11 @@ class AUC(ThresholdMetric):
     def _of(self, counts: _Counts) -> Any:
         if self.curve == "PR" and self.summation_method == "interpolation":
             return _interpolate_precision(counts)
-        recall = _ratio(counts.true_positives, counts.true_positives + counts.false_negatives)
         if self.curve == "PR":
-            x = recall
-            y = _ratio(counts.true_positives, counts.true_positives + counts.false_positives)
+            x, y = counts.recall(), counts.precision()
         else:
-            x = _ratio(counts.false_positives, counts.false_positives + counts.true_negatives)
-            y = recall
+            negatives = counts.false_positives + counts.true_negatives
+            x, y = _ratio(counts.false_positives, negatives), counts.recall()
         return ((x[:-1] - x[1:]) * _HEIGHTS[self.summation_method](y[:-1], y[1:])).sum()
 
 
@@ -305,29 +276,3 @@ def _interpolate_precision(counts: _Counts) -> Any:
     return _ratio(
         slope * (step + intercept * np.log(growth)), true[1:] + counts.false_negatives[1:]
     ).sum()
-
-
-@functools.cache
-def _count_exceeded() -> Any:
-    return gpu.load_cupy("a metric").ElementwiseKernel(
-        "T label, U predicted, float64 weight, raw float64 thresholds, int64 count, bool "
-        "are_logits, bool are_limited",
-        "raw float64 totals",
-        """
-double probability = (double)predicted;
-if (are_logits) probability = 0.5 + 0.5 * tanh(probability / 2);
-if (!are_limited || (0 <= probability && probability <= 1)) {
-    long long exceeded = 0, stop = count;
-    while (exceeded < stop) {
-        const long long middle = (exceeded + stop) / 2;
-        if (thresholds[middle] < probability) exceeded = middle + 1;
-        else stop = middle;
-    }
-    atomicAdd(&totals[((double)label != 0 ? count + 1 : 0) + exceeded], weight);
-} else {
-    atomicAdd(&totals[2 * (count + 1)], 1.0);
-}
-""",
-        "hpcstrat_metric_thresholds",
-        no_return=True,
-    )

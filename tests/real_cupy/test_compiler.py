@@ -5,11 +5,6 @@ import io
 import numpy as np
 import pytest
 from internals import (
-    PairMean,
-    _add_both,
-    _add_values_of,
-    _count_classes,
-    _count_exceeded,
     accumulator,
     layout,
     rows,
@@ -18,23 +13,11 @@ from internals import (
 from on_host import array, cupy
 from package_kernels import DTYPES, optimizers_of
 
-import hpcstrat as hs
-
 compiler = pytest.importorskip("cupy.cuda.compiler")
 _kernel = pytest.importorskip("cupy._core._kernel")
 nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 core = pytest.importorskip("cupy._core.core")
 ARRAY, INDEXER, SCALAR = 1, 2, 3  # the kinds of a kernel's arguments
-
-
-METRICS = {
-    getattr(kind, name)
-    for kind in vars(hs.metrics).values()
-    if isinstance(kind, type) and issubclass(kind, PairMean)
-    for name in vars(kind)
-    if name.startswith("_KERNEL")
-}
-"""The statements of all metrics that sum values."""
 
 
 def text(kernel, name, arguments):
@@ -86,25 +69,6 @@ def sources():
                 texts.append(
                     text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
                 )
-    number = array((), np.float64)
-    totals = array(9, np.float64)
-    texts.append(text(_add_both(), "metric", [number, number, totals[:2]]))
-    for dtype in [
-        np.dtype(bool),
-        np.dtype(np.int64),
-        *(dtype for dtype in DTYPES if dtype.kind != "c"),
-    ]:
-        pair = [array((3, 2), np.int32), array((3, 2), dtype)]
-        for statements in METRICS:
-            for weights in [], [array(3, np.float64)]:
-                kernel = _add_values_of(statements, bool(weights))
-                given = [*pair[:: 1 if len(texts) % 2 else -1], *weights, 3, 2, 0.5, 3, totals]
-                texts.append(text(kernel, f"kernel_{len(texts)}", given))
-        texts.append(
-            text(_count_classes(), f"kernel_{len(texts)}", [*pair, 1.0, 3, True, 1, totals])
-        )
-        given = [*pair, array((3, 2), np.float64), totals, 3, True, False, totals]
-        texts.append(text(_count_exceeded(), f"kernel_{len(texts)}", given))
     for itemsize in layout._WORDS:
         texts.append(layout._kernel(itemsize).code.replace("void pack(", f"void pack_{itemsize}("))
     spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import _add_both, accumulator, gpu, layout, layout_of, rows, rule
+from internals import accumulator, gpu, layout, layout_of, rows, rule
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
 from package_kernels import DTYPES, optimizers_of
 from slow import slow_but
@@ -71,7 +71,7 @@ def cupy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(gpu, "array_module", lambda *arrays: module)
-        caches = (rule._compile, rule._compile_norms, rows._kernel, layout._kernel, _add_both)
+        caches = (rule._compile, rule._compile_norms, rows._kernel, layout._kernel)
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []
@@ -80,8 +80,6 @@ def cupy():
                 update(optimizer, 1, *arrays_of(optimizer, dtype, 3))
             for combination in combinations_of(dtype):
                 rows.combine_rows(np.zeros(3, np.int64), np.zeros((3, 2), dtype), combination)
-        for dtype in TOTALS:
-            _add_both()(np.zeros((), dtype), 2, np.zeros(2))
         wanted, Kernel.wanted = Kernel.wanted, None
         compile_together(wanted)
         yield module
@@ -235,19 +233,3 @@ def test_rows_are_combined_one_after_the_other(cupy, count, shape, dtype):
                 )
                 continue
             np.testing.assert_array_equal(found.astype(wide), expected.astype(dtype).astype(wide))
-
-
-# ---- metrics
-
-
-TOTALS = ["float32", "float64", "int64"]
-
-
-@pytest.mark.parametrize(
-    "count", [3, np.array(2.5)], ids=["a number of the host", "one of the GPU"]
-)
-@pytest.mark.parametrize("dtype", TOTALS)
-def test_a_total_and_a_count_are_added(cupy, dtype, count):
-    sums = np.array([0.5, 1])
-    _add_both()(np.array(-3, dtype), count, sums)
-    assert sums.tolist() == [-2.5, 1 + count]

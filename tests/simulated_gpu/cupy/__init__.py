@@ -22,8 +22,8 @@ for _name in (
     "matmul dot einsum tensordot outer empty zeros ones full empty_like zeros_like ones_like "
     "full_like arange linspace eye array asarray ascontiguousarray asfortranarray asnumpy copyto "
     "broadcast_to reshape transpose expand_dims ravel squeeze concatenate stack vstack hstack "
-    "repeat tile roll diff where clip nonzero flatnonzero unique argsort sort take "
-    "may_share_memory shares_memory array_equal allclose get_array_module size shape ndim "
+    "repeat tile roll diff where clip nonzero flatnonzero unique argsort sort searchsorted take "
+    "take_along_axis may_share_memory shares_memory array_equal allclose get_array_module size shape ndim "
     "result_type can_cast from_dlpack"
 ).split():
     globals()[_name] = getattr(_functions, _name)

@@ -80,6 +80,19 @@ class _Add(ufunc):
         """CuPy's."""
         return array.cumsum(axis, dtype, out)
 
+    def at(self, a, indices, b):
+        """CuPy's, for an array of integers as indices."""
+        if not isinstance(indices, ndarray) or indices.dtype.kind not in "iu":
+            raise TypeError("the simulated GPU: cupy.add.at takes an array of integers")
+        value = b if isinstance(b, ndarray) else asarray(b, a.dtype)
+        launch(
+            lambda places, host, out: np.add.at(out, places, host),
+            indices,
+            value,
+            out=a,
+            reads_out=True,
+        )
+
     def reduceat(self, array, indices, axis=0, dtype=None, out=None):
         """CuPy's: the difference of two sums from the start."""
         if out is not None or dtype is not None:
@@ -463,6 +476,24 @@ def argsort(a, axis=-1, kind=None):
 def sort(a, axis=-1, kind=None):
     """CuPy's."""
     return launch(lambda host: np.sort(host, axis), _typed("a", a))
+
+
+def searchsorted(a, v, side="left", sorter=None):
+    """CuPy's."""
+    if sorter is not None:
+        raise TypeError("the simulated GPU: cupy.searchsorted does not take sorter")
+    return launch(
+        lambda host, values: np.searchsorted(host, values, side), _typed("a", a), _typed("v", v)
+    )
+
+
+def take_along_axis(a, indices, axis):
+    """CuPy's."""
+    if indices.dtype.kind not in "iu":
+        raise IndexError("`indices` must be an integer array")
+    return launch(
+        lambda host, places: np.take_along_axis(host, places, axis), _typed("a", a), indices
+    )
 
 
 def take(a, indices, axis=None, out=None, mode=None):
