@@ -68,13 +68,12 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers
 from hpcstrat._storage import base as storage
 from hpcstrat._storage.central_device import CentralDeviceStorage
+from hpcstrat._storage.device import MirroredDeviceStorage
 from hpcstrat._storage.factory import make_replica_storage
+from hpcstrat._storage.host import MirroredHostStorage
 from hpcstrat._storage.local import PART, host_parts
-from hpcstrat._storage.message_order import MessageOrder
-from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
-from hpcstrat._storage.mirrored_host import MirroredHostStorage
-from hpcstrat._storage.sharded_device import rank_slices
-from hpcstrat._storage.shards import cuts_of, sections_of
+from hpcstrat._storage.plan import MessageOrder
+from hpcstrat._storage.shards import cuts_of, rank_slices, sections_of
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
 from hpcstrat._strategies.reduction import _reduce_own

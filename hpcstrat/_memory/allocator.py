@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
-from hpcstrat._memory.blocks import Block, block_of, read_only, size_of
+from hpcstrat._memory.blocks import Block, block_of, size_of
 from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._memory.segment import make_private_segment
 
@@ -90,13 +90,15 @@ class PrivateMemory:
 
     def __init__(self) -> None:
         self.segment = make_private_segment()
+        self.part = self.segment.part
+        self.has = self.segment.has
         self._heap = RangeAllocator(0, self.segment.size, self.segment.hint)
         # Filled by finalizers, which may run at any moment, also inside this class.
         self._dead: deque[Interval] = deque()
         self._lock = threading.Lock()
 
-    def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any], number: int) -> Block:
-        """A new block with this number, whose memory is freed when it dies.
+    def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
+        """A new block, whose memory is freed when it dies.
 
         Raises:
             MemoryError: there is not enough memory.
@@ -114,11 +116,15 @@ class PrivateMemory:
             except MemoryError:
                 self._heap.free(start, nbytes)
                 raise
-        # At exit nothing is freed: the system takes the process's memory as a whole, and other
-        # threads may still read it.
-        block = block_of(self.segment, start, shape, dtype, number)
-        weakref.finalize(block, self._dead.append, block.memory).atexit = False
+        block = block_of(self.part(start, start + nbytes), start, shape, dtype)
+        _note_death(block, self._dead)
         return block
+
+
+def _note_death(block: Block, dead: deque[Interval]) -> None:
+    # At exit nothing is freed: the system takes the process's memory as a whole, and other threads
+    # may still read it.
+    weakref.finalize(block, dead.append, block.memory).atexit = False
 
 
 @functools.cache
@@ -153,30 +159,24 @@ class SlabAllocator:
         self._allocate = allocate
         self._slabs: dict[int, _Slab] = {}
         self._made = 0
-        self._dead: deque[tuple[int, int]] = deque()  # filled by finalizers, at any moment
+        self._dead: deque[Interval] = deque()  # filled by finalizers, at any moment
 
-    def new_block(self, shape: tuple[int, ...], dtype: np.dtype, number: int) -> Block:
-        """A new block with this number, whose memory is freed when it dies.
+    def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
+        """A new block, whose memory is freed when it dies.
 
         Raises:
             MemoryError: there is not enough memory.
         """
         while self._dead:
-            start, nbytes = self._dead.popleft()
-            slab = self._slabs[start // SLAB_ADDRESS_STRIDE]
-            slab.heap.free(start, nbytes)
+            dead = self._dead.popleft()
+            slab = self._slabs[dead.start // SLAB_ADDRESS_STRIDE]
+            slab.heap.free(dead.start, dead.size)
             slab.blocks -= 1
         nbytes = size_of(shape, dtype)
         start = self._find(nbytes)
         self._slabs[start // SLAB_ADDRESS_STRIDE].blocks += 1
-        part = self.part(start, start + nbytes)
-        # A program must not write to a variable behind the library's back. On the host NumPy
-        # forbids it; CuPy has no such flag.
-        readable = part if gpu.is_on_gpu(part) else read_only(part)
-        # Two arrays over the same bytes: storage writes through one, and programs get the other.
-        array, view = (memory.view(dtype).reshape(shape) for memory in (part, readable))
-        block = Block(array, view, Interval(start, start + nbytes), number)
-        weakref.finalize(block, self._dead.append, (start, nbytes)).atexit = False
+        block = block_of(self.part(start, start + nbytes), start, shape, dtype)
+        _note_death(block, self._dead)
         return block
 
     def _find(self, nbytes: int) -> int:
@@ -274,9 +274,7 @@ def _last_try(xp: Any, nbytes: int, ordinal: int) -> Any:
         ) from error
 
 
-def host_memory(is_pinned: bool) -> SlabAllocator:
-    """Host memory for variables of this process, pinned where a GPU copies from it."""
-    if is_pinned:
-        # CuPy allocates powers of two only; the slab takes all of it, or the rest would be lost.
-        return SlabAllocator(lambda nbytes: gpu.allocate_pinned(1 << (nbytes - 1).bit_length()))
-    return SlabAllocator(lambda nbytes: np.empty(nbytes, np.uint8))
+def host_memory() -> SlabAllocator:
+    """Pinned host memory for variables of this process, from which a GPU copies."""
+    # CuPy allocates powers of two only; the slab takes all of it, or the rest would be lost.
+    return SlabAllocator(lambda nbytes: gpu.allocate_pinned(1 << (nbytes - 1).bit_length()))

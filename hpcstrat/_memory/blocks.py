@@ -6,9 +6,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._memory.segment import Segment
 
 Cuts: TypeAlias = tuple[int, ...]
 """The element at which each rank's part of a variable starts, in rank order, and the last end."""
@@ -39,8 +39,8 @@ class Block:
         array: the data; only storage writes it.
         view: the same data for readers; read-only if the array library can mark it so.
         memory: its bytes in its memory.
-        number: creation index in its storage, from 1; equal on all ranks.
-        storage: creation index of its storage, from 1; equal on all ranks.
+        number: creation index in its storage, from 1; equal on all ranks, as are the next two.
+        storage: creation index of its storage, from 1.
         name: of the variable, in quotes, or of an optimizer's slot.
         copy: the block that `view` is from, where a rank reads a copy on its GPU; else `None`.
         cuts: how it is split over the ranks, where `array` is only this rank's part, flat; else
@@ -65,17 +65,17 @@ class Block:
         "view",
     )
 
-    def __init__(self, array: Array, view: Array, memory: Interval, number: int) -> None:
+    def __init__(self, array: Array, view: Array, memory: Interval) -> None:
         self.array: Array = array
         self.view: Array = view
         self.memory: Interval = memory
-        self.number: int = number
+        self.number: int = 0
+        self.storage: int = 0
+        self.name: str = ""
         self.copy: Block | None = None
         self.cuts: Cuts | None = None
         self.checksum: int | None = None
         self.interrupted_by: str = ""
-        self.storage: int = 0
-        self.name: str = ""
 
     def identity(self) -> VariableId:
         """What must be equal on all ranks for this to be the same variable."""
@@ -100,16 +100,14 @@ class Block:
         raise AttributeError(f"a block has no {name}")
 
 
-def block_of(
-    segment: Segment, start: int, shape: tuple[int, ...], dtype: np.dtype[Any], number: int
-) -> Block:
-    """The block that starts at this byte of a segment."""
-    stop = start + size_of(shape, dtype)
-    part = segment.part(start, stop)
+def block_of(part: Array, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
+    """A block over some bytes, which are from `start` on in their memory."""
+    # A program must not write to a variable behind the library's back. On the host NumPy forbids
+    # it; CuPy has no such flag.
+    readable = part if gpu.is_on_gpu(part) else read_only(part)
     # Two arrays over the same bytes: storage writes through one, and programs get the other.
-    array = part.view(dtype).reshape(shape)
-    view = read_only(part).view(dtype).reshape(shape)
-    return Block(array, view, Interval(start, stop), number)
+    array, view = [memory.view(dtype).reshape(shape) for memory in (part, readable)]
+    return Block(array, view, Interval(start, start + part.size))
 
 
 def read_only(part: Bytes) -> Bytes:

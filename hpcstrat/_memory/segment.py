@@ -169,6 +169,10 @@ class Segment:
         """The bytes between two offsets, as a flat array."""
         return self.array[start:stop]
 
+    def has(self, array: Any) -> bool:
+        """Whether an array is in this memory."""
+        return isinstance(array, np.ndarray) and np.may_share_memory(array, self.array)
+
     def release(self, start: int, stop: int) -> None:
         """Returns the whole pages within these bytes to the system."""
         # Whole pages only: the rest of a page at either end may belong to another variable.

@@ -17,7 +17,7 @@ from hpcstrat._core.span import UPDATE, Details, span
 from hpcstrat._core.types import Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._storage.local import PART, LocalBlocks, flat
+from hpcstrat._storage.local import PART, LocalBlocks, fill, flat
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rule import UpdateRule
 
@@ -33,6 +33,7 @@ class Storage(abc.ABC):
         local: this rank's blocks.
         reads_everywhere: whether every rank can read every block, or its part of a split block;
             else only the parameter rank can.
+        updates_here: whether this rank updates variables, and so has their slots.
     """
 
     reads_everywhere: bool = True
@@ -40,7 +41,9 @@ class Storage(abc.ABC):
     def __init__(self, communicator: Communicator, local: LocalBlocks) -> None:
         self.communicator = communicator
         self.local = local
+        self.updates_here: bool = True
         self._number = communicator.calls.count_storage()
+        self._created = 0
         self._has_interrupted = False
         self._marked: weakref.WeakSet[Plan] = weakref.WeakSet()  # with marks in this step
 
@@ -52,14 +55,17 @@ class Storage(abc.ABC):
             ReplicaMismatchError: shapes or dtypes differ.
         """
         with self.communicator.change():
-            block = self._name(self._create(initial))
+            block = self._register(self._create(initial))
         if self.communicator.checks:
             self._note_change([block])
         return block
 
-    def _name(self, block: Block) -> Block:
+    def _register(self, block: Block) -> Block:
+        # Counted after all ranks have made it: the numbers must stay equal on all ranks.
+        self._created += 1
+        block.number, block.storage = self._created, self._number
         # A variable is made by the call "Variable 'w'", a slot by "SGD: momentum of 'w'".
-        block.name, block.storage = current_call().removeprefix("Variable "), self._number
+        block.name = current_call().removeprefix("Variable ")
         return block
 
     @abc.abstractmethod
@@ -86,10 +92,28 @@ class Storage(abc.ABC):
             MemoryError: there is not enough memory.
         """
         with self.communicator.change():
-            return self._name(self._create_slot(variable, value, cuts))
+            return self._register(self._create_slot(variable, value, cuts))
 
     def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
-        return self._create(slot_values(variable, value))
+        """Each rank that updates the variable makes its own, or its part."""
+        communicator, local, array = self.communicator, self.local, variable.array
+        shape = array.shape
+        if cuts is not None:
+            shape = (Interval(*cuts[communicator.rank : communicator.rank + 2]).size,)
+        with communicator.raise_together(), local.current():
+            if self.updates_here:
+                block = local.new_block(shape, array.dtype)
+                fill(block.array, local.here(np.array(value, array.dtype)))
+            else:
+                # It has a number, so that all ranks count the same, but no memory: slots are as
+                # large as the model.
+                block = Block(None, None, Interval(0, 0))
+            # The cuts depend on all variables that get slots together: ranks that differ in these
+            # must not continue.
+            facts = (value, variable.identity(), *([] if cuts is None else [cuts]))
+            communicator.exchange(signature_of(current_call(), "slot", *facts))
+        block.cuts = cuts
+        return block
 
     @abc.abstractmethod
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
@@ -314,14 +338,6 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def publish(self, blocks: Sequence[Block]) -> None:
         """Makes the parameter rank's writes to these variables readable on every rank."""
-
-
-def slot_values(variable: Block, value: float) -> Array:
-    """The initial value of a slot, as a host array."""
-    dtype = variable.array.dtype
-    # One element, repeated as a view: a slot is as large as its variable, and must not cost twice
-    # that.
-    return np.broadcast_to(dtype.type(value), variable.array.shape)
 
 
 def _writer_of(part: Bytes) -> Write:

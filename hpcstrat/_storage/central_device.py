@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-from hpcstrat._calls.records import CallSignature, signature_of
+from hpcstrat._calls.records import signature_of
+from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
-from hpcstrat._memory.blocks import Block, Cuts
-from hpcstrat._memory.intervals import Interval
-from hpcstrat._storage.base import slot_values
+from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.device import DeviceStorage
 from hpcstrat._storage.device_plan import DevicePlan
-from hpcstrat._storage.local import fill
-from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
 
@@ -32,46 +29,13 @@ class CentralDeviceStorage(DeviceStorage):
 
     reads_everywhere = False
 
-    def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
-        """A new block for a slot, which has memory on the parameter rank only."""
-        communicator, shape, dtype = self.communicator, variable.array.shape, variable.array.dtype
-        with communicator.raise_together(), self.local.current():
-            number = self._created + 1
-            if self._is_root:
-                block = self.local.memory.new_block(shape, dtype, number)
-                fill(block.array, slot_values(variable, value))
-            else:
-                # It has the number, so that all ranks count the same, but no memory: slots are as
-                # large as the model.
-                block = Block(None, None, Interval(0, 0), number)
-            communicator.exchange(signature_of(current_call(), "slot", value, variable.identity()))
-        self._created += 1
-        return block
+    def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:
+        super().__init__(communicator, root, on_host)
+        self.updates_here = communicator.rank == root
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
         """The plan of updates, with slots on the parameter rank only."""
-        return super().plan(variables, slots if self._is_root else [()] * len(variables))
-
-    def _update(
-        self,
-        signature: CallSignature,
-        plan: Plan,
-        values: Sequence[Array] | None,
-        op: Aggregation,
-        rule: UpdateRule,
-    ) -> None:
-        assert isinstance(plan, DevicePlan)
-        with self.local.current():
-            sources = self._pack_and_agree(signature, plan, values, op is not FIRST_REPLICA)
-            if plan.started:
-                self._finish_sums()
-                self._sum_parts(plan, plan.not_started())
-            else:
-                for source, gradient in zip(sources, plan.gradients, strict=True):
-                    self._reduce(source, gradient, op)
-            if self._is_root:
-                self.local.run(plan, rule)
-            self._broadcast(plan)
+        return super().plan(variables, slots if self.updates_here else [()] * len(variables))
 
     def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
         if op is not FIRST_REPLICA:
@@ -80,7 +44,7 @@ class CentralDeviceStorage(DeviceStorage):
             # The first replica is rank 0; another parameter rank needs its values.
             self.communicator.broadcast_flat(out, 0)
 
-    def _broadcast(self, plan: DevicePlan) -> None:
+    def _share(self, plan: DevicePlan) -> None:
         """Sends the master copy of the plan's variables to all read copies.
 
         Where a rank's variables are contiguous, they are sent or received in place. That may differ
@@ -88,14 +52,12 @@ class CentralDeviceStorage(DeviceStorage):
         """
         # One broadcast per dtype, for all variables: a message's latency counts more than its
         # bytes.
-        for flat, parts in plan.transfers:
-            if self._is_root:
-                for value, part in parts:
-                    part[...] = value
-            self.communicator.broadcast_flat(flat, self._root)
-            if not self._is_root:
-                for value, part in parts:
-                    value[...] = part
+        for transfer in plan.transfers:
+            if self.updates_here:
+                transfer.collect()
+            self.communicator.broadcast_flat(transfer.flat, self._root)
+            if not self.updates_here:
+                transfer.spread()
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
@@ -103,13 +65,13 @@ class CentralDeviceStorage(DeviceStorage):
         variable, arrays = blocks[0], [block.array for block in blocks]
         with self.local.current():
             rows, gradient = self.local.here(rows), self.local.here(gradient)
-            if self._is_root and variable.copy is not None:
+            if self.updates_here and variable.copy is not None:
                 # The master copy is in host memory, and only the new rows travel to the GPU.
                 host_rows = gpu.to_host(rows)
                 update_rows(arrays, host_rows, gpu.to_host(gradient), rule)
                 new = self.local.here(row_view(variable.array, gradient.ndim - 1)[host_rows])
             else:
-                if self._is_root:
+                if self.updates_here:
                     update_rows(arrays, rows, gradient, rule)
                 new = row_view(variable.array, gradient.ndim - 1)[rows]
             self.communicator.broadcast_flat(new.reshape(-1), self._root)

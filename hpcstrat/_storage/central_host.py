@@ -14,11 +14,11 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
-from hpcstrat._memory.blocks import Block, block_of, size_of
+from hpcstrat._memory.blocks import Block, Cuts, block_of, size_of
 from hpcstrat._memory.intervals import Interval, divide_up
 from hpcstrat._storage.host import HostStorage
-from hpcstrat._storage.message_order import MessageOrder
-from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.local import LocalBlocks
+from hpcstrat._storage.plan import MessageOrder, Plan
 from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import NOTHING_IN_PLACE
@@ -41,8 +41,7 @@ class CentralHostStorage(HostStorage):
     communicator: SharedMemoryCommunicator
 
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
-        super().__init__(communicator, lambda: communicator.segment)
-        self._created = 0
+        super().__init__(communicator, LocalBlocks(communicator.rank, lambda: communicator.segment))
         self._dead: deque[int] = deque()  # numbers of blocks, not yet reported
         self._reports: dict[int, int] = {}  # number of a block -> ranks that reported it
         self._places: dict[int, tuple[int, int]] = {}
@@ -78,7 +77,8 @@ class CentralHostStorage(HostStorage):
             with communicator.raise_together():
                 if communicator.rank == 0:  # pages belong to the file, and so to all ranks
                     communicator.segment.commit(start, start + nbytes)
-                block = block_of(communicator.segment, start, shape, dtype, self._created + 1)
+                part = communicator.segment.part(start, start + nbytes)
+                block = block_of(part, start, shape, dtype)
                 if communicator.rank == 0:
                     block.array[...] = initial
             # No rank may read before rank 0 has written the value, or continue without the memory.
@@ -86,10 +86,16 @@ class CentralHostStorage(HostStorage):
         except Exception:
             communicator.heap.free(start, nbytes)
             raise
-        self._created += 1
-        self._places[self._created] = (start, nbytes)
-        weakref.finalize(block, self._dead.append, self._created).atexit = False
+        number = self._created + 1
+        self._places[number] = (start, nbytes)
+        weakref.finalize(block, self._dead.append, number).atexit = False
         return block
+
+    def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
+        # As a view of one element: a slot is as large as its variable, and must not cost twice
+        # that.
+        array = variable.array
+        return self._create(np.broadcast_to(array.dtype.type(value), array.shape))
 
     def _note_dead(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -106,7 +112,7 @@ class CentralHostStorage(HostStorage):
         rank, size = self.communicator.rank, self.communicator.size
         order = MessageOrder(variables, slots)
         own = order.shards_of_rank(rank, size)
-        return Plan(order, self._new_update(order.layout, own, rank))
+        return Plan(order, self.local.new_update(own, sum(order.layout.sizes), rank))
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in the shared segment, one message per rank."""

@@ -1,4 +1,4 @@
-"""Common parts of storage on GPUs: one flat message per update, on each rank's own device."""
+"""Storage on GPUs: one flat message per update, on each rank's own device."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import Aggregation, Array, ReduceOp
+from hpcstrat._core.span import COMMUNICATION, span
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.device_memory import DeviceMemory, device_memory
-from hpcstrat._storage.device_plan import DevicePlan, MessagePool
-from hpcstrat._storage.message_order import MessageOrder
-from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.device_memory import local_blocks
+from hpcstrat._storage.device_plan import DevicePlan
+from hpcstrat._storage.local import on_stream
+from hpcstrat._storage.plan import MessageOrder, MessagePool, Plan
+from hpcstrat._update.rows import update_rows
+from hpcstrat._update.rule import UpdateRule
 
 
 # Packing, NCCL's calls and the kernels of an update are queued on the strategy's stream in this
-# order, so kernels that read the message need not wait for it. Work elsewhere must:
+# order, so kernels that read the message need not wait for it, and the host does not wait either:
+# the next step's Python code runs while the GPU works. Work elsewhere must wait:
 # - marked gradients are summed on the side stream; `_finish_sums` makes the strategy's stream wait
 #   for it before the rest is queued;
 # - an update in host memory reads the message on the host; `OnHostOfGpu.run` copies it there as the
@@ -37,27 +41,22 @@ class DeviceStorage(Storage):
     """
 
     communicator: DeviceCommunicator
-    local: DeviceMemory
 
     def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:
         # Ranks on CPUs and on GPUs can be replicas of one strategy, so memory is chosen per rank.
-        local = device_memory(communicator.rank, communicator.stream, on_host)
+        local = local_blocks(communicator.rank, communicator.stream, on_host)
         super().__init__(communicator, local)
+        self.stream = local.stream
         self._root = root
-        self._is_root = communicator.rank == root
-        self._created = 0
-        self._messages = MessagePool(local.zeros)
+        self._messages = MessagePool(lambda nbytes, _: local.zeros(nbytes))
 
     def _create(self, initial: Array) -> Block:
         communicator, local = self.communicator, self.local
         with communicator.raise_together(), local.current():
-            initial = local.here(initial) if gpu.is_on_gpu(initial) else initial
-            block = local.new_variable(initial, self._created + 1)
+            block = local.new_variable(local.here(initial) if gpu.is_on_gpu(initial) else initial)
             communicator.exchange(
                 signature_of(current_call(), (initial.dtype, initial.shape, self._number))
             )
-        # Counted after all ranks have made it: the numbers of blocks must stay equal on all ranks.
-        self._created += 1
         with local.current():
             # The parameter rank's value replaces the other ranks' values.
             communicator.broadcast_flat((block.copy or block).array.reshape(-1), self._root)
@@ -66,14 +65,8 @@ class DeviceStorage(Storage):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
         """The plan of updates of whole variables."""
         order = MessageOrder(variables, slots, ALIGNMENT)
-        update = self.local.new_update(order.shards)
-        return DevicePlan(order, update, self.local.runs_to_read(variables))
-
-    def _check_unchanged(self, blocks: Sequence[Block]) -> None:
-        """Compares the ranks' copies with each other, because CuPy cannot forbid writing."""
-        with self.local.current():
-            copies = [block.view for block in blocks]
-            self.communicator.require_equal(copies, ": the copies that the ranks read")
+        update = self.local.new_update(order.shards, sum(order.layout.sizes))
+        return DevicePlan(order, update, self.local.runs_to_read(order))
 
     def make_buffers(self, plan: Plan) -> None:
         """Gives the plan a message that only its buffers write to."""
@@ -85,6 +78,74 @@ class DeviceStorage(Storage):
             plan.take(memory)
         plan.give_buffers([plan.message], plan.message)
 
+    def _check_unchanged(self, blocks: Sequence[Block]) -> None:
+        """Compares the ranks' copies with each other, because CuPy cannot forbid writing."""
+        with self.local.current():
+            copies = [block.view for block in blocks]
+            self.communicator.require_equal(copies, ": the copies that the ranks read")
+
+    # ---- updates
+
+    def _update(
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
+    ) -> None:
+        assert isinstance(plan, DevicePlan)
+        with self.local.current():
+            # An error on one rank, such as a lack of memory, is raised on all.
+            with self.communicator.raise_together():
+                if plan.buffers is None:
+                    self._messages.lend(plan, signature)
+                sources = plan.gradients
+                if values is not None:
+                    sources = self._pack(plan, values, op is not FIRST_REPLICA)
+                self.communicator.exchange(signature)
+            if plan.started:
+                self._finish_sums()
+                self._sum_parts(plan, plan.not_started())
+            else:
+                self._reduce_message(plan, sources, op)
+            if self.updates_here:
+                self.local.run(plan, plan.own_message, rule, self._add_up)
+            self._share(plan)
+
+    @span(COMMUNICATION, on_stream("pack"))
+    def _pack(self, plan: DevicePlan, values: Sequence[Array], is_reduced: bool) -> list[Array]:
+        """`DevicePlan.pack` of values on any device."""
+        # Buffers are in the message, which would be overwritten where the order is another.
+        if plan.buffers is not None:
+            values = [
+                value.copy() if _may_overlap(value, plan.message) else value for value in values
+            ]
+        return plan.pack([self.local.here(value) for value in values], is_reduced)
+
+    def _reduce_message(self, plan: DevicePlan, sources: Sequence[Array], op: Aggregation) -> None:
+        """Reduces all values in the message, or given as `DevicePlan.pack` returns them."""
+        for source, gradient in zip(sources, plan.gradients, strict=True):
+            self._reduce(source, gradient, op)
+
+    def _sum_parts(self, plan: DevicePlan, variables: Iterable[int]) -> None:
+        """Sums the gradients of some variables in the message, where the update reads them."""
+        for array in plan.order.views_of(variables, plan.message):
+            self._reduce(array, array, ReduceOp.SUM)
+
+    @abc.abstractmethod
+    def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
+        """Reduces a flat array to where updates read it; `FIRST_REPLICA`: `out` is the source."""
+
+    def _add_up(self, sums: Array) -> Array:
+        """The sums over whole variables, from those over this rank's shards; see `Update.run`."""
+        return sums
+
+    def _share(self, plan: DevicePlan) -> None:
+        """Sends new values to the ranks that have not computed them."""
+
+    # ---- sums of marked gradients, while the program computes others
+
     def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
         assert isinstance(plan, DevicePlan)
         communicator = self.communicator
@@ -94,38 +155,35 @@ class DeviceStorage(Storage):
             self._sum_parts(plan, variables)
         return True
 
-    @abc.abstractmethod
-    def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
-        """Reduces a flat array to where updates read it; `FIRST_REPLICA`: `out` is the source."""
-
-    def _sum_parts(self, plan: DevicePlan, variables: Iterable[int]) -> None:
-        """Sums the gradients of some variables in the message, where the update reads them."""
-        parts = plan.order.parts_of(variables)
-        for gradient, of_gradient in zip(plan.gradients, parts, strict=True):
-            for part in of_gradient:
-                array = gradient[part.slice]
-                self._reduce(array, array, ReduceOp.SUM)
-
     def _finish_sums(self) -> None:
         self.communicator.join_side_stream()
 
-    def _pack_and_agree(
-        self,
-        signature: CallSignature,
-        plan: DevicePlan,
-        values: Sequence[Array] | None,
-        is_reduced: bool,
-    ) -> list[Array]:
-        """Packs the values and agrees on the update; an error on one rank is raised on all.
 
-        Returns:
-            See `DevicePlan.pack`.
-        """
-        with self.communicator.raise_together():
-            self._messages.lend(plan)
-            if values is not None:
-                sources = self.local.pack(plan, values, is_reduced)
-            else:
-                sources = plan.gradients
-            self.communicator.exchange(signature)
-        return sources
+def _may_overlap(array: Array, memory: Array) -> bool:
+    """Whether two arrays may share memory; one on a GPU and one on the host never do."""
+    return gpu.is_on_gpu(array) is gpu.is_on_gpu(memory) and bool(
+        gpu.array_module(array).may_share_memory(array, memory)
+    )
+
+
+class MirroredDeviceStorage(DeviceStorage):
+    """Each rank stores and updates all variables; with one replica there is one copy.
+
+    The same steps on the same sums keep the copies equal.
+    """
+
+    def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
+        if op is FIRST_REPLICA:
+            self.communicator.broadcast_flat(out, 0)
+        else:
+            self.communicator.all_reduce_flat(source, out, op)
+
+    def _update_rows(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None:
+        with self.local.current():
+            arrays = [block.array for block in blocks]
+            update_rows(arrays, self.local.here(rows), self.local.here(gradient), rule)
+
+    def publish(self, blocks: Sequence[Block]) -> None:
+        """Does nothing: every rank wrote to its own copy."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, final
 
+from hpcstrat._communicators.device import RankSlice
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
+from hpcstrat._memory.allocator import ALIGNMENT
+from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.layout import PackKernel
-from hpcstrat._storage.message_order import MessageOrder
-from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.plan import MessageOrder, Plan
+from hpcstrat._storage.shards import Section, rank_slices
 from hpcstrat._update.chunks import Chunk
 from hpcstrat._update.update import Update
 
@@ -27,47 +29,82 @@ class Transfer(NamedTuple):
     flat: Array
     parts: list[tuple[Array, Array]]
 
+    def collect(self) -> Array:
+        """Copies the variables to `flat`, where they are not in place; returns `flat`."""
+        for value, part in self.parts:
+            part[...] = value
+        return self.flat
 
+    def spread(self) -> None:
+        """Copies `flat` to the variables, where they are not in place."""
+        for value, part in self.parts:
+            value[...] = part
+
+
+@final
 class DevicePlan(Plan):
     """A plan with the flat message of its updates on this rank's device, and views of its parts.
 
-    The message is taken later, and may change: `MessagePool` lends one to all plans.
+    If slots are split over the ranks, a second message follows it: this rank's section.
 
     Args:
         order: see `Plan`. Its message has the same gaps as the memory, so that a run of variables
             is also a run of the message.
         update: see `Plan`.
         readable: the runs of the variables that this rank reads.
+        sections: each rank's, where slots are split.
+        rank: this rank.
 
     Attributes:
-        taken: the bytes that the plan has taken, `nbytes` or more; `None` before.
-        message: the message of the gradients, in them.
-        update_message: the message by which this rank updates its shards; here the same.
+        message: the message of the gradients, in the memory that the plan has taken.
         gradients: the message by dtype.
+        own_message: the message by which this rank updates its shards: the same, or its section.
+        own_gradients: that message by dtype.
+        slices: for each dtype of the message, the elements of each rank; empty if none is split.
         transfers: how new values reach the other ranks, by dtype.
     """
 
-    def __init__(self, order: MessageOrder, update: Update, readable: Sequence[Chunk]) -> None:
+    def __init__(
+        self,
+        order: MessageOrder,
+        update: Update,
+        readable: Sequence[Chunk],
+        sections: Sequence[Section] = (),
+        rank: int = 0,
+    ) -> None:
         super().__init__(order, update)
         self._readable = readable
-        self.taken: Array = None
+        self._own = sections[rank].layout if sections else None
+        self.slices: list[list[RankSlice]] = rank_slices(order, sections) if sections else []
+        self._drop()
+
+    def _drop(self) -> None:
         self.message: Array = None
-        self.update_message: Array = None
+        self.own_message: Array = None
         self.gradients: list[Array] = []
+        self.own_gradients: list[Array] = []
         self.transfers: list[Transfer] = []
         self._packings: list[PackKernel] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the plan takes."""
-        return self.order.layout.nbytes
+        """Bytes of both messages."""
+        whole = self.order.layout.nbytes
+        if self._own is None:
+            return whole
+        # With the gap after this rank's last element: if parts are equal, a reduce-scatter writes a
+        # whole part, also for a rank whose last variable ends before.
+        return round_up(whole, ALIGNMENT) + round_up(self._own.nbytes, ALIGNMENT)
 
     def take(self, memory: Array) -> None:
-        """Makes the message and all views of it, in some bytes on this rank's device."""
+        """Makes both messages and all views of them, in some bytes on this rank's device."""
+        super().take(memory)
         layout = self.order.layout
-        self.taken = memory
-        self.message = self.update_message = memory[: layout.nbytes]
-        self.gradients = [group.of(self.message) for group in layout.groups]
+        self.message = self.own_message = memory[: layout.nbytes]
+        self.gradients = self.own_gradients = [group.of(self.message) for group in layout.groups]
+        if self._own is not None:
+            self.own_message = memory[round_up(layout.nbytes, ALIGNMENT) : self.nbytes]
+            self.own_gradients = [group.of(self.own_message) for group in self._own.groups]
         # Kernels, views and addresses are made once per message: a steady step only launches.
         if gpu.is_on_gpu(memory):
             self._packings = [PackKernel(layout, group, self.message) for group in layout.groups]
@@ -82,10 +119,9 @@ class DevicePlan(Plan):
             self.transfers.append(Transfer(runs[0][0], []) if is_one else Transfer(whole, runs))
 
     def forget_message(self) -> None:
-        """Drops the message, which would otherwise live as long as the plan."""
-        self.taken = self.message = self.update_message = None
-        self.gradients, self.transfers, self._packings = [], [], []
-        self.forget_messages()
+        """Drops the messages, which would otherwise live as long as the plan."""
+        super().forget_message()
+        self._drop()
 
     def pack(self, values: Sequence[Array], is_reduced: bool) -> list[Array]:
         """Copies values, on this rank's device and in the order of the message, to the message.
@@ -114,34 +150,3 @@ class DevicePlan(Plan):
             else:
                 self._packings[index](arrays)
         return sources
-
-
-@final
-class MessagePool:
-    """Lends its memory to all plans without buffers: updates come one after the other.
-
-    Args:
-        zeros: makes memory of some bytes on this rank's device.
-    """
-
-    def __init__(self, zeros: Callable[[int], Array]) -> None:
-        self._zeros = zeros
-        self._memory: Array = None
-        # The plans that have it. Weak, because the pool outlives variables and their plans.
-        self._plans: weakref.WeakSet[DevicePlan] = weakref.WeakSet()
-
-    def lend(self, plan: DevicePlan) -> None:
-        """Makes a plan take the memory, unless it has this or, with buffers, its own."""
-        if plan.taken is not None and (plan.taken is self._memory or plan.buffers is not None):
-            return
-        if self._memory is None or self._memory.size < plan.nbytes:
-            # Plans hold views of the memory. They drop it before more is allocated, or the GPU
-            # would need room for both.
-            for other in self._plans:
-                if other.taken is self._memory:  # others have got buffers since
-                    other.forget_message()
-            self._plans.clear()
-            self._memory = None
-            self._memory = self._zeros(plan.nbytes)
-        plan.take(self._memory)
-        self._plans.add(plan)

@@ -8,26 +8,19 @@ from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.call_name import current_call
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.mirrored_host import MirroredHostStorage
+from hpcstrat._storage.host import MirroredHostStorage
+
+# The modules for GPUs are imported where a rank computes on one: other programs do not need them.
 
 
 def make_replica_storage(communicator: Communicator) -> Storage:
-    """Storage in which each replica has its own variables, on its device.
-
-    Raises:
-        TypeError: there is no storage for this kind of connection.
-    """
+    """Storage in which each replica has its own variables, on its device."""
     if isinstance(communicator, DeviceCommunicator):
-        # Imported here, because a program on CPUs does not need the modules for GPUs.
-        from hpcstrat._storage.mirrored_device import MirroredDeviceStorage
+        from hpcstrat._storage.device import MirroredDeviceStorage
 
         return MirroredDeviceStorage(communicator, root=0)
-    if isinstance(communicator, HostCommunicator):
-        return MirroredHostStorage(communicator)
-    raise TypeError(
-        f"{current_call()}: no storage supports a {type(communicator).__name__}; add one "
-        "to the factory"
-    )
+    assert isinstance(communicator, HostCommunicator)
+    return MirroredHostStorage(communicator)
 
 
 def make_sharded_storage(communicator: Communicator, root: int = 0) -> Storage:
@@ -36,9 +29,6 @@ def make_sharded_storage(communicator: Communicator, root: int = 0) -> Storage:
     Args:
         communicator: the replicas.
         root: the rank whose initial values count.
-
-    Raises:
-        TypeError: there is no storage for this kind of connection.
     """
     if communicator.size == 1:  # nothing to split
         return make_replica_storage(communicator)
@@ -46,14 +36,10 @@ def make_sharded_storage(communicator: Communicator, root: int = 0) -> Storage:
         from hpcstrat._storage.sharded_device import ShardedDeviceStorage
 
         return ShardedDeviceStorage(communicator, root)
-    if isinstance(communicator, HostCommunicator):
-        from hpcstrat._storage.sharded_host import ShardedHostStorage
+    from hpcstrat._storage.sharded_host import ShardedHostStorage
 
-        return ShardedHostStorage(communicator)
-    raise TypeError(
-        f"{current_call()}: no storage supports a {type(communicator).__name__}; add one "
-        "to the factory"
-    )
+    assert isinstance(communicator, HostCommunicator)
+    return ShardedHostStorage(communicator)
 
 
 def make_central_storage(communicator: Communicator, root: int, on_host: bool = False) -> Storage:
@@ -65,7 +51,7 @@ def make_central_storage(communicator: Communicator, root: int, on_host: bool = 
         on_host: whether it stores them in host memory although it computes on a GPU.
 
     Raises:
-        TypeError: there is no storage for this kind of connection.
+        TypeError: the ranks share no memory.
     """
     if isinstance(communicator, DeviceCommunicator):
         from hpcstrat._storage.central_device import CentralDeviceStorage

@@ -1,90 +1,35 @@
-"""Common parts of storage in host memory: each rank reads and writes blocks in place."""
+"""Storage in host memory: what all kinds have in common, and a copy of variables on each replica.
+
+With one replica it is the only copy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import final
+import threading
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
+from hpcstrat._calls.records import CallSignature, signature_of
+from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.checked_exchange import checksum
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._core import gpu
+from hpcstrat._communicators.reduction import reduce_flat
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import Array, Bytes
-from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.intervals import Shard
-from hpcstrat._memory.layout import Layout
-from hpcstrat._memory.segment import Segment
-from hpcstrat._process import settings
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
+from hpcstrat._memory.allocator import private_memory
+from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.intervals import divide_up
+from hpcstrat._memory.layout import layout_of
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.local import LocalBlocks, flat, host_parts
-from hpcstrat._update import compiled
-from hpcstrat._update.chunks import chunks_of
-from hpcstrat._update.compiled_update import CompiledUpdate
-from hpcstrat._update.numpy_update import NumpyUpdate, Scratch
+from hpcstrat._storage.local import LocalBlocks, flat
+from hpcstrat._storage.plan import MessageOrder, MessagePool, Plan
+from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import Update
-
-
-@final
-class SegmentBlocks(LocalBlocks):
-    """Blocks in a segment of host memory.
-
-    Args:
-        rank: see `LocalBlocks`.
-        segment: returns the memory with all blocks, which is reserved when it is first used.
-    """
-
-    def __init__(self, rank: int, segment: Callable[[], Segment]) -> None:
-        super().__init__(rank)
-        self._segment = segment
-
-    # The library itself writes: the next check of checksums has nothing to compare with.
-    def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
-        """Changes the variable in place."""
-        block.checksum = None
-        rule.apply(block.array, new, (), block.array)
-
-    def _write_part(self, block: Block, start: int, part: Bytes) -> None:
-        block.checksum = None
-        flat(block.array)[start : start + part.size] = part
-
-    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-        """The bytes of a block, in place and in parts."""
-        return host_parts(block.array, start, stop)
-
-    def has(self, array: Array) -> bool:
-        """Whether an array is in this segment."""
-        return not gpu.is_on_gpu(array) and np.may_share_memory(array, self._segment().array)
 
 
 class HostStorage(Storage):
-    """Storage whose blocks are in a segment of host memory.
-
-    Args:
-        communicator: the ranks.
-        segment: see `SegmentBlocks`.
-    """
-
-    def __init__(self, communicator: HostCommunicator, segment: Callable[[], Segment]) -> None:
-        super().__init__(communicator, SegmentBlocks(communicator.rank, segment))
-        self._compiles = settings.compiles()  # read here, so that making the strategy may raise
-        self._segment = segment
-        self._scratch: Scratch = {}
-
-    def _new_update(self, layout: Layout, shards: Sequence[Shard], rank: int = 0) -> Update:
-        """The update of shards of the variables in a message.
-
-        Args:
-            layout: of the message.
-            shards: see `Update`.
-            rank: which of the messages of an update is this rank's.
-        """
-        # Compiling takes half a second, which small updates never make up for.
-        is_compiled = self._compiles and sum(layout.sizes) >= compiled.FEWEST
-        kind = CompiledUpdate if is_compiled else NumpyUpdate
-        return kind(chunks_of(self._segment(), shards), shards, self._scratch, rank)
+    """Storage whose blocks are in host memory, where each rank reads and writes them in place."""
 
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
         """Compares checksums, because NumPy's `at` writes to read-only arrays, too."""
@@ -105,3 +50,171 @@ class HostStorage(Storage):
         """Notes the new checksums."""
         for block in blocks:
             block.checksum = checksum(block.array)
+
+
+class MirroredHostStorage(HostStorage):
+    """Each rank stores and updates all variables, in its private memory.
+
+    The same steps on the same sums keep the copies equal.
+    """
+
+    communicator: HostCommunicator
+
+    def __init__(self, communicator: HostCommunicator) -> None:
+        super().__init__(communicator, LocalBlocks(communicator.rank, private_memory))
+        self._messages = MessagePool(communicator.new_buffer)
+        # Several threads may write variables made outside every scope; the scratch memory is
+        # shared.
+        self._lock = threading.Lock()
+        self._background: Background[HostCommunicator] | None = None
+
+    def _create(self, initial: Array) -> Block:
+        communicator = self.communicator
+        signature = signature_of(current_call(), (initial.dtype, initial.shape, self._number))
+        communicator.require_memory(initial.nbytes, signature)
+        # A rank without enough memory stops the others before they wait for its part.
+        with communicator.raise_together():
+            block = self.local.new_variable(initial)
+        own = flat(block.array)
+        if communicator.rank == 0:
+
+            def write(message: Array) -> None:
+                message[: own.size] = own
+
+            communicator.exchange(signature, own.size, write)
+        else:
+            own[...] = communicator.exchange(signature)[0][: own.size]
+        return block
+
+    def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
+        parts = 1 if cuts is None else self.communicator.size
+        nbytes = divide_up(variable.array.nbytes, parts)
+        self.communicator.require_memory(nbytes, signature_of(current_call(), "slot", nbytes))
+        return super()._create_slot(variable, value, cuts)
+
+    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
+        """The plan of updates, with all elements on each rank."""
+        order = MessageOrder(variables, slots)
+        return Plan(order, self.local.new_update(order.shards, sum(order.layout.sizes)))
+
+    def make_buffers(self, plan: Plan) -> None:
+        """Makes buffers in one message, which several replicas copy as a whole to send it."""
+        with self.communicator.raise_together():
+            nbytes = plan.order.layout.nbytes
+            message = self.communicator.new_buffer(nbytes, plan.signature())
+            message[...] = 0
+            self.communicator.exchange(plan.signature())
+        plan.give_buffers([message], message)
+
+    # ---- updates
+
+    def _update(
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
+    ) -> None:
+        communicator = self.communicator
+        with self._lock:
+            self._messages.lend(plan, signature)
+            if communicator.size > 1:
+                plan.update.run(rule, [self._reduce(signature, plan, values, op)])
+                return
+            # There is no other rank to exchange with, but the call is counted, and refused where no
+            # call is allowed.
+            communicator.exchange(signature)
+            if values is None:
+                plan.update.run(rule, plan.buffer_messages)
+            else:
+                in_place = plan.update.in_place(values)  # large gradients are not copied
+                plan.order.write(plan.taken, values, in_place)
+                plan.update.run(rule, [plan.taken], in_place=in_place)
+
+    def _reduce(
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+    ) -> Array:
+        """The message of the reduced values, on every rank."""
+        communicator, layout = self.communicator, plan.order.layout
+
+        def write(message: Array) -> None:
+            if values is None:
+                message[: layout.nbytes] = plan.buffer_messages[0]
+            else:
+                plan.order.write(message, values)
+
+        if plan.started:
+            return self._sums_of_marked(signature, plan)
+        if op is not FIRST_REPLICA:
+            communicator.reduce_message(signature, layout, write, op, plan.taken)
+            return plan.taken
+        if communicator.rank == 0:
+            return communicator.exchange(signature, layout.nbytes, write)[0]
+        return communicator.exchange(signature)[0]  # only the first replica's values count
+
+    def _update_rows(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None:
+        update_rows([block.array for block in blocks], rows, gradient, rule)
+
+    def publish(self, blocks: Sequence[Block]) -> None:
+        """Does nothing: every rank wrote to its own copy."""
+
+    # ---- sums of marked gradients, while the program computes others
+
+    def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
+        communicator = self.communicator
+        self._background = communicator.background()
+        if self._background is None:
+            return False
+        if plan.sums is None:
+            with communicator.raise_together():
+                plan.make_sums()
+                communicator.exchange(signature_of(f"{current_call()}: memory"))
+        sources, targets = plan.parts_to_sum(variables)
+        layouts = [
+            layout_of(tuple([view.shape for view in of]), tuple([view.dtype for view in of]))
+            for of in sources
+        ]
+        signature, whole = signature_of(f"{current_call()}: sums"), plan.order.layout
+
+        def write(rank: int, message: Bytes) -> None:
+            layouts[rank].write(message, sources[rank])
+
+        # Summed in the order of the whole message: the same bits, whatever is marked.
+        def sum_for_each(other: HostCommunicator) -> None:
+            messages = other.sum_sections(signature, layouts, whole, write)
+            parts = [layouts[other.rank].views(message) for message in messages]
+            for target, *summands in zip(targets, *parts, strict=True):
+                reduce_flat(target, summands, ReduceOp.SUM)
+
+        def sum_for_all(other: HostCommunicator) -> None:
+            (layout,) = layouts
+            is_one = len(targets) == 1  # then it is summed in place
+            out = targets[0].view(np.uint8) if is_one else np.empty(layout.nbytes, np.uint8)
+            other.reduce_message(
+                signature, layout, lambda sent: write(0, sent), ReduceOp.SUM, out, whole
+            )
+            if not is_one:
+                for target, source in zip(targets, layout.views(out), strict=True):
+                    target[...] = source
+
+        if any(layout.nbytes for layout in layouts):
+            self._background.start(sum_for_each if len(layouts) > 1 else sum_for_all)
+        return True
+
+    def _finish_sums(self) -> None:
+        if self._background is not None:
+            self._background.wait()
+
+    def _sums_of_marked(self, signature: CallSignature, plan: Plan) -> Bytes:
+        """All sums, once the ranks agree on the update: those that have started, and the rest."""
+        self.communicator.exchange(signature)
+        self._start_sums(plan, plan.not_started())
+        self._finish_sums()
+        return plan.make_sums()

@@ -2,48 +2,103 @@
 
 from __future__ import annotations
 
-import abc
-from collections.abc import Iterator
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from hpcstrat._core import gpu
+from hpcstrat._core.span import UPDATE, Details, span
 from hpcstrat._core.types import Array, Bytes
+from hpcstrat._memory.allocator import ALIGNMENT, PrivateMemory, SlabAllocator
 from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.intervals import Interval
+from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._memory.segment import Segment
+from hpcstrat._process import settings
+from hpcstrat._storage.plan import MessageOrder, Plan
+from hpcstrat._update import compiled
+from hpcstrat._update.chunks import Chunk, chunks_of
+from hpcstrat._update.compiled_update import CompiledUpdate
+from hpcstrat._update.numpy_update import NumpyUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
+from hpcstrat._update.update import Update
 
 # A model that fills the memory can still be saved and restored, because at most one part of it is
 # in memory twice.
 PART = 1 << 22
 """The most bytes of a block that are read or written at once."""
 
+BlockMemory: TypeAlias = PrivateMemory | SlabAllocator | Segment
 
-class LocalBlocks(abc.ABC):
-    """Reads and writes this rank's blocks.
+
+def on_stream(name: str) -> Callable[..., Details]:
+    """The span of a method of an object that has a `stream`."""
+    return lambda owner, *_, **__: Details(name, None, owner.stream)
+
+
+class LocalBlocks:
+    """A rank's blocks, and its updates of them: here in the memory of a host.
 
     Args:
         rank: this rank, which has its own part of blocks that are split.
+        memory: returns what updates change; called when it is first needed.
+
+    Attributes:
+        stream: the strategy's stream; `None` on a CPU.
+        xp: the array module of this rank's device.
+        current: makes a block in which the strategy's stream is current, on a GPU.
+        here: returns an array on this rank's device, copied there if it is elsewhere.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, memory: Callable[[], BlockMemory]) -> None:
         self._rank = rank
+        self._memory = memory
+        self._compiles = settings.compiles()  # read here, so that making the strategy may raise
+        self._scratch: Scratch = {}
+        self.stream: gpu.Stream | None = None
+        self.xp: Any = np
+        self.current: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self.here: Callable[[Array], Array] = gpu.to_host
 
-    @abc.abstractmethod
+    @property
+    def memory(self) -> BlockMemory:
+        """What updates change."""
+        return self._memory()
+
+    @property
+    def readable(self) -> BlockMemory:
+        """What programs read: the same memory, or copies."""
+        return self._memory()
+
+    def has(self, array: Array) -> bool:
+        """Whether a NumPy or CuPy array is in the memory that programs read of variables."""
+        return self.readable.has(array)
+
+    # ---- blocks
+
+    def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
+        """A new block of this rank's own.
+
+        Raises:
+            MemoryError: there is not enough memory.
+        """
+        memory = self.memory
+        assert not isinstance(memory, Segment)  # which several ranks share
+        return memory.new_block(shape, dtype)
+
+    def new_variable(self, initial: Array) -> Block:
+        """A new block with this value."""
+        block = self.new_block(initial.shape, initial.dtype)
+        fill(block.array, initial)
+        return block
+
+    # The library itself writes: the next check of checksums has nothing to compare with.
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """Changes a variable by `rule`, from an array of its shape; the rule needs no scratch."""
-
-    @abc.abstractmethod
-    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-        """The bytes of a block, in host memory, at most `PART` of them at once.
-
-        Each part is read-only by convention and valid until the next.
-
-        Args:
-            block: if it is split, a rank has only its part.
-            start: the first byte.
-            stop: the byte after the last; `None` for all.
-        """
+        block.checksum = None
+        rule.apply(block.array, gpu.to_host(new), (), block.array)
 
     def write_part(self, block: Block, start: int, part: Bytes) -> None:
         """Writes host bytes to a block, from its byte `start` on.
@@ -60,12 +115,57 @@ class LocalBlocks(abc.ABC):
         if part.size:
             self._write_part(block, start, part)
 
-    @abc.abstractmethod
-    def _write_part(self, block: Block, start: int, part: Bytes) -> None: ...
+    def _write_part(self, block: Block, start: int, part: Bytes) -> None:
+        block.checksum = None
+        flat(block.array)[start : start + part.size] = part
 
-    @abc.abstractmethod
-    def has(self, array: Array) -> bool:
-        """Whether a NumPy or CuPy array is in the memory that programs read of variables."""
+    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """The bytes of a block, in host memory, at most `PART` of them at once.
+
+        Each part is read-only by convention and valid until the next.
+
+        Args:
+            block: if it is split, a rank has only its part.
+            start: the first byte.
+            stop: the byte after the last; `None` for all.
+        """
+        return host_parts(block.array, start, stop)
+
+    # ---- updates
+
+    def new_update(self, shards: Sequence[Shard], elements: int, rank: int = 0) -> Update:
+        """The update of some shards, in chunks that fit in cache.
+
+        Args:
+            shards: see `Update`.
+            elements: how many are updated together, by this rank and others.
+            rank: which of the messages of an update is this rank's.
+        """
+        # Compiling takes half a second, which small updates never make up for.
+        is_compiled = self._compiles and elements >= compiled.FEWEST
+        kind = CompiledUpdate if is_compiled else NumpyUpdate
+        return kind(chunks_of(self.memory, shards), shards, self._scratch, rank)
+
+    def zeros(self, nbytes: int) -> Array:
+        """New memory for messages, on this rank's device."""
+        return self.xp.zeros(nbytes, np.uint8)
+
+    def runs_to_read(self, order: MessageOrder) -> list[Chunk]:
+        """The runs of variables, or of their copies, that programs read on this rank."""
+        blocks = [block.copy or block for block in order.blocks]
+        shards = [of._replace(memory=(blocks[of.variable].memory,)) for of in order.shards]
+        return chunks_of(self.readable, shards, sys.maxsize, ALIGNMENT)
+
+    @span(UPDATE, on_stream("update"))
+    def run(
+        self,
+        plan: Plan,
+        message: Array,
+        rule: UpdateRule,
+        add_up: Callable[[Array], Array] | None = None,
+    ) -> None:
+        """Updates this rank's shards by a message on its device; see `Update.run`."""
+        plan.update.run(rule, [message], add_up=add_up)
 
 
 def flat(array: Array) -> Bytes:
@@ -81,7 +181,7 @@ def host_parts(array: Array, start: int = 0, stop: int | None = None) -> Iterato
 
 
 def fill(array: Array, value: Array) -> None:
-    """Writes `value`, of the same shape and dtype, to an array; each may be on host or GPU."""
+    """Writes `value`, of the same dtype, to an array; each may be on host or GPU."""
     if not gpu.is_on_gpu(array):
         array[...] = gpu.to_host(value)
     elif gpu.is_on_gpu(value):

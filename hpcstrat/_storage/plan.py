@@ -3,16 +3,137 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, final
+
+import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
+from hpcstrat._communicators.reduction import part_of_rank
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes
 from hpcstrat._memory.blocks import Block
-from hpcstrat._storage.message_order import MessageOrder
+from hpcstrat._memory.intervals import Interval, Shard, runs
+from hpcstrat._memory.layout import Layout, layout_of
+from hpcstrat._update.chunks import keep_per_message
 from hpcstrat._update.rule import NO_CONSTANTS
-from hpcstrat._update.update import Update
+from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace, Update
+
+T = TypeVar("T")
+
+
+class MessageOrder:
+    """The variables of an update, in the order of their message, and where they are in it.
+
+    There are three orders:
+
+    - of the call: the caller's variables and gradients, as the caller passes them;
+    - of the message: by creation number, which is equal on all ranks. "Variable i", and "the
+      gradients, by variable", always count in this order. The bytes are grouped by dtype;
+    - of memory: by address. `intervals.runs` finds where it is that of the message.
+
+    Args:
+        variables: their blocks, in the order of the call.
+        slots: for each variable the blocks of its slots, of its shape and dtype.
+        alignment: every variable starts at a multiple of this many bytes, in memory and message.
+
+    Attributes:
+        blocks: the variables' blocks.
+        layout: where each variable is in the message.
+        shards: the whole variables, as they follow each other in the message.
+    """
+
+    def __init__(
+        self, variables: Sequence[Block], slots: Sequence[Sequence[Block]], alignment: int = 1
+    ) -> None:
+        # Variables that were made one after another are mostly contiguous in memory.
+        self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
+        self.blocks: list[Block] = self.to_message(variables)
+        self.layout: Layout = layout_of(
+            tuple([block.array.shape for block in self.blocks]),
+            tuple([block.array.dtype for block in self.blocks]),
+            alignment,
+        )
+        memory = [
+            tuple([block.memory for block in (variable, *of_variable)])
+            for variable, of_variable in zip(self.blocks, self.to_message(slots), strict=True)
+        ]
+        self.shards: list[Shard] = [
+            Shard(
+                i,
+                group.dtype,
+                Interval(0, self.layout.sizes[i]),
+                self.layout.bytes_of(i),
+                memory[i],
+            )
+            for group in self.layout.groups
+            for i in group.members
+        ]
+        self._views: dict[tuple[int, int], tuple[Array, list[Array]]] = {}
+
+    def to_message(self, values: Sequence[T]) -> list[T]:
+        """What belongs to the variables, in the order of the message, from that of the call."""
+        return [values[i] for i in self._order]
+
+    def to_call(self, values: Sequence[T]) -> list[T]:
+        """The inverse of `to_message`."""
+        of_call = dict(zip(self._order, values, strict=True))
+        return [of_call[i] for i in range(len(of_call))]
+
+    def shards_of_rank(self, rank: int, size: int) -> list[Shard]:
+        """The shards of a rank that has an equal share of the elements of each dtype."""
+        shares = {}
+        for group in self.layout.groups:
+            share = part_of_rank(group.elements, rank, size)
+            shares[group.dtype] = share.scale(group.dtype.itemsize).shift(group.start)
+        return [shard.within(shares[shard.dtype]) for shard in self.shards]
+
+    def parts_of(self, variables: Iterable[int]) -> list[list[Interval]]:
+        """Where some variables are in the message; neighbours are merged.
+
+        Returns:
+            For each dtype of the message, intervals of its elements.
+        """
+        wanted = set(variables)
+        # Neighbours in the message alone.
+        shards = [shard._replace(memory=()) for shard in self.shards if shard.variable in wanted]
+        merged = runs(shards, self.layout.alignment)
+        return [
+            [group.within(run.message) for run in merged if run.dtype == group.dtype]
+            for group in self.layout.groups
+        ]
+
+    def views_of(self, variables: Iterable[int], message: Array) -> list[Array]:
+        """Some variables in a message, as flat views; neighbours are merged."""
+        return [
+            group.of(message)[part.slice]
+            for group, parts in zip(self.layout.groups, self.parts_of(variables), strict=True)
+            for part in parts
+        ]
+
+    def write(
+        self,
+        message: Array,
+        values: Sequence[Array],
+        in_place: InPlace = NOTHING_IN_PLACE,
+    ) -> None:
+        """Copies gradients, or new values, into a message, except for what is read in place."""
+        views = keep_per_message(
+            self._views, [message], lambda messages: self.layout.views(messages[0])
+        )
+        for i, (view, value) in enumerate(zip(views, values, strict=True)):
+            if i in in_place:
+                absent, gradient = in_place[i]
+                flat = view.reshape(-1)
+                flat[: absent.start] = gradient[: absent.start]
+                flat[absent.stop :] = gradient[absent.stop :]
+            else:
+                view[...] = value
+
+    def forget_messages(self) -> None:
+        """Drops the kept views of messages, and with them the messages."""
+        self._views.clear()
 
 
 class Plan:
@@ -25,19 +146,21 @@ class Plan:
     Attributes:
         order: as above.
         update: as above.
+        taken: memory that a `MessagePool` lends; `None` before.
         buffers: arrays for the variables' gradients, in the order of the call, where
             `Storage.make_buffers` was called; else `None`.
         buffer_messages: on hosts, the messages that the buffers are in: all ranks', or only this
             rank's.
         marked: the variables whose gradients, in buffers, are complete in this step.
         started: those whose sums have started.
-        sums: the storage's memory for these sums, if they are not in the buffers.
+        sums: on hosts, these sums; else they are in the buffers.
         norm_sums: per rank and variable, for updates with norms in central storage on a host.
     """
 
     def __init__(self, order: MessageOrder, update: Update) -> None:
         self.order = order
         self.update = update
+        self.taken: Array = None
         self.buffers: list[Array] | None = None
         self.buffer_messages: list[Array] = []
         self._buffers_owner: Block | None = None
@@ -75,10 +198,6 @@ class Plan:
         """What the ranks must agree on to mark the gradients of these variables."""
         return signature_of(current_call(), *[self._must_match[i] for i in variables])
 
-    def not_started(self) -> set[int]:
-        """The variables whose gradients' sums have not started in this step."""
-        return {*range(len(self.order.blocks))} - self.started
-
     def require_whole(self) -> None:
         """Refuses variables that an interrupted update left changed in part.
 
@@ -88,11 +207,6 @@ class Plan:
         for block in self.order.blocks:
             _ = block.view
 
-    def forget_messages(self) -> None:
-        """Drops what is kept for later updates by the same messages, and so the messages."""
-        self.order.forget_messages()
-        self.update.forget_messages()
-
     def fits(self, gradients: Sequence[Any]) -> bool:
         """Whether these, in the order of the call, are of the variables' kinds, shapes, dtypes."""
         for gradient, (kind, shape, dtype) in zip(gradients, self._expected, strict=True):
@@ -100,6 +214,25 @@ class Plan:
             if type(gradient) is not kind or gradient.shape != shape or gradient.dtype is not dtype:
                 return False
         return True
+
+    # ---- messages
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the plan takes for its message."""
+        return self.order.layout.nbytes
+
+    def take(self, memory: Array) -> None:
+        """Takes memory of at least `nbytes` bytes for the message."""
+        self.taken = memory
+
+    def forget_message(self) -> None:
+        """Drops the message, and what is kept for later updates by messages, and so these."""
+        self.taken = None
+        self.order.forget_messages()
+        self.update.forget_messages()
+
+    # ---- buffers
 
     def give_buffers(self, messages: list[Array], own: Array, owner: Block | None = None) -> None:
         """Makes the parts of a message the buffers, from which gradients need not be copied.
@@ -118,3 +251,55 @@ class Plan:
         # By identity, which costs nothing: another array, even over the same memory, is copied like
         # any gradient.
         return self.buffers is not None and all(map(operator.is_, gradients, self.buffers))
+
+    def not_started(self) -> set[int]:
+        """The variables whose gradients' sums have not started in this step."""
+        return {*range(len(self.order.blocks))} - self.started
+
+    def make_sums(self) -> Bytes:
+        """Makes `sums`, unless they are there; one per plan: others are updated during the sums."""
+        if self.sums is None:
+            self.sums = np.empty(self.nbytes, np.uint8)
+        return self.sums
+
+    def parts_to_sum(self, variables: Iterable[int]) -> tuple[list[list[Array]], list[Array]]:
+        """Where gradients of some variables are, in the buffers and in `sums`, on a host.
+
+        Returns:
+            For each rank that gets other sums than the rest, here for all together, flat views of
+            the buffers; and views of this rank's sums.
+        """
+        variables, sums = list(variables), self.make_sums()
+        sources = self.order.views_of(variables, self.buffer_messages[0])
+        return [sources], self.order.views_of(variables, sums)
+
+
+@final
+class MessagePool:
+    """Lends its memory to all plans without a message of their own: updates follow one another.
+
+    Args:
+        allocate: makes memory of some bytes, in a call of this signature.
+    """
+
+    def __init__(self, allocate: Callable[[int, CallSignature], Array]) -> None:
+        self._allocate = allocate
+        self._memory: Array = None
+        # The plans that have it. Weak, because the pool outlives variables and their plans.
+        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
+
+    def lend(self, plan: Plan, signature: CallSignature) -> None:
+        """Makes a plan take the memory, unless it has it."""
+        if plan.taken is not None and plan.taken is self._memory:
+            return
+        if self._memory is None or self._memory.size < plan.nbytes:
+            # Plans hold views of the memory. They drop it before more is allocated, or there would
+            # have to be room for both.
+            for other in self._plans:
+                if other.taken is self._memory:  # others have got buffers since
+                    other.forget_message()
+            self._plans.clear()
+            self._memory = None
+            self._memory = self._allocate(plan.nbytes, signature)
+        plan.take(self._memory)
+        self._plans.add(plan)

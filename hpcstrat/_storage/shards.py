@@ -8,13 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.device import RankSlice
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, current_call
-from hpcstrat._core.types import Array
+from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.blocks import Block, Cuts
-from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._memory.layout import Layout, layout_of
-from hpcstrat._storage.message_order import MessageOrder
+from hpcstrat._storage.plan import MessageOrder
 from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
 
@@ -50,11 +51,14 @@ class Section(NamedTuple):
 
     Attributes:
         layout: the layout of the message; it has every variable, perhaps without elements.
-        shards: the shards in it.
+        shards: the shards in it, and in the memory of the variables and slots.
+        in_whole: the same shards in the message of all elements, and instead of in memory in the
+            section's message.
     """
 
     layout: Layout
     shards: list[Shard]
+    in_whole: list[Shard]
 
 
 def sections_of(order: MessageOrder, slots: Sequence[Sequence[Block]], rank: int) -> list[Section]:
@@ -73,17 +77,34 @@ def sections_of(order: MessageOrder, slots: Sequence[Sequence[Block]], rank: int
         layout = layout_of(
             tuple([(part.size,) for part in elements]), dtypes, order.layout.alignment
         )
-        shards = []
-        for whole in order.shards:
-            shard = whole.part(elements[whole.variable])
-            own = [slot.memory for slot in slots[whole.variable]] if peer == rank else []
-            shards.append(
-                shard._replace(
-                    message=layout.bytes_of(whole.variable), memory=(*shard.memory, *own)
-                )
-            )
-        sections.append(Section(layout, shards))
+        shards, in_whole = [], []
+        for variable in order.shards:
+            i = variable.variable
+            shard, place = variable.part(elements[i]), layout.bytes_of(i)
+            own = [slot.memory for slot in slots[i]] if peer == rank else []
+            shards.append(shard._replace(message=place, memory=(*shard.memory, *own)))
+            in_whole.append(shard._replace(memory=(place,)))
+        sections.append(Section(layout, shards, in_whole))
     return sections
+
+
+def rank_slices(order: MessageOrder, sections: Sequence[Section]) -> list[list[RankSlice]]:
+    """For each dtype of the message, which of its elements belong to which rank."""
+    slices: list[list[RankSlice]] = [[] for _ in order.layout.groups]
+    dtypes = [group.dtype for group in order.layout.groups]
+    for rank, section in enumerate(sections):
+        for run in runs(section.in_whole, order.layout.alignment):
+            k = dtypes.index(run.dtype)
+            elements = order.layout.groups[k].within(run.message)
+            own = section.layout.groups[k].within(run.memory[0])
+            slices[k].append(RankSlice(rank, elements, own))
+    return slices
+
+
+def add_up_norms(communicator: Communicator, sums: Array) -> Array:
+    """The sums over whole variables: the ranks' sums over their parts, added in rank order."""
+    with call_named(f"{current_call()}: norms"):
+        return communicator.all_reduce([sums], ReduceOp.SUM)[0]
 
 
 def update_rows_in_shards(

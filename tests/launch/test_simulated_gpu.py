@@ -139,7 +139,7 @@ BUGS = {
         [
             (
                 "_storage/device_memory.py",
-                "self.stream.synchronize()  # an earlier write may still be on its way to the GPU\n"
+                "self._stream.synchronize()  # an earlier write may still be on its way to the GPU\n"
                 "            rule",
                 "pass\n            rule",
             )
@@ -168,7 +168,13 @@ BUGS = {
         "at an address that is not a multiple of",
     ),
     "a part of the gradients goes over what is sent": (
-        [("_storage/sharded_device.py", "memory[self._own_start : self.nbytes]", "memory")],
+        [
+            (
+                "_storage/device_plan.py",
+                "memory[round_up(layout.nbytes, ALIGNMENT) : self.nbytes]",
+                "memory",
+            )
+        ],
         "the memory that NCCL's reduceScatter at ",
     ),
     "a stream does not wait for the second one": (
@@ -195,8 +201,8 @@ BUGS = {
         [
             (
                 "_storage/central_device.py",
-                "self.communicator.broadcast_flat(flat, self._root)",
-                "self.communicator.broadcast_flat(flat, 0)",
+                "self.communicator.broadcast_flat(transfer.flat, self._root)",
+                "self.communicator.broadcast_flat(transfer.flat, 0)",
             )
         ],
         "Not equal to tolerance",

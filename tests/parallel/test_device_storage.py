@@ -229,18 +229,18 @@ def test_memory_that_a_programs_own_allocator_has(place, monkeypatch):
 
     monkeypatch.setattr(cuda, "Memory", refuse)
     with stream.current(), cuda.using_allocator(pool.malloc):
-        block = memory.new_block((1 << 20,), np.dtype(np.float32), 1)
+        block = memory.new_block((1 << 20,), np.dtype(np.float32))
         assert block.array.data.mem is pool.memory and not block.array.any()
         with pytest.raises(
             MemoryError, match=r"the pool is empty.* XLA_PYTHON_CLIENT_PREALLOCATE=false .* RMM"
         ):
-            memory.new_block((100 << 20,), np.dtype(np.uint8), 2)
+            memory.new_block((100 << 20,), np.dtype(np.uint8))
         with (
             cuda.using_allocator(refuse),
             pytest.raises(MemoryError, match=r"out of memory.* torch.cuda.empty_cache"),
         ):
-            memory.new_block((100 << 20,), np.dtype(np.uint8), 2)
-        assert memory.new_block((10,), np.dtype(np.float32), 3).memory.start > block.memory.start
+            memory.new_block((100 << 20,), np.dtype(np.uint8))
+        assert memory.new_block((10,), np.dtype(np.float32)).memory.start > block.memory.start
 
 
 def test_slots_live_once(strategy, xp, root):

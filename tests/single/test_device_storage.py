@@ -75,7 +75,7 @@ def test_a_sum_that_became_too_small_is_given_back():
     for plan in plans:
         gradient = np.ones(plan.order.blocks[0].array.shape, np.float32)
         storage.update(plan, [gradient], ReduceOp.SUM, rule)
-        sums.append(weakref.ref(storage._sum))
+        sums.append(weakref.ref(plan.taken))
         assert plan.order.blocks[0].array.tolist() == (-gradient).tolist()
     gc.collect()
     assert [one() is not None for one in sums] == [False, False, True]

@@ -8,7 +8,7 @@ F4, F8 = np.dtype("f4"), np.dtype("f8")
 
 def message(sizes, dtypes, alignment=1):
     arrays = [np.empty(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True)]
-    blocks = [Block(array, array, Interval(0, 0), number) for number, array in enumerate(arrays)]
+    blocks = [Block(array, array, Interval(0, 0)) for array in arrays]
     return MessageOrder(blocks, [()] * len(blocks), alignment)
 
 

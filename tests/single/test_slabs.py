@@ -42,11 +42,9 @@ def network(memory, sizes, slots=0):
         for rows, columns in itertools.pairwise(sizes)
         for shape in ((rows, columns), (columns,))
     ]
-    made = [
-        memory.new_block(shape, np.dtype(np.float32), number) for number, shape in enumerate(shapes)
-    ]
+    made = [memory.new_block(shape, np.dtype(np.float32)) for shape in shapes]
     kinds = [
-        [memory.new_block(block.array.shape, block.array.dtype, block.number) for block in made]
+        [memory.new_block(block.array.shape, block.array.dtype) for block in made]
         for _ in range(slots)
     ]
     return made, [tuple(kind[i] for kind in kinds) for i in range(len(made))]
@@ -84,22 +82,22 @@ def test_variables_that_are_made_and_die_use_their_memory_again():
     device = Device(1 << 40)
     memory = SlabAllocator(device.allocate)
     for _ in range(100):
-        memory.new_block((MIB,), np.dtype(np.float32), 1)
+        memory.new_block((MIB,), np.dtype(np.float32))
     assert device.slabs == 1
 
 
 def test_a_slab_may_be_as_small_as_there_is_room():
     device = Device(100 * MIB)
     memory = SlabAllocator(device.allocate)
-    blocks = [memory.new_block((4 * MIB,), np.dtype(np.float32), number) for number in range(6)]
+    blocks = [memory.new_block((4 * MIB,), np.dtype(np.float32)) for number in range(6)]
     assert [block.array.nbytes for block in blocks] == [16 * MIB] * 6
     with pytest.raises(MemoryError):
-        memory.new_block((4 * MIB,), np.dtype(np.float32), 7)
+        memory.new_block((4 * MIB,), np.dtype(np.float32))
 
 
 def test_blocks_without_elements_keep_their_slab():
     memory = SlabAllocator(Device(1 << 40).allocate)
-    empty = memory.new_block((0, 3), np.dtype(np.float32), 1)
-    large = memory.new_block((200 * MIB,), np.dtype(np.float32), 2)
+    empty = memory.new_block((0, 3), np.dtype(np.float32))
+    large = memory.new_block((200 * MIB,), np.dtype(np.float32))
     assert ranges([empty, large], [(), ()]) <= 2
     assert memory.part(*empty.memory).size == 0

@@ -59,7 +59,9 @@ class Memory:
         nbytes = int(np.prod(shape)) * dtype.itemsize
         start = self._heap.allocate(nbytes, dtype.itemsize)
         array = self.part(start, start + nbytes).view(dtype).reshape(shape)
-        return Block(array, array, Interval(start, start + nbytes), self._made)
+        block = Block(array, array, Interval(start, start + nbytes))
+        block.number = self._made
+        return block
 
     def free(self, block):
         self._heap.free(block.memory.start, block.memory.size)
@@ -234,13 +236,14 @@ def test_slices_of_ranks_are_all_elements_once(variables, ranks):
     memory = SlabAllocator(lambda nbytes: np.zeros(min(nbytes, 1 << 23), np.uint8))
     blocks = []
     for number, (size, dtype, has_hole) in enumerate(variables):
-        hole = memory.new_block((700,), DTYPES[0], 0) if has_hole else None
-        blocks.append(memory.new_block((size,), dtype, number))
+        hole = memory.new_block((700,), DTYPES[0]) if has_hole else None
+        blocks.append(memory.new_block((size,), dtype))
+        blocks[-1].number = number
         del hole
     order = MessageOrder(blocks, [()] * len(blocks), ALIGNMENT)
     slots = []
     for cut in cuts_of(blocks, ranks, ALIGNMENT):
-        slot = Block(None, None, Interval(0, 0), 0)
+        slot = Block(None, None, Interval(0, 0))
         slot.cuts = cut
         slots.append([slot])
     sections = sections_of(order, slots, 0)
