@@ -52,12 +52,14 @@ class CentralDeviceStorage(DeviceStorage):
         """
         # One broadcast per dtype, for all variables: a message's latency counts more than its
         # bytes.
-        for transfer in plan.transfers:
+        for flat, parts in plan.transfers:
             if self.updates_here:
-                transfer.collect()
-            self.communicator.broadcast_flat(transfer.flat, self._root)
+                for value, part in parts:
+                    part[...] = value
+            self.communicator.broadcast_flat(flat, self._root)
             if not self.updates_here:
-                transfer.spread()
+                for value, part in parts:
+                    value[...] = part
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule

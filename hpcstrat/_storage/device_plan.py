@@ -29,17 +29,6 @@ class Transfer(NamedTuple):
     flat: Array
     parts: list[tuple[Array, Array]]
 
-    def collect(self) -> Array:
-        """Copies the variables to `flat`, where they are not in place; returns `flat`."""
-        for value, part in self.parts:
-            part[...] = value
-        return self.flat
-
-    def spread(self) -> None:
-        """Copies `flat` to the variables, where they are not in place."""
-        for value, part in self.parts:
-            value[...] = part
-
 
 @final
 class DevicePlan(Plan):

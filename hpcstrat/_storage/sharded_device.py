@@ -78,9 +78,12 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
 
     def _share(self, plan: DevicePlan) -> None:
         # Only split updates leave other ranks without new values.
-        for transfer, slices in zip(plan.transfers, plan.slices, strict=bool(plan.slices)):
-            self.communicator.all_gather_flat(transfer.collect(), slices)
-            transfer.spread()
+        for (flat, parts), slices in zip(plan.transfers, plan.slices, strict=bool(plan.slices)):
+            for value, part in parts:
+                part[...] = value
+            self.communicator.all_gather_flat(flat, slices)
+            for value, part in parts:
+                value[...] = part
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule

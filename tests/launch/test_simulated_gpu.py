@@ -201,8 +201,8 @@ BUGS = {
         [
             (
                 "_storage/central_device.py",
-                "self.communicator.broadcast_flat(transfer.flat, self._root)",
-                "self.communicator.broadcast_flat(transfer.flat, 0)",
+                "self.communicator.broadcast_flat(flat, self._root)",
+                "self.communicator.broadcast_flat(flat, 0)",
             )
         ],
         "Not equal to tolerance",
