@@ -70,8 +70,8 @@ BUGS = {
         [
             (
                 "_storage/device_memory.py",
-                "self.current = stream.current",
-                "self.current = contextlib.nullcontext",
+                "        self.current = stream.current\n",
+                "",
             )
         ],
         NOT_ORDERED,
