@@ -54,7 +54,6 @@ class Starter:
         self.ranks = []
 
     def start(self, ranks, environment):
-        assert environment["KEPT"] == str(ranks)
         memory = job_files.find(environment)
         assert memory is not None and memory.steps()[1] == 0
         self.ranks.append(ranks)
@@ -84,9 +83,7 @@ def failing(text, first=1, last=0, rank=0, state=State.FAILED):
 
 
 def run(starter, ranks=4, restarts_=3, min_ranks=None):
-    status = restarts.run(
-        starter, Policy(ranks, restarts_, min_ranks or ranks), lambda ranks: {"KEPT": str(ranks)}
-    )
+    status = restarts.run(starter, Policy(ranks, restarts_, min_ranks or ranks))
     assert not starter.starts
     return status
 

@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from internals import LaunchError, mpi, mpiexec
+from internals import LaunchError, mpi, mpiexec, python_command
 
 VERSIONS = {
     "Open MPI": "mpiexec (Open MPI) 5.0.8",
@@ -157,14 +157,14 @@ def test_what_a_rank_runs(tmp_path, monkeypatch):
         (["./tool", "x"], ["./tool", "x"]),
         (["sh", "-c", "true"], ["sh", "-c", "true"]),
     ]:
-        assert mpiexec.python_command(words, None) == command
+        assert python_command(words, None) == command
     for option in ("-m", "-c"):
-        assert mpiexec.python_command(["a.b", "-x"], option) == [python, option, "a.b", "-x"]
+        assert python_command(["a.b", "-x"], option) == [python, option, "a.b", "-x"]
     for name in ("missing.py", "no-such-program"):
         with pytest.raises(
             LaunchError, match=f"^there is no file '{name}', and no program of this name"
         ):
-            mpiexec.python_command([name], None)
+            python_command([name], None)
 
 
 def test_the_threads_of_a_core_count_once():

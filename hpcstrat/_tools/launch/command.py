@@ -7,16 +7,14 @@ import contextlib
 import os
 import re
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from hpcstrat._process import driver, launchers, worlds
+from hpcstrat._process import driver, launchers
 from hpcstrat._tools.launch import mpiexec, restarts
-from hpcstrat._tools.launch.job import Job
+from hpcstrat._tools.launch.job import Job, from_input, python_command
 from hpcstrat._tools.launch.mpiexec import LaunchError
 from hpcstrat._tools.launch.policy import Policy
 
@@ -43,63 +41,29 @@ def add_parser(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "-n",
-        type=_count,
-        metavar="N",
-        help="ranks; by default one per GPU of this host, or else per core; "
-        "in a Slurm job, the number of its tasks",
+    add, flag = parser.add_argument, {"action": "store_true"}
+    ranks = (
+        "ranks; by default one per GPU of this host, or else per core; "
+        "in a Slurm job, the number of its tasks"
     )
+    add("-n", type=_count, metavar="N", help=ranks)
     for option, what in (("-m", "a module"), ("-c", "Python code")):
-        parser.add_argument(
-            option,
-            action="store_const",
-            const=option,
-            dest="option",
-            help=f"PROGRAM is {what}, as for python {option}",
-        )
-    parser.add_argument(
-        "--bind", action="store_true", help="each rank on the cores and the memory near its GPU"
-    )
-    parser.add_argument(
-        "--share-gpu", action="store_true", help="several ranks on a GPU, inside an MPS daemon"
-    )
-    parser.add_argument(
-        "--nccl", metavar="FILE", help="with --share-gpu, preload this libnccl.so.2"
-    )
-    parser.add_argument(
-        "--tee", metavar="DIR", help="copy the whole output of each rank N to DIR/rank-N.log"
-    )
-    parser.add_argument(
-        "--prefix", action="store_true", help="start each line with its rank, as in [rank 0]"
-    )
-    parser.add_argument(
-        "--restarts",
-        type=_count,
-        default=0,
-        metavar="K",
-        help="when a rank dies, start the ranks again, K times at most; see docs/resilience.md",
-    )
-    parser.add_argument(
-        "--min-ranks",
-        type=_count,
-        metavar="M",
-        help="with --restarts, continue with as few as M ranks",
-    )
-    parser.add_argument(
-        "--mpiexec", metavar="COMMAND", help="use this mpiexec, which may be given with options"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the command line that would start the ranks"
-    )
-    parser.add_argument(
-        "program",
-        metavar="PROGRAM",
-        help="a Python file, a folder with __main__.py, an executable, or -",
-    )
-    parser.add_argument(
-        "arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own"
-    )
+        text = f"PROGRAM is {what}, as for python {option}"
+        add(option, action="store_const", const=option, dest="option", help=text)
+    add("--bind", help="each rank on the cores and the memory near its GPU", **flag)
+    add("--share-gpu", help="several ranks on a GPU, inside an MPS daemon", **flag)
+    add("--nccl", metavar="FILE", help="with --share-gpu, preload this libnccl.so.2")
+    add("--tee", metavar="DIR", help="copy the whole output of each rank N to DIR/rank-N.log")
+    add("--prefix", help="start each line with its rank, as in [rank 0]", **flag)
+    again = "when a rank dies, start the ranks again, K times at most; see docs/resilience.md"
+    add("--restarts", type=_count, default=0, metavar="K", help=again)
+    fewer = "with --restarts, continue with as few as M ranks"
+    add("--min-ranks", type=_count, metavar="M", help=fewer)
+    add("--mpiexec", metavar="COMMAND", help="use this mpiexec, which may be given with options")
+    add("--dry-run", help="print the command line that would start the ranks", **flag)
+    program = "a Python file, a folder with __main__.py, an executable, or -"
+    add("program", metavar="PROGRAM", help=program)
+    add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -114,13 +78,13 @@ def run(options: argparse.Namespace) -> int:
         if options.min_ranks is not None and options.min_ranks > ranks:
             raise LaunchError(f"--min-ranks is {options.min_ranks}, more than the {ranks} ranks")
         with _program(options) as program:
-            job, variables = _job(program, options)
+            job = Job(mpiexec.find_starter(options.mpiexec), program, options)
             if options.dry_run:
-                print(_command_line(job, ranks, variables(ranks), options))
+                print(job.command_line(ranks))
                 return 0
             with job.passing_signals_on():
                 policy = Policy(ranks, options.restarts, options.min_ranks or ranks)
-                return restarts.run(job, policy, variables)
+                return restarts.run(job, policy)
     except LaunchError as error:
         _say(str(error))
         return 2
@@ -134,67 +98,14 @@ def _program(options: argparse.Namespace) -> AbstractContextManager[list[str]]:
     """A block with the command of the program."""
     if options.program != "-" or options.option is not None:
         words = [options.program, *options.arguments]
-        return contextlib.nullcontext(mpiexec.python_command(words, options.option))
+        return contextlib.nullcontext(python_command(words, options.option))
     if options.dry_run:
         raise LaunchError(
             "--dry-run prints a command line to use later, when standard input is gone; name a file"
         )
     if sys.stdin is None:
         raise LaunchError("standard input, which the program - comes from, is closed")
-    return mpiexec.from_input(options.arguments)
-
-
-def _job(
-    program: list[str], options: argparse.Namespace
-) -> tuple[Job, Callable[[int], dict[str, str]]]:
-    """The job, and a function that returns the variables for a number of ranks."""
-    if options.bind:
-        program = mpiexec.bind(program)
-    starts = 0
-
-    def rank_command() -> list[str]:
-        nonlocal starts
-        starts += 1
-        if not (options.tee or options.prefix):
-            return program
-        return mpiexec.copy_output(program, options.tee, options.prefix, appends=starts > 1)
-
-    def around() -> AbstractContextManager[dict[str, str]]:
-        # A new MPS daemon for each start: when its ranks die, it may no longer serve others.
-        return mpiexec.mps_daemon(options.nccl) if options.share_gpu else contextlib.nullcontext({})
-
-    if mpiexec.in_allocation():
-        mpirun = _slurm_mpirun(options.mpiexec)
-        # No variables for threads: Slurm decides which cores of which node a task gets.
-        return (
-            Job(
-                lambda ranks, environment: mpiexec.allocation_command(rank_command()),
-                signal.SIGTERM,
-                (),
-                around,
-            ),
-            lambda ranks: {"SLURM_NTASKS": str(ranks)} | mpirun,
-        )
-    starter = mpiexec.find(options.mpiexec)
-
-    def command(ranks: int, environment: dict[str, str]) -> list[str]:
-        return starter.command(ranks, rank_command(), environment)
-
-    return (
-        Job(command, starter.vendor.end_signal, starter.vendor.kept, around),
-        lambda ranks: worlds.thread_variables(
-            worlds.share_of_cores([worlds.own_cores()] * ranks, 0)
-        ),
-    )
-
-
-def _command_line(
-    job: Job, ranks: int, environment: dict[str, str], options: argparse.Namespace
-) -> str:
-    words = job.command(ranks, environment)
-    if options.share_gpu:
-        words = mpiexec.share_gpus(words, options.nccl)
-    return shlex.join([*(f"{name}={value}" for name, value in environment.items()), *words])
+    return from_input(options.arguments)
 
 
 def _count(text: str) -> int:
@@ -224,16 +135,6 @@ def _default_ranks() -> int:
     each = "GPU" if gpus else "core"
     _say(f"-n {ranks}, one rank for each {each} of this host")
     return ranks
-
-
-def _slurm_mpirun(named: str | None) -> dict[str, str]:
-    """The variable that names the mpirun to start-ranks; empty without one: it then uses srun."""
-    try:
-        return {"MPIRUN": shlex.join(mpiexec.find(named).words)}
-    except LaunchError:
-        if named is not None:
-            raise
-        return {}
 
 
 def _refuse_other_launchers(options: argparse.Namespace) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping
 
 from hpcstrat._memory.segment import physical_memory, reservable
 from hpcstrat._process import guard, job_files
@@ -20,7 +19,7 @@ from hpcstrat.checkpoint._snapshot import newest_step
 _LOOK_SECONDS = 0.02
 
 
-def run(job: Job, policy: Policy, variables: Callable[[int], Mapping[str, str]]) -> int:
+def run(job: Job, policy: Policy) -> int:
     """Starts the ranks, again if the policy says so; returns the exit status of the last start.
 
     If a rank has left without telling the others, and the status is 0 nevertheless, it returns 1.
@@ -28,7 +27,6 @@ def run(job: Job, policy: Policy, variables: Callable[[int], Mapping[str, str]])
     Args:
         job: starts the ranks.
         policy: how often to restart, and with how many ranks.
-        variables: returns the variables for a number of ranks.
 
     Raises:
         LaunchError: restarts are wanted, but there is no memory that outlives the ranks.
@@ -44,10 +42,10 @@ def run(job: Job, policy: Policy, variables: Callable[[int], Mapping[str, str]])
             raise LaunchError(
                 f"--restarts: there is no memory that outlives the ranks: {error}"
             ) from None
-        return job.start(policy.ranks, dict(variables(policy.ranks)))
+        return job.start(policy.ranks, {})
 
     def start(ranks: int) -> Ended:
-        ended = _start(job, policy, memory, ranks, variables(ranks))
+        ended = _start(job, policy, memory, ranks)
         if not ended.is_done and policy.restarts:
             leftovers.end_processes(memory)
         if not ended.is_done:
@@ -87,9 +85,7 @@ def _pause(job: Job, seconds: float) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-def _start(
-    job: Job, policy: Policy, memory: JobMemory, ranks: int, environment: Mapping[str, str]
-) -> Ended:
+def _start(job: Job, policy: Policy, memory: JobMemory, ranks: int) -> Ended:
     memory.forget_ranks()
     # Another process that has taken a dead rank's number does not have the job's variable.
     job.processes = lambda: {note.process for note in memory.notes(ranks).values()}.intersection(
@@ -97,7 +93,7 @@ def _start(
     )
     watch = DeathWatch(memory, ranks)
     with watch if policy.restarts else contextlib.nullcontext():
-        status = job.start(ranks, {**environment, **memory.environment})
+        status = job.start(ranks, memory.environment)
     step, done = memory.steps()
     failure = memory.first_failure(ranks)
     first, first_seen = watch.first_deaths()
