@@ -10,7 +10,7 @@ from hpcstrat._variable.variable import Variable
 from hpcstrat.checkpoint import _on_read
 from hpcstrat.checkpoint._names import CheckpointObjects, entry_of, slot_name
 from hpcstrat.checkpoint._safetensors import Entry
-from hpcstrat.data._pass import Position
+from hpcstrat.data._resuming import Position
 from hpcstrat.optimizers._optimizer import Optimizer
 
 _MOST_NAMES = 8  # in a message

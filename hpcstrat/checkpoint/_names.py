@@ -13,7 +13,7 @@ from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.base import Storage
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.checkpoint._safetensors import Entry
-from hpcstrat.data._pass import Resumable
+from hpcstrat.data._resuming import Resumable
 from hpcstrat.metrics import Metric
 from hpcstrat.optimizers._optimizer import Optimizer, state_of_optimizer
 

@@ -1,12 +1,13 @@
-"""Checks the arguments of a dataset's methods; the messages name the call and the argument."""
+"""Checks arguments of a dataset's methods, and says what to write for names it does not have."""
 
 from __future__ import annotations
 
+import abc
 import operator
 import os
 import reprlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,11 +18,7 @@ AUTOTUNE = -1
 
 
 def whole(number: Any, call: str, argument: str) -> int:
-    """The argument as an int.
-
-    Raises:
-        TypeError: it is not an int.
-    """
+    """The argument as an int."""
     try:
         return operator.index(number)
     except TypeError:
@@ -31,12 +28,7 @@ def whole(number: Any, call: str, argument: str) -> int:
 
 
 def positive(number: Any, call: str, argument: str) -> int:
-    """The argument as an int that is at least 1.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is less than 1.
-    """
+    """The argument as an int that is at least 1."""
     number = whole(number, call, argument)
     if number < 1:
         raise ValueError(f"{call}: {argument} is {number}; it must be at least 1")
@@ -44,21 +36,12 @@ def positive(number: Any, call: str, argument: str) -> int:
 
 
 def seed_of(number: Any, call: str) -> int | None:
-    """The argument `seed`, an int or `None`.
-
-    Raises:
-        TypeError: it is neither.
-    """
+    """The argument `seed`, an int or `None`."""
     return None if number is None else whole(number, call, "seed")
 
 
 def weights_of(weights: Any, call: str, count: int) -> list[float]:
-    """The argument `weights`, one number for each of `count` datasets.
-
-    Raises:
-        TypeError: they are not numbers.
-        ValueError: their number is not `count`, a weight is negative, or all are 0.
-    """
+    """The argument `weights`: one number for each of `count` datasets."""
     array = np.asarray(weights)
     if array.ndim != 1 or array.dtype.kind not in "biuf":
         raise TypeError(
@@ -74,11 +57,7 @@ def weights_of(weights: Any, call: str, count: int) -> list[float]:
 
 
 def function_of(function: Any, call: str, argument: str) -> Callable[..., Any]:
-    """The argument, which must be callable.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """The argument, which must be callable."""
     if not callable(function):
         raise TypeError(
             f"{call}: {argument} is {type(function).__name__}; it must be a function of an element"
@@ -87,11 +66,7 @@ def function_of(function: Any, call: str, argument: str) -> Callable[..., Any]:
 
 
 def path_of(path: Any, call: str, argument: str = "path") -> str:
-    """The argument as text.
-
-    Raises:
-        TypeError: it is not a path.
-    """
+    """The argument, a path, as text."""
     text = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(text, str):
         raise TypeError(f"{call}: {argument} is {reprlib.repr(path)}; it must be a path")
@@ -106,14 +81,89 @@ def thread_count(calls: int | None, call: str) -> int:
 
 
 def refuse_arguments(call: str, **arguments: Any) -> None:
-    """Refuses arguments that only TensorFlow's file format has.
-
-    Raises:
-        NotImplementedError: an argument is not `None`.
-    """
+    """Refuses arguments that only TensorFlow's file format has."""
     for name, value in arguments.items():
         if value is not None:
             raise NotImplementedError(
                 f"{call}: {name} is {value!r}, but elements are kept as they are in memory, one "
                 "file per leaf; leave it None"
             )
+
+
+# Names that only `tf.data` has, each with the reason and with what to write instead.
+_METHODS = {
+    "apply": "it only calls a function: write function(dataset)",
+    "bucket_by_sequence_length": (
+        "its batches depend on all elements before them, so no replica could skip the elements of "
+        "others; sort by length before Dataset.from_tensor_slices, then Dataset.padded_batch and "
+        "Dataset.shuffle"
+    ),
+    "counter": "write Dataset.range(start, sys.maxsize, step)",
+    "from_sparse_tensor_slices": (
+        "there are no sparse tensors; pass arrays to Dataset.from_tensor_slices"
+    ),
+    "get_single_element": "write next(iter(dataset))",
+    "group_by_window": (
+        "its groups depend on all elements before them, so no replica could skip the elements of "
+        "others; make the groups in a generator function, and pass it to Dataset.from_generator"
+    ),
+    "ignore_errors": (
+        "an element that fails would be lost silently; catch the error in the function of "
+        "Dataset.map, and drop such elements with Dataset.filter"
+    ),
+    "ragged_batch": (
+        "there are no ragged tensors; Dataset.padded_batch fills elements up to one shape"
+    ),
+    "random": (
+        "write Dataset.range(n).map(lambda i: np.random.default_rng((seed, i)).random()), which is "
+        "the same on any number of replicas"
+    ),
+    "rejection_resample": (
+        "what it keeps depends on all elements before; draw with Dataset.sample_from_datasets from "
+        "one dataset per class"
+    ),
+    "snapshot": "write Dataset.save once, then Dataset.load",
+    "sparse_batch": (
+        "there are no sparse tensors; Dataset.padded_batch fills elements up to one shape"
+    ),
+    "take_while": (
+        "write Dataset.filter, or end a generator function and pass it to Dataset.from_generator"
+    ),
+    "unique": "call np.unique before Dataset.from_tensor_slices",
+}
+_MODULE = {
+    "FixedLengthRecordDataset": (
+        "map the file with np.memmap, and pass that to Dataset.from_tensor_slices"
+    ),
+    "TFRecordDataset": (
+        "protocol buffers need TensorFlow; write arrays with np.save once, and pass "
+        'np.load(..., mmap_mode="r") to Dataset.from_tensor_slices'
+    ),
+    "TextLineDataset": (
+        "pass a generator function, such as lambda: open(path), to Dataset.from_generator"
+    ),
+    "experimental": "its tf.data.experimental counterparts are in hpcstrat.data itself",
+}
+
+
+def missing_in_module(name: str) -> AttributeError:
+    """The error for a name that `hpcstrat.data` does not have."""
+    if name in _MODULE:
+        return AttributeError(f"hpcstrat.data.{name} does not exist: {_MODULE[name]}")
+    return AttributeError(f"module 'hpcstrat.data' has no attribute {name!r}")
+
+
+def missing_in_dataset(name: str, owner: str) -> AttributeError:
+    """The error for a name that `Dataset`, or an instance of it, does not have."""
+    if name in _METHODS:
+        return AttributeError(f"Dataset.{name} does not exist: {_METHODS[name]}")
+    return AttributeError(f"{owner} has no attribute {name!r}")
+
+
+class NamesWhatIsMissing(abc.ABCMeta):
+    """The metaclass of `Dataset`: also explains TensorFlow's static methods that are missing."""
+
+    if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
+
+        def __getattr__(cls, name: str) -> Any:
+            raise missing_in_dataset(name, f"type object {cls.__name__!r}")

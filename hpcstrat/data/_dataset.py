@@ -17,14 +17,20 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import TensorSpec
-from hpcstrat.data import _choice_ops, _combine_ops, _elements, _files, _index_ops, _sources
-from hpcstrat.data._arguments import path_of, refuse_arguments, seed_of, weights_of, whole
-from hpcstrat.data._epoch import EpochPass
-from hpcstrat.data._iterator import DatasetIterator
-from hpcstrat.data._node import UNKNOWN, Node
+from hpcstrat.data import _combining, _elements, _files, _sources
+from hpcstrat.data._arguments import (
+    NamesWhatIsMissing,
+    missing_in_dataset,
+    path_of,
+    refuse_arguments,
+    seed_of,
+    weights_of,
+    whole,
+)
+from hpcstrat.data._indexing import Annotated, options_of
+from hpcstrat.data._node import UNKNOWN, EpochPass, Node, ShuffleState
 from hpcstrat.data._options import Options
-from hpcstrat.data._pass import length
-from hpcstrat.data._refused import NamesWhatIsMissing, missing_in_dataset
+from hpcstrat.data._resuming import DatasetIterator, length
 from hpcstrat.data._transformations import TransformableDataset, check_node
 
 
@@ -154,9 +160,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         leaves, structure = nests.flatten(datasets[0] if len(datasets) == 1 else datasets)
         if not leaves:
             raise TypeError("Dataset.zip: there is no dataset; pass a nest with at least one")
-        return Dataset(
-            _combine_ops.Zip([check_node(leaf, "Dataset.zip") for leaf in leaves], structure)
-        )
+        nodes = [check_node(leaf, "Dataset.zip") for leaf in leaves]
+        return Dataset(_combining.Zip(nodes, structure))
 
     @staticmethod
     def sample_from_datasets(
@@ -191,15 +196,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
                 "numbers"
             )
         numbers = None if weights is None else weights_of(weights, call, len(nodes))
-        return Dataset(
-            _choice_ops.Sample(
-                nodes,
-                numbers,
-                seed_of(seed, call),
-                bool(rerandomize_each_iteration),
-                bool(stop_on_empty_dataset),
-            )
-        )
+        shuffle = ShuffleState(seed_of(seed, call), bool(rerandomize_each_iteration))
+        return Dataset(_combining.Sample(nodes, numbers, shuffle, bool(stop_on_empty_dataset)))
 
     @staticmethod
     def choose_from_datasets(
@@ -220,9 +218,8 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
         """
         call = "Dataset.choose_from_datasets"
         nodes = _nodes_of(datasets, call)
-        return Dataset(
-            _choice_ops.Choose(nodes, check_node(choice_dataset, call), bool(stop_on_empty_dataset))
-        )
+        choice = check_node(choice_dataset, call)
+        return Dataset(_combining.Choose(nodes, choice, bool(stop_on_empty_dataset)))
 
     @staticmethod
     def list_files(
@@ -345,11 +342,12 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
                 f"Dataset.with_options: options is {type(options).__name__}; it must be a "
                 "hpcstrat.data.Options"
             )
-        return Dataset(_index_ops.WithOptions(self._node, Options().merge(options)))
+        options = Options().merge(options)
+        return Dataset(Annotated(self._node, f"with_options({options})", options))
 
     def options(self) -> Options:
         """A copy of the options of this dataset and of the datasets it was made from."""
-        return _index_ops.options_of(self._node)
+        return options_of(self._node)
 
     def cardinality(self) -> int:
         """The number of elements; -1 if it is infinite, -2 if it is unknown."""

@@ -1,33 +1,46 @@
-"""Distributed datasets: pipelines whose elements are split between replicas."""
+"""Distributed datasets and their iterators.
+
+Ranks start a pass together, and compare every step if user code is part of the pipeline.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from typing import Any, final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, final
 
-from hpcstrat._core.call_name import call_named
+import numpy as np
+
+from hpcstrat._core import nests
+from hpcstrat._core.call_name import call_named, current_call, names_call, warn_together
+from hpcstrat._core.span import INPUT, span
+from hpcstrat._core.types import PerReplicaSpec, ReplicaMismatchError
+from hpcstrat._core.values import PerReplica
 from hpcstrat._process import settings
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
-from hpcstrat.data._dataset import Dataset
-from hpcstrat.data._iterator import DistributedIterator, Distribution
-from hpcstrat.data._node import Node
-from hpcstrat.data._options import AutoShardPolicy
-from hpcstrat.data._pass import InputCommunicator, ResumableDataset, length, start_together
-from hpcstrat.data._sources import Batches
-from hpcstrat.data._splitting import (
-    FROM_FUNCTION,
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-    Prefetcher,
-    assign_elements,
-    split_evenly,
-    split_in_order,
-)
-from hpcstrat.data._transformations import node_of
+from hpcstrat.data import _elements
+from hpcstrat.data._checksum import PipelineChecksum
+from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
+from hpcstrat.data._resuming import ResumableDataset, ResumableIterator, length
+from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 
-_DISTRIBUTE = "Strategy.experimental_distribute_dataset"
+_END = Step(None, None)
+
+
+class InputCommunicator(Protocol):
+    """The methods of a communicator that datasets use; in tests, threads can be the ranks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def raise_together(self) -> AbstractContextManager[Any]: ...
+
+    def all_gather_obj(self, obj: Any) -> list[Any]: ...
 
 
 @final
@@ -38,10 +51,22 @@ class DistributedDataset(ResumableDataset):
     dataset before you distribute it. Iterating is collective: all ranks take the same steps.
     """
 
-    def __init__(self, distribution: Distribution) -> None:
-        super().__init__(distribution.node)
-        self._distribution = distribution
+    def __init__(
+        self,
+        node: Node,
+        communicator: InputCommunicator,
+        split: Callable[[Node, EpochPass, int, int], Iterator[Step]],
+        call: str,
+        prefetcher: Prefetcher | None,
+        workers: Workers,
+    ) -> None:
+        super().__init__(node)
+        self._communicator, self._workers = communicator, workers
+        self._split = split  # returns one replica's steps of a pipeline
+        self._prefetcher = prefetcher
+        self._call = call  # the public name of the method that distributed the dataset
         self._is_compared = False
+        self._has_warned = False
 
     @property
     def element_spec(self) -> Any:
@@ -49,12 +74,34 @@ class DistributedDataset(ResumableDataset):
 
         A first dimension that may differ between replicas or steps is `None`.
         """
-        return self._distribution.element_spec()
+        spec, size, steps = self._node.spec(), self._communicator.size, self._node.cardinality()
+        if size == 1:
+            return spec
+        assigns = self._split is assign_elements
+        whole = assigns and self._workers.count == 1
+        whole = whole and (steps == INFINITE or (steps >= 0 and steps % size == 0))
+
+        def component(leaf: Any) -> PerReplicaSpec:
+            if not leaf.shape or whole:
+                return PerReplicaSpec(leaf.shape, leaf.dtype)
+            rows = leaf.shape[0]
+            share = None if assigns or rows is None or rows % size else rows // size
+            return PerReplicaSpec((share, *leaf.shape[1:]), leaf.dtype)
+
+        return nests.map_leaves(component, spec)
 
     @property
     def cardinality(self) -> int:
         """The number of steps; -1 if infinite, -2 if unknown, as with several workers' datasets."""
-        return self._distribution.cardinality()
+        count, size = self._node.cardinality(), self._communicator.size
+        if self._workers.count > 1:
+            return UNKNOWN
+        if self._split is not assign_elements or size == 1 or count < 0:
+            return count
+        steps, rest = divmod(count, size)
+        return steps + (
+            rest > 0 and all(leaf.shape for leaf in nests.flatten(self._node.spec())[0])
+        )
 
     def __len__(self) -> int:
         """The number of steps.
@@ -62,7 +109,7 @@ class DistributedDataset(ResumableDataset):
         Raises:
             TypeError: it is infinite or unknown.
         """
-        return length(self.cardinality, self._distribution.call)
+        return length(self.cardinality, self._call)
 
     def __bool__(self) -> bool:
         return True
@@ -79,195 +126,269 @@ class DistributedDataset(ResumableDataset):
             ReplicaMismatchError: the ranks' pipelines, or arrays, differ.
         """
         rounds, taken = self._next_start()
-        distribution = self._distribution
-        every = settings.is_on("HPCSTRAT_CHECK")
-        # Arrays seldom change between epochs, so their samples, which may have to be read from
-        # disk, are compared only once.
-        arrays = (
-            None
-            if self._is_compared and not every
-            else functools.partial(self._node.checksums, every)
-        )
-        with call_named(f"iterating over {distribution.call}"):
-            epoch = start_together(
-                self._node, distribution.communicator, rounds, taken, distribution.workers, arrays
-            )
+        with call_named(f"iterating over {self._call}"):
+            epoch = self._start_together(rounds, taken)
         self._is_compared = True
-        iterator = DistributedIterator(distribution, epoch, taken)
+        iterator = DistributedIterator(self, epoch, taken)
         self._note_start(iterator)
         return iterator
 
+    def _start_together(self, starts: Mapping[ShuffleState, int], taken: int) -> EpochPass:
+        """A pass in which all ranks of a worker meet the same elements in the same order.
+
+        Collective. `starts` has the rounds with which shuffles start, if not with their next.
+        """
+        node, communicator, workers = self._node, self._communicator, self._workers
+        if communicator.size == 1:
+            return EpochPass(starts)
+        with communicator.raise_together():
+            shuffles = node.shuffles()
+            pipeline = f"{node!r} with {node.cardinality()} elements" + (
+                f" after the first {taken}" if taken else ""
+            )
+            states = [
+                (seed, starts.get(shuffle, number))
+                for shuffle in shuffles
+                for seed, number in [shuffle.state()]
+            ]
+            # Arrays seldom change between epochs, so their samples, which may have to be read from
+            # disk, are compared only once.
+            every = settings.is_on("HPCSTRAT_CHECK")
+            arrays = [] if self._is_compared and not every else node.checksums(every)
+            everyones = communicator.all_gather_obj((pipeline, states, arrays))
+        pipelines, orders, contents = zip(*everyones, strict=True)
+        if any(len(set(of_worker)) > 1 for of_worker in workers.group_by_worker(pipelines)):
+            seen = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(pipelines))
+            raise ReplicaMismatchError(
+                f"{current_call()}: every rank must make the same dataset; each replica then gets "
+                f"its share. {seen}"
+            )
+        for of_worker in workers.group_by_worker(list(enumerate(contents))):
+            _require_equal_arrays(of_worker)
+        # All take the seeds and rounds of the worker's first rank: shuffles without a seed may
+        # differ, and a rank may have iterated on its own.
+        rounds = {}
+        for shuffle, (seed, number) in zip(shuffles, orders[workers.peers[0]], strict=True):
+            shuffle.seed = seed
+            rounds[shuffle] = number
+        return EpochPass(rounds)
+
     def __repr__(self) -> str:
-        return f"{self._distribution.call}({self._node!r})"
+        return f"{self._call}({self._node!r})"
 
 
-def distribute_dataset(
-    dataset: Any,
-    communicator: InputCommunicator,
-    options: InputOptions | None,
-    prefetcher: Prefetcher | None = None,
-) -> DistributedDataset:
-    """Splits each batch of `dataset` between the replicas.
+def _require_equal_arrays(of_worker: Sequence[tuple[int, list[tuple[str, int]]]]) -> None:
+    """Compares the checksums of a worker's ranks, given as pairs of a rank and its arrays'."""
+    ranks, contents = zip(*of_worker, strict=True)
+    for checksums in zip(*contents, strict=True):
+        if len(set(checksums)) > 1:
+            seen = ", ".join(
+                f"rank {rank} {checksum:08x}"
+                for rank, (_, checksum) in zip(ranks, checksums, strict=True)
+            )
+            raise ReplicaMismatchError(
+                f"{current_call()}: the ranks have different arrays in {checksums[0][0]}, with "
+                f"checksums {seen}. Every rank must have the same data in the same order; each "
+                "replica then gets its share. Draw, shuffle and split with a seed that all ranks "
+                "share, such as np.random.default_rng(0) or train_test_split(..., random_state=0), "
+                "or send rank 0's arrays to all: hs.broadcast_object(arrays)"
+            )
 
-    Of a batch of b elements, replica r of N gets the next `b // N + (1 if r < b % N else 0)`;
-    replicas without elements get arrays whose first dimension is 0. With `AutoShardPolicy.OFF` in
-    the dataset's options, a short batch instead fills the replicas in order, each up to its share
-    of a full batch, as in TensorFlow.
 
-    Args:
-        dataset: a `Dataset` batched by the global batch size; or a re-iterable object, or a
-            generator function, that yields batches: nests of arrays with equal first dimensions,
-            the same on every rank.
-        communicator: the replicas.
-        options: see `InputOptions`.
-        prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for no moves.
+@final
+class DistributedIterator(ResumableIterator):
+    """One iteration over a `DistributedDataset`."""
 
-    Raises:
-        NotImplementedError: `options` asks for one dataset per replica.
-        TypeError: `dataset` cannot be iterated over again, or is an array or a nest; or `options`
-            is not an `InputOptions`.
-        ValueError: `dataset` is not batched, or options contradict each other.
-    """
-    options = _check_options(options, _DISTRIBUTE)
-    node = _node_of(dataset, _DISTRIBUTE)
-    # Also with one replica: a program that works on one rank must not fail on two.
-    if not node.batch_sizes:
-        raise ValueError(
-            f"{_DISTRIBUTE}: the dataset {node!r} is not batched, but only batches are split "
-            "between replicas; call Dataset.batch(global_batch_size) on it first, or "
-            ".unbatch().batch(global_batch_size) if its elements have several rows each. (Pass a "
-            "generator function that yields batches as it is, without Dataset.from_generator)"
+    def __init__(self, dataset: DistributedDataset, epoch: EpochPass, taken: int) -> None:
+        self._dataset = dataset
+        self._call = f"iterating over {dataset._call}"
+        self._communicator, self._workers = dataset._communicator, dataset._workers
+        self._rank, self._size = self._communicator.rank, self._communicator.size
+        self._assigns = dataset._split is assign_elements
+        super().__init__(dataset._node, epoch, taken)
+
+    def _elements_of(self, node: Node) -> Iterator[Step]:
+        dataset, peers = self._dataset, self._workers.peers
+        # Without user code, all ranks of a worker walk the same keys and need no exchange. Several
+        # workers have separate pipelines, which may end at different steps.
+        self._compares = self._size > 1 and (self._node.user_code or self._workers.count > 1)
+        self._epoch.checksum = PipelineChecksum(
+            self._compares, every=settings.is_on("HPCSTRAT_CHECK")
         )
-    evenly = not _is_off(dataset) if options.even_batches is None else options.even_batches
-    split = split_evenly if evenly else split_in_order
-    workers = Workers((0,) * communicator.size, communicator.rank)
-    return DistributedDataset(
-        Distribution(node, communicator, split, _DISTRIBUTE, prefetcher, workers)
-    )
+        self._number = 0
+        steps = dataset._split(node, self._epoch, peers.index(self._rank), len(peers))
+        prefetcher = dataset._prefetcher
+        return self._ahead(steps) if prefetcher is None else prefetcher(steps)
 
+    @property
+    def element_spec(self) -> Any:
+        """As `DistributedDataset.element_spec`."""
+        return self._dataset.element_spec
 
-def distribute_from_function(
-    dataset_fn: Callable[[InputContext], Any],
-    communicator: InputCommunicator,
-    options: InputOptions | None,
-    prefetcher: Prefetcher | None = None,
-    workers: Workers | None = None,
-    takes_per_replica: bool = False,
-) -> DistributedDataset:
-    """Assigns the elements of the dataset that `dataset_fn` makes to the replicas in turn.
+    def __iter__(self) -> DistributedIterator:
+        return self
 
-    In step t, replica r of N gets element `t * N + r`. If the elements end within a step, replicas
-    without an element get arrays whose first dimension is 0; if elements have no dimensions, the
-    step is left out, with a warning. Each worker has its own pipeline for its own replicas; a
-    worker whose elements have ended gets empty arrays until all workers' elements have ended.
+    @span(INPUT, "next batch")
+    def __next__(self) -> Any:
+        """The next step: a nest of `PerReplica`, or of arrays if there is one replica.
 
-    Args:
-        dataset_fn: called once on each rank, with an `InputContext`; returns a dataset as
-            `distribute_dataset` takes it, batched by the size for one replica.
-        communicator: the replicas.
-        options: see `InputOptions`.
-        prefetcher: moves the arrays of steps, perhaps ahead of their use; `None` for no moves.
-        workers: the workers, each with its own pipeline; one worker by default.
-        takes_per_replica: whether `options` may ask for one pipeline per replica, as if each
-            replica were a worker.
+        Collective. It communicates only if user code is part of the pipeline.
 
-    Raises:
-        NotImplementedError: `options` asks for one pipeline per replica, and may not.
-        TypeError: `dataset_fn` is not a function, or does not return a dataset; or `options` is not
-            an `InputOptions`.
-        ValueError: options contradict each other.
-    """
-    options = _check_options(options, FROM_FUNCTION, takes_per_replica)
-    if not callable(dataset_fn):
-        raise TypeError(
-            f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of "
-            f"an InputContext that returns a Dataset. Pass a dataset itself to {_DISTRIBUTE}"
+        Raises:
+            ValueError: called inside a replica function.
+            ReplicaMismatchError: the ranks' pipelines have different elements, or different numbers
+                of them.
+            Exception: whatever a function of the pipeline raised on any rank. The next call returns
+                the next step.
+        """
+        if type(contexts.current.get()) is InReplica:
+            raise ValueError(
+                f"{self._call}: next was called inside a replica function, but a step is for all "
+                "replicas; call it outside, and pass the result: strategy.run(fn, "
+                "args=(next(iterator),))"
+            )
+        step = self._compare_step() if self._compares else next(self._elements, _END)
+        total, value, _, error, is_scarce = step
+        if total is None and error is None:
+            self._end()
+            raise StopIteration
+        assert self._taken is not None
+        # Positions count elements of the pipeline: one per step, or as many as the replicas got.
+        self._taken += (total or 0) if self._assigns else 1
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del step, value, error  # the traceback keeps this frame alive, and thus the batch
+        if is_scarce and not self._dataset._has_warned:
+            self._warn(total)
+        rank, size = self._rank, self._size
+        if size == 1:
+            return value
+        # The most common nests need no flattening: an array, and a tuple of arrays.
+        if type(value) is np.ndarray:
+            return PerReplica(value, rank, size)
+        if type(value) is tuple:
+            parts = []
+            for array in value:
+                if type(array) is not np.ndarray:
+                    break
+                parts.append(PerReplica(array, rank, size))
+            else:
+                return tuple(parts)
+        leaves, structure = nests.flatten(value)
+        return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
+
+    def _end(self) -> None:
+        """Ends the pass, at the same step on all ranks."""
+        super()._end()
+        self._compares = False
+
+    @names_call(lambda self: self._call)
+    def _compare_step(self) -> Step:
+        """The next step, after all ranks have checked that theirs are the same. Collective."""
+        try:
+            with self._communicator.raise_together():
+                step = next(self._elements, _END)
+                # One exchange covers everything that can differ. Without it, a rank whose generator
+                # ends early would leave the other ranks waiting in a collective of the step.
+                own = (
+                    step.total,
+                    step.checksum,
+                    step.error is not None,
+                    step.is_scarce,
+                    self._kinds(step.value),
+                )
+                everyones = self._communicator.all_gather_obj(own)
+        except BaseException:
+            self._end()
+            raise
+        number = self._number
+        self._number += 1
+        totals, checksums, failed, scarce, kinds = zip(*everyones, strict=True)
+        if any(failed):
+            return step._replace(error=self._error_of_all(step.error))
+        if seen := self._differences(totals):
+            raise ReplicaMismatchError(
+                f"{self._call}: the ranks have different numbers of elements in step {number}: "
+                f"{seen}. Every rank's generator, functions and files must give the same elements; "
+                "each replica then gets its share"
+            )
+        if seen := self._differences(checksums):
+            raise ReplicaMismatchError(
+                f"{self._call}: the ranks have different elements up to step {number}, with "
+                f"checksums {seen}. {self._node} must give the same elements in the same order on "
+                "every rank; each replica then gets its share. Give shuffles a seed that all ranks "
+                "share: DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0)), "
+                "or torch.manual_seed(0) before each epoch. Do not use a DistributedSampler: every "
+                "batch is split between the replicas anyway"
+            )
+        if kinds.count(kinds[0]) < len(kinds):  # no replica alone has seen all rows of the batch
+            return step._replace(error=_elements.mismatch_error(kinds))
+        if None in totals and any(total is not None for total in totals):
+            empty = self._empty()
+            return (step if step.total is not None else empty)._replace(is_scarce=True)
+        return step._replace(is_scarce=True) if any(scarce) else step
+
+    def _kinds(self, value: Any) -> tuple[Any, ...] | None:
+        """What all parts of a batch must share; `None` if parts were not loaded separately."""
+        if value is None or self._assigns or self._node.rows is None:
+            return None
+        return _elements.kinds_of_rows(value)
+
+    def _error_of_all(self, error: Exception | None) -> Exception | None:
+        """The error of this step: this rank's own, or that of the first rank that has one.
+
+        Collective.
+        """
+        try:
+            with self._communicator.raise_together():
+                if error is not None:
+                    raise error
+                self._communicator.all_gather_obj(None)
+        except Exception as raised:
+            return raised
+
+    def _warn(self, total: int | None) -> None:
+        """Warns, once per dataset, that some replicas have no elements in a step."""
+        self._dataset._has_warned = True
+        size = self._communicator.size
+        if self._assigns:
+            what = "some replicas have no elements in a step"
+            remedy = "make the number of batches a multiple of the number of replicas"
+        else:
+            what = f"some of {size} replicas have no elements of a batch of {total}"
+            remedy = "drop the batch: batch(..., drop_remainder=True)"
+            if total and total >= size:
+                remedy += ", or do without AutoShardPolicy.OFF"
+        warn_together(
+            f"{self._call}: {what}, and a mean over no elements is nan; divide sums by the global "
+            f"batch size, or {remedy}",
+            UserWarning,
+            is_lead=self._communicator.rank == 0,
         )
-    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-        workers = Workers(tuple(range(communicator.size)), communicator.rank)
-    workers = workers or Workers((0,) * communicator.size, communicator.rank)
-    dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
-    node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
-    return DistributedDataset(
-        Distribution(node, communicator, assign_elements, FROM_FUNCTION, prefetcher, workers)
-    )
 
-
-def check_sharding(dataset: Dataset) -> None:
-    """Checks that the options of a dataset let several workers share it.
-
-    Raises:
-        ValueError: its `auto_shard_policy` is `OFF`.
-    """
-    if _is_off(dataset):
-        raise ValueError(
-            f"{_DISTRIBUTE}: the dataset's auto_shard_policy is OFF, so each worker would take all "
-            "its elements, but batches are always split between all replicas; leave it AUTO, or "
-            f"give each worker its own dataset with {FROM_FUNCTION}"
+    def _differences(self, values: Sequence[int | None]) -> str:
+        """The values as text, and ends the iteration, if they differ within a worker; else ""."""
+        if all(len(set(of_worker)) == 1 for of_worker in self._workers.group_by_worker(values)):
+            return ""
+        self._end()
+        return ", ".join(
+            f"rank {rank} {'none' if n is None else n}" for rank, n in enumerate(values)
         )
 
-
-def _is_off(dataset: Any) -> bool:
-    if not isinstance(dataset, Dataset):
-        return False
-    return dataset.options().experimental_distribute.auto_shard_policy == AutoShardPolicy.OFF
-
-
-def _check_options(
-    options: InputOptions | None, call: str, takes_per_replica: bool = False
-) -> InputOptions:
-    if options is None:
-        return InputOptions()
-    if not isinstance(options, InputOptions):
-        raise TypeError(
-            f"{call}: options is {type(options).__name__}; it must be an InputOptions or None"
+    def _empty(self) -> Step:
+        """The step of a worker whose elements have ended before another worker's."""
+        spec = self._node.spec()
+        if any(not leaf.shape for leaf in nests.flatten(spec)[0]):
+            self._end()
+            raise ValueError(
+                f"{self._call}: one worker's elements end before another's, and elements without "
+                "dimensions have no empty form; batch the dataset"
+            )
+        value = nests.map_leaves(
+            lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec
         )
-    per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-    if per_replica and not takes_per_replica:
-        raise NotImplementedError(
-            f"{call}: experimental_replication_mode is PER_REPLICA, which only "
-            "MirroredStrategy.distribute_datasets_from_function accepts, as in TensorFlow; pass "
-            "PER_WORKER: one pipeline then feeds all replicas of a worker"
-        )
-    if options.experimental_place_dataset_on_device and not per_replica:
-        raise ValueError(
-            f"{call}: experimental_place_dataset_on_device is True, which needs "
-            "experimental_replication_mode=PER_REPLICA; leave it False. "
-            "experimental_fetch_to_device=True copies batches ahead"
-        )
-    if options.experimental_place_dataset_on_device and options.experimental_fetch_to_device:
-        raise ValueError(
-            f"{call}: experimental_place_dataset_on_device and experimental_fetch_to_device are "
-            "both True; pass only one: each copies batches to the device"
-        )
-    return options
-
-
-def _node_of(dataset: Any, call: str) -> Node:
-    if isinstance(dataset, Dataset):
-        return node_of(dataset)
-    kind = type(dataset).__name__
-    if isinstance(dataset, (str, bytes, tuple, dict)) or hasattr(dataset, "__array__"):
-        raise TypeError(
-            f"{call}: {kind} is not a dataset; make one with "
-            "Dataset.from_tensor_slices(...).batch(global_batch_size), or pass a list of batches"
-        )
-    if isinstance(getattr(dataset, "__self__", None), Dataset):
-        raise TypeError(
-            f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass its result"
-        )
-    if isinstance(dataset, DistributedDataset):
-        raise TypeError(
-            f"{call}: the dataset is already distributed; pass the Dataset it was made from"
-        )
-    if isinstance(dataset, Iterator):
-        raise TypeError(
-            f"{call}: {kind} can be iterated over only once; pass the generator function itself "
-            "(`f`, not `f()`), a list or a Dataset"
-        )
-    if not (hasattr(dataset, "__iter__") or callable(dataset)):
-        raise TypeError(
-            f"{call}: {kind} is not a dataset; pass a Dataset, a generator function or an iterable "
-            "of batches"
-        )
-    return Batches(dataset)
+        prefetcher = self._dataset._prefetcher
+        step = Step(0, value)
+        return step if prefetcher is None else next(prefetcher(iter([step])))

@@ -1,4 +1,4 @@
-"""The nodes of a pipeline, and the items that flow through them.
+"""The nodes of a pipeline, the items that flow through them, and a pass with its random orders.
 
 Items say which element comes when; elements are made from them only where they are needed. The
 pipeline `range(6).shuffle(6).batch(2)` on two replicas:
@@ -16,28 +16,159 @@ from __future__ import annotations
 import abc
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hpcstrat._core import nests
+from hpcstrat._process import worlds
 from hpcstrat.data import _elements
-from hpcstrat.data._epoch import EpochPass, ShuffleState
+from hpcstrat.data._checksum import PipelineChecksum
 
 INFINITE = -1
 UNKNOWN = -2
 
 Keys: TypeAlias = npt.NDArray[np.int64]
 Chunk: TypeAlias = Any
-"""Consecutive items of a stream: `Keys` of shape `(n, width)`, one row per item, or n objects.
+"""Consecutive items: `Keys` of shape `(n, width)`, one row per item, or a list of n objects.
 
-The n Python objects are in a list. If they are arrays of the same shape, there may be one stacked
-array instead: batches of keys are a view of the keys.
+If the objects are arrays of one shape, there may be one stacked array instead: batches of keys are
+a view of the keys.
 """
 
 _BYTES_AHEAD = 1 << 20
+_drawn = itertools.count()  # counts the unseeded shuffles that drew a seed in this process
+
+
+class ShuffleState:
+    """The seed of one shuffle and its round, from which each order is derived.
+
+    An order depends only on (seed, round), so ranks that agree on these two numbers need not
+    exchange orders, and a checkpoint that saves them can replay an order.
+
+    Attributes:
+        seed: the seed of all rounds; `None` until an unseeded shuffle first needs it.
+        next_round: the round with which the next pass starts.
+        reshuffle: whether rounds differ.
+        own_seed: the seed that the user gave, or `None`.
+    """
+
+    __slots__ = ("next_round", "own_seed", "reshuffle", "seed")
+
+    def __init__(self, seed: int | None, reshuffle: bool) -> None:
+        self.seed = self.own_seed = None if seed is None else seed % 2**64
+        self.next_round: int = 0
+        self.reshuffle: bool = reshuffle
+
+    def state(self) -> tuple[int, int]:
+        """The seed, drawn now if there is none yet, and the next round: both define the order."""
+        if self.seed is None:
+            self.seed = _fresh_seed()
+        return self.seed, self.next_round
+
+
+def _fresh_seed() -> int:
+    """A seed for a shuffle without one.
+
+    All ranks have the same `World.seed`, so ranks that draw in the same order draw the same seeds
+    without communicating inside a lazy pipeline.
+    """
+    world = worlds.find()
+    if world is None or world.size == 1:
+        return int.from_bytes(os.urandom(7), "little")
+    return int(np.random.SeedSequence([world.seed, next(_drawn)]).generate_state(1, np.uint64)[0])
+
+
+class EpochPass:
+    """One pass over a pipeline.
+
+    Every pass, and every round of a `repeat` within it, takes the next round of each shuffle that
+    it meets.
+
+    Args:
+        rounds: the round with which each shuffle starts; a shuffle that is not listed continues
+            after its last pass.
+        frozen: whether every shuffle starts with its first round instead, and its count of rounds
+            does not change.
+        salt: numbers from which orders without a seed derive; for a pass over a dataset that a
+            function of the pipeline makes, whose shuffles are unknown to other ranks and to a
+            program that resumes.
+        place: numbers from which, with its seed, an order with a seed derives in such a dataset:
+            the round of the pipeline's pass and the position of the dataset in it, the same in
+            every program.
+
+    Attributes:
+        checksum: the checksum of the elements that user code yields in this pass.
+        reached: for each shuffle that it has met, the round with which the next pass starts.
+        runs_ahead: whether these rounds count only after `commit`, because the pass runs ahead of
+            the elements that are asked for.
+    """
+
+    def __init__(
+        self,
+        rounds: Mapping[ShuffleState, int] | None = None,
+        *,
+        frozen: bool = False,
+        salt: tuple[int, ...] | None = None,
+        place: tuple[int, ...] = (),
+    ) -> None:
+        self._rounds = dict(rounds or {})
+        self._first = dict(self._rounds)
+        self._frozen, self._salt, self._place = frozen, salt, place
+        self.reached: Mapping[ShuffleState, int] = {}
+        self.runs_ahead: bool = False
+        self.checksum: PipelineChecksum = PipelineChecksum()
+
+    def frozen(self) -> EpochPass:
+        """A pass that meets the same orders each time, for a cache."""
+        other = EpochPass(frozen=True, salt=self._salt, place=self._place)
+        other.checksum = self.checksum
+        return other
+
+    def inner_passes(self, shuffle: ShuffleState) -> Iterator[EpochPass]:
+        """Passes over the datasets that a function makes, in a round of the node's own shuffle."""
+        salt = int(self.generator(shuffle).integers(2**63))
+        place = *self._place, self._rounds[shuffle] - 1  # `generator` has counted this round
+        for number in itertools.count():
+            inner = EpochPass(salt=(salt, number), place=(*place, number))
+            inner.checksum = self.checksum
+            yield inner
+
+    def first_round(self, shuffle: ShuffleState) -> int:
+        """The round of a shuffle with which this pass started, or will start."""
+        return self._first.get(shuffle, shuffle.next_round)
+
+    def commit(self, reached: Mapping[ShuffleState, int]) -> None:
+        """Makes the next pass start with these rounds."""
+        for shuffle, number in reached.items():
+            # Of two simultaneous passes, the slower must not set the count back.
+            shuffle.next_round = max(shuffle.next_round, number)
+
+    def generator(self, shuffle: ShuffleState) -> np.random.Generator:
+        """The random numbers for the next round of a shuffle."""
+        if self._salt is not None:
+            number = self._rounds.setdefault(shuffle, 0)
+            self._rounds[shuffle] = number + 1
+            # Two shuffles without a seed have different orders; two with the same seed have the
+            # same order, as elsewhere.
+            if shuffle.own_seed is None:
+                own, within = [0, list(self._rounds).index(shuffle)], self._salt
+            else:
+                own, within = [shuffle.own_seed], self._place
+            return np.random.default_rng([*own, *within, number] if shuffle.reshuffle else own)
+        seed, next_round = shuffle.state()
+        number = self._rounds.get(shuffle, 0 if self._frozen else next_round)
+        self._rounds[shuffle] = number + 1
+        self._first.setdefault(shuffle, number)
+        if not self._frozen:
+            # A new dict, because another thread may hold the old one.
+            self.reached = {**self.reached, shuffle: number + 1}
+            if not self.runs_ahead:
+                self.commit(self.reached)
+        return np.random.default_rng([seed, number if shuffle.reshuffle else 0])
 
 
 class Node(abc.ABC):
@@ -51,11 +182,8 @@ class Node(abc.ABC):
     their defaults; the constructor of a subclass calls it, then sets the facts that differ. Do not
     set them in the body of a class, where the defaults would hide them.
 
-    Args:
-        *inputs: the nodes that this node reads.
-
     Attributes:
-        inputs: the same nodes.
+        inputs: the nodes that this node reads.
         width: the number of int64 columns of an item if the stream consists of `Keys`; `None`, the
             default, if items may be any objects. With a width and without user code, `fetch` must
             take an empty chunk, too.
@@ -97,9 +225,9 @@ class Node(abc.ABC):
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         """One pass: the items in order, in chunks of any length (short ones if it is infinite)."""
 
-    @abc.abstractmethod
     def load(self, item: Any) -> Any:
-        """The element of an item; safe to write to."""
+        """The element of an item, safe to write to; by default, the item is the element."""
+        return unwrap(item)
 
     def fetch(self, chunk: Chunk) -> Any:
         """The elements of a chunk, stacked: a nest of new arrays of shape `(len(chunk), ...)`."""
@@ -133,12 +261,16 @@ class Node(abc.ABC):
             for start in range(0, len(chunk), ahead):
                 yield from _elements.unstack(self.fetch(chunk[start : start + ahead]))
 
+    def _rows_ahead(self, chunk: Keys) -> int:
+        """How many elements make about a megabyte, to fetch at once."""
+        leaves, _ = nests.flatten(self.fetch(chunk[:0]))
+        size = sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves)
+        return max(1, min(1024, _BYTES_AHEAD // max(1, size)))
+
     def shuffles(self) -> list[ShuffleState]:
-        """The shuffles of this node and of all before it, in a fixed order, each once."""
-        shuffles: dict[ShuffleState, None] = {}
-        for node in self.inputs:
-            shuffles.update(dict.fromkeys(node.shuffles()))
-        return [*shuffles, *self.own_shuffles()]
+        """The shuffles of all nodes before this one, then its own, each once."""
+        shuffles = [shuffle for node in self.inputs for shuffle in node.shuffles()]
+        return [*dict.fromkeys(shuffles), *self.own_shuffles()]
 
     def own_shuffles(self) -> Sequence[ShuffleState]:
         """The shuffles of this node itself."""
@@ -147,12 +279,6 @@ class Node(abc.ABC):
     def checksums(self, every: bool) -> list[tuple[str, int]]:
         """The description and checksum of each source of arrays: of samples, or all if `every`."""
         return [checksum for node in self.inputs for checksum in node.checksums(every)]
-
-    def _rows_ahead(self, chunk: Keys) -> int:
-        """How many elements make about a megabyte, to fetch at once."""
-        leaves, _ = nests.flatten(self.fetch(chunk[:0]))
-        size = sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves)
-        return max(1, min(1024, _BYTES_AHEAD // max(1, size)))
 
 
 class Transformation(Node):
@@ -192,9 +318,6 @@ class FailedElement:
 
     A generator that raises is finished. So an exception travels through streams and buffers as a
     value: it is raised in its turn, and the elements after it are not lost.
-
-    Attributes:
-        error: the exception.
     """
 
     __slots__ = ("error",)

@@ -1,8 +1,10 @@
-"""Options of datasets, with the attributes of `tf.data.Options`."""
+"""The options of datasets, as in `tf.data.Options`, and of their distribution."""
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import warnings
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 
@@ -119,3 +121,78 @@ _GROUPS: dict[str, dict[str, Any]] = {
     ),
     "threading": dict.fromkeys(("max_intra_op_parallelism", "private_threadpool_size")),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class InputContext:
+    """Tells a function that makes a dataset which replicas get its elements.
+
+    Attributes:
+        num_input_pipelines: the number of pipelines that feed the replicas: one per worker.
+        input_pipeline_id: the index of this pipeline.
+        num_replicas_in_sync: the total number of replicas of all workers.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """The size of each replica's batch.
+
+        Raises:
+            ValueError: `global_batch_size` is not a multiple of the number of replicas.
+        """
+        share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise ValueError(
+                "InputContext.get_per_replica_batch_size: global_batch_size is "
+                f"{global_batch_size}, not a multiple of {self.num_replicas_in_sync}, the number "
+                f"of replicas; pass a multiple, such as {(share + 1) * self.num_replicas_in_sync}"
+            )
+        return share
+
+
+class InputReplicationMode(enum.Enum):
+    """Whether a function that makes a dataset is called once per worker or once per replica."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclasses.dataclass(frozen=True)
+class InputOptions:
+    """How a dataset is distributed.
+
+    Attributes:
+        experimental_fetch_to_device: whether batches are copied to the replicas' devices before
+            they are used; `None` means `True`.
+        experimental_replication_mode: `InputReplicationMode.PER_WORKER`; or `PER_REPLICA`, as in
+            TensorFlow only with `MirroredStrategy.distribute_datasets_from_function`.
+        experimental_place_dataset_on_device: `True` only with `PER_REPLICA` and without
+            `experimental_fetch_to_device`. Pipelines run on the host anyway, and batches are copied
+            to the device.
+        experimental_per_replica_buffer_size: the number of batches that are copied ahead, in
+            addition to the next batch.
+        even_batches: deprecated: `True` is the default behaviour, which splits every batch evenly;
+            instead of `False`, set `AutoShardPolicy.OFF` in the dataset's options.
+    """
+
+    experimental_fetch_to_device: bool | None = None
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+    even_batches: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.experimental_fetch_to_device is None:
+            object.__setattr__(self, "experimental_fetch_to_device", True)
+        if self.even_batches is not None:
+            off = ", and set AutoShardPolicy.OFF in the options of the dataset"
+            remedy = "" if self.even_batches else off
+            warnings.warn(
+                f"InputOptions: even_batches is {self.even_batches}, but every batch is split "
+                f"evenly now; leave it out{remedy}",
+                DeprecationWarning,
+                stacklevel=3,
+            )

@@ -1,4 +1,4 @@
-"""The sources of elements: ranges, arrays, generators, and iterables of other libraries."""
+"""The sources of elements: ranges, arrays in memory or files, generators, and other iterables."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 import numpy as np
+import numpy.typing as npt
 
 from hpcstrat._core import nests
+from hpcstrat._core.arrays import as_array, is_stored
 from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import of_arrays
-from hpcstrat.data._epoch import EpochPass
-from hpcstrat.data._node import UNKNOWN, Chunk, Keys, Node, only_row
-from hpcstrat.data._stored_array import StoredArray, as_rows
+from hpcstrat.data._node import UNKNOWN, Chunk, EpochPass, Node, only_row
 
 _CHUNK = 1 << 16  # keys (half a megabyte), so that a dataset of any length starts immediately
 _FEW = 32  # elements that ranks compare: a single element may be equal by chance
-
-
-def _positions(size: int) -> Iterator[Keys]:
-    for start in range(0, size, _CHUNK):
-        yield np.arange(start, min(size, start + _CHUNK), dtype=np.int64)[:, np.newaxis]
 
 
 class Indexed(Node):
@@ -33,7 +28,9 @@ class Indexed(Node):
         self.width, self.user_code = 1, False
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        return _positions(self.cardinality())
+        size = self.cardinality()
+        for start in range(0, size, _CHUNK):
+            yield np.arange(start, min(size, start + _CHUNK), dtype=np.int64)[:, np.newaxis]
 
     def load(self, item: Any) -> Any:
         return only_row(self.fetch(item[np.newaxis]))
@@ -58,9 +55,8 @@ class Integers(Indexed):
         return len(self._numbers)
 
     def fetch(self, chunk: Chunk) -> Any:
-        return (chunk[:, 0] * self._numbers.step + self._numbers.start).astype(
-            self._dtype, copy=False
-        )
+        numbers = chunk[:, 0] * self._numbers.step + self._numbers.start
+        return numbers.astype(self._dtype, copy=False)
 
 
 @final
@@ -81,12 +77,8 @@ class Tensors(Indexed):
         return 1
 
     def checksums(self, every: bool) -> list[tuple[str, int]]:
-        return [
-            (
-                repr(self),
-                of_arrays([np.atleast_1d(leaf) for leaf in nests.flatten(self._element)[0]], every),
-            )
-        ]
+        arrays = [np.atleast_1d(leaf) for leaf in nests.flatten(self._element)[0]]
+        return [(repr(self), of_arrays(arrays, every))]
 
     def fetch(self, chunk: Chunk) -> Any:
         return nests.map_leaves(
@@ -103,14 +95,13 @@ class Slices(Indexed):
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
-        self._leaves, self._structure = nests.flatten(_elements.as_element(tensors, as_rows))
+        self._leaves, self._structure = nests.flatten(_elements.as_element(tensors, _as_rows))
         # Reading a file may fail on a single rank, so steps are compared as if it ran user code.
         self.user_code = any(isinstance(leaf, StoredArray) for leaf in self._leaves)
         self._size = _elements.leading_size(self._leaves)
         # This runs for each batch, and the structure itself takes four times as long as `tuple`.
-        is_tuple = self._structure.type is tuple and self._structure.num_nodes == 1 + len(
-            self._leaves
-        )
+        is_flat = self._structure.num_nodes == 1 + len(self._leaves)
+        is_tuple = is_flat and self._structure.type is tuple
         self._nested: Callable[[list[Any]], Any] = tuple if is_tuple else self._structure.unflatten
 
     def __repr__(self) -> str:
@@ -135,23 +126,78 @@ class Slices(Indexed):
         rows, size = chunk[:, 0], len(chunk)
         # Without a shuffle, the rows are consecutive: a slice is then a single copy, or a single
         # sequential read of a file.
-        if (
-            size
-            and rows[-1] - rows[0] == size - 1
-            and np.count_nonzero(rows[1:] > rows[:-1]) == size - 1
-        ):
-            run = slice(int(rows[0]), int(rows[0]) + size)
-            return self._nested([leaf[run].copy() for leaf in self._leaves])
+        if size and rows[-1] - rows[0] == size - 1:
+            if np.count_nonzero(rows[1:] > rows[:-1]) == size - 1:
+                run = slice(int(rows[0]), int(rows[0]) + size)
+                return self._nested([leaf[run].copy() for leaf in self._leaves])
         return self._nested([leaf.take(rows, 0) for leaf in self._leaves])
+
+
+@final
+class StoredArray:
+    """An array in a file (h5py, zarr, netCDF4), whose rows are read when they are needed.
+
+    It is indexed only by slices, which all libraries support. Its dtype is that of the arrays that
+    are read, which can differ from that of the file.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self.shape: tuple[int, ...] = tuple(source.shape)
+        try:
+            empty = source[0:0]
+        except TypeError as error:
+            raise TypeError(_elements.describe_non_numeric(source)) from error
+        self.dtype: np.dtype[Any] = as_array("Dataset", empty, on_gpu=False).dtype
+        if self.dtype == object:
+            raise TypeError(_elements.describe_non_numeric(source))
+
+    def __getitem__(self, rows: slice) -> npt.NDArray[Any]:
+        """Consecutive rows, in one read."""
+        return self._read((rows.start, rows.stop))
+
+    def take(self, rows: npt.NDArray[np.int64], axis: int) -> npt.NDArray[Any]:
+        """Rows in any order; each row is read once, and neighbours are read together."""
+        assert axis == 0
+        wanted, places = np.unique(rows, return_inverse=True)
+        runs = np.split(wanted, np.flatnonzero(np.diff(wanted) > 1) + 1)
+        parts = [
+            self._read((int(run[0]), int(run[-1]) + 1) if len(run) else (0, 0)) for run in runs
+        ]
+        return np.concatenate(parts).take(places, 0)
+
+    def elements(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+        """Single elements, by their positions in the flattened array, with one read each."""
+        places = zip(
+            *[axis.tolist() for axis in np.unravel_index(positions, self.shape)], strict=True
+        )
+        parts = [self._read(*[(i, i + 1) for i in place]).reshape(1) for place in places]
+        return np.concatenate([np.empty(0, self.dtype), *parts])
+
+    def _read(self, *bounds: tuple[int, int]) -> npt.NDArray[Any]:
+        slices = tuple([slice(*bound) for bound in bounds])
+        array = as_array(
+            "Dataset", self._source[slices[0] if len(slices) == 1 else slices], on_gpu=False
+        )
+        expected = *[stop - start for start, stop in bounds], *self.shape[len(bounds) :]
+        if array.shape != expected:
+            raise ValueError(
+                f"Dataset.from_tensor_slices: a {type(self._source).__name__} of shape "
+                f"{self.shape} returned an array of shape {array.shape} for the indices {slices}; "
+                "it must not change while the dataset is used"
+            )
+        return array
+
+
+def _as_rows(value: Any) -> Any:
+    """`value` as an array whose rows are elements: as `as_leaf`, but a stored array stays put."""
+    return StoredArray(value) if is_stored(value) else _elements.as_leaf(value)
 
 
 class _Produced(Node):
     """A source whose elements come from user code, one by one.
 
-    An item is the element itself.
-
-    Args:
-        compared: the number of elements at the start of a pass that the ranks compare.
+    The ranks compare the first `compared` elements of a pass.
     """
 
     def __init__(self, compared: int) -> None:
@@ -171,9 +217,6 @@ class _Produced(Node):
                 epoch.checksum.add(element)
             yield [element]
 
-    def load(self, item: Any) -> Any:
-        return item
-
 
 @final
 class Generated(_Produced):
@@ -182,9 +225,9 @@ class Generated(_Produced):
     def __init__(
         self,
         generator: Callable[..., Iterable[Any]],
-        args: tuple[Any, ...],
-        types: Any,
-        signature: Any,
+        args: tuple[Any, ...] = (),
+        types: Any = None,
+        signature: Any = None,
     ) -> None:
         super().__init__(_FEW)
         self._generator = generator
@@ -207,17 +250,13 @@ class Generated(_Produced):
         )
 
     def _produce(self) -> Iterator[Any]:
+        convert = _own_element
         if self._signature is not None:
-            convert = _converter(
-                [(spec.dtype, spec.shape) for spec in nests.flatten(self._signature)[0]],
-                self._signature,
-            )
+            specs, _ = nests.flatten(self._signature)
+            convert = _converter([(spec.dtype, spec.shape) for spec in specs], self._signature)
         elif self._types is not None:
-            convert = _converter(
-                [(dtype, None) for dtype in nests.flatten(self._types)[0]], self._types
-            )
-        else:
-            convert = _own_element
+            dtypes, _ = nests.flatten(self._types)
+            convert = _converter([(dtype, None) for dtype in dtypes], self._types)
         for value in self._generator(*self._args):
             yield convert(value)
 

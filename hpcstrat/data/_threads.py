@@ -16,8 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 from hpcstrat._process import driver
-from hpcstrat.data._epoch import EpochPass
-from hpcstrat.data._node import FailedElement, unwrap, with_failures
+from hpcstrat.data._node import EpochPass, FailedElement, unwrap, with_failures
 
 Submit: TypeAlias = Callable[..., "Future[Any]"]
 """Runs a call in a thread."""

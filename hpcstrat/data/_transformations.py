@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat.data import _batch_ops, _combine_ops, _element_ops, _elements, _index_ops, _sources
+from hpcstrat.data import _batching, _combining, _elements, _indexing, _mapping, _sources
 from hpcstrat.data._arguments import AUTOTUNE, function_of, positive, seed_of, thread_count, whole
-from hpcstrat.data._interleave import Interleave
-from hpcstrat.data._merge_ops import Concatenate
 from hpcstrat.data._node import INFINITE, UNKNOWN, Node
-from hpcstrat.data._pass import ResumableDataset
+from hpcstrat.data._resuming import ResumableDataset
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,7 +42,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
                 shape or dtype.
         """
         size = positive(batch_size, "Dataset.batch", "batch_size")
-        return type(self)(_batch_ops.Batch(self._node, (size,), bool(drop_remainder)))
+        return type(self)(_batching.Batch(self._node, (size,), bool(drop_remainder)))
 
     def padded_batch(
         self,
@@ -72,10 +70,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             TypeError: while iterating: a padding value cannot be converted to the leaf's dtype.
         """
         size = positive(batch_size, "Dataset.padded_batch", "batch_size")
-        node = _batch_ops.PaddedBatch(
-            self._node, size, padded_shapes, padding_values, bool(drop_remainder)
-        )
-        return type(self)(node)
+        padding = padded_shapes, padding_values
+        return type(self)(_batching.Batch(self._node, (size,), bool(drop_remainder), padding))
 
     def rebatch(self, batch_size: int | Sequence[int], drop_remainder: bool = False) -> Self:
         """The rows of the batches, in batches of another size: `unbatch`, then `batch`.
@@ -91,8 +87,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         sizes = tuple([positive(size, "Dataset.rebatch", "batch_size") for size in sizes])
         if not sizes:
             raise ValueError("Dataset.rebatch: batch_size has no sizes; pass one or more")
-        rows = _batch_ops.Unbatch(self._node)
-        return type(self)(_batch_ops.Batch(rows, sizes, bool(drop_remainder)))
+        rows = _batching.Unbatch(self._node)
+        return type(self)(_batching.Batch(rows, sizes, bool(drop_remainder)))
 
     def unbatch(self) -> Self:
         """The rows of the elements: arrays of shape `(n, ...)` become n elements of shape `(...)`.
@@ -102,7 +98,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         Raises:
             ValueError: while iterating: a leaf has no dimensions, or first dimensions differ.
         """
-        return type(self)(_batch_ops.Unbatch(self._node))
+        return type(self)(_batching.Unbatch(self._node))
 
     def window(
         self, size: int, shift: int | None = None, stride: int = 1, drop_remainder: bool = False
@@ -125,9 +121,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         size = positive(size, "Dataset.window", "size")
         shift = size if shift is None else positive(shift, "Dataset.window", "shift")
         stride = positive(stride, "Dataset.window", "stride")
-        return type(self)(
-            _batch_ops.Window(self._node, size, shift, stride, bool(drop_remainder), type(self))
-        )
+        drops = bool(drop_remainder)
+        return type(self)(_batching.Window(self._node, size, shift, stride, drops, type(self)))
 
     def shard(self, num_shards: int, index: int) -> Self:
         """Every `num_shards`-th element, starting at `index`.
@@ -141,7 +136,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             raise ValueError(
                 f"{call}: index is {index}; it must be in [0, {num_shards}), below num_shards"
             )
-        return type(self)(_index_ops.DatasetShard(self._node, num_shards, index))
+        text = f"shard({num_shards}, {index})"
+        return type(self)(_indexing.Slice(self._node, text, index, step=num_shards))
 
     def repeat(self, count: int | None = None) -> Self:
         """All elements, `count` times; without end if `count` is `None` or negative.
@@ -150,7 +146,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         the first round has none.
         """
         count = -1 if count is None else max(-1, whole(count, "Dataset.repeat", "count"))
-        return type(self)(_index_ops.Repeat(self._node, count))
+        return type(self)(_indexing.Repeat(self._node, count))
 
     def shuffle(
         self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True
@@ -181,9 +177,8 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
                 "but the dataset is infinite; give a size, or shuffle before Dataset.repeat"
             )
         seed = seed_of(seed, "Dataset.shuffle")
-        return type(self)(
-            _index_ops.Shuffle(self._node, buffer_size, seed, bool(reshuffle_each_iteration))
-        )
+        reshuffle = bool(reshuffle_each_iteration)
+        return type(self)(_indexing.Shuffle(self._node, buffer_size, seed, reshuffle))
 
     def map(
         self,
@@ -209,7 +204,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         """
         function = function_of(map_func, "Dataset.map", "map_func")
         threads = thread_count(num_parallel_calls, "Dataset.map") or 1
-        return type(self)(_element_ops.Map(self._node, function, threads, type(self)))
+        return type(self)(_mapping.Map(self._node, function, threads, type(self)))
 
     def flat_map(self, map_func: Callable[..., TransformableDataset]) -> Self:
         """The elements of the datasets that `map_func` makes, one dataset after the other.
@@ -226,7 +221,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             TypeError: while iterating: `map_func` did not return a `Dataset`.
         """
         function, name = self._maker(map_func, "Dataset.flat_map")
-        return type(self)(Interleave(self._node, f"flat_map({name})", function, 1, 1, 0))
+        return type(self)(_mapping.Interleave(self._node, f"flat_map({name})", function))
 
     def interleave(
         self,
@@ -253,15 +248,12 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         """
         call = "Dataset.interleave"
         function, name = self._maker(map_func, call)
-        cycle = (
-            _CYCLE_LENGTH
-            if cycle_length in (None, AUTOTUNE)
-            else positive(cycle_length, call, "cycle_length")
-        )
+        cycle = _CYCLE_LENGTH if cycle_length in (None, AUTOTUNE) else cycle_length
+        cycle = positive(cycle, call, "cycle_length")
         block = positive(block_length, call, "block_length")
         threads = thread_count(num_parallel_calls, call)
         text = f"interleave({name}, {cycle}, {block})"
-        return type(self)(Interleave(self._node, text, function, cycle, block, threads))
+        return type(self)(_mapping.Interleave(self._node, text, function, cycle, block, threads))
 
     @staticmethod
     def _maker(
@@ -271,7 +263,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
         function = function_of(map_func, call, "map_func")
 
         def make(element: Any) -> Node:
-            made = _element_ops.call_on(function, element, call, "map_func")
+            made = _mapping.call_on(function, element, call, "map_func")
             if not isinstance(made, TransformableDataset):
                 raise TypeError(
                     f"{call}: map_func returned {type(made).__name__}; it must return a Dataset. "
@@ -295,7 +287,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             ValueError: while iterating: the structure of the state changed.
         """
         function = function_of(scan_func, "Dataset.scan", "scan_func")
-        return type(self)(_element_ops.Scan(self._node, initial_state, function))
+        return type(self)(_mapping.Scan(self._node, initial_state, function))
 
     def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
         """Combines all elements into one. Not collective: each rank that calls it loads them all.
@@ -313,20 +305,24 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
             ValueError: the structure of the state changed.
         """
         function = function_of(reduce_func, "Dataset.reduce", "reduce_func")
-        return _element_ops.reduce(self._node, initial_state, function)
+        return _mapping.reduce(self._node, initial_state, function)
 
     def filter(self, predicate: Callable[..., Any]) -> Self:
         """The elements for which `predicate` is true. Every rank loads all elements."""
         function = function_of(predicate, "Dataset.filter", "predicate")
-        return type(self)(_element_ops.Filter(self._node, function))
+        return type(self)(_mapping.Filter(self._node, function))
 
     def take(self, count: int) -> Self:
         """The first `count` elements; all if there are fewer, or if `count` is negative."""
-        return type(self)(_index_ops.Take(self._node, whole(count, "Dataset.take", "count")))
+        count = whole(count, "Dataset.take", "count")
+        stop = count if count >= 0 else None
+        return type(self)(_indexing.Slice(self._node, f"take({count})", stop=stop))
 
     def skip(self, count: int) -> Self:
         """The elements after the first `count`; none if `count` is negative."""
-        return type(self)(_index_ops.Skip(self._node, whole(count, "Dataset.skip", "count")))
+        count = whole(count, "Dataset.skip", "count")
+        stop = None if count >= 0 else 0
+        return type(self)(_indexing.Slice(self._node, f"skip({count})", max(0, count), stop))
 
     def concatenate(self, dataset: Self) -> Self:
         """The elements, then those of `dataset`.
@@ -336,12 +332,14 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
                 number of dimensions; strings may differ in length. If functions or generators make
                 elements, it is raised while iterating, when each rank makes each dataset's first.
         """
-        return type(self)(Concatenate(self._node, check_node(dataset, "Dataset.concatenate")))
+        return type(self)(
+            _combining.Concatenate(self._node, check_node(dataset, "Dataset.concatenate"))
+        )
 
     def enumerate(self, start: int = 0) -> Self:
         """Pairs of a count, an int64 scalar that starts at `start`, and the element."""
         start = whole(start, "Dataset.enumerate", "start")
-        return type(self)(_combine_ops.Enumerate(self._node, start))
+        return type(self)(_combining.Enumerate(self._node, start))
 
     def cache(self, filename: str = "") -> Self:
         """Keeps the order, and in memory the results of functions, generators and reads.
@@ -357,7 +355,7 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
                 f"Dataset.cache: filename is {filename!r}, but results are kept in memory; to keep "
                 "them in files, call Dataset.save once, then Dataset.load"
             )
-        return type(self)(_element_ops.cache(self._node))
+        return type(self)(_indexing.cache(self._node))
 
     def prefetch(self, buffer_size: int | None) -> Self:
         """The same elements; as the last transformation, it has a thread prepare them ahead.
@@ -378,7 +376,9 @@ class TransformableDataset(ResumableDataset, _elements.DatasetLeaf):
                 f"Dataset.prefetch: buffer_size is {buffer_size}; it must be at least 0, or "
                 "AUTOTUNE, which is -1"
             )
-        return type(self)(_index_ops.Prefetch(self._node, buffer_size))
+        ahead = _indexing.PREFETCHED if buffer_size < 0 else buffer_size
+        text = f"prefetch({buffer_size})"
+        return type(self)(_indexing.Annotated(self._node, text, prefetched=ahead))
 
 
 def node_of(dataset: TransformableDataset) -> Node:

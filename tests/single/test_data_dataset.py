@@ -11,7 +11,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from internals import _epoch, _node, distribute_dataset
+from internals import _node, distribute_dataset
 from thread_ranks import on_ranks
 
 import hpcstrat as hs
@@ -914,7 +914,7 @@ def test_a_shuffle_over_many_chunks_is_a_permutation():
 
 def test_unseeded_shuffles_draw_one_seed_each(monkeypatch):
     drawn = []
-    monkeypatch.setattr(_epoch, "_fresh_seed", lambda: drawn.append(len(drawn)) or len(drawn))
+    monkeypatch.setattr(_node, "_fresh_seed", lambda: drawn.append(len(drawn)) or len(drawn))
     dataset = Dataset.range(20).shuffle(20).shuffle(5)
     assert drawn == []
     orders = [items(dataset) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Nodes that select or reorder elements without touching them: take, skip, repeat, shuffle ..."""
+"""Nodes that select or reorder elements without touching them, and the cache that keeps them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,28 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._memory.intervals import divide_up
-from hpcstrat.data._epoch import EpochPass, ShuffleState
-from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, Keys, Node, Transformation, join
+from hpcstrat._process import settings
+from hpcstrat.data import _elements
+from hpcstrat.data._checksum import PipelineChecksum
+from hpcstrat.data._node import (
+    INFINITE,
+    UNKNOWN,
+    Chunk,
+    EpochPass,
+    FailedElement,
+    Keys,
+    Node,
+    ShuffleState,
+    Transformation,
+    join,
+    unwrap,
+    with_failures,
+)
 from hpcstrat.data._options import Options
 from hpcstrat.data._sources import Indexed
 from hpcstrat.data._threads import map_in_threads
 
-_PREFETCHED = 2  # elements, if the program leaves the number to the library
+PREFETCHED = 2  # elements, if the program leaves the number to the library
 _EMPTY_ROUNDS = 10_000  # in a row; after these, a generator counts as exhausted
 
 
@@ -40,101 +55,41 @@ class Choosing(Transformation):
     def elements(self, epoch: EpochPass) -> Iterator[Any]:
         if self.threads < 2:
             return super().elements(epoch)
-        return map_in_threads(
-            self.load, itertools.chain.from_iterable(self.chunks(epoch)), self.threads
-        )
+        items = itertools.chain.from_iterable(self.chunks(epoch))
+        return map_in_threads(self.load, items, self.threads)
+
+
+@final
+class Slice(Choosing):
+    """The elements in a slice of the input's: take, skip, shard."""
+
+    def __init__(
+        self, source: Node, call: str, start: int = 0, stop: int | None = None, step: int = 1
+    ) -> None:
+        super().__init__(source, call)
+        self._start, self._stop, self._step = start, stop, step
 
     def cardinality(self) -> int:
-        size = self._source.cardinality()
-        if size == INFINITE:
-            return self._infinite()
-        return size if size == UNKNOWN else self._count_chosen(size)
-
-    def _count_chosen(self, size: int) -> int:
-        """The number of elements chosen from `size`; all by default."""
-        return size
-
-    def _infinite(self) -> int:
-        """The number of elements chosen from infinitely many."""
-        return INFINITE
-
-
-@final
-class Take(Choosing):
-    """The first `count` elements; all if `count` is negative."""
-
-    def __init__(self, source: Node, count: int) -> None:
-        super().__init__(source, f"take({count})")
-        self._count = count
-
-    def _count_chosen(self, size: int) -> int:
-        return size if self._count < 0 else min(size, self._count)
-
-    def _infinite(self) -> int:
-        return INFINITE if self._count < 0 else self._count
+        size = super().cardinality()
+        if size == UNKNOWN or (size == INFINITE and self._stop is None):
+            return size
+        stops = [stop for stop in (size, self._stop) if stop is not None and stop != INFINITE]
+        return max(0, divide_up(min(stops) - self._start, self._step))
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        if self._count < 0:
-            yield from self._source.chunks(epoch)
+        start, stop = self._start, self._stop  # counted from the first item of the chunk
+        if stop == 0:
             return
-        left = self._count
-        if left == 0:
-            return
-        # It ends with the last element and does not ask for the next: that may run user code, or
-        # never return.
         for chunk in self._source.chunks(epoch):
-            yield chunk[:left]
-            left -= min(left, len(chunk))
-            if left == 0:
-                return
-
-
-@final
-class Skip(Choosing):
-    """All but the first `count` elements; none if `count` is negative."""
-
-    def __init__(self, source: Node, count: int) -> None:
-        super().__init__(source, f"skip({count})")
-        self._count = count
-
-    def _count_chosen(self, size: int) -> int:
-        return 0 if self._count < 0 else max(0, size - self._count)
-
-    def _infinite(self) -> int:
-        return 0 if self._count < 0 else INFINITE
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        if self._count < 0:
-            return
-        left = self._count
-        for chunk in self._source.chunks(epoch):
-            if left < len(chunk):
-                yield chunk[left:]
-            left -= min(left, len(chunk))
-
-
-@final
-class DatasetShard(Choosing):
-    """Every `num_shards`-th element, starting at `index`."""
-
-    def __init__(self, source: Node, num_shards: int, index: int) -> None:
-        super().__init__(source, f"shard({num_shards}, {index})")
-        self._num_shards = num_shards
-        self._index = index
-
-    def _count_chosen(self, size: int) -> int:
-        return max(0, divide_up(size - self._index, self._num_shards))
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        ahead = self._index
-        for chunk in self._source.chunks(epoch):
-            if ahead < len(chunk):
-                yield chunk[ahead :: self._num_shards]
-            ahead = (
-                (ahead - len(chunk)) % self._num_shards
-                if ahead < len(chunk)
-                else ahead - len(chunk)
-            )
+            size = len(chunk)
+            if start < size:
+                yield chunk[start : stop : self._step]
+            start = start - size if start >= size else (start - size) % self._step
+            if stop is not None:
+                stop -= size
+                # Asking for an item after the last may run user code, or never return.
+                if stop <= 0:
+                    return
 
 
 @final
@@ -149,10 +104,9 @@ class Repeat(Choosing):
         size = self._source.cardinality()
         if size == 0 or self._count == 0:
             return 0
-        return INFINITE if self._count < 0 else super().cardinality()
-
-    def _count_chosen(self, size: int) -> int:
-        return size * self._count
+        if self._count < 0:
+            return INFINITE
+        return size if size < 0 else size * self._count
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         done = given = empty = 0
@@ -184,26 +138,18 @@ class Repeat(Choosing):
 
 
 @final
-class Prefetch(Choosing):
-    """All elements; as a pipeline's last node, prepared by a thread (see `prefetch` in `_pass`)."""
+class Annotated(Choosing):
+    """All elements, with the user's options, or a number of elements to prefetch.
 
-    def __init__(self, source: Node, buffer_size: int) -> None:
-        super().__init__(source, f"prefetch({buffer_size})")
+    Saved positions do not include it.
+    """
+
+    def __init__(
+        self, source: Node, call: str, options: Options | None = None, prefetched: int = 0
+    ) -> None:
+        super().__init__(source, call)
         self.inputs_per_element = 1
-        self.size: int = _PREFETCHED if buffer_size < 0 else buffer_size
-
-    def elements(self, epoch: EpochPass) -> Iterator[Any]:
-        return self._source.elements(epoch)
-
-
-@final
-class WithOptions(Choosing):
-    """All elements, with the user's options, which saved positions do not include."""
-
-    def __init__(self, source: Node, options: Options) -> None:
-        super().__init__(source, f"with_options({options})")
-        self.inputs_per_element = 1
-        self.options: Options = options
+        self.options, self.prefetched = options, prefetched
 
     def elements(self, epoch: EpochPass) -> Iterator[Any]:
         return self._source.elements(epoch)
@@ -214,7 +160,16 @@ def options_of(node: Node) -> Options:
     options = Options()
     for source in node.inputs:
         options = options.merge(options_of(source))
-    return options.merge(node.options) if isinstance(node, WithOptions) else options
+    if isinstance(node, Annotated) and node.options is not None:
+        return options.merge(node.options)
+    return options
+
+
+def prefetched_at_end(node: Node) -> int:
+    """How many elements a thread prepares ahead, because the pipeline ends with `prefetch`."""
+    while isinstance(node, Annotated) and node.options is not None:
+        (node,) = node.inputs
+    return node.prefetched if isinstance(node, Annotated) else 0
 
 
 @final
@@ -312,3 +267,77 @@ def _exchange(size: int, steps: int, random: np.random.Generator) -> tuple[Keys,
     # If a slot was drawn several times, the last assignment counts, as it should.
     staying[slots] = np.arange(size, size + steps)
     return leaving, staying
+
+
+def cache(source: Node) -> Node:
+    """The node that keeps the results of `source`.
+
+    It stores no order: an order is a function of seed and round, so walking it again gives the same
+    order. Without user code it stores nothing at all: the arrays are in memory already.
+    """
+    if not source.user_code:
+        return _SameOrder(source)
+    return _ByPosition(source) if source.width is None else _ByKey(source)
+
+
+class _SameOrder(Choosing):
+    """Keeps the order alone."""
+
+    def __init__(self, source: Node) -> None:
+        super().__init__(source, "cache()")
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        return self._source.chunks(epoch.frozen())
+
+
+@final
+class _ByKey(_SameOrder):
+    """Keeps each element when it is first loaded, so each replica keeps only its own."""
+
+    def __init__(self, source: Node) -> None:
+        super().__init__(source)
+        self._kept: dict[bytes, Any] = {}
+
+    def load(self, item: Any) -> Any:
+        return _elements.copy_of(self._keep(item))
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return _elements.stack([self._keep(item) for item in chunk])
+
+    def _keep(self, item: Any) -> Any:
+        key = item.tobytes()
+        if key not in self._kept:
+            self._kept[key] = self._source.load(item)
+        return self._kept[key]
+
+
+@final
+class _ByPosition(_SameOrder):
+    """Keeps the elements of the first pass that ends without a failed element."""
+
+    def __init__(self, source: Node) -> None:
+        super().__init__(source)
+        self.rows = None  # items are elements here, not the chunks of a batch
+        # Each element, and the checksum of what user code had yielded by then.
+        self._kept: list[tuple[Any, int]] | None = None
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        for element, checksum in self._first_pass(epoch) if self._kept is None else self._kept:
+            epoch.checksum.add_text(f"{checksum}")
+            yield [element]
+
+    def _first_pass(self, epoch: EpochPass) -> Iterator[tuple[Any, int]]:
+        inner, kept = epoch.frozen(), []
+        # On, because passes of all ranks may come later, some of them of kept elements.
+        inner.checksum = PipelineChecksum(True, every=settings.is_on("HPCSTRAT_CHECK"))
+        for element in with_failures(self._source.elements(inner)):
+            kept.append((element, inner.checksum.value))
+            yield kept[-1]
+        if not any(isinstance(element, FailedElement) for element, _ in kept):
+            self._kept = kept
+
+    def load(self, item: Any) -> Any:
+        return _elements.copy_of(unwrap(item))  # the caller may write to it
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return _elements.stack([unwrap(item) for item in chunk])
