@@ -14,8 +14,7 @@ from typing import NamedTuple
 from hpcstrat._process.output import ipython_shell
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-# Their functions replace Python's own.
-_STREAMS = tuple(_PACKAGE + path for path in ("_process/output.py", "_process/error_gate.py"))
+_STREAMS = _PACKAGE + "_process/output.py"  # stands in for Python's own
 _LONGEST = (400, 150, 40, 0)  # characters of a text in a status: the first that fits
 
 LIMIT = 2000
@@ -96,10 +95,10 @@ def user_frame_in_call(thread: int) -> str | None:
     innermost = frame = sys._current_frames().get(thread)
     while frame is not None:
         path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if path.startswith(_PACKAGE) and path not in _STREAMS:
+        if path.startswith(_PACKAGE) and path != _STREAMS:
             return None if name == "_run" else _location_of(innermost)
         # The program's own code is innermost: the thread computes, and is in no call.
-        if not path.startswith((*_STREAMS, *_installed_paths())):
+        if not path.startswith((_STREAMS, *_installed_paths())):
             return None
         frame = frame.f_back  # a function that the program, or the library, has called
     return None

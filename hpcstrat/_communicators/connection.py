@@ -217,7 +217,6 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
 
     if os.getpid() != process:  # a forked child does not leave in its parent's place
         return
-    failure.show_hidden_errors()  # before the others, which may wait for this rank, end the job
     if communicator.watchdog is not None:
         communicator.watchdog.leave()
     if not MPI.Is_finalized():  # by the program itself

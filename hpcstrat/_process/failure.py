@@ -13,25 +13,26 @@
 | yet connected             | exits with that status              |                               |
 | `sys.exit(1)`, later      | shows hidden text, tells the        | their next call ends the job: |
 |                           | launcher, and leaves                | "left the program before"     |
-| `os._exit(1)`             | shows hidden text                   | killed by the launcher        |
+| `raise SystemExit(1)`     | leaves                              | the same; before they are     |
+|                           |                                     | connected, a time-out         |
+| `os._exit(1)`             | nothing                             | killed by the launcher        |
 | crash in C                | Python prints the lines of all      | killed by the launcher        |
 |                           | threads                             |                               |
 | the launcher is gone      | says so, cleans up, and exits       | each does the same            |
 | error only logged; thread | shows the text, and continues       | nothing                       |
 | fails before they connect |                                     |                               |
 
-`install_at_import` and `install_when_connected` install every hook of the library, also those of
-output, in an order that matters: a hook calls the one that it found.
-
-Python calls our `sys.excepthook`. It captures the text of the previous hook, and writes it in one
-piece (`reports.say`). Then it calls `MPI.Abort` or `os._exit`, which shows what is still hidden.
+What the library changes in a process for this, all of it here and in `output.py`, is listed in
+docs/one_program.md. Where it replaces a hook, the hook that was there still prints.
 """
 
 from __future__ import annotations
 
 import atexit
+import builtins
 import contextlib
 import faulthandler
+import functools
 import os
 import sys
 import threading
@@ -40,26 +41,17 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hpcstrat._process import guard, job_files, launchers, mpi, output, reports
-from hpcstrat._process.error_gate import ErrorGate
-from hpcstrat._process.exits import ExitWatch
+from hpcstrat._process import guard, job_files, launchers, output, reports
 from hpcstrat._process.job_end import JobEnd
 from hpcstrat._process.job_files import JobMemory, State
 
 # Seconds that a rank waits, so that the cause of its exception is reported first.
 _CONSEQUENCE_DELAY = 1.0
-# Seconds that the other ranks wait, so that an error of all ranks is reported by rank 0 alone.
+# Seconds that the other ranks give rank 0.
 _LEAD_DELAY = 0.3
 
-_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_ThreadHook = Callable[[threading.ExceptHookArgs], object]
-
 _job = JobEnd()
-_exits = ExitWatch()
-_error_gate = ErrorGate()
-
-
-# ---- the hooks, in the order of their installation
+_latest_hook: Callable[..., object] | None = None
 
 
 def install_at_import() -> None:
@@ -74,21 +66,17 @@ def install_at_import() -> None:
         return
     # First the end of all ranks, so that an error of what follows, here or in a later import, ends
     # them: they wait in the start of MPI, or soon will.
-    if not _job.process and not launchers.is_child():
+    if not launchers.is_child():
         _tell_launcher(lambda memory: memory.note_rank(launcher.rank))
         if not launcher.alone:
             _job.set_rank(launcher.rank)
-            _job.install_hook(_hook_that_ends_all_ranks)
-            _exits.watch(_repeat_end_after_exit)
-            atexit.register(_end_after_exit)
-        elif job_files.find() is not None:
-            sys.excepthook = _hook_that_tells_launcher(sys.excepthook)
-    # Then `sys.stdout`, and on ranks that hide output `Thread.start`; where `sys.stderr` is hidden
-    # too, its `write`, logging and `os._exit`.
+        if not launcher.alone or job_files.find() is not None:
+            _install_hook()
+        if not launcher.alone:
+            sys.exit = _Leave(sys.exit)
+            for name in {"exit", "quit"} & vars(builtins).keys():  # the site's
+                setattr(builtins, name, _Leave(getattr(builtins, name)))
     output.install()
-    if not launcher.alone and _error_gate.install():
-        # The last registered runs first: before `_end_after_exit`, whose report has the text.
-        atexit.register(show_hidden_errors)
 
 
 def install_when_connected(rank: int, MPI: Any) -> None:
@@ -96,13 +84,12 @@ def install_when_connected(rank: int, MPI: Any) -> None:
 
     From now on an uncaught exception, in any thread, ends all ranks.
     """
-    # Again, if the program has set its own since: existing hooks do the printing, so a debugger's
-    # or a pretty printer's still works.
-    _job.install_hook(_hook_that_ends_all_ranks)
+    if sys.excepthook is not _latest_hook:  # the program has set its own since
+        _install_hook()
     _job.set_rank(rank, MPI)
     _tell_launcher(lambda memory: memory.note_connected(rank))
     # Python survives a failed thread. Other ranks would hang: they wait for that thread's calls.
-    threading.excepthook = _thread_hook_that_ends_all_ranks(threading.excepthook)
+    threading.excepthook = functools.partial(_end_after_thread, threading.excepthook)
     # A segmentation fault prints Python's traceback, unless the user has arranged that.
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError):  # closed
@@ -113,54 +100,54 @@ def install_when_connected(rank: int, MPI: Any) -> None:
 # ---- uncaught exceptions
 
 
-def _hook_that_ends_all_ranks(previous: _Hook) -> _Hook:
+def _install_hook() -> None:
+    global _latest_hook
+    previous = sys.excepthook
+
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        show = functools.partial(previous, kind, error, trace)
+        if _latest_hook is hook and _job.can_end_others():
+            _end_after(error, show)
+            return
         # A later hook of ours calls this one, or there is nothing to end.
-        if _job.hook is not hook or not _job.can_end_others():
-            with reports.reporting():
-                previous(kind, error, trace)
-            return
-        # A Ctrl-C comes to all ranks; before they are connected, rank 0 cannot end the others
-        # before they speak.
-        if isinstance(error, KeyboardInterrupt) and _job.rank > 0 and not _job.is_connected:
-            shown = reports.summarize(error)
-        else:
-            shown = reports.capture(lambda: previous(kind, error, trace), error)
-        text = _take_hidden_errors(error) + shown
-        _job.meet_others(text)
-        _wait_for_cause(error)
+        if not _job.process:
+            _tell_launcher_of(error)
+        with reports.reporting():
+            show()
+
+    sys.excepthook = _latest_hook = hook
+
+
+def _end_after_thread(
+    previous: Callable[[threading.ExceptHookArgs], object], arguments: threading.ExceptHookArgs
+) -> None:
+    show = functools.partial(previous, arguments)
+    if arguments.exc_type is not SystemExit and _job.can_end_others():
+        _end_after(arguments.exc_value, show)
+        return
+    with reports.reporting():
+        show()
+
+
+def _end_after(error: BaseException | None, show: Callable[[], object]) -> None:
+    """Ends all ranks after this uncaught exception, which `show` prints."""
+    # A Ctrl-C comes to all ranks; before they are connected, rank 0 cannot end the others before
+    # they speak.
+    if isinstance(error, KeyboardInterrupt) and _job.rank > 0 and _job.mpi is None:
+        shown = reports.summarize(error)
+    else:
+        shown = reports.capture(show, error)
+    is_consequence = _is_consequence(error)
+    text = ("" if is_consequence else output.take_hidden_errors()) + shown
+    _job.meet_others(text)
+    if is_consequence:
+        time.sleep(_CONSEQUENCE_DELAY)
+    _let_rank_0_speak()
+    if not is_consequence:
         _tell_launcher_of(error)
-        reports.say(text)
-        if _job.reaches_others():
-            _job.abort(1)
-
-    return hook
-
-
-def _thread_hook_that_ends_all_ranks(previous: _ThreadHook) -> _ThreadHook:
-    def hook(arguments: threading.ExceptHookArgs) -> None:
-        error = arguments.exc_value
-        if arguments.exc_type is SystemExit or not _job.can_end_others():
-            with reports.reporting():
-                previous(arguments)
-            return
-        _wait_for_cause(error)
-        _tell_launcher_of(error)
-        hidden = _take_hidden_errors(error)
-        reports.say(hidden + reports.capture(lambda: previous(arguments), error))
+    reports.say(text)
+    if _job.reaches_others():
         _job.abort(1)
-
-    return hook
-
-
-def _hook_that_tells_launcher(previous: _Hook) -> _Hook:
-    """The hook of a rank alone, which ends no others."""
-
-    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        _tell_launcher_of(error)
-        previous(kind, error, trace)
-
-    return hook
 
 
 def mark_as_consequence(error: BaseException) -> None:
@@ -175,59 +162,70 @@ def _is_consequence(error: BaseException | None) -> bool:
     )
 
 
-def _wait_for_cause(error: BaseException | None) -> None:
-    if _is_consequence(error):
-        time.sleep(_CONSEQUENCE_DELAY)
+# ---- sys.exit, for which Python calls no hook
+
+
+class _Exit(SystemExit):
+    """A `SystemExit` that notices when it ends the program."""
+
+    @property
+    def code(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The status."""
+        status = super().code
+        # Python itself asks, and no line of the program: nothing has caught it.
+        if sys._getframe().f_back is None and status is not None and status != 0:
+            # Registered last it runs first: before mpi4py's own end, which would wait for others.
+            atexit.register(_end_after_exit, status)
+        return status
+
+
+class _Leave:
+    """`sys.exit`, `exit` or `quit`, which from the main thread raises `_Exit`."""
+
+    def __init__(self, leave: Callable[..., object]) -> None:
+        self._leave = leave
+        functools.update_wrapper(self, leave)
+
+    def __repr__(self) -> str:  # which the prompt shows for `exit`
+        return repr(self._leave)
+
+    def __call__(self, code: Any = None) -> NoReturn:
+        try:
+            self._leave(code)
+        except SystemExit as error:
+            if threading.current_thread() is threading.main_thread():
+                raise _Exit(*error.args) from None
+            raise
+        raise AssertionError
+
+
+def _end_after_exit(status: object) -> None:
+    """Ends all ranks if this one leaves early: the others would wait."""
+    if not _job.can_end_others():
+        return
+    _tell_launcher(lambda memory: memory.note_failure(_job.rank, f"sys.exit({status!r})"))
+    text = output.take_hidden_errors()
+    if _job.mpi is not None:  # connected: the others' next call ends them
+        if text:
+            _let_rank_0_speak()
+            reports.say(text)
+        return
+    end = (
+        f"{text}hpcstrat: the job ends: rank {_job.rank} left the program by sys.exit({status!r}) "
+        "before the ranks were connected; look at what it printed last"
+    )
+    _job.meet_others(end)
+    _let_rank_0_speak()
+    if _job.reaches_others():
+        end_job(end, status if isinstance(status, int) else 1)
+    elif text:  # the launcher ends the others, because of this rank's status
+        reports.say(text)
+
+
+def _let_rank_0_speak() -> None:
+    """Gives rank 0 time to end the job, so that it alone reports what all ranks would."""
     if _job.rank > 0:
         time.sleep(_LEAD_DELAY)
-
-
-def _take_hidden_errors(error: BaseException | None = None) -> str:
-    """This rank's hidden standard error, which may explain its failure."""
-    text = "" if _is_consequence(error) else _error_gate.take()
-    return f"{text.rstrip()}\n" if text.strip() else ""
-
-
-# ---- sys.exit
-
-
-def _repeat_end_after_exit() -> None:
-    if mpi.find() is not None:
-        # Again, to run before mpi4py's own end, which would wait for the others.
-        atexit.register(_end_after_exit)
-
-
-def _end_after_exit() -> None:
-    """Ends all ranks if this one leaves early: the others would wait."""
-    if not _leaves():
-        return
-    status = _exits.failure_status
-    _tell_launcher(lambda memory: memory.note_failure(_job.rank, f"sys.exit({status!r})"))
-    if _job.is_connected:
-        return
-    text = (
-        f"hpcstrat: the job ends: rank {_job.rank} left the program by sys.exit({status!r}) before "
-        "the ranks were connected; look at what it printed last"
-    )
-    hidden = _take_hidden_errors()
-    _job.meet_others(hidden + text)
-    time.sleep(_LEAD_DELAY if _job.rank else 0)
-    if _job.reaches_others():
-        end_job(hidden + text, status if isinstance(status, int) else 1)
-    elif hidden:  # the launcher ends the others, because of this rank's status
-        reports.say(hidden)
-
-
-def show_hidden_errors() -> None:
-    """Shows this rank's hidden standard error if the program ends badly."""
-    leaves_early = _leaves() and not _job.is_connected  # then its report has it
-    if not leaves_early and not _exits.ended_well():
-        _error_gate.show()
-
-
-def _leaves() -> bool:
-    """Whether a `sys.exit` with a status ends the program, while others depend on this rank."""
-    return _exits.is_failing() and _job.can_end_others()
 
 
 # ---- the end of the job
@@ -262,12 +260,10 @@ def note_left() -> None:
 
 
 def _tell_launcher_of(error: BaseException | None) -> None:
-    """Tells the launcher what ends this rank, unless another rank caused it."""
-    if error is not None and not _is_consequence(error):
+    if error is not None:
         state = State.INTERRUPTED if isinstance(error, KeyboardInterrupt) else State.FAILED
-        _tell_launcher(
-            lambda memory: memory.note_failure(_job.rank, reports.summarize(error), state)
-        )
+        text = reports.summarize(error)
+        _tell_launcher(lambda memory: memory.note_failure(_job.rank, text, state))
 
 
 def _tell_launcher(tell: Callable[[JobMemory], None]) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _LOOK_SECONDS = 0.2
-_FOLDER = "/dev/shm"
+FOLDER = "/dev/shm"
 # How the names of their files there start.
 MPICH = ("mpich_shm_",)
 OPEN_MPI = ("sm_segment.", "vader_segment.")  # of versions 5 and 4
@@ -77,7 +77,7 @@ def _segments(process: int, prefixes: tuple[str, ...] = MPICH) -> set[tuple[str,
             return {
                 tuple(line.split()[4:])
                 for line in maps
-                if any(f" {_FOLDER}/{prefix}" in line for prefix in prefixes)
+                if any(f" {FOLDER}/{prefix}" in line for prefix in prefixes)
             }
     except OSError:  # no /proc
         return set()
@@ -90,98 +90,41 @@ def _unlink(segments: set[tuple[str, ...]]) -> None:
                 os.unlink(path)
 
 
-def unlink_orphans(since: float) -> None:
-    """Unlinks unused segments of MPI: their ranks were killed in its start, or with their guards.
-
-    Only this user's, made after `since` (as `time.time`), that no process has open or mapped: the
-    process that makes a segment has it open until it has mapped it, so there is no gap.
-    """
-    paths: dict[int, str] = {}  # by inode
+def own_segments(since: float) -> dict[int, str]:
+    """Inode and path of MPI's segments of this user that were made after `since` (`time.time`)."""
+    segments = {}
     with contextlib.suppress(OSError):
-        for entry in os.scandir(_FOLDER):
-            status = entry.stat(follow_symlinks=False)
-            is_own = entry.name.startswith(MPICH + OPEN_MPI + _UCX) and status.st_uid == os.getuid()
-            if is_own and status.st_ctime >= since - 1:
-                paths[status.st_ino] = entry.path
-    for process in _processes() if paths else []:
-        for inode, _ in _files(process):
-            paths.pop(inode, None)
-    for path in paths.values():
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+        for entry in os.scandir(FOLDER):
+            if entry.name.startswith(MPICH + OPEN_MPI + _UCX):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid == os.getuid() and status.st_ctime >= since - 1:
+                    segments[status.st_ino] = entry.path
+    return segments
 
 
-def is_mpi_starting(launcher: int | None) -> bool:
-    """Whether a process below this launcher's is starting MPI, and so has segments of MPI."""
-    prefixes = tuple(f"{_FOLDER}/{prefix}" for prefix in MPICH + OPEN_MPI + _UCX)
-    return any(
-        path.startswith(prefixes)
-        for process in (_processes() if launcher is not None else [])
-        if _is_below(process, launcher)
-        for _, path in _files(process)
-    )
+def start_time(process: int) -> float:
+    """When this process started, as `time.time`; OSError if the system does not tell."""
+    since_boot = int(fields_of(process)[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
 
 
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _is_below(process: int, ancestor: int | None) -> bool:
-    with contextlib.suppress(OSError):  # it has ended
-        while process > 1:
-            process = int(_status(process)[1])
-            if process == ancestor:
-                return True
-    return False
-
-
-def _files(process: int) -> Iterator[tuple[int, str]]:
-    """Inode and path of the files in shared memory that a process has open or mapped."""
-    with contextlib.suppress(OSError):  # it has ended, or is another user's
-        device = os.stat(_FOLDER).st_dev
-        # First the open files: the process that makes a file has it open until it has mapped it.
-        for name in os.listdir(f"/proc/{process}/fd"):
-            with contextlib.suppress(OSError):
-                link = f"/proc/{process}/fd/{name}"
-                file = os.stat(link)
-                if file.st_dev == device:
-                    yield file.st_ino, os.readlink(link)
-        with open(f"/proc/{process}/maps") as maps:
-            for line in maps:
-                if f" {_FOLDER}/" in line:
-                    yield int(line.split()[4]), line.split()[5]
-
-
-def _status(process: int) -> list[bytes]:
-    """The process's fields in /proc, from its state on."""
+def fields_of(process: int) -> list[bytes]:
+    """The process's state, parent and so on, from /proc; OSError if it has ended."""
     with open(f"/proc/{process}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
-
-
-def _is_stopped(process: int) -> bool:
-    try:
-        return _status(process)[0] == b"T"
-    except OSError:
-        return False
 
 
 def _main(process: int) -> None:
     steps = [Deadline(*step) for step in json.loads(sys.stdin.buffer.readline())]
     segments: set[tuple[str, ...]] = set()
-    since = time.time()
-    start = looked = time.monotonic()
+    start = time.monotonic()
     for step in steps:
-        while (left := start + step.seconds - looked) > 0:
+        while (left := start + step.seconds - time.monotonic()) > 0:
             if select.select([sys.stdin], [], [], min(left, _LOOK_SECONDS))[0]:
                 # The process was killed: at the end of the block it would have killed this one.
                 _unlink(segments)
-                unlink_orphans(since)  # it may have made a segment since the last look
                 return
             segments |= _segments(process)
-            before, looked = looked, time.monotonic()
-            if _is_stopped(process):  # a suspended job's time does not count
-                # Ctrl-Z stops the rank, but not this process, which is in its own session.
-                start += looked - before
         # If the process has ended, this one has another parent now.
         if os.getppid() != process:
             return

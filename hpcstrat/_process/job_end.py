@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -30,30 +29,20 @@ class JobEnd:
     Attributes:
         process: this rank's process; 0 if it has no others to end.
         rank: this rank.
-        is_connected: whether the ranks are connected.
         mpi: the module `mpi4py.MPI`, once the others can be reached through it.
         others_wait: whether others perhaps wait in the start of MPI, which failed on this rank.
-        hook: the latest `sys.excepthook` that ends the job; earlier ones only call theirs.
     """
 
     def __init__(self) -> None:
         self.process = 0
         self.rank = 0
-        self.is_connected = False
         self.mpi: Any = None
         self.others_wait = False
-        self.hook: Callable[..., object] | None = None
 
     def set_rank(self, rank: int, MPI: Any = None) -> None:
         """From now on this process is this rank, connected to the others if given `mpi4py.MPI`."""
-        self.rank, self.process = rank, os.getpid()
-        self.mpi, self.is_connected = MPI, MPI is not None
+        self.rank, self.process, self.mpi = rank, os.getpid(), MPI
         reports.tag_with(rank)
-
-    def install_hook(self, make: Callable[[Any], Callable[..., object]]) -> None:
-        """Replaces `sys.excepthook` by what `make` returns for it, unless that is there already."""
-        if sys.excepthook is not self.hook:
-            sys.excepthook = self.hook = make(sys.excepthook)
 
     def can_end_others(self) -> bool:
         """Whether this process can end others: it is the rank's own, and MPI has not ended."""

@@ -8,6 +8,8 @@ import stat
 import sys
 from dataclasses import dataclass
 
+from hpcstrat._process import guard
+
 _MARK = "_HPCSTRAT_PROCESS"  # tells the processes that a rank starts its process id and its job
 # 2(x3): 2 tasks on each of 3 nodes.
 _SLURM_TASKS = re.compile(r"(?P<tasks>[0-9]{1,18})(?:\(x(?P<nodes>[0-9]{1,18})\))?")
@@ -31,9 +33,9 @@ class Launcher:
 
     name: str
     rank: int
-    size: int | None
-    local_rank: int | None
-    local_size: int | None
+    size: int | None = None
+    local_rank: int | None = None
+    local_size: int | None = None
 
     @property
     def alone(self) -> bool:
@@ -56,38 +58,33 @@ def find() -> Launcher | None:
     Raises:
         RuntimeError: a variable is not as launchers set it.
     """
-    size = _number("OMPI_COMM_WORLD_SIZE")
-    if size is not None:
+    if (size := _number("OMPI_COMM_WORLD_SIZE")) is not None:
         return Launcher(
-            name="mpirun of Open MPI",
-            rank=_rank("OMPI_COMM_WORLD_RANK", size),
-            size=size,
-            local_rank=_number("OMPI_COMM_WORLD_LOCAL_RANK"),
-            local_size=_number("OMPI_COMM_WORLD_LOCAL_SIZE"),
+            "mpirun of Open MPI",
+            _rank("OMPI_COMM_WORLD_RANK", size),
+            size,
+            _number("OMPI_COMM_WORLD_LOCAL_RANK"),
+            _number("OMPI_COMM_WORLD_LOCAL_SIZE"),
         )
-    # A step of srun may have PMI's variables as well, from its plug-in, so PMI comes before Slurm.
-    size = _number("PMI_SIZE")
-    if size is not None:
-        return _pmi(size)
+    step_size = _step_number("SLURM_STEP_NUM_TASKS")
+    if (size := _number("PMI_SIZE")) is not None:
+        rank = _rank("PMI_RANK", size)
+        if "MPI_LOCALRANKID" in os.environ or "HYDI_CONTROL_FD" in os.environ:
+            local = _number("MPI_LOCALRANKID"), _number("MPI_LOCALNRANKS")
+            intel = any(name.startswith("I_MPI_") and name != "I_MPI_ROOT" for name in os.environ)
+            return Launcher(f"mpirun of {'Intel MPI' if intel else 'MPICH'}", rank, size, *local)
+        # A step of srun may have PMI's variables as well, from its plug-in: `srun --mpi=pmi2`.
+        if step_size is not None:
+            return Launcher("srun", rank, size, _number("SLURM_LOCALID"), _step_tasks_here())
+        local = _number("PMI_LOCAL_RANK"), _number("PMI_LOCAL_SIZE")
+        return Launcher("a PMI launcher", rank, size, *local)
     rank = _number("PMIX_RANK")
     if rank is not None and "PRTE_LAUNCHED" in os.environ:
-        return Launcher(
-            name="prterun (PMIx)", rank=rank, size=None, local_rank=None, local_size=None
-        )
-    size = _step_number("SLURM_STEP_NUM_TASKS")
-    if size is not None:
-        return Launcher(
-            name="srun",
-            rank=_number("SLURM_PROCID") or 0,  # above the size in a step of several components
-            size=size,
-            local_rank=_number("SLURM_LOCALID"),
-            local_size=_step_tasks_here(),
-        )
-    if rank is not None:
-        return Launcher(
-            name="a PMIx launcher", rank=rank, size=None, local_rank=None, local_size=None
-        )
-    return None
+        return Launcher("prterun (PMIx)", rank)
+    if step_size is not None:
+        rank = _number("SLURM_PROCID") or 0  # above the size in a step of several components
+        return Launcher("srun", rank, step_size, _number("SLURM_LOCALID"), _step_tasks_here())
+    return None if rank is None else Launcher("a PMIx launcher", rank)
 
 
 def has_program_alone(launcher: Launcher) -> bool:
@@ -159,8 +156,7 @@ def find_process() -> int | None:
             with open(f"/proc/{process}/environ", "rb") as file:
                 if marks[0] not in file.read().split(b"\0"):
                     return process
-            with open(f"/proc/{process}/stat", "rb") as file:
-                process = int(file.read().rpartition(b")")[2].split()[1])
+            process = int(guard.fields_of(process)[1])
         except PermissionError:
             # Another user's process, such as Slurm's daemon: not one of our wrappers.
             return process
@@ -175,11 +171,10 @@ def is_on_terminal() -> bool:
     if process is None:
         return False
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            name, _, fields = file.read().rpartition(b")")
-        # The proxy is between MPICH's `mpirun` and the ranks of a host.
-        if name.endswith(b"(hydra_pmi_proxy"):
-            process = int(fields.split()[1])
+        with open(f"/proc/{process}/comm") as file:
+            # The proxy is between MPICH's `mpirun` and the ranks of a host.
+            if file.read().startswith("hydra_pmi_proxy"):
+                process = int(guard.fields_of(process)[1])
         return os.readlink(f"/proc/{process}/fd/2").startswith(("/dev/pts/", "/dev/tty"))
     except OSError:  # it has ended, or is another user's
         return False
@@ -188,8 +183,7 @@ def is_on_terminal() -> bool:
 def is_there(process: int) -> bool:
     """Whether this process is alive."""
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
+        return guard.fields_of(process)[0] not in (b"Z", b"X")
     except FileNotFoundError:
         return False
     except OSError:
@@ -209,79 +203,40 @@ def expand_tasks(tasks: str) -> list[int]:
     [2, 2, 2, 1]
     """
     counts: list[int] = []
-    total = 0
+    total, wrong = 0, f"{tasks!r:.200} is not a list of numbers of tasks"
     for part in tasks.split(","):
-        match = _SLURM_TASKS.fullmatch(part)
-        if match is None:
-            raise ValueError(
-                f"{tasks!r:.200} is not a list of numbers of tasks: {part!r:.50} is not like 2 or "
-                "2(x3)"
-            )
+        if (match := _SLURM_TASKS.fullmatch(part)) is None:
+            raise ValueError(f"{wrong}: {part!r:.50} is not like 2 or 2(x3)")
         count, nodes = int(match["tasks"]), int(match["nodes"] or 1)
         total += count * nodes
         if len(counts) + nodes > MOST_NODES or total > MOST_TASKS:
             raise ValueError(
-                f"{tasks!r:.200} is not a list of numbers of tasks: it has more than {MOST_TASKS} "
-                f"tasks, or than {MOST_NODES} nodes"
+                f"{wrong}: it has more than {MOST_TASKS} tasks, or than {MOST_NODES} nodes"
             )
         counts += [count] * nodes
     return counts
 
 
-def _pmi(size: int) -> Launcher:
-    """A launcher that speaks PMI: the `mpirun` of MPICH and its relatives, or `srun --mpi=pmi2`."""
-    rank = _rank("PMI_RANK", size)
-    if "MPI_LOCALRANKID" in os.environ or "HYDI_CONTROL_FD" in os.environ:
-        intel = any(name.startswith("I_MPI_") and name != "I_MPI_ROOT" for name in os.environ)
-        return Launcher(
-            name="mpirun of Intel MPI" if intel else "mpirun of MPICH",
-            rank=rank,
-            size=size,
-            local_rank=_number("MPI_LOCALRANKID"),
-            local_size=_number("MPI_LOCALNRANKS"),
-        )
-    if _step_number("SLURM_STEP_NUM_TASKS") is not None:
-        return Launcher(
-            "srun", rank, size, local_rank=_number("SLURM_LOCALID"), local_size=_step_tasks_here()
-        )
-    return Launcher(
-        name="a PMI launcher",
-        rank=rank,
-        size=size,
-        local_rank=_number("PMI_LOCAL_RANK"),
-        local_size=_number("PMI_LOCAL_SIZE"),
-    )
-
-
 def _number(name: str) -> int | None:
-    """The variable as a number from 0 up, or None if it is not set.
-
-    Raises:
-        RuntimeError: it is not such a number.
-    """
+    """The variable as a number, None if it is not set; RuntimeError if it is not a number."""
     if not (value := os.environ.get(name, "")):
         return None
     if not re.fullmatch(r"[0-9]{1,18}", value):
         # Not `None`: two processes would be rank 0.
-        raise RuntimeError(_describe_wrong(name, value, "a number from 0 up"))
+        raise _wrong(name, value, "a number from 0 up")
     return int(value)
 
 
 def _rank(name: str, size: int) -> int:
-    """The variable as a rank, 0 where it is not set.
-
-    Raises:
-        RuntimeError: it is not a rank of a job of this size.
-    """
+    """The variable as a rank, 0 where it is not set; RuntimeError if it is none of this size."""
     rank = _number(name) or 0
     if rank >= size:
-        allowed = f"below {size}, the number of ranks"
-        raise RuntimeError(_describe_wrong(name, str(rank), allowed))
+        raise _wrong(name, str(rank), f"below {size}, the number of ranks")
     return rank
 
 
-def _describe_wrong(name: str, value: str, allowed: str) -> str:
-    return (
+def _wrong(name: str, value: str, allowed: str) -> RuntimeError:
+    return RuntimeError(
         f"the environment variable {name} is {value!r:.50}; it must be {allowed}, as the launcher "
         "sets it"
     )

@@ -83,17 +83,26 @@ def start(mpi: Any) -> None:
         mpi.Init_thread(getattr(mpi, f"THREAD_{level.upper()}"))
     if not rc.initialize:
         # A program that switches off mpi4py's start has switched off its end too.
-        atexit.register(_finalize, mpi)
+        atexit.register(lambda: mpi.Is_finalized() or mpi.Finalize())
 
 
 def check_launcher(mpi: Any) -> None:
-    """Checks that the launcher may belong to this MPI.
+    """Refuses a launcher that certainly belongs to another MPI.
+
+    In unclear cases MPI's number of ranks tells later.
 
     Raises:
         RuntimeError: it belongs to another.
     """
-    launcher = launchers.find()
-    if launcher is not None and _is_foreign(launcher, mpi):
+    launcher, vendor = launchers.find(), mpi.get_vendor()[0]
+    if launcher is None:
+        return
+    if launcher.name in _OF_OPEN_MPI:
+        # What starts MPI's ranks must speak the library's protocol: PMIx, or MPICH's PMI.
+        is_foreign = vendor in _MPICHS and not _speaks_pmix()
+    else:
+        is_foreign = launcher.name in _OF_MPICH and vendor == _OPEN_MPI and not launcher.alone
+    if is_foreign:
         refuse(launcher, mpi, "is another")
 
 
@@ -120,8 +129,7 @@ def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
         return
     system = os.statvfs(_SHARED_MEMORY)
     free, needed = system.f_bavail * system.f_frsize / 2**20, max(16 + 4 * ranks, 7 * ranks)
-    # A rank that is already starting has found enough for all, and has taken some of it by now.
-    if free < needed and not guard.is_mpi_starting(launchers.find_process()):
+    if free < needed and not _is_mpi_starting():
         raise RuntimeError(
             f"{_SHARED_MEMORY} has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for "
             f"the {ranks} ranks of this host; with less it can end in a bus error. Give a "
@@ -129,21 +137,13 @@ def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
         )
 
 
-def _finalize(mpi: Any) -> None:
-    if not mpi.Is_finalized():
-        mpi.Finalize()
-
-
-def _is_foreign(launcher: launchers.Launcher, mpi: Any) -> bool:
-    """Whether the launcher certainly belongs to another MPI.
-
-    In unclear cases MPI's number of ranks tells later.
-    """
-    vendor = mpi.get_vendor()[0]
-    if launcher.name in _OF_OPEN_MPI:
-        # What starts MPI's ranks must speak the library's protocol: PMIx, or MPICH's PMI.
-        return vendor in _MPICHS and not _speaks_pmix()
-    return launcher.name in _OF_MPICH and vendor == _OPEN_MPI and not launcher.alone
+def _is_mpi_starting() -> bool:
+    """Whether a rank is starting MPI: it has found enough memory for all, and taken some of it."""
+    try:
+        since = guard.start_time(launchers.find_process() or os.getpid())
+    except OSError:
+        return False
+    return bool(guard.own_segments(since))
 
 
 def _speaks_pmix() -> bool:

@@ -1,63 +1,84 @@
-"""Standard output that reads like one program's, and which thread's output shows on this rank."""
+"""Standard streams that read like one program's: what shows of each rank, in whole lines.
+
+| what is written              | standard output        | standard error                           |
+|------------------------------|------------------------|------------------------------------------|
+| at the top level             | of rank 0              | of rank 0; other ranks keep the last     |
+|                              |                        | 16 KiB, to be shown if they fail         |
+| in a replica context         | of every rank          | of every rank                            |
+| by any other thread          | as at the top level    | as at the top level                      |
+| while an exception is        | as the place says      | of every rank: it may tell of a failure  |
+| handled, a logged error,     |                        |                                          |
+| hpcstrat's own reports, what |                        |                                          |
+| Python says as it ends       |                        |                                          |
+
+`sys.stdout` and `sys.stderr` are replaced by objects that decide; nothing else is.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from types import FrameType
 from typing import Any
 
 from hpcstrat._process import launchers, reports
 
-_VARIABLE = "HPCSTRAT_OUTPUT"
 _LOG_VARIABLE = "_HPCSTRAT_LOG"  # the file of this rank, where a launcher keeps one
-_CREATOR = "_hpcstrat_replica_context"
+_HIDDEN_CHARACTERS = 1 << 14  # the last of the hidden text, which are kept
 
-_installed = False
-hides = False
-"""Whether this rank hides what it prints outside a replica context."""
-_lead_only = False
-
-
-def _no_context() -> bool | None:
-    return None
+_mode: str | None = None  # HPCSTRAT_OUTPUT, once the streams are replaced
+_hides = False  # whether this rank hides what it prints outside a replica context
+_errors: _ErrorStream | None = None
 
 
-replica_context: Callable[[], bool | None] = _no_context
-"""Whether this thread is in a replica context; None if it has no context. Set from above."""
+def _no_context() -> bool:
+    return False
+
+
+replica_context: Callable[[], bool] = _no_context
+"""Whether this thread is in the context of one of several replicas. Set from above."""
 
 
 def install() -> None:
-    """Gates `sys.stdout` if a launcher started several processes; starts no MPI.
-
-    Rank 0 shows everything. The other ranks show what they print in a replica context; with
-    `HPCSTRAT_OUTPUT=lead` nothing, with `HPCSTRAT_OUTPUT=all` everything. Lines arrive whole, even
-    if the ranks share a pipe.
+    """Replaces the standard streams if a launcher started several processes; starts no MPI.
 
     Raises:
-        ValueError: a variable has another value.
+        ValueError: a variable has a value that is not allowed.
     """
-    global _installed, hides, _lead_only
+    global _mode, _hides, _errors
     launcher = launchers.find()
-    if _installed or launcher is None or launcher.alone:
+    if _mode is not None or launcher is None or launcher.alone:
         return
-    mode = os.environ.get(_VARIABLE, "")
-    if mode not in ("", "all", "lead"):
+    output, errors = os.environ.get("HPCSTRAT_OUTPUT", ""), os.environ.get("HPCSTRAT_STDERR", "")
+    if output not in ("", "all", "lead"):
         raise ValueError(
-            f"{_VARIABLE}={mode!r} is not allowed: 'all' shows what every rank prints, 'lead' only "
-            "what rank 0 prints. Without it each replica shows inside `strategy.run`, and rank 0 "
-            "alone elsewhere."
+            f"HPCSTRAT_OUTPUT={output!r} is not allowed: 'all' shows what every rank prints, "
+            "'lead' only what rank 0 prints. Without it each replica shows inside `strategy.run`, "
+            "and rank 0 alone elsewhere."
         )
-    _installed = True
-    hides = launcher.rank > 0 and mode != "all"
-    _lead_only = mode == "lead"
-    # It is None if Python was started without one.
+    if errors not in ("", "all"):
+        raise ValueError(
+            f"HPCSTRAT_STDERR={errors!r} is not allowed: 'all' shows what every rank writes to "
+            "standard error. Without it the rules of HPCSTRAT_OUTPUT apply, and whatever tells "
+            "of a failure is shown."
+        )
+    _mode, _hides = output, launcher.rank > 0 and output != "all"
+    # A stream is None if Python was started without it.
     if sys.stdout is not None:
-        _OutputGate(sys.stdout)
-    if hides:
-        _give_threads_their_creators_context()
+        with contextlib.suppress(AttributeError, ValueError):  # another kind of stream; closed
+            sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
+        sys.stdout = _Stream(sys.stdout)
+    # A notebook's engine sends its errors where the notebook shows them as that engine's.
+    if _hides and not errors and sys.stderr is not None and ipython_shell() is None:
+        replaced, sys.stderr = sys.stderr, _ErrorStream(sys.stderr)
+        _errors = sys.stderr
+        for handler in logging.root.handlers:  # of a `basicConfig` before the import
+            if isinstance(handler, logging.StreamHandler) and handler.stream is replaced:
+                handler.setStream(_errors)
 
 
 def ipython_shell() -> Any:
@@ -66,85 +87,50 @@ def ipython_shell() -> Any:
     return None if ipython is None else ipython.get_ipython()
 
 
-def shows() -> bool:
-    """Whether what this thread prints now is shown."""
-    return not hides or (not _lead_only and _in_replica_context())
+def take_hidden_errors() -> str:
+    """What this rank has hidden of standard error, which may explain its failure; whole lines."""
+    return "" if _errors is None else _errors.take()
 
 
-def _in_replica_context() -> bool:
-    context = replica_context()
-    # The program's own threads, such as a progress bar's, have no context: their creator's counts.
-    if context is None:
-        context = getattr(threading.current_thread(), _CREATOR, False)
-    return context
-
-
-def _give_threads_their_creators_context() -> None:
-    """From now on a new thread counts as in its creator's context, until it enters its own."""
-    start = threading.Thread.start
-
-    def start_in_context(self: threading.Thread) -> None:
-        setattr(self, _CREATOR, _in_replica_context())
-        start(self)
-
-    threading.Thread.start = start_in_context
-
-
-class _OutputGate:
-    """Replaces `write` of a stream and its buffer: hides what does not show, and joins lines.
-
-    The stream stays the same object, because others may hold it; `print` and `writelines` use the
-    attribute. A stream that takes no attributes is not Python's own and stays as it is.
-    """
+class _Stream:
+    """Shows in whole lines what shows on this rank; all else is the stream's own."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
-        self._write: Callable[[str], int] = stream.write
-        self._flush: Callable[[], None] = stream.flush
-        self._replacement: Callable[[str], int] | None = None
-        # By thread, what it wrote of a line so far: `print(a, b)` writes in four pieces.
+        # By thread, what it wrote of a line so far: `print(a, b)` writes in four pieces, and pieces
+        # of several ranks would mix in a shared pipe.
         self._parts: dict[int, str] = {}
-        self._passing = threading.local()  # on while a thread is in what was replaced
-        buffer = getattr(stream, "buffer", None)
-        with contextlib.suppress(AttributeError):
-            self._replace_write()
-            stream.flush = self._pass_parts
-            if (shell := ipython_shell()) is not None:
-                # For each cell IPython puts its own `write` there, and then the former one, which
-                # may not be ours.
-                shell.events.register("pre_execute", self._replace_write)
-        if buffer is not None:
-            self._replace_write_of(buffer)
 
-    def _replace_write(self) -> None:
-        if self._stream.write is self._replacement:
-            return
-        replaced = self._write = self._stream.write
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
-        def write(text: str) -> int:
-            if not isinstance(text, str) or self._is_passing():
-                return replaced(text)  # which raises, or is an older one of ours
-            if shows():
-                self._write_lines(text)
-            else:
-                log_hidden(text)
-            return len(text)
+    def __enter__(self) -> Any:
+        return self
 
-        self._stream.write = self._replacement = write
+    def __exit__(self, *error: object) -> None:
+        self._stream.close()
 
-    def _replace_write_of(self, buffer: Any) -> None:
-        # The stream passes on its text at once, so never in another context.
-        with contextlib.suppress(Exception):
-            self._stream.reconfigure(line_buffering=True, write_through=True)
-        replaced = buffer.write
+    @property
+    def buffer(self) -> Any:
+        return _Bytes(self._stream.buffer)
 
-        def write(data: Any) -> int:
-            if self._is_passing() or shows():
-                return replaced(data)
-            return memoryview(data).nbytes
+    def write(self, text: str) -> int:
+        if not isinstance(text, str):
+            return self._stream.write(text)  # which raises
+        if self._shows():
+            self._write_lines(text)
+        else:
+            self._hide(text)
+        return len(text)
 
-        with contextlib.suppress(AttributeError):
-            buffer.write = write
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        for thread in list(self._parts):
+            self._stream.write(self._parts.pop(thread, ""))
+        self._stream.flush()
 
     def _write_lines(self, text: str) -> None:
         thread = threading.get_ident()
@@ -153,38 +139,77 @@ class _OutputGate:
         if "\r" in text[stop:]:  # a progress bar shows each of its states
             stop = len(text)
         if stop:
-            self._pass_on(text[:stop])
+            self._stream.write(text[:stop])
         if stop < len(text):
-            # Kept until the line is whole: pieces of several ranks would mix in a shared pipe.
             self._parts[thread] = text[stop:]
 
-    def _pass_parts(self) -> None:
-        for thread in list(self._parts):
-            self._pass_on(self._parts.pop(thread, ""))
-        self._flush()
+    def _shows(self) -> bool:
+        return not _hides or (_mode != "lead" and replica_context())
 
-    def _pass_on(self, text: str) -> None:
-        self._passing.is_on = True
+    def _hide(self, text: str) -> None:
+        """Appends hidden text to the file that the launcher keeps for this rank, if any."""
+        path = os.environ.get(_LOG_VARIABLE)
+        if not path:
+            return
         try:
-            self._write(text)
-        finally:
-            self._passing.is_on = False
+            with open(path, "a", errors="replace") as file:
+                file.write(text)
+        except OSError as error:
+            os.environ.pop(_LOG_VARIABLE, None)  # so this is reported once
+            reports.say(
+                f"hpcstrat: the log {path} cannot be written any more, and the program continues: "
+                f"{error.strerror}. Name a folder on a disk that has room"
+            )
 
-    def _is_passing(self) -> bool:
-        return getattr(self._passing, "is_on", False)
+
+class _Bytes(_Stream):
+    """The stream below `sys.stdout`."""
+
+    def write(self, text: Any) -> int:
+        return self._stream.write(text) if self._shows() else memoryview(text).nbytes
 
 
-def log_hidden(text: str) -> None:
-    """Appends hidden text to the file that the launcher keeps for this rank."""
-    path = os.environ.get(_LOG_VARIABLE)
-    if not path:
-        return
-    try:
-        with open(path, "a", errors="replace") as file:
-            file.write(text)
-    except OSError as error:
-        os.environ.pop(_LOG_VARIABLE, None)  # so this is reported once
-        reports.say(
-            f"hpcstrat: the log {path} cannot be written any more, and the program continues: "
-            f"{error.strerror}. Name a folder on a disk that has room"
-        )
+class _ErrorStream(_Stream):
+    """Hides nothing that may tell of a failure, and keeps the end of what it hides."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._hidden = ""
+
+    def take(self) -> str:
+        with self._lock:
+            text, self._hidden = self._hidden.rstrip(), ""
+        # Only the last state of a progress bar.
+        return "".join(line.rpartition("\r")[2] + "\n" for line in text.split("\n") if text)
+
+    def _shows(self) -> bool:
+        if (
+            super()._shows()
+            or reports.is_reporting()
+            or sys.exc_info()[0] is not None
+            or os.getpid() != self._process  # a forked child
+        ):
+            return True
+        writer = sys._getframe(1).f_back
+        if writer is None:  # no Python code writes, but Python itself: `raise SystemExit("why")`
+            self._write_lines(self.take())
+            return True
+        return _logs_error(writer)
+
+    def _hide(self, text: str) -> None:
+        with self._lock:
+            self._hidden = (self._hidden + text)[-_HIDDEN_CHARACTERS:]
+        super()._hide(text)
+
+
+def _logs_error(frame: FrameType | None) -> bool:
+    """Whether a handler of `logging` writes a record of an error here."""
+    while frame is not None:
+        if frame.f_code.co_name == "emit":
+            record = frame.f_locals.get("record")
+            if isinstance(record, logging.LogRecord):
+                return record.levelno >= logging.ERROR
+        frame = frame.f_back
+    return False

@@ -57,11 +57,7 @@ def is_on(name: str) -> bool:
 
 
 def compiles() -> bool:
-    """Whether updates may be compiled by the host's C compiler; `HPCSTRAT_COMPILE=0` forbids it.
-
-    Raises:
-        ValueError: it is set to something other than 0 or 1.
-    """
+    """Whether updates may be compiled by the host's C compiler; raises as `is_on`."""
     return is_on("HPCSTRAT_COMPILE") or not os.environ.get("HPCSTRAT_COMPILE", "").strip()
 
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
+def _entropy() -> int:
+    return int.from_bytes(os.urandom(8), "little")
+
+
 @dataclass(frozen=True, eq=False)
 class World:
     """All ranks of the job, as this one sees them.
@@ -36,15 +40,15 @@ class World:
         seed: 64 bits of entropy, the same on every rank.
     """
 
-    rank: int
-    size: int
-    comm: MPI.Intracomm | None = field(repr=False)
-    host_comm: MPI.Intracomm | None = field(repr=False)
-    local_rank: int
-    local_size: int
-    hosts: tuple[int, ...]
-    launcher: launchers.Launcher | None
-    seed: int = field(repr=False)
+    rank: int = 0
+    size: int = 1
+    comm: MPI.Intracomm | None = field(default=None, repr=False)
+    host_comm: MPI.Intracomm | None = field(default=None, repr=False)
+    local_rank: int = 0
+    local_size: int = 1
+    hosts: tuple[int, ...] = (0,)
+    launcher: launchers.Launcher | None = None
+    seed: int = field(default_factory=_entropy, repr=False)
 
 
 _world: World | None = None
@@ -105,16 +109,21 @@ def _connect() -> World:
         launchers.mark_children()
     MPI = _load_mpi(launcher)
     if MPI is None:
-        return _world_of_one(launcher)
+        return World(launcher=launcher)
     if MPI.Is_finalized():
         if launcher is not None and not launcher.alone:
             raise RuntimeError(
                 "hpcstrat cannot connect the ranks: MPI was finalised already "
                 f"({launcher.describe()}). Make the first strategy before MPI.Finalize()."
             )
-        return _world_of_one(launcher)
+        return World(launcher=launcher)
     mpi.start(MPI)
-    _check_launcher(launcher, MPI)
+    size = MPI.COMM_WORLD.size
+    # Otherwise every rank would believe it is alone.
+    if launcher is not None and (
+        launcher.rank >= size if launcher.size is None else launcher.size != size
+    ):
+        mpi.refuse(launcher, MPI, f"has {size} rank{'s' if size > 1 else ''}")
 
     # Our own duplicate: messages of the program, or of other libraries, on the world can then never
     # be taken for ours.
@@ -124,7 +133,7 @@ def _connect() -> World:
     if comm.size > 1:
         failure.install_when_connected(comm.rank, MPI)
     shares = host_comm.allgather((comm.rank, own_cores()))
-    own = np.array([shares[0][0], int.from_bytes(os.urandom(8), "little")], np.uint64)
+    own = np.array([shares[0][0], _entropy()], np.uint64)
     # In one exchange, as numbers: the first rank of each rank's host, and rank 0's entropy.
     gathered = np.empty((comm.size, 2), np.uint64)
     comm.Allgather(own, gathered)
@@ -151,20 +160,6 @@ def _connect() -> World:
         hosts=tuple(index[lead] for lead in leads),
         launcher=launcher,
         seed=int(gathered[0, 1]),
-    )
-
-
-def _world_of_one(launcher: launchers.Launcher | None) -> World:
-    return World(
-        rank=0,
-        size=1,
-        comm=None,
-        host_comm=None,
-        local_rank=0,
-        local_size=1,
-        hosts=(0,),
-        launcher=launcher,
-        seed=int.from_bytes(os.urandom(8), "little"),
     )
 
 
@@ -211,18 +206,6 @@ def _check_program(launcher: launchers.Launcher) -> None:
             f"{launcher.name} gives to rank 0 only. Save it as a file, or start it with `hpcstrat "
             f"run -n {launcher.size} -`"
         )
-
-
-def _check_launcher(launcher: launchers.Launcher | None, MPI: Any) -> None:
-    """Refuses the `mpirun` of another MPI: every rank would believe it is alone."""
-    size = MPI.COMM_WORLD.size
-    if (
-        launcher is None
-        or launcher.size == size
-        or (launcher.size is None and launcher.rank < size)
-    ):
-        return
-    mpi.refuse(launcher, MPI, f"has {size} rank{'s' if size > 1 else ''}")
 
 
 # ---- cores

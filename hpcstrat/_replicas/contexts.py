@@ -186,11 +186,9 @@ def check_arguments(fn: Any, args: Any, call: str = "") -> None:
         )
 
 
-def _is_one_of_several_replicas() -> bool | None:
-    """Whether the caller is one of several replicas; None if its thread has no context."""
+def _is_one_of_several_replicas() -> bool:
+    """Whether the caller is one of several replicas."""
     here = context()
-    if here is None:
-        return None
     return isinstance(here, InReplica) and here.group.communicator.size > 1
 
 

@@ -306,11 +306,11 @@ def test_shared_memory_that_becomes_too_little_for_a_rank_ends_the_job(launch, l
     program = """
         import os, sys, time
         import hpcstrat as hs
-        from hpcstrat._process import guard
+        from hpcstrat._process import mpi
 
         if hs.rank() == 1:
             time.sleep(1)
-            guard.is_mpi_starting = lambda launcher: False  # as where the system shows no other process
+            mpi._is_mpi_starting = lambda: False  # as where the system shows no other process
         hs.CentralStorageStrategy()
     """
     result = launch_on_tmpfs(program, 2, "size=26m")

@@ -16,22 +16,20 @@ PROGRAM = """
     world = worlds.start()
     inside = False
     main = threading.current_thread()
-    output.replica_context = lambda: inside if threading.current_thread() is main else None
+    output.replica_context = lambda: inside and threading.current_thread() is main
     print("cross-replica", "context")
     inside = True
     print(f"replica {world.rank}")
-    thread = threading.Thread(target=print, args=(f"thread {world.rank}",))
+    thread = threading.Thread(target=print, args=("thread",))
     thread.start(); thread.join()
     inside = False
-    thread = threading.Thread(target=print, args=("outer thread",))
-    thread.start(); thread.join()
     sys.stdout.writelines(["a\\n", "b\\n"])
     sys.stdout.buffer.write(b"bytes\\n")
     print("an error", file=sys.stderr)
     inside = True
     print(f"error of replica {world.rank}", file=sys.stderr)
 """
-ONCE = ["first", "cross-replica context", "outer thread", "a", "b", "bytes"]
+ONCE = ["first", "cross-replica context", "thread", "a", "b", "bytes"]
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 3]))
@@ -39,7 +37,7 @@ def test_what_shows(launch, ranks):
     result = launch(PROGRAM, ranks)
     count = ranks or 1
     assert result.status == 0
-    inside = [f"{word} {rank}" for word in ("replica", "thread") for rank in range(count)]
+    inside = [f"replica {rank}" for rank in range(count)]
     assert sorted(result.stdout.splitlines()) == sorted(ONCE + inside)
     assert [line for line in result.stdout.splitlines() if line in ONCE] == ONCE
     assert result.stderr.splitlines().count("an error") == 1
@@ -49,14 +47,14 @@ def test_what_shows(launch, ranks):
 @pytest.mark.slow
 def test_all(launch):
     result = launch(PROGRAM, 3, env={"HPCSTRAT_OUTPUT": "all"})
-    inside = [f"{word} {rank}" for word in ("replica", "thread") for rank in range(3)]
+    inside = [f"replica {rank}" for rank in range(3)]
     assert sorted(result.stdout.splitlines()) == sorted(ONCE * 3 + inside)
 
 
 @pytest.mark.slow
 def test_lead(launch):
     result = launch(PROGRAM, 3, env={"HPCSTRAT_OUTPUT": "lead"})
-    assert sorted(result.stdout.splitlines()) == sorted([*ONCE, "replica 0", "thread 0"])
+    assert sorted(result.stdout.splitlines()) == sorted([*ONCE, "replica 0"])
 
 
 @pytest.mark.slow
@@ -107,7 +105,9 @@ ENDS = {
 }
 
 
-QUICK_ENDS = [("early", "text"), ("connected", "raised")]
+# Of these Python tells nothing.
+UNSEEN_ENDS = ("raised", "os._exit")
+QUICK_ENDS = [("early", "text"), ("connected", "raised"), ("connected", "raised text")]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_explains_a_failure_is_shown(launch, moment, end):
     """
     result = launch(program, 2, timeout=60)
     assert result.status != 0
-    assert result.stderr.count("look here\n") == 1
+    assert result.stderr.count("look here\n") == (end not in UNSEEN_ENDS)
     assert ("the cause" in result.stderr) == ("the cause" in ENDS[end])
     assert ("ZeroDivisionError" in result.stderr) == (end == "thread")
     assert result.leftovers == []
@@ -144,9 +144,9 @@ def test_what_explains_a_failure_is_shown(launch, moment, end):
 def test_an_error_of_all_ranks_is_said_once(launch, ranks):
     program = """
     import argparse
-    from hpcstrat._process import error_gate, failure
+    from hpcstrat._process import failure
 
-    failure._LEAD_DELAY = error_gate._LEAD_DELAY = 10  # not that of a machine that does nothing else
+    failure._LEAD_DELAY = 10  # not that of a machine that does nothing else
     argparse.ArgumentParser().parse_args(["--wrong"])
     """
     result = launch(program, ranks)

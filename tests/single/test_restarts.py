@@ -29,7 +29,7 @@ SECONDS = 60  # until a wait counts as a failure
 @pytest.fixture(autouse=True)
 def no_segments_of_others(monkeypatch, tmp_path):
     """Keeps restarts, which unlink unused files, away from the files of concurrent tests."""
-    monkeypatch.setattr(guard, "_FOLDER", os.fspath(tmp_path))
+    monkeypatch.setattr(guard, "FOLDER", os.fspath(tmp_path))
 
 
 @pytest.fixture

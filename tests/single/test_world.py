@@ -9,8 +9,7 @@ import time
 import types
 
 import pytest
-from internals import Launcher, guard, launchers, mpi, reports, worlds
-from slow import slow_but
+from internals import Launcher, guard, launchers, leftovers, mpi, reports, worlds
 
 
 @pytest.fixture
@@ -210,7 +209,7 @@ def test_without_mpi(monkeypatch, error, missing, capfd):
 def shared_memory(monkeypatch):
     """A folder in place of /dev/shm, so that other tests and jobs do not interfere."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
-        monkeypatch.setattr(guard, "_FOLDER", folder)
+        monkeypatch.setattr(guard, "FOLDER", folder)
         yield folder
 
 
@@ -259,21 +258,20 @@ def test_segments_that_nobody_uses_are_unlinked(shared_memory, prefix):
     for file in files:
         if file is not held:
             file.close()
-    guard.unlink_orphans(before + 3600)
+    leftovers.unlink_segments(before + 3600)
     assert [os.path.exists(path) for path in paths] == [True] * 4
     os.rename(other.name, name := paths[-1].replace(prefix, "another_"))
     paths[-1] = name
-    guard.unlink_orphans(before)
+    leftovers.unlink_segments(before)
     assert [os.path.exists(path) for path in paths] == [True, True, False, True]
     libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE))
     held.close()
-    guard.unlink_orphans(before)
+    leftovers.unlink_segments(before)
     assert [os.path.exists(path) for path in paths] == [False, False, False, True]
 
 
-@pytest.mark.parametrize("run", slow_but([1], [1, 2, 3]))
-def test_a_process_that_is_killed_as_it_makes_a_segment_leaves_none(run):
-    """It is killed before its guard looks again."""
+def test_a_process_that_is_killed_in_a_guarded_block_leaves_no_segment():
+    """Its guard has looked since it made the segment."""
     program = """if True:
     import fcntl, mmap, os, signal, sys, termios, time
     from hpcstrat._process import guard
@@ -286,9 +284,10 @@ def test_a_process_that_is_killed_as_it_makes_a_segment_leaves_none(run):
         with open(sys.argv[1], "w+b") as file:
             file.truncate(mmap.PAGESIZE)
             mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+        time.sleep(5 * guard._LOOK_SECONDS)
         os.kill(os.getpid(), signal.SIGKILL)
     """
-    path = f"/dev/shm/mpich_shm_test_{os.getpid()}_{run}"
+    path = f"/dev/shm/mpich_shm_test_{os.getpid()}"
     try:
         assert subprocess.run([sys.executable, "-c", program, path]).returncode == -9
         deadline = time.monotonic() + 20

@@ -1,16 +1,17 @@
 import io
+import logging
 import sys
 import threading
 
 import pytest
-from internals import output
+from internals import output, reports
 
 
 @pytest.fixture
 def as_rank(monkeypatch):
-    """Installs the gate on this rank of four, as set by a launcher; returns the gated stream."""
+    """Installs the streams on this rank of four, as set by a launcher; returns the replaced one."""
 
-    def install(rank, mode=None, stream=None):
+    def install(rank, mode=None, stream=None, errors=None):
         if stream is None:
             stream = io.TextIOWrapper(io.BufferedWriter(io.BytesIO()), encoding="utf-8")
         for name in ("OMPI_COMM_WORLD_SIZE", "HPCSTRAT_OUTPUT"):
@@ -19,12 +20,12 @@ def as_rank(monkeypatch):
         monkeypatch.setenv("PMI_RANK", str(rank))
         if mode is not None:
             monkeypatch.setenv("HPCSTRAT_OUTPUT", mode)
-        monkeypatch.setattr(output, "_installed", False)
-        monkeypatch.setattr(output, "hides", False)
-        monkeypatch.setattr(output, "_lead_only", False)
-        monkeypatch.setattr(output, "replica_context", lambda: None)
-        monkeypatch.setattr(threading.Thread, "start", threading.Thread.start)
+        monkeypatch.setattr(output, "_mode", None)
+        monkeypatch.setattr(output, "_hides", False)
+        monkeypatch.setattr(output, "_errors", None)
+        monkeypatch.setattr(output, "replica_context", lambda: False)
         monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", errors or io.StringIO())
         output.install()
         return stream
 
@@ -32,7 +33,7 @@ def as_rank(monkeypatch):
 
 
 def shown(stream):
-    stream.flush()
+    sys.stdout.flush()
     return stream.buffer.raw.getvalue().decode()
 
 
@@ -96,7 +97,7 @@ class Pieces(io.RawIOBase):
 
 def test_whole_lines_arrive_of_unbuffered_output_too(as_rank):
     pieces = Pieces()
-    stream = as_rank(0, stream=io.TextIOWrapper(pieces, write_through=True))  # pyright: ignore[reportArgumentType]
+    as_rank(0, stream=io.TextIOWrapper(pieces, write_through=True))  # pyright: ignore[reportArgumentType]
     print("a", "b")
     thread = threading.Thread(target=print, args=("c", "d"))
     print("unfinished ", end="")
@@ -105,19 +106,19 @@ def test_whole_lines_arrive_of_unbuffered_output_too(as_rank):
     print("line")
     assert pieces.pieces == [b"a b\n", b"c d\n", b"unfinished line\n"]
     print("last", end="")
-    stream.flush()
+    sys.stdout.flush()
     assert pieces.pieces[3:] == [b"last"]
 
 
 def test_what_follows_a_line_is_kept_until_its_own_line_is_whole(as_rank):
     pieces = Pieces()
-    stream = as_rank(0, stream=io.TextIOWrapper(pieces, write_through=True))  # pyright: ignore[reportArgumentType]
+    as_rank(0, stream=io.TextIOWrapper(pieces, write_through=True))  # pyright: ignore[reportArgumentType]
     print("a\nb ", end="")
     print("c\nd", end="")
     print("\r1 of 2", end="")  # a progress bar does not wait for a line
     print("\r2 of 2\nlast", end="")
     assert pieces.pieces == [b"a\n", b"b c\n", b"d\r1 of 2", b"\r2 of 2\n"]
-    stream.flush()
+    sys.stdout.flush()
     assert pieces.pieces[4:] == [b"last"]
 
 
@@ -147,37 +148,24 @@ def test_another_value_is_an_error(as_rank):
 
 
 def test_no_launcher_no_gate(monkeypatch):
-    monkeypatch.setattr(output, "_installed", False)
+    monkeypatch.setattr(output, "_mode", None)
     monkeypatch.setattr(output.launchers, "find", lambda: None)
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stream)
     output.install()
-    assert not output._installed
-    assert "write" not in vars(sys.stdout)
+    assert sys.stdout is stream
 
 
-@pytest.mark.parametrize("context", [None, False, True])
-def test_a_thread_counts_as_its_creators_context(as_rank, monkeypatch, context):
+def test_a_thread_counts_as_the_top_level(as_rank, monkeypatch):
+    """Also one that a replica function starts."""
     stream = as_rank(1)
     main = threading.current_thread()
-    monkeypatch.setattr(
-        output, "replica_context", lambda: context if threading.current_thread() is main else None
-    )
-
-    def grandchild():
-        print("grandchild")
-
-    def child():
-        print("child")
-        thread = threading.Thread(target=grandchild)
-        thread.start()
-        thread.join()
-
-    thread = threading.Thread(target=child)
+    monkeypatch.setattr(output, "replica_context", lambda: threading.current_thread() is main)
+    thread = threading.Thread(target=print, args=("hidden",))
     thread.start()
-    # The creator leaves its context; the context in which it created the thread counts.
-    monkeypatch.setattr(output, "replica_context", lambda: None)
     thread.join()
-    assert shown(stream) == ("child\ngrandchild\n" if context else "")
+    print("shown")
+    assert shown(stream) == "shown\n"
 
 
 def test_a_thread_may_enter_a_context_of_its_own(as_rank, monkeypatch):
@@ -185,7 +173,7 @@ def test_a_thread_may_enter_a_context_of_its_own(as_rank, monkeypatch):
     monkeypatch.setattr(
         output,
         "replica_context",
-        lambda: True if threading.current_thread().name == "replica" else None,
+        lambda: threading.current_thread().name == "replica",
     )
     thread = threading.Thread(target=print, args=("shown",), name="replica")
     thread.start()
@@ -194,9 +182,7 @@ def test_a_thread_may_enter_a_context_of_its_own(as_rank, monkeypatch):
 
 
 class Plain:
-    """A user-defined stream to which attributes cannot be added."""
-
-    __slots__ = ("text",)
+    """A user-defined stream that can do nothing else."""
 
     def __init__(self):
         self.text = ""
@@ -211,7 +197,7 @@ class Plain:
 
 def test_no_standard_output(as_rank, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(output, "_installed", False)
+    monkeypatch.setattr(output, "_mode", None)
     output.install()
     print("nowhere")
 
@@ -225,5 +211,54 @@ def test_odd_streams(as_rank):
     as_rank(1, stream=closed)
     print("hidden")
     plain = as_rank(1, stream=Plain())
-    print("shown, for want of a way")
-    assert plain.text == "shown, for want of a way\n"
+    print("hidden")
+    assert plain.text == ""
+
+
+def test_all_else_of_a_stream_stays(as_rank):
+    stream = as_rank(1)
+    assert (sys.stdout.encoding, sys.stdout.isatty(), sys.stdout.closed) == ("utf-8", False, False)
+    again = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8", write_through=True)
+    again.write("hidden")
+    with sys.stdout as same:
+        assert same is sys.stdout
+    assert stream.closed
+
+
+def test_standard_error(as_rank, monkeypatch):
+    as_rank(1)
+    stream = sys.stderr._stream  # pyright: ignore[reportAttributeAccessIssue]
+    print("hidden", file=sys.stderr)
+    print("bar 1\rbar 2", file=sys.stderr)
+    assert stream.getvalue() == ""
+    assert output.take_hidden_errors() == "hidden\nbar 2\n"
+    assert output.take_hidden_errors() == ""
+    try:
+        raise ValueError
+    except ValueError:
+        print("handled", file=sys.stderr)
+    with reports.reporting():
+        print("reported", file=sys.stderr)
+    monkeypatch.setattr(output, "replica_context", lambda: True)
+    print("in a context", file=sys.stderr)
+    assert stream.getvalue() == "handled\nreported\nin a context\n"
+
+
+@pytest.mark.parametrize("level", ["ERROR", "CRITICAL"])
+def test_logged_errors_are_shown_by_any_handler_of_this_stream(as_rank, level):
+    as_rank(1)
+    stream = sys.stderr._stream  # pyright: ignore[reportAttributeAccessIssue]
+    logger = logging.Logger("of the test")
+    logger.addHandler(logging.StreamHandler())
+    logger.log(getattr(logging, level), "shown")
+    logger.info("hidden")
+    assert stream.getvalue() == "shown\n"
+
+
+def test_a_handler_of_the_root_logger_from_before_the_import_follows(as_rank, monkeypatch):
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    monkeypatch.setattr(logging.root, "handlers", [handler])
+    as_rank(1, errors=stream)
+    logging.warning("hidden")
+    assert stream.getvalue() == "" and handler.stream is sys.stderr

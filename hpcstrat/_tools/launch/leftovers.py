@@ -6,8 +6,9 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 
-from hpcstrat._process import launchers
+from hpcstrat._process import guard, launchers
 from hpcstrat._process.job_files import JobMemory
 
 _GRACE_SECONDS = 1.0  # for the processes of the previous start to end by themselves
@@ -40,15 +41,44 @@ def end_what_ranks_started(memory: JobMemory) -> None:
             _kill(process)
 
 
+def unlink_segments(since: float) -> None:
+    """Unlinks unused segments of MPI: their ranks were killed in its start, or with their guards.
+
+    Only this user's, made after `since` (as `time.time`), that no process has open or mapped: the
+    process that makes a segment has it open until it has mapped it, so there is no gap.
+    """
+    unused = guard.own_segments(since)
+    for process in _processes() if unused else []:
+        for inode in _inodes(process):
+            unused.pop(inode, None)
+    for path in unused.values():
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _inodes(process: int) -> Iterator[int]:
+    """The files in shared memory that a process has open or mapped."""
+    folder = guard.FOLDER + "/"
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        # First the open files: the process that makes a file has it open until it has mapped it.
+        for name in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(OSError):
+                link = f"/proc/{process}/fd/{name}"
+                if os.readlink(link).startswith(folder):
+                    yield os.stat(link).st_ino
+        with open(f"/proc/{process}/maps") as maps:
+            yield from (int(line.split()[4]) for line in maps if f" {folder}" in line)
+
+
 def processes_of(memory: JobMemory) -> list[int]:
     """The processes of this host that have the job's variable."""
     ((name, value),) = memory.environment.items()
     mark = f"{name}={value}".encode()
-    return [
-        process
-        for process in map(int, filter(str.isdigit, os.listdir("/proc")))
-        if mark in _variables_of(process)
-    ]
+    return [process for process in _processes() if mark in _variables_of(process)]
+
+
+def _processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 _OF_RANKS = tuple(f"{name}=".encode() for name in launchers.RANK_NAMES)
@@ -70,8 +100,7 @@ def _kill(process: int) -> None:
 def _runs(process: int) -> bool:
     """Whether a process, or a thread of it, has not ended."""
     try:
-        with open(f"/proc/{process}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        fields = guard.fields_of(process)
     except OSError:
         return False
     # Field 17 is the number of threads: they may outlive the first thread, which then is a zombie.

@@ -7,7 +7,7 @@ import sys
 import time
 
 from hpcstrat._memory.segment import physical_memory, reservable
-from hpcstrat._process import guard, job_files
+from hpcstrat._process import job_files
 from hpcstrat._process.job_files import JobMemory, State
 from hpcstrat._tools.launch import leftovers
 from hpcstrat._tools.launch.deaths import DeathWatch
@@ -49,7 +49,7 @@ def run(job: Job, policy: Policy) -> int:
         if not ended.is_done and policy.restarts:
             leftovers.end_processes(memory)
         if not ended.is_done:
-            guard.unlink_orphans(since)
+            leftovers.unlink_segments(since)
         return ended
 
     ends = [start(policy.ranks)]
