@@ -227,7 +227,7 @@ class Communicator(CheckedExchange):
             arrays = [as_native(array) for array in arrays]
             return self.gather_arrays((f"axis={axis}", *must_match), arrays, axis)
 
-    def all_gather_obj(self, obj: Any, *must_match: str) -> list[Any]:
+    def all_gather_obj(self, obj: Any, *must_match: Any) -> list[Any]:
         """Every rank's object, in rank order; arrays in them are new copies. Collective.
 
         Args:

@@ -11,13 +11,12 @@ import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import UPDATE, Details, span
 from hpcstrat._core.types import Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._storage.local import PART, LocalBlocks, fill, flat
+from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, writer_of
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.rule import UpdateRule
 
@@ -31,8 +30,8 @@ class Storage(abc.ABC):
     Attributes:
         communicator: the ranks that share the variables.
         local: this rank's blocks.
-        reads_everywhere: whether every rank can read every block, or its part of a split block;
-            else only the parameter rank can.
+        reads_everywhere: whether every rank can read every block, or its part of a split block,
+            and not only the parameter rank.
         updates_here: whether this rank updates variables, and so has their slots.
     """
 
@@ -48,12 +47,7 @@ class Storage(abc.ABC):
         self._marked: weakref.WeakSet[Plan] = weakref.WeakSet()  # with marks in this step
 
     def create(self, initial: Array) -> Block:
-        """A new block with the parameter rank's value; all ranks pass equal shapes and dtypes.
-
-        Raises:
-            MemoryError: there is not enough memory.
-            ReplicaMismatchError: shapes or dtypes differ.
-        """
+        """A new block with the parameter rank's value; all ranks pass equal shapes and dtypes."""
         with self.communicator.change():
             block = self._register(self._create(initial))
         if self.communicator.checks:
@@ -78,18 +72,8 @@ class Storage(abc.ABC):
     def create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
         """A new block for a slot, like the variable and filled with `value`.
 
-        If it is split, it is this rank's part, flat.
-
-        It can be read and written only where updates run: on the parameter rank, or on every rank
-        for mirrors.
-
-        Args:
-            variable: the variable's block.
-            value: of all elements.
-            cuts: this variable's item of `split` for all variables that get slots together.
-
-        Raises:
-            MemoryError: there is not enough memory.
+        It can be read and written only where updates run. If it is split, it is this rank's part,
+        flat; `cuts` is the variable's item of `split` for all variables that get slots together.
         """
         with self.communicator.change():
             return self._register(self._create_slot(variable, value, cuts))
@@ -123,25 +107,16 @@ class Storage(abc.ABC):
     # An overflow results in inf, as on a GPU. It must not become an exception on one rank only.
     @np.errstate(all="ignore")
     def update(
-        self,
-        plan: Plan,
-        values: Sequence[Array],
-        op: Aggregation,
-        rule: UpdateRule,
+        self, plan: Plan, values: Sequence[Array], op: Aggregation, rule: UpdateRule
     ) -> None:
-        """Reduces the replicas' `values` by `op` and applies `rule` once.
-
-        Afterwards every rank reads the result.
+        """Reduces the replicas' `values` by `op` and applies `rule` once; all read the result.
 
         Args:
-            plan: of the variables.
+            plan: of the variables. All ranks must update the same.
             values: one array per variable, of its shape, in the order of the call; cast to its
                 dtype.
             op: how the replicas' values are reduced; `FIRST_REPLICA` takes those of rank 0.
             rule: how they change the variables. Its constants must be equal on all ranks.
-
-        Raises:
-            ReplicaMismatchError: the ranks update different variables, or with different constants.
         """
         communicator = self.communicator
         if communicator.checks:
@@ -170,8 +145,7 @@ class Storage(abc.ABC):
 
     def mark_interrupted(self, error: BaseException, blocks: Sequence[Block]) -> None:
         """Forbids the use of blocks that an interrupted call may have changed in part."""
-        # An error that all ranks raise comes before anything changes, and leaves blocks as they
-        # are.
+        # An error that all ranks raise comes before anything changes.
         if self.communicator.calls.mark_interrupted(error):
             self._has_interrupted = True
             for block in blocks:
@@ -179,14 +153,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
-        """Checks that the program has not written to what this rank reads of the variables.
-
-        Collective.
-
-        Raises:
-            RuntimeError: it has, on this rank or another.
-            ReplicaMismatchError: it has, and so the ranks' copies differ.
-        """
+        """Raises if the program has written to what a rank reads of the variables."""
 
     def _note_change(self, blocks: Sequence[Block]) -> None:  # noqa: B027
         """Notes that an update has changed the variables, on all ranks."""
@@ -209,10 +176,6 @@ class Storage(abc.ABC):
             plan: a plan with buffers.
             variables: whose gradients, in the order of the message; not marked yet.
             may_start: whether their sums may start now. Equal on all ranks.
-
-        Raises:
-            MemoryError: there is not enough memory for sums, on any rank.
-            ReplicaMismatchError: the ranks mark different gradients.
         """
         communicator = self.communicator
         with communicator.raise_together():
@@ -225,11 +188,7 @@ class Storage(abc.ABC):
             plan.started |= new if self._start_sums(plan, sorted(new)) else set()
 
     def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
-        """Starts to sum some of the plan's buffers over the replicas, where this saves time.
-
-        Returns:
-            Whether it did.
-        """
+        """Starts to sum some of the plan's buffers if this saves time; returns whether it does."""
         return False
 
     def end_marks(self, plan: Plan) -> None:
@@ -239,10 +198,7 @@ class Storage(abc.ABC):
         plan.started.clear()
 
     def drop_marks(self) -> None:
-        """Clears all marks after an error. Once it returns, nothing reads the buffers any more.
-
-        Not collective.
-        """
+        """Clears all marks after an error. Then nothing reads the buffers. Not collective."""
         if not self._marked:
             return
         try:
@@ -253,28 +209,13 @@ class Storage(abc.ABC):
             self.end_marks(plan)
 
     def _finish_sums(self) -> None:  # noqa: B027
-        """Waits for the sums that are under way; on a GPU, the stream waits.
-
-        Raises:
-            Exception: a sum failed.
-        """
+        """Waits for the sums that are under way, and raises their error; on a GPU, streams wait."""
 
     @abc.abstractmethod
     def make_buffers(self, plan: Plan) -> None:
-        """Makes buffers for a plan, from which the gradients of its variables need not be copied.
+        """Makes buffers for a plan, from which the gradients of its variables are not copied."""
 
-        Collective.
-
-        Raises:
-            MemoryError: there is not enough memory.
-        """
-
-    @span(
-        UPDATE,
-        lambda _, variable, slots, rows, gradient, *__, **___: Details(
-            current_call(), gradient.nbytes
-        ),
-    )
+    @span(UPDATE, lambda *args, **_: Details(current_call(), args[4].nbytes))
     def update_rows(
         self,
         variable: Block,
@@ -292,9 +233,6 @@ class Storage(abc.ABC):
             gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank. With
                 fewer dimensions than the variable, `rows` are rows of `row_view`.
             rule: how they change. Its constants must be equal on all ranks.
-
-        Raises:
-            ReplicaMismatchError: the ranks update different variables, or with different constants.
         """
         communicator, blocks = self.communicator, (variable, *slots)
         if communicator.checks:
@@ -332,16 +270,8 @@ class Storage(abc.ABC):
                 signature = signature_of(f"{current_call()}: {block.name}", rank, here.start)
                 with communicator.raise_together():
                     part = next(own) if communicator.rank == rank else flat(np.empty(0))
-                    messages = communicator.exchange(signature, part.size, _writer_of(part))
+                    messages = communicator.exchange(signature, part.size, writer_of(part))
                 yield messages[rank][: here.size]
 
-    @abc.abstractmethod
-    def publish(self, blocks: Sequence[Block]) -> None:
-        """Makes the parameter rank's writes to these variables readable on every rank."""
-
-
-def _writer_of(part: Bytes) -> Write:
-    def write(message: Bytes) -> None:
-        message[: part.size] = part
-
-    return write
+    def publish(self, blocks: Sequence[Block]) -> None:  # noqa: B027
+        """Makes the parameter rank's writes readable everywhere, if ranks did not all write."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -43,31 +43,22 @@ class CentralHostStorage(HostStorage):
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
         super().__init__(communicator, LocalBlocks(communicator.rank, lambda: communicator.segment))
         self._dead: deque[int] = deque()  # numbers of blocks, not yet reported
-        self._reports: dict[int, int] = {}  # number of a block -> ranks that reported it
+        self._reports: Counter[int] = Counter()  # number of a block -> ranks that reported it
         self._places: dict[int, tuple[int, int]] = {}
 
     def _create(self, initial: Array) -> Block:
         communicator = self.communicator
-        dead = np.array([self._dead.popleft() for _ in range(len(self._dead))], np.int64)
+        dead = [self._dead.popleft() for _ in range(len(self._dead))]
         shape, dtype = initial.shape, initial.dtype
-
-        def report(message: Array) -> None:
-            message[:8].view(np.int64)[0] = dead.size
-            message[8 : 8 + dead.nbytes].view(np.int64)[...] = dead
-
         try:
-            messages = communicator.exchange(
-                signature_of(current_call(), (dtype, shape, self._number)), 8 + dead.nbytes, report
-            )
+            reports = communicator.all_gather_obj(dead, (dtype, shape, self._number))
         except Exception:
             # No rank has received the report: it is sent again with the next variable.
-            self._dead.extendleft(dead.tolist())
+            self._dead.extendleft(dead)
             raise
         # Every rank counts the same reports in the same call, so all free the same ranges at the
         # same time.
-        for message in messages:
-            count = int(message[:8].view(np.int64)[0])
-            self._note_dead(message[8 : 8 + 8 * count].view(np.int64).tolist())
+        self._note_dead([number for of_rank in reports for number in of_rank])
         nbytes = size_of(shape, dtype)
         # All ranks allocate the same, so all of them raise here or none. `raise_together` records
         # that nothing was interrupted.
@@ -99,7 +90,7 @@ class CentralHostStorage(HostStorage):
 
     def _note_dead(self, numbers: Sequence[int]) -> None:
         for number in numbers:
-            self._reports[number] = self._reports.get(number, 0) + 1
+            self._reports[number] += 1
             # A rank that has not reported may still read the variable.
             if self._reports[number] == self.communicator.size:
                 del self._reports[number]

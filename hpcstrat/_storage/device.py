@@ -184,6 +184,3 @@ class MirroredDeviceStorage(DeviceStorage):
         with self.local.current():
             arrays = [block.array for block in blocks]
             update_rows(arrays, self.local.here(rows), self.local.here(gradient), rule)
-
-    def publish(self, blocks: Sequence[Block]) -> None:
-        """Does nothing: every rank wrote to its own copy."""

@@ -108,20 +108,16 @@ class DevicePlan(Plan):
             self.transfers.append(Transfer(runs[0][0], []) if is_one else Transfer(whole, runs))
 
     def forget_message(self) -> None:
-        """Drops the messages, which would otherwise live as long as the plan."""
+        """See `Plan.forget_message`."""
         super().forget_message()
         self._drop()
 
     def pack(self, values: Sequence[Array], is_reduced: bool) -> list[Array]:
-        """Copies values, on this rank's device and in the order of the message, to the message.
-
-        Args:
-            values: the values.
-            is_reduced: whether they are reduced over the ranks before they are used.
+        """Copies values on this rank's device to the message.
 
         Returns:
             For each dtype the flat array with the values: a part of the message or, if they are
-            reduced, perhaps the array that was passed.
+            reduced over the ranks before they are used, perhaps the array that was passed.
         """
         if not self._packings:
             self.order.write(self.message, values)

@@ -10,36 +10,31 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.host import MirroredHostStorage
 
-# The modules for GPUs are imported where a rank computes on one: other programs do not need them.
+# What few programs need is imported where it is needed.
 
 
-def make_replica_storage(communicator: Communicator) -> Storage:
-    """Storage in which each replica has its own variables, on its device."""
-    if isinstance(communicator, DeviceCommunicator):
-        from hpcstrat._storage.device import MirroredDeviceStorage
-
-        return MirroredDeviceStorage(communicator, root=0)
-    assert isinstance(communicator, HostCommunicator)
-    return MirroredHostStorage(communicator)
-
-
-def make_sharded_storage(communicator: Communicator, root: int = 0) -> Storage:
-    """Storage in which each replica has all variables on its device, but only a part of the slots.
+def make_replica_storage(
+    communicator: Communicator, root: int = 0, shard_updates: bool = False
+) -> Storage:
+    """Storage in which each replica has its own variables, on its device.
 
     Args:
         communicator: the replicas.
         root: the rank whose initial values count.
+        shard_updates: whether each replica has only a part of the slots, and updates that part.
     """
-    if communicator.size == 1:  # nothing to split
-        return make_replica_storage(communicator)
+    is_split = shard_updates and communicator.size > 1
     if isinstance(communicator, DeviceCommunicator):
+        from hpcstrat._storage.device import MirroredDeviceStorage
         from hpcstrat._storage.sharded_device import ShardedDeviceStorage
 
-        return ShardedDeviceStorage(communicator, root)
-    from hpcstrat._storage.sharded_host import ShardedHostStorage
-
+        return (ShardedDeviceStorage if is_split else MirroredDeviceStorage)(communicator, root)
     assert isinstance(communicator, HostCommunicator)
-    return ShardedHostStorage(communicator)
+    if is_split:
+        from hpcstrat._storage.sharded_host import ShardedHostStorage
+
+        return ShardedHostStorage(communicator)
+    return MirroredHostStorage(communicator)
 
 
 def make_central_storage(communicator: Communicator, root: int, on_host: bool = False) -> Storage:

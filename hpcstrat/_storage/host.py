@@ -22,7 +22,7 @@ from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat._memory.layout import layout_of
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.local import LocalBlocks, flat
+from hpcstrat._storage.local import LocalBlocks, flat, writer_of
 from hpcstrat._storage.plan import MessageOrder, MessagePool, Plan
 from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
@@ -77,11 +77,7 @@ class MirroredHostStorage(HostStorage):
             block = self.local.new_variable(initial)
         own = flat(block.array)
         if communicator.rank == 0:
-
-            def write(message: Array) -> None:
-                message[: own.size] = own
-
-            communicator.exchange(signature, own.size, write)
+            communicator.exchange(signature, own.size, writer_of(own))
         else:
             own[...] = communicator.exchange(signature)[0][: own.size]
         return block
@@ -161,9 +157,6 @@ class MirroredHostStorage(HostStorage):
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
     ) -> None:
         update_rows([block.array for block in blocks], rows, gradient, rule)
-
-    def publish(self, blocks: Sequence[Block]) -> None:
-        """Does nothing: every rank wrote to its own copy."""
 
     # ---- sums of marked gradients, while the program computes others
 

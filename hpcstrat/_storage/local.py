@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._core import gpu
 from hpcstrat._core.span import UPDATE, Details, span
 from hpcstrat._core.types import Array, Bytes
@@ -79,11 +80,7 @@ class LocalBlocks:
     # ---- blocks
 
     def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
-        """A new block of this rank's own.
-
-        Raises:
-            MemoryError: there is not enough memory.
-        """
+        """A new block of this rank's own."""
         memory = self.memory
         assert not isinstance(memory, Segment)  # which several ranks share
         return memory.new_block(shape, dtype)
@@ -120,14 +117,9 @@ class LocalBlocks:
         flat(block.array)[start : start + part.size] = part
 
     def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-        """The bytes of a block, in host memory, at most `PART` of them at once.
+        """The bytes of a block, or of its part if it is split, in host memory.
 
-        Each part is read-only by convention and valid until the next.
-
-        Args:
-            block: if it is split, a rank has only its part.
-            start: the first byte.
-            stop: the byte after the last; `None` for all.
+        At most `PART` of them come at once, read-only by convention and valid until the next.
         """
         return host_parts(block.array, start, stop)
 
@@ -174,10 +166,19 @@ def flat(array: Array) -> Bytes:
 
 
 def host_parts(array: Array, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-    """The bytes of an array in host memory, from `start` to `stop`, in parts and without copies."""
+    """The bytes of an array in host memory, in parts and without copies."""
     wanted = flat(array)[start:stop]
     for part in Interval(0, wanted.size).split(PART):
         yield wanted[part.slice]
+
+
+def writer_of(part: Bytes) -> Write:
+    """Writes these bytes as a rank's message."""
+
+    def write(message: Bytes) -> None:
+        message[: part.size] = part
+
+    return write
 
 
 def fill(array: Array, value: Array) -> None:

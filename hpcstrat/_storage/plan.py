@@ -90,11 +90,7 @@ class MessageOrder:
         return [shard.within(shares[shard.dtype]) for shard in self.shards]
 
     def parts_of(self, variables: Iterable[int]) -> list[list[Interval]]:
-        """Where some variables are in the message; neighbours are merged.
-
-        Returns:
-            For each dtype of the message, intervals of its elements.
-        """
+        """Where some variables are in each dtype's elements of the message, neighbours merged."""
         wanted = set(variables)
         # Neighbours in the message alone.
         shards = [shard._replace(memory=()) for shard in self.shards if shard.variable in wanted]
@@ -113,10 +109,7 @@ class MessageOrder:
         ]
 
     def write(
-        self,
-        message: Array,
-        values: Sequence[Array],
-        in_place: InPlace = NOTHING_IN_PLACE,
+        self, message: Array, values: Sequence[Array], in_place: InPlace = NOTHING_IN_PLACE
     ) -> None:
         """Copies gradients, or new values, into a message, except for what is read in place."""
         views = keep_per_message(
@@ -144,13 +137,9 @@ class Plan:
         update: what happens to this rank's shards of them.
 
     Attributes:
-        order: as above.
-        update: as above.
         taken: memory that a `MessagePool` lends; `None` before.
-        buffers: arrays for the variables' gradients, in the order of the call, where
-            `Storage.make_buffers` was called; else `None`.
-        buffer_messages: on hosts, the messages that the buffers are in: all ranks', or only this
-            rank's.
+        buffers: arrays for the variables' gradients, in the order of the call, or `None`.
+        buffer_messages: on hosts, the messages that `give_buffers` got.
         marked: the variables whose gradients, in buffers, are complete in this step.
         started: those whose sums have started.
         sums: on hosts, these sums; else they are in the buffers.
@@ -181,7 +170,7 @@ class Plan:
         constants: Mapping[str, float] = NO_CONSTANTS,
         in_buffers: bool = False,
     ) -> CallSignature:
-        """What the ranks must agree on for an update."""
+        """What the ranks must agree on for an update, or to make buffers."""
         call = f"{current_call()} from buffers" if in_buffers else current_call()
         numbers = tuple(constants.values())
         signature = self._signatures.get((call, op))
@@ -199,11 +188,7 @@ class Plan:
         return signature_of(current_call(), *[self._must_match[i] for i in variables])
 
     def require_whole(self) -> None:
-        """Refuses variables that an interrupted update left changed in part.
-
-        Raises:
-            RuntimeError: an update of one of the variables was interrupted.
-        """
+        """Raises if an interrupted update left one of the variables changed in part."""
         for block in self.order.blocks:
             _ = block.view
 
@@ -235,12 +220,10 @@ class Plan:
     # ---- buffers
 
     def give_buffers(self, messages: list[Array], own: Array, owner: Block | None = None) -> None:
-        """Makes the parts of a message the buffers, from which gradients need not be copied.
+        """Makes the parts of this rank's `own` message the buffers.
 
-        Args:
-            messages: the messages that an update reads: all ranks', or only this rank's.
-            own: this rank's.
-            owner: the block that contains them, which this plan keeps alive.
+        `messages` are those that an update reads: all ranks', or only this rank's. They are in the
+        block `owner`, if given, which this plan keeps alive.
         """
         self.buffers = self.order.to_call(self.order.layout.views(own))
         self.buffer_messages = messages
@@ -263,11 +246,11 @@ class Plan:
         return self.sums
 
     def parts_to_sum(self, variables: Iterable[int]) -> tuple[list[list[Array]], list[Array]]:
-        """Where gradients of some variables are, in the buffers and in `sums`, on a host.
+        """What is summed for some variables, on hosts, and where the sums are.
 
         Returns:
-            For each rank that gets other sums than the rest, here for all together, flat views of
-            the buffers; and views of this rank's sums.
+            Flat views of the buffers, for each rank that gets sums of its own, here for all ranks
+            together; and views of `sums`, for this rank.
         """
         variables, sums = list(variables), self.make_sums()
         sources = self.order.views_of(variables, self.buffer_messages[0])

@@ -26,10 +26,7 @@ _UNIT = 256
 def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[Cuts]:
     """Splits all elements of a dtype into equal parts; the last part takes the remainder.
 
-    Args:
-        variables: their blocks, in order of creation.
-        size: the number of ranks.
-        alignment: every variable starts at a multiple of this many bytes.
+    The variables are in order of creation, and each starts at a multiple of `alignment` bytes.
     """
     # All elements are split, not each variable: ranks have equal parts, whatever the variables'
     # sizes, and a part is one range of memory and of a message.
@@ -62,13 +59,7 @@ class Section(NamedTuple):
 
 
 def sections_of(order: MessageOrder, slots: Sequence[Sequence[Block]], rank: int) -> list[Section]:
-    """Each rank's section.
-
-    Args:
-        order: the variables.
-        slots: for each variable, in the order of the message, this rank's parts of its slots.
-        rank: this rank.
-    """
+    """Each rank's section, given this rank's parts of the slots in the order of the message."""
     dtypes = tuple([block.array.dtype for block in order.blocks])
     cuts = [of_variable[0].cuts or () for of_variable in slots]
     sections = []

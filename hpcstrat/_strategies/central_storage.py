@@ -12,7 +12,6 @@ from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn
 from hpcstrat._storage.factory import (
     make_central_storage,
     make_replica_storage,
-    make_sharded_storage,
 )
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import agree_on_placement, place_on_one_host
@@ -76,7 +75,7 @@ class CentralStorageStrategy(Strategy):
         if communicator.size == 1 and parameter == devices[0]:
             storage = local  # central storage and the replica's own are the same
         elif shards:
-            storage = make_sharded_storage(communicator, root)
+            storage = make_replica_storage(communicator, root, shard_updates=True)
         else:
             storage = make_central_storage(communicator, root, on_host=parameter != devices[root])
         updates_on = UpdatesOn.ALL_RANKS if communicator.size == 1 or shards else UpdatesOn.ROOT

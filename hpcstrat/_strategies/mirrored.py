@@ -15,7 +15,6 @@ from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn
 from hpcstrat._storage.factory import (
     make_central_storage,
     make_replica_storage,
-    make_sharded_storage,
 )
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import agree_on_placement, place_on_hosts, place_on_one_host
@@ -137,7 +136,7 @@ def make_mirrored_group(
     updates_on = UpdatesOn.ALL_RANKS
     # With sharded updates one rank updates each element, so CPUs and GPUs have equal copies.
     if shard_updates:
-        storage = make_sharded_storage(communicator)
+        storage = make_replica_storage(communicator, shard_updates=True)
     elif (
         isinstance(communicator, DeviceCommunicator)
         and len({device.kind for device in devices}) > 1
