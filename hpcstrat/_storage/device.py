@@ -98,7 +98,7 @@ class DeviceStorage(Storage):
         with self.local.current():
             # An error on one rank, such as a lack of memory, is raised on all.
             with self.communicator.raise_together():
-                if plan.buffers is None:
+                if plan.taken is None:
                     self._messages.lend(plan, signature)
                 sources = plan.gradients
                 if values is not None:

@@ -114,7 +114,8 @@ class MirroredHostStorage(HostStorage):
     ) -> None:
         communicator = self.communicator
         with self._lock:
-            self._messages.lend(plan, signature)
+            if plan.taken is None:
+                self._messages.lend(plan, signature)
             if communicator.size > 1:
                 plan.update.run(rule, [self._reduce(signature, plan, values, op)])
                 return

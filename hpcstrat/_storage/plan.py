@@ -137,7 +137,7 @@ class Plan:
         update: what happens to this rank's shards of them.
 
     Attributes:
-        taken: memory that a `MessagePool` lends; `None` before.
+        taken: the memory of its message; `None` until a `MessagePool` lends some.
         buffers: arrays for the variables' gradients, in the order of the call, or `None`.
         buffer_messages: on hosts, the messages that `give_buffers` got.
         marked: the variables whose gradients, in buffers, are complete in this step.
@@ -272,9 +272,7 @@ class MessagePool:
         self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
 
     def lend(self, plan: Plan, signature: CallSignature) -> None:
-        """Makes a plan take the memory, unless it has it."""
-        if plan.taken is not None and plan.taken is self._memory:
-            return
+        """Makes a plan take the memory."""
         if self._memory is None or self._memory.size < plan.nbytes:
             # Plans hold views of the memory. They drop it before more is allocated, or there would
             # have to be room for both.
