@@ -9,7 +9,6 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.types import ReduceOp
 from hpcstrat._process import worlds
@@ -28,33 +27,19 @@ def check() -> int:
     Collective.
     """
     world = worlds.start()
-    strategy = (
-        MirroredStrategy() if world.local_size == world.size else MultiWorkerMirroredStrategy()
-    )
+    is_one_host = world.local_size == world.size
+    strategy = MirroredStrategy() if is_one_host else MultiWorkerMirroredStrategy()
     group = group_of(strategy)
-    table = Table(
-        "call",
-        "bytes per rank",
-        "microseconds",
-        "GB/s",
-        "",
-        title=f"{strategy.num_replicas_in_sync} ranks",
-    )
+    title = f"{strategy.num_replicas_in_sync} ranks"
+    table = Table("call", "bytes per rank", "microseconds", "GB/s", "", title=title)
     is_right = True
     for name, call in (("all_reduce", _all_reduce), ("all_gather", _all_gather)):
         for nbytes in _SIZES:
-            seconds, right = _time_call(
-                group.communicator, lambda nbytes=nbytes, call=call: call(group, nbytes // 8)
-            )
+            seconds, right = _time_call(group, nbytes // 8, call)
             is_right &= right
             rate = f"{nbytes / seconds / 1e9:,.2f}"
-            table.add_row(
-                name,
-                f"{nbytes:,}",
-                f"{1e6 * seconds:,.0f}",
-                rate,
-                "right" if right else "[bold red]WRONG",
-            )
+            verdict = "right" if right else "[bold red]WRONG"
+            table.add_row(name, f"{nbytes:,}", f"{1e6 * seconds:,.0f}", rate, verdict)
     if world.rank == 0:
         Console().print(table)
         print(
@@ -66,16 +51,18 @@ def check() -> int:
     return 0 if is_right else 1
 
 
-def _time_call(communicator: Communicator, call: Callable[[], bool]) -> tuple[float, bool]:
+def _time_call(
+    group: ReplicaGroup, count: int, call: Callable[[ReplicaGroup, int], bool]
+) -> tuple[float, bool]:
     """The best time of several rounds, on the slowest rank; and whether all data was right."""
     times, right = [], True
     for _ in range(_ROUNDS):
         # All ranks start together: waiting for a late rank is not the call's time.
-        communicator.barrier()
+        group.communicator.barrier()
         start = time.perf_counter()
-        right &= call()
+        right &= call(group, count)
         times.append(time.perf_counter() - start)
-    by_rank = communicator.all_gather_obj((min(times), right))
+    by_rank = group.communicator.all_gather_obj((min(times), right))
     return max(seconds for seconds, _ in by_rank), all(is_right for _, is_right in by_rank)
 
 

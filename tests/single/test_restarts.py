@@ -14,7 +14,6 @@ from internals import (
     Policy,
     SnapshotMemory,
     State,
-    deaths,
     guard,
     job_files,
     leftovers,
@@ -337,7 +336,7 @@ def test_the_rank_that_dies_first_is_named(capfd, monkeypatch):
         return call
 
     monkeypatch.setattr(os, "pidfd_open", counted(os.pidfd_open, seen))
-    monkeypatch.setattr(deaths, "_has_closed_files", counted(deaths._has_closed_files, alive))
+    monkeypatch.setattr(restarts, "_has_closed_files", counted(restarts._has_closed_files, alive))
 
     class Starts(Starter):
         def start(self, ranks, environment):
