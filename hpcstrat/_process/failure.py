@@ -2,15 +2,15 @@
 
 | event                     | what this rank does                 | what the other ranks see      |
 |---------------------------|-------------------------------------|-------------------------------|
-| error in the main thread, | prints its traceback; starts MPI to | killed in MPI's start         |
-| ranks not yet connected   | meet the others (MPICH), or exits   |                               |
+| error in the main thread, | prints its traceback; exits, or     | killed wherever they are      |
+| ranks not yet connected   | asks MPICH's launcher for the end   |                               |
 | error, any thread, later  | prints its traceback, `MPI.Abort`   | killed in any call, silently  |
 | error that another rank   | waits 1 s for the cause; is mostly  | nothing of it: the cause      |
 | caused                    | killed before it prints             | ends them                     |
 | `end_job`: ranks hang, or | prints the message, `MPI.Abort`     | killed in any call, silently  |
 | call different things     |                                     |                               |
-| `sys.exit(1)`, ranks not  | says so as Python ends; aborts, or  | killed in MPI's start         |
-| yet connected             | exits with that status              |                               |
+| `sys.exit(1)`, ranks not  | the same, and says so               | killed wherever they are      |
+| yet connected             |                                     |                               |
 | `sys.exit(1)`, later      | shows hidden text, tells the        | their next call ends the job: |
 |                           | launcher, and leaves                | "left the program before"     |
 | `raise SystemExit(1)`     | leaves                              | the same; before they are     |
@@ -41,8 +41,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hpcstrat._process import guard, job_files, launchers, output, reports
-from hpcstrat._process.job_end import JobEnd
+from hpcstrat._process import guard, job_files, launchers, mpi, output, reports
+from hpcstrat._process.job_end import JobEnd, must_abort
 from hpcstrat._process.job_files import JobMemory, State
 
 # Seconds that a rank waits, so that the cause of its exception is reported first.
@@ -68,25 +68,24 @@ def install_at_import() -> None:
     # them: they wait in the start of MPI, or soon will.
     if not launchers.is_child():
         _tell_launcher(lambda memory: memory.note_rank(launcher.rank))
-        if not launcher.alone:
-            _job.set_rank(launcher.rank)
         if not launcher.alone or job_files.find() is not None:
             _install_hook()
         if not launcher.alone:
+            _job.set_rank(launcher.rank)
             sys.exit = _Leave(sys.exit)
             for name in {"exit", "quit"} & vars(builtins).keys():  # the site's
                 setattr(builtins, name, _Leave(getattr(builtins, name)))
     output.install()
 
 
-def install_when_connected(rank: int, MPI: Any) -> None:
+def install_when_connected(rank: int) -> None:
     """Installs what several ranks need once they are connected.
 
     From now on an uncaught exception, in any thread, ends all ranks.
     """
     if sys.excepthook is not _latest_hook:  # the program has set its own since
         _install_hook()
-    _job.set_rank(rank, MPI)
+    _job.set_rank(rank, is_connected=True)
     _tell_launcher(lambda memory: memory.note_connected(rank))
     # Python survives a failed thread. Other ranks would hang: they wait for that thread's calls.
     threading.excepthook = functools.partial(_end_after_thread, threading.excepthook)
@@ -131,22 +130,16 @@ def _end_after_thread(
 
 def _end_after(error: BaseException | None, show: Callable[[], object]) -> None:
     """Ends all ranks after this uncaught exception, which `show` prints."""
-    # A Ctrl-C comes to all ranks; before they are connected, rank 0 cannot end the others before
-    # they speak.
-    if isinstance(error, KeyboardInterrupt) and _job.rank > 0 and _job.mpi is None:
-        shown = reports.summarize(error)
-    else:
-        shown = reports.capture(show, error)
+    shown = reports.capture(show, error)
     is_consequence = _is_consequence(error)
-    text = ("" if is_consequence else output.take_hidden_errors()) + shown
-    _job.meet_others(text)
     if is_consequence:
         time.sleep(_CONSEQUENCE_DELAY)
     _let_rank_0_speak()
     if not is_consequence:
         _tell_launcher_of(error)
-    reports.say(text)
-    if _job.reaches_others():
+        shown = output.take_hidden_errors() + shown
+    reports.say(shown)
+    if must_abort():
         _job.abort(1)
 
 
@@ -157,7 +150,8 @@ def mark_as_consequence(error: BaseException) -> None:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    return (_job.mpi is not None and isinstance(error, _job.mpi.Exception)) or getattr(
+    MPI = mpi.find() if _job.is_connected else None
+    return (MPI is not None and isinstance(error, MPI.Exception)) or getattr(
         error, "_hpcstrat_consequence", False
     )
 
@@ -205,20 +199,15 @@ def _end_after_exit(status: object) -> None:
         return
     _tell_launcher(lambda memory: memory.note_failure(_job.rank, f"sys.exit({status!r})"))
     text = output.take_hidden_errors()
-    if _job.mpi is not None:  # connected: the others' next call ends them
-        if text:
-            _let_rank_0_speak()
-            reports.say(text)
-        return
-    end = (
-        f"{text}hpcstrat: the job ends: rank {_job.rank} left the program by sys.exit({status!r}) "
-        "before the ranks were connected; look at what it printed last"
-    )
-    _job.meet_others(end)
-    _let_rank_0_speak()
-    if _job.reaches_others():
-        end_job(end, status if isinstance(status, int) else 1)
-    elif text:  # the launcher ends the others, because of this rank's status
+    if not _job.is_connected and must_abort():
+        _let_rank_0_speak()
+        end_job(
+            f"{text}hpcstrat: the job ends: rank {_job.rank} left the program by "
+            f"sys.exit({status!r}) before the ranks were connected; look at what it printed last",
+            status if isinstance(status, int) else 1,
+        )
+    if text:  # the others' next call ends them, or the launcher, because of this status
+        _let_rank_0_speak()
         reports.say(text)
 
 

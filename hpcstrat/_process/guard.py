@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-_LOOK_SECONDS = 0.2
+_LOOK_SECONDS = 0.05
 FOLDER = "/dev/shm"
 # How the names of their files there start.
 MPICH = ("mpich_shm_",)
@@ -120,11 +120,11 @@ def _main(process: int) -> None:
     start = time.monotonic()
     for step in steps:
         while (left := start + step.seconds - time.monotonic()) > 0:
+            segments |= _segments(process)
             if select.select([sys.stdin], [], [], min(left, _LOOK_SECONDS))[0]:
                 # The process was killed: at the end of the block it would have killed this one.
                 _unlink(segments)
                 return
-            segments |= _segments(process)
         # If the process has ended, this one has another parent now.
         if os.getppid() != process:
             return

@@ -1,9 +1,10 @@
-"""How this rank ends all ranks: through MPI, which it may have to start for that, or by dying."""
+"""How this rank ends all ranks: through MPI, or through the launcher before MPI has started."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import threading
 import time
@@ -16,8 +17,8 @@ from hpcstrat._process import guard, mpi, reports
 _FORWARD_DELAY = 0.1
 # Seconds that MPI gets to end the job; then this rank ends itself, even in C code.
 _ABORT_SECONDS = 5.0
-# Seconds that a rank waits in the start of MPI for those that it ends.
-_MEET_SECONDS = 3.0
+_PMI_SECONDS = 3.0  # that the launcher gets for an answer
+_PMI = "PMI_FD"  # the variable with the connection to a launcher that speaks PMI, as MPICH's
 
 before_the_end: list[Callable[[], None]] = []
 """Called when this rank ends the job, by the thread that does."""
@@ -29,19 +30,17 @@ class JobEnd:
     Attributes:
         process: this rank's process; 0 if it has no others to end.
         rank: this rank.
-        mpi: the module `mpi4py.MPI`, once the others can be reached through it.
-        others_wait: whether others perhaps wait in the start of MPI, which failed on this rank.
+        is_connected: whether the ranks are connected.
     """
 
     def __init__(self) -> None:
         self.process = 0
         self.rank = 0
-        self.mpi: Any = None
-        self.others_wait = False
+        self.is_connected = False
 
-    def set_rank(self, rank: int, MPI: Any = None) -> None:
-        """From now on this process is this rank, connected to the others if given `mpi4py.MPI`."""
-        self.rank, self.process, self.mpi = rank, os.getpid(), MPI
+    def set_rank(self, rank: int, is_connected: bool = False) -> None:
+        """From now on this process is this rank."""
+        self.rank, self.process, self.is_connected = rank, os.getpid(), is_connected
         reports.tag_with(rank)
 
     def can_end_others(self) -> bool:
@@ -50,59 +49,51 @@ class JobEnd:
         # A forked child must not end its parent's job.
         return os.getpid() == self.process and (MPI is None or not MPI.Is_finalized())
 
-    def reaches_others(self) -> bool:
-        """Whether others are in MPI, or in its start, so that `abort` ends them."""
-        return self.mpi is not None or self.others_wait
-
-    def meet_others(self, text: str) -> None:
-        """Starts MPI if necessary, to end the ranks that wait in its start.
-
-        If none come, `text` is printed last. Only for launchers that ignore the exit status of a
-        process that has not started MPI, as MPICH's does.
-        """
-        self.mpi = self.mpi or mpi.find()
-        if self.mpi is not None or "PMI_FD" not in os.environ:
-            return
-        # While MPI starts no Python thread runs, so another process ends this one if no rank comes.
-        end = guard.Deadline(_MEET_SECONDS, reports.tag(text), True)
-        with contextlib.suppress(Exception), guard.watch([end]):
-            MPI = mpi.load()
-            mpi.check_launcher(MPI)
-            self.others_wait = True  # what fails from here on may fail on this rank alone
-            mpi.start(MPI)
-            self.mpi = MPI
-
     def abort(self, status: int) -> NoReturn:
         """Ends all ranks, or this process if it is alone; the status is never 0."""
         status = status or 1
         self.clean_up()
-        if self.mpi is not None and self.can_end_others():
-            self._abort_mpi(status)
-        if self.mpi is None and self.others_wait:
-            os.kill(os.getpid(), signal.SIGKILL)
-        os._exit(status)  # a non-zero status or a signal makes the launcher end the others
-
-    def _abort_mpi(self, status: int) -> None:
-        # Only the thread that started MPI may call it, unless it was started for any thread.
-        is_main = threading.current_thread() is threading.main_thread()
-        if not is_main and self.mpi.Query_thread() != self.mpi.THREAD_MULTIPLE:
-            return
-        time.sleep(_FORWARD_DELAY)
-        # Open MPI waits for its launcher, maybe forever.
-        if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
-            signal.setitimer(signal.ITIMER_REAL, _ABORT_SECONDS)
-        self.mpi.COMM_WORLD.Abort(status)
+        if self.can_end_others():
+            time.sleep(_FORWARD_DELAY)
+            if (MPI := mpi.find()) is not None:
+                _abort_mpi(MPI, status)
+            elif must_abort():
+                with contextlib.suppress(OSError, ValueError):
+                    _abort_pmi(int(os.environ[_PMI]), status)
+        os._exit(status)  # a non-zero status makes other launchers end the others
 
     def clean_up(self) -> None:
         """Saves what others have asked to save, and removes what MPI would leave behind."""
         for call in before_the_end:
             with contextlib.suppress(Exception):
                 call()
-        if not self.process:
-            return
-        prefixes = guard.MPICH  # after an abort its segment stays in /dev/shm
-        MPI = mpi.find()
-        # So does Open MPI's of a rank that was started without a launcher.
-        if MPI is not None and self.can_end_others() and MPI.COMM_WORLD.size == 1:
-            prefixes += guard.OPEN_MPI
-        guard.unlink_segments(os.getpid(), prefixes)
+        guard.unlink_segments(os.getpid())  # after an abort MPICH's stays in /dev/shm
+
+
+def must_abort() -> bool:
+    """Whether an exit status alone might not end the others.
+
+    MPI does not end them, nor does a launcher that ignores the status of a process that has not
+    started MPI, as MPICH's does.
+    """
+    return mpi.find() is not None or _PMI in os.environ
+
+
+def _abort_mpi(MPI: Any, status: int) -> None:
+    # Only the thread that started MPI may call it, unless it was started for any thread.
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        return
+    # Open MPI waits for its launcher, maybe forever.
+    if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        signal.setitimer(signal.ITIMER_REAL, _ABORT_SECONDS)
+    MPI.COMM_WORLD.Abort(status)
+
+
+def _abort_pmi(connection: int, status: int) -> None:
+    """Says what MPI says to the launcher as it starts, and then as it aborts."""
+    os.write(connection, b"cmd=init pmi_version=1 pmi_subversion=1\n")
+    if select.select([connection], [], [], _PMI_SECONDS)[0]:
+        os.read(connection, 1 << 10)
+    os.write(connection, f"cmd=abort exitcode={status}\n".encode())
+    select.select([connection], [], [], _PMI_SECONDS)  # the launcher kills this process, too

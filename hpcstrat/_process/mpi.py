@@ -18,7 +18,6 @@ _DEFAULTS = {
 _OPEN_MPI = "Open MPI"
 _OF_OPEN_MPI = ("mpirun of Open MPI", "prterun (PMIx)")
 _OF_MPICH = ("mpirun of MPICH", "mpirun of Intel MPI")
-_SHARED_MEMORY = "/dev/shm"
 _MPICHS = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
 
 
@@ -64,7 +63,7 @@ def start(mpi: Any) -> None:
     """
     if mpi.Is_initialized():
         return
-    check_launcher(mpi)
+    _check_launcher(mpi)
     if not os.path.exists("/proc/self"):
         raise RuntimeError(
             "/proc is not mounted, and neither MPI nor hpcstrat starts without it; as root, "
@@ -86,14 +85,8 @@ def start(mpi: Any) -> None:
         atexit.register(lambda: mpi.Is_finalized() or mpi.Finalize())
 
 
-def check_launcher(mpi: Any) -> None:
-    """Refuses a launcher that certainly belongs to another MPI.
-
-    In unclear cases MPI's number of ranks tells later.
-
-    Raises:
-        RuntimeError: it belongs to another.
-    """
+def _check_launcher(mpi: Any) -> None:
+    """Refuses one of another MPI. In unclear cases MPI's number of ranks tells later."""
     launcher, vendor = launchers.find(), mpi.get_vendor()[0]
     if launcher is None:
         return
@@ -112,13 +105,13 @@ def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
     The limit is measured: MPICH 5 always starts with 24 MiB for 2 ranks, 32 MiB for 4 and 56 MiB
     for 8. It takes 5.2 MiB per rank, and yet can end in a segmentation fault with up to 7 per rank.
     """
-    if not os.access(_SHARED_MEMORY, os.W_OK):
+    if not os.access(guard.FOLDER, os.W_OK):
         vendor, version = mpi.get_vendor()
         # Even for one rank; Open MPI and MPICH 4 can use another folder.
         if vendor == "MPICH" and version >= (5,):
-            what = "cannot be written to" if os.path.exists(_SHARED_MEMORY) else "does not exist"
+            what = "cannot be written to" if os.path.exists(guard.FOLDER) else "does not exist"
             raise RuntimeError(
-                f"{_SHARED_MEMORY} {what}, and MPI (MPICH {'.'.join(map(str, version))}) does not "
+                f"{guard.FOLDER} {what}, and MPI (MPICH {'.'.join(map(str, version))}) does not "
                 "start without it. Give a container one (`--shm-size=1g`; as root, `mount -t tmpfs "
                 "tmpfs /dev/shm`), or use Open MPI, which does not need it"
             )
@@ -127,13 +120,13 @@ def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
     # One rank alone shares no memory.
     if ranks is None or ranks < 2:
         return
-    system = os.statvfs(_SHARED_MEMORY)
+    system = os.statvfs(guard.FOLDER)
     free, needed = system.f_bavail * system.f_frsize / 2**20, max(16 + 4 * ranks, 7 * ranks)
     if free < needed and not _is_mpi_starting():
         raise RuntimeError(
-            f"{_SHARED_MEMORY} has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for "
+            f"{guard.FOLDER} has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for "
             f"the {ranks} ranks of this host; with less it can end in a bus error. Give a "
-            f"container more (`--shm-size=1g`), or see what fills it (`ls -l {_SHARED_MEMORY}`)"
+            f"container more (`--shm-size=1g`), or see what fills it (`ls -l {guard.FOLDER}`)"
         )
 
 
@@ -156,16 +149,7 @@ def _speaks_pmix() -> bool:
 
 
 def refuse(launcher: launchers.Launcher, mpi: Any, what: str) -> NoReturn:
-    """Raises the error for a launcher of another MPI.
-
-    Args:
-        launcher: the launcher.
-        mpi: the library's module.
-        what: what the library shows, such as `"has 1 rank"`.
-
-    Raises:
-        RuntimeError: always.
-    """
+    """Raises RuntimeError for a launcher of another MPI, which `what` shows, e.g. "has 1 rank"."""
     vendor, version = mpi.get_vendor()
     own_mpirun = os.path.join(sys.prefix, "bin", "mpirun")
     # Slurm itself belongs to no MPI; its protocol is an option of srun.

@@ -75,14 +75,13 @@ def unknown() -> dict[str, str]:
         return {}
     import difflib  # here, because it would add a millisecond to `import hpcstrat`
 
-    def likeness(name: str, known: str) -> float:
-        # Without the parts that most names share.
-        name, known = (
-            text.removeprefix(_PREFIX).removesuffix("_SECONDS") for text in (name, known)
-        )
-        return difflib.SequenceMatcher(None, name, known).ratio()
+    # Without the parts that most names share.
+    known = {_short(name): name for name in _KNOWN}
+    return {name: known[difflib.get_close_matches(_short(name), known, 1, 0)[0]] for name in names}
 
-    return {name: max(_KNOWN, key=lambda known: likeness(name, known)) for name in names}
+
+def _short(name: str) -> str:
+    return name.removeprefix(_PREFIX).removesuffix("_SECONDS")
 
 
 def warn_of_unknown() -> None:

@@ -119,6 +119,8 @@ def _connect() -> World:
         return World(launcher=launcher)
     mpi.start(MPI)
     size = MPI.COMM_WORLD.size
+    if size == 1:  # Open MPI's segment stays without an mpirun to clean up, even after a good end
+        guard.unlink_segments(os.getpid(), guard.OPEN_MPI)
     # Otherwise every rank would believe it is alone.
     if launcher is not None and (
         launcher.rank >= size if launcher.size is None else launcher.size != size
@@ -130,29 +132,25 @@ def _connect() -> World:
     comm = MPI.COMM_WORLD.Dup()
     # From MPI, not from the launcher's variables: MPI knows which ranks can share memory.
     host_comm = comm.Split_type(MPI.COMM_TYPE_SHARED, key=comm.rank)
-    if comm.size > 1:
-        failure.install_when_connected(comm.rank, MPI)
+    if size > 1:
+        failure.install_when_connected(comm.rank)
     shares = host_comm.allgather((comm.rank, own_cores()))
     own = np.array([shares[0][0], _entropy()], np.uint64)
     # In one exchange, as numbers: the first rank of each rank's host, and rank 0's entropy.
-    gathered = np.empty((comm.size, 2), np.uint64)
+    gathered = np.empty((size, 2), np.uint64)
     comm.Allgather(own, gathered)
     # MPICH would leave its segment behind after an abort or a kill. Without a name the system frees
     # it.
     if host_comm.rank == 0:  # by now every rank has mapped it
         guard.unlink_segments(os.getpid())
-    # Open MPI's stays behind each process without an mpirun to clean up, even if it ends well.
-    if comm.size == 1:
-        guard.unlink_segments(os.getpid(), guard.OPEN_MPI)
-    if comm.size > 1:
-        # Otherwise each rank's BLAS would take every core of the host, and the ranks would take
-        # turns.
+    if size > 1:
+        # Otherwise each rank's BLAS would take every core of the host, in turns.
         limit_blas_threads(share_of_cores([cores for _, cores in shares], host_comm.rank))
     leads = [int(lead) for lead in gathered[:, 0]]
     index = {lead: host for host, lead in enumerate(dict.fromkeys(leads))}
     return World(
         rank=comm.rank,
-        size=comm.size,
+        size=size,
         comm=comm,
         host_comm=host_comm,
         local_rank=host_comm.rank,

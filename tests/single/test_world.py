@@ -125,7 +125,7 @@ def test_without_shared_memory(fake, monkeypatch, tmp_path, vendor, version, ref
     started = []
     fake.Is_initialized, fake.THREAD_MULTIPLE, fake.Init_thread = (lambda: False), 3, started.append
     fake.get_vendor = lambda: (vendor, version)
-    monkeypatch.setattr(mpi, "_SHARED_MEMORY", str(tmp_path / "shm"))
+    monkeypatch.setattr(guard, "FOLDER", str(tmp_path / "shm"))
     monkeypatch.setattr(launchers, "find", lambda: Launcher("a PMI launcher", 0, size, 0, size))
     if refused:
         with pytest.raises(
