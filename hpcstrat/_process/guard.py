@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 _LOOK_SECONDS = 0.05
 FOLDER = "/dev/shm"
@@ -25,25 +24,16 @@ OPEN_MPI = ("sm_segment.", "vader_segment.")  # of versions 5 and 4
 _UCX = ("ucx_shm_posix_",)
 
 
-class Deadline(NamedTuple):
-    """What to do if this process is still in the guarded block after some time.
-
-    Attributes:
-        seconds: since the start of the block; `inf` means never.
-        text: printed to standard error.
-        ends: whether this process is killed as well, which makes the launcher end the others.
-    """
-
-    seconds: float
-    text: str
-    ends: bool
-
-
 @contextlib.contextmanager
-def watch(steps: Sequence[Deadline]) -> Iterator[None]:
+def watch(steps: Sequence[tuple[float, str]]) -> Iterator[None]:
     """A block during which another process takes these steps, in order, until the block ends.
 
     If no process can be started, the block is not guarded.
+
+    Args:
+        steps: so many seconds after the block's start (`inf` is never) this text is printed to
+            standard error. After the last step this process is killed, too, which makes the
+            launcher end the others.
     """
     guard = None
     with contextlib.suppress(OSError, ValueError, RuntimeError):
@@ -115,11 +105,11 @@ def fields_of(process: int) -> list[bytes]:
 
 
 def _main(process: int) -> None:
-    steps = [Deadline(*step) for step in json.loads(sys.stdin.buffer.readline())]
+    steps: list[tuple[float, str]] = json.loads(sys.stdin.buffer.readline())
     segments: set[tuple[str, ...]] = set()
     start = time.monotonic()
-    for step in steps:
-        while (left := start + step.seconds - time.monotonic()) > 0:
+    for seconds, text in steps:
+        while (left := start + seconds - time.monotonic()) > 0:
             segments |= _segments(process)
             if select.select([sys.stdin], [], [], min(left, _LOOK_SECONDS))[0]:
                 # The process was killed: at the end of the block it would have killed this one.
@@ -130,11 +120,10 @@ def _main(process: int) -> None:
             return
         for file in (2, 1):  # the first that is not closed
             with contextlib.suppress(OSError):
-                os.write(file, step.text.encode(errors="replace"))
+                os.write(file, text.encode(errors="replace"))
                 break
-        if step.ends:
-            unlink_segments(process)
-            os.kill(process, signal.SIGKILL)
+    unlink_segments(process)
+    os.kill(process, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -218,9 +218,9 @@ def waiting_for_all(what: str) -> Iterator[None]:
         f"(HPCSTRAT_TIMEOUT_SECONDS), at {location}: not all ranks have come; all must create a "
         "strategy"
     )
-    steps = [guard.Deadline(timeout_seconds + _GUARD_SECONDS, reports.tag(end), True)]
+    steps = [(timeout_seconds + _GUARD_SECONDS, reports.tag(end))]
     if stall_seconds < timeout_seconds:
-        steps.insert(0, guard.Deadline(stall_seconds, reports.tag(report), False))
+        steps.insert(0, (stall_seconds, reports.tag(report)))
     is_done = threading.Event()
     deadline = time.monotonic() + timeout_seconds
 

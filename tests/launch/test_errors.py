@@ -314,7 +314,7 @@ def test_shared_memory_that_becomes_too_little_for_a_rank_ends_the_job(launch, l
         hs.CentralStorageStrategy()
     """
     result = launch_on_tmpfs(program, 2, "size=26m")
-    assert result.returncode != 0 and result.stdout.endswith("\nleft:\n")
+    assert result.returncode != 0 and result.stdout.endswith("left:\n")
     assert "[rank 1] RuntimeError: /dev/shm has 2" in result.stderr
 
 
@@ -331,7 +331,7 @@ def test_an_error_before_the_start_where_shared_memory_is_too_little(launch, lau
         time.sleep(60)
     """
     result = launch_on_tmpfs(program, 3, "size=4m")
-    assert result.returncode != 0 and result.stdout.endswith("\nleft:\n")
+    assert result.returncode != 0 and result.stdout.endswith("left:\n")
     assert "[rank 1] ValueError: the cause" in result.stderr
 
 

@@ -276,7 +276,7 @@ def test_a_process_that_is_killed_in_a_guarded_block_leaves_no_segment():
     import fcntl, mmap, os, signal, sys, termios, time
     from hpcstrat._process import guard
 
-    block = guard.watch([guard.Deadline(600.0, "", False)])
+    block = guard.watch([(600.0, "")])
     with block:
         pipe = block.gen.gi_frame.f_locals["guard"].stdin
         while any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))):  # until the guard has read what to do
