@@ -178,6 +178,10 @@ class _ErrorStream(_Stream):
         self._lock = threading.Lock()
         self._hidden = ""
 
+    @property
+    def buffer(self) -> Any:  # shown: bytes say nothing of what they are
+        return self._stream.buffer
+
     def take(self) -> str:
         with self._lock:
             text, self._hidden = self._hidden.rstrip(), ""
