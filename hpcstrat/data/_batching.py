@@ -206,8 +206,7 @@ class _Padded(Choosing):
 
 def _pad(leaves: Sequence[Any], wanted: Sequence[int | None], value: Any) -> Any:
     """The leaves, padded and stacked."""
-    dtypes = {leaf.dtype.kind if leaf.dtype.kind in "SU" else leaf.dtype for leaf in leaves}
-    if len(dtypes) > 1 or len({leaf.ndim for leaf in leaves}) > 1:
+    if len(_elements.dtypes_of(leaves)) > 1 or len({leaf.ndim for leaf in leaves}) > 1:
         kinds = sorted({f"{leaf.dtype.name}{list(leaf.shape)}" for leaf in leaves})
         raise ValueError(
             "Dataset.padded_batch: the elements of a batch must have the same dtype and number of "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -20,6 +21,7 @@ from hpcstrat.data._node import (
     Keys,
     Node,
     ShuffleState,
+    Transformation,
     join,
     only_row,
 )
@@ -27,39 +29,22 @@ from hpcstrat.data._node import (
 _CHOICES = 1024  # drawn at once
 
 
-class _Combining(Node):
-    """A node whose items combine its inputs' items: as keys with more columns, or as tuples.
-
-    The items are keys only if all inputs have keys; if one input has Python objects, they are
-    Python objects.
-    """
-
-    def load(self, item: Any) -> Any:
-        if self.width is None:
-            return self._load_object(item)
-        return only_row(self._fetch_keys(item[np.newaxis]))
-
-    def fetch(self, chunk: Chunk) -> Any:
-        return super().fetch(chunk) if self.width is None else self._fetch_keys(chunk)
-
-    @abc.abstractmethod
-    def _load_object(self, item: Any) -> Any:
-        """`load` of a Python object."""
-
-    @abc.abstractmethod
-    def _fetch_keys(self, keys: Keys) -> Any:
-        """`fetch` of keys."""
-
-
 @final
-class Zip(_Combining):
-    """Elements of several nodes side by side, until one node ends."""
+class Zip(Node):
+    """Elements of several nodes side by side, until one node ends.
+
+    An item has the items of all nodes: as a key with the columns of all, or as a tuple.
+    """
 
     def __init__(self, nodes: Sequence[Node], structure: nests.Structure) -> None:
         super().__init__(*nodes)
-        self._widths = _widths_of(nodes)
-        self.width = sum(self._widths) if self._widths else None
+        widths = _widths_of(nodes)
+        self.width = sum(widths) if widths else None
         self.batch_sizes = _common_batch_sizes(nodes)
+        stops = itertools.accumulate(widths)
+        self._columns = [
+            slice(stop - width, stop) for width, stop in zip(widths, stops, strict=True)
+        ]
         self._structure = structure
 
     def __repr__(self) -> str:
@@ -85,37 +70,32 @@ class Zip(_Combining):
             else:
                 yield np.concatenate(chunks, axis=1)
 
-    def _load_object(self, item: Any) -> Any:
+    def load(self, item: Any) -> Any:
+        if self.width is not None:
+            return only_row(self.fetch(item[np.newaxis]))
         return self._structure.unflatten(
-            node.load(inner) for node, inner in zip(self.inputs, item, strict=True)
+            [node.load(inner) for node, inner in zip(self.inputs, item, strict=True)]
         )
 
-    def _fetch_keys(self, keys: Keys) -> Any:
-        batches, start = [], 0
-        for node, width in zip(self.inputs, self._widths, strict=True):
-            batches.append(node.fetch(keys[:, start : start + width]))
-            start += width
-        return self._structure.unflatten(batches)
+    def fetch(self, chunk: Chunk) -> Any:
+        if self.width is None:
+            return super().fetch(chunk)
+        parts = zip(self.inputs, self._columns, strict=True)
+        return self._structure.unflatten([node.fetch(chunk[:, columns]) for node, columns in parts])
 
 
 @final
-class Enumerate(_Combining):
+class Enumerate(Transformation):
     """Pairs of a count and an element. The count is the first column of a key."""
 
     def __init__(self, source: Node, start: int) -> None:
-        super().__init__(source)
+        super().__init__(source, f"enumerate({start})")
         self.width = None if source.width is None else 1 + source.width
-        self._source = source
+        self.batch_sizes = ()
         self._start = start
-
-    def __repr__(self) -> str:
-        return f"{self._source!r}.enumerate({self._start})"
 
     def spec(self) -> Any:
         return TensorSpec((), np.int64), self._source.spec()
-
-    def cardinality(self) -> int:
-        return self._source.cardinality()
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         count = self._start
@@ -126,15 +106,17 @@ class Enumerate(_Combining):
                 yield np.column_stack((np.arange(count, count + len(chunk), dtype=np.int64), chunk))
             count += len(chunk)
 
-    def _load_object(self, item: Any) -> Any:
-        count, inner = item
+    def load(self, item: Any) -> Any:
+        count, inner = item if self.width is None else (item[0], item[1:])
         return np.int64(count), self._source.load(inner)
 
-    def _fetch_keys(self, keys: Keys) -> Any:
-        return keys[:, 0].copy(), self._source.fetch(keys[:, 1:])
+    def fetch(self, chunk: Chunk) -> Any:
+        if self.width is None:
+            return super().fetch(chunk)
+        return chunk[:, 0].copy(), self._source.fetch(chunk[:, 1:])
 
 
-class _Merging(_Combining):
+class _Merging(Node):
     """The elements of several nodes in some order.
 
     The first column of a key is the index of the node, the others are that node's own key:
@@ -142,10 +124,8 @@ class _Merging(_Combining):
         node 0, keys of width 1:   [0, position, 0]     <- padded with zeros
         node 1, keys of width 2:   [1, count, position]
 
-    Args:
-        nodes: the nodes whose elements they are.
-        call: the public name of the method.
-        *others: further nodes that it reads.
+    If a node has Python objects, an item is a pair: the index and the node's item. `call` is the
+    public name of the method, and `others` are further nodes that it reads.
     """
 
     def __init__(self, nodes: Sequence[Node], call: str, *others: Node) -> None:
@@ -192,18 +172,22 @@ class _Merging(_Combining):
             self._unmet.discard(which)
             return
 
-    def _load_object(self, item: Any) -> Any:
-        which, inner = item
+    def load(self, item: Any) -> Any:
+        which, inner = item[0], item[1]
+        if self.width is not None:
+            inner = item[1 : 1 + self._widths[which]]
         return self._nodes[which].load(inner)
 
-    def _fetch_keys(self, keys: Keys) -> Any:
-        which = keys[:, 0]
+    def fetch(self, chunk: Chunk) -> Any:
+        if self.width is None:
+            return super().fetch(chunk)
+        which = chunk[:, 0]
         present = np.unique(which).tolist() or [0]  # an empty batch is any node's
         if len(present) == 1:
-            return self._fetch_from(present[0], keys)
+            return self._fetch_from(present[0], chunk)
         # A batch from several nodes, in any order after a shuffle: fetch once from each node, then
         # restore the order.
-        batches = [self._fetch_from(node, keys[which == node]) for node in present]
+        batches = [self._fetch_from(node, chunk[which == node]) for node in present]
         if len({_elements.kinds_of_rows(batch) for batch in batches}) > 1:
             raise ValueError(
                 f"{self._name}: the elements of a batch must have the same structure, shape and "

@@ -144,7 +144,7 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
                     f"{call}: output_signature has a leaf {spec!r}; each must be a TensorSpec"
                 )
         arrays = tuple(map(_elements.as_element, args or ()))
-        return Dataset(_sources.Generated(generator, arrays, output_types, output_signature))
+        return Dataset(_sources.generated(generator, arrays, output_types, output_signature))
 
     @staticmethod
     def zip(*datasets: Any) -> Dataset:

@@ -6,11 +6,11 @@ Ranks start a pass together, and compare every step if user code is part of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, final
+from typing import Any, final
 
 import numpy as np
 
+from hpcstrat._communicators.base import Communicator
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import call_named, current_call, names_call, warn_together
 from hpcstrat._core.span import INPUT, span
@@ -23,24 +23,10 @@ from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import PipelineChecksum
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
-from hpcstrat.data._resuming import ResumableDataset, ResumableIterator, length
+from hpcstrat.data._resuming import DatasetIterator, ResumableDataset, length
 from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 
 _END = Step(None, None)
-
-
-class InputCommunicator(Protocol):
-    """The methods of a communicator that datasets use; in tests, threads can be the ranks."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    def raise_together(self) -> AbstractContextManager[Any]: ...
-
-    def all_gather_obj(self, obj: Any) -> list[Any]: ...
 
 
 @final
@@ -54,7 +40,7 @@ class DistributedDataset(ResumableDataset):
     def __init__(
         self,
         node: Node,
-        communicator: InputCommunicator,
+        communicator: Communicator,
         split: Callable[[Node, EpochPass, int, int], Iterator[Step]],
         call: str,
         prefetcher: Prefetcher | None,
@@ -196,7 +182,7 @@ def _require_equal_arrays(of_worker: Sequence[tuple[int, list[tuple[str, int]]]]
 
 
 @final
-class DistributedIterator(ResumableIterator):
+class DistributedIterator(DatasetIterator):
     """One iteration over a `DistributedDataset`."""
 
     def __init__(self, dataset: DistributedDataset, epoch: EpochPass, taken: int) -> None:
@@ -224,9 +210,6 @@ class DistributedIterator(ResumableIterator):
     def element_spec(self) -> Any:
         """As `DistributedDataset.element_spec`."""
         return self._dataset.element_spec
-
-    def __iter__(self) -> DistributedIterator:
-        return self
 
     @span(INPUT, "next batch")
     def __next__(self) -> Any:

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hpcstrat._communicators.base import Communicator
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data._dataset import Dataset
-from hpcstrat.data._distributed import DistributedDataset, InputCommunicator
+from hpcstrat.data._distributed import DistributedDataset
 from hpcstrat.data._node import Node
-from hpcstrat.data._options import (
-    AutoShardPolicy,
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-)
-from hpcstrat.data._sources import Batches
+from hpcstrat.data._options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
+from hpcstrat.data._sources import batches_of
 from hpcstrat.data._splitting import (
     FROM_FUNCTION,
     Prefetcher,
@@ -30,7 +26,7 @@ _DISTRIBUTE = "Strategy.experimental_distribute_dataset"
 
 def distribute_dataset(
     dataset: Any,
-    communicator: InputCommunicator,
+    communicator: Communicator,
     options: InputOptions | None,
     prefetcher: Prefetcher | None = None,
 ) -> DistributedDataset:
@@ -57,7 +53,7 @@ def distribute_dataset(
 
 def distribute_from_function(
     dataset_fn: Callable[[InputContext], Any],
-    communicator: InputCommunicator,
+    communicator: Communicator,
     options: InputOptions | None,
     prefetcher: Prefetcher | None = None,
     workers: Workers | None = None,
@@ -162,4 +158,4 @@ def _node_of(dataset: Any, call: str) -> Node:
             f"{call}: {kind} is not a dataset; pass a Dataset, a generator function or an iterable "
             "of batches"
         )
-    return Batches(dataset)
+    return batches_of(dataset)

@@ -20,8 +20,7 @@ class DatasetLeaf(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def element_spec(self) -> Any:
-        """The nest of specifications of its elements."""
+    def element_spec(self) -> Any: ...
 
 
 class DatasetSpec(TensorSpec):
@@ -50,22 +49,17 @@ def as_leaf(value: Any) -> Any:
 
     As in TensorFlow, Python floats become `float32` and Python ints `int32` if they fit; arrays
     keep their dtype.
-
-    Raises:
-        TypeError: `value` does not hold numbers, booleans or strings, or is a masked array.
     """
     if isinstance(value, DatasetLeaf):
         return value
-    if isinstance(value, (np.ndarray, np.generic)):
+    try:
         array = as_array("Dataset", value, on_gpu=False)
-    else:
-        try:
-            array = as_array("Dataset", value, on_gpu=False)
-        except ValueError as error:
-            raise ValueError(
-                f"Dataset: a {type(value).__name__} cannot become an array: {error}; "
-                "pass a tuple, whose members may have different shapes"
-            ) from error
+    except ValueError as error:
+        raise ValueError(
+            f"Dataset: a {type(value).__name__} cannot become an array: {error}; "
+            "pass a tuple, whose members may have different shapes"
+        ) from error
+    if not isinstance(value, (np.ndarray, np.generic)):
         if array.dtype in (np.int64, np.float64) and _of_python_numbers(value):
             array = _narrow(array)
     if array.dtype == object:
@@ -106,9 +100,6 @@ def as_element(value: Any, convert: Callable[[Any], Any] = as_leaf) -> Any:
     """`value` with `convert(leaf)`, an array, in place of every leaf.
 
     As in `tf.data`, a list is an array, not a nest.
-
-    Raises:
-        TypeError: a leaf cannot become an array.
     """
     return nests.map_leaves(convert, _without_lists(value))
 
@@ -125,11 +116,7 @@ def _without_lists(value: Any) -> Any:
 
 
 def with_columns(batch: Any) -> Any:
-    """`batch` with each list of Python numbers or strings (a column of a table) as an array.
-
-    Raises:
-        ValueError: the rows of a list of lists differ in length.
-    """
+    """`batch` with each list of Python numbers or strings (a column of a table) as an array."""
     if isinstance(batch, list) and batch and _are_of_python(batch):
         return as_leaf(batch)
     if type(batch) in (list, tuple):
@@ -149,31 +136,27 @@ def _are_of_python(values: list[Any]) -> bool:
 
 
 def stack(elements: Sequence[Any]) -> Any:
-    """The nest of arrays of shape `(len(elements), ...)` whose rows are the elements.
-
-    Raises:
-        ValueError: there are no elements, or they differ in structure, shape or dtype.
-    """
-    columns = []
-    leaves, structure = nests.flatten(elements[0])
-    rows = [leaves]
-    for element in elements[1:]:
-        leaves, other = nests.flatten(element)
+    """The nest of arrays of shape `(len(elements), ...)` whose rows are the elements."""
+    rows, structures = zip(*map(nests.flatten, elements), strict=True)
+    structure, columns = structures[0], []
+    for other in structures:
         if other != structure:
             raise _structure_error(nests.describe(structure), nests.describe(other))
-        rows.append(leaves)
     for leaves in zip(*rows, strict=True):
         if any(isinstance(leaf, DatasetLeaf) for leaf in leaves):
             raise TypeError(
                 "Dataset.batch: the elements are datasets, such as Dataset.window makes; make "
                 "arrays of them first: Dataset.flat_map(lambda window: window.batch(size))"
             )
-        shapes = {leaf.shape for leaf in leaves}
-        dtypes = {leaf.dtype.kind if leaf.dtype.kind in "SU" else leaf.dtype for leaf in leaves}
-        if len(shapes) > 1 or len(dtypes) > 1:
+        if len({leaf.shape for leaf in leaves}) > 1 or len(dtypes_of(leaves)) > 1:
             raise _kind_error([_kind(leaf, leaf.shape) for leaf in leaves])
         columns.append(np.stack(leaves) if leaves[0].shape else np.array(leaves))
     return structure.unflatten(columns)
+
+
+def dtypes_of(leaves: Iterable[Any]) -> set[Any]:
+    """The dtypes of arrays to be stacked, where the lengths of strings do not count."""
+    return {leaf.dtype.kind if leaf.dtype.kind in "SU" else leaf.dtype for leaf in leaves}
 
 
 _Kind: TypeAlias = tuple[str, tuple[int, ...]]
@@ -222,11 +205,7 @@ def _kind_error(kinds: Iterable[_Kind]) -> ValueError:
 
 
 def unstack(batch: Any) -> Iterator[Any]:
-    """The rows of a nest of arrays with equal first dimensions; they share the arrays' memory.
-
-    Raises:
-        ValueError: as `leading_size`.
-    """
+    """The rows of a nest of arrays with equal first dimensions; they share the arrays' memory."""
     leaves, structure = nests.flatten(batch)
     size = leading_size(leaves)
     if len(leaves) == 1 and leaves[0] is batch:
@@ -249,11 +228,7 @@ def copy_of(element: Any) -> Any:
 
 
 def leading_size(leaves: Sequence[Any]) -> int:
-    """The number of rows, the same in all leaves.
-
-    Raises:
-        ValueError: a leaf has no dimensions, there is no leaf, or the sizes differ.
-    """
+    """The number of rows, the same in all leaves."""
     sizes = {leaf.shape[0] if leaf.shape else -1 for leaf in leaves}
     if len(sizes) != 1 or -1 in sizes:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves) or "none"
@@ -266,14 +241,13 @@ def leading_size(leaves: Sequence[Any]) -> int:
 
 def spec_of(element: Any) -> Any:
     """The nest of `TensorSpec` that describes `element`."""
-    return nests.map_leaves(
-        lambda leaf: (
-            DatasetSpec(leaf.element_spec)
-            if isinstance(leaf, DatasetLeaf)
-            else TensorSpec(leaf.shape, leaf.dtype)
-        ),
-        element,
-    )
+
+    def spec(leaf: Any) -> TensorSpec:
+        if isinstance(leaf, DatasetLeaf):
+            return DatasetSpec(leaf.element_spec)
+        return TensorSpec(leaf.shape, leaf.dtype)
+
+    return nests.map_leaves(spec, element)
 
 
 def common_spec(first: Any, second: Any) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import math
 import operator
@@ -37,13 +38,7 @@ _KINDS = "biufcSUmM"  # the dtypes whose bytes are the whole value
 
 
 class _LeafWriter:
-    """Writes one leaf of all elements: the bytes to one file, the kinds to another.
-
-    Args:
-        folder: the folder of its files.
-        index: the index of the leaf.
-        files: closes its file.
-    """
+    """Writes one leaf of all elements: the bytes to one file, the kinds to another."""
 
     def __init__(self, folder: str, index: int, files: contextlib.ExitStack) -> None:
         self._path = os.path.join(folder, f"leaf{index}")
@@ -73,15 +68,7 @@ class _LeafWriter:
 
 
 def save(elements: Iterator[Any], path: str) -> None:
-    """Writes the elements to the folder `path`; a dataset that is there is replaced.
-
-    Raises:
-        FileExistsError: something else is there.
-        TypeError: an element is not a nest of tuples, lists and dicts with text keys, or a leaf is
-            not an array of a fixed size.
-        ValueError: elements differ in structure.
-        OSError: the file system's error.
-    """
+    """Writes the elements to the folder `path`; see `Dataset.save`."""
     path = os.path.abspath(path)
     if os.path.lexists(path) and not os.path.exists(os.path.join(path, _HEADER)):
         raise FileExistsError(
@@ -160,12 +147,7 @@ def _rebuild(skeleton: Any, leaves: list[Any]) -> Any:
 
 
 def load(path: str) -> Node:
-    """The elements that were saved in the folder `path`; they are read when they are needed.
-
-    Raises:
-        FileNotFoundError: there is no saved dataset.
-        ValueError: it has another format, or files are damaged.
-    """
+    """The elements that were saved in the folder `path`; they are read when they are needed."""
     header_path = os.path.join(path, _HEADER)
     try:
         with open(header_path) as file:
@@ -213,11 +195,7 @@ def _is_size(number: Any) -> bool:
 
 
 def _numbers_in(skeleton: Any) -> Iterator[int]:
-    """The numbers of the leaves of a skeleton.
-
-    Raises:
-        ValueError: it is not a result of `_skeleton`.
-    """
+    """The numbers of the leaves of a skeleton; a ValueError if it is not one of `_skeleton`."""
     if type(skeleton) is int:
         yield skeleton
         return
@@ -234,13 +212,9 @@ def _numbers_in(skeleton: Any) -> Iterator[int]:
 class _Stored:
     """One leaf of all elements, in a memory map.
 
-    Attributes:
-        whole: all as one array of shape `(count, ...)` if all have the same shape and dtype; else
-            `None`.
-
-    Raises:
-        ValueError, TypeError: the files do not hold what the header describes. No memory is
-            allocated before this is checked.
+    `whole` has all as one array of shape `(count, ...)` if they have one shape and dtype, else it
+    is `None`. If the files do not hold what the header describes, it raises a ValueError or a
+    TypeError, before any memory is allocated.
     """
 
     def __init__(self, path: str, kinds: list[Any], count: int) -> None:
@@ -280,40 +254,23 @@ class _Stored:
 
     def spec(self) -> TensorSpec:
         """The spec of the leaf; sizes in which elements differ are `None`."""
-        dtypes = {dtype for dtype, _ in self._kinds}
-        first, *_ = [shape for _, shape in self._kinds]
-        ranks = {len(shape) for _, shape in self._kinds}
-        if (
-            len(ranks) > 1
-            or len({dtype.kind if dtype.kind in "SU" else dtype for dtype in dtypes}) > 1
-        ):
+        try:
+            specs = [TensorSpec(shape, dtype) for dtype, shape in self._kinds]
+            return functools.reduce(_elements.common_spec, specs)
+        except TypeError:
             raise TypeError(
                 "Dataset.element_spec: the saved elements differ in dtype or number of dimensions"
-            )
-        shapes = zip(*[shape for _, shape in self._kinds], strict=True)
-        sizes = (
-            [size if len({size, *others}) == 1 else None for size, *others in shapes]
-            if first
-            else []
-        )
-        return TensorSpec(sizes, np.result_type(*dtypes))
+            ) from None
 
 
 def _as_kind(dtype: Any, shape: Any) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    """The dtype and the shape of elements.
-
-    Raises:
-        ValueError, TypeError: they are not what `_LeafWriter` writes.
-    """
+    """The dtype and the shape of elements; an error if `_LeafWriter` does not write such."""
     parsed = np.dtype(dtype) if isinstance(dtype, str) else None
     if parsed is None or parsed.kind not in _KINDS:
         raise ValueError(f"elements have the dtype {dtype!r}")
     # An empty string has no bytes, but arrays of them do.
-    if (
-        not isinstance(shape, list)
-        or not all(map(_is_size, shape))
-        or (shape and not parsed.itemsize)
-    ):
+    is_shape = isinstance(shape, list) and all(map(_is_size, shape))
+    if not is_shape or (shape and not parsed.itemsize):
         raise ValueError(f"elements of dtype {dtype} have the shape {reprlib.repr(shape)}")
     return parsed, tuple(shape)
 

@@ -21,7 +21,7 @@ from hpcstrat.data._node import (
     unwrap,
     with_failures,
 )
-from hpcstrat.data._sources import Generated, name_of
+from hpcstrat.data._sources import generated, name_of
 from hpcstrat.data._threads import blocks_ahead, map_in_threads, threads_of
 
 # Datasets per pass whose text and arrays the ranks compare: a single one may be equal by chance.
@@ -97,7 +97,7 @@ class Map(Transformation):
         def example(leaf: Any) -> Any:
             if not isinstance(leaf, _elements.DatasetSpec):
                 return np.zeros([n or 2 for n in leaf.shape], leaf.dtype)[()]
-            return self._dataset_of(Generated(lambda: [self._example(leaf.element_spec)]))
+            return self._dataset_of(generated(lambda: [self._example(leaf.element_spec)]))
 
         return nests.map_leaves(example, spec)
 

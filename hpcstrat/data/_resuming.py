@@ -5,13 +5,16 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _elements
 from hpcstrat.data._indexing import Slice, prefetched_at_end
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
 from hpcstrat.data._threads import prepare_ahead
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Position(NamedTuple):
@@ -106,79 +109,19 @@ def _without_batches(node: Node) -> tuple[Node, int, str]:
     return node, size, f"{node!r} with {node.cardinality()} elements"
 
 
-class ResumableIterator(Resumable):
-    """One pass over a pipeline, from after the first `taken` of the node's elements."""
+class DatasetIterator(Resumable):
+    """One iteration over a `Dataset`."""
 
     def __init__(self, node: Node, epoch: EpochPass, taken: int) -> None:
         super().__init__(node)
         self._start(epoch, taken)
 
     @property
-    @abc.abstractmethod
     def element_spec(self) -> Any:
         """The nest of specifications of what `next` returns."""
-
-    @abc.abstractmethod
-    def __next__(self) -> Any:
-        """The next element."""
-
-    def get_next(self) -> Any:
-        """The next element, as `next` returns it.
-
-        Raises:
-            StopIteration: the pass is over.
-        """
-        return next(self)
-
-    def get_next_as_optional(self) -> Optional:
-        """The next element, as `next` returns it; an empty `Optional` if the pass is over."""
-        try:
-            return Optional((next(self),), lambda: self.element_spec)
-        except StopIteration:
-            return Optional((), lambda: self.element_spec)
-
-    def _start(self, epoch: EpochPass, taken: int) -> None:
-        self._epoch = epoch
-        self._taken: int | None = taken  # elements of the node; None after the end
-        left = Slice(self._node, f"skip({taken})", taken) if taken else self._node
-        self._elements: Iterator[Any] = self._elements_of(left)
-
-    @abc.abstractmethod
-    def _elements_of(self, node: Node) -> Iterator[Any]:
-        """The elements of `node` in the pass."""
-
-    def _ahead(self, elements: Iterator[Any]) -> Iterator[Any]:
-        """The elements; a thread prepares them ahead if the pipeline ends with `prefetch`."""
-        count = prefetched_at_end(self._node)
-        return prepare_ahead(elements, count, self._epoch) if count else elements
-
-    def _end(self) -> None:
-        """Ends the pass and releases the pipeline."""
-        self._elements, self._taken = iter(()), None
-
-    def _position(self) -> Position:
-        return self._position_at(self._epoch, self._taken)
-
-    def _seek(self, position: Position) -> None:
-        self._end()
-        rounds, taken = self._restore(position)
-        if position.taken is not None:
-            self._start(EpochPass(rounds), taken)
-
-
-@final
-class DatasetIterator(ResumableIterator):
-    """One iteration over a `Dataset`."""
-
-    def _elements_of(self, node: Node) -> Iterator[Any]:
-        return self._ahead(node.elements(self._epoch))
-
-    @property
-    def element_spec(self) -> Any:
-        """As `Dataset.element_spec`."""
         return self._node.spec()
 
-    def __iter__(self) -> DatasetIterator:
+    def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Any:
@@ -199,6 +142,50 @@ class DatasetIterator(ResumableIterator):
             if self._taken is not None:
                 self._taken += 1
 
+    def get_next(self) -> Any:
+        """The next element, as `next` returns it.
+
+        Raises:
+            StopIteration: the pass is over.
+        """
+        return next(self)
+
+    def get_next_as_optional(self) -> Optional:
+        """The next element, as `next` returns it; an empty `Optional` if the pass is over."""
+        try:
+            return Optional((next(self),), lambda: self.element_spec)
+        except StopIteration:
+            return Optional((), lambda: self.element_spec)
+
+    def _start(self, epoch: EpochPass, taken: int) -> None:
+        """Starts a pass, after the first `taken` of the node's elements."""
+        self._epoch = epoch
+        self._taken: int | None = taken  # elements of the node; None after the end
+        left = Slice(self._node, f"skip({taken})", taken) if taken else self._node
+        self._elements: Iterator[Any] = self._elements_of(left)
+
+    def _elements_of(self, node: Node) -> Iterator[Any]:
+        """The elements of `node` in the pass."""
+        return self._ahead(node.elements(self._epoch))
+
+    def _ahead(self, elements: Iterator[Any]) -> Iterator[Any]:
+        """The elements; a thread prepares them ahead if the pipeline ends with `prefetch`."""
+        count = prefetched_at_end(self._node)
+        return prepare_ahead(elements, count, self._epoch) if count else elements
+
+    def _end(self) -> None:
+        """Ends the pass and releases the pipeline."""
+        self._elements, self._taken = iter(()), None
+
+    def _position(self) -> Position:
+        return self._position_at(self._epoch, self._taken)
+
+    def _seek(self, position: Position) -> None:
+        self._end()
+        rounds, taken = self._restore(position)
+        if position.taken is not None:
+            self._start(EpochPass(rounds), taken)
+
 
 class ResumableDataset(Resumable):
     """A dataset, which can be iterated over repeatedly.
@@ -209,7 +196,7 @@ class ResumableDataset(Resumable):
     def __init__(self, node: Node) -> None:
         super().__init__(node)
         # Weak: an iteration that the program dropped is over, and must not keep batches in memory.
-        self._last: weakref.ref[ResumableIterator] | None = None
+        self._last: weakref.ref[DatasetIterator] | None = None
         # Where the next iteration starts, if not at the first element.
         self._resumed: Position | None = None
 
@@ -230,7 +217,7 @@ class ResumableDataset(Resumable):
         """The rounds of shuffles and the number of elements to skip in the next iteration."""
         return ({}, 0) if self._resumed is None else self._restore(self._resumed)
 
-    def _note_start(self, iteration: ResumableIterator) -> None:
+    def _note_start(self, iteration: DatasetIterator) -> None:
         self._last, self._resumed = weakref.ref(iteration), None
 
 

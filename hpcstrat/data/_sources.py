@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -194,22 +193,57 @@ def _as_rows(value: Any) -> Any:
     return StoredArray(value) if is_stored(value) else _elements.as_leaf(value)
 
 
-class _Produced(Node):
-    """A source whose elements come from user code, one by one.
+@final
+class Produced(Node):
+    """A source whose elements come from user code, one by one: an item is the element itself.
 
-    The ranks compare the first `compared` elements of a pass.
+    Args:
+        text: how it is described.
+        produce: returns one pass over the elements, as arrays that the caller owns.
+        compared: the number of elements at the start of a pass that the ranks compare.
+        signature: the elements' nest of `TensorSpec`; `None` for that of the first element.
+        are_batches: whether the elements are batches, of sizes that may differ.
     """
 
-    def __init__(self, compared: int) -> None:
+    def __init__(
+        self,
+        text: str,
+        produce: Callable[[], Iterator[Any]],
+        compared: int,
+        signature: Any = None,
+        are_batches: bool = False,
+    ) -> None:
         super().__init__()
-        self._compared = compared
+        self.batch_sizes = (0,) if are_batches else ()
+        self._text, self._produce, self._compared = text, produce, compared
+        self._signature = signature
+        self._are_batches = are_batches
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def spec(self) -> Any:
+        if self._signature is not None:
+            return self._signature
+        for element in self.elements(EpochPass(frozen=True)):
+            if not self._are_batches:
+                return _elements.spec_of(element)
+            return nests.map_leaves(
+                lambda leaf: TensorSpec((None, *leaf.shape[1:]), leaf.dtype), element
+            )
+        if self._are_batches:
+            raise ValueError(
+                f"DistributedDataset.element_spec: {self!r} has no batches, so their shapes and "
+                "dtypes are unknown; give it at least one batch"
+            )
+        raise ValueError(
+            "Dataset.element_spec: the generator yields nothing and has no output_signature, so "
+            "its elements' shapes and dtypes are unknown; pass an output_signature to "
+            "Dataset.from_generator"
+        )
 
     def cardinality(self) -> int:
         return UNKNOWN
-
-    @abc.abstractmethod
-    def _produce(self) -> Iterator[Any]:
-        """One pass over the elements, as arrays that the caller owns."""
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         for number, element in enumerate(self._produce()):
@@ -217,48 +251,29 @@ class _Produced(Node):
                 epoch.checksum.add(element)
             yield [element]
 
+    def load(self, item: Any) -> Any:
+        return item
 
-@final
-class Generated(_Produced):
+
+def generated(
+    generator: Callable[..., Iterable[Any]],
+    args: tuple[Any, ...] = (),
+    types: Any = None,
+    signature: Any = None,
+) -> Produced:
     """The elements of a generator function, cast to `types` or checked against `signature`."""
 
-    def __init__(
-        self,
-        generator: Callable[..., Iterable[Any]],
-        args: tuple[Any, ...] = (),
-        types: Any = None,
-        signature: Any = None,
-    ) -> None:
-        super().__init__(_FEW)
-        self._generator = generator
-        self._args = args
-        self._types = types
-        self._signature = signature
-
-    def __repr__(self) -> str:
-        return f"Dataset.from_generator({name_of(self._generator)})"
-
-    def spec(self) -> Any:
-        if self._signature is not None:
-            return self._signature
-        for element in self.elements(EpochPass(frozen=True)):
-            return _elements.spec_of(element)
-        raise ValueError(
-            "Dataset.element_spec: the generator yields nothing and has no output_signature, so "
-            "its elements' shapes and dtypes are unknown; pass an output_signature to "
-            "Dataset.from_generator"
-        )
-
-    def _produce(self) -> Iterator[Any]:
+    def produce() -> Iterator[Any]:
         convert = _own_element
-        if self._signature is not None:
-            specs, _ = nests.flatten(self._signature)
-            convert = _converter([(spec.dtype, spec.shape) for spec in specs], self._signature)
-        elif self._types is not None:
-            dtypes, _ = nests.flatten(self._types)
-            convert = _converter([(dtype, None) for dtype in dtypes], self._types)
-        for value in self._generator(*self._args):
+        if signature is not None:
+            specs, _ = nests.flatten(signature)
+            convert = _converter([(spec.dtype, spec.shape) for spec in specs], signature)
+        elif types is not None:
+            convert = _converter([(dtype, None) for dtype in nests.flatten(types)[0]], types)
+        for value in generator(*args):
             yield convert(value)
+
+    return Produced(f"Dataset.from_generator({name_of(generator)})", produce, _FEW, signature)
 
 
 def _own_element(value: Any) -> Any:
@@ -292,36 +307,17 @@ def _converter(
     return convert
 
 
-@final
-class Batches(_Produced):
+def batches_of(iterable: Any) -> Produced:
     """The batches of a re-iterable object, or of a generator function."""
 
-    def __init__(self, iterable: Any) -> None:
-        super().__init__(1)
-        self.batch_sizes = (0,)
-        self._iterable = iterable
-
-    def __repr__(self) -> str:
-        return (
-            name_of(self._iterable) if callable(self._iterable) else type(self._iterable).__name__
-        )
-
-    def spec(self) -> Any:
-        for element in self.elements(EpochPass(frozen=True)):
-            return nests.map_leaves(
-                lambda leaf: TensorSpec((None, *leaf.shape[1:]), leaf.dtype), element
-            )
-        raise ValueError(
-            f"DistributedDataset.element_spec: {self!r} has no batches, so their shapes and dtypes "
-            "are unknown; give it at least one batch"
-        )
-
-    def _produce(self) -> Iterator[Any]:
-        batches = self._iterable if hasattr(self._iterable, "__iter__") else self._iterable()
-        for batch in batches:
+    def produce() -> Iterator[Any]:
+        for batch in iterable if hasattr(iterable, "__iter__") else iterable():
             yield nests.map_leaves(
                 lambda leaf: np.array(_elements.as_leaf(leaf)), _elements.with_columns(batch)
             )
+
+    text = name_of(iterable) if callable(iterable) else type(iterable).__name__
+    return Produced(text, produce, 1, are_batches=True)
 
 
 def name_of(function: Any) -> str:

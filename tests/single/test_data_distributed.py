@@ -3,6 +3,7 @@
 import functools
 import itertools
 import threading
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -385,7 +386,7 @@ def test_one_order_for_good_without_reshuffling_and_from_a_cache():
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_unbatched_datasets_are_refused(size):
-    rank = Rank(0, threading.Barrier(1), [None] * size)
+    rank: Any = Rank(0, threading.Barrier(1), [None] * size)
     ten = Dataset.range(10)
     slabs = ten.map(lambda i: np.arange(i, i + 3))
     for unbatched in (
@@ -475,7 +476,7 @@ def test_strings_of_different_lengths_make_a_batch(size):
     ids=["array", "tuple", "dict", "text", "number", "method", "generator"],
 )
 def test_what_is_no_dataset_is_refused(wrong, text):
-    rank = Rank(0, threading.Barrier(1), [None])
+    rank: Any = Rank(0, threading.Barrier(1), [None])
     with pytest.raises(TypeError, match=r"Strategy\.experimental_distribute_dataset: " + text):
         distribute_dataset(wrong, rank, None)
     with pytest.raises(
@@ -485,7 +486,7 @@ def test_what_is_no_dataset_is_refused(wrong, text):
 
 
 def test_a_distributed_dataset_takes_no_more():
-    rank = Rank(0, threading.Barrier(1), [None])
+    rank: Any = Rank(0, threading.Barrier(1), [None])
     distributed = distribute_dataset(Dataset.range(4).batch(2), rank, None)
     assert isinstance(distributed, DistributedDataset)
     assert not hasattr(distributed, "map")
@@ -509,7 +510,7 @@ def test_a_distributed_dataset_takes_no_more():
     ids=["per replica", "on the device", "a dict"],
 )
 def test_options_that_do_not_go(options, error, text):
-    rank = Rank(0, threading.Barrier(1), [None])
+    rank: Any = Rank(0, threading.Barrier(1), [None])
     with pytest.raises(error, match=text):
         distribute_dataset(Dataset.range(4).batch(2), rank, options)
     with pytest.raises(error, match=text):
