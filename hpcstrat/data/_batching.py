@@ -162,13 +162,7 @@ class _Padded(Choosing):
         """The shape that each leaf is padded to; `None` or -1 for the largest leaf's size."""
         if self._shapes is None:
             return [(None,) * len(own) for own in actual]
-        try:
-            given: list[Any] = structure.flatten_up_to(self._shapes)
-        except ValueError as error:
-            raise ValueError(
-                f"Dataset.padded_batch: padded_shapes is {self._shapes}; it must be a nest with "
-                f"the elements' structure, {structure}, and a shape for each leaf"
-            ) from error
+        given = _like(structure, self._shapes, "padded_shapes", "a", "shape")
         shapes = []
         for shape, own in zip(given, actual, strict=True):
             if shape is None:
@@ -185,16 +179,9 @@ class _Padded(Choosing):
 
     def _values_for(self, structure: nests.Structure, leaves: Sequence[Any]) -> list[Any]:
         """The value that each leaf is padded with; `None` for zeros or empty strings."""
-        given: list[Any] = [self._values] * len(leaves)
+        given = [self._values] * len(leaves)
         if isinstance(self._values, (tuple, list, dict)):
-            try:
-                given = structure.flatten_up_to(self._values)  # pyright: ignore[reportArgumentType]
-            except ValueError as error:
-                raise ValueError(
-                    f"Dataset.padded_batch: padding_values is {self._values}; it must be one "
-                    f"value, or a nest with the elements' structure, {structure}, and a value for "
-                    "each leaf"
-                ) from error
+            given = _like(structure, self._values, "padding_values", "one value, or a", "value")
         for value, leaf in zip(given, leaves, strict=True):
             if value is not None and not _becomes(np.asarray(value), leaf.dtype):
                 raise TypeError(
@@ -202,6 +189,17 @@ class _Padded(Choosing):
                     f"{leaf.dtype}; pass a value of that dtype"
                 )
         return given
+
+
+def _like(structure: nests.Structure, nest: Any, name: str, a: str, what: str) -> list[Any]:
+    """The leaves of an argument of `padded_batch`, which must have the elements' structure."""
+    try:
+        return structure.flatten_up_to(nest)
+    except ValueError as error:
+        raise ValueError(
+            f"Dataset.padded_batch: {name} is {nest}; it must be {a} nest with the elements' "
+            f"structure, {structure}, and a {what} for each leaf"
+        ) from error
 
 
 def _pad(leaves: Sequence[Any], wanted: Sequence[int | None], value: Any) -> Any:
@@ -351,33 +349,22 @@ class Window(Transformation):
 
 
 @final
-class _Picked(Node):
+class _Picked(Choosing):
     """The elements of a chunk of a node's items."""
 
     def __init__(self, source: Node, chunk: Chunk) -> None:
-        super().__init__()
-        self.width, self.user_code = source.width, source.user_code
-        self.batch_sizes, self.rows = source.batch_sizes, source.rows
-        self._source = source
+        super().__init__(source, "window")
+        self.inputs = ()  # a pass over it meets no shuffle and no array of the pipeline around it
         self._chunk = chunk
 
     def __repr__(self) -> str:
         return f"window of {self._source!r}"
-
-    def spec(self) -> Any:
-        return self._source.spec()
 
     def cardinality(self) -> int:
         return len(self._chunk)
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         yield self._chunk
-
-    def load(self, item: Any) -> Any:
-        return self._source.load(item)
-
-    def fetch(self, chunk: Chunk) -> Any:
-        return self._source.fetch(chunk)
 
 
 @final

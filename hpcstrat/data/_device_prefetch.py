@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextvars
+import contextlib
 import itertools
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from hpcstrat._core.arrays import is_numeric
 from hpcstrat._core.span import INPUT, Details, span
 from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat.data._splitting import Prefetcher, Step
+from hpcstrat.data._threads import threads_of
 
 _ALIGNMENT = 256  # bytes, for fast loads on the GPU
 
@@ -30,37 +31,23 @@ def prefetch_to_gpu(stream: gpu.Stream, ahead: int) -> Prefetcher:
 
 
 class _Loaded(NamedTuple):
-    """A step in pinned memory.
+    """A step in pinned memory; some leaves of its value are still to be replaced by GPU arrays."""
 
-    Attributes:
-        step: the step, without its value.
-        leaves: the leaves of its value; those that go to the GPU are replaced.
-        structure: the structure of its value.
-        moved: the indices of the leaves that go to the GPU.
-        layout: their places in `pinned`.
-        pinned: their bytes.
-        slot: the slot that `pinned` belongs to.
-    """
-
-    step: Step
+    step: Step  # without its value
     leaves: list[Any]
     structure: nests.Structure
-    moved: list[int]
-    layout: Layout
+    moved: list[int]  # the indices of the leaves that go to the GPU
+    layout: Layout  # their places in `pinned`
     pinned: Any
     slot: _PinnedBuffer
 
 
 class _PinnedBuffer:
-    """Pinned memory for one step; it grows as needed.
-
-    Attributes:
-        copied: the event after which the memory may be overwritten; `None` before the first copy.
-    """
+    """Pinned memory for one step; it grows as needed."""
 
     def __init__(self) -> None:
         self._pinned: Any = np.empty(0, np.uint8)
-        self.copied: Any = None
+        self.copied: Any = None  # the event after which the memory may be overwritten
 
     @span(INPUT, "load a batch")
     def load(self, steps: Iterator[Step]) -> _Loaded | None:
@@ -69,11 +56,7 @@ class _PinnedBuffer:
         if step is None:
             return None
         leaves, structure = nests.flatten(step.value)
-        moved = [
-            i
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, (np.ndarray, np.generic)) and _goes_to_gpu(leaf)
-        ]
+        moved = [i for i, leaf in enumerate(leaves) if _goes_to_gpu(leaf)]
         arrays = [np.asarray(leaves[i]) for i in moved]
         packed = layout_of(
             tuple([array.shape for array in arrays]),
@@ -99,7 +82,8 @@ class _PinnedBuffer:
 
 
 def _goes_to_gpu(leaf: Any) -> bool:
-    return is_numeric(leaf.dtype) and leaf.dtype.isnative
+    is_array = isinstance(leaf, (np.ndarray, np.generic))
+    return is_array and is_numeric(leaf.dtype) and leaf.dtype.isnative
 
 
 def _prefetch(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterator[Step]:
@@ -114,19 +98,14 @@ def _prefetch(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterator
     #   thread:  steps -> slot.load -> pinned memory     (`loading`, at most `ahead`)
     #   caller:  pinned memory -> copy stream -> GPU     (`copying`), then yield
     slots = itertools.cycle([_PinnedBuffer() for _ in range(ahead + 1)])
-    # User functions see the same strategy in the thread as outside, and print in the same way.
-    context = contextvars.copy_context()
-    executor = ThreadPoolExecutor(1, "hpcstrat-input")
-
-    def load(slot: _PinnedBuffer) -> _Loaded | None:
-        with device, computing:
-            return context.run(slot.load, steps)
-
     loading: deque[Future[_Loaded | None]] = deque()
     copying: deque[tuple[Step, Any]] = deque()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(copies.synchronize)  # before the target of a transfer is freed
+        with device, computing:
+            submit = stack.enter_context(threads_of(1))
         for _ in range(ahead):
-            loading.append(executor.submit(load, next(slots)))
+            loading.append(submit(next(slots).load, steps))
         while True:
             # Wait for a batch only if none is being copied, and raise an error only in its turn.
             while loading and len(copying) <= ahead and (not copying or _is_loaded(loading[0])):
@@ -136,16 +115,13 @@ def _prefetch(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterator
                     break
                 with device:
                     copying.append(_copy(loaded, stream.xp, copies))
-                loading.append(executor.submit(load, next(slots)))
+                loading.append(submit(next(slots).load, steps))
             if not copying:
                 return
             step, arrived = copying.popleft()
             with device:
                 stream.xp.cuda.get_current_stream().wait_event(arrived)
             yield step
-    finally:
-        executor.shutdown(wait=False, cancel_futures=True)
-        copies.synchronize()  # before the target of a transfer is freed
 
 
 def _is_loaded(future: Future[_Loaded | None]) -> bool:
