@@ -16,10 +16,10 @@ from hpcstrat._replicas.contexts import check_cross_replica, require_cross_repli
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.leaves import as_numeric, check_axis
 from hpcstrat.data import _distributing
+from hpcstrat.data._arguments import InputContext, InputOptions
 from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
-from hpcstrat.data._options import InputContext, InputOptions
 from hpcstrat.data._splitting import Prefetcher, bounds
 
 

@@ -6,6 +6,11 @@ from hpcstrat._core.public import set_module as _set_module
 from hpcstrat._core.types import RunOptions as RunOptions
 from hpcstrat._core.types import ValueContext as ValueContext
 from hpcstrat.data._arguments import AUTOTUNE as AUTOTUNE
+from hpcstrat.data._arguments import AutoShardPolicy as AutoShardPolicy
+from hpcstrat.data._arguments import InputContext as InputContext
+from hpcstrat.data._arguments import InputOptions as InputOptions
+from hpcstrat.data._arguments import InputReplicationMode as InputReplicationMode
+from hpcstrat.data._arguments import Options as Options
 from hpcstrat.data._arguments import missing_in_module as _missing_in_module
 from hpcstrat.data._dataset import Dataset as Dataset
 from hpcstrat.data._distributed import DistributedDataset as DistributedDataset
@@ -13,11 +18,6 @@ from hpcstrat.data._distributed import DistributedIterator as DistributedIterato
 from hpcstrat.data._elements import DatasetSpec as DatasetSpec
 from hpcstrat.data._node import INFINITE as INFINITE_CARDINALITY
 from hpcstrat.data._node import UNKNOWN as UNKNOWN_CARDINALITY
-from hpcstrat.data._options import AutoShardPolicy as AutoShardPolicy
-from hpcstrat.data._options import InputContext as InputContext
-from hpcstrat.data._options import InputOptions as InputOptions
-from hpcstrat.data._options import InputReplicationMode as InputReplicationMode
-from hpcstrat.data._options import Options as Options
 from hpcstrat.data._resuming import Optional as Optional
 
 __all__ = [

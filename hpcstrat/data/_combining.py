@@ -275,6 +275,7 @@ class Sample(_Chosen):
         self._weights = weights or [1.0] * len(nodes)
         self._never_chosen = np.array(self._weights) == 0
         self._shuffle = shuffle
+        self.own_shuffles = (self._shuffle,)
 
     def __repr__(self) -> str:
         # Ranks compare this text. For datasets that a function makes, nothing else compares seeds.
@@ -289,9 +290,6 @@ class Sample(_Chosen):
         if len(sizes) == 1:
             return sizes[0]
         return INFINITE if INFINITE in sizes else UNKNOWN
-
-    def own_shuffles(self) -> Sequence[ShuffleState]:
-        return (self._shuffle,)
 
     def _choices(self, epoch: EpochPass) -> Iterator[Keys]:
         random, total = epoch.generator(self._shuffle), sum(self._weights)

@@ -20,6 +20,7 @@ from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _combining, _elements, _files, _sources
 from hpcstrat.data._arguments import (
     NamesWhatIsMissing,
+    Options,
     missing_in_dataset,
     path_of,
     refuse_arguments,
@@ -29,7 +30,6 @@ from hpcstrat.data._arguments import (
 )
 from hpcstrat.data._indexing import Annotated, options_of
 from hpcstrat.data._node import UNKNOWN, EpochPass, Node, ShuffleState
-from hpcstrat.data._options import Options
 from hpcstrat.data._resuming import DatasetIterator, length
 from hpcstrat.data._transformations import TransformableDataset, check_node
 

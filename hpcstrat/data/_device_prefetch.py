@@ -70,15 +70,8 @@ class _PinnedBuffer:
         if self._pinned.size < packed.nbytes:
             self._pinned = gpu.allocate_pinned(packed.nbytes)
         packed.write(self._pinned, arrays)
-        return _Loaded(
-            step._replace(value=None),
-            leaves,
-            structure,
-            moved,
-            packed,
-            self._pinned[: packed.nbytes],
-            self,
-        )
+        pinned = self._pinned[: packed.nbytes]
+        return _Loaded(step._replace(value=None), leaves, structure, moved, packed, pinned, self)
 
 
 def _goes_to_gpu(leaf: Any) -> bool:

@@ -275,14 +275,8 @@ class DistributedIterator(DatasetIterator):
                 step = next(self._elements, _END)
                 # One exchange covers everything that can differ. Without it, a rank whose generator
                 # ends early would leave the other ranks waiting in a collective of the step.
-                own = (
-                    step.total,
-                    step.checksum,
-                    step.error is not None,
-                    step.is_scarce,
-                    self._kinds(step.value),
-                )
-                everyones = self._communicator.all_gather_obj(own)
+                own = step.total, step.checksum, step.error is not None, step.is_scarce
+                everyones = self._communicator.all_gather_obj((*own, self._kinds(step.value)))
         except BaseException:
             self._end()
             raise

@@ -7,10 +7,15 @@ from typing import Any
 
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._replicas.group import Workers
+from hpcstrat.data._arguments import (
+    AutoShardPolicy,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
 from hpcstrat.data._node import Node
-from hpcstrat.data._options import AutoShardPolicy, InputContext, InputOptions, InputReplicationMode
 from hpcstrat.data._sources import batches_of
 from hpcstrat.data._splitting import (
     FROM_FUNCTION,

@@ -259,19 +259,14 @@ def common_spec(first: Any, second: Any) -> Any:
     ours, structure = nests.flatten(first)
     theirs, other = nests.flatten(second)
     if structure != other or any(
-        not are_compatible(a.dtype, b.dtype) or len(a.shape) != len(b.shape)
-        for a, b in zip(ours, theirs, strict=True)
+        len(dtypes_of(pair)) > 1 or len(pair[0].shape) != len(pair[1].shape)
+        for pair in zip(ours, theirs, strict=True)
     ):
         raise TypeError(
             "Dataset: elements must have the same structure, dtype and number of dimensions; they "
             f"are {first} and {second}"
         )
     return structure.unflatten(map(_common_leaf, ours, theirs))
-
-
-def are_compatible(first: np.dtype[Any], second: np.dtype[Any]) -> bool:
-    """Whether elements of a dataset can have both dtypes: equal, or strings of any length."""
-    return first == second or (first.kind == second.kind and first.kind in "SU")
 
 
 def _common_leaf(first: Any, second: Any) -> TensorSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, final
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat._process import settings
 from hpcstrat.data import _elements
+from hpcstrat.data._arguments import Options
 from hpcstrat.data._checksum import PipelineChecksum
 from hpcstrat.data._node import (
     INFINITE,
@@ -27,7 +28,6 @@ from hpcstrat.data._node import (
     unwrap,
     with_failures,
 )
-from hpcstrat.data._options import Options
 from hpcstrat.data._sources import Indexed
 from hpcstrat.data._threads import map_in_threads
 
@@ -117,24 +117,21 @@ class Repeat(Choosing):
                 yield chunk
             done += 1
             empty = empty + 1 if given == before else 0
-            if empty and (
-                self._source.cardinality() == 0 or (self._count < 0 and self._ends(given, empty))
-            ):
+            if not empty:
+                continue
+            if self._source.cardinality() == 0:
                 return
-
-    def _ends(self, given: int, empty: int) -> bool:
-        """Whether an empty round ends a `repeat` without a count, as in TensorFlow.
-
-        It does, except directly after a shuffle if an earlier round had elements: then empty rounds
-        are skipped.
-        """
-        if empty == _EMPTY_ROUNDS:
-            raise RuntimeError(
-                f"Dataset.repeat: after {given} elements came {empty} empty rounds in a row; a "
-                "generator function must return a new iterator in each round; correct it, or pass "
-                "a count"
-            )
-        return given == 0 or not isinstance(self._source, Shuffle)
+            if self._count < 0:
+                if empty == _EMPTY_ROUNDS:
+                    raise RuntimeError(
+                        f"Dataset.repeat: after {given} elements came {empty} empty rounds in a "
+                        "row; a generator function must return a new iterator in each round; "
+                        "correct it, or pass a count"
+                    )
+                # As in TensorFlow, an empty round ends it, except directly after a shuffle if an
+                # earlier round had elements.
+                if given == 0 or not isinstance(self._source, Shuffle):
+                    return
 
 
 @final
@@ -180,9 +177,7 @@ class Shuffle(Choosing):
         super().__init__(source, f"shuffle({buffer_size}, {seed}, {reshuffle})")
         self._buffer_size = sys.maxsize if buffer_size == UNKNOWN else buffer_size
         self._shuffle = ShuffleState(seed, reshuffle)
-
-    def own_shuffles(self) -> Sequence[ShuffleState]:
-        return (self._shuffle,)
+        self.own_shuffles = (self._shuffle,)
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         random = epoch.generator(self._shuffle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, final
 
 import numpy as np
@@ -260,9 +260,7 @@ class Interleave(Transformation):
         self._threads = threads
         # The seeds of the datasets' own shuffles derive from this one.
         self._shuffle = ShuffleState(None, True)
-
-    def own_shuffles(self) -> Sequence[ShuffleState]:
-        return (self._shuffle,)
+        self.own_shuffles = (self._shuffle,)
 
     def spec(self) -> Any:
         """See `Node`.

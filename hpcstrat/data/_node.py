@@ -178,7 +178,7 @@ class Node(abc.ABC):
     `load` and `fetch` make elements from them. So nodes that reorder or select elements touch no
     data, every rank can walk the whole stream, and each replica loads only its own elements.
 
-    Distribution and checkpoints need five facts about a node, its attributes. The constructor sets
+    Distribution and checkpoints need six facts about a node, its attributes. The constructor sets
     their defaults; the constructor of a subclass calls it, then sets the facts that differ. Do not
     set them in the body of a class, where the defaults would hide them.
 
@@ -199,6 +199,7 @@ class Node(abc.ABC):
         inputs_per_element: the unit in which a saved position counts. `None`, the default: this
             node's own elements. A number: elements of its only input, that many per element of
             this node, so that a program with another batch size can resume.
+        own_shuffles: the shuffles of this node itself; `()` is the default.
     """
 
     def __init__(self, *inputs: Node) -> None:
@@ -208,6 +209,7 @@ class Node(abc.ABC):
         self.batch_sizes: tuple[int, ...] = ()
         self.rows: Node | None = None
         self.inputs_per_element: int | None = None
+        self.own_shuffles: tuple[ShuffleState, ...] = ()
 
     @abc.abstractmethod
     def __repr__(self) -> str:
@@ -270,11 +272,7 @@ class Node(abc.ABC):
     def shuffles(self) -> list[ShuffleState]:
         """The shuffles of all nodes before this one, then its own, each once."""
         shuffles = [shuffle for node in self.inputs for shuffle in node.shuffles()]
-        return [*dict.fromkeys(shuffles), *self.own_shuffles()]
-
-    def own_shuffles(self) -> Sequence[ShuffleState]:
-        """The shuffles of this node itself."""
-        return ()
+        return [*dict.fromkeys(shuffles), *self.own_shuffles]
 
     def checksums(self, every: bool) -> list[tuple[str, int]]:
         """The description and checksum of each source of arrays: of samples, or all if `every`."""
