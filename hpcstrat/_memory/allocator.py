@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,11 +46,7 @@ class RangeAllocator:
         self._last = start  # the end of the latest range
 
     def allocate(self, nbytes: int, alignment: int) -> int:
-        """The first byte of a free range of this size.
-
-        Raises:
-            MemoryError: there is none.
-        """
+        """The first byte of a free range of this size, or `MemoryError`."""
         # Next fit: it continues after the latest range. A first fit would scatter variables that
         # are made together over old holes, each of them a separate range in every later update.
         first = bisect.bisect(self._free, (self._last, 0))
@@ -98,11 +95,7 @@ class PrivateMemory:
         self._lock = threading.Lock()
 
     def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
-        """A new block, whose memory is freed when it dies.
-
-        Raises:
-            MemoryError: there is not enough memory.
-        """
+        """A new block, whose memory is freed when it dies, or `MemoryError`."""
         with self._lock:
             # Finalizers only leave a note, as they may run at any line; memory is freed here, under
             # the lock.
@@ -133,15 +126,11 @@ def private_memory() -> PrivateMemory:
     return PrivateMemory()
 
 
+@dataclass(slots=True)
 class _Slab:
-    """A slab, and the number of blocks in it."""
-
-    __slots__ = ("array", "blocks", "heap")
-
-    def __init__(self, array: Array, start: int) -> None:
-        self.array = array
-        self.heap = RangeAllocator(start, start + array.size)
-        self.blocks = 0
+    array: Array
+    heap: RangeAllocator
+    blocks: int = 0  # how many are in it
 
 
 class SlabAllocator:
@@ -162,11 +151,7 @@ class SlabAllocator:
         self._dead: deque[Interval] = deque()  # filled by finalizers, at any moment
 
     def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
-        """A new block, whose memory is freed when it dies.
-
-        Raises:
-            MemoryError: there is not enough memory.
-        """
+        """A new block, whose memory is freed when it dies, or `MemoryError`."""
         while self._dead:
             dead = self._dead.popleft()
             slab = self._slabs[dead.start // SLAB_ADDRESS_STRIDE]
@@ -188,17 +173,16 @@ class SlabAllocator:
                 continue
         # Unused slabs are freed before another is allocated.
         self._slabs = {number: slab for number, slab in self._slabs.items() if slab.blocks}
-        slab = _Slab(self._new_slab(nbytes), self._made * SLAB_ADDRESS_STRIDE)
+        array, start = self._new_slab(nbytes), self._made * SLAB_ADDRESS_STRIDE
+        slab = _Slab(array, RangeAllocator(start, start + array.size))
         self._slabs[self._made] = slab
         self._made += 1
         return slab.heap.allocate(nbytes, ALIGNMENT)
 
     def _new_slab(self, nbytes: int) -> Array:
         least = max(round_up(nbytes, _UNIT), _UNIT)
-        size = min(
-            max(sum(slab.array.size for slab in self._slabs.values()), _SMALLEST, 2 * least),
-            _LARGEST,
-        )
+        total = sum(slab.array.size for slab in self._slabs.values())
+        size = min(max(total, _SMALLEST, 2 * least), _LARGEST)
         # Room for further variables is optional; this variable must fit.
         if size > least:
             try:
@@ -216,16 +200,12 @@ class SlabAllocator:
         """Whether a NumPy or CuPy array is in this memory, also as a view or another library's."""
         # By address: views, reshaped arrays and those of other libraries over the same memory have
         # no reference to a slab.
-        slabs = [slab.array for slab in self._slabs.values()]
-        if not gpu.is_on_gpu(array):
-            return any(
-                not gpu.is_on_gpu(slab) and np.may_share_memory(slab, array) for slab in slabs
-            )
+        is_here = gpu.is_on_gpu(array)
+        slabs = [s.array for s in self._slabs.values() if gpu.is_on_gpu(s.array) is is_here]
+        if not is_here:
+            return any(np.may_share_memory(slab, array) for slab in slabs)
         address = array.data.ptr
-        return any(
-            gpu.is_on_gpu(slab) and slab.data.ptr <= address < slab.data.ptr + slab.nbytes
-            for slab in slabs
-        )
+        return any(slab.data.ptr <= address < slab.data.ptr + slab.nbytes for slab in slabs)
 
 
 # Strategies on one stream share slabs, so that a second strategy does not need another slab of the
@@ -240,15 +220,7 @@ def gpu_memory(stream: gpu.Stream) -> SlabAllocator:
 
         def allocate(nbytes: int) -> Array:
             with xp.cuda.Device(ordinal):
-                # Not from CuPy's pool, which returns a block to its stream at once: variables
-                # outlive streams.
-                try:
-                    memory = xp.cuda.MemoryPointer(xp.cuda.Memory(nbytes), 0)
-                except xp.cuda.runtime.CUDARuntimeError:
-                    # The pool may keep the memory for later.
-                    xp.get_default_memory_pool().free_all_blocks()
-                    memory = _last_try(xp, nbytes, ordinal)
-                slab = xp.ndarray((nbytes,), np.uint8, memory)
+                slab = xp.ndarray((nbytes,), np.uint8, _allocate_on_gpu(xp, nbytes, ordinal))
                 slab.fill(0)
                 return slab
 
@@ -256,16 +228,21 @@ def gpu_memory(stream: gpu.Stream) -> SlabAllocator:
     return _by_stream[stream]
 
 
-def _last_try(xp: Any, nbytes: int, ordinal: int) -> Any:
-    try:
-        return xp.cuda.MemoryPointer(xp.cuda.Memory(nbytes), 0)
-    except xp.cuda.runtime.CUDARuntimeError:
-        pass
+def _allocate_on_gpu(xp: Any, nbytes: int, ordinal: int) -> Any:
+    failure = xp.cuda.runtime.CUDARuntimeError
+    for free in (xp.get_default_memory_pool().free_all_blocks, None):
+        # Not from CuPy's pool, which returns a block to its stream at once: variables outlive
+        # streams.
+        try:
+            return xp.cuda.MemoryPointer(xp.cuda.Memory(nbytes), 0)
+        except failure:
+            if free is not None:  # the pool may keep the memory for later
+                free()
     # The program's allocator, such as a pool of RMM's, may have taken the whole GPU. It reuses
     # memory in the order of the stream that is current now, the storage's, just as a slab does.
     try:
         return xp.cuda.alloc(nbytes)
-    except (MemoryError, xp.cuda.runtime.CUDARuntimeError) as error:
+    except (MemoryError, failure) as error:
         raise MemoryError(
             f"cannot allocate {nbytes:,} bytes on GPU {ordinal}: {error}; make variables or "
             "batches smaller, or free what other libraries keep there: set "

@@ -18,19 +18,12 @@ ALIGNMENT = 16
 
 
 class DtypeGroup(NamedTuple):
-    """All elements of one dtype in a message.
-
-    Attributes:
-        dtype: their dtype.
-        start: the byte at which they start.
-        elements: the number of elements.
-        members: the indices of the arrays of this dtype.
-    """
+    """All elements of one dtype in a message."""
 
     dtype: np.dtype[Any]
-    start: int
-    elements: int
-    members: tuple[int, ...]
+    start: int  # the byte at which they start
+    elements: int  # how many there are
+    members: tuple[int, ...]  # the indices of the arrays of this dtype
 
     def of(self, message: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """These elements of a message, a flat view."""
@@ -68,9 +61,7 @@ class Layout:
         dtypes: tuple[np.dtype[Any], ...],
         alignment: int = 1,
     ) -> None:
-        self._entries: list[tuple[int, tuple[int, ...], np.dtype[Any]]] = [
-            (0, (), np.dtype(bool))
-        ] * len(shapes)
+        self.starts: list[int] = [0] * len(shapes)
         self.sizes: list[int] = [math.prod(shape) for shape in shapes]
         self.groups: list[DtypeGroup] = []
         end = 0
@@ -79,22 +70,21 @@ class Layout:
             start = end = round_up(end, max(alignment, ALIGNMENT))
             members = tuple([i for i, other in enumerate(dtypes) if other == dtype])
             for i in members:
-                first = round_up(end, alignment)
-                end = first + self.sizes[i] * dtype.itemsize
-                self._entries[i] = (first, shapes[i], dtype)
+                self.starts[i] = round_up(end, alignment)
+                end = self.starts[i] + self.sizes[i] * dtype.itemsize
             self.groups.append(DtypeGroup(dtype, start, (end - start) // dtype.itemsize, members))
         self.nbytes = end
         self.alignment = alignment
-        self.starts: list[int] = [entry[0] for entry in self._entries]
+        self._entries = [*zip(shapes, dtypes, self.starts, strict=True)]  # see `_view`
 
     def bytes_of(self, i: int) -> Interval:
         """The bytes of an array in a message."""
-        start, _, dtype = self._entries[i]
+        _, dtype, start = self._entries[i]
         return Interval(0, self.sizes[i]).scale(dtype.itemsize).shift(start)
 
     def views(self, message: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        """The arrays of a message of bytes, as views of it."""
-        return [_view(message, shape, dtype, start) for start, shape, dtype in self._entries]
+        """The arrays of a message, as views of it."""
+        return [_view(message, *entry) for entry in self._entries]
 
     def write(self, message: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]]) -> None:
         """Copies the arrays into a message."""
@@ -182,9 +172,8 @@ class PackKernel:
         self._launches: list[tuple[_Launch, np.ndarray[Any, Any], np.ndarray[Any, Any], Any]] = []
         for launch in _launches(layout, group):
             words = launch.words.copy()
-            self._launches.append(
-                (launch, words, words.view(_TABLE).reshape(()), message[launch.start : launch.stop])
-            )
+            table, target = words.view(_TABLE).reshape(()), message[launch.target.slice]
+            self._launches.append((launch, words, table, target))
 
     def __call__(self, arrays: Sequence[Any]) -> None:
         """Copies the group's members among `arrays`, which are all arrays of the layout."""
@@ -200,20 +189,12 @@ class PackKernel:
 
 
 class _Launch(NamedTuple):
-    """One launch, without the addresses.
+    """One launch, without the addresses."""
 
-    Attributes:
-        members: the indices of the arrays that it copies.
-        words: its argument, in words of 8 bytes; the addresses come first.
-        start, stop: the bytes of the message that it writes.
-        grid: blocks of threads.
-    """
-
-    members: list[int]
-    words: np.ndarray[Any, Any]
-    start: int
-    stop: int
-    grid: tuple[int]
+    members: list[int]  # the indices of the arrays that it copies
+    words: np.ndarray[Any, Any]  # its argument, in words of 8 bytes; the addresses come first
+    target: Interval  # the bytes of the message that it writes
+    grid: tuple[int]  # blocks of threads
 
 
 @functools.lru_cache(maxsize=1024)
@@ -231,7 +212,7 @@ def _launches(layout: Layout, group: DtypeGroup) -> list[_Launch]:
         words[-1] = len(batch)
         # One thread per word, up to a limit beyond which more blocks would only queue.
         grid = min(divide_up(stop - start, item * _BLOCK), _LARGEST_GRID)
-        launches.append(_Launch(batch, words, start, stop, (max(grid, 1),)))
+        launches.append(_Launch(batch, words, Interval(start, stop), (max(grid, 1),)))
     return launches
 
 
@@ -242,17 +223,11 @@ def _kernel(itemsize: int) -> Any:
 
 
 class Sections(NamedTuple):
-    """One section per rank in one buffer, which MPI sends from or receives into.
-
-    Attributes:
-        memory: the buffer, in bytes.
-        sizes: bytes of each rank's section.
-        starts: the first byte of each.
-    """
+    """One section per rank in one buffer, which MPI sends from or receives into."""
 
     memory: Bytes
-    sizes: Sequence[int]
-    starts: Sequence[int]
+    sizes: Sequence[int]  # bytes of each rank's section
+    starts: Sequence[int]  # the first byte of each
 
     def of(self, rank: int) -> Bytes:
         """The section of a rank."""

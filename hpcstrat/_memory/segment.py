@@ -15,19 +15,12 @@ from hpcstrat._memory.intervals import round_up
 
 
 class _Controller(NamedTuple):
-    """The files of one version of control groups.
+    """The files of one version of control groups."""
 
-    Attributes:
-        folder: where the hierarchy is mounted.
-        limit: the file with the bytes that a group and its subgroups may use.
-        usage: the file with the bytes they use, including cached files.
-        cached: the fields of `memory.stat` for cached files, which the system drops first.
-    """
-
-    folder: str
-    limit: str
-    usage: str
-    cached: tuple[str, str]
+    folder: str  # where the hierarchy is mounted
+    limit: str  # the file with the bytes that a group and its subgroups may use
+    usage: str  # the file with the bytes they use, including cached files
+    cached: tuple[str, str]  # the fields of `memory.stat` for these, which the system drops first
 
 
 _V2_FILES = ("memory.max", "memory.current", ("inactive_file", "active_file"))
@@ -48,8 +41,7 @@ def physical_memory() -> int:
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes that this process can still get, from the host and within its control groups.
 
-    Args:
-        root: the folder with `proc` and `sys`.
+    `root` is the folder with `proc` and `sys`.
     """
     fields = dict(line.split(":") for line in (root / "proc/meminfo").read_text().splitlines())
     # Not MemFree: MemAvailable counts cached files, which the kernel drops on demand.
@@ -89,12 +81,10 @@ def _read_free(group: Path, controller: _Controller) -> Iterator[int]:
 
 
 def reservable(nbytes: int, part: int = 2) -> tuple[int, str]:
-    """The bytes that this process can reserve, and the `ulimit` that allows no more, if any.
+    """How many of these bytes this process can reserve, and the `ulimit` that allows no more.
 
-    Args:
-        nbytes: the bytes wanted.
-        part: of the addresses that `ulimit -v` leaves, take one `part`-th; the rest is for the
-            program and its libraries.
+    Of the addresses that `ulimit -v` leaves it takes one `part`-th; the rest is for the program and
+    its libraries.
     """
     limits = [(nbytes, "")]
     addresses, _ = resource.getrlimit(resource.RLIMIT_AS)
@@ -143,11 +133,7 @@ class Segment:
         self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(self._map, np.uint8)
 
     def commit(self, start: int, stop: int) -> None:
-        """Backs these bytes with memory.
-
-        Raises:
-            MemoryError: there is not enough memory. Nothing is lost.
-        """
+        """Backs these bytes with memory, or raises `MemoryError`; then nothing is lost."""
         nbytes = stop - start
         if nbytes <= 0:
             return
@@ -190,9 +176,6 @@ def check_available(nbytes: int, ranks: int = 1) -> None:
     Args:
         nbytes: bytes per rank.
         ranks: how many ranks of this host request as much at the same time.
-
-    Raises:
-        MemoryError: less is free.
     """
     wanted = ranks * nbytes
     if wanted >= LARGE and wanted > (free := available_memory()):
@@ -204,11 +187,7 @@ def check_available(nbytes: int, ranks: int = 1) -> None:
 
 
 def make_private_segment() -> Segment:
-    """Makes a segment for this process, as large as the host's memory, or as limits allow.
-
-    Raises:
-        RuntimeError: the limits allow next to nothing.
-    """
+    """Makes a segment for this process, as large as the host's memory, or as limits allow."""
     # Reserved addresses cost nothing, but `ulimit -v` may count them.
     size, limit = _require_enough(reservable(physical_memory()))
     file, _ = _make_nameless_file(size)
@@ -218,12 +197,8 @@ def make_private_segment() -> Segment:
 def make_shared_segment(comm: Any, size: int) -> Segment:
     """Makes one segment for all ranks of `comm`, an MPI communicator of one host. Collective.
 
-    Args:
-        comm: the ranks.
-        size: its bytes; all ranks use the least that a rank's limits allow.
-
-    Raises:
-        RuntimeError: the ranks cannot share memory; on every rank, with the reasons.
+    All ranks use the least that a rank's limits allow, up to `size` bytes. If they cannot share
+    memory, all raise `RuntimeError` with the reasons.
     """
     size, limit = _require_enough(min(comm.allgather(reservable(size))))
     problems: list[str] = []

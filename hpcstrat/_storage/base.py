@@ -32,7 +32,7 @@ class Storage(abc.ABC):
         local: this rank's blocks.
         reads_everywhere: whether every rank can read every block, or its part of a split block,
             and not only the parameter rank.
-        updates_here: whether this rank updates variables, and so has their slots.
+        has_slots: whether this rank has slots, and so updates the variables.
     """
 
     reads_everywhere: bool = True
@@ -40,7 +40,7 @@ class Storage(abc.ABC):
     def __init__(self, communicator: Communicator, local: LocalBlocks) -> None:
         self.communicator = communicator
         self.local = local
-        self.updates_here: bool = True
+        self.has_slots: bool = True
         self._number = communicator.calls.count_storage()
         self._created = 0
         self._has_interrupted = False
@@ -85,7 +85,7 @@ class Storage(abc.ABC):
         if cuts is not None:
             shape = (Interval(*cuts[communicator.rank : communicator.rank + 2]).size,)
         with communicator.raise_together(), local.current():
-            if self.updates_here:
+            if self.has_slots:
                 block = local.new_block(shape, array.dtype)
                 fill(block.array, local.here(np.array(value, array.dtype)))
             else:

@@ -31,11 +31,11 @@ class CentralDeviceStorage(DeviceStorage):
 
     def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:
         super().__init__(communicator, root, on_host)
-        self.updates_here = communicator.rank == root
+        self.has_slots = communicator.rank == root
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
         """The plan of updates, with slots on the parameter rank only."""
-        return super().plan(variables, slots if self.updates_here else [()] * len(variables))
+        return super().plan(variables, slots if self.has_slots else [()] * len(variables))
 
     def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
         if op is not FIRST_REPLICA:
@@ -53,11 +53,11 @@ class CentralDeviceStorage(DeviceStorage):
         # One broadcast per dtype, for all variables: a message's latency counts more than its
         # bytes.
         for flat, parts in plan.transfers:
-            if self.updates_here:
+            if self.has_slots:
                 for value, part in parts:
                     part[...] = value
             self.communicator.broadcast_flat(flat, self._root)
-            if not self.updates_here:
+            if not self.has_slots:
                 for value, part in parts:
                     value[...] = part
 
@@ -67,13 +67,13 @@ class CentralDeviceStorage(DeviceStorage):
         variable, arrays = blocks[0], [block.array for block in blocks]
         with self.local.current():
             rows, gradient = self.local.here(rows), self.local.here(gradient)
-            if self.updates_here and variable.copy is not None:
+            if self.has_slots and variable.copy is not None:
                 # The master copy is in host memory, and only the new rows travel to the GPU.
                 host_rows = gpu.to_host(rows)
                 update_rows(arrays, host_rows, gpu.to_host(gradient), rule)
                 new = self.local.here(row_view(variable.array, gradient.ndim - 1)[host_rows])
             else:
-                if self.updates_here:
+                if self.has_slots:
                     update_rows(arrays, rows, gradient, rule)
                 new = row_view(variable.array, gradient.ndim - 1)[rows]
             self.communicator.broadcast_flat(new.reshape(-1), self._root)

@@ -109,7 +109,7 @@ class DeviceStorage(Storage):
                 self._sum_parts(plan, plan.not_started())
             else:
                 self._reduce_message(plan, sources, op)
-            if self.updates_here:
+            if self.has_slots:
                 self.local.run(plan, plan.own_message, rule, self._add_up)
             self._share(plan)
 
