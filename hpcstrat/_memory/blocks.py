@@ -15,15 +15,7 @@ Cuts: TypeAlias = tuple[int, ...]
 
 
 class VariableId(NamedTuple):
-    """A variable in the signature of a call.
-
-    Attributes:
-        name: the user's name, in quotes.
-        number: creation index in its storage, from 1.
-        storage: creation index of its storage, from 1.
-        dtype: its dtype.
-        shape: its shape.
-    """
+    """A variable in the signature of a call; see `Block`."""
 
     name: str
     number: int

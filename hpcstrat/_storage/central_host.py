@@ -103,7 +103,7 @@ class CentralHostStorage(HostStorage):
         rank, size = self.communicator.rank, self.communicator.size
         order = MessageOrder(variables, slots)
         own = order.shards_of_rank(rank, size)
-        return Plan(order, self.local.new_update(own, sum(order.layout.sizes), rank))
+        return Plan(order, self.local.new_update(order.layout, own, rank))
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in the shared segment, one message per rank."""

@@ -65,7 +65,7 @@ class DeviceStorage(Storage):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
         """The plan of updates of whole variables."""
         order = MessageOrder(variables, slots, ALIGNMENT)
-        update = self.local.new_update(order.shards, sum(order.layout.sizes))
+        update = self.local.new_update(order.layout, order.shards)
         return DevicePlan(order, update, self.local.runs_to_read(order))
 
     def make_buffers(self, plan: Plan) -> None:

@@ -14,6 +14,7 @@ from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, host_memory
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._memory.layout import Layout
 from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, on_stream
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.chunks import chunks_of
@@ -45,7 +46,7 @@ class OnGpu(LocalBlocks):
         """What programs read."""
         return self._on_gpu
 
-    def new_update(self, shards: Sequence[Shard], elements: int, rank: int = 0) -> Update:
+    def new_update(self, layout: Layout, shards: Sequence[Shard], rank: int = 0) -> Update:
         """An update of whole runs, each by one kernel."""
         return DeviceUpdate(chunks_of(self.memory, shards, sys.maxsize, ALIGNMENT), shards)
 

@@ -91,7 +91,7 @@ class MirroredHostStorage(HostStorage):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates, with all elements on each rank."""
         order = MessageOrder(variables, slots)
-        return Plan(order, self.local.new_update(order.shards, sum(order.layout.sizes)))
+        return Plan(order, self.local.new_update(order.layout, order.shards))
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in one message, which several replicas copy as a whole to send it."""

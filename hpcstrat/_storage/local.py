@@ -16,6 +16,7 @@ from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.allocator import ALIGNMENT, PrivateMemory, SlabAllocator
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._memory.layout import Layout
 from hpcstrat._memory.segment import Segment
 from hpcstrat._process import settings
 from hpcstrat._storage.plan import MessageOrder, Plan
@@ -95,7 +96,8 @@ class LocalBlocks:
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """Changes a variable by `rule`, from an array of its shape; the rule needs no scratch."""
         block.checksum = None
-        rule.apply(block.array, gpu.to_host(new), (), block.array)
+        host = new if type(new) is np.ndarray else gpu.to_host(new)  # mostly it is one
+        rule.apply(block.array, host, (), block.array)
 
     def write_part(self, block: Block, start: int, part: Bytes) -> None:
         """Writes host bytes to a block, from its byte `start` on.
@@ -125,16 +127,13 @@ class LocalBlocks:
 
     # ---- updates
 
-    def new_update(self, shards: Sequence[Shard], elements: int, rank: int = 0) -> Update:
-        """The update of some shards, in chunks that fit in cache.
+    def new_update(self, layout: Layout, shards: Sequence[Shard], rank: int = 0) -> Update:
+        """The update of some shards by messages of this layout, in chunks that fit in cache.
 
-        Args:
-            shards: see `Update`.
-            elements: how many are updated together, by this rank and others.
-            rank: which of the messages of an update is this rank's.
+        Of several messages, this rank's is the one at index `rank`.
         """
         # Compiling takes half a second, which small updates never make up for.
-        is_compiled = self._compiles and elements >= compiled.FEWEST
+        is_compiled = self._compiles and sum(layout.sizes) >= compiled.FEWEST
         kind = CompiledUpdate if is_compiled else NumpyUpdate
         return kind(chunks_of(self.memory, shards), shards, self._scratch, rank)
 

@@ -38,7 +38,7 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         order = MessageOrder(variables, [()] * len(variables), ALIGNMENT)
         sections = sections_of(order, order.to_message(slots), rank)
         own = sections[rank]
-        update = self.local.new_update(own.shards, sum(own.layout.sizes))
+        update = self.local.new_update(own.layout, own.shards)
         return DevicePlan(order, update, self.local.runs_to_read(order), sections, rank)
 
     def _reduce_message(self, plan: DevicePlan, sources: Sequence[Array], op: Aggregation) -> None:

@@ -48,7 +48,7 @@ class ShardedHostStorage(MirroredHostStorage):
         order = MessageOrder(variables, [()] * len(variables))
         sections = sections_of(order, order.to_message(slots), rank)
         own = sections[rank]
-        update = self.local.new_update(own.shards, sum(own.layout.sizes))
+        update = self.local.new_update(own.layout, own.shards)
         # What is contiguous is copied together.
         values = [chunks_of(memory, section.shards, sys.maxsize) for section in sections]
         return ShardedHostPlan(order, update, sections, values, rank)
@@ -128,12 +128,11 @@ class ShardedHostPlan(Plan):
     Args:
         order: see `Plan`.
         update: of this rank's section.
-        sections: see the attribute.
+        sections: each rank's.
         values: for each rank, its shards of the variables in memory.
         rank: this rank.
 
     Attributes:
-        sections: each rank's.
         sources: for each rank, the shards of gradients that it gets: those with elements, since
             most ranks have no part of most variables.
     """
