@@ -113,7 +113,7 @@ from hpcstrat.checkpoint._on_read import own_share
 from hpcstrat.checkpoint._pieces import Piece, places_of, share_of, write_pieces
 from hpcstrat.checkpoint._safetensors import Contents, Entry
 from hpcstrat.checkpoint._snapshot import SnapshotChecksum, SnapshotMemory
-from hpcstrat.cluster_resolver._slurm import expand_nodes
+from hpcstrat.cluster_resolver._environment import expand_nodes
 from hpcstrat.data import _checksum, _node
 from hpcstrat.data._distributing import check_sharding, distribute_dataset, distribute_from_function
 from hpcstrat.data._sources import Slices

@@ -2,11 +2,13 @@
 
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec as ClusterSpec
-from hpcstrat.cluster_resolver._mpi import MPIClusterResolver as MPIClusterResolver
+from hpcstrat.cluster_resolver._environment import SlurmClusterResolver as SlurmClusterResolver
+from hpcstrat.cluster_resolver._environment import (
+    TFConfigClusterResolver as TFConfigClusterResolver,
+)
 from hpcstrat.cluster_resolver._resolver import ClusterResolver as ClusterResolver
+from hpcstrat.cluster_resolver._resolver import MPIClusterResolver as MPIClusterResolver
 from hpcstrat.cluster_resolver._resolver import SimpleClusterResolver as SimpleClusterResolver
 from hpcstrat.cluster_resolver._resolver import UnionResolver as UnionResolver
-from hpcstrat.cluster_resolver._slurm import SlurmClusterResolver as SlurmClusterResolver
-from hpcstrat.cluster_resolver._tf_config import TFConfigClusterResolver as TFConfigClusterResolver
 
 _set_module(globals())

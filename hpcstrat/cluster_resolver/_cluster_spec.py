@@ -52,13 +52,10 @@ class ClusterSpec:
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
         """For each job its tasks' addresses: a list, or a dict by number if some are missing."""
-        jobs: dict[str, list[str] | dict[int, str]] = {}
-        for job, tasks in self._jobs.items():
-            numbers = sorted(tasks)
-            # As in TensorFlow: a list if all are known, else a dict.
-            is_dense = bool(numbers) and numbers[-1] + 1 == len(numbers)
-            jobs[job] = [tasks[n] for n in numbers] if is_dense else {n: tasks[n] for n in numbers}
-        return jobs
+        return {
+            job: [*tasks.values()] if [*tasks] == [*range(len(tasks))] and tasks else dict(tasks)
+            for job, tasks in self._jobs.items()
+        }
 
     @property
     def jobs(self) -> list[str]:
@@ -79,7 +76,7 @@ class ClusterSpec:
         Raises:
             ValueError: there is no such job.
         """
-        return sorted(self._job(job_name))
+        return [*self._job(job_name)]
 
     def task_address(self, job_name: str, task_index: int) -> str:
         """The address of a task.
@@ -91,7 +88,7 @@ class ClusterSpec:
         if task_index not in tasks:
             raise ValueError(
                 f"ClusterSpec.task_address: No task with index {task_index!r} in job {job_name!r}; "
-                f"there are {', '.join(map(str, sorted(tasks)))}; pass one of these"
+                f"there are {', '.join(map(str, tasks))}; pass one of these"
             )
         return tasks[task_index]
 
@@ -115,35 +112,28 @@ class ClusterSpec:
 
 
 def _number_tasks(job: str, tasks: Tasks) -> dict[int, str]:
-    """Returns the tasks of a job by number, after checks."""
+    """Returns the tasks of a job by ascending number, after checks."""
     if not isinstance(job, str):
         raise TypeError(f"ClusterSpec: the name of a job is {job!r}; it must be a string")
-    if isinstance(tasks, list | tuple):
-        numbered = dict(enumerate(tasks))
-    elif isinstance(tasks, Mapping):
-        numbered = {_number(job, number): address for number, address in tasks.items()}
-    else:
+    if not isinstance(tasks, list | tuple | Mapping):
         raise TypeError(
             f"ClusterSpec: the tasks of job {job!r} are {tasks!r}; pass a list of addresses, or a "
             "dict from numbers"
         )
-    for address in numbered.values():
+    numbered: dict[int, str] = {}
+    for number, address in tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks):
+        try:
+            index = int(number)  # JSON has text for keys, so numbers in `TF_CONFIG` may be text
+        except (OverflowError, TypeError, ValueError):
+            index = -1
+        if not 0 <= index < MOST_TASKS:
+            raise ValueError(
+                f"ClusterSpec: a task of job {job!r} has the number {number!r:.50}; it must be 0, "
+                f"1, ... below {MOST_TASKS}"
+            )
         if not isinstance(address, str):
             raise TypeError(
                 f"ClusterSpec: an address in job {job!r} is {address!r}; it must be a string"
             )
-    return numbered
-
-
-# JSON has text for keys, so numbers in `TF_CONFIG` may be text.
-def _number(job: str, number: object) -> int:
-    try:
-        index = int(number)  # pyright: ignore[reportArgumentType]
-    except (OverflowError, TypeError, ValueError):
-        index = -1
-    if not 0 <= index < MOST_TASKS:
-        raise ValueError(
-            f"ClusterSpec: a task of job {job!r} has the number {number!r:.50}; it must be 0, 1, "
-            f"... below {MOST_TASKS}"
-        )
-    return index
+        numbered[index] = address
+    return dict(sorted(numbered.items()))

@@ -1,15 +1,32 @@
-"""The interface of cluster resolvers, and two that the program fills itself."""
+"""The interface of cluster resolvers; those that the program fills itself; and MPI's."""
 
 from __future__ import annotations
 
 import abc
+import functools
 import os
+import socket
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from hpcstrat._process import driver
+from hpcstrat._communicators.connection import connect
+from hpcstrat._core.call_name import names_call
+from hpcstrat._process import driver, worlds
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
+
+
+def _given_or_found(name: str, doc: str) -> Any:
+    """A property: what the program has passed or set, else what `_find` finds now."""
+
+    def get(resolver: ClusterResolver) -> Any:
+        given = resolver._given[name]
+        return resolver._find[name]() if given is None and name in resolver._find else given
+
+    def put(resolver: ClusterResolver, value: Any) -> None:
+        resolver._given[name] = value
+
+    return property(get, put, doc=doc)
 
 
 class ClusterResolver(abc.ABC):
@@ -26,12 +43,18 @@ class ClusterResolver(abc.ABC):
             empty for no protocol.
     """
 
+    _find: Mapping[str, Callable[[], Any]] = {}
+    """How to find the attributes that depend on the environment, by name."""
+    _environment: str | None = ""
+
+    task_type: str | None = _given_or_found("task_type", "The name of this process's job.")
+    task_id: int | None = _given_or_found("task_id", "This process's index in its job.")
+    rpc_layer: str | None = _given_or_found("rpc_layer", "The protocol of addresses.")
+
     def __init__(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
     ) -> None:
-        self._task_type = task_type
-        self._task_id = task_id
-        self._rpc_layer = rpc_layer
+        self._given = {"task_type": task_type, "task_id": task_id, "rpc_layer": rpc_layer}
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
@@ -50,12 +73,12 @@ class ClusterResolver(abc.ABC):
         Raises:
             ValueError: there is no such task.
         """
-        task_type, task_id = self._or_own(task_type, task_id)
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
         if task_type is None or task_id is None:
             return ""
-        return url(
-            self.cluster_spec().task_address(task_type, task_id), rpc_layer or self.rpc_layer
-        )
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return url(address, rpc_layer or self.rpc_layer)
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
@@ -70,63 +93,15 @@ class ClusterResolver(abc.ABC):
             config_proto: unused; TensorFlow has it.
         """
         # Another task's GPUs are on a host that this process cannot ask.
-        is_other = task_type not in (None, self.task_type) or task_id not in (None, self.task_id)
-        devices: dict[str, int] = defaultdict(int)  # as in TensorFlow: "GPU" is 0 without GPUs
-        gpus = 0 if is_other else visible_gpus()
-        if gpus:
-            devices["GPU"] = gpus
-        return devices
+        is_own = task_type in (None, self.task_type) and task_id in (None, self.task_id)
+        gpus = visible_gpus() if is_own else 0
+        # As in TensorFlow: "GPU" is 0 without GPUs.
+        return defaultdict(int, {"GPU": gpus} if gpus else {})
 
     @property
     def environment(self) -> str | None:
-        """Where the program runs, such as `"google"` in TensorFlow; empty here."""
-        return ""
-
-    # A subclass whose answers depend on its environment overrides `_find_...`, not the properties:
-    # values that the user passed or set take precedence everywhere.
-
-    @property
-    def task_type(self) -> str | None:
-        """The name of this process's job in the cluster; `None` if unknown."""
-        return self._find_task_type() if self._task_type is None else self._task_type
-
-    @task_type.setter
-    def task_type(self, task_type: str | None) -> None:
-        self._task_type = task_type
-
-    @property
-    def task_id(self) -> int | None:
-        """This process's index in its job; `None` if unknown."""
-        return self._find_task_id() if self._task_id is None else self._task_id
-
-    @task_id.setter
-    def task_id(self, task_id: int | None) -> None:
-        self._task_id = task_id
-
-    @property
-    def rpc_layer(self) -> str | None:
-        """The protocol that `master` puts before addresses; `None` or empty for no protocol."""
-        return self._find_rpc_layer() if self._rpc_layer is None else self._rpc_layer
-
-    @rpc_layer.setter
-    def rpc_layer(self, rpc_layer: str | None) -> None:
-        self._rpc_layer = rpc_layer
-
-    def _find_task_type(self) -> str | None:
-        return None
-
-    def _find_task_id(self) -> int | None:
-        return None
-
-    def _find_rpc_layer(self) -> str | None:
-        return None
-
-    def _or_own(self, task_type: str | None, task_id: int | None) -> tuple[str | None, int | None]:
-        """The task; what is missing is taken from this process's task."""
-        return (
-            self.task_type if task_type is None else task_type,
-            self.task_id if task_id is None else task_id,
-        )
+        """Where the program runs, such as `"google"` in TensorFlow; empty unless passed."""
+        return self._environment
 
 
 @final
@@ -171,9 +146,7 @@ class SimpleClusterResolver(ClusterResolver):
             )
         if not isinstance(master, str):
             raise TypeError(f"SimpleClusterResolver: master is {master!r}; it must be a string")
-        self._cluster_spec = cluster_spec
-        self._master = master
-        self._environment = environment
+        self._cluster_spec, self._master, self._environment = cluster_spec, master, environment
         self._num_accelerators = dict(num_accelerators or {})
 
     def cluster_spec(self) -> ClusterSpec:
@@ -193,11 +166,6 @@ class SimpleClusterResolver(ClusterResolver):
     ) -> dict[str, int]:
         """The devices passed to the constructor, the same for every task; empty by default."""
         return dict(self._num_accelerators)
-
-    @property
-    def environment(self) -> str:
-        """Where the program runs, as passed to the constructor."""
-        return self._environment
 
 
 @final
@@ -232,7 +200,13 @@ class UnionResolver(ClusterResolver):
                     f"UnionResolver: {resolver!r} is not a ClusterResolver; pass one of "
                     "hpcstrat.cluster_resolver"
                 )
-        self._resolvers = resolvers
+        self._resolvers, first = resolvers, resolvers[0]
+        self._environment = first.environment
+        self._find = {
+            "task_type": lambda: first.task_type,
+            "task_id": lambda: first.task_id,
+            "rpc_layer": lambda: first.rpc_layer,
+        }
 
     def cluster_spec(self) -> ClusterSpec:
         """All jobs. Tasks of a job in several resolvers are concatenated.
@@ -243,11 +217,11 @@ class UnionResolver(ClusterResolver):
             KeyError: a resolver has only some indices of a job, and two resolvers have the same
                 index.
         """
-        lists: dict[str, list[list[str] | dict[int, str]]] = {}
+        parts: defaultdict[str, list[Any]] = defaultdict(list)
         for resolver in self._resolvers:
             for job, tasks in resolver.cluster_spec().as_dict().items():
-                lists.setdefault(job, []).append(tasks)
-        return ClusterSpec({job: _merge(job, tasks) for job, tasks in lists.items()})
+                parts[job].append(tasks)
+        return ClusterSpec({job: _merge(job, tasks) for job, tasks in parts.items()})
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
@@ -259,9 +233,8 @@ class UnionResolver(ClusterResolver):
         """
         if task_type is None or task_id is None:
             return self._resolvers[0].master(rpc_layer=rpc_layer)
-        return url(
-            self.cluster_spec().task_address(task_type, task_id), rpc_layer or self._rpc_layer
-        )
+        address = self.cluster_spec().task_address(task_type, task_id)
+        return url(address, rpc_layer or self._given["rpc_layer"])
 
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
@@ -269,19 +242,87 @@ class UnionResolver(ClusterResolver):
         """The first resolver's value."""
         return self._resolvers[0].num_accelerators(task_type, task_id, config_proto)
 
-    @property
-    def environment(self) -> str | None:
-        """The first resolver's value."""
-        return self._resolvers[0].environment
 
-    def _find_task_type(self) -> str | None:
-        return self._resolvers[0].task_type
+def _merge(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
+    """Concatenates the tasks if all are lists; else merges them by index."""
+    lists = [tasks for tasks in parts if isinstance(tasks, list)]
+    if len(lists) == len(parts):
+        return [task for tasks in lists for task in tasks]
+    merged: dict[int, str] = {}
+    for tasks in parts:
+        numbered = dict(enumerate(tasks)) if isinstance(tasks, list) else tasks
+        if twice := merged.keys() & numbered.keys():
+            raise KeyError(
+                f"UnionResolver: two resolvers give task {min(twice)} of job {job!r}; give them "
+                "different numbers"
+            )
+        merged |= numbered
+    return merged
 
-    def _find_task_id(self) -> int | None:
-        return self._resolvers[0].task_id
 
-    def _find_rpc_layer(self) -> str | None:
-        return self._resolvers[0].rpc_layer
+@final
+class MPIClusterResolver(ClusterResolver):
+    """The hosts that `mpirun` or `srun` started the ranks on: each host is a task, a worker.
+
+    It needs no variables and no arguments. An address is the host's name, without a port, because
+    nothing listens there. With a single rank, with or without MPI, the cluster is this host.
+
+    Constructing a resolver starts nothing. The first use of `cluster_spec`, `task_id`, `master` or
+    `num_accelerators` is collective: all ranks take part, and MPI starts unless it runs already; if
+    it cannot start, that raises a RuntimeError. Later uses do not communicate.
+
+    Attributes:
+        task_type: always `"worker"`, unless set.
+        task_id: the index of this rank's host, in the order of the hosts' first ranks, unless set.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(task_type="worker")
+        self._find = {"task_id": _own_host}
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The job `"worker"`, with the name of each host. Collective on first use.
+
+        Raises:
+            RuntimeError: MPI cannot start.
+        """
+        return ClusterSpec({"worker": [name for name, _ in _hosts()]})
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
+    ) -> dict[str, int]:
+        """The number of GPUs that the ranks of a host see together: `{"GPU": 4}`.
+
+        Collective on first use.
+
+        Raises:
+            ValueError: there is no such task.
+            RuntimeError: MPI cannot start.
+        """
+        task_type = self.task_type if task_type is None else task_type
+        host = (self.task_id if task_id is None else task_id) or 0
+        self.cluster_spec().task_address(str(task_type), host)
+        return {"GPU": _hosts()[host][1]}
+
+
+@functools.cache
+@names_call("MPIClusterResolver")
+def _hosts() -> list[tuple[str, int]]:
+    """The name and GPUs of each host, in the order of their first ranks. Collective, once."""
+    communicator = connect()
+    with communicator.raise_together():
+        by_rank = communicator.all_gather_obj((socket.gethostname(), driver.visible_gpus()))
+    # By unique id: ranks may see the same GPUs, or each only its own if the launcher hides others.
+    hosts: dict[int, tuple[str, set[str]]] = {}
+    for host, (name, visible) in zip(worlds.start().hosts, by_rank, strict=True):
+        hosts.setdefault(host, (name, set()))[1].update(visible)
+    return [(hosts[host][0], len(hosts[host][1])) for host in sorted(hosts)]
+
+
+def _own_host() -> int:
+    _hosts()  # connects the ranks, so that each learns its host
+    world = worlds.start()
+    return world.hosts[world.rank]
 
 
 def url(address: str, rpc_layer: str | None) -> str:
@@ -298,21 +339,3 @@ def visible_gpus() -> int:
     if listed is not None:
         return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
     return len(driver.visible_gpus())
-
-
-def _merge(job: str, lists: list[list[str] | dict[int, str]]) -> list[str] | dict[int, str]:
-    """Concatenates the tasks if all are lists; else merges them by index."""
-    dense = [tasks for tasks in lists if isinstance(tasks, list)]
-    if len(dense) == len(lists):
-        return [task for tasks in dense for task in tasks]
-    merged: dict[int, str] = {}
-    for tasks in lists:
-        numbered = dict(enumerate(tasks)) if isinstance(tasks, list) else tasks
-        twice = sorted(merged.keys() & numbered.keys())
-        if twice:
-            raise KeyError(
-                f"UnionResolver: two resolvers give task {twice[0]} of job {job!r}; give them "
-                "different numbers"
-            )
-        merged.update(numbered)
-    return merged

@@ -1,8 +1,9 @@
-"""A cluster from the variables that Slurm sets for each task of a step."""
+"""Clusters from environment variables: TensorFlow's `TF_CONFIG`, and those of a Slurm step."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import re
@@ -11,12 +12,127 @@ from typing import Any, TypeVar, final
 
 from hpcstrat._process.launchers import MOST_NODES, MOST_TASKS, expand_tasks
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
-from hpcstrat.cluster_resolver._resolver import ClusterResolver, visible_gpus
+from hpcstrat.cluster_resolver._resolver import ClusterResolver, url, visible_gpus
 
 _PIECE = re.compile(r"\[(?P<ranges>[0-9,-]+)\]|(?P<text>[^\[\],\s]+)")
 _RANGE = re.compile(r"(?P<first>[0-9]{1,18})(?:-(?P<last>[0-9]{1,18}))?")
 
 _Item = TypeVar("_Item")
+
+
+@final
+class TFConfigClusterResolver(ClusterResolver):
+    """Reads the environment variable `TF_CONFIG`, in JSON, on every use.
+
+    A value is, for instance,
+    `{"cluster": {"worker": ["n1:8888", "n2:8888"]}, "task": {"type": "worker", "index": 0}}`;
+    `"rpc_layer"` and `"session_master"` are read too. Without the variable the cluster is empty.
+
+    Args:
+        task_type: the name of this process's job, instead of the variable's.
+        task_id: this process's index in it, instead of the variable's.
+        rpc_layer: the protocol that `master` puts before addresses, instead of the variable's.
+        environment: the value of `environment`.
+
+    Every method that reads the variable raises `ValueError` if it is not a JSON object, or a member
+    has a wrong type.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str | None = None,
+    ) -> None:
+        super().__init__(task_type, task_id, rpc_layer)
+        self._environment = environment
+        self._find = {
+            "task_type": _task_type,
+            "task_id": _task_id,
+            "rpc_layer": lambda: _member("rpc_layer", None, str, "a string"),
+        }
+
+    def cluster_spec(self) -> ClusterSpec:
+        """The jobs and their tasks; empty if the variable names no job.
+
+        Raises:
+            ValueError: it is not an object of jobs, each a list of addresses or an object.
+        """
+        try:
+            return ClusterSpec(_member("cluster", {}, object, "an object"))
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                'TFConfigClusterResolver: TF_CONFIG: its "cluster" is not like '
+                f'{{"worker": ["n1:8888"]}}. {error}'
+            ) from error
+
+    def master(
+        self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
+    ) -> str:
+        """The variable's `"session_master"`, else the address of the task.
+
+        Empty if the cluster has a single task.
+
+        Raises:
+            ValueError: there is no such task, or neither the caller nor the variable names a task.
+        """
+        session_master = _member("session_master", None, str, "a string")
+        if session_master is not None:
+            return session_master
+        spec = self.cluster_spec()
+        # As in TensorFlow: a single task needs no master.
+        if not spec or (len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1):
+            return ""
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if task_type is None or task_id is None:
+            raise ValueError(
+                "TFConfigClusterResolver.master: TF_CONFIG does not say which task this is; add "
+                '"task": {"type": "worker", "index": 0} to it, or pass task_type and task_id'
+            )
+        address = spec.task_address(task_type, task_id)
+        return url(address, self.rpc_layer if rpc_layer is None else rpc_layer)
+
+
+def _member(name: str, default: Any, kind: type, like: str) -> Any:
+    """A member of the object in `TF_CONFIG`, or the default if it is missing."""
+    text = os.environ.get("TF_CONFIG", "{}")
+    try:
+        config = json.loads(text)
+    except (RecursionError, ValueError) as error:
+        raise ValueError(
+            f"TF_CONFIG is not JSON ({error}): {text!r:.200}. Correct it, or unset it"
+        ) from error
+    if not isinstance(config, dict):
+        raise ValueError(
+            'TF_CONFIG must be an object in JSON, such as {"cluster": ..., "task": ...}; '
+            f"it is {text!r:.200}"
+        )
+    value = config.get(name, default)
+    if value is not default and not isinstance(value, kind):
+        raise ValueError(f'TF_CONFIG: its "{name}" is {value!r:.50}; it must be {like}')
+    return value
+
+
+def _task(name: str) -> Any:
+    return _member("task", {}, dict, 'like {"type": "worker", "index": 0}').get(name)
+
+
+def _task_type() -> str | None:
+    job = _task("type")
+    return None if job is None else str(job)
+
+
+def _task_id() -> int | None:
+    index = _task("index")
+    if index is None:
+        return None
+    if not re.fullmatch("[0-9]{1,9}", str(index)):  # refuses `True` and 1.5 too
+        raise ValueError(
+            f'TF_CONFIG: the "index" of its "task" is {index!r:.50}; it must be a number, from 0 up'
+        )
+    return int(index)
 
 
 @final
@@ -67,25 +183,24 @@ class SlurmClusterResolver(ClusterResolver):
     ) -> None:
         # Variables of the step, not of the job: a job may run several steps with fewer tasks.
         rank = _number("SLURM_PROCID")
-        self._jobs = dict(jobs) if jobs is not None else {"worker": _number("SLURM_STEP_NUM_TASKS")}
-        self._port_base = port_base
-        self._tasks_per_node = _tasks_per_node(tasks_per_node)
-        _check_tasks(self._jobs, self._tasks_per_node, rank)
-        most_tasks = max(self._tasks_per_node.values())
-        self._gpus_per_task = _gpus_per_task(gpus_per_node, gpus_per_task, most_tasks)
-        super().__init__(*_task_of(self._jobs, rank), rpc_layer)
+        jobs = {"worker": _number("SLURM_STEP_NUM_TASKS")} if jobs is None else dict(jobs)
+        nodes = _tasks_per_node(tasks_per_node)
+        _check_tasks(jobs, nodes, rank)
+        self._gpus_per_task = _gpus_per_task(gpus_per_node, gpus_per_task, max(nodes.values()))
+        addresses = (
+            f"{node}:{port_base + number}"
+            for node, tasks in sorted(nodes.items())
+            for number in range(tasks)
+        )
+        self._cluster = {
+            job: [*itertools.islice(addresses, tasks)] for job, tasks in sorted(jobs.items())
+        }
+        numbered = ((job, i) for job, tasks in sorted(jobs.items()) for i in range(tasks))
+        super().__init__(*next(itertools.islice(numbered, rank, None)), rpc_layer)
 
     def cluster_spec(self) -> ClusterSpec:
         """The jobs, with the addresses of their tasks."""
-        addresses = [
-            f"{node}:{self._port_base + number}"
-            for node, tasks in sorted(self._tasks_per_node.items())
-            for number in range(tasks)
-        ]
-        jobs = {}
-        for job, tasks in sorted(self._jobs.items()):
-            jobs[job], addresses = addresses[:tasks], addresses[tasks:]
-        return ClusterSpec(jobs)
+        return ClusterSpec(self._cluster)
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """The name of this task's job and its index in it."""
@@ -163,33 +278,17 @@ def _check_tasks(jobs: dict[str, int], tasks_per_node: dict[str, int], rank: int
 
 def _gpus_per_task(per_node: int | None, per_task: int | None, most_tasks: int) -> int:
     """Returns the number of GPUs of each task, after a check that there are enough."""
-    if per_node is None and per_task is None:
-        visible = visible_gpus()
-        # Fewer GPUs than tasks: they are this task's own or shared; either way all visible count.
-        return visible if visible < most_tasks else visible // most_tasks
-    if per_node is None:
-        per_node = visible_gpus()
-    if per_task is None:
-        per_task = per_node // most_tasks
-        is_too_many = 0 < per_node < most_tasks
-    else:
-        is_too_many = most_tasks * per_task > per_node
-    if is_too_many:
+    gpus = visible_gpus() if per_node is None else per_node
+    if per_node is None and per_task is None and gpus < most_tasks:
+        return gpus  # this task's own, or shared
+    needed = min(gpus, 1) if per_task is None else per_task
+    if most_tasks * needed > gpus:
         raise RuntimeError(
-            f"SlurmClusterResolver: a node runs {most_tasks} tasks of {max(per_task, 1)} GPUs, but "
-            f"has {per_node}; start fewer with `srun --ntasks-per-node`, or pass gpus_per_node and "
+            f"SlurmClusterResolver: a node runs {most_tasks} tasks of {needed} GPUs, but has "
+            f"{gpus}; start fewer with `srun --ntasks-per-node`, or pass gpus_per_node and "
             "gpus_per_task"
         )
-    return per_task
-
-
-def _task_of(jobs: dict[str, int], rank: int) -> tuple[str, int]:
-    """The job of this rank's task, and its index in the job."""
-    for job, tasks in sorted(jobs.items()):
-        if rank < tasks:
-            return job, rank
-        rank -= tasks
-    raise AssertionError("the rank was checked")
+    return gpus // most_tasks if per_task is None else per_task
 
 
 def expand_nodes(nodes: str) -> list[str]:
