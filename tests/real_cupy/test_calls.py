@@ -128,6 +128,7 @@ METHODS = {
     "astype": lambda: array(4, np.float16).astype(np.float32, copy=False),
     "rows": lambda: [array((4, 2))[array(3, np.int64)], array((4, 2)).__setitem__(array(3, np.int64), array((3, 2)))],
     "the bounds of indices": lambda: [array(4, np.int64).min(), array(4, np.int64).max()],
+    "a metric's counts": lambda: cupy.add.at(array(5, np.float64), array(3, np.int64), 1.0),
     "a metric": lambda: [array((4, 2), dtype).argmax(axis=-1) for dtype in (bool, np.uint8, np.float16, np.float64)],
     "a part of a metric's totals": lambda: array(2, np.float64)[0:1].__iadd__(array(())),
     "dlpack": lambda: array(4).__dlpack__(stream=None),

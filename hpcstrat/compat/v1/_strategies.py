@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from hpcstrat._core.types import ReduceOp
@@ -37,15 +37,6 @@ class DistributedInputIterator:
                 "first"
             )
         return next(self._iterator)
-
-
-def _call_until_stop(function: Callable[[], Any]) -> Iterator[Any]:
-    while True:
-        try:
-            element = function()
-        except StopIteration:
-            return
-        yield element
 
 
 class _V1Methods(Strategy):
@@ -84,7 +75,8 @@ class _V1Methods(Strategy):
             # A dataset may be callable too; it is the one that can be iterated over.
             if not callable(result) or hasattr(result, "__iter__"):
                 return result
-            return Dataset.from_generator(functools.partial(_call_until_stop, result))
+            # Not a generator expression, which makes a RuntimeError of `StopIteration`.
+            return Dataset.from_generator(lambda: map(lambda _: result(), itertools.count()))
 
         return DistributedInputIterator(self.distribute_datasets_from_function(dataset_fn))
 
@@ -96,11 +88,7 @@ class _V1Methods(Strategy):
         Raises:
             StopIteration: the iterator has no further element.
         """
-        return (
-            self.run(fn)
-            if input_iterator is None
-            else self.run(fn, args=(input_iterator.get_next(),))
-        )
+        return self.run(fn, args=() if input_iterator is None else (input_iterator.get_next(),))
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None
