@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -50,7 +51,7 @@ class TFConfigClusterResolver(ClusterResolver):
         self._find = {
             "task_type": _task_type,
             "task_id": _task_id,
-            "rpc_layer": lambda: _member("rpc_layer", None, str, "a string"),
+            "rpc_layer": functools.partial(_member, "rpc_layer", None, str, "a string"),
         }
 
     def cluster_spec(self) -> ClusterSpec:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import operator
 import os
 import socket
 from collections import defaultdict
@@ -203,9 +204,7 @@ class UnionResolver(ClusterResolver):
         self._resolvers, first = resolvers, resolvers[0]
         self._environment = first.environment
         self._find = {
-            "task_type": lambda: first.task_type,
-            "task_id": lambda: first.task_id,
-            "rpc_layer": lambda: first.rpc_layer,
+            name: functools.partial(operator.attrgetter(name), first) for name in self._given
         }
 
     def cluster_spec(self) -> ClusterSpec:

@@ -1,4 +1,5 @@
 import os
+import pickle
 import subprocess
 import sys
 
@@ -357,6 +358,13 @@ def test_a_union_whose_task_is_given():
     # TensorFlow's task_id is 1.
     assert (union.task_type, union.task_id, union.rpc_layer) == ("x", 0, "q")
     assert (union.master("worker", 0), union.master()) == ("q://a:1", "grpc://ma")
+
+
+def test_resolvers_can_be_pickled(tf_config):
+    tf_config(TF_CONFIG["a server"][0])
+    for resolver in TFConfigClusterResolver(), MPIClusterResolver(), UnionResolver(A):
+        copied = pickle.loads(pickle.dumps(resolver))
+        assert (copied.task_type, copied.task_id) == (resolver.task_type, resolver.task_id)
 
 
 def test_what_is_no_union_is_an_error():
