@@ -144,13 +144,7 @@ class TimelineRecorder:
     def start(self, category: str, name: str, nbytes: int | None, stream: Any) -> Span | None:
         """Opens a span of this thread, and of a GPU's stream; `None` if it is not recorded.
 
-        A span inside another of the same category is not recorded, unless it has a part on a GPU.
-
-        Args:
-            category: a constant of `hpcstrat._core.span`.
-            name: what is done.
-            nbytes: bytes that this rank sends; `None` for a span that sends nothing.
-            stream: a `gpu.Stream`; `None` if the span has no part on a GPU.
+        The arguments are those of `hpcstrat._core.span`: a category, and `Details`.
         """
         if not self._is_open:
             return None

@@ -45,14 +45,7 @@ class Span:
 
 @final
 class TraceFile:
-    """One host's file, open for one rank's events.
-
-    Args:
-        path: the file.
-        rank: this rank.
-        size: the number of ranks.
-        zero: nanoseconds of this process's clock at which the trace starts.
-        is_first: whether this rank makes the file; the others of its host open it later.
+    """One host's file, open for one rank's events; its first rank makes it, the others open it.
 
     Raises:
         OSError: it cannot be written, or is not a timeline's.
@@ -61,7 +54,7 @@ class TraceFile:
     def __init__(self, path: str, rank: int, size: int, zero: int, is_first: bool) -> None:
         self.path = path
         self.rank = rank
-        self._zero = zero
+        self._zero = zero  # nanoseconds of this process's clock at which the trace starts
         if is_first and os.path.isfile(path) and os.path.getsize(path) and not _is_timeline(path):
             raise FileExistsError(
                 f"HPCSTRAT_TIMELINE={path}: that file exists and is not a timeline; name another"

@@ -21,32 +21,35 @@ _LAST_SECONDS = 5.0  # for processes that the rank has started, when the rank ha
 
 
 def _main(rank_names: str, folder: str, marks: str, appends: str, *program: str) -> None:
-    """Becomes the rank; `copy_output` in mpiexec.py describes the arguments."""
+    """Becomes the rank.
+
+    Args:
+        rank_names: the variables that may hold the rank, with commas between.
+        folder: the folder of the files rank-N.log; empty for no files.
+        marks: not empty if each line that is shown starts with the rank.
+        appends: not empty to append to the files, instead of replacing them.
+        program: the rank's command.
+    """
     rank = next((os.environ[name] for name in rank_names.split(",") if name in os.environ), "0")
     log = None
     if folder:
         path = os.path.join(folder, f"rank-{rank}.log")
+        mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if appends else os.O_TRUNC)
         try:
             os.makedirs(folder, exist_ok=True)
-            log = os.open(
-                path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if appends else os.O_TRUNC), 0o666
-            )
+            log = os.open(path, mode, 0o666)
         except OSError as error:
             sys.exit(f"hpcstrat run: --tee: {error}")
         os.environ["_HPCSTRAT_LOG"] = path  # for output that the rank hides
-    pipes = [os.pipe(), os.pipe()]
+    pipes = {1: os.pipe(), 2: os.pipe()}
     process = os.getpid()
     # The copying process is detached, so that the program does not wait for it, and in its own
     # session: however the rank ends, its last output still arrives.
-    child = os.fork()
-    if child:
+    if child := os.fork():
         os.waitpid(child, 0)
-        for number, (read, write) in enumerate(pipes, 1):
-            os.close(read)
-            os.dup2(write, number)
-            os.close(write)
-        if log is not None:
-            os.close(log)
+        for output, (_, write) in pipes.items():
+            os.dup2(write, output)
+        # No other file is inherited: Python's are closed on exec.
         try:
             os.execvp(program[0], program)
         except OSError as error:
@@ -54,13 +57,12 @@ def _main(rank_names: str, folder: str, marks: str, appends: str, *program: str)
     os.setsid()
     if os.fork():
         os._exit(0)
-    for _, write in pipes:
+    for _, write in pipes.values():
         os.close(write)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    _copy(
-        process, {pipes[0][0]: 1, pipes[1][0]: 2}, log, f"[rank {rank}] ".encode() if marks else b""
-    )
+    outputs = {read: output for output, (read, _) in pipes.items()}
+    _copy(process, outputs, log, f"[rank {rank}] ".encode() if marks else b"")
 
 
 def _copy(process: int, outputs: dict[int, int], log: int | None, tag: bytes) -> None:
