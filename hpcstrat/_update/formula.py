@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -165,16 +166,28 @@ def _reader_of(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
 
 
 class Formulas:
-    """The formulas of an optimizer, one per choice of its options and slots."""
+    """The formulas of an optimizer, one per choice of its options and slots.
 
-    def __init__(self, call: str, function: Callable[..., Any]) -> None:
+    Args:
+        call: the formula's name for messages, such as `Adam.formula`.
+        function: see `Formula`.
+        readers: read those of its numbers that are no attributes of the optimizer.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        function: Callable[..., Any],
+        readers: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
+    ) -> None:
         parameters = inspect.signature(function).parameters.values()
         self._call, self._function = call, function
         names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         given = [name for name in ("learning_rate", "step") if name in names]
         self._takes_rate, self._takes_step = "learning_rate" in given, "step" in given
-        attributes = [name for name in names if name not in given]
-        self._names = (*given, *attributes)
+        attributes = [name for name in names if name not in given and name not in readers]
+        self._names = (*given, *attributes, *readers)
+        self._readers = tuple(readers.values())
         self._attributes_of = _reader_of(attributes)
         self._compiled: dict[tuple[Any, ...], Formula] = {}
         self._last: tuple[tuple[Any, ...], UpdateRule] | None = None
@@ -189,6 +202,8 @@ class Formulas:
             TypeError: an attribute is not a number, or the formula cannot be compiled.
         """
         values = self._attributes_of(optimizer)
+        if self._readers:
+            values += tuple([read() for read in self._readers])
         if self._takes_step:
             values = (step, *values)
         if self._takes_rate:

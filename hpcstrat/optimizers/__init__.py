@@ -3,19 +3,20 @@
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat._update.rule import UpdateRule as UpdateRule
 from hpcstrat.optimizers import schedules as schedules
-from hpcstrat.optimizers._adadelta import Adadelta as Adadelta
+from hpcstrat.optimizers._adagrad import Adadelta as Adadelta
 from hpcstrat.optimizers._adagrad import Adagrad as Adagrad
+from hpcstrat.optimizers._adagrad import RMSprop as RMSprop
 from hpcstrat.optimizers._adam import Adam as Adam
 from hpcstrat.optimizers._adam import Adamax as Adamax
 from hpcstrat.optimizers._adam import AdamW as AdamW
 from hpcstrat.optimizers._adam import Nadam as Nadam
 from hpcstrat.optimizers._buffers import GradientBuffers as GradientBuffers
-from hpcstrat.optimizers._lion import Lion as Lion
 from hpcstrat.optimizers._optimizer import Optimizer as Optimizer
 from hpcstrat.optimizers._options import CommonOptions as CommonOptions
 from hpcstrat.optimizers._options import OptimizerOptions as OptimizerOptions
-from hpcstrat.optimizers._rmsprop import RMSprop as RMSprop
 from hpcstrat.optimizers._sgd import SGD as SGD
+from hpcstrat.optimizers._sgd import Lion as Lion
+from hpcstrat.optimizers._steps import UpdateStep as UpdateStep
 
 __all__ = [
     "SGD",
@@ -32,6 +33,7 @@ __all__ = [
     "OptimizerOptions",
     "RMSprop",
     "UpdateRule",
+    "UpdateStep",
     "schedules",
 ]
 

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
-from hpcstrat._core.arrays import as_number
 from hpcstrat.optimizers._optimizer import Optimizer
-from hpcstrat.optimizers._options import not_negative
+from hpcstrat.optimizers._options import BELOW_1, not_negative, number_in
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -27,16 +26,11 @@ class _Moments(Optimizer):
         epsilon: float = 1e-7,
         **options: Unpack[OptimizerOptions],
     ) -> None:
-        for argument, value in (("beta_1", beta_1), ("beta_2", beta_2)):
-            if not 0 <= as_number(type(self).__name__, argument, value) < 1:
-                raise ValueError(
-                    f"{type(self).__name__}: {argument} is {value!r}; it must be at least 0 and "
-                    "less than 1"
-                )
         super().__init__(learning_rate, **options)
-        self.beta_1: float = float(beta_1)
-        self.beta_2: float = float(beta_2)
-        self.epsilon: float = not_negative(type(self).__name__, "epsilon", epsilon)
+        owner = type(self).__name__
+        self.beta_1: float = number_in(owner, "beta_1", beta_1, BELOW_1)
+        self.beta_2: float = number_in(owner, "beta_2", beta_2, BELOW_1)
+        self.epsilon: float = not_negative(owner, "epsilon", epsilon)
 
     @property
     def slots(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.plan import Plan
 from hpcstrat._variable.variable import Variable
-from hpcstrat.optimizers._arguments import check_pairs, group_of_variable
+from hpcstrat.optimizers._gradients import check_pairs, group_of_variable
 from hpcstrat.optimizers._state import OptimizerState, plan_key
 
 

@@ -15,18 +15,21 @@ from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._update.formula import Formulas
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
-from hpcstrat.optimizers import _arguments, _attributes, _options
+from hpcstrat.optimizers import _composition, _gradients, _options
 from hpcstrat.optimizers._buffers import GradientBuffers, check_marked, end_marks
-from hpcstrat.optimizers._gradients import clip, sum_rows
-from hpcstrat.optimizers._inspection import OptimizerVariable, list_variables
-from hpcstrat.optimizers._options import EMA, CommonOptions, LearningRate
-from hpcstrat.optimizers._state import OptimizerState, plan_key
+from hpcstrat.optimizers._options import CommonOptions, LearningRate
+from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, list_variables, plan_key
+from hpcstrat.optimizers._steps import BY_OPTION, EMA, UpdateStep, overrides
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 
-class Optimizer(metaclass=_attributes.OptimizerType):
+# What an optimizer makes anew from its other attributes.
+_COMPOSED = ("_state", "_steps", "_collecting", "_transforming", "_formula", "_rate_after")
+
+
+class Optimizer(metaclass=_options.OptimizerType):
     """Changes variables by their gradients.
 
     Args:
@@ -49,6 +52,7 @@ class Optimizer(metaclass=_attributes.OptimizerType):
     ema_momentum: float
     ema_overwrite_frequency: int | None
     gradient_accumulation_steps: int | None
+    steps: tuple[UpdateStep, ...]
 
     def __init__(
         self,
@@ -69,9 +73,17 @@ class Optimizer(metaclass=_attributes.OptimizerType):
             _options.check_without_formula(owner, options)
         self.learning_rate = learning_rate
         self._state = OptimizerState(self.gradient_accumulation_steps)
-        call, overwrites = f"{owner}.formula", self.ema_overwrite_frequency is not None
-        formula = _options.with_options(call, self.formula, self.use_ema, overwrites)
-        self._formulas = Formulas(call, formula)
+        self._compose()
+
+    def _compose(self) -> None:
+        """Puts its steps together, after a change of its options."""
+        self._steps = steps = _composition.steps_of(self)
+        self._collecting = [step for step in steps if overrides(step, "collect")]
+        if self._state.accumulator is not None:
+            self._collecting.append(self._state.accumulator)
+        self._transforming = [step for step in steps if overrides(step, "transform")]
+        call = f"{type(self).__name__}.formula"
+        self._formula = Formulas(call, *_composition.combine_formulas(call, self.formula, steps))
 
     # ---- for subclasses
 
@@ -108,12 +120,12 @@ class Optimizer(metaclass=_attributes.OptimizerType):
 
         Called in every step. Override it for what a formula cannot express.
         """
-        return self._formulas.rule(self, learning_rate, step)
+        return self._formula.rule(self, learning_rate, step)
 
     @property
     def all_slots(self) -> dict[str, float | None]:
-        """`slots`, and that of the moving averages: `None`, because it starts as the variable."""
-        return {**self.slots, EMA: None} if self.use_ema else {**self.slots}
+        """`slots`, and those of its steps; `None` for a slot that starts as the variable."""
+        return _composition.join_slots(type(self).__name__, self.slots, self._steps)
 
     # ---- properties
 
@@ -143,10 +155,13 @@ class Optimizer(metaclass=_attributes.OptimizerType):
         self.learning_rate = value
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _attributes.set_attribute(self, name, value, super().__setattr__)
+        _options.set_attribute(self, name, value, super().__setattr__)
+        is_composed = name in BY_OPTION and "_formula" in vars(self)
+        if is_composed and _composition.steps_of(self) != self._steps:
+            self._compose()
 
     def __repr__(self) -> str:
-        shown = _attributes.arguments_of(self) | {"iterations": self.iterations}
+        shown = _options.arguments_of(self) | {"iterations": self.iterations}
         arguments = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"{type(self).__name__}({arguments})"
 
@@ -156,12 +171,12 @@ class Optimizer(metaclass=_attributes.OptimizerType):
         Raises:
             ValueError: the learning rate is a function, and not of `hs.optimizers.schedules`.
         """
-        return _attributes.config_of(self)
+        return _options.config_of(self)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
         """A new optimizer of this class, from what `get_config` returned."""
-        return cls(**_attributes.arguments_in(config))
+        return cls(**_options.arguments_in(config))
 
     @property
     def variables(self) -> list[OptimizerVariable]:
@@ -170,20 +185,26 @@ class Optimizer(metaclass=_attributes.OptimizerType):
         return list_variables(self._state, self.name, rate, list(self.all_slots))
 
     @property
-    def ema_overwrites(self) -> float:
-        """1 if the next step overwrites variables by their averages, else 0."""
+    def ema_overwrites(self) -> float | None:
+        """1 if the next step overwrites variables by their averages, else 0; `None`: none does."""
         frequency = self.ema_overwrite_frequency
-        return float(frequency is not None and (self._state.iterations + 1) % frequency == 0)
+        return None if frequency is None else float((self.iterations + 1) % frequency == 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
         # The copy continues from here, with copies of the variables: collective, as making them is.
         other = copy.copy(self)
         memo[id(self)] = other
-        other.learning_rate = copy.deepcopy(self._learning_rate, memo)
-        other._state = OptimizerState(self.gradient_accumulation_steps)
-        other._state.iterations = self._state.iterations  # the rate's function reads it
         pairs = [(v, copy.deepcopy(v, memo)) for v in self._state.variables()]
+        kept = {"_state": OptimizerState(self.gradient_accumulation_steps)} | {
+            name: copy.deepcopy(value, memo)
+            for name, value in vars(self).items()
+            if name not in _COMPOSED
+        }
+        vars(other).update(kept)
+        other._state.iterations = self._state.iterations  # the rate's function reads it
         other._state.copy_from(self._state, pairs, self.name, self.all_slots)
+        other.learning_rate = other._learning_rate
+        other._compose()
         return other
 
     # ---- the step
@@ -215,11 +236,11 @@ class Optimizer(metaclass=_attributes.OptimizerType):
         outer = enter_call(f"{self.name}.apply_gradients")
         try:
             state, are_summed = self._state, skip_gradients_aggregation
-            pairs: list[tuple[Any, Variable]] | None = list(grads_and_vars)
+            pairs: Sequence[tuple[Any, Variable]] | None = list(grads_and_vars)
             if state.marked is not None:
                 check_marked(state, pairs, are_summed)
-            if state.accumulator is not None and pairs:
-                pairs = state.accumulator.add(pairs)  # `None` if this call only adds up
+            if self._collecting and pairs:
+                pairs = _composition.collect(self, self._collecting, pairs)
             if pairs is not None and not self._apply_as_before(pairs, are_summed):
                 self._apply(pairs, are_summed)
             if state.marked is not None:
@@ -234,7 +255,7 @@ class Optimizer(metaclass=_attributes.OptimizerType):
         any other step.
         """
         context, rate, state = contexts.current.get(), self._constant_rate, self._state
-        if are_summed or type(context) is not InReplica or rate is None or self._clips_norms():
+        if are_summed or type(context) is not InReplica or rate is None or self._transforming:
             return False
         group = context.group
         try:
@@ -255,30 +276,32 @@ class Optimizer(metaclass=_attributes.OptimizerType):
 
     def _apply(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
         """Any step: checks the gradients, sums them over the replicas, clips them, and updates."""
-        _arguments.check_pairs(pairs)
+        _gradients.check_pairs(pairs)
         if not pairs:
             contexts.group().communicator.exchange(signature_of(current_call(), "no variable"))
             return
-        group, state = _arguments.group_of_variable(pairs[0][1], "to"), self._state
+        group, state = _gradients.group_of_variable(pairs[0][1], "to"), self._state
         with group.communicator.raise_together():
-            gradients, dense, sparse = _arguments.prepare_pairs(pairs)
+            gradients, dense, sparse = _gradients.prepare_pairs(pairs)
             variables = [*dense, *(v for _, v in sparse)]
             if not variables:
-                _arguments.refuse_no_gradient(group.communicator, len(pairs))
+                _gradients.refuse_no_gradient(group, len(pairs))
             if sparse or plan_key(group, dense) not in state.plans:
-                _arguments.check_variables(group, variables)
+                _gradients.check_variables(group, variables)
             rate = float(self._rate_after(state.iterations))
             rule = self.update_rule(rate, state.iterations + 1)
-            _arguments.check_norms(rule, sparse)
+            _gradients.check_norms(rule, sparse)
         are_summed = are_summed or not isinstance(contexts.context(), InReplica)
         if are_summed:
             group.communicator.require_equal(gradients)
-        rows = [sum_rows(group, slices, v, are_summed) for slices, v in sparse]
-        if self._clips_norms():
+        rows = [_gradients.sum_rows(group, slices, v, are_summed) for slices, v in sparse]
+        if self._transforming:
             if not are_summed:
                 gradients = group.communicator.all_reduce(gradients, ReduceOp.SUM)
                 are_summed = True
-            gradients, rows = clip(group, self.global_clipnorm, self.clipnorm, gradients, rows)
+            gradients, rows = _composition.transform(
+                self, self._transforming, group, variables, gradients, rows
+            )
         try:  # all variables and the number of steps change, or nothing does
             if dense:
                 plan = state.plan_of(group, dense, self.name, self.all_slots)
@@ -292,9 +315,6 @@ class Optimizer(metaclass=_attributes.OptimizerType):
         except BaseException as error:
             group.storage.mark_interrupted(error, [state_of(v).block for v in variables])
             raise
-
-    def _clips_norms(self) -> bool:
-        return self.global_clipnorm is not None or self.clipnorm is not None
 
     def minimize(
         self, loss: Callable[[], tuple[Any, Iterable[Any]]], var_list: Iterable[Variable]
@@ -314,7 +334,7 @@ class Optimizer(metaclass=_attributes.OptimizerType):
             ValueError: there are more gradients than variables, or fewer; or as `apply_gradients`.
         """
         variables, call = list(var_list), f"{self.name}.minimize"
-        value, gradients = _arguments.compute_gradients(call, loss, len(variables))
+        value, gradients = _gradients.compute_gradients(call, loss, len(variables))
         self.apply_gradients(zip(gradients, variables, strict=True))
         return value
 
@@ -332,13 +352,15 @@ class Optimizer(metaclass=_attributes.OptimizerType):
             )
         if not (variables := list(var_list)):
             return
-        group = _arguments.group_of_variable(variables[0], "of")
+        group = _gradients.group_of_variable(variables[0], "of")
         with group.communicator.raise_together():
-            _arguments.check_variables(group, variables)
+            _gradients.check_variables(group, variables)
             with group.on_stream():
                 nothing = [group.xp.zeros(v.shape, v.dtype) for v in variables]
         plan = self._state.plan_of(group, variables, self.name, self.all_slots)
-        rule = Formulas(current_call(), _options.take_averages).rule(self, 0.0, 0)
+        place = list(self.all_slots).index(EMA)
+        taking = Formulas(current_call(), lambda value, gradient, *slots: (slots[place], *slots))
+        rule = taking.rule(self, 0.0, 0)
         group.storage.update(plan, nothing, FIRST_REPLICA, rule)
 
     @names_call(lambda self, _: f"{self.name}.gradient_buffers")
@@ -364,15 +386,13 @@ class Optimizer(metaclass=_attributes.OptimizerType):
             ReplicaMismatchError: the replicas pass different variables.
         """
         variables = list(variables)
-        group, state = _arguments.agree_on_group(variables), self._state
+        group, state = _gradients.agree_on_group(variables), self._state
         plan = state.plan_of(group, variables, self.name, self.all_slots)
         if plan.buffers is None:
             group.storage.make_buffers(plan)
-
-        def may_start() -> bool:
-            return state.accumulator is None and not self._clips_norms()
-
-        return GradientBuffers(state, group, plan, variables, may_start)
+        return GradientBuffers(
+            state, group, plan, variables, lambda: not (self._collecting or self._transforming)
+        )
 
 
 def state_of_optimizer(optimizer: Optimizer) -> OptimizerState:

@@ -1,24 +1,26 @@
-"""The arguments of every optimizer, as in Keras: learning rates, and options of its formula."""
+"""The arguments and attributes of every optimizer: which are allowed, and which may change."""
 
 from __future__ import annotations
 
+import abc
+import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypedDict, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 import numpy as np
 
 from hpcstrat._core.arrays import as_number
-
-EMA = "ema"
-"""The slot of `use_ema`: the moving average, which starts as the variable's value."""
+from hpcstrat._core.call_name import constructor_signature
+from hpcstrat.optimizers import schedules
+from hpcstrat.optimizers._steps import BY_OPTION, UpdateStep, overrides
 
 LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CLIPPING = ("global_clipnorm", "clipnorm", "clipvalue")
-_BY_FORMULA = ("clipvalue", "weight_decay")
+_FIXED = ("steps", "use_ema", "ema_overwrite_frequency", "gradient_accumulation_steps")
 
 
 class CommonOptions(TypedDict, total=False):
@@ -40,6 +42,7 @@ class CommonOptions(TypedDict, total=False):
         gradient_accumulation_steps: variables are updated once every this many calls of
             `apply_gradients`, by the mean of the gradients since the last update. The other calls
             add up on each replica and do not communicate.
+        steps: steps of your own, which come before these options.
     """
 
     clipnorm: float | None
@@ -49,6 +52,7 @@ class CommonOptions(TypedDict, total=False):
     ema_momentum: float
     ema_overwrite_frequency: int | None
     gradient_accumulation_steps: int | None
+    steps: Sequence[UpdateStep]
 
 
 class OptimizerOptions(CommonOptions, total=False):
@@ -74,6 +78,7 @@ DEFAULTS: Mapping[str, Any] = {
     "ema_momentum": 0.99,
     "ema_overwrite_frequency": None,
     "gradient_accumulation_steps": None,
+    "steps": (),
 }
 """Every option except the name."""
 
@@ -103,10 +108,7 @@ def check_options(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"{owner}: {' and '.join(clipping)} exclude each other; pass one of them")
     if options["weight_decay"] is not None:
         options["weight_decay"] = not_negative(owner, "weight_decay", options["weight_decay"])
-    if not 0 <= as_number(owner, "ema_momentum", options["ema_momentum"]) <= 1:
-        raise ValueError(
-            f"{owner}: ema_momentum is {options['ema_momentum']!r}; it must be from 0 to 1"
-        )
+    number_in(owner, "ema_momentum", options["ema_momentum"])
     for name in ("ema_overwrite_frequency", "gradient_accumulation_steps"):
         count = options[name]
         if count is not None and (
@@ -119,6 +121,13 @@ def check_options(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"{owner}: ema_overwrite_frequency needs moving averages; pass use_ema=True too"
         )
+    options["use_ema"] = bool(options["use_ema"])
+    options["steps"] = tuple(options["steps"])
+    for step in options["steps"]:
+        if not isinstance(step, UpdateStep):
+            raise TypeError(
+                f"{owner}: steps has {step!r}; each must be an instance of a subclass of UpdateStep"
+            )
     return options
 
 
@@ -128,11 +137,33 @@ def check_without_formula(owner: str, given: Mapping[str, Any]) -> None:
     Raises:
         ValueError: an option would change the formula.
     """
-    for name in (*_BY_FORMULA, "use_ema"):
-        if given.get(name):
+    steps = {name: step for name, step in BY_OPTION.items() if given.get(name)}
+    steps |= {type(step).__name__: step for step in given.get("steps", ())}
+    for name, step in steps.items():
+        if overrides(step, "formula"):
             raise ValueError(
                 f"{owner}: {name} changes the formula, and update_rule is overridden; leave it out"
             )
+
+
+FROM_0_TO_1, BELOW_1, ABOVE_0 = (
+    "from 0 to 1",
+    "at least 0 and less than 1",
+    "above 0 and at most 1",
+)
+
+
+def number_in(owner: str, argument: str, value: Any, allowed: str = FROM_0_TO_1) -> float:
+    """The value of an argument as a float from 0 to 1, both of which may be excluded.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not in the range `allowed`.
+    """
+    number = as_number(owner, argument, value)
+    if not 0 <= number <= 1 or (allowed, number) in ((BELOW_1, 1), (ABOVE_0, 0)):
+        raise ValueError(f"{owner}: {argument} is {value!r}; it must be {allowed}")
+    return number
 
 
 def not_negative(owner: str, argument: str, value: Any) -> float:
@@ -147,63 +178,6 @@ def not_negative(owner: str, argument: str, value: Any) -> float:
     if not 0 <= number < math.inf:
         raise ValueError(f"{owner}: {argument} is {value!r}; it must be {allowed}")
     return number
-
-
-def with_options(
-    call: str, formula: Callable[..., Any], averages: bool, overwrites: bool
-) -> Callable[..., Any]:
-    """Combines the formulas of an optimizer and of its options: one pass over memory for both.
-
-    An option that is `None` leaves no trace. An option that the formula takes as a parameter is
-    left to the formula.
-
-    Args:
-        call: the formula's name, for messages.
-        formula: the optimizer's formula.
-        averages: whether it keeps moving averages, in a last slot.
-        overwrites: whether the averages overwrite the variables in steps in which the number
-            `ema_overwrites` is 1 and not 0.
-
-    Raises:
-        TypeError: the formula takes a number by position.
-    """
-    parameters = inspect.signature(formula).parameters
-    names = {name for name, each in parameters.items() if each.kind is each.KEYWORD_ONLY}
-    averaging = ["ema_momentum"] * averages + ["ema_overwrites"] * overwrites
-    ours = [name for name in (*_BY_FORMULA, *averaging, "learning_rate") if name not in names]
-    for name in (*ours, "step"):
-        if name in parameters and name not in names:
-            raise TypeError(
-                f"{call} takes {name} by position; numbers come after `*`: def formula(value, "
-                f"gradient, *, {name})"
-            )
-
-    def step_with_options(value: Any, gradient: Any, *slots: Any, **numbers: Any) -> Any:
-        of = {name: numbers.pop(name) for name in ours}
-        if (most := of.get("clipvalue")) is not None:
-            gradient = np.maximum(np.minimum(gradient, most), -most)
-        decayed = value
-        if (decay := of.get("weight_decay")) is not None:
-            decayed = value * (1 - decay * (numbers | of)["learning_rate"])
-        if not averages:
-            return formula(decayed, gradient, *slots, **numbers)
-        *own_slots, average = slots
-        result = formula(decayed, gradient, *own_slots, **numbers)
-        new, *others = result if isinstance(result, tuple) else (result,)
-        average = of["ema_momentum"] * average + (1 - of["ema_momentum"]) * new
-        if overwrites:
-            new = new + of["ema_overwrites"] * (average - new)
-        return new, *others, average
-
-    keywords = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ours]
-    kinds = sorted([*parameters.values(), *keywords], key=lambda each: each.kind)
-    cast("Any", step_with_options).__signature__ = inspect.Signature(kinds)
-    return step_with_options
-
-
-def take_averages(value: Any, gradient: Any, *slots: Any) -> Any:
-    """The formula that overwrites variables by their averages."""
-    return slots[-1], *slots
 
 
 def rate_function(owner: str, rate: LearningRate) -> Callable[[int], float]:
@@ -225,3 +199,110 @@ def rate_function(owner: str, rate: LearningRate) -> Callable[[int], float]:
     if takes_step:
         return lambda step: as_number(owner, what, function(step))
     return lambda _: as_number(owner, what, function())
+
+
+# ---- attributes
+
+
+class OptimizerType(abc.ABCMeta):
+    """Marks an optimizer as made when its `__init__`, perhaps of a user's class, has returned."""
+
+    if not TYPE_CHECKING:  # type checkers take the signature from `__init__`
+
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            made = super().__call__(*args, **kwargs)
+            made._is_made = True
+            return made
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """See `constructor_signature`."""
+        return constructor_signature(cls)
+
+
+def set_attribute(
+    optimizer: Any, name: str, value: Any, assign: Callable[[str, Any], None]
+) -> None:
+    """Sets an attribute of an optimizer, and refuses what would have no effect.
+
+    Args:
+        optimizer: the optimizer.
+        name: the attribute.
+        value: its new value.
+        assign: sets it without any check.
+
+    Raises:
+        AttributeError: there is no such attribute, or it can no longer change; nothing has changed.
+    """
+    if name.startswith("_"):
+        assign(name, value)
+        return
+    owner, own = type(optimizer).__name__, vars(optimizer)
+    if name not in own and not hasattr(type(optimizer), name) and "_is_made" in own:
+        import difflib  # a millisecond, which `import hpcstrat` need not take
+
+        known = sorted(["learning_rate", *(key for key in own if not key.startswith("_"))])
+        nearest = "".join(
+            f"; did you mean {match}?" for match in difflib.get_close_matches(name, known, 1)
+        )
+        raise AttributeError(
+            f"{owner}: {name} is not an attribute{nearest or ';'} It has {', '.join(known)}; your "
+            "own class sets others in its __init__"
+        )
+    if name in _FIXED and "_formula" in own and value != own[name]:
+        raise AttributeError(
+            f"{owner}: {name} is {own[name]!r} for good; pass {name}={value!r} to a new optimizer "
+            "instead"
+        )
+    before = list(optimizer.all_slots) if "_state" in own and own["_state"].slots else None
+    previous = None if before is None else getattr(optimizer, name)
+    assign(name, value)
+    if before is not None and before != (after := list(optimizer.all_slots)):
+        assign(name, previous)
+        raise AttributeError(
+            f"{owner}: {name} is {previous!r}, and the slots are made: {before}; with {value!r} "
+            f"they would be {after}. Pass {name}={value!r} to a new optimizer instead"
+        )
+
+
+def arguments_of(optimizer: Any) -> dict[str, Any]:
+    """The arguments that make such an optimizer: its own, and options that are not the default."""
+    own = [
+        name for name in inspect.signature(type(optimizer)).parameters if hasattr(optimizer, name)
+    ]
+    usual = {**DEFAULTS, "name": type(optimizer).__name__}
+    options = [name for name, value in usual.items() if getattr(optimizer, name) != value]
+    return {name: getattr(optimizer, name) for name in dict.fromkeys([*own, *options])}
+
+
+def config_of(optimizer: Any) -> dict[str, Any]:
+    """The arguments that make such an optimizer, in a form for JSON.
+
+    Raises:
+        ValueError: the learning rate is a function.
+    """
+    rate, kind = optimizer.learning_rate, type(optimizer.learning_rate)
+    if not callable(rate):
+        rate = float(rate)
+    elif getattr(schedules, kind.__name__, None) is kind:
+        rate = {"class_name": kind.__name__, "config": dataclasses.asdict(cast("Any", rate))}
+    else:
+        raise ValueError(
+            f"{type(optimizer).__name__}: learning_rate is {rate!r}, which a config cannot hold; "
+            "use a number or a schedule of hs.optimizers.schedules"
+        )
+    if optimizer.steps:
+        raise ValueError(
+            f"{type(optimizer).__name__}: a config cannot hold steps; make the optimizer without "
+            "get_config, from its arguments"
+        )
+    return {"name": optimizer.name} | arguments_of(optimizer) | {"learning_rate": rate}
+
+
+def arguments_in(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments in what `config_of` returned."""
+    arguments, rate = dict(config), config.get("learning_rate")
+    if isinstance(rate, Mapping):
+        given = cast("Mapping[str, Any]", rate)
+        arguments["learning_rate"] = getattr(schedules, given["class_name"])(**given["config"])
+    return arguments

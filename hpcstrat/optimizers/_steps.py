@@ -1,0 +1,280 @@
+"""UpdateStep: what an optimizer does besides its formula. Its options are such steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+
+from hpcstrat._communicators.reduction import accumulator
+from hpcstrat._core import gpu
+from hpcstrat._core.types import Array, IndexedSlices
+from hpcstrat._variable.variable import Variable, state_of
+from hpcstrat.optimizers import _gradients
+
+if TYPE_CHECKING:
+    from hpcstrat.optimizers._optimizer import Optimizer
+
+EMA = "ema"
+"""The slot of `use_ema`: the moving average, which starts as the variable's value."""
+
+Pairs: TypeAlias = "Sequence[tuple[Any, Variable]]"
+
+
+class UpdateStep:
+    """What an optimizer does besides its formula, such as clipping.
+
+    Subclass it, override some of its methods, and pass it: `Adam(steps=[MyStep()])`. The options of
+    optimizers are such steps. In `apply_gradients` every step collects, then gradients are summed
+    over the replicas, then every step transforms, and then one pass over memory updates each
+    element: the formulas of the steps, each around the next, and in the middle the optimizer's. The
+    steps in `steps` come first, in their order, and the options follow.
+
+    What a step keeps in attributes is not in checkpoints; its slots are.
+
+    Attributes:
+        numbers: names of attributes, its own or the optimizer's, that the ranks must agree on
+            although its formula does not take them.
+
+    Examples:
+        >>> import numpy as np, hpcstrat as hs
+        >>> class L1(hs.optimizers.UpdateStep):
+        ...     def __init__(self, penalty):
+        ...         self.penalty = penalty
+        ...     @staticmethod
+        ...     def formula(update, value, gradient, *, penalty):
+        ...         return update(value, gradient + penalty * np.sign(value))
+        >>> strategy = hs.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     w = hs.Variable(np.array([1.0, -2.0]))
+        ...     optimizer = hs.optimizers.SGD(0.5, steps=[L1(0.25)])
+        >>> optimizer.apply_gradients([(np.zeros(2), w)])
+        >>> w.numpy()
+        array([ 0.875, -1.875])
+    """
+
+    numbers: Sequence[str] = ()
+
+    @property
+    def slots(self) -> Mapping[str, float | None]:
+        """Initial values of its own slots by name; `None`: the variable's value.
+
+        They are arrays of each variable's shape and dtype. No two slots of an optimizer have the
+        same name.
+        """
+        return {}
+
+    def collect(self, grads_and_vars: Pairs, optimizer: Optimizer) -> Pairs | None:
+        """Takes this replica's gradients of one call, before they are summed. Not collective.
+
+        Args:
+            grads_and_vars: what `apply_gradients` was given, or the step before returned.
+            optimizer: the optimizer.
+
+        Returns:
+            The pairs to go on with. `None`: this call changes no variable, on any replica.
+        """
+        return grads_and_vars
+
+    def transform(self, grads_and_vars: Pairs, optimizer: Optimizer) -> Pairs:
+        """Changes the gradients after their sum over the replicas. Not collective.
+
+        Overriding it costs time: every replica gets all sums, and marked gradient buffers are
+        summed in `apply_gradients`.
+
+        Args:
+            grads_and_vars: pairs of a gradient and its variable. A gradient is an array of the
+                variable's shape and dtype on this replica's device, or an `IndexedSlices` in which
+                each row occurs once. Do not write to them.
+            optimizer: the optimizer.
+
+        Returns:
+            As many pairs, with the same variables in the same order and gradients of the same
+            kinds; equal on all ranks.
+        """
+        return grads_and_vars
+
+    @staticmethod
+    def formula(
+        update: Callable[[Any, Any], Any], value: Any, gradient: Any, *slots: Any, **numbers: Any
+    ) -> Any:
+        """Wraps the update of one element; runs with symbols, as `Optimizer.formula` does.
+
+        Args:
+            update: takes a value and a gradient and returns the new value, by the formulas of the
+                next steps and of the optimizer. Call it once.
+            value: the variable's element.
+            gradient: its gradient, summed over the replicas.
+            *slots: an element of each slot of this step, in the order of `slots`.
+            **numbers: the keyword-only parameters: `learning_rate`, `step`, counted from 1, and any
+                attribute of the step, or else of the optimizer, by its name.
+
+        Returns:
+            The new value, or a tuple of it and the new value of each of this step's slots.
+        """
+        return update(value, gradient)
+
+
+def overrides(step: UpdateStep, method: str) -> bool:
+    """Whether a step has its own version of a method."""
+    return getattr(type(step), method) is not getattr(UpdateStep, method)
+
+
+def numbers_of(formula: Callable[..., Any]) -> list[str]:
+    """The names of the numbers that a formula takes."""
+    parameters = inspect.signature(formula).parameters.values()
+    return [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+
+
+# ---- the options
+
+
+class GlobalNormClipping(UpdateStep):
+    """Scales gradients down to the largest norm of all together."""
+
+    numbers = ("global_clipnorm",)
+
+    def transform(self, grads_and_vars: Pairs, optimizer: Optimizer) -> Pairs:
+        """See `UpdateStep.transform`."""
+        assert optimizer.global_clipnorm is not None
+        return _scale_down(optimizer.global_clipnorm, grads_and_vars)
+
+
+class NormClipping(UpdateStep):
+    """Scales each gradient down to the largest norm."""
+
+    numbers = ("clipnorm",)
+
+    def transform(self, grads_and_vars: Pairs, optimizer: Optimizer) -> Pairs:
+        """See `UpdateStep.transform`."""
+        most = optimizer.clipnorm
+        assert most is not None
+        return [pair for each in grads_and_vars for pair in _scale_down(most, [each])]
+
+
+class ValueClipping(UpdateStep):
+    """Limits the magnitude of each element of a gradient."""
+
+    @staticmethod
+    def formula(update: Any, value: Any, gradient: Any, *, clipvalue: Any) -> Any:
+        """See `UpdateStep.formula`."""
+        return update(value, np.maximum(np.minimum(gradient, clipvalue), -clipvalue))
+
+
+class WeightDecay(UpdateStep):
+    """Makes weights smaller before each update."""
+
+    @staticmethod
+    def formula(
+        update: Any, value: Any, gradient: Any, *, weight_decay: Any, learning_rate: Any
+    ) -> Any:
+        """See `UpdateStep.formula`."""
+        return update(value * (1 - weight_decay * learning_rate), gradient)
+
+
+class MovingAverages(UpdateStep):
+    """Keeps a moving average of each variable, which may overwrite it in some steps."""
+
+    @property
+    def slots(self) -> Mapping[str, float | None]:
+        """See `UpdateStep.slots`."""
+        return {EMA: None}
+
+    @staticmethod
+    def formula(
+        update: Any,
+        value: Any,
+        gradient: Any,
+        average: Any,
+        *,
+        ema_momentum: Any,
+        ema_overwrites: Any,
+    ) -> Any:
+        """See `UpdateStep.formula`."""
+        new = update(value, gradient)
+        average = ema_momentum * average + (1 - ema_momentum) * new
+        if ema_overwrites is not None:
+            new = new + ema_overwrites * (average - new)
+        return new, average
+
+
+class Accumulation(UpdateStep):
+    """Adds up the gradients of several calls on this replica.
+
+    Attributes:
+        steps: the number of calls to add up.
+        calls: the number of calls made.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.calls: int = 0
+        self._sums: dict[int, tuple[Variable, Array]] = {}
+
+    def collect(self, grads_and_vars: Pairs, optimizer: Optimizer) -> Pairs | None:
+        """Adds the gradients of a call; returns their means after the last call, else `None`."""
+        gradients, dense, sparse = _gradients.prepare_pairs(grads_and_vars)
+        variables = [*dense, *(v for _, v in sparse)]
+        if variables:
+            group = _gradients.group_of_variable(variables[0], "to")
+            _gradients.check_variables(group, variables)
+        gradients += [_gradients.as_dense(slices, v) for slices, v in sparse]
+        for gradient, v in zip(gradients, variables, strict=True):
+            with state_of(v).group.on_stream():
+                if id(v) in self._sums:
+                    total = self._sums[id(v)][1]
+                    total += gradient
+                else:
+                    self._sums[id(v)] = (v, gradient.astype(accumulator(v.dtype)))
+        self.calls += 1
+        if self.calls < self.steps:
+            return None
+        means: list[tuple[Any, Variable]] = []
+        for v, total in self._sums.values():
+            with state_of(v).group.on_stream():
+                means.append(((total / self.steps).astype(v.dtype, copy=False), v))
+        self.clear()
+        return means
+
+    def variables(self) -> list[Variable]:
+        """The variables whose gradients were added up."""
+        return [v for v, _ in self._sums.values()]
+
+    def clear(self) -> None:
+        """Drops what was added up."""
+        self.calls = 0
+        self._sums.clear()
+
+    def copy_for(self, variables: Mapping[int, Variable]) -> Accumulation:
+        """A copy for copies of the variables, which are passed by the ids of the originals."""
+        other = Accumulation(self.steps)
+        other.calls = self.calls
+        for key, (_, total) in self._sums.items():
+            other._sums[id(variables[key])] = (variables[key], total.copy())
+        return other
+
+
+BY_OPTION: Mapping[str, UpdateStep] = {
+    "global_clipnorm": GlobalNormClipping(),
+    "clipnorm": NormClipping(),
+    "clipvalue": ValueClipping(),
+    "weight_decay": WeightDecay(),
+    "use_ema": MovingAverages(),
+}
+
+
+def _scale_down(most: float, grads_and_vars: Pairs) -> list[tuple[Any, Variable]]:
+    gradients = [gradient for gradient, _ in grads_and_vars]
+    arrays = [g.values if isinstance(g, IndexedSlices) else g for g in gradients]
+    xp = gpu.array_module(arrays[0])
+    with np.errstate(all="ignore"):  # as in the update: infinite gradients stop no rank
+        # In float64, where the squares of large float32 numbers do not overflow.
+        norm = xp.sqrt(sum(xp.sum(xp.abs(a).astype(np.float64) ** 2) for a in arrays))
+        scale = xp.where(xp.isfinite(norm), xp.where(norm > most, most / norm, 1.0), np.nan)
+        scaled = [array * scale.astype(array.dtype) for array in arrays]
+    return [
+        (IndexedSlices(new, g.indices) if isinstance(g, IndexedSlices) else new, v)
+        for (g, v), new in zip(grads_and_vars, scaled, strict=True)
+    ]
