@@ -79,22 +79,27 @@ def transform(
     """
     slices = [IndexedSlices(values, indices) for indices, values in rows]
     changed = pairs = [*zip([*gradients, *slices], variables, strict=True)]
-    with group.communicator.raise_together():
+    own = [step for step in steps if step in optimizer.steps]
+    with group.communicator.raise_together(), group.on_stream():
         for step in steps:
-            with group.on_stream():
-                changed = list(step.transform(changed, optimizer))
-            with call_named(f"{current_call()}, {type(step).__name__}.transform"):
-                _gradients.check_pairs(changed)
-                if [*map(_kind, changed)] != [*map(_kind, pairs)]:
-                    raise ValueError(
-                        f"{current_call()}: it must return a gradient of the same kind, an array "
-                        "or IndexedSlices, for each of the same variables in the same order"
-                    )
+            changed = list(step.transform(changed, optimizer))
+            if step in own:
+                _check_transformed(step, changed, pairs)
         arrays, _, sparse = _gradients.prepare_pairs(changed)
         new_rows = [_rows(group, new, old, v) for (new, v), old in zip(sparse, slices, strict=True)]
-    if any(step in optimizer.steps for step in steps):
+    if own:
         group.communicator.require_equal([*arrays, *[values for _, values in new_rows]])
     return arrays, new_rows
+
+
+def _check_transformed(step: UpdateStep, changed: Pairs, pairs: Pairs) -> None:
+    with call_named(f"{current_call()}, {type(step).__name__}.transform"):
+        _gradients.check_pairs(changed)
+        if [*map(_kind, changed)] != [*map(_kind, pairs)]:
+            raise ValueError(
+                f"{current_call()}: it must return a gradient of the same kind, an array or "
+                "IndexedSlices, for each of the same variables in the same order"
+            )
 
 
 def _kind(pair: tuple[Any, Variable]) -> tuple[bool, bool, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -216,18 +217,13 @@ class Accumulation(UpdateStep):
     def collect(self, grads_and_vars: Pairs, optimizer: Optimizer) -> Pairs | None:
         """Adds the gradients of a call; returns their means after the last call, else `None`."""
         gradients, dense, sparse = _gradients.prepare_pairs(grads_and_vars)
-        variables = [*dense, *(v for _, v in sparse)]
-        if variables:
+        if variables := [*dense, *(v for _, v in sparse)]:
             group = _gradients.group_of_variable(variables[0], "to")
             _gradients.check_variables(group, variables)
-        gradients += [_gradients.as_dense(slices, v) for slices, v in sparse]
-        for gradient, v in zip(gradients, variables, strict=True):
-            with state_of(v).group.on_stream():
-                if id(v) in self._sums:
-                    total = self._sums[id(v)][1]
-                    total += gradient
-                else:
-                    self._sums[id(v)] = (v, gradient.astype(accumulator(v.dtype)))
+            gradients += [_gradients.as_dense(slices, v) for slices, v in sparse]
+            with group.on_stream():
+                for gradient, v in zip(gradients, variables, strict=True):
+                    self._add(gradient, v)
         self.calls += 1
         if self.calls < self.steps:
             return None
@@ -237,6 +233,13 @@ class Accumulation(UpdateStep):
                 means.append(((total / self.steps).astype(v.dtype, copy=False), v))
         self.clear()
         return means
+
+    def _add(self, gradient: Array, v: Variable) -> None:
+        if id(v) in self._sums:
+            total = self._sums[id(v)][1]
+            total += gradient
+        else:
+            self._sums[id(v)] = (v, gradient.astype(accumulator(v.dtype)))
 
     def variables(self) -> list[Variable]:
         """The variables whose gradients were added up."""
@@ -271,10 +274,23 @@ def _scale_down(most: float, grads_and_vars: Pairs) -> list[tuple[Any, Variable]
     xp = gpu.array_module(arrays[0])
     with np.errstate(all="ignore"):  # as in the update: infinite gradients stop no rank
         # In float64, where the squares of large float32 numbers do not overflow.
-        norm = xp.sqrt(sum(xp.sum(xp.abs(a).astype(np.float64) ** 2) for a in arrays))
-        scale = xp.where(xp.isfinite(norm), xp.where(norm > most, most / norm, 1.0), np.nan)
-        scaled = [array * scale.astype(array.dtype) for array in arrays]
+        squares = sum(xp.sum(_in_float64(a) ** 2) for a in arrays)
+        if xp is np:  # numbers cost less than arrays without dimensions
+            norm = math.sqrt(squares)
+            scale = most / norm if norm > most else 1.0
+            if not math.isfinite(norm):
+                scale = math.nan
+            scaled = [a if scale == 1 else a * a.dtype.type(scale) for a in arrays]
+        else:
+            norm = xp.sqrt(squares)
+            scale = xp.where(xp.isfinite(norm), xp.where(norm > most, most / norm, 1.0), np.nan)
+            scaled = [a * scale.astype(a.dtype) for a in arrays]
     return [
         (IndexedSlices(new, g.indices) if isinstance(g, IndexedSlices) else new, v)
         for (g, v), new in zip(grads_and_vars, scaled, strict=True)
     ]
+
+
+def _in_float64(array: Array) -> Array:
+    magnitudes = abs(array) if array.dtype.kind == "c" else array
+    return magnitudes.astype(np.float64)
