@@ -20,8 +20,7 @@ class Adagrad(Optimizer):
     """Adagrad (Duchi et al. 2011): `a += g^2`, then `w -= learning_rate g / sqrt(a + epsilon)`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that returns it; called without
-            arguments or with the number of steps done.
+        learning_rate: a number of at least 0, or a callable; see `Optimizer`.
         initial_accumulator_value: the value that `a` starts from, at least 0.
         epsilon: keeps the divisor from 0; at least 0.
         **options: see `OptimizerOptions`.
@@ -67,8 +66,7 @@ class RMSprop(Optimizer):
     `w -= m`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that returns it; called without
-            arguments or with the number of steps done.
+        learning_rate: a number of at least 0, or a callable; see `Optimizer`.
         rho: the decay of the mean of squares.
         momentum: from 0 to 1.
         epsilon: keeps the divisor from 0; at least 0.
@@ -134,8 +132,7 @@ class Adadelta(Optimizer):
     `d = rho d + (1 - rho) u^2` and `w -= learning_rate u`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that returns it; called without
-            arguments or with the number of steps done. The paper's is 1.
+        learning_rate: a number of at least 0, or a callable; see `Optimizer`. The paper's is 1.
         rho: the decay of both means of squares, from 0 to 1.
         epsilon: keeps the divisor from 0; at least 0.
         **options: see `OptimizerOptions`.

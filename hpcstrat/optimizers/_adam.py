@@ -46,8 +46,7 @@ class Adam(_Moments):
     `w -= learning_rate sqrt(1 - beta_2^t) / (1 - beta_1^t) m / (sqrt(v) + epsilon)`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that returns it; called without
-            arguments or with the number of steps done.
+        learning_rate: a number of at least 0, or a callable; see `Optimizer`.
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the second moment, at least 0 and less than 1.
         epsilon: keeps the divisor from 0; at least 0.
@@ -85,8 +84,7 @@ class AdamW(Adam):
     Each step does `w -= learning_rate weight_decay w` first.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that returns it; called without
-            arguments or with the number of steps done.
+        learning_rate: a number of at least 0, or a callable; see `Optimizer`.
         weight_decay: the decay, at least 0.
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the second moment, at least 0 and less than 1.
@@ -121,8 +119,7 @@ class Adamax(_Moments):
     `w -= learning_rate / (1 - beta_1^t) m / (v + epsilon)`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that returns it; called without
-            arguments or with the number of steps done.
+        learning_rate: a number of at least 0, or a callable; see `Optimizer`.
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the largest gradient, at least 0 and less than 1.
         epsilon: keeps the divisor from 0; at least 0.
@@ -161,8 +158,7 @@ class Nadam(_Moments):
     `w -= learning_rate n / (sqrt(v / (1 - beta_2^t)) + epsilon)`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that returns it; called without
-            arguments or with the number of steps done.
+        learning_rate: a number of at least 0, or a callable; see `Optimizer`.
         beta_1: the decay of the first moment, at least 0 and less than 1.
         beta_2: the decay of the second moment, at least 0 and less than 1.
         epsilon: keeps the divisor from 0; at least 0.

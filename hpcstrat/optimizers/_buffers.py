@@ -64,9 +64,9 @@ class GradientBuffers(list[Any]):
 
         This helps between several hosts, and between GPUs. On one host's CPUs the sum is made in
         memory, and starts in `apply_gradients`. It also starts there with `clipnorm`,
-        `global_clipnorm` or `gradient_accumulation_steps`, or if MPI was started without
-        `THREAD_MULTIPLE`. Sums that start early need memory on the host: as much as the gradients.
-        On GPUs NCCL may add up in another order.
+        `global_clipnorm`, `gradient_accumulation_steps` or an `UpdateStep` that transforms or
+        collects, or if MPI was started without `THREAD_MULTIPLE`. Sums that start early need memory
+        on the host: as much as the gradients. On GPUs NCCL may add up in another order.
 
         Args:
             *buffers: some buffers of the list, in any order, each once per step.
@@ -130,11 +130,7 @@ class GradientBuffers(list[Any]):
 def check_marked(
     state: OptimizerState, pairs: Sequence[tuple[Any, Variable]], are_summed: bool
 ) -> None:
-    """Checks that a step gets all buffers if some are marked, perhaps with `IndexedSlices`.
-
-    Raises:
-        ValueError: it gets something else, on all ranks.
-    """
+    """Checks that a step gets all buffers if some are marked, perhaps with `IndexedSlices`."""
     if state.marked is None or not state.marked[1].marked:
         return
     group, plan = state.marked

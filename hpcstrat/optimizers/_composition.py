@@ -36,11 +36,7 @@ def steps_of(optimizer: Optimizer) -> tuple[UpdateStep, ...]:
 def join_slots(
     owner: str, slots: Mapping[str, float], steps: Sequence[UpdateStep]
 ) -> dict[str, float | None]:
-    """The slots of an optimizer and of its steps, in the order in which formulas take them.
-
-    Raises:
-        ValueError: two slots have the same name.
-    """
+    """The slots of an optimizer and of its steps, in the order in which formulas take them."""
     joined: dict[str, float | None] = {**slots}
     for step in reversed(steps):
         if taken := joined.keys() & step.slots.keys():
@@ -72,11 +68,7 @@ def transform(
     gradients: Sequence[Array],
     rows: Sequence[tuple[Array, Array]],
 ) -> tuple[list[Array], list[tuple[Array, Array]]]:
-    """What the steps make of the summed gradients: arrays, and rows with their values. Collective.
-
-    Raises:
-        ValueError: a step returns what does not fit, on any rank.
-    """
+    """What the steps make of the summed gradients: arrays, and rows with their values."""
     slices = [IndexedSlices(values, indices) for indices, values in rows]
     changed = pairs = [*zip([*gradients, *slices], variables, strict=True)]
     own = [step for step in steps if step in optimizer.steps]
@@ -125,16 +117,8 @@ def combine_formulas(
 ) -> tuple[Callable[..., Any], Readers]:
     """The formula of an optimizer inside those of its steps: one pass over memory for all.
 
-    The first step's formula is the outermost. The slots are the optimizer's, then those of the
-    last step, and so on to the first.
-
-    Args:
-        call: the formula's name, for messages.
-        formula: the optimizer's formula.
-        steps: the steps.
-
-    Raises:
-        TypeError: the formula takes a number by position.
+    The first step's formula is the outermost. The slots are the optimizer's, then those of the last
+    step, and so on to the first.
     """
     own, readers = numbers_of(formula), Readers()
     names = [_name_numbers(step, readers) for step in steps]

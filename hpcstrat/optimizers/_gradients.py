@@ -19,11 +19,7 @@ from hpcstrat._variable.variable import Variable, state_of
 
 
 def check_pairs(pairs: Sequence[Any]) -> None:
-    """Checks that these are pairs of a gradient and its variable.
-
-    Raises:
-        ValueError: one of them is not.
-    """
+    """Checks that these are pairs of a gradient and its variable."""
     for pair in pairs:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
         if is_pair and isinstance(pair[1], Variable):
@@ -96,11 +92,7 @@ def _check_cast(gradient: Array, variable: Variable) -> None:
 
 
 def prepare_slices(slices: IndexedSlices, variable: Variable) -> tuple[Array, Array]:
-    """The indices and the values of a sparse gradient, on the variable's device and in its dtype.
-
-    Raises:
-        ValueError: they do not fit the variable.
-    """
+    """The indices and values of a sparse gradient, on the variable's device and in its dtype."""
     if not variable.shape:
         raise ValueError(
             f"{current_call()}: the gradient of {variable.name!r} is an IndexedSlices, but the "
@@ -152,11 +144,7 @@ def sum_rows(
 
 
 def as_dense(slices: IndexedSlices, variable: Variable) -> Array:
-    """A sparse gradient as an array of the variable's shape.
-
-    Raises:
-        ValueError: they do not fit the variable.
-    """
+    """A sparse gradient as an array of the variable's shape."""
     group = state_of(variable).group
     indices, values = prepare_slices(slices, variable)
     with group.on_stream():
@@ -167,12 +155,7 @@ def as_dense(slices: IndexedSlices, variable: Variable) -> Array:
 
 
 def refuse_no_gradient(group: ReplicaGroup, count: int) -> NoReturn:
-    """Refuses a step in which none of `count` variables has a gradient, on all ranks.
-
-    Raises:
-        ValueError: always.
-        ReplicaMismatchError: a variable has a gradient on another rank.
-    """
+    """Refuses a step in which none of `count` variables has a gradient, on all ranks."""
     group.communicator.exchange(signature_of(current_call(), "no gradient"))
     group.communicator.calls.note_shared_error()
     raise ValueError(
@@ -188,12 +171,7 @@ def group_of_variable(variable: Variable, preposition: str) -> ReplicaGroup:
 
 
 def check_variables(group: ReplicaGroup, variables: Sequence[Variable]) -> None:
-    """Checks the variables of an update.
-
-    Raises:
-        ValueError: a variable occurs twice, is another strategy's, or cannot be changed by
-            optimizers.
-    """
+    """Checks the variables of an update."""
     call = current_call()
     if len({id(v) for v in variables}) < len(variables):
         raise ValueError(f"{call}: a variable occurs twice; add its gradients up first")
@@ -216,14 +194,7 @@ def check_variables(group: ReplicaGroup, variables: Sequence[Variable]) -> None:
 
 
 def agree_on_group(variables: Sequence[Variable]) -> ReplicaGroup:
-    """The group of variables for gradient buffers, after a check that all ranks pass the same.
-
-    Collective.
-
-    Raises:
-        ValueError: no variable; a variable occurs twice or cannot be changed by optimizers.
-        ReplicaMismatchError: the replicas pass different variables.
-    """
+    """The group of variables for gradient buffers, which must be the same on all ranks."""
     if not variables or not all(isinstance(v, Variable) for v in variables):
         raise ValueError(
             f"{current_call()}: got {variables!r}; pass a list of variables, at least one"
@@ -238,11 +209,7 @@ def agree_on_group(variables: Sequence[Variable]) -> ReplicaGroup:
 
 
 def check_norms(rule: UpdateRule, sparse: Sequence[tuple[IndexedSlices, Variable]]) -> None:
-    """Checks that an update with norms of whole variables gets whole gradients.
-
-    Raises:
-        ValueError: a gradient has rows of its variable only.
-    """
+    """Checks that an update with norms of whole variables gets whole gradients."""
     if sparse and rule.norms is not None:
         raise ValueError(
             f"{current_call()}: the update takes norms of whole variables, but the gradient of "
@@ -251,12 +218,7 @@ def check_norms(rule: UpdateRule, sparse: Sequence[tuple[IndexedSlices, Variable
 
 
 def compute_gradients(call: str, loss: Any, count: int) -> tuple[Any, list[Any]]:
-    """Calls the `loss` of `Optimizer.minimize`; returns the loss and `count` gradients.
-
-    Raises:
-        TypeError: it is not a function, or returns something else.
-        ValueError: it returns another number of gradients.
-    """
+    """Calls the `loss` of `Optimizer.minimize`; returns the loss and `count` gradients."""
     if not callable(loss):
         raise TypeError(
             f"{call}: loss is of type {type(loss).__name__}; it must be a function without "

@@ -84,16 +84,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 
 def check_options(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all options except the name, with defaults for the missing.
-
-    Args:
-        owner: the optimizer's class, for messages.
-        given: the arguments.
-
-    Raises:
-        TypeError: an option is unknown, or is not a number.
-        ValueError: an option is out of range, or two exclude each other.
-    """
+    """All options except the name of the optimizer class `owner`, with defaults for the missing."""
     if unknown := given.keys() - DEFAULTS.keys():
         names = ", ".join([*DEFAULTS, "name"])
         raise TypeError(
@@ -132,11 +123,7 @@ def check_options(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_without_formula(owner: str, given: Mapping[str, Any]) -> None:
-    """Checks the options of an optimizer with its own `update_rule`.
-
-    Raises:
-        ValueError: an option would change the formula.
-    """
+    """Checks the options of an optimizer with its own `update_rule`."""
     steps = {name: step for name, step in BY_OPTION.items() if given.get(name)}
     steps |= {type(step).__name__: step for step in given.get("steps", ())}
     for name, step in steps.items():
@@ -146,20 +133,11 @@ def check_without_formula(owner: str, given: Mapping[str, Any]) -> None:
             )
 
 
-FROM_0_TO_1, BELOW_1, ABOVE_0 = (
-    "from 0 to 1",
-    "at least 0 and less than 1",
-    "above 0 and at most 1",
-)
+BELOW_1, ABOVE_0 = "at least 0 and less than 1", "above 0 and at most 1"
 
 
-def number_in(owner: str, argument: str, value: Any, allowed: str = FROM_0_TO_1) -> float:
-    """The value of an argument as a float from 0 to 1, both of which may be excluded.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is not in the range `allowed`.
-    """
+def number_in(owner: str, argument: str, value: Any, allowed: str = "from 0 to 1") -> float:
+    """The value of an argument as a float from 0 to 1, both of which may be excluded."""
     number = as_number(owner, argument, value)
     if not 0 <= number <= 1 or (allowed, number) in ((BELOW_1, 1), (ABOVE_0, 0)):
         raise ValueError(f"{owner}: {argument} is {value!r}; it must be {allowed}")
@@ -167,12 +145,7 @@ def number_in(owner: str, argument: str, value: Any, allowed: str = FROM_0_TO_1)
 
 
 def not_negative(owner: str, argument: str, value: Any) -> float:
-    """The value of an argument as a float.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is negative, infinite or nan.
-    """
+    """The value of an argument as a float."""
     allowed = "a number of at least 0" + ", or a callable" * (argument == "learning_rate")
     number = as_number(owner, argument, value, allowed)
     if not 0 <= number < math.inf:
@@ -181,11 +154,7 @@ def not_negative(owner: str, argument: str, value: Any) -> float:
 
 
 def rate_function(owner: str, rate: LearningRate) -> Callable[[int], float]:
-    """A learning rate as a function of the number of steps done.
-
-    Raises:
-        ValueError, TypeError: as `not_negative`.
-    """
+    """A learning rate as a function of the number of steps done."""
     if not callable(rate):
         constant = not_negative(owner, "learning_rate", rate)
         return lambda _: constant
@@ -223,17 +192,7 @@ class OptimizerType(abc.ABCMeta):
 def set_attribute(
     optimizer: Any, name: str, value: Any, assign: Callable[[str, Any], None]
 ) -> None:
-    """Sets an attribute of an optimizer, and refuses what would have no effect.
-
-    Args:
-        optimizer: the optimizer.
-        name: the attribute.
-        value: its new value.
-        assign: sets it without any check.
-
-    Raises:
-        AttributeError: there is no such attribute, or it can no longer change; nothing has changed.
-    """
+    """Sets an attribute of an optimizer by `assign`, and refuses what would have no effect."""
     if name.startswith("_"):
         assign(name, value)
         return
@@ -276,11 +235,7 @@ def arguments_of(optimizer: Any) -> dict[str, Any]:
 
 
 def config_of(optimizer: Any) -> dict[str, Any]:
-    """The arguments that make such an optimizer, in a form for JSON.
-
-    Raises:
-        ValueError: the learning rate is a function.
-    """
+    """The arguments that make such an optimizer, in a form for JSON."""
     rate, kind = optimizer.learning_rate, type(optimizer.learning_rate)
     if not callable(rate):
         rate = float(rate)

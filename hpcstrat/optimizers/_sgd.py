@@ -24,8 +24,7 @@ class SGD(Optimizer):
     `w += momentum * v - learning_rate * g` with `nesterov`.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that returns it; called without
-            arguments or with the number of steps done.
+        learning_rate: a number of at least 0, or a callable; see `Optimizer`.
         momentum: from 0 to 1.
         nesterov: whether to use Nesterov's momentum.
         **options: see `OptimizerOptions`.
@@ -76,8 +75,8 @@ class Lion(Optimizer):
     Then `m = beta_2 m + (1 - beta_2) g`. The paper's weight decay is the option of that name.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that returns it; called without
-            arguments or with the number of steps done. A tenth to a third of Adam's is usual.
+        learning_rate: a number of at least 0, or a callable; see `Optimizer`. A tenth to a third of
+            Adam's is usual.
         beta_1: the share of the momentum in the step, above 0 and at most 1.
         beta_2: the decay of the momentum, above 0 and at most 1.
         **options: see `OptimizerOptions`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -56,13 +57,7 @@ class OptimizerState:
     def make_slots(
         self, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
     ) -> None:
-        """Makes the slots of variables that have none yet. Collective.
-
-        All ranks pass the same variables.
-
-        Raises:
-            MemoryError: cannot allocate them on some rank.
-        """
+        """Makes the slots of variables that have none yet. Collective."""
         missing = [v for v in variables if id(v) not in self.slots]
         for group in dict.fromkeys(state_of(v).group for v in missing):
             new = sorted([v for v in missing if state_of(v).group is group], key=_number_of)
@@ -84,11 +79,7 @@ class OptimizerState:
     ) -> None:
         """Copies the slots of another state, and the gradients it has added up. Collective.
 
-        Args:
-            other: the original optimizer's state.
-            pairs: each of its variables, and the copy that belongs to this state.
-            name: the optimizer's name.
-            initial: the slots, and their initial values.
+        `pairs` are its variables, each with the copy that belongs to this state.
         """
         if other.accumulator is not None:
             self.accumulator = other.accumulator.copy_for({id(old): new for old, new in pairs})
@@ -154,6 +145,7 @@ def _number_of(variable: Variable) -> int:
 
 
 @final
+@dataclass(eq=False, repr=False)
 class OptimizerVariable:
     """An array or a number that an optimizer keeps, for inspection.
 
@@ -163,17 +155,10 @@ class OptimizerVariable:
         dtype: the variable's dtype.
     """
 
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        read: Callable[[], np.ndarray[Any, Any]],
-    ) -> None:
-        self.name = name
-        self.shape = shape
-        self.dtype = dtype
-        self._read = read
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    _read: Callable[[], np.ndarray[Any, Any]]
 
     def __repr__(self) -> str:
         return f"OptimizerVariable({self.name!r}, shape={self.shape}, dtype={self.dtype.name})"
