@@ -87,11 +87,8 @@ def find() -> Launcher | None:
     return None if rank is None else Launcher("a PMIx launcher", rank)
 
 
-def has_program_alone(launcher: Launcher) -> bool:
-    """Whether only this rank has the program: it comes from the launcher's standard input."""
-    # srun gives its standard input to all ranks.
-    if launcher.size is None or launcher.alone or launcher.rank > 0 or launcher.name == "srun":
-        return False
+def gives_program() -> bool:
+    """Whether this program comes from standard input, and that from the launcher itself."""
     # Python's own name for a program that it reads there; not with -c or -m, at a prompt or in a
     # notebook.
     if getattr(sys.modules.get("__main__"), "__file__", None) != "<stdin>":

@@ -15,7 +15,6 @@ _DEFAULTS = {
     # It takes a second to start and serves only one-sided messages between hosts.
     "OMPI_MCA_btl": "^ofi",
 }
-_OPEN_MPI = "Open MPI"
 _OF_OPEN_MPI = ("mpirun of Open MPI", "prterun (PMIx)")
 _OF_MPICH = ("mpirun of MPICH", "mpirun of Intel MPI")
 _MPICHS = ("MPICH", "MVAPICH", "MVAPICH2", "Intel MPI")
@@ -94,7 +93,7 @@ def _check_launcher(mpi: Any) -> None:
         # What starts MPI's ranks must speak the library's protocol: PMIx, or MPICH's PMI.
         is_foreign = vendor in _MPICHS and not _speaks_pmix()
     else:
-        is_foreign = launcher.name in _OF_MPICH and vendor == _OPEN_MPI and not launcher.alone
+        is_foreign = launcher.name in _OF_MPICH and vendor == "Open MPI" and not launcher.alone
     if is_foreign:
         refuse(launcher, mpi, "is another")
 

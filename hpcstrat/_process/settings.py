@@ -44,7 +44,7 @@ def seconds(name: str, default: float) -> float:
     return number
 
 
-def is_on(name: str) -> bool:
+def is_on(name: str, default: bool = False) -> bool:
     """Whether the variable is set to `1`.
 
     Raises:
@@ -53,12 +53,12 @@ def is_on(name: str) -> bool:
     value = os.environ.get(name, "").strip()
     if value not in ("", "0", "1"):
         raise ValueError(f"the environment variable {name} is {value!r}; it must be 1 or 0")
-    return value == "1"
+    return value == "1" if value else default
 
 
 def compiles() -> bool:
     """Whether updates may be compiled by the host's C compiler; raises as `is_on`."""
-    return is_on("HPCSTRAT_COMPILE") or not os.environ.get("HPCSTRAT_COMPILE", "").strip()
+    return is_on("HPCSTRAT_COMPILE", default=True)
 
 
 def timeline() -> str:

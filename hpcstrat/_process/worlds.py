@@ -198,7 +198,9 @@ def _check_process() -> None:
 
 def _check_program(launcher: launchers.Launcher) -> None:
     """Refuses a program that the other ranks lack: MPI's start would wait for them for ever."""
-    if launchers.has_program_alone(launcher):
+    # srun gives its standard input to all ranks.
+    gives_one = launcher.rank == 0 and (launcher.size or 1) > 1 and launcher.name != "srun"
+    if gives_one and launchers.gives_program():
         raise RuntimeError(
             "hpcstrat cannot connect the ranks: the program comes from standard input, which "
             f"{launcher.name} gives to rank 0 only. Save it as a file, or start it with `hpcstrat "
