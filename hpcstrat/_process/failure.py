@@ -88,7 +88,7 @@ def install_when_connected(rank: int) -> None:
     _job.set_rank(rank, is_connected=True)
     _tell_launcher(lambda memory: memory.note_connected(rank))
     # Python survives a failed thread. Other ranks would hang: they wait for that thread's calls.
-    threading.excepthook = functools.partial(_end_after_thread, threading.excepthook)
+    threading.excepthook = functools.partial(_report_of_thread, threading.excepthook)
     # A segmentation fault prints Python's traceback, unless the user has arranged that.
     if not faulthandler.is_enabled() and sys.__stderr__ is not None:
         with contextlib.suppress(OSError, ValueError):  # closed
@@ -104,32 +104,28 @@ def _install_hook() -> None:
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        show = functools.partial(previous, kind, error, trace)
-        if _latest_hook is hook and _job.can_end_others():
-            _end_after(error, show)
-            return
-        # A later hook of ours calls this one, or there is nothing to end.
-        if not _job.process:
-            _tell_launcher_of(error)
-        with reports.reporting():
-            show()
+        # A later hook of ours calls this one.
+        is_latest = _latest_hook is hook
+        _report(error, functools.partial(previous, kind, error, trace), ends=is_latest)
 
     sys.excepthook = _latest_hook = hook
 
 
-def _end_after_thread(
+def _report_of_thread(
     previous: Callable[[threading.ExceptHookArgs], object], arguments: threading.ExceptHookArgs
 ) -> None:
     show = functools.partial(previous, arguments)
-    if arguments.exc_type is not SystemExit and _job.can_end_others():
-        _end_after(arguments.exc_value, show)
+    _report(arguments.exc_value, show, ends=arguments.exc_type is not SystemExit)
+
+
+def _report(error: BaseException | None, show: Callable[[], object], ends: bool) -> None:
+    """Prints an uncaught exception, as `show` does, and ends all ranks if it `ends` them."""
+    if not ends or not _job.can_end_others():
+        if not _job.process:  # a rank alone
+            _tell_launcher_of(error)
+        with reports.reporting():
+            show()
         return
-    with reports.reporting():
-        show()
-
-
-def _end_after(error: BaseException | None, show: Callable[[], object]) -> None:
-    """Ends all ranks after this uncaught exception, which `show` prints."""
     shown = reports.capture(show, error)
     is_consequence = _is_consequence(error)
     if is_consequence:

@@ -44,14 +44,12 @@ def say(text: str) -> None:
 def _print(lines: str) -> None:
     with contextlib.suppress(Exception):
         sys.stdout.flush()
-    # The program may have replaced or closed either of them.
-    for stream in (sys.stderr, sys.__stderr__):
+    # The program may have replaced or closed them; rather on standard output than nowhere.
+    for stream in (sys.stderr, sys.__stderr__, sys.__stdout__):
         with contextlib.suppress(Exception), reporting():
             stream.write(lines)  # pyright: ignore[reportOptionalMemberAccess]
             stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
             return
-    with contextlib.suppress(Exception):  # standard error is closed: better there than nowhere
-        os.write(sys.__stdout__.fileno(), lines.encode(errors="replace"))  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @contextlib.contextmanager
