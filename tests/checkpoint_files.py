@@ -1,10 +1,37 @@
 """Writes checkpoint files without a program."""
 
-from internals import replacing, write_pieces
+import os
+
+from internals import Header, OnDisk, Piece, extents_of, places_of, replacing, write_pieces
+
+
+class Contents:
+    """What a file holds: arrays, whose bytes `parts` returns by name, and metadata."""
+
+    def __init__(self, entries, metadata, parts, notes=(), ranks=1, cuts=None):
+        self.places = places_of(entries)
+        self.extents = list(extents_of(self.places, ranks, cuts))
+        self.stops = [extent.place.stop for extent in self.extents]
+        self.header = Header(entries, metadata, self.stops, dict(notes))
+        self.parts = parts
+
+    def pieces(self):
+        for name, place in self.places.items():
+            start = self.header.size + place.start
+            for part in self.parts(name):
+                yield Piece(start, part.data)
+                start += part.size
+
+    def write_to(self, file, target=None):
+        """As one rank does."""
+        os.ftruncate(file, self.header.nbytes)
+        write = (target or OnDisk("", None)).writer(file)
+        write(
+            self.header.sealed(write_pieces(write, self.pieces(), self.header.size, self.stops)), 0
+        )
 
 
 def write_file(path, contents, keep=None):
-    """Writes `Contents` in place of an existing file, as one rank does."""
+    """Writes `Contents` in place of an existing file."""
     with replacing(path, keep) as file:
-        checksum = write_pieces(file.fileno(), contents.pieces(), contents.nbytes)
-        contents.seal(file.fileno(), checksum)
+        contents.write_to(file.fileno())

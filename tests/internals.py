@@ -108,11 +108,17 @@ from hpcstrat._watchdog.watchdog import Watchdog
 from hpcstrat.checkpoint import _atomic_file
 from hpcstrat.checkpoint._atomic_file import replacing
 from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
-from hpcstrat.checkpoint._new_file import NewFile
-from hpcstrat.checkpoint._on_read import own_share
-from hpcstrat.checkpoint._pieces import Piece, places_of, share_of, write_pieces
-from hpcstrat.checkpoint._safetensors import Contents, Entry
-from hpcstrat.checkpoint._snapshot import SnapshotChecksum, SnapshotMemory
+from hpcstrat.checkpoint._compatibility import own_share
+from hpcstrat.checkpoint._format import (
+    CHECKSUM_BYTES,
+    Entry,
+    Header,
+    checksum,
+    extents_of,
+    places_of,
+)
+from hpcstrat.checkpoint._new_file import NewFile, OnDisk, Piece, write_pieces
+from hpcstrat.checkpoint._snapshot import SnapshotMemory
 from hpcstrat.cluster_resolver._environment import expand_nodes
 from hpcstrat.data import _checksum, _node
 from hpcstrat.data._distributing import check_sharding, distribute_dataset, distribute_from_function

@@ -25,9 +25,6 @@ _NAME = "hpcstrat-job"
 _TOKEN_BYTES = 16
 _STEPS = struct.Struct("<qq")  # the number of the last step, and how many were done since the start
 _STEPS_AT = 64
-_RECORDS_AT = 256
-RECORD_BYTES = 128
-"""Bytes that describe the snapshot in a file."""
 _RANKS_AT = 4096
 _RANK = struct.Struct("<iIdI")  # process, state, when it failed, bytes of the text
 _RANK_BYTES = 1024
@@ -137,17 +134,7 @@ class JobMemory:
         _, done = self.steps()
         _STEPS.pack_into(self._control, _STEPS_AT, number, done + 1)
 
-    def write_record(self, generation: int, record: bytes) -> None:
-        """Describes the snapshot in a file; an empty record means that there is none."""
-        at = _RECORDS_AT + generation * RECORD_BYTES
-        self._control[at : at + RECORD_BYTES] = record.ljust(RECORD_BYTES, b"\0")
-
     # ---- what is read
-
-    def record(self, generation: int) -> bytes:
-        """What `write_record` wrote, followed by zeros."""
-        at = _RECORDS_AT + generation * RECORD_BYTES
-        return self._control[at : at + RECORD_BYTES]
 
     def steps(self) -> tuple[int, int]:
         """The number of the last step, and how many were done since the last start."""
@@ -192,13 +179,12 @@ class JobMemory:
             _RANK.pack_into(self._control, at, os.getpid(), state, when, len(text))
 
 
-def create(ranks: int, snapshot_bytes: int) -> JobMemory:
+def create(ranks: int, has_snapshots: bool) -> JobMemory:
     """New memory, which lives as long as this process.
 
     Args:
         ranks: the most that the job has.
-        snapshot_bytes: the most that a file for a snapshot can have; it takes up what is written.
-            0 for no such files.
+        has_snapshots: whether there are files for snapshots; they take up what is written.
 
     Raises:
         OSError: the system, or a limit, does not allow it.
@@ -206,15 +192,11 @@ def create(ranks: int, snapshot_bytes: int) -> JobMemory:
     if not hasattr(os, "memfd_create"):  # such as a Python that was built for an old C library
         raise OSError(errno.ENOSYS, "this Python has no os.memfd_create")
     token = secrets.token_bytes(_TOKEN_BYTES)
-    sizes = [
-        _RANKS_AT + ranks * _RANK_BYTES,
-        *[snapshot_bytes] * (GENERATIONS if snapshot_bytes else 0),
-    ]
     files: list[int] = []
     try:
-        for size in sizes:
+        for _ in range(1 + GENERATIONS * has_snapshots):
             files.append(os.memfd_create(_NAME, os.MFD_CLOEXEC))
-            os.ftruncate(files[-1], size)
+        os.ftruncate(files[0], _RANKS_AT + ranks * _RANK_BYTES)
         os.pwrite(files[0], token, 0)
         return JobMemory(":".join([str(os.getpid()), *map(str, files), token.hex()]))
     except OSError:

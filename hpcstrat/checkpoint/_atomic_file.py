@@ -16,7 +16,7 @@ from typing import BinaryIO
 from hpcstrat._core.call_name import current_call
 
 _NUMBER = re.compile(r"\.([1-9][0-9]*)")
-_PARTIAL = re.compile(r"\.partial-([0-9a-f]{8})")
+_PARTIAL = re.compile(r"\.partial-([0-9a-f]{8}(?:\.rank[0-9]+)?)")  # a new file, or a mark
 
 
 @contextlib.contextmanager
@@ -39,19 +39,6 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
             system without locks.
     """
     path = follow_link(path)
-    with partial_file(path, keep) as file:
-        yield file
-        put_in_place(file.name, file.fileno(), path, keep)
-
-
-def partial_file(path: str, keep: int | None) -> contextlib.AbstractContextManager[BinaryIO]:
-    """The file of `replacing`, until `put_in_place`; in the end its temporary name is removed.
-
-    The path must not be a symbolic link.
-
-    Raises:
-        OSError: as `replacing`.
-    """
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     except FileExistsError as error:
@@ -66,31 +53,23 @@ def partial_file(path: str, keep: int | None) -> contextlib.AbstractContextManag
                 f"{path}.{number} is a directory, and keep={keep} needs this name; rename it",
             )
     _remove_leftovers(path)
-    return _temporary_file(path, before)
-
-
-def put_in_place(partial: str, file: int, path: str, keep: int | None) -> None:
-    """Renames a `partial_file`, whose descriptor is `file`, to `path`, once it is on disk.
-
-    Raises:
-        OSError: as `replacing`.
-    """
-    # Before the rename: after a power cut the name must not lead to a file whose blocks never
-    # reached the disk.
-    os.fsync(file)
-    # Without locks another program may have taken our file for a leftover, and removed it.
-    if not _is_at(partial, file):
-        raise OSError(errno.EBUSY, "another program is writing to it", partial)
-    if keep is not None and keep > 1 and os.path.exists(path):
-        _make_way(path, keep)
-    os.replace(partial, path)
-    if keep is not None:
-        # After the rename, so that there is never one file fewer than `keep`.
-        for number in find_numbers(path):
-            if number >= keep:
-                # A directory is not ours.
-                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
-                    os.unlink(f"{path}.{number}")
+    with _temporary_file(path, before) as file:
+        yield file
+        # Before the rename: after a power cut the name must not lead to a file whose blocks never
+        # reached the disk.
+        os.fsync(file.fileno())
+        # Without locks another program may have taken our file for a leftover, and removed it.
+        if not _is_at(file.name, file.fileno()):
+            raise OSError(errno.EBUSY, "another program is writing to it", file.name)
+        if keep is not None and keep > 1 and os.path.exists(path):
+            _make_way(path, keep)
+        os.replace(file.name, path)
+    # After the rename, so that there is never one file fewer than `keep`.
+    for number in find_numbers(path):
+        if keep is not None and number >= keep:
+            # A directory is not ours.
+            with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                os.unlink(f"{path}.{number}")
     _sync_folder(os.path.dirname(path) or ".")
 
 

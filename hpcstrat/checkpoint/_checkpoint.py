@@ -126,7 +126,7 @@ class Checkpoint:
             ReplicaMismatchError: the ranks restore different things.
         """
         path = check_path(path)
-        return restore_from(objects_of(self), path, lambda work: open_file(path, work), partial)[0]
+        return restore_from(objects_of(self), path, lambda: open_file(path), partial)[0]
 
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(self._objects)})"

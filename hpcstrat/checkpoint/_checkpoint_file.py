@@ -1,6 +1,6 @@
 """A file with a checkpoint: it is checked as a whole, and read part by part.
 
-`_safetensors` describes the format.
+`_format` describes the format.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from hpcstrat._core.types import Bytes
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.local import PART
 from hpcstrat.checkpoint._atomic_file import find_numbers, follow_link
-from hpcstrat.checkpoint._safetensors import (
+from hpcstrat.checkpoint._format import (
     DTYPE_NAMES,
     HEAD_PATTERN,
     LARGEST_HEADER,
     LENGTH_BYTES,
     VERSION,
     Entry,
+    checksum,
 )
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
@@ -36,6 +37,7 @@ _SIZES = {
     name: 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
     for dtype, name in DTYPE_NAMES.items()
 }
+_WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # JSON of any program
 
 
 class CheckpointFile:
@@ -44,8 +46,6 @@ class CheckpointFile:
     Args:
         path: the file.
         work: called repeatedly while the file is read, to show progress.
-        checked: the checkpoint is only this many bytes, the first of the file, and is known to be
-            undamaged; by default it is the whole file, and its checksum is compared.
 
     Attributes:
         entries: the arrays, by name.
@@ -58,16 +58,13 @@ class CheckpointFile:
         ValueError: the file is not a checkpoint, has a newer format, or is truncated or damaged.
     """
 
-    def __init__(
-        self, path: str, work: Callable[[], None] = lambda: None, checked: int | None = None
-    ) -> None:
+    def __init__(self, path: str, work: Callable[[], None] = lambda: None) -> None:
         self.path = path
         self._work = work
-        self._checked = checked
         self.step: int | None = None
         self.entries: dict[str, Entry] = {}
         self.metadata: dict[str, Any] = {}
-        self._starts: dict[str, int] = {}
+        self._places: dict[str, Interval] = {}
         # One buffer for the whole file: a checkpoint may be as large as memory.
         self._buffer: Bytes = np.empty(PART, np.uint8)
         try:
@@ -77,13 +74,17 @@ class CheckpointFile:
                 errno.ENOENT, f"there is no such file{_older_checkpoints(path, '; ')}", path
             ) from error
         try:
-            header = self._read_header()
+            version, header = self._read_header()
             try:
-                self._parse(header)
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+                own = self._parse(header)
+                start = LENGTH_BYTES + len(header)
+                extents = list(self._extents(own, start)) if version > 1 else []
+            except _WRONG as error:
                 raise ValueError(
                     f"{path} is not a checkpoint of hpcstrat, though it starts like one: {error!r}"
                 ) from error
+            for extent in extents:
+                self._check(*extent)
         except BaseException:
             self.close()
             raise
@@ -104,12 +105,12 @@ class CheckpointFile:
         Raises:
             OSError: the file cannot be read.
         """
-        self._file.seek(self._starts[name])
-        return self._read(self.entries[name].nbytes)
+        return self._read(self._places[name])
 
-    def _read(self, nbytes: int) -> Iterator[Bytes]:
-        for place in Interval(0, nbytes).split(PART):
-            part = self._buffer[: place.size]
+    def _read(self, place: Interval) -> Iterator[Bytes]:
+        self._file.seek(place.start)
+        for here in place.split(PART):
+            part = self._buffer[: here.size]
             read = 0
             while read < part.size:
                 count = self._file.readinto(part[read:].data)
@@ -119,8 +120,8 @@ class CheckpointFile:
             self._work()
             yield part
 
-    def _read_header(self) -> bytes:
-        """The header, after a check of the whole file.
+    def _read_header(self) -> tuple[int, bytes]:
+        """The version and the header, after a check of the head, the length and a checksum.
 
         A right checksum means that the file is as some program wrote it, but not that hpcstrat
         did: `_parse` still checks every number before it is used.
@@ -130,57 +131,46 @@ class CheckpointFile:
             raise ValueError(
                 f"{self.path} is not a checkpoint of hpcstrat: it is not a regular file"
             )
-        actual = self._size()
-        start = self._file.read(LENGTH_BYTES + 256)
+        start, older = self._file.read(LENGTH_BYTES + 256), ". Before it "
         head = HEAD_PATTERN.match(start, LENGTH_BYTES)
         if head is None:
             raise ValueError(
                 f"{self.path} is not a checkpoint of hpcstrat: it does not start like one"
-                f"{_older_checkpoints(self.path, '. Before it ')}"
+                f"{_older_checkpoints(self.path, older)}"
             )
         # Before the checksum, which a newer format may compute in another way.
-        if int(head["version"]) != VERSION:
+        version, nbytes = int(head["version"]), int(head["nbytes"])
+        if not 1 <= version <= VERSION:
             raise ValueError(
-                f"{self.path} has format {int(head['version'])}, but this version of hpcstrat "
-                f"reads format {VERSION}; restore it with the version that wrote it"
+                f"{self.path} has format {version}, but this version of hpcstrat reads formats 1 "
+                f"to {VERSION}; restore it with the version that wrote it"
             )
-        length, nbytes = int.from_bytes(start[:LENGTH_BYTES], "little"), int(head["nbytes"])
-        if nbytes != actual:
-            what = "is cut off" if actual < nbytes else "has data after its end"
+        if nbytes != status.st_size:
+            what = "is cut off" if status.st_size < nbytes else "has data after its end"
             raise ValueError(
-                f"{self.path} {what}: it has {actual} bytes and should have {nbytes}"
-                f"{_older_checkpoints(self.path, '. Before it ')}"
+                f"{self.path} {what}: it has {status.st_size} bytes and should have {nbytes}"
+                f"{_older_checkpoints(self.path, older)}"
             )
-        if self._checked is None:
-            self._check(head, start)
-        if length > min(actual - LENGTH_BYTES, LARGEST_HEADER):
+        length = int.from_bytes(start[:LENGTH_BYTES], "little")
+        is_possible = length <= min(nbytes - LENGTH_BYTES, LARGEST_HEADER)
+        # The length is a part of what is summed: with a wrong one, the sum is wrong as well.
+        end = LENGTH_BYTES + length if version > 1 and is_possible else nbytes
+        crc = zlib.crc32(start[: head.start("crc")] + b"00000000" + start[head.end("crc") : end])
+        for part in self._read(Interval(len(start), max(end, len(start)))):
+            crc = zlib.crc32(part.data, crc)
+        self._require(" in its header" if version > 1 else "", crc, int(head["crc"], 16))
+        if not is_possible:
             raise ValueError(
                 f"{self.path} is not a checkpoint of hpcstrat: its header would have {length} bytes"
             )
-        self._file.seek(LENGTH_BYTES)
-        return b"".join(part.tobytes() for part in self._read(length))
+        header = Interval(LENGTH_BYTES, LENGTH_BYTES + length)
+        return version, b"".join(part.tobytes() for part in self._read(header))
 
-    def _check(self, head: re.Match[bytes], start: bytes) -> None:
-        """Compares the file's checksum; `start` has been read already."""
-        checksum = zlib.crc32(
-            start[: head.start("checksum")] + b"00000000" + start[head.end("checksum") :]
-        )
-        for part in self._read(self._size() - len(start)):
-            checksum = zlib.crc32(part.data, checksum)
-        if checksum != int(head["checksum"], 16):
-            raise ValueError(
-                f"{self.path} is damaged: its checksum is {checksum:08x} and should be "
-                f"{head['checksum'].decode()}{_older_checkpoints(self.path, '. Before it ')}"
-            )
-
-    def _size(self) -> int:
-        """Bytes of the checkpoint."""
-        return os.fstat(self._file.fileno()).st_size if self._checked is None else self._checked
-
-    def _parse(self, header: bytes) -> None:
+    def _parse(self, header: bytes) -> dict[str, Any]:
+        """Sets the attributes; returns what the header says about the file itself."""
         described = _parse_json(header)
         own = described.pop("__metadata__")
-        self.step = _step_in(own)
+        self.step = step_of(own)
         others = _parse_json(own["dtypes"])
         self.metadata = _parse_json(own["objects"])
         if not isinstance(self.metadata, dict):
@@ -194,37 +184,73 @@ class CheckpointFile:
                 entry = Entry(str(others[name]), shape[-1], shape[:-1])
             else:
                 entry = Entry(_DTYPES[fields["dtype"]], _SIZES[fields["dtype"]], shape)
-            if fields["data_offsets"] != [end - start, end - start + entry.nbytes]:
+            place = Interval(end, end + entry.nbytes)
+            if fields["data_offsets"] != list(place.shift(-start)):
                 raise ValueError(f"{name} is not where it should be")
-            self.entries[name] = entry
-            self._starts[name] = end
-            end += entry.nbytes
-        if end != self._size():
+            self.entries[name], self._places[name], end = entry, place, place.stop
+        if end != os.fstat(self._file.fileno()).st_size:
             raise ValueError(f"its arrays end at byte {end}")
+        return own
+
+    def _extents(self, own: Mapping[str, str], start: int) -> Iterator[tuple[str, Interval, int]]:
+        """Each extent of the arrays, which start at byte `start`: array, place, checksum."""
+        stops, digits, count = iter(_parse_json(own["extents"])), own["checksums"], 0
+        for name, place in self._places.items():
+            end = place.start
+            while end < place.stop:
+                extent = Interval(end, start + next(stops, -1))
+                if not extent or extent.stop > place.stop:
+                    raise ValueError(f"its extents do not fit {name}")
+                yield name, extent, int(digits[8 * count : 8 * count + 8], 16)
+                end, count = extent.stop, count + 1
+        if len(digits) != 8 * count or next(stops, None) is not None:
+            raise ValueError("it has more extents than its arrays")
+
+    def _check(self, name: str, extent: Interval, expected: int) -> None:
+        """Compares the checksum of an extent."""
+        found = 0
+        for part in self._read(extent):
+            found = checksum(part, found)
+        what = f" in {name}, bytes {extent.start} to {extent.stop} of the file"
+        self._require(what, found, expected)
+
+    def _require(self, what: str, found: int, expected: int) -> None:
+        if found != expected:
+            raise ValueError(
+                f"{self.path} is damaged{what}: its checksum is {found:08x} and "
+                f"should be {expected:08x}{_older_checkpoints(self.path, '. Before it ')}"
+            )
 
 
-def step_in(path: str) -> int | None:
-    """The step after which a file was made, if it says so; its contents are not checked."""
+def notes_in(path: str) -> dict[str, Any]:
+    """What a file says about itself, unchecked; nothing if it is not a checkpoint."""
     try:
         with open(path, "rb", opener=_open_at_once) as file:
             length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            return _step_in(_parse_json(file.read(min(length, LARGEST_HEADER)))["__metadata__"])
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            own = _parse_json(file.read(min(length, LARGEST_HEADER)))["__metadata__"]
+            step_of(own)
+            return dict(own)
+    except (OSError, *_WRONG):
+        return {}
+
+
+def step_of(notes: Mapping[str, str]) -> int | None:
+    """The step after which a file was made, if its notes say so.
+
+    Raises:
+        ValueError: it is not a number.
+    """
+    if "step" not in notes:
         return None
+    # At most 18 digits: the launcher's memory has 64 bits for the step.
+    if not re.fullmatch("[0-9]{1,18}", notes["step"]):
+        raise ValueError(f"its step is {reprlib.repr(notes['step'])}")
+    return int(notes["step"])
 
 
 def _open_at_once(path: str, flags: int) -> int:
     # A FIFO must not wait for a writer: it is refused, because it is not a checkpoint.
     return os.open(path, flags | os.O_NONBLOCK)
-
-
-def _step_in(own: Mapping[str, str]) -> int | None:
-    if "step" not in own:
-        return None
-    # At most 18 digits: the launcher's memory has 64 bits for the step.
-    if not re.fullmatch("[0-9]{1,18}", own["step"]):
-        raise ValueError(f"its step is {reprlib.repr(own['step'])}")
-    return int(own["step"])
 
 
 def _parse_json(text: str | bytes) -> Any:

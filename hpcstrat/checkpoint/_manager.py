@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
-from typing import Any, NamedTuple, final
+from contextlib import ExitStack, suppress
+from typing import Any, final
 
 from hpcstrat._calls.collective import collective
-from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.span import CHECKPOINT, span
 from hpcstrat._process import job_files
 from hpcstrat._process.job_files import JobMemory
 from hpcstrat._replicas import contexts
-from hpcstrat.checkpoint._agreement import parameter_rank
 from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of
-from hpcstrat.checkpoint._checkpoint_file import CheckpointFile, step_in
+from hpcstrat.checkpoint._checkpoint_file import CheckpointFile, notes_in, step_of
+from hpcstrat.checkpoint._names import parameter_rank
 from hpcstrat.checkpoint._preemption import PreemptionHandler
 from hpcstrat.checkpoint._restoring import open_file, restore_from
-from hpcstrat.checkpoint._safetensors import Contents
-from hpcstrat.checkpoint._saving import Saved, check_keep, check_path, save_to_file
-from hpcstrat.checkpoint._snapshot import Snapshot, SnapshotMemory
+from hpcstrat.checkpoint._saving import (
+    Saved,
+    check_keep,
+    check_path,
+    finish_background,
+    save_to_file,
+)
+from hpcstrat.checkpoint._snapshot import SnapshotMemory
 
 _IN_MEMORY = "the snapshot in memory"
 _owner = ""  # the path of the checkpoint whose snapshots the launcher's memory holds
-
-
-class _Source(NamedTuple):
-    """What to restore, as the parameter rank found it: a snapshot, a file, or neither."""
-
-    snapshot: Snapshot | None
-    is_file: bool
-    problem: str  # why there are no snapshots, although the launcher would keep them
 
 
 @final
@@ -89,7 +85,7 @@ class CheckpointManager:
         self._is_ready = False
         self._memory: JobMemory | None = None  # on rank 0, which counts steps for the launcher
         self._takes_snapshots = False  # equal on all ranks
-        self._snapshots: SnapshotMemory | None = None  # on the parameter rank
+        self._snapshots: SnapshotMemory | None = None  # on the launcher's host
         self._handler: PreemptionHandler | None = None
 
     @property
@@ -111,17 +107,17 @@ class CheckpointManager:
             Exception: what `Checkpoint.restore` raises. A damaged snapshot is skipped, and so is a
                 damaged file if there is a snapshot.
         """
-        source = self._prepare()
-        snapshot = source.snapshot
-        if snapshot is not None:
-            self._restore(
-                _IN_MEMORY, lambda work: CheckpointFile(snapshot.path, work, snapshot.nbytes)
-            )
-            return _IN_MEMORY
-        if source.is_file:
-            self._restore(self._path, lambda work: open_file(self._path, work))
-            return self._path
-        return None
+        finish_background()  # it may write this very file
+        communicator, root = connect(), self._prepare()
+        with communicator.raise_together():
+            file = self._find() if communicator.rank == root else None
+            path = communicator.broadcast_obj(None if file is None else file.path, root)
+        if path is None:
+            return None
+        name = self._path if path == self._path else _IN_MEMORY
+        _, step = restore_from(objects_of(self._checkpoint), name, lambda: file)
+        self._steps = step or 0  # a file of `Checkpoint.save` has no step
+        return name
 
     @span(CHECKPOINT, "step")
     @collective("CheckpointManager.step", communicator_of=lambda _: connect())
@@ -176,34 +172,30 @@ class CheckpointManager:
         save_to_file(objects_of(self._checkpoint), self._path, self._keep, step=self._steps)
 
     def _take_snapshot(self) -> None:
-        def write(contents: Contents) -> None:
-            assert self._snapshots is not None
-            self._snapshots.write(contents, self._steps)
-
-        communicator = connect()
+        snapshots, notes = self._snapshots, {"step": str(self._steps)}
         try:
-            saved = Saved(objects_of(self._checkpoint), (_IN_MEMORY,), self._steps)
-            with communicator.raise_together():
-                saved.by_root(write)
-                communicator.exchange(signature_of(f"{current_call()}: written"))
-        except MemoryError as error:  # on all ranks
+            notes |= {} if snapshots is None else snapshots.notes()
+            saved = Saved(objects_of(self._checkpoint), (_IN_MEMORY,), notes)
+            with ExitStack() as ending:
+                file = saved.new_file(_IN_MEMORY, snapshots, ending)
+                saved.write(file, _IN_MEMORY, ending)
+        except (MemoryError, OSError) as error:  # on all ranks
             # Not a reason to end a healthy program: there is still the file.
             self._takes_snapshots = False
             self._warn(f"there is no memory for snapshots, {error}")
 
-    def _prepare(self) -> _Source:
-        """Finds the launcher's memory, and the newest checkpoint. Collective."""
+    def _prepare(self) -> int:
+        """Finds the launcher's memory; returns the parameter rank. Collective."""
         global _owner
-        communicator = connect()
+        communicator, memory = connect(), job_files.find()
         root = parameter_rank(objects_of(self._checkpoint))
-        if communicator.rank == 0:
-            self._memory = job_files.find()
-        with communicator.raise_together():
-            own = self._find() if communicator.rank == root else None
-            source: _Source = communicator.broadcast_obj(own, root)
+        self._memory = memory if communicator.rank == 0 else None
+        are_wanted = self._snapshot_every is not None and job_files.expects_snapshots()
+        if are_wanted and memory is not None:
+            self._snapshots = SnapshotMemory(memory, self._path)
         self._takes_snapshots = bool(communicator.broadcast_obj(self._snapshots is not None, root))
-        if source.problem:
-            self._warn(source.problem)
+        if are_wanted and not self._takes_snapshots:
+            self._warn("this rank, which saves, is not on the launcher's host")
         if self._takes_snapshots:
             if _owner not in ("", self._path):
                 raise ValueError(
@@ -213,49 +205,33 @@ class CheckpointManager:
                 )
             _owner = self._path
         self._is_ready = True
-        return source
+        return root
 
-    def _find(self) -> _Source:
-        problem, snapshot = "", None
-        if self._snapshot_every is not None and job_files.expects_snapshots():
-            memory = job_files.find()
-            try:
-                self._snapshots = None if memory is None else SnapshotMemory(memory, self._path)
-            except OSError as error:
-                problem = f"the launcher's memory cannot be mapped, {error.strerror}"
-            else:
-                problem = (
-                    ""
-                    if memory is not None
-                    else "this rank, which saves, is not on the launcher's host"
-                )
-            snapshot = None if self._snapshots is None else self._snapshots.newest()
-        if snapshot is not None and self._file_is_newer(snapshot.step):
-            snapshot = None
-        return _Source(snapshot, os.path.exists(self._path), problem)
+    def _find(self) -> CheckpointFile | None:
+        """The newest whole checkpoint; `None` if there is none.
 
-    def _file_is_newer(self, step: int) -> bool:
-        """Whether the file was made after a later step, and is whole."""
-        if (step_in(self._path) or 0) <= step:
-            return False
-        try:
-            CheckpointFile(self._path, connect().work).close()
-        except (OSError, ValueError):
-            return False
-        return True
-
-    def _restore(
-        self, name: str, open_source: Callable[[Callable[[], None]], CheckpointFile]
-    ) -> None:
-        _, step = restore_from(objects_of(self._checkpoint), name, open_source)
-        self._steps = step or 0  # a file of `Checkpoint.save` has no step
+        Raises:
+            OSError, ValueError: the file is damaged, and there is no snapshot.
+        """
+        file_step = step_of(notes_in(self._path)) or 0
+        snapshots = self._snapshots
+        for snapshot in [] if snapshots is None else snapshots.own:
+            candidates = [self._path] * (file_step > snapshot.step) + [snapshot.path]
+            for path in candidates:
+                with suppress(OSError, ValueError):
+                    file = CheckpointFile(path, connect().work)
+                    if snapshots is not None:
+                        snapshots.kept = snapshot.path
+                    return file
+        return open_file(self._path) if os.path.exists(self._path) else None
 
     def _warn(self, problem: str) -> None:
         if connect().rank == 0:
             warnings.warn(f"hpcstrat: {problem}; a restart resumes from {self._path}", stacklevel=4)
 
     def __enter__(self) -> CheckpointManager:
-        self._handler = PreemptionHandler(_Numbered(self._checkpoint, self), self._path, self._keep)
+        self._handler = PreemptionHandler(self._checkpoint, self._path, self._keep)
+        self._handler._save = self._save  # its files hold the step
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -265,18 +241,3 @@ class CheckpointManager:
             self._handler = None
         if _owner == self._path:
             _owner = ""
-
-
-@final
-class _Numbered:
-    """A manager's checkpoint, for the handler of signals: its files hold the step."""
-
-    def __init__(self, checkpoint: Checkpoint, manager: CheckpointManager) -> None:
-        self._checkpoint = checkpoint
-        self._manager = manager
-
-    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> str:
-        """See `Checkpoint.save`."""
-        path = os.fspath(path)
-        save_to_file(objects_of(self._checkpoint), path, keep, step=self._manager.steps)
-        return path

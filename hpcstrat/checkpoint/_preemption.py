@@ -6,9 +6,9 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import signature_of
@@ -16,14 +16,7 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call
 from hpcstrat._process import job_files
 from hpcstrat._replicas import contexts
-
-
-class Savable(Protocol):
-    """What a handler saves: a `Checkpoint`, or a manager's checkpoint."""
-
-    def save(self, path: str | os.PathLike[str], keep: int | None = None) -> str:
-        """See `Checkpoint.save`."""
-        ...
+from hpcstrat.checkpoint._checkpoint import Checkpoint
 
 
 @final
@@ -50,7 +43,7 @@ class PreemptionHandler:
 
     def __init__(
         self,
-        checkpoint: Savable,
+        checkpoint: Checkpoint,
         path: str | os.PathLike[str],
         keep: int | None = None,
         signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
@@ -67,9 +60,8 @@ class PreemptionHandler:
                 f"{call} was made in the thread {threading.current_thread().name!r}; "
                 "make it in the main thread"
             )
-        self._checkpoint = checkpoint
         self._path = path
-        self._keep = keep
+        self._save: Callable[[], object] = lambda: checkpoint.save(path, keep)
         self._exit_status = exit_status
         # The handler only takes a note: it may run in the middle of a collective call, where
         # nothing can be saved.
@@ -123,7 +115,7 @@ class PreemptionHandler:
         if not any(numbers):
             return
         self._noted = max(numbers)
-        self._checkpoint.save(self._path, self._keep)
+        self._save()
         if communicator.rank == 0:
             name = {known.value: known.name for known in signal.Signals}.get(
                 self._noted, f"signal {self._noted}"

@@ -18,12 +18,22 @@ from hpcstrat._replicas.group import UpdatesOn
 from hpcstrat._storage.local import PART, flat
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat._variable.writing import RULES
-from hpcstrat.checkpoint._agreement import agree, require_cross_replica
 from hpcstrat.checkpoint._atomic_file import explain
 from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
-from hpcstrat.checkpoint._compatibility import Restored, position_of, require_compatible
-from hpcstrat.checkpoint._names import CheckpointObjects, Slot, slot_name, storage_of
-from hpcstrat.checkpoint._on_read import own_share
+from hpcstrat.checkpoint._compatibility import (
+    Restored,
+    own_share,
+    position_of,
+    require_compatible,
+)
+from hpcstrat.checkpoint._names import (
+    CheckpointObjects,
+    Slot,
+    agree,
+    require_cross_replica,
+    slot_name,
+    storage_of,
+)
 from hpcstrat.checkpoint._saving import finish_background
 from hpcstrat.optimizers._optimizer import state_of_optimizer
 from hpcstrat.optimizers._state import copy_block
@@ -32,7 +42,7 @@ from hpcstrat.optimizers._state import copy_block
 def restore_from(
     objects: CheckpointObjects,
     source: str,
-    open_source: Callable[[Callable[[], None]], CheckpointFile],
+    open_source: Callable[[], CheckpointFile | None],
     partial: bool = False,
 ) -> tuple[Restored, int | None]:
     """What `Checkpoint.restore` does; also returns the number of the step. Collective.
@@ -40,8 +50,7 @@ def restore_from(
     Args:
         objects: what to set.
         source: the file's name, for messages; equal on all ranks.
-        open_source: opens it on the parameter rank; its argument is called repeatedly, to show
-            progress.
+        open_source: opens it, on the parameter rank.
         partial: as in `Checkpoint.restore`.
     """
     communicator = connect()
@@ -52,7 +61,7 @@ def restore_from(
     try:
         with communicator.raise_together():
             if communicator.rank == root:
-                file = open_source(communicator.work)
+                file = open_source()
             header = None if file is None else (file.entries, file.metadata, file.step)
             # The header alone tells whether a file fits, so every rank can check its own objects
             # before anything changes.
@@ -218,10 +227,10 @@ class _Restoring:
             storage.publish([state_of(v).block for v in variables if storage_of(v) is storage])
 
 
-def open_file(path: str, work: Callable[[], None]) -> CheckpointFile:
+def open_file(path: str) -> CheckpointFile:
     """Opens the file for reading; its errors name the call."""
     try:
-        return CheckpointFile(path, work)
+        return CheckpointFile(path, connect().work)
     except OSError as error:
         raise explain(
             path, error, "nothing was changed; correct this, and restore again"

@@ -1,28 +1,36 @@
-"""Saving: all ranks agree on what is saved, and each writes its share of the file."""
+"""Saving: all ranks agree on what is saved, and each writes its share of the file.
+
+In the background, a thread on each rank writes a copy while the program continues.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, TypeVar
+
+import numpy as np
 
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
-from hpcstrat._memory.intervals import Interval
+from hpcstrat._process import failure
 from hpcstrat._storage.local import host_parts
 from hpcstrat._variable.variable import state_of
-from hpcstrat.checkpoint import _background, _safetensors
-from hpcstrat.checkpoint._agreement import agree, require_cross_replica
 from hpcstrat.checkpoint._atomic_file import explain, explaining
-from hpcstrat.checkpoint._names import CheckpointObjects, storage_of
-from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile
-from hpcstrat.checkpoint._on_read import all_values
-from hpcstrat.checkpoint._pieces import Piece, places_of, share_of
+from hpcstrat.checkpoint._compatibility import all_values
+from hpcstrat.checkpoint._format import Extent, Header, extents_of, places_of
+from hpcstrat.checkpoint._names import CheckpointObjects, agree, require_cross_replica, storage_of
+from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile, OnDisk, Piece, Target
 
 _Result = TypeVar("_Result")
+_HOUR = 3600.0  # seconds
 
 
 def save_to_file(
@@ -34,40 +42,15 @@ def save_to_file(
 ) -> None:
     """What `Checkpoint.save` and, with the number of a step, `CheckpointManager` do. Collective."""
     finish_background()
-    saved = Saved(objects, (path, f"keep={keep}, blocking={bool(blocking)}"), step)
-    with contextlib.ExitStack() as ending:  # of the file; an error on any rank abandons it
-        file = NewFile(saved.root, path, keep, saved.contents, blocking, ending)
+    notes = {} if step is None else {"step": str(step)}
+    saved = Saved(objects, (path, f"keep={keep}, blocking={bool(blocking)}"), notes)
+    with ExitStack() as ending:  # of the file; an error on any rank abandons it
+        file = saved.new_file(path, OnDisk(path, keep), ending, is_marked=not blocking)
         if blocking:
-            _write(saved, file, path, ending)
+            saved.write(file, path, ending)
         else:
-            copies = _copy(saved, file)
-            _background.start(path, file, copies, ending.pop_all())
-
-
-def _write(saved: Saved, file: NewFile, path: str, ending: contextlib.ExitStack) -> None:
-    def write(pieces: Iterable[Piece], nbytes: int) -> int:
-        with explaining(path, NOT_SAVED):
-            return file.write(pieces)
-
-    communicator = connect()
-    with communicator.raise_together():
-        checksums = communicator.all_gather_obj(saved.pass_pieces(file, write) or 0)
-    with communicator.raise_together():
-        with explaining(path, NOT_SAVED):
-            file.publish(checksums)
-            ending.close()
-        # A full disk is an error on all ranks, and no rank continues before the file exists,
-        # because the job may be killed next.
-        communicator.exchange(signature_of(f"{current_call()}: written"))
-
-
-def _copy(saved: Saved, file: NewFile) -> list[Piece]:
-    communicator = connect()
-    with communicator.raise_together():
-        copies = saved.pass_pieces(file, _background.copy_pieces) or []
-        # No rank continues, and changes what others may still read.
-        communicator.exchange(signature_of(f"{current_call()}: copied"))
-    return copies
+            copies = saved.copy(file, ending)
+            _start(path, lambda: file.write_and_complete(copies, saved.stops), ending.pop_all())
 
 
 class Saved:
@@ -76,15 +59,15 @@ class Saved:
     Args:
         objects: what to save.
         target: where to, in words that must be equal on all ranks.
-        step: the program's step, which is saved too.
+        notes: what the file says about itself.
 
     Attributes:
         root: the parameter rank, which has everything, and makes the file.
-        contents: the file's contents, on the root, part by part; `None` elsewhere.
+        stops: where each extent ends, from the end of the header.
     """
 
     def __init__(
-        self, objects: CheckpointObjects, target: tuple[str, ...], step: int | None
+        self, objects: CheckpointObjects, target: tuple[str, ...], notes: Mapping[str, str]
     ) -> None:
         self._communicator = communicator = connect()
         require_cross_replica(objects)
@@ -96,37 +79,75 @@ class Saved:
         self._arrays = {name: all_values(v) for name, v in objects.on_read.items()}
         self._blocks = {name: (v, state_of(v).block) for name, v in objects.variables.items()}
         self._blocks |= {name: (slot.variable, slot.block) for name, slot in slots.items()}
-        self._entries = entries
-        self.contents: _safetensors.Contents | None = None
+        self._places = places_of(entries)
+        self._extents = list(extents_of(self._places, communicator.size, self._cuts()))
+        self.stops: list[int] = [extent.place.stop for extent in self._extents]
+        self._header: Header | None = None
         with communicator.raise_together():
             if communicator.rank == self.root:
-                self.contents = _safetensors.Contents(entries, metadata, self._parts, step)
+                self._header = Header(entries, metadata, self.stops, notes)
             communicator.exchange(signature_of(f"{current_call()}: contents"))
 
-    def pass_pieces(
-        self, file: NewFile, use: Callable[[Iterable[Piece], int], _Result]
-    ) -> _Result | None:
-        """Calls `use` with what this rank writes of a file, and the number of these bytes.
+    def new_file(
+        self,
+        path: str,
+        target: Target | None,
+        ending: ExitStack,
+        is_marked: bool = False,
+    ) -> NewFile:
+        """The file, open on every rank that sees it. Collective."""
+        return NewFile(self.root, path, self._header, target, ending, is_marked)
 
-        If a rank cannot see the file, `by_root` does so on the root alone. Collective.
-        """
-        if file.is_shared:
-            return use(self._pieces(file.header), self._count_bytes(file.header))
-        return self.by_root(lambda contents: use(contents.pieces(), contents.nbytes))
+    def write(self, file: NewFile, path: str, ending: ExitStack) -> None:
+        """All ranks write the file, which `ending` then puts in its place. Collective."""
 
-    def by_root(self, use: Callable[[_safetensors.Contents], _Result]) -> _Result | None:
-        """The root calls `use`, while the other ranks send it what it does not have.
+        def write(pieces: Iterable[Piece]) -> dict[int, int]:
+            with explaining(path, NOT_SAVED):
+                return file.write(pieces, self.stops)
 
-        Collective. If `use` raises, all ranks raise, in a block of `raise_together`.
+        communicator = self._communicator
+        with communicator.raise_together():
+            checksums = communicator.all_gather_obj(self._pass_pieces(file, write) or {})
+        with communicator.raise_together():
+            with explaining(path, NOT_SAVED):
+                file.complete(checksums)
+                ending.close()
+            # A full disk is an error on all ranks, and no rank continues before the file exists,
+            # because the job may be killed next.
+            communicator.exchange(signature_of(f"{current_call()}: written"))
+
+    def copy(self, file: NewFile, ending: ExitStack) -> list[Piece]:
+        """Copies what this rank writes. Collective.
+
+        Raises:
+            MemoryError: there is no memory for it.
         """
         communicator = self._communicator
-        if self.contents is None:
-            for name in filter(self._is_split, _safetensors.sizes(self._entries)):
-                for _ in self._parts(name):
+        with communicator.raise_together():
+            file.open_marks(ending)
+            copies = self._pass_pieces(file, lambda pieces: _copy(pieces, self._nbytes(file))) or []
+            # No rank continues, and changes what others may still read.
+            communicator.exchange(signature_of(f"{current_call()}: copied"))
+        return copies
+
+    def _pass_pieces(
+        self, file: NewFile, use: Callable[[Iterable[Piece]], _Result]
+    ) -> _Result | None:
+        """Calls `use` with what this rank writes of the arrays.
+
+        If a rank cannot see the file, the root writes alone, while the others send it what it does
+        not have. Collective. If `use` raises, all ranks raise, in a block of `raise_together`.
+        """
+        communicator = self._communicator
+        if file.is_shared:
+            return use(self._pieces(file.first))
+        if self._header is None:
+            for name in filter(self._is_split, self._places):
+                for _ in self._all_parts(name):
                     pass
             return None
         try:
-            return use(self.contents)
+            return use(self._all_pieces(file.first))
         except Exception as error:
             # The others wait for this rank's next call: the next part of a slot, or the end. If the
             # numbers are equal, all ranks raise the error already.
@@ -135,71 +156,75 @@ class Saved:
                 calls.share_error(error, calls.number)
             raise
 
+    def _pieces(self, first: int) -> Iterator[Piece]:
+        """What this rank writes of the file, whose arrays start at byte `first`."""
+        for extent in self._extents:
+            if extent.rank == self._communicator.rank:
+                yield from _placed(self._own_parts(extent), first + extent.place.start)
+
+    def _all_pieces(self, first: int) -> Iterator[Piece]:
+        """All arrays. On the root, while the other ranks call `_all_parts`."""
+        for name, extents in itertools.groupby(self._extents, lambda extent: extent.name):
+            if self._is_split(name):
+                yield from _placed(self._all_parts(name), first + self._places[name].start)
+            else:
+                for extent in extents:
+                    yield from _placed(self._own_parts(extent), first + extent.place.start)
+
+    def _nbytes(self, file: NewFile) -> int:
+        """Bytes of the pieces that this rank writes."""
+        rank = self._communicator.rank
+        return sum(
+            extent.own.size for extent in self._extents if extent.rank == rank or not file.is_shared
+        )
+
     def _is_split(self, name: str) -> bool:
         return name in self._blocks and self._blocks[name][1].cuts is not None
 
-    def _parts(self, name: str) -> Iterator[Bytes]:
-        """The bytes of an array.
+    def _all_parts(self, name: str) -> Iterator[Bytes]:
+        """The bytes of an array that is split over the ranks. Collective, part by part."""
+        v, block = self._blocks[name]
+        return self._working(storage_of(v).all_parts(block))
 
-        If the array is split over the ranks, this is collective, part by part.
-        """
-        if self._is_split(name):
-            v, block = self._blocks[name]
-            for part in storage_of(v).all_parts(block):
-                self._communicator.work()
-                yield part
-        else:
-            yield from self._own_parts(name, Interval(0, self._entries[name].nbytes))
-
-    def _own_parts(self, name: str, own: Interval) -> Iterator[Bytes]:
-        """Bytes of an array that this rank has; of a split array, counted in this rank's part."""
+    def _own_parts(self, extent: Extent) -> Iterator[Bytes]:
+        """The bytes of an extent, of which this rank has a copy."""
+        own, name = extent.own, extent.name
         if name in self._arrays:
-            parts = host_parts(self._arrays[name], own.start, own.stop)
-        else:
-            v, block = self._blocks[name]
-            parts = storage_of(v).local.parts(block, own.start, own.stop)
+            return self._working(host_parts(self._arrays[name], own.start, own.stop))
+        v, block = self._blocks[name]
+        if self._is_split(name):  # the block is this rank's part
+            own = own.shift(-own.start)
+        return self._working(storage_of(v).local.parts(block, own.start, own.stop))
+
+    def _working(self, parts: Iterable[Bytes]) -> Iterator[Bytes]:
         for part in parts:
             # Other ranks wait for the disk. Every part counts as progress, so that the watchdog
             # sees no stall.
             self._communicator.work()
             yield part
 
-    # ---- shares
-
-    def _pieces(self, header: int) -> Iterator[Piece]:
-        """What this rank writes of the file, whose arrays start after `header` bytes."""
-        if self.contents is not None:
-            yield Piece(0, memoryview(self.contents.header))
-        places = places_of(_safetensors.sizes(self._entries), header)
-        for name, share in self._share().items():
-            start = places[name].start + share.start
-            own = share.shift(-share.start) if self._is_split(name) else share
-            for part in self._own_parts(name, own):
-                yield Piece(start, part.data)
-                start += part.size
-
-    def _count_bytes(self, header: int) -> int:
-        """Bytes of `_pieces`."""
-        own = header if self.contents is not None else 0
-        return own + sum(share.size for share in self._share().values())
-
-    def _share(self) -> dict[str, Interval]:
-        """The bytes of each array that this rank writes."""
-        rank, size = self._communicator.rank, self._communicator.size
-        nbytes, own = _safetensors.sizes(self._entries), {}
+    def _cuts(self) -> dict[str, list[int]]:
+        """The arrays that not every rank has whole, as `extents_of` takes them."""
+        size, cuts = self._communicator.size, {}
         for name, (v, block) in self._blocks.items():
             storage = storage_of(v)
             if block.cuts is not None:
-                own[name] = Interval(*block.cuts[rank : rank + 2]).scale(v.dtype.itemsize)
+                cuts[name] = [cut * v.dtype.itemsize for cut in block.cuts]
             # A variable made outside every scope has one replica: it differs from rank to rank.
             elif not storage.reads_everywhere or storage.communicator.size < size:
-                own[name] = Interval(0, nbytes[name] if rank == self.root else 0)
-        return share_of(rank, size, nbytes, own)
+                cuts[name] = [0] * (self.root + 1) + [self._places[name].size] * (size - self.root)
+        return cuts
+
+
+def _placed(parts: Iterable[Bytes], start: int) -> Iterator[Piece]:
+    for part in parts:
+        yield Piece(start, part.data)
+        start += part.size
 
 
 def finish_background() -> None:
     """Waits for this rank's save in the background, if there is one, and raises its error."""
-    path, error = _background.finish()
+    path, error = _finish()
     if isinstance(error, OSError):
         raise explain(path, error, f"this was in the background; {NOT_SAVED}") from error
     if error is not None:
@@ -230,3 +255,87 @@ def check_keep(keep: Any) -> int | None:
             "from 1 up, or None"
         )
     return keep
+
+
+# ---- in the background
+
+_pending: _Save | None = None
+# Kept from the last save: fresh memory costs about as much as the copy into it.
+_buffer: Bytes = np.empty(0, np.uint8)
+_waits_at_exit = False
+
+
+class _Save:
+    """One save, whose thread has started; it ends with the error, if any.
+
+    It writes from `_buffer`, so a process runs one save at a time.
+    """
+
+    def __init__(self, path: str, write: Callable[[], None], ending: ExitStack) -> None:
+        self.path = path
+        self.error: Exception | None = None
+        # A daemon: Python waits for other threads before it runs any hook, and then the other
+        # ranks know nothing of it. `_finish_at_exit` waits for this thread.
+        self.thread = threading.Thread(
+            target=self._run, args=(write, ending), name="hpcstrat-save", daemon=True
+        )
+        self.thread.start()
+
+    def _run(self, write: Callable[[], None], ending: ExitStack) -> None:
+        try:
+            with ending:
+                write()
+        except Exception as error:
+            self.error = error
+
+
+def _copy(pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
+    """Copies pieces of a file, `nbytes` in all. The previous save must have finished.
+
+    Raises:
+        MemoryError: there is no memory for them.
+    """
+    global _buffer
+    if _buffer.size < nbytes:
+        _buffer = np.empty(0, np.uint8)  # freed before the larger one is allocated
+        _buffer = np.empty(nbytes, np.uint8)
+    copies: list[Piece] = []
+    end = 0
+    for start, data in pieces:
+        copy = _buffer[end : end + len(data)]
+        copy[...] = data
+        copies.append(Piece(start, copy.data))
+        end += copy.size
+    return copies
+
+
+def _start(path: str, write: Callable[[], None], ending: ExitStack) -> None:
+    """Starts a thread that writes and then ends the file, and returns."""
+    global _pending, _waits_at_exit
+    if not _waits_at_exit:
+        # Not when this module is imported: then it would run after the hook that ends MPI, and a
+        # failure needs MPI to end the other ranks.
+        atexit.register(_finish_at_exit)
+        _waits_at_exit = True
+    _pending = _Save(path, write, ending)
+
+
+def _finish() -> tuple[str, Exception | None]:
+    """Waits for this rank's save; returns its path, empty if there is none, and its error."""
+    global _pending
+    if _pending is None:
+        return "", None
+    # Meanwhile the other ranks wait, for as long as the disk takes.
+    watchdog = connect().watchdog
+    with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(_HOUR):
+        _pending.thread.join()
+    save, _pending = _pending, None
+    return save.path, save.error
+
+
+def _finish_at_exit() -> None:
+    path, error = _finish()
+    if error is not None:
+        failure.end_job(
+            f"Checkpoint.save of {path}, in the background: {error}; the previous file is whole", 1
+        )

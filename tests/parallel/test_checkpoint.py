@@ -12,11 +12,10 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from checkpoint_files import write_file
+from checkpoint_files import Contents, write_file
 from internals import (
     CentralDeviceStorage,
     CheckpointFile,
-    Contents,
     NewFile,
     ReplicaGroup,
     StagedCommunicator,
@@ -429,7 +428,10 @@ def test_damaged_and_foreign_files_are_refused(saved, path):
     MPI.COMM_WORLD.Barrier()
     for content, match in [
         (whole[:-1], "is cut off"),
-        (whole[:-1] + bytes([whole[-1] ^ 1]), "is damaged: its checksum is"),
+        (
+            whole[:-1] + bytes([whole[-1] ^ 1]),
+            r"is damaged in optimizer/momentum/model/layers/1/b, bytes \d+ to \d+ of the file: its",
+        ),
         (b"", "is not a checkpoint of hpcstrat"),
     ]:
         written(path, content)
@@ -624,8 +626,7 @@ def saved_and_written(checkpoint, path, blocking):
 @pytest.mark.parametrize("blocking", [True, False])
 def test_each_rank_writes_its_share(strategy, large, path, blocking):
     content, by_rank = saved_and_written(large, path, blocking)
-    # A byte of the checksum.
-    places = sorted(place for written in by_rank for place in written if place[1] - place[0] != 8)
+    places = sorted(place for written in by_rank for place in written)
     assert places[0][0] == 0 and places[-1][1] == len(content)
     assert all(before[1] == after[0] for before, after in itertools.pairwise(places))
     for written in by_rank:

@@ -1,5 +1,6 @@
 """CheckpointManager on any number of ranks: it restores the newest undamaged file or snapshot."""
 
+import errno
 import os
 import signal
 
@@ -31,7 +32,7 @@ def path(tmp_path):
 @pytest.fixture
 def memory(monkeypatch):
     """A launcher's memory: rank 0 has it, and all ranks have its variable."""
-    own = job_files.create(N, 1 << 26) if RANK == 0 else None
+    own = job_files.create(N, has_snapshots=True) if RANK == 0 else None
     environment = MPI.COMM_WORLD.bcast(None if own is None else own.environment)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -209,11 +210,15 @@ def test_where_the_launcher_is_elsewhere_there_is_the_file(strategy, path, monke
     assert again.state() == expected[3]
 
 
-def test_a_lack_of_memory_ends_snapshots_alone(strategy, path, memory):
-    if memory is not None:
-        for file in memory.files:
-            os.truncate(file, 4096)
-    MPI.COMM_WORLD.Barrier()
+def test_a_lack_of_memory_ends_snapshots_alone(strategy, path, memory, monkeypatch):
+    allocate = os.posix_fallocate
+
+    def refuse(file, *place):
+        if "hpcstrat-job" in os.readlink(f"/proc/self/fd/{file}"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        allocate(file, *place)
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
     program = Program(strategy, path, every=3, snapshot_every=1)
     with program.manager:
         if RANK == 0:

@@ -16,21 +16,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from checkpoint_files import write_file
+from checkpoint_files import Contents, write_file
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 from internals import (
+    CHECKSUM_BYTES,
     PART,
     CheckpointFile,
-    Contents,
     Entry,
-    Interval,
+    OnDisk,
     Piece,
     _atomic_file,
+    checksum,
+    extents_of,
     host_parts,
     places_of,
-    share_of,
     write_pieces,
 )
 from slow import slow_but
@@ -127,48 +128,48 @@ def test_every_array_starts_at_a_multiple_of_its_elements(tmp_path):
     write(tmp_path / "file", arrays)
     with CheckpointFile(os.fspath(tmp_path / "file")) as file:
         assert all(
-            file._starts[name] % min(8, entry.itemsize) == 0 for name, entry in file.entries.items()
+            file._places[name].start % min(8, entry.itemsize) == 0
+            for name, entry in file.entries.items()
         )
 
 
 # ---- several writers
 
 
-@given(
-    st.binary(max_size=300), st.lists(st.tuples(st.integers(0, 300), st.integers(0, 2)), max_size=8)
-)
-def test_pieces_that_several_write_have_the_checksum_of_the_whole(tmp_path_factory, content, cuts):
-    """Each piece of the file is written by one of three writers."""
-    ends = [*sorted((min(end, len(content)), writer) for end, writer in cuts), (len(content), 0)]
-    pieces, start = [[], [], []], 0
-    for end, writer in ends:
-        pieces[writer].append(Piece(start, memoryview(content)[start:end]))
-        start = end
-    path = tmp_path_factory.getbasetemp() / "pieces"
+def entries_of(nbytes):
+    return {name: Entry("uint8", 1, (count,)) for name, count in nbytes.items()}
+
+
+@given(st.dictionaries(TEXTS, st.integers(0, 300)), st.integers(1, 8))
+def test_what_several_write_is_what_one_writes(tmp_path_factory, nbytes, ranks):
+    """Apart from the extents, each of which is checked by itself."""
+    random = np.random.default_rng(0)
+    arrays = {name: random.integers(0, 256, count, np.uint8) for name, count in nbytes.items()}
+    entries, path = entries_of(nbytes), tmp_path_factory.getbasetemp() / "several"
+    contents = Contents(entries, FACTS, None, ranks=ranks)
+    first, checksums = contents.header.size, {}
     with open(path, "wb", buffering=0) as file:
-        checksums = [write_pieces(file.fileno(), own, len(content)) for own in pieces]
-    assert checksums[0] ^ checksums[1] ^ checksums[2] == zlib.crc32(content)
-    assert path.read_bytes() == content
+        write_part = OnDisk("", None).writer(file.fileno())
+        for rank in reversed(range(ranks)):
+            pieces = [
+                Piece(first + place.start, arrays[name][own.slice].data)
+                for writer, name, own, place in contents.extents
+                if writer == rank
+            ]
+            checksums |= write_pieces(write_part, pieces, first, contents.stops)
+        os.pwrite(file.fileno(), contents.header.sealed(checksums), 0)
+    assert checksums.keys() == set(range(len(contents.extents)))
+    found, facts = read(path)
+    assert same(found, arrays) and facts == FACTS
+    assert same(safetensors.numpy.load_file(path), arrays)
 
 
-@pytest.mark.parametrize(
-    "gap", slow_but([1, 2, 255, 4096, 1_000_003], [1, 2, 255, 4096, 1_000_003, 1 << 26])
-)
-def test_a_checksum_over_gaps_of_any_length(tmp_path, gap):
-    with open(tmp_path / "pieces", "wb", buffering=0) as file:
-        checksum = write_pieces(file.fileno(), [Piece(0, memoryview(b"begin"))], gap + 8)
-        checksum ^= write_pieces(file.fileno(), [Piece(gap + 5, memoryview(b"end"))], gap + 8)
-        checksum ^= write_pieces(file.fileno(), [Piece(5, memoryview(bytes(gap)))], gap + 8)
-    assert checksum == zlib.crc32(b"begin" + bytes(gap) + b"end")
-
-
-@given(st.dictionaries(TEXTS, st.integers(0, 5)), st.integers(0, 9))
-def test_arrays_follow_each_other_without_gaps(nbytes, start):
-    places = places_of(nbytes, start)
-    assert [place.size for place in places.values()] == list(nbytes.values())
-    assert list(places) == list(nbytes)
+@given(st.dictionaries(TEXTS, st.integers(0, 5)))
+def test_arrays_follow_each_other_without_gaps(nbytes):
+    places = places_of(entries_of(nbytes))
+    assert {name: place.size for name, place in places.items()} == nbytes
     bytes_of = [byte for place in places.values() for byte in range(*place)]
-    assert bytes_of == list(range(start, start + len(bytes_of)))
+    assert bytes_of == list(range(len(bytes_of)))
 
 
 @given(
@@ -186,27 +187,62 @@ def test_arrays_follow_each_other_without_gaps(nbytes, start):
 def test_ranks_share_all_bytes_and_none_is_of_two(size, arrays, random):
     """Against lists of all bytes: of arrays that all ranks have, the root alone, or each in part."""
     root = random.randrange(size)
-    nbytes = {name: count for name, (count, _) in arrays.items()}
-    own = [{} for _ in range(size)]
-    for name, (count, kind) in arrays.items():
-        cuts = [0, *sorted(random.randint(0, count) for _ in range(size - 1)), count]
-        if kind == "root":
-            cuts = [0] * (root + 1) + [count] * (size - root)
-        if kind != "all":
-            for rank in range(size):
-                own[rank][name] = Interval(*cuts[rank : rank + 2])
-    whole = [(name, byte) for name, count in nbytes.items() for byte in range(count)]
+    places = places_of(entries_of({name: count for name, (count, _) in arrays.items()}))
+    cuts = {
+        name: [0] * (root + 1) + [count] * (size - root)
+        if kind == "root"
+        else [0, *sorted(random.randint(0, count) for _ in range(size - 1)), count]
+        for name, (count, kind) in arrays.items()
+        if kind != "all"
+    }
+    extents = list(extents_of(places, size, cuts))
+    whole = [(name, byte) for name, place in places.items() for byte in range(place.size)]
+    assert [(e.name, byte) for e in extents for byte in range(*e.own)] == whole
+    assert [byte for e in extents for byte in range(*e.place)] == list(range(len(whole)))
+    assert all(e.own and e.own.size == e.place.size for e in extents)
     common = [(name, byte) for name, byte in whole if arrays[name][1] == "all"]
-    written = []
     for rank in range(size):
-        shares = share_of(rank, size, nbytes, own[rank])
-        assert all(share.size > 0 for share in shares.values())
-        found = [(name, byte) for name, share in shares.items() for byte in range(*share)]
+        found = {(e.name, byte) for e in extents if e.rank == rank for byte in range(*e.own)}
         expected = set(common[len(common) * rank // size : len(common) * (rank + 1) // size])
-        expected |= {(name, byte) for name, part in own[rank].items() for byte in range(*part)}
-        assert found == [each for each in whole if each in expected]
-        written += found
-    assert sorted(written) == sorted(whole)
+        for name, ends in cuts.items():
+            expected |= {(name, byte) for byte in range(*ends[rank : rank + 2])}
+        assert found == expected
+
+
+def test_the_checksum_sees_what_is_old_lost_or_in_another_place():
+    whole = np.random.default_rng(0).integers(0, 256, 3 * CHECKSUM_BYTES + 999, np.uint8)
+    page = 4096
+
+    def changed(change):
+        data = whole.copy()
+        change(data, data[: len(data) // page * page].reshape(-1, page))
+        return checksum(data)
+
+    def swap(a, b):
+        return lambda _, pages: pages.__setitem__([a, b], pages[[b, a]])
+
+    changes = [
+        lambda data, _: data.__setitem__(5, data[5] ^ 1),
+        lambda data, _: data.__setitem__(-1, data[-1] ^ 128),
+        lambda data, _: data.__setitem__(CHECKSUM_BYTES - 1, data[CHECKSUM_BYTES - 1] ^ 2),
+        lambda _, pages: pages.__setitem__(7, 0),
+        lambda _, pages: pages.__setitem__(7, pages[9]),
+        *[swap(0, 2**k) for k in range(9)],
+        lambda data, _: data.__setitem__(slice(None), np.roll(data, page)),
+        # The highest bit of a word in two pages, which a sum of these words would not notice.
+        lambda _, pages: pages.__setitem__(([0, 2], 7), pages[[0, 2], 7] ^ 128),
+    ]
+    assert len({checksum(whole), *map(changed, changes)}) == len(changes) + 1
+
+
+@given(st.integers(0, 3 * CHECKSUM_BYTES), st.integers(1, 3))
+def test_the_checksum_does_not_depend_on_the_parts(size, count):
+    data = np.resize(np.arange(251, dtype=np.uint8), size)
+    value = 0
+    for start in range(0, size, count * CHECKSUM_BYTES):
+        value = checksum(data[start : start + count * CHECKSUM_BYTES], value)
+    assert value == checksum(data)
+    assert size >= CHECKSUM_BYTES or value == zlib.crc32(data.data)
 
 
 # ---- damaged files
@@ -268,7 +304,7 @@ def test_messages_name_what_else_is_there(small):
 
 
 def sealed(header, data=b"", length=None, version=1):
-    """A file with this header and a matching checksum."""
+    """A file of version 1 with this header and a matching checksum."""
     begin = '{"__metadata__":{"hpcstrat":"%d","bytes":"%020d","crc32":"%s"'
     size = 8 + len(begin % (version, 0, "0" * 8)) + len(header) + len(data)
     length = size - 8 - len(data) if length is None else length
@@ -292,9 +328,65 @@ def array(name="w", dtype="U8", shape=(4,), offsets=(0, 4)):
     return f'"{name}":{json.dumps({"dtype": dtype, "shape": shape, "data_offsets": offsets})}'
 
 
+def sealed_now(extents, checksums, data=b"1234", length=None):
+    """A file of version 2, of one array, with a matching checksum of the header."""
+    rest = f',"checksums":{json.dumps(checksums)},"extents":{json.dumps(extents)}'
+    rest += header_of([array()])
+    begin = '{"__metadata__":{"hpcstrat":"2","bytes":"%020d","crc32":"%s"'
+    size = len(begin % (0, "0" * 8)) + len(rest)
+    length = size if length is None else length
+
+    def filled(crc):
+        text = (begin % (8 + size + len(data), crc)).encode() + rest.encode()
+        return length.to_bytes(8, "little") + text
+
+    crc = zlib.crc32(filled("0" * 8) + (data if length > size else b""))
+    return filled(f"{crc:08x}") + data
+
+
+def crcs(*parts):
+    return "".join(f"{zlib.crc32(part):08x}" for part in parts)
+
+
 def test_a_file_by_hand_is_read(tmp_path):
-    (tmp_path / "file").write_bytes(sealed(header_of([array()]), b"1234"))
-    assert read(tmp_path / "file")[0]["w"].tobytes() == b"1234"
+    """Of both versions."""
+    for content in (
+        sealed(header_of([array()]), b"1234"),
+        sealed_now("[4]", crcs(b"1234")),
+        sealed_now("[1,4]", crcs(b"1", b"234")),
+    ):
+        (tmp_path / "file").write_bytes(content)
+        assert read(tmp_path / "file")[0]["w"].tobytes() == b"1234"
+
+
+@pytest.mark.parametrize("change", slow_but([0x01], [0x01, 0x80, 0xFF]), ids=hex)
+def test_a_change_of_any_byte_of_the_previous_version_is_found(tmp_path, change):
+    whole = sealed(header_of([array()]), b"1234")
+    for place in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[place] ^= change
+        (tmp_path / "file").write_bytes(damaged)
+        with pytest.raises(ValueError, match=re.escape(os.fspath(tmp_path))):
+            CheckpointFile(os.fspath(tmp_path / "file"))
+
+
+def test_what_is_damaged_is_named(small):
+    arrays = SMALL | {"v": np.arange(PART, dtype=np.int16)}
+    write(small, arrays)
+    with CheckpointFile(os.fspath(small)) as file:
+        places = {name: place for name, place in file._places.items() if place}
+    whole = small.read_bytes()
+    for name, place in places.items():
+        for at in (place.start, place.stop - 1):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1
+            small.write_bytes(damaged)
+            where = f"in {name}, bytes {place.start} to {place.stop} of the file: its checksum is"
+            with pytest.raises(ValueError, match=f"is damaged {where}"):
+                CheckpointFile(os.fspath(small))
+    small.write_bytes(whole.replace(b"optimizer", b"optimiser"))
+    with pytest.raises(ValueError, match="is damaged in its header: its checksum is"):
+        CheckpointFile(os.fspath(small))
 
 
 LIES = {
@@ -338,6 +430,24 @@ LIES = {
     "deep lists": sealed("[" * 100_000),
     "a header behind the end": sealed(header_of([]), length=2**60),
     "half of a header": sealed(header_of([]), length=3),
+    "a header behind the end, now": sealed_now("[4]", crcs(b"1234"), length=2**60),
+    **{
+        f"extents {extents}": sealed_now(extents, checksums)
+        for extents, checksums in [
+            ("[]", ""),
+            ("[3]", crcs(b"123")),
+            ("[5]", crcs(b"1234")),
+            ("[0,4]", crcs(b"", b"1234")),
+            ("[2,1,4]", crcs(b"12", b"", b"34")),
+            ("[4,8]", crcs(b"1234", b"")),
+            ("[4]", crcs(b"1234", b"")),
+            ("[4]", ""),
+            ("[4]", "x" * 8),
+            ('["4"]', crcs(b"1234")),
+            ("4", crcs(b"1234")),
+            ("[-1]", crcs(b"1234")),
+        ]
+    },
 }
 
 
@@ -355,9 +465,9 @@ def test_a_file_that_lies_is_refused(tmp_path, lie):
 
 
 def test_a_newer_format_is_told(tmp_path):
-    (tmp_path / "file").write_bytes(sealed(header_of([]), version=2))
+    (tmp_path / "file").write_bytes(sealed(header_of([]), version=3))
     with pytest.raises(
-        ValueError, match="has format 2, but this version of hpcstrat reads format 1"
+        ValueError, match="has format 3, but this version of hpcstrat reads formats 1 to 2"
     ):
         CheckpointFile(os.fspath(tmp_path / "file"))
 

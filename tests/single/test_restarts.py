@@ -9,8 +9,8 @@ import threading
 import time
 
 import pytest
+from checkpoint_files import Contents
 from internals import (
-    Contents,
     Policy,
     SnapshotMemory,
     State,
@@ -241,7 +241,10 @@ def test_fewer_ranks_are_tried_after_all(capfd, pauses):
 def test_the_newest_snapshot_is_told(capfd):
     def note(memory):
         for step in (3, 4, 5):
-            SnapshotMemory(memory, "here").write(Contents({}, {}, lambda _: [], step), step)
+            snapshots = SnapshotMemory(memory, "here")
+            contents = Contents({}, {}, None, {"step": str(step), **snapshots.notes()})
+            with snapshots.replacing(contents.header.nbytes) as file:
+                contents.write_to(file.fileno(), snapshots)
 
     assert run(Starter((note, KILLED), (NOTHING, 0))) == 0
     assert capfd.readouterr().err.endswith("; the newest snapshot is of step 5\n")

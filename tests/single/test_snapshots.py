@@ -1,5 +1,7 @@
 """Snapshots in memory: one stays valid if the other is damaged, which is not restored."""
 
+import contextlib
+import errno
 import os
 import pathlib
 import subprocess
@@ -7,53 +9,49 @@ import sys
 
 import numpy as np
 import pytest
-from internals import (
-    PART,
-    CheckpointFile,
-    Contents,
-    Entry,
-    SnapshotChecksum,
-    SnapshotMemory,
-    State,
-    host_parts,
-    job_files,
-)
-
-MIB = 1 << 20
+from checkpoint_files import Contents
+from internals import PART, CheckpointFile, Entry, SnapshotMemory, State, host_parts, job_files
 
 
 @pytest.fixture
 def memory():
-    return job_files.create(4, 64 * MIB)
+    return job_files.create(4, has_snapshots=True)
 
 
-def contents(value, size=100_000):
+def write(snapshots, value, size=100_000, parts=None):
+    """Writes a snapshot of step `value`."""
     array = np.arange(size, dtype=np.float64) + value
-    return Contents(
+    contents = Contents(
         {"x": Entry("float64", 8, array.shape)},
         {"o": {"kind": "SGD"}},
-        lambda _: host_parts(array),
-        value,
+        parts or (lambda _: host_parts(array)),
+        {"step": str(value), **snapshots.notes()},
     )
-
-
-def value_of(snapshot):
-    with CheckpointFile(snapshot.path, checked=snapshot.nbytes) as file:
-        array = np.frombuffer(b"".join(part.tobytes() for part in file.parts("x")))
-        np.testing.assert_array_equal(array, np.arange(array.size) + array[0])
-        assert file.step == snapshot.step == array[0]
-        assert file.metadata == {"o": {"kind": "SGD"}}
-        return int(array[0])
+    with snapshots.replacing(contents.header.nbytes) as file:
+        contents.write_to(file.fileno(), snapshots)
 
 
 def newest(memory, path="here"):
-    return SnapshotMemory(memory, path).newest()
+    """The value of the newest whole snapshot, which the next then does not overwrite."""
+    return newest_of(SnapshotMemory(memory, path))
 
 
-def generation_of_newest(memory):
-    snapshot = newest(memory)
-    assert snapshot is not None
-    return snapshot.generation
+def newest_of(snapshots):
+    for snapshot in snapshots.own:
+        with contextlib.suppress(ValueError), CheckpointFile(snapshot.path) as file:
+            array = np.frombuffer(b"".join(part.tobytes() for part in file.parts("x")))
+            np.testing.assert_array_equal(array, np.arange(array.size) + array[0])
+            assert file.step == snapshot.step == array[0]
+            assert file.metadata == {"o": {"kind": "SGD"}}
+            snapshots.kept = snapshot.path
+            return int(array[0])
+    return None
+
+
+def flip(path, at):
+    with open(path, "r+b", buffering=0) as file:
+        byte = os.pread(file.fileno(), 1, at)
+        os.pwrite(file.fileno(), bytes([byte[0] ^ 4]), at)
 
 
 def found(environment):
@@ -62,114 +60,80 @@ def found(environment):
     return memory
 
 
-def flip(memory, generation, at):
-    with open(memory.files[generation], "r+b", buffering=0) as file:
-        byte = os.pread(file.fileno(), 1, at)
-        os.pwrite(file.fileno(), bytes([byte[0] ^ 4]), at)
-
-
 def test_the_newest_snapshot_is_read(memory):
     snapshots = SnapshotMemory(memory, "here")
-    assert snapshots.newest() is None
+    assert snapshots.own == []
     for value in range(1, 6):
-        # all of different sizes: nothing, less than a row, rows and more, several parts
-        snapshots.write(contents(value, size=[1, 7, 8192, 100_001, PART // 4][value - 1]), value)
-        for one in (snapshots, SnapshotMemory(memory, "here")):
-            assert value_of(one.newest()) == value
+        # all of different sizes: next to nothing, one part, several parts, and again less
+        write(snapshots, value, size=[1, 7, 8192, PART // 4, 100_001][value - 1])
+        assert newest(memory) == value
+
+
+def test_a_program_that_starts_anew_has_newer_snapshots(memory):
+    """Although they are of earlier steps."""
+    snapshots = SnapshotMemory(memory, "here")
+    for value in (8, 9):
+        write(snapshots, value)
+    write(SnapshotMemory(memory, "here"), 1)
+    assert newest(memory) == 1
 
 
 def test_snapshots_of_another_checkpoint_are_not_read(memory):
-    SnapshotMemory(memory, "here").write(contents(1), 1)
+    write(SnapshotMemory(memory, "here"), 1)
     assert newest(memory, "there") is None
-    assert value_of(newest(memory, os.path.join(os.getcwd(), "here"))) == 1
+    assert newest(memory, os.path.join(os.getcwd(), "here")) == 1
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_kill_in_the_middle_leaves_the_one_before(memory, after):
     """The writer dies after `after` parts of the third snapshot."""
     snapshots = SnapshotMemory(memory, "here")
-    snapshots.write(contents(1), 1)
-    snapshots.write(contents(2), 2)
-    killed = contents(3, size=PART // 2)  # four parts
-    views = killed.views
+    for value in (1, 2):
+        write(snapshots, value)
 
-    def some():
-        for _, view in zip(range(after), views(), strict=False):
-            yield view
+    def some(_):
+        yield from [np.zeros(PART, np.uint8)] * after
         raise KeyboardInterrupt
 
-    killed.views = some
     with pytest.raises(KeyboardInterrupt):
-        snapshots.write(killed, 3)
+        write(snapshots, 3, PART // 2, some)
     again = SnapshotMemory(memory, "here")
-    assert value_of(again.newest()) == 2
+    assert newest_of(again) == 2
     # The next writer also leaves it alone.
     for value in (4, 5):
-        again.write(contents(value), value)
-        assert value_of(newest(memory)) == value
+        write(again, value)
+        assert newest(memory) == value
 
 
-@pytest.mark.parametrize("at", [0, 5, 300, 8191, 65_536, 799_999])
+@pytest.mark.parametrize("at", [*range(0, 420, 13), 8191, 65_536, 799_999])
 def test_a_flipped_bit_is_noticed(memory, at):
     snapshots = SnapshotMemory(memory, "here")
-    snapshots.write(contents(1), 1)
-    snapshots.write(contents(2), 2)
-    flip(memory, generation_of_newest(memory), at)
+    for value in (1, 2):
+        write(snapshots, value)
+    flip(snapshots.kept, at)
     again = SnapshotMemory(memory, "here")
-    assert value_of(again.newest()) == 1
-    again.write(contents(3), 3)  # overwrites the damaged snapshot
-    assert value_of(newest(memory)) == 3
-    flip(memory, generation_of_newest(memory), at)
-    assert value_of(newest(memory)) == 1
-    flip(memory, generation_of_newest(memory), at)
+    assert newest_of(again) == 1
+    write(again, 3)  # overwrites the damaged snapshot
+    assert newest(memory) == 3
+    flip(again.kept, at)
+    last = SnapshotMemory(memory, "here")
+    assert newest_of(last) == 1
+    flip(last.kept, at)
     assert newest(memory) is None
 
 
-def test_a_flipped_bit_of_a_record_is_noticed(memory):
+@pytest.mark.parametrize("what", ["check_available", "posix_fallocate"])
+def test_too_large_a_snapshot_is_a_memory_error(memory, monkeypatch, what):
     snapshots = SnapshotMemory(memory, "here")
-    snapshots.write(contents(1), 1)
-    snapshots.write(contents(2), 2)
-    generation = generation_of_newest(memory)
-    record = memory.record(generation)
-    for byte in range(36):  # sequence, step, bytes, checksum, path, check
-        changed = bytearray(record)
-        changed[byte] ^= 1
-        memory.write_record(generation, bytes(changed))
-        assert value_of(newest(memory)) == 1
-    memory.write_record(generation, record)
-    assert value_of(newest(memory)) == 2
-
-
-def test_the_checksum_sees_what_is_old_or_in_another_place():
-    pieces = np.arange(4 * 2048, dtype=np.uint64).reshape(4, 2, 1024) ** 2
-
-    def value(words):
-        checksum = SnapshotChecksum()
-        for piece in words:
-            checksum.add(piece.reshape(-1).view(np.uint8))
-        return checksum.value
-
-    others = [
-        pieces[[1, 0, 2, 3]],
-        pieces[..., ::-1].copy(),
-        pieces.copy(),
-        pieces.copy(),
-        pieces * 0,
-    ]
-    others[2][3] = pieces[2]  # an old piece
-    others[3][3, 1] = pieces[2, 1]  # and half of one
-    assert len({value(words) for words in [pieces, *others]}) == 6
-    assert value(pieces.copy()) == value(pieces)
-
-
-def test_too_large_a_snapshot_is_a_memory_error():
-    memory = job_files.create(4, MIB)
-    snapshots = SnapshotMemory(memory, "here")
-    snapshots.write(contents(1, size=1000), 1)
+    write(snapshots, 1, size=1000)
+    if what == "posix_fallocate":
+        refuse = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(os, what, lambda *_: (_ for _ in ()).throw(refuse))
+    size = 1 << 20 if what == "posix_fallocate" else 1 << 50
     for _ in range(3):
-        with pytest.raises(MemoryError):
-            snapshots.write(contents(2, size=MIB), 2)
-        assert value_of(snapshots.newest()) == 1
+        with pytest.raises(MemoryError), snapshots.replacing(size):
+            raise AssertionError("there is no such memory")
+        assert newest(memory) == 1
 
 
 def test_only_the_launchers_memory_is_found(memory, tmp_path):
@@ -227,7 +191,7 @@ def test_a_rank_leaves_in_order_only_from_among_the_others(memory):
 
 
 def test_memory_without_snapshots():
-    memory = job_files.create(2, 0)
+    memory = job_files.create(2, has_snapshots=False)
     assert found(memory.environment).files == () and not job_files.expects_snapshots(
         memory.environment
     )
@@ -237,7 +201,7 @@ def test_the_memory_goes_with_its_process(tmp_path):
     program = """if True:
     import sys
     from hpcstrat._process import job_files
-    print(job_files.create(4, 1 << 20).place, flush=True)
+    print(job_files.create(4, has_snapshots=True).place, flush=True)
     sys.stdin.read()
     """
     process = subprocess.Popen(
@@ -246,8 +210,8 @@ def test_the_memory_goes_with_its_process(tmp_path):
     assert process.stdout is not None and process.stdin is not None
     place = process.stdout.readline().strip()
     memory = found({"_HPCSTRAT_JOB": place})
-    SnapshotMemory(memory, "here").write(contents(1), 1)
-    assert value_of(newest(memory)) == 1
+    write(SnapshotMemory(memory, "here"), 1)
+    assert newest(memory) == 1
     # Its mapped and open files have no names that could be left behind.
     maps = pathlib.Path(f"/proc/{process.pid}/maps").read_text()
     files = [os.readlink(file) for file in pathlib.Path(f"/proc/{process.pid}/fd").iterdir()]

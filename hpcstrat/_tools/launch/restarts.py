@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 
-from hpcstrat._memory.segment import physical_memory, reservable
 from hpcstrat._process import job_files
 from hpcstrat._process.job_files import JobMemory, State
 from hpcstrat._tools.launch import leftovers
@@ -36,9 +35,7 @@ def run(job: Job, policy: Policy) -> int:
     """
     since = time.time()
     try:
-        memory = job_files.create(
-            policy.ranks, reservable(physical_memory())[0] if policy.restarts else 0
-        )
+        memory = job_files.create(policy.ranks, has_snapshots=policy.restarts > 0)
     except OSError as error:
         if policy.restarts:
             raise LaunchError(
