@@ -20,8 +20,8 @@ FOLDER = "/dev/shm"
 # How the names of their files there start.
 MPICH = ("mpich_shm_",)
 OPEN_MPI = ("sm_segment.", "vader_segment.")  # of versions 5 and 4
-# Below MPICH or Open MPI; nothing opens them by name, so they have one for microseconds only.
-_UCX = ("ucx_shm_posix_",)
+# The last are of UCX, below both; nothing opens them by name: they have one for microseconds only.
+ALL = (*MPICH, *OPEN_MPI, "ucx_shm_posix_")
 
 
 @contextlib.contextmanager
@@ -80,22 +80,23 @@ def _unlink(segments: set[tuple[str, ...]]) -> None:
                 os.unlink(path)
 
 
-def own_segments(since: float) -> dict[int, str]:
-    """Inode and path of MPI's segments of this user that were made after `since` (`time.time`)."""
-    segments = {}
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(FOLDER):
-            if entry.name.startswith(MPICH + OPEN_MPI + _UCX):
-                status = entry.stat(follow_symlinks=False)
-                if status.st_uid == os.getuid() and status.st_ctime >= since - 1:
-                    segments[status.st_ino] = entry.path
-    return segments
+def is_mpi_starting(launcher: int) -> bool:
+    """Whether a process below this launcher's is starting MPI, and so has segments of MPI."""
+    return any(_is_below(process, launcher) and _segments(process, ALL) for process in processes())
 
 
-def start_time(process: int) -> float:
-    """When this process started, as `time.time`; OSError if the system does not tell."""
-    since_boot = int(fields_of(process)[19]) / os.sysconf("SC_CLK_TCK")
-    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + since_boot
+def processes() -> list[int]:
+    """All processes of this host."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def _is_below(process: int, ancestor: int) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        while process > 1:
+            process = int(fields_of(process)[1])
+            if process == ancestor:
+                return True
+    return False
 
 
 def fields_of(process: int) -> list[bytes]:

@@ -131,11 +131,8 @@ def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
 
 def _is_mpi_starting() -> bool:
     """Whether a rank is starting MPI: it has found enough memory for all, and taken some of it."""
-    try:
-        since = guard.start_time(launchers.find_process() or os.getpid())
-    except OSError:
-        return False
-    return bool(guard.own_segments(since))
+    launcher = launchers.find_process()
+    return launcher is not None and guard.is_mpi_starting(launcher)
 
 
 def _speaks_pmix() -> bool:

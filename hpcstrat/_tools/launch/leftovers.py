@@ -47,13 +47,25 @@ def unlink_segments(since: float) -> None:
     Only this user's, made after `since` (as `time.time`), that no process has open or mapped: the
     process that makes a segment has it open until it has mapped it, so there is no gap.
     """
-    unused = guard.own_segments(since)
-    for process in _processes() if unused else []:
+    unused = _own_segments(since)
+    for process in guard.processes() if unused else []:
         for inode in _inodes(process):
             unused.pop(inode, None)
     for path in unused.values():
         with contextlib.suppress(OSError):
             os.unlink(path)
+
+
+def _own_segments(since: float) -> dict[int, str]:
+    """Inode and path of MPI's segments of this user that were made after `since` (`time.time`)."""
+    segments = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(guard.FOLDER):
+            if entry.name.startswith(guard.ALL):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid == os.getuid() and status.st_ctime >= since - 1:
+                    segments[status.st_ino] = entry.path
+    return segments
 
 
 def _inodes(process: int) -> Iterator[int]:
@@ -74,11 +86,7 @@ def processes_of(memory: JobMemory) -> list[int]:
     """The processes of this host that have the job's variable."""
     ((name, value),) = memory.environment.items()
     mark = f"{name}={value}".encode()
-    return [process for process in _processes() if mark in _variables_of(process)]
-
-
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [process for process in guard.processes() if mark in _variables_of(process)]
 
 
 _OF_RANKS = tuple(f"{name}=".encode() for name in launchers.RANK_NAMES)
