@@ -30,7 +30,6 @@ class Vendor(NamedTuple):
     Attributes:
         name: its name in mpi4py.
         sign: part of the output of `mpiexec --version`.
-        names: possible names of its mpiexec, the usual name first.
         options: returns its options for a number of ranks and the variables that ranks on other
             hosts need too.
         end_signal: the signal at which it ends all ranks within seconds, even ranks that ignore
@@ -40,7 +39,6 @@ class Vendor(NamedTuple):
 
     name: str
     sign: str
-    names: tuple[str, ...]
     options: Callable[[int, Iterable[str]], list[str]]
     end_signal: int
     kept: tuple[int, ...]
@@ -60,18 +58,16 @@ def _open_mpi_options(ranks: int, variables: Iterable[str]) -> list[str]:
     return [*options, *(word for name in variables for word in ("-x", name))]
 
 
-_OPEN_MPI_NAMES = ("mpiexec", "mpirun", "mpiexec.openmpi")
-_HYDRA_NAMES = ("mpiexec", "mpirun", "mpiexec.hydra", "mpiexec.mpich")
-_HYDRA = (_HYDRA_NAMES, _hydra_options, signal.SIGKILL, (signal.SIGUSR2,))
+_HYDRA = (_hydra_options, signal.SIGKILL, (signal.SIGUSR2,))
 # Hydra passes TERM on to ranks, which may ignore it, but its proxies end their ranks when it is
 # gone. Open MPI's ranks that have not started MPI outlive an mpirun that was killed.
 VENDORS = (
-    Vendor("Open MPI", "Open MPI", _OPEN_MPI_NAMES, _open_mpi_options, signal.SIGTERM, ()),
+    Vendor("Open MPI", "Open MPI", _open_mpi_options, signal.SIGTERM, ()),
     Vendor("Intel MPI", "Intel(R) MPI", *_HYDRA),
     Vendor("MPICH", "HYDRA", *_HYDRA),
 )
 """In the order in which their signs are looked for."""
-_SLURM = Vendor("Slurm", "", (), lambda ranks, variables: [], signal.SIGTERM, ())
+_SLURM = Vendor("Slurm", "", lambda ranks, variables: [], signal.SIGTERM, ())
 
 
 class Mpiexec(NamedTuple):
@@ -178,7 +174,8 @@ def _candidates(named: str | None, is_open_mpi: bool) -> Iterator[list[str]]:
         return
     folders = [str(pathlib.Path(library).parent.parent / "bin") for library in _find_libraries()]
     folders += [os.path.join(sys.prefix, "bin"), *os.get_exec_path()]
-    names = _OPEN_MPI_NAMES if is_open_mpi else _HYDRA_NAMES
+    own = ["mpiexec.openmpi"] if is_open_mpi else ["mpiexec.hydra", "mpiexec.mpich"]
+    names = ["mpiexec", "mpirun", *own]
     paths = (shutil.which(name, path=folder) for folder in folders if folder for name in names)
     yield from ([path] for path in dict.fromkeys(paths) if path is not None)
 
