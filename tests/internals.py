@@ -97,10 +97,10 @@ from hpcstrat._tools.timeline_shares import (
     read,
     share_out,
 )
-from hpcstrat._update import compiled, library_cache, rows, rule
-from hpcstrat._update.chunks import chunks_of
-from hpcstrat._update.compiled_update import CompiledUpdate
-from hpcstrat._update.numpy_update import NumpyUpdate
+from hpcstrat._update import compiled, device_update, library_cache, rows
+from hpcstrat._update.device_update import apply_on_gpu
+from hpcstrat._update.host_update import HostUpdate
+from hpcstrat._update.update import chunks_of
 from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector

@@ -17,10 +17,9 @@ from hpcstrat._memory.intervals import Interval, Shard
 from hpcstrat._memory.layout import Layout
 from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, on_stream
 from hpcstrat._storage.plan import Plan
-from hpcstrat._update.chunks import chunks_of
 from hpcstrat._update.device_update import DeviceUpdate
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import Update
+from hpcstrat._update.update import Update, chunks_of
 
 
 class OnGpu(LocalBlocks):

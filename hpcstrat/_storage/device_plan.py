@@ -13,8 +13,7 @@ from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.layout import PackKernel
 from hpcstrat._storage.plan import MessageOrder, Plan
 from hpcstrat._storage.shards import Section, rank_slices
-from hpcstrat._update.chunks import Chunk
-from hpcstrat._update.update import Update
+from hpcstrat._update.update import Chunk, Update
 
 
 class Transfer(NamedTuple):

@@ -21,11 +21,9 @@ from hpcstrat._memory.segment import Segment
 from hpcstrat._process import settings
 from hpcstrat._storage.plan import MessageOrder, Plan
 from hpcstrat._update import compiled
-from hpcstrat._update.chunks import Chunk, chunks_of
-from hpcstrat._update.compiled_update import CompiledUpdate
-from hpcstrat._update.numpy_update import NumpyUpdate, Scratch
+from hpcstrat._update.host_update import HostUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import Update
+from hpcstrat._update.update import Chunk, Update, chunks_of
 
 # A model that fills the memory can still be saved and restored, because at most one part of it is
 # in memory twice.
@@ -134,8 +132,8 @@ class LocalBlocks:
         """
         # Compiling takes half a second, which small updates never make up for.
         is_compiled = self._compiles and sum(layout.sizes) >= compiled.FEWEST
-        kind = CompiledUpdate if is_compiled else NumpyUpdate
-        return kind(chunks_of(self.memory, shards), shards, self._scratch, rank)
+        chunks = chunks_of(self.memory, shards)
+        return HostUpdate(chunks, shards, self._scratch, rank, is_compiled)
 
     def zeros(self, nbytes: int) -> Array:
         """New memory for messages, on this rank's device."""

@@ -16,9 +16,8 @@ from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._memory.layout import Layout, layout_of
-from hpcstrat._update.chunks import keep_per_message
 from hpcstrat._update.rule import NO_CONSTANTS
-from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace, Update
+from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace, Update, keep_per_message
 
 T = TypeVar("T")
 

@@ -22,9 +22,8 @@ from hpcstrat._storage.shards import (
     sections_of,
     update_rows_in_shards,
 )
-from hpcstrat._update.chunks import Chunk, chunks_of
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import Update
+from hpcstrat._update.update import Chunk, Update, chunks_of
 
 
 @final

@@ -354,8 +354,7 @@ def _updates() -> str:
         if not settings.compiles():
             return "by NumPy: HPCSTRAT_COMPILE is 0"
         rule = SGD(1.0).update_rule(1.0, 1)
-        assert rule.kernel is not None
-        compiled.load(rule.kernel, rule, np.dtype(np.float32))
+        compiled.load(rule, np.dtype(np.float32))
     except (OSError, ValueError, AttributeError, RuntimeError, subprocess.SubprocessError) as error:
         return f"by NumPy: {error}"
     return f"compiled by {compiled.compiler()}"

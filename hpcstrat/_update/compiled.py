@@ -18,7 +18,7 @@ import numpy as np
 from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._update.library_cache import compiler, load_library
-from hpcstrat._update.rule import LANES, Kernel, Norms, UpdateRule
+from hpcstrat._update.rule import LANES, Kernel, UpdateRule, sums_of_squares
 
 FEWEST = 100_000
 """The fewest elements of an update worth compiling: it takes half a second, once per machine."""
@@ -26,10 +26,9 @@ FEWEST = 100_000
 Table: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 """One row per chunk: its number of elements, then its addresses in the variable, in each slot and
 in each message. Messages are summed in this order."""
-Loop: TypeAlias = Callable[[Table, int, Sequence[float]], None]
-"""Takes a table, the number of messages, and the rule's numbers."""
-NormLoop: TypeAlias = Callable[[Table, int, Sequence[float]], Array]
-"""Takes the same, changes nothing, and returns each row's sum of the squares of each term."""
+Loop: TypeAlias = Callable[[Table, int, Sequence[float]], Array]
+"""Takes a table, the number of messages, and the rule's numbers. Returns each row's sum of the
+squares of each term of norms."""
 
 # CHUNK: eight buffers of this many elements fit in the fastest cache. One or two messages are read
 # in place: a loop that reads several streams at once is faster than copying one of them first.
@@ -74,7 +73,7 @@ void update(const int64_t *table, int64_t chunks, int64_t messages, const double
     }}
 }}
 """
-# As `rule.sum_of_squares` does it.
+# As `rule.sums_of_squares` does it.
 _ADD_SQUARES = """
 for (int64_t i = 0; i < count; i += LANES)
     for (int64_t j = 0; j < LANES && i + j < count; ++j)
@@ -85,9 +84,6 @@ _WHOLE = """
 #define IN_PLACE 1
 typedef {} stored;
 static inline void read(const stored *restrict from, number *restrict to, int64_t count) {{
-    memcpy(to, from, count * sizeof *to);
-}}
-static inline void write(const number *restrict from, stored *restrict to, int64_t count) {{
     memcpy(to, from, count * sizeof *to);
 }}
 static inline void add(const stored *restrict from, number *restrict to, int64_t count) {{
@@ -156,120 +152,67 @@ _STORED = {
 }
 
 
-_loops: dict[tuple[Kernel, str], Any] = {}
+_loops: dict[tuple[Kernel, str], Loop | None] = {}
 
 
 def loop(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
-    """The compiled loop that updates variables of this dtype; `None` if none can be made."""
+    """The compiled loop of a rule for variables of this dtype; `None` if none can be made."""
     if rule.kernel is None or dtype.name not in _STORED:
         return None
     key = (rule.kernel, dtype.name)
     if key not in _loops:
-        _loops[key] = _or_none(load, rule.kernel, rule, dtype)
+        _loops[key] = None
+        # Any error, perhaps on one rank only, is suppressed: it would interrupt the update.
+        with contextlib.suppress(Exception):
+            _loops[key] = load(rule, dtype)
     return _loops[key]
 
 
-def norm_loop(norms: Norms, dtype: np.dtype[Any]) -> NormLoop | None:
-    """The compiled loop of the first pass of an update with norms; `None` if none can be made."""
-    if dtype.name not in _STORED:
-        return None
-    key = (norms.kernel, dtype.name)
-    if key not in _loops:
-        _loops[key] = _or_none(_load_norms, norms, dtype)
-    return _loops[key]
-
-
-def _or_none(make: Callable[..., Any], *arguments: Any) -> Any:
-    # Any error, perhaps on one rank only, is suppressed: an exception would interrupt the update.
-    with contextlib.suppress(Exception):
-        return make(*arguments)
-    return None
-
-
-def load(kernel: Kernel, rule: UpdateRule, dtype: np.dtype[Any]) -> Loop:
-    """The compiled loop of a rule with this kernel, compiled if it is not in the cache.
+def load(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop:
+    """The compiled loop of a rule with a kernel, compiled if it is not in the cache.
 
     Raises:
         OSError, AttributeError, RuntimeError, SubprocessError: it cannot be made; the error says
             why.
     """
-    function = _function(_source(kernel, dtype.name))
+    assert rule.kernel is not None
+    kernel, terms = rule.kernel, len(rule.kernel.terms)
+    function = load_library(_source(kernel, dtype.name)).update
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    function.argtypes, function.restype = (pointer, count, count, pointer, pointer), None
 
-    def run(table: Table, messages: int, numbers: Sequence[float]) -> None:
-        given = np.array(numbers, np.float64)
-        function(table.ctypes.data, len(table), messages, given.ctypes.data, None)
+    def run(table: Table, messages: int, numbers: Sequence[float]) -> Array:
+        given, sums = np.array(numbers, np.float64), np.empty((len(table), terms))
+        function(table.ctypes.data, len(table), messages, given.ctypes.data, sums.ctypes.data)
+        return sums
 
-    if rule.norms is not None:
-        rule = rule.norms.rule_with([0.5 + i for i in range(rule.norms.size)])
-    if not _matches_numpy(run, rule, len(kernel.slots), dtype):
+    if not _matches_numpy(run, rule, kernel, dtype):
         raise OSError(f"{compiler()}: the code for {kernel.name} computes other values than NumPy")
     return run
 
 
-def _load_norms(norms: Norms, dtype: np.dtype[Any]) -> NormLoop:
-    function = _function(_source(norms.kernel, dtype.name, norms.size))
-
-    def run(table: Table, messages: int, numbers: Sequence[float]) -> Array:
-        given = np.array(numbers, np.float64)
-        sums = np.empty((len(table), norms.size))
-        function(table.ctypes.data, len(table), messages, given.ctypes.data, sums.ctypes.data)
-        return sums
-
-    random = np.random.default_rng(0)
-    arrays = [random.random(5009).astype(dtype) for _ in range(2 + len(norms.kernel.slots))]
-    *changed, gradient = arrays
-    sums = run(table([arrays]), 1, norms.kernel_constants)
-    with np.errstate(all="ignore"):
-        expected = norms.sums(changed[0], gradient.copy(), changed[1:])
-    if not np.array_equal(sums[0], expected, equal_nan=True):
-        raise OSError(
-            f"{compiler()}: the code for {norms.kernel.name} computes other sums than NumPy"
-        )
-    return run
-
-
-def _function(source: str) -> Any:
-    function = load_library(source).update
-    function.argtypes = (
-        ctypes.c_void_p,
-        ctypes.c_int64,
-        ctypes.c_int64,
-        ctypes.c_void_p,
-        ctypes.c_void_p,
-    )
-    function.restype = None
-    return function
-
-
-def _source(kernel: Kernel, dtype: str, norms: int = 0) -> str:
-    """The C code of a kernel's loop; with `norms`, it adds up the squares of that many terms."""
+def _source(kernel: Kernel, dtype: str) -> str:
+    """The C code of a kernel's loop."""
     computed, stored = _STORED[dtype]
-    changed = ("value", *kernel.slots)
+    terms = range(len(kernel.terms))
     is_whole = "IN_PLACE 1" in stored
-    places = [f"(stored *)table[{i}] + start" for i in range(1, 1 + len(changed))]
-    if is_whole:  # in place
-        reads = [
-            f"number *restrict const all_{name} = {place};"
-            for name, place in zip(changed, places, strict=True)
-        ]
-        writes: list[str] = []
+    changed = {
+        name: f"(stored *)table[{i}] + start" for i, name in enumerate(("value", *kernel.slots), 1)
+    }
+    buffers = [] if is_whole else [f", all_{name}[CHUNK]" for name in changed]
+    if is_whole:
+        reads = [f"number *restrict const all_{name} = {at};" for name, at in changed.items()]
+        writes = []
     else:
-        reads = [
-            f"read({place}, all_{name}, count);"
-            for name, place in zip(changed, places, strict=True)
-        ]
-        writes = [
-            f"write(all_{name}, {place}, count);"
-            for name, place in zip(changed, places, strict=True)
-        ]
+        reads = [f"read({at}, all_{name}, count);" for name, at in changed.items()]
+        writes = [f"write(all_{name}, {at}, count);" for name, at in changed.items()]
     loads = [f"number {name} = all_{name}[i];" for name in changed]
     stores = [f"all_{name}[i] = {name};" for name in changed]
-    buffers = [] if is_whole else [f", all_{name}[CHUNK]" for name in changed]
-    if norms:
-        loads += [f"number term_{i};" for i in range(norms)]
-        stores = [f"terms_{i}[i] = term_{i};" for i in range(norms)]
-        buffers += [f", terms_{i}[CHUNK]" for i in range(norms)]
-        writes = [_ADD_SQUARES.format(i) for i in range(norms)]
+    if terms:
+        loads += [f"number term_{i};" for i in terms]
+        stores = [f"terms_{i}[i] = term_{i};" for i in terms]
+        buffers += [f", terms_{i}[CHUNK]" for i in terms]
+        writes = [_ADD_SQUARES.format(i) for i in terms]
     return _SOURCE.format(
         lanes=LANES,
         computed=computed,
@@ -279,11 +222,11 @@ def _source(kernel: Kernel, dtype: str, norms: int = 0) -> str:
         ),
         buffers="".join(buffers),
         fixed=1 + len(changed),
-        start="\n".join(f"double lanes_{i}[LANES] = {{0}};" for i in range(norms)),
+        start="\n".join(f"double lanes_{i}[LANES] = {{0}};" for i in terms),
         reads="\n".join(reads),
         update="\n".join([*loads, kernel.body, *stores]),
         writes="\n".join(writes),
-        end="\n".join(map(_ADD_LANES.format, range(norms))),
+        end="\n".join(map(_ADD_LANES.format, terms)),
     )
 
 
@@ -293,26 +236,29 @@ def table(chunks: Sequence[Sequence[Array]]) -> Table:
     return np.array(rows, np.int64).reshape(len(rows), len(rows[0]) if rows else 1)
 
 
-def _matches_numpy(run: Loop, rule: UpdateRule, slots: int, dtype: np.dtype[Any]) -> bool:
+def _matches_numpy(run: Loop, rule: UpdateRule, kernel: Kernel, dtype: np.dtype[Any]) -> bool:
     """Whether the loop computes the bits of the NumPy operations, except for NaN payloads."""
     random = np.random.default_rng(0)
     special = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-6, 6e4)
     with np.errstate(all="ignore"):
         arrays = []
-        for _ in range(3 + slots):
+        for _ in range(3 + len(kernel.slots)):
             numbers = random.standard_normal(1009)
-            numbers[::7] = random.choice(special, numbers[::7].size)
+            if kernel.terms:  # numbers whose sums of squares are not nan
+                numbers = abs(numbers)
+            else:
+                numbers[::7] = random.choice(special, numbers[::7].size)
             arrays.append(numbers.astype(dtype))
         *changed, first, second = arrays
         copies = [array.copy() for array in changed]
-        run(table([(*changed, first, second)]), 2, rule.kernel_constants)
+        sums = run(table([(*changed, first, second)]), 2, rule.kernel_constants)[0]
         gradient = np.empty_like(first)
         reduce_chunk(gradient, [first, second], ReduceOp.SUM)
-        rule.apply(copies[0], gradient, copies[1:], np.empty_like(gradient))
-        wide = [array.astype(np.float64) for array in (*changed, *copies)]
-    half = len(changed)
+        terms = kernel.apply(rule.kernel_constants, copies[0], gradient, copies[1:])
+        found = [sums, *[array.astype(np.float64) for array in changed]]
+        wanted = [sums_of_squares(terms), *[array.astype(np.float64) for array in copies]]
     return all(
-        np.array_equal(result, expected, equal_nan=True)
-        and np.array_equal(np.signbit(result[result == 0]), np.signbit(expected[expected == 0]))
-        for result, expected in zip(wide[:half], wide[half:], strict=True)
+        np.array_equal(one, other, equal_nan=True)
+        and np.array_equal(np.signbit(one[one == 0]), np.signbit(other[other == 0]))
+        for one, other in zip(found, wanted, strict=True)
     )

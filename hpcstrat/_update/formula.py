@@ -1,176 +1,42 @@
-"""An update that is written once, as a function, and traced to NumPy operations and kernel code."""
+"""An update that is written once, as a function, and traced to kernels and numbers."""
 
 from __future__ import annotations
 
+import collections
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from hpcstrat._core.arrays import as_number
-from hpcstrat._update.operations import norm_terms, operations
-from hpcstrat._update.rule import Kernel, Norms, UpdateRule
-from hpcstrat._update.symbols import ELEMENT, NUMBER, ON_ELEMENTS, Symbol
+from hpcstrat._update.rule import NO_CONSTANTS, Kernel, Norms, UpdateRule
+from hpcstrat._update.symbols import (
+    CONDITION,
+    ELEMENT,
+    NUMBER,
+    NUMPY,
+    ON_ELEMENTS,
+    ON_NUMBERS,
+    Symbol,
+)
+
+Evaluate: TypeAlias = Callable[[Sequence[float]], tuple[float, ...]]
+Place: TypeAlias = tuple[str, int]
+"""Where an operand is: its kind, and its index among the arrays or numbers of this kind."""
 
 
 class Formula:
-    """A formula for variables with these slots and options.
+    """The formula of an optimizer, traced for each choice of its options and slots.
 
     Args:
-        call: the name of the formula for messages, such as `Adam.formula`.
+        call: its name for messages, such as `Adam.formula`.
         function: takes the value, the gradient and the slots of one element by position, and the
             numbers and options by name. It returns the new value, or a tuple of the new value and
-            the new slots.
-        slots: the slots' names.
-        numbers: the names of the numbers.
-        options: by name, the values that are known when the formula is compiled.
-
-    Raises:
-        TypeError: the function cannot be compiled; the message names the line.
-    """
-
-    def __init__(
-        self,
-        call: str,
-        function: Callable[..., Any],
-        slots: Sequence[str],
-        numbers: Sequence[str],
-        options: Mapping[str, bool | None],
-    ) -> None:
-        given = [
-            Symbol(ELEMENT, None, name)
-            for name in ("gradient", "value", *[f"slot_{name}" for name in slots])
-        ]
-        symbols = {name: Symbol(NUMBER, None, name) for name in numbers}
-        gradient, *state = given
-        result = function(state[0], gradient, *state[1:], **symbols, **options)
-        results = result if isinstance(result, tuple) else (result,)
-        kinds = [getattr(symbol, "kind", type(symbol).__name__) for symbol in results]
-        if kinds != [ELEMENT] * len(state):
-            raise TypeError(
-                f"{call} returned {kinds}; it must return the new value and {len(slots)} new "
-                "slots, in this order, all of them made of elements"
-            )
-        self._names = tuple(numbers)
-        self._options = {name: float(value) for name, value in options.items() if value is not None}
-        name = call.partition(".")[0].lower()
-        order, taken = _in_order(results)
-        norms = _norms_in(taken)
-        self._bind = operations(self._names, norms, taken, given, order, results)
-        lines, texts = _statements(given, order, taken)
-        # All are read before any is written: a new slot may be another slot's old value.
-        lines += [f"const auto new_{i} = {texts[id(new)]};" for i, new in enumerate(results)]
-        lines += [f"{old.operands[0]} = new_{i};" for i, old in enumerate(state)]
-        self._kernel = _kernel(name, slots, taken, lines)
-        self._norms: tuple[int, Kernel, Callable[..., Any]] | None = None
-        if norms:
-            # A norm needs all elements of a variable before any can change: a first pass, which
-            # changes nothing.
-            wanted = [norm.operands[0] for norm in norms]
-            order, taken = _in_order(wanted)
-            lines, texts = _statements(given, order, taken)
-            lines += [f"term_{i} = {texts[id(term)]};" for i, term in enumerate(wanted)]
-            bind = norm_terms(self._names, taken, given, order, wanted)
-            self._norms = len(norms), _kernel(f"{name}_norms", slots, taken, lines), bind
-
-    def rule(self, numbers: Sequence[float]) -> UpdateRule:
-        """The update with these numbers, in the order of their names."""
-        # The ranks must agree on the options, too.
-        constants = dict(zip(self._names, numbers, strict=True)) | self._options
-        if self._norms is None:
-            apply, values = self._bind(*numbers)
-            return UpdateRule(apply, constants, self._kernel, values)
-
-        def rule_with(norms: Sequence[float]) -> UpdateRule:
-            apply, values = self._bind(*numbers, *norms)
-            return UpdateRule(apply, constants, self._kernel, values)
-
-        size, kernel, bind = self._norms
-        terms, values = bind(*numbers)
-        return Norms(size, kernel, terms, values, rule_with).rule()
-
-
-def _in_order(results: Sequence[Symbol]) -> tuple[list[Symbol], list[Symbol]]:
-    """The operations on elements, each once and after its operands, and the numbers they take."""
-    order: list[Symbol] = []
-    numbers: list[Symbol] = []
-    seen: set[int] = set()
-
-    def visit(symbol: Symbol) -> None:
-        if id(symbol) in seen:
-            return
-        seen.add(id(symbol))
-        if symbol.kind == NUMBER:
-            numbers.append(symbol)
-        elif symbol.function is not None:
-            for operand in symbol.operands:
-                visit(operand)
-            order.append(symbol)
-
-    for result in reversed(results):  # slots first: the new value often depends on them
-        visit(result)
-    return order, numbers
-
-
-def _norms_in(numbers: Sequence[Symbol]) -> list[Symbol]:
-    """The norms that these numbers depend on, each once."""
-    norms: dict[int, Symbol] = {}
-
-    def visit(number: Symbol) -> None:
-        if number.function is np.linalg.norm:
-            norms[id(number)] = number
-        elif number.function is not None:
-            for operand in number.operands:
-                visit(operand)
-
-    for number in numbers:
-        visit(number)
-    return list(norms.values())
-
-
-def _statements(
-    given: Sequence[Symbol], order: Sequence[Symbol], numbers: Sequence[Symbol]
-) -> tuple[list[str], dict[int, str]]:
-    """The operations as statements of a kernel, and the text of each symbol by its id."""
-    texts = {id(symbol): symbol.operands[0] for symbol in given}
-    texts |= {id(number): f"number_{i}" for i, number in enumerate(numbers)}
-    lines = []
-    for i, symbol in enumerate(order):
-        text = ON_ELEMENTS[symbol.function].format(
-            *[texts[id(operand)] for operand in symbol.operands]
-        )
-        lines.append(f"const auto step_{i} = {text};")
-        texts[id(symbol)] = f"step_{i}"
-    return lines, texts
-
-
-def _kernel(
-    name: str, slots: Sequence[str], numbers: Sequence[Symbol], lines: Sequence[str]
-) -> Kernel:
-    return Kernel(
-        name,
-        tuple(f"slot_{slot}" for slot in slots),
-        tuple(f"number_{i}" for i in range(len(numbers))),
-        "\n".join(lines),
-    )
-
-
-def _reader_of(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that reads these attributes of an object."""
-    if len(names) > 1:
-        return operator.attrgetter(*names)
-    return lambda thing: tuple(getattr(thing, name) for name in names)
-
-
-class Formulas:
-    """The formulas of an optimizer, one per choice of its options and slots.
-
-    Args:
-        call: the formula's name for messages, such as `Adam.formula`.
-        function: see `Formula`.
+            the new slots. An option is `None` or a `bool`, known when the formula is traced.
         readers: read those of its numbers that are no attributes of the optimizer.
     """
 
@@ -188,8 +54,8 @@ class Formulas:
         attributes = [name for name in names if name not in given and name not in readers]
         self._names = (*given, *attributes, *readers)
         self._readers = tuple(readers.values())
-        self._attributes_of = _reader_of(attributes)
-        self._compiled: dict[tuple[Any, ...], Formula] = {}
+        self._attributes_of = _getter(operator.attrgetter, attributes)
+        self._traced: dict[tuple[Any, ...], Callable[[Sequence[float]], UpdateRule]] = {}
         self._last: tuple[tuple[Any, ...], UpdateRule] | None = None
 
     def rule(self, optimizer: Any, learning_rate: float, step: int) -> UpdateRule:
@@ -199,7 +65,8 @@ class Formulas:
 
         Raises:
             AttributeError: the optimizer has no such attribute.
-            TypeError: an attribute is not a number, or the formula cannot be compiled.
+            TypeError: an attribute is not a number, or the formula cannot be compiled; the message
+                names the line.
         """
         values = self._attributes_of(optimizer)
         if self._readers:
@@ -224,8 +91,218 @@ class Formulas:
             if name not in options
         }
         key = (*options.items(), *slots)
-        if key not in self._compiled:
-            self._compiled[key] = Formula(
-                self._call, self._function, slots, tuple(numbers), options
+        if key not in self._traced:
+            self._traced[key] = self._trace(slots, tuple(numbers), options)
+        return self._traced[key](tuple(numbers.values()))
+
+    def _trace(
+        self, slots: Sequence[str], names: Sequence[str], options: Mapping[str, bool | None]
+    ) -> Callable[[Sequence[float]], UpdateRule]:
+        """The update with these slots and options, as a function of the numbers."""
+        given = [
+            Symbol(ELEMENT, None, name)
+            for name in ("gradient", "value", *[f"slot_{name}" for name in slots])
+        ]
+        symbols = {name: Symbol(NUMBER, None, name) for name in names}
+        gradient, *state = given
+        result = self._function(state[0], gradient, *state[1:], **symbols, **options)
+        results = result if isinstance(result, tuple) else (result,)
+        kinds = [getattr(symbol, "kind", type(symbol).__name__) for symbol in results]
+        if kinds != [ELEMENT] * len(state):
+            raise TypeError(
+                f"{self._call} returned {kinds}; it must return the new value and {len(slots)} new "
+                "slots, in this order, all of them made of elements"
             )
-        return self._compiled[key].rule(tuple(numbers.values()))
+        name = self._call.partition(".")[0].lower()
+        norms = [symbol for symbol in _in_order(results) if symbol.function is np.linalg.norm]
+        numbers = list(symbols.values())
+        kernel, values_of = _compile(name, given, [*numbers, *norms], results)
+        # The ranks must agree on the options, too.
+        agreed = {name: float(value) for name, value in options.items() if value is not None}
+
+        def rule(numbers: Sequence[float], roots: Sequence[float] = ()) -> UpdateRule:
+            values = values_of((*numbers, *roots))
+            constants = dict(zip(names, numbers, strict=True)) | agreed
+            return UpdateRule(functools.partial(kernel.apply, values), constants, kernel, values)
+
+        if not norms:
+            return rule
+        # A norm needs all elements of a variable before any can change: a first pass, which changes
+        # nothing.
+        terms = [norm.operands[0] for norm in norms]
+        first, first_values_of = _compile(f"{name}_norms", given, numbers, terms, has_terms=True)
+
+        def rule_with_norms(numbers: Sequence[float]) -> UpdateRule:
+            values = first_values_of(numbers)
+            apply = functools.partial(first.apply, values)
+            first_pass = UpdateRule(apply, NO_CONSTANTS, first, values)
+            return Norms(len(norms), first_pass, functools.partial(rule, numbers)).rule()
+
+        return rule_with_norms
+
+
+def _is_computed(symbol: Symbol) -> bool:
+    return symbol.function not in (None, np.linalg.norm)
+
+
+def _in_order(results: Sequence[Symbol]) -> list[Symbol]:
+    """The results and all that they depend on, each once and after its operands.
+
+    What is in a norm is left out: it belongs to the first pass.
+    """
+    order: dict[int, Symbol] = {}
+
+    def visit(symbol: Symbol) -> None:
+        if id(symbol) in order:
+            return
+        if _is_computed(symbol):
+            for operand in symbol.operands:
+                visit(operand)
+        order[id(symbol)] = symbol
+
+    for result in reversed(results):  # slots first: the new value often depends on them
+        visit(result)
+    return list(order.values())
+
+
+def _compile(
+    name: str,
+    given: Sequence[Symbol],
+    given_numbers: Sequence[Symbol],
+    results: Sequence[Symbol],
+    has_terms: bool = False,
+) -> tuple[Kernel, Evaluate]:
+    """The kernel of these results, and what computes its constants, in float64, in each step.
+
+    Given are the gradient, the value and the slots; in each step the formula's numbers, and norms.
+    The results are the new value and slots, or the terms of norms.
+    """
+    whole = _in_order(results)
+    order = [symbol for symbol in whole if symbol.kind != NUMBER and symbol.function is not None]
+    taken = {id(operand) for symbol in order for operand in symbol.operands}
+    numbers = [symbol for symbol in whole if symbol.kind == NUMBER and id(symbol) in taken]
+    literals = [
+        number
+        for number in whole
+        if number.function is None and isinstance(number.operands[0], float)
+    ]
+    computed = [symbol for symbol in whole if symbol.kind == NUMBER and _is_computed(symbol)]
+    places = {id(symbol): i for i, symbol in enumerate([*given_numbers, *literals, *computed])}
+    constants = [symbol.operands[0] for symbol in literals]
+    steps = [
+        (
+            ON_NUMBERS[symbol.function],
+            _getter(operator.itemgetter, [places[id(operand)] for operand in symbol.operands]),
+        )
+        for symbol in computed
+    ]
+    wanted = _getter(operator.itemgetter, [places[id(number)] for number in numbers])
+
+    def evaluate(given: Sequence[float]) -> tuple[float, ...]:
+        values = [*given, *constants]
+        for function, operands in steps:
+            values.append(function(*operands(values)))
+        return wanted(values)
+
+    return _kernel_of(name, given, order, numbers, results, has_terms), evaluate
+
+
+def _getter(kind: Callable[..., Any], keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that gets these attributes or items, of which there may be one or none."""
+    if len(keys) > 1:
+        return kind(*keys)
+    getters = [kind(key) for key in keys]
+    return lambda thing: tuple([get(thing) for get in getters])
+
+
+_kernels: dict[tuple[Any, ...], Kernel] = {}
+
+
+def _kernel_of(
+    name: str,
+    given: Sequence[Symbol],
+    order: Sequence[Symbol],
+    numbers: Sequence[Symbol],
+    results: Sequence[Symbol],
+    has_terms: bool,
+) -> Kernel:
+    """The kernel of these operations on elements, which take these numbers."""
+    texts = {id(symbol): symbol.operands[0] for symbol in given}
+    texts |= {id(number): f"number_{i}" for i, number in enumerate(numbers)}
+    lines = []
+    for i, symbol in enumerate(order):
+        operands = [texts[id(operand)] for operand in symbol.operands]
+        lines.append(f"const auto step_{i} = {ON_ELEMENTS[symbol.function].format(*operands)};")
+        texts[id(symbol)] = f"step_{i}"
+    if has_terms:
+        lines += [f"term_{i} = {texts[id(term)]};" for i, term in enumerate(results)]
+    else:
+        # All are read before any is written: a new slot may be another slot's old value.
+        lines += [f"const auto new_{i} = {texts[id(new)]};" for i, new in enumerate(results)]
+        lines += [f"{old.operands[0]} = new_{i};" for i, old in enumerate(given[1:])]
+    key = (
+        name,
+        tuple(slot.operands[0] for slot in given[2:]),
+        tuple(f"number_{i}" for i in range(len(numbers))),
+        "\n".join(lines),
+    )
+    if key not in _kernels:
+        _kernels[key] = Kernel(*key, *_steps(given, order, numbers, results, has_terms))
+    return _kernels[key]
+
+
+def _steps(
+    given: Sequence[Symbol],
+    order: Sequence[Symbol],
+    numbers: Sequence[Symbol],
+    results: Sequence[Symbol],
+    has_terms: bool,
+) -> tuple[list[tuple[Any, ...]], dict[str, int], list[int]]:
+    """The steps of a kernel, its numbers of arrays, and its terms.
+
+    There are as few arrays as possible: together they should fit in cache. The gradient is
+    overwritten, and a new value or slot goes to its place in storage, as soon as the old content is
+    no longer needed. For norms, nothing that was given changes.
+    """
+    uses = collections.Counter(id(operand) for symbol in order for operand in symbol.operands)
+    uses.update(map(id, results))  # needed to the end
+    if has_terms:
+        uses.update(map(id, given))
+    places: dict[int, Place] = {id(symbol): (ELEMENT, i) for i, symbol in enumerate(given)}
+    places |= {id(number): (NUMBER, i) for i, number in enumerate(numbers)}
+    homes = {} if has_terms else {id(new): i for i, new in enumerate(results, 1)}
+    in_storage = [(ELEMENT, i) for i in range(1, len(given))]
+    arrays = {ELEMENT: len(given), CONDITION: 0}
+    free: list[Place] = [] if uses[id(given[0])] else [(ELEMENT, 0)]
+    steps: list[tuple[Any, ...]] = []
+
+    def new_place(kind: str) -> Place:
+        arrays[kind] += 1
+        return kind, arrays[kind] - 1
+
+    for symbol in order:
+        taken = [places[id(operand)] for operand in symbol.operands]
+        for operand, place in zip(symbol.operands, taken, strict=True):
+            uses[id(operand)] -= 1
+            if not uses[id(operand)] and place[0] != NUMBER and place not in in_storage:
+                free.append(place)
+        home = homes.get(id(symbol))
+        reusable = [place for place in free if place[0] == symbol.kind]
+        if home is not None and not uses[id(given[home])]:
+            out = (ELEMENT, home)
+        elif reusable:
+            out = reusable[-1]
+            free.remove(out)
+        else:
+            out = new_place(symbol.kind)
+        places[id(symbol)] = out
+        steps.append((NUMPY.get(symbol.function, symbol.function), *taken, out))
+    found = [places[id(result)] for result in results]
+    if has_terms:
+        return steps, arrays, [i for _, i in found]
+    moved = [(place, home) for place, home in zip(found, in_storage, strict=True) if place != home]
+    for i, (place, home) in enumerate(moved):
+        if place in in_storage:  # which might be written first
+            moved[i] = new_place(ELEMENT), home
+            steps.append((np.positive, place, moved[i][0]))
+    return [*steps, *[(np.positive, place, home) for place, home in moved]], arrays, []

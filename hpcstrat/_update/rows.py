@@ -12,6 +12,7 @@ import numpy as np
 from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
+from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.rule import UpdateRule
 
 _COMBINE = """
@@ -112,7 +113,7 @@ def update_rows(arrays: Sequence[Array], rows: Array, gradient: Array, rule: Upd
     # Copied, because the rule may overwrite its gradient.
     gradient = gradient.reshape(-1).copy()
     if gpu.is_on_gpu(value):
-        rule.on_gpu(value, gradient, slots)
+        apply_on_gpu(rule, value, gradient, slots)
     else:
         rule.apply(value, gradient, slots, np.empty_like(gradient))
     for array, new in zip(arrays, values, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
@@ -10,30 +11,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hpcstrat._core import gpu
+from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core.types import Array
+from hpcstrat._update.symbols import CONDITION, ELEMENT, NUMBER
 
 NO_CONSTANTS: Mapping[str, float] = MappingProxyType({})
+LANES = 16
+"""Sums of squares that are kept in parallel, so that a compiler can use vectors in one order."""
 
-Apply: TypeAlias = Callable[[Array, Array, Sequence[Array], Array], None]
-
-
-class Kernel(NamedTuple):
-    """An update as one elementwise kernel.
-
-    Attributes:
-        name: the kernel's name in profilers.
-        slots: names of the slots in `body`.
-        constants: names of the constants in `body`.
-        body: statements of CUDA C++ that change `value` and the slots by `gradient`, for one
-            element. All have the variable's dtype; where that has 16 bits, `float`. Statements for
-            norms change nothing and assign to `term_0` and so on.
-    """
-
-    name: str
-    slots: tuple[str, ...]
-    constants: tuple[str, ...]
-    body: str
+Apply: TypeAlias = Callable[[Array, Array, Sequence[Array], Array], Any]
+Take: TypeAlias = "Callable[[np.dtype[Any], int], list[Array]]"
+"""Returns this many arrays of a dtype, to work in."""
 
 
 class UpdateRule(NamedTuple):
@@ -60,23 +48,6 @@ class UpdateRule(NamedTuple):
     kernel_constants: tuple[float, ...] = ()
     norms: Norms | None = None
 
-    def on_gpu(self, value: Array, gradient: Array, slots: Sequence[Array]) -> None:
-        """Updates flat CuPy arrays, on the current stream; `gradient` may be overwritten."""
-        if self.kernel is not None:
-            compiled = _compile(self.kernel, value.dtype.itemsize == 2)
-            compiled(gradient, *self.kernel_constants, value, *slots)
-        else:
-            # An assignment has no constants and uses no scratch array: large variables need no
-            # additional memory.
-            scratch = (
-                gpu.array_module(gradient).empty_like(gradient) if self.constants else gradient
-            )
-            self.apply(value, gradient, slots, scratch)
-
-
-LANES = 16
-"""Sums of squares that are kept in parallel, so that a compiler can use vectors in one order."""
-
 
 class Norms(NamedTuple):
     """The norms over a variable that an update of its elements depends on.
@@ -86,16 +57,12 @@ class Norms(NamedTuple):
 
     Attributes:
         size: the number of norms.
-        kernel: assigns the term of each norm; changes nothing.
-        terms: the same by NumPy's operations, from a value, a gradient and slots.
-        kernel_constants: the constants of the kernel, in its order.
+        first: the first pass; `apply` returns the term of each norm.
         rule_with: returns the update of a variable that has these norms.
     """
 
     size: int
-    kernel: Kernel
-    terms: Callable[[Array, Array, Sequence[Array]], Sequence[Array]]
-    kernel_constants: tuple[float, ...]
+    first: UpdateRule
     rule_with: Callable[[Sequence[float]], UpdateRule]
 
     def rule(self) -> UpdateRule:
@@ -105,33 +72,110 @@ class Norms(NamedTuple):
         )
 
     def _apply(self, value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
-        self.rule_with(np.sqrt(self.sums(value, gradient, slots)).tolist()).apply(
-            value, gradient, slots, scratch
-        )
+        roots = np.sqrt(self.sums(value, gradient, slots)).tolist()
+        self.rule_with(roots).apply(value, gradient, slots, scratch)
 
     def sums(self, value: Array, gradient: Array, slots: Sequence[Array]) -> Array:
         """The sum of the squares of each term, from NumPy arrays."""
-        return np.array([sum_of_squares(term) for term in self.terms(value, gradient, slots)])
+        return sums_of_squares(self.first.apply(value, gradient, slots, gradient))
 
-    def sums_on_gpu(
-        self, value: Array, gradient: Array, slots: Sequence[Array], out: Array
-    ) -> None:
-        """Writes the same sums, from flat CuPy arrays, to `out`, on the current stream."""
-        xp = gpu.array_module(gradient)
-        if value.dtype.kind == "c":
-            squares = [
-                xp.abs(term).astype(np.float64) ** 2 for term in self.terms(value, gradient, slots)
-            ]
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """The computation of a formula, or of the terms of its norms. Equal kernels are one object.
+
+    Attributes:
+        name: the kernel's name in profilers.
+        slots: names of the slots in `body`.
+        constants: names of the constants in `body`.
+        body: statements in C, CUDA C++ too, that change `value` and the slots by `gradient`, for
+            one element. All have the variable's dtype; where that has 16 bits, `float`. Statements
+            for norms change nothing and assign to `term_0` and so on.
+        steps: the same as functions of NumPy, each with the places of its operands and its result.
+            The first arrays are the gradient, the value and the slots.
+        arrays: the number of arrays of each kind.
+        terms: for norms, the arrays of their terms.
+    """
+
+    name: str
+    slots: tuple[str, ...]
+    constants: tuple[str, ...]
+    body: str
+    steps: list[tuple[Any, ...]]
+    arrays: dict[str, int]
+    terms: list[int]
+
+    def bind(
+        self,
+        value: Array,
+        gradient: Array,
+        slots: Sequence[Array],
+        numbers: Sequence[Array],
+        take: Take,
+    ) -> tuple[list[Callable[[], Any]], list[Array]]:
+        """Calls that compute on flat NumPy arrays, and the arrays that then contain the terms.
+
+        Bound once and called in every step: a loop over a table that looks up the operands would
+        make a small update 5 to 10 % slower. The constants, of the `accumulator` of the value's
+        dtype, are arrays without dimensions: NumPy takes these in half the time of a scalar.
+        """
+        given, dtype = [gradient, value, *slots], accumulator(value.dtype)
+        is_wide = dtype != value.dtype
+        if is_wide:
+            elements = take(dtype, self.arrays[ELEMENT])
         else:
-            squares = [xp.empty(value.shape, np.float64) for _ in range(self.size)]
-            compiled = _compile_norms(self.kernel, self.size, value.dtype.itemsize == 2)
-            compiled(gradient, *self.kernel_constants, value, *slots, *squares)
-        for i, array in enumerate(squares):
-            out[i] = array.sum()
+            elements = [*given, *take(dtype, self.arrays[ELEMENT] - len(given))]
+        pools = {
+            ELEMENT: elements,
+            CONDITION: take(np.dtype(bool), self.arrays[CONDITION]),
+            NUMBER: numbers,
+        }
+        calls: list[Callable[[], Any]] = [
+            functools.partial(function, *[pools[kind][i] for kind, i in places])
+            for function, *places in self.steps
+        ]
+        if is_wide:  # 16-bit numbers, as on a GPU: computed in float32, and rounded once
+            pairs = list(zip(elements, given, strict=False))
+            changed = [] if self.terms else pairs[1:]
+            calls = [
+                *[functools.partial(np.copyto, wide, short, "unsafe") for wide, short in pairs],
+                *calls,
+                *[functools.partial(np.copyto, short, wide, "unsafe") for wide, short in changed],
+            ]
+        return calls, [elements[i] for i in self.terms]
+
+    def apply(
+        self,
+        constants: Sequence[float],
+        value: Array,
+        gradient: Array,
+        slots: Sequence[Array],
+        scratch: Array | None = None,
+    ) -> list[Array]:
+        """Computes once, on flat NumPy arrays; returns the terms."""
+        calls, terms = self.bind(
+            value,
+            gradient,
+            slots,
+            scalars(np.array(constants, accumulator(value.dtype))),
+            lambda dtype, count: [np.empty(value.size, dtype) for _ in range(count)],
+        )
+        for call in calls:
+            call()
+        return terms
 
 
-def sum_of_squares(term: Array) -> float:
-    """The sum of a flat array's squares, in float64 and in the order of a compiled loop."""
+def scalars(numbers: Array) -> list[Array]:
+    """Views of the numbers in an array, without dimensions."""
+    return [numbers[i : i + 1].reshape(()) for i in range(numbers.size)]
+
+
+def sums_of_squares(terms: Sequence[Array]) -> Array:
+    """The sum of the squares of each flat array, in float64, in the order of a compiled loop."""
+    return np.array([_sum_of_squares(term) for term in terms])
+
+
+def _sum_of_squares(term: Array) -> float:
     squares = np.abs(term).astype(np.float64)
     squares *= squares
     whole = squares.size // LANES * LANES
@@ -140,39 +184,3 @@ def sum_of_squares(term: Array) -> float:
     lanes[: squares.size - whole] += squares[whole:]
     # Not `sum`, which compensates rounding errors from Python 3.12 on.
     return functools.reduce(operator.add, lanes.tolist())
-
-
-@functools.cache
-def _compile(kernel: Kernel, is_short: bool) -> Any:
-    computed = "float" if is_short else "T"
-    changed = ("value", *kernel.slots)
-    before = [
-        f"{computed} {name} = ({computed})given_{name};"
-        for name in ("gradient", *kernel.constants, *changed)
-    ]
-    after = [f"given_{name} = (T){name};" for name in changed]
-    return gpu.load_cupy("an update").ElementwiseKernel(
-        ", ".join(["T given_gradient", *(f"float64 given_{name}" for name in kernel.constants)]),
-        ", ".join(f"T given_{name}" for name in changed),
-        "\n".join([*before, kernel.body, *after]),
-        f"hpcstrat_{kernel.name}",
-        no_return=True,
-    )
-
-
-@functools.cache
-def _compile_norms(kernel: Kernel, count: int, is_short: bool) -> Any:
-    computed = "float" if is_short else "T"
-    taken = ("gradient", *kernel.constants, "value", *kernel.slots)
-    before = [f"const {computed} {name} = ({computed})given_{name};" for name in taken]
-    terms = [f"{computed} term_{i};" for i in range(count)]
-    after = [f"square_{i} = (double)term_{i} * (double)term_{i};" for i in range(count)]
-    return gpu.load_cupy("an update").ElementwiseKernel(
-        ", ".join(
-            f"{'float64' if name in kernel.constants else 'T'} given_{name}" for name in taken
-        ),
-        ", ".join(f"float64 square_{i}" for i in range(count)),
-        "\n".join([*before, *terms, kernel.body, *after]),
-        f"hpcstrat_{kernel.name}",
-        no_return=True,
-    )

@@ -10,6 +10,8 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
+from hpcstrat._core.types import Array
+
 ELEMENT, CONDITION, NUMBER = "element", "condition", "number"
 
 # The operations with the same bits in NumPy, in C++ and on every processor: IEEE 754 defines their
@@ -33,14 +35,20 @@ ON_ELEMENTS: dict[Any, str] = {
     np.where: "{} ? {} : {}",
 }
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
+
+
+def _choose(condition: Array, a: Array, b: Array, out: Array) -> None:
+    out[...] = np.where(condition, a, b)
+
+
 # Of two zeros with different signs, NumPy's own maximum takes one that depends on the processor and
 # on the place in the array.
-AS_OPERATIONS: dict[Any, Callable[..., Any]] = {
-    np.maximum: lambda a, b: np.where((a > b) | (a != a), a, b),
-    np.minimum: lambda a, b: np.where((a < b) | (a != a), a, b),
+NUMPY: dict[Any, Callable[..., Any]] = {
+    np.where: _choose,
+    np.maximum: lambda a, b, out: _choose((a > b) | (a != a), a, b, out),
+    np.minimum: lambda a, b, out: _choose((a < b) | (a != a), a, b, out),
 }
-WITHOUT_OUT = (*_COMPARISONS, *AS_OPERATIONS, np.where)
-"""The operations without an array for the result, or with one of `bool`."""
+"""What computes operations whose function in NumPy takes no array for the result, or differs."""
 
 
 def _as_numpy(function: Callable[..., float], ufunc: Any) -> Callable[..., float]:

@@ -1,24 +1,110 @@
-"""What an update does to this rank's shards of the variables, once the gradients are there."""
+"""What an update does to this rank's shards of the variables, once the gradients are there.
+
+It goes through *chunks*: shards with their memory, which fit in cache on a host. A chunk is a range
+of elements of one dtype, whichever variables they belong to:
+
+    variables  |       w        |b |         v          |c |d |   u   |
+    ranks      |      rank 0     |      rank 1     |      rank 2     |
+    chunks     |----|----|----|--|--|----|----|----|--|-----|----|---|
+
+Here each rank has an equal share of all elements, which it cuts into its own chunks: equal work,
+although one variable may be larger than all others together. Small variables that follow each
+other, such as c and d, are in one chunk: they cost no calls of their own. This is right because
+rules are elementwise. Norms need to know where a variable ends: for them, chunks are cut there.
+"""
 
 from __future__ import annotations
 
 import abc
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
+from hpcstrat._communicators.reduction import CHUNK
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, ReduceOp
-from hpcstrat._memory.intervals import Interval, Shard
-from hpcstrat._update.chunks import Chunk, cut_at_variables
-from hpcstrat._update.rule import Norms, UpdateRule
+from hpcstrat._memory.intervals import Interval, Shard, runs
+from hpcstrat._update.rule import UpdateRule
 
+T = TypeVar("T")
 InPlace: TypeAlias = Mapping[int, tuple[Interval, Array]]
 """Gradients that this rank reads where they are, by variable: the elements that are therefore not
 in its message, and the whole gradient, flat."""
 NOTHING_IN_PLACE: InPlace = MappingProxyType({})
+
+
+class Memory(Protocol):
+    """Memory that contains variables."""
+
+    def part(self, start: int, stop: int) -> Array:
+        """The bytes between two addresses in one block or in contiguous blocks, as a flat array."""
+        ...
+
+
+Chunk: TypeAlias = tuple[Shard, Array, tuple[Array, ...]]
+"""Elements that are updated together: which, and where they are in storage: of the variables, and
+of each slot."""
+
+
+def chunks_of(
+    memory: Memory, shards: Sequence[Shard], count: int = CHUNK, alignment: int = 1
+) -> list[Chunk]:
+    """The chunks of some shards. No chunk has elements of a large shard and of another one.
+
+    Args:
+        memory: the memory of the shards.
+        shards: in the order of the message.
+        count: the most elements of a chunk; a shard that has as many is large.
+        alignment: see `runs`.
+    """
+    chunks: list[Chunk] = []
+    for run in runs(shards, alignment, count):
+        for shard in run.split(count):
+            value, *slots = [memory.part(*place).view(shard.dtype) for place in shard.memory]
+            chunks.append((shard, value, tuple(slots)))
+    return chunks
+
+
+def _chunks_in(shard: Shard, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks of a shard, cut where other variables end and start."""
+
+    def start_of(chunk: Chunk) -> int:
+        return chunk[0].message.start
+
+    # Its first chunk may have started before it.
+    first = bisect.bisect_right(chunks, shard.message.start, key=start_of) - 1
+    stop = bisect.bisect_left(chunks, shard.message.stop, key=start_of)
+    cut = []
+    for whole, value, slots in chunks[first:stop]:
+        both = shard.within(whole.message)
+        start = (both.message.start - whole.message.start) // both.dtype.itemsize
+        here = slice(start, start + both.elements.size)
+        cut.append((both, value[here], tuple([slot[here] for slot in slots])))
+    return cut
+
+
+def keep_per_message(
+    kept: dict[tuple[int, int], tuple[Array, T]],
+    messages: Sequence[Array],
+    make: Callable[[Sequence[Array]], T],
+) -> T:
+    """What is made once per message. An update's messages are mostly the same few arrays.
+
+    Args:
+        kept: what was made before, by message.
+        messages: of all ranks; the first one stands for all.
+        make: makes it.
+    """
+    # By id, because arrays have no hash; each message is kept, so that no other gets its id.
+    key = id(messages[0]), len(messages)
+    if key not in kept:
+        if len(kept) == 3:  # two records and a mailbox, before it grew
+            kept.clear()
+        kept[key] = messages[0], make(messages)
+    return kept[key][1]
 
 
 class Update(abc.ABC):
@@ -32,7 +118,8 @@ class Update(abc.ABC):
     def __init__(self, chunks: Sequence[Chunk], shards: Sequence[Shard]) -> None:
         self._chunks = chunks
         self._shards = shards
-        self._parts: dict[int, Update] = {}
+        self._of_variables: dict[int, Update] = {}
+        self._parts: dict[tuple[int, int], tuple[Array, list[list[Array]]]] = {}
 
     @abc.abstractmethod
     def _with(self, chunks: Sequence[Chunk], shard: Shard) -> Update:
@@ -40,27 +127,23 @@ class Update(abc.ABC):
 
     @abc.abstractmethod
     def apply(
-        self, rule: UpdateRule, messages: Sequence[Array], op: ReduceOp, in_place: InPlace
-    ) -> None:
-        """Reduces the messages, and applies a rule that takes no norms; see `run`."""
-
-    @abc.abstractmethod
-    def add_squares(
         self,
-        norms: Norms,
+        rule: UpdateRule,
         messages: Sequence[Array],
         op: ReduceOp,
         in_place: InPlace,
-        out: Array,
+        out: Array | None = None,
     ) -> None:
-        """Reduces the messages, and adds the sum of squares of each term to `out`.
+        """Reduces the messages, and applies a rule that takes no norms; see `run`.
 
-        `out`, of shape `(norms.size,)`, is zero before.
+        The first pass for norms adds the sum of squares of each term to `out`, which is zero
+        before. On a GPU the update is then of one variable, whose sums are written.
         """
 
     def forget_messages(self) -> None:
         """Drops what it keeps for the next update with the same messages, and so the messages."""
-        for update in self._parts.values():
+        self._parts.clear()
+        for update in self._of_variables.values():
             update.forget_messages()
 
     def in_place(self, gradients: Sequence[Array]) -> InPlace:
@@ -93,20 +176,26 @@ class Update(abc.ABC):
             return
         norms = rule.norms
         # In one array: on a GPU, each copy to the host waits for the stream.
-        xp = gpu.array_module(*[chunk.value for chunk in self._chunks[:1]])
+        xp = gpu.array_module(*[value for _, value, _ in self._chunks[:1]])
         squares = xp.zeros((len(self._shards), norms.size), np.float64)
-        for variable, update in self._by_variable().items():
-            update.add_squares(norms, messages, op, in_place, squares[variable])
+        if not self._of_variables:
+            self._of_variables = {
+                shard.variable: self._with(_chunks_in(shard, self._chunks), shard)
+                for shard in self._shards
+                if shard.elements
+            }
+        for variable, update in self._of_variables.items():
+            update.apply(norms.first, messages, op, in_place, squares[variable])
         # A norm needs all elements of a variable, some of them on other ranks, so nothing can be
         # updated before. The gradients are reduced again: a copy would cost as much memory.
         sums = gpu.to_host(squares)
         roots = np.sqrt(sums if add_up is None else add_up(sums)).tolist()
-        for variable, update in self._by_variable().items():
+        for variable, update in self._of_variables.items():
             update.apply(norms.rule_with(roots[variable]), messages, op, in_place)
 
-    def _by_variable(self) -> dict[int, Update]:
-        """The update of each variable, as far as this rank has elements of it."""
-        if not self._parts:
-            for shard, chunks in cut_at_variables(self._chunks, self._shards):
-                self._parts[shard.variable] = self._with(chunks, shard)
-        return self._parts
+    def _parts_of(self, messages: Sequence[Array]) -> list[list[Array]]:
+        """For each chunk its gradient in each message."""
+        return [
+            [message[shard.message.slice].view(shard.dtype) for message in messages]
+            for shard, _, _ in self._chunks
+        ]

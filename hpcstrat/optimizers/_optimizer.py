@@ -12,7 +12,7 @@ from hpcstrat._core.call_name import current_call, enter_call, leave_call, names
 from hpcstrat._core.types import FIRST_REPLICA, ReduceOp
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
-from hpcstrat._update.formula import Formulas
+from hpcstrat._update.formula import Formula
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers import _composition, _gradients, _options
@@ -83,7 +83,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             self._collecting.append(self._state.accumulator)
         self._transforming = [step for step in steps if overrides(step, "transform")]
         call = f"{type(self).__name__}.formula"
-        self._formula = Formulas(call, *_composition.combine_formulas(call, self.formula, steps))
+        self._formula = Formula(call, *_composition.combine_formulas(call, self.formula, steps))
 
     # ---- for subclasses
 
@@ -359,7 +359,7 @@ class Optimizer(metaclass=_options.OptimizerType):
                 nothing = [group.xp.zeros(v.shape, v.dtype) for v in variables]
         plan = self._state.plan_of(group, variables, self.name, self.all_slots)
         place = list(self.all_slots).index(EMA)
-        taking = Formulas(current_call(), lambda value, gradient, *slots: (slots[place], *slots))
+        taking = Formula(current_call(), lambda value, gradient, *slots: (slots[place], *slots))
         rule = taking.rule(self, 0.0, 0)
         group.storage.update(plan, nothing, FIRST_REPLICA, rule)
 

@@ -33,8 +33,14 @@ def loops(monkeypatch):
     run, real = [], compiled.loop
 
     def loop(rule, dtype):
-        found = real(rule, dtype)
-        return found and (lambda *arguments: (run.append(dtype.name), found(*arguments)))
+        if (found := real(rule, dtype)) is None:
+            return None
+
+        def noted(*arguments):
+            run.append(dtype.name)
+            return found(*arguments)
+
+        return noted
 
     def switch(is_on):
         run.clear()

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from internals import (
     accumulator,
+    device_update,
     layout,
     rows,
-    rule,
 )
 from on_host import array, cupy
 from package_kernels import DTYPES, optimizers_of
@@ -51,16 +51,17 @@ def sources():
         for optimizer in optimizers_of(dtype).values():
             update = optimizer.update_rule(0.1, 1)
             assert update.kernel is not None
-            kernel = rule._compile(update.kernel, accumulator(dtype) != dtype)
+            kernel = device_update._compile(update.kernel, accumulator(dtype) != dtype)
             arrays = [array(3, dtype) for _ in range(1 + len(update.kernel.slots))]
             constants = [0.5] * len(update.kernel.constants)
             texts.append(
                 text(kernel, f"kernel_{len(texts)}", [array(3, dtype), *constants, *arrays])
             )
             if (norms := update.norms) is not None:
-                kernel = rule._compile_norms(norms.kernel, norms.size, accumulator(dtype) != dtype)
+                first = norms.first
+                kernel = device_update._compile(first.kernel, accumulator(dtype) != dtype)
                 squares = [array(3, np.float64) for _ in range(norms.size)]
-                given = [array(3, dtype), *norms.kernel_constants, *arrays, *squares]
+                given = [array(3, dtype), *first.kernel_constants, *arrays, *squares]
                 texts.append(text(kernel, f"kernel_{len(texts)}", given))
         arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
         for combination in rows.SUM, rows.PRODUCT, rows.MINIMUM, rows.MAXIMUM, rows.LAST:

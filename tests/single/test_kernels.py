@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import accumulator, gpu, layout, layout_of, rows, rule
+from internals import accumulator, apply_on_gpu, device_update, gpu, layout, layout_of, rows
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
 from package_kernels import DTYPES, optimizers_of
 from slow import slow_but
@@ -71,7 +71,7 @@ def cupy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(gpu, "array_module", lambda *arrays: module)
-        caches = (rule._compile, rule._compile_norms, rows._kernel, layout._kernel)
+        caches = (device_update._compile, rows._kernel, layout._kernel)
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []
@@ -113,9 +113,9 @@ def update(optimizer, step, value, gradient, slots):
     update = optimizer.update_rule(0.1, step)
     if update.norms is not None:
         sums = np.ones(update.norms.size)
-        update.norms.sums_on_gpu(value, gradient, slots, sums)
+        apply_on_gpu(update.norms.first, value, gradient, slots, sums)
         update = update.norms.rule_with(np.sqrt(sums).tolist())
-    update.on_gpu(value, gradient.copy(), slots)
+    apply_on_gpu(update, value, gradient.copy(), slots)
 
 
 def operations(optimizer, step, value, gradient, slots):

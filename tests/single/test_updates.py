@@ -4,6 +4,8 @@ Variables without elements, fewer elements than ranks, 16-bit variables that sta
 words, and holes where variables were freed.
 """
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,10 +15,9 @@ from internals import (
     ALIGNMENT,
     CHUNK,
     Block,
-    CompiledUpdate,
+    HostUpdate,
     Interval,
     MessageOrder,
-    NumpyUpdate,
     RangeAllocator,
     SlabAllocator,
     chunks_of,
@@ -37,9 +38,9 @@ VARIABLES = st.lists(
 )
 RANKS = st.integers(1, 5)
 KINDS = [
-    pytest.param(NumpyUpdate, id="NumPy"),
+    pytest.param(HostUpdate, id="NumPy"),
     pytest.param(
-        CompiledUpdate,
+        functools.partial(HostUpdate, compiles=True),
         id="compiled",
         marks=pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler"),
     ),
@@ -221,7 +222,7 @@ def test_ranks_with_their_own_slots_update_their_sections(variables, ranks, seed
                 part = own[shard.variable][shard.elements.slice]
                 message[shard.message.slice].view(shard.dtype)[...] = part
         chunks = chunks_of(memory, section.shards)
-        NumpyUpdate(chunks, section.shards, {}).run(momentum(), messages)
+        HostUpdate(chunks, section.shards, {}).run(momentum(), messages)
         for state, (slot,) in zip(states, slots, strict=True):
             state.append(slot.array.tobytes())
     results = [
