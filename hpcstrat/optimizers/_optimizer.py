@@ -169,7 +169,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         """The arguments for `from_config`, as JSON can hold them; without steps and slots.
 
         Raises:
-            ValueError: the learning rate is a function, and not of `hs.optimizers.schedules`.
+            ValueError: it has `steps`, or a learning rate that is a function of the program.
         """
         return _options.config_of(self)
 
