@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array, IndexedSlices
@@ -15,9 +15,6 @@ from hpcstrat._variable.variable import Variable
 from hpcstrat.optimizers import _gradients
 from hpcstrat.optimizers._steps import BY_OPTION, Pairs, UpdateStep, numbers_of, overrides
 
-if TYPE_CHECKING:
-    from hpcstrat.optimizers._optimizer import Optimizer
-
 Readers: TypeAlias = dict[str, Callable[[], Any]]
 """What reads the numbers of a combined formula that are not the optimizer's attributes."""
 
@@ -25,7 +22,7 @@ Readers: TypeAlias = dict[str, Callable[[], Any]]
 _RATE = "learning_rate"
 
 
-def steps_of(optimizer: Optimizer) -> tuple[UpdateStep, ...]:
+def steps_of(optimizer: Any) -> tuple[UpdateStep, ...]:
     """The steps given, and those of the options that are set and that the formula does not take."""
     taken = numbers_of(optimizer.formula)
     values = {option: getattr(optimizer, option) for option in BY_OPTION if option not in taken}
@@ -48,7 +45,7 @@ def join_slots(
     return joined
 
 
-def collect(optimizer: Optimizer, steps: Sequence[UpdateStep], pairs: Pairs) -> Pairs | None:
+def collect(optimizer: Any, steps: Sequence[UpdateStep], pairs: Pairs) -> Pairs | None:
     """What the steps make of the gradients of one call, or `None`."""
     with contexts.group().communicator.raise_together():
         for step in steps:
@@ -61,7 +58,7 @@ def collect(optimizer: Optimizer, steps: Sequence[UpdateStep], pairs: Pairs) -> 
 
 
 def transform(
-    optimizer: Optimizer,
+    optimizer: Any,
     steps: Sequence[UpdateStep],
     group: ReplicaGroup,
     variables: Sequence[Variable],

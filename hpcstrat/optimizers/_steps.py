@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -14,9 +14,6 @@ from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, IndexedSlices
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers import _gradients
-
-if TYPE_CHECKING:
-    from hpcstrat.optimizers._optimizer import Optimizer
 
 EMA = "ema"
 """The slot of `use_ema`: the moving average, which starts as the variable's value."""
@@ -67,7 +64,7 @@ class UpdateStep:
         """
         return {}
 
-    def collect(self, grads_and_vars: Pairs, optimizer: Optimizer) -> Pairs | None:
+    def collect(self, grads_and_vars: Pairs, optimizer: Any) -> Pairs | None:
         """Takes this replica's gradients of one call, before they are summed. Not collective.
 
         Args:
@@ -79,7 +76,7 @@ class UpdateStep:
         """
         return grads_and_vars
 
-    def transform(self, grads_and_vars: Pairs, optimizer: Optimizer) -> Pairs:
+    def transform(self, grads_and_vars: Pairs, optimizer: Any) -> Pairs:
         """Changes the gradients after their sum over the replicas. Not collective.
 
         Overriding it costs time: every replica gets all sums, and marked gradient buffers are
@@ -137,7 +134,7 @@ class GlobalNormClipping(UpdateStep):
 
     numbers = ("global_clipnorm",)
 
-    def transform(self, grads_and_vars: Pairs, optimizer: Optimizer) -> Pairs:
+    def transform(self, grads_and_vars: Pairs, optimizer: Any) -> Pairs:
         """See `UpdateStep.transform`."""
         assert optimizer.global_clipnorm is not None
         return _scale_down(optimizer.global_clipnorm, grads_and_vars)
@@ -148,7 +145,7 @@ class NormClipping(UpdateStep):
 
     numbers = ("clipnorm",)
 
-    def transform(self, grads_and_vars: Pairs, optimizer: Optimizer) -> Pairs:
+    def transform(self, grads_and_vars: Pairs, optimizer: Any) -> Pairs:
         """See `UpdateStep.transform`."""
         most = optimizer.clipnorm
         assert most is not None
@@ -214,7 +211,7 @@ class Accumulation(UpdateStep):
         self.calls: int = 0
         self._sums: dict[int, tuple[Variable, Array]] = {}
 
-    def collect(self, grads_and_vars: Pairs, optimizer: Optimizer) -> Pairs | None:
+    def collect(self, grads_and_vars: Pairs, optimizer: Any) -> Pairs | None:
         """Adds the gradients of a call; returns their means after the last call, else `None`."""
         gradients, dense, sparse = _gradients.prepare_pairs(grads_and_vars)
         if variables := [*dense, *(v for _, v in sparse)]:
