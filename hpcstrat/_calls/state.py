@@ -123,8 +123,8 @@ class CallState:
     )
 
     def __init__(self, size: int, raise_on_others: Callable[[Exception], None]) -> None:
-        self.size = size
-        self.raise_on_others = raise_on_others
+        self.size: int = size
+        self.raise_on_others: Callable[[Exception], None] = raise_on_others
         self.number: int = 0
         self.last_signature: CallSignature | None = None
         self.shared_error_call: int = 0

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._core import gpu
-from hpcstrat._core.types import Array
+from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.blocks import Block, block_of, size_of
 from hpcstrat._memory.intervals import Interval, round_up
-from hpcstrat._memory.segment import make_private_segment
+from hpcstrat._memory.segment import Segment, make_private_segment
 
 ALIGNMENT = 256
 """Every variable starts at a multiple of this many bytes, which suits matrix products."""
@@ -86,9 +86,9 @@ class PrivateMemory:
     """Memory of this process only."""
 
     def __init__(self) -> None:
-        self.segment = make_private_segment()
-        self.part = self.segment.part
-        self.has = self.segment.has
+        self.segment: Segment = make_private_segment()
+        self.part: Callable[[int, int], Bytes] = self.segment.part
+        self.has: Callable[[Array], bool] = self.segment.has
         self._heap = RangeAllocator(0, self.segment.size, self.segment.hint)
         # Filled by finalizers, which may run at any moment, also inside this class.
         self._dead: deque[Interval] = deque()
@@ -191,7 +191,7 @@ class SlabAllocator:
                 pass
         return self._allocate(least)
 
-    def part(self, start: int, stop: int) -> Array:
+    def part(self, start: int, stop: int, /) -> Array:
         """The bytes between two addresses of one slab, as a flat array."""
         base = start // SLAB_ADDRESS_STRIDE * SLAB_ADDRESS_STRIDE
         return self._slabs[start // SLAB_ADDRESS_STRIDE].array[start - base : stop - base]

@@ -39,7 +39,7 @@ NOTHING_IN_PLACE: InPlace = MappingProxyType({})
 class Memory(Protocol):
     """Memory that contains variables."""
 
-    def part(self, start: int, stop: int) -> Array:
+    def part(self, start: int, stop: int, /) -> Array:
         """The bytes between two addresses in one block or in contiguous blocks, as a flat array."""
         ...
 

@@ -59,7 +59,8 @@ class ShuffleState:
     __slots__ = ("next_round", "own_seed", "reshuffle", "seed")
 
     def __init__(self, seed: int | None, reshuffle: bool) -> None:
-        self.seed = self.own_seed = None if seed is None else seed % 2**64
+        self.own_seed: int | None = None if seed is None else seed % 2**64
+        self.seed: int | None = self.own_seed
         self.next_round: int = 0
         self.reshuffle: bool = reshuffle
 
