@@ -195,15 +195,16 @@ def _end_after_exit(status: object) -> None:
         return
     _tell_launcher(lambda memory: memory.note_failure(_job.rank, f"sys.exit({status!r})"))
     text = output.take_hidden_errors()
-    if not _job.is_connected and must_abort():
+    if text or not _job.is_connected:
+        # Open MPI's launcher may crash if a rank ends while another connects to it.
         _let_rank_0_speak()
+    if not _job.is_connected and must_abort():
         end_job(
             f"{text}hpcstrat: the job ends: rank {_job.rank} left the program by "
             f"sys.exit({status!r}) before the ranks were connected; look at what it printed last",
             status if isinstance(status, int) else 1,
         )
     if text:  # the others' next call ends them, or the launcher, because of this status
-        _let_rank_0_speak()
         reports.say(text)
 
 
