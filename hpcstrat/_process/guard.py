@@ -31,9 +31,9 @@ def watch(steps: Sequence[tuple[float, str]]) -> Iterator[None]:
     If no process can be started, the block is not guarded.
 
     Args:
-        steps: so many seconds after the block's start (`inf` is never) this text is printed to
-            standard error. After the last step this process is killed, too, which makes the
-            launcher end the others.
+        steps: seconds from the block's start (`inf`: never), and the text that is then printed to
+            standard error. After the last step this process is killed too, which makes the launcher
+            end the others.
     """
     guard = None
     with contextlib.suppress(OSError, ValueError, RuntimeError):
