@@ -7,7 +7,7 @@ import hashlib
 import io
 import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,7 +83,7 @@ class CallSignature(NamedTuple):
         # Half of the digest stays, so that each step hashes the numbers only, and not the names of
         # all variables.
         digest = self.digest[:8] + hashlib.blake2b(packed, digest_size=8).digest()
-        return self._replace(digest=digest, numbers=numbers, names=names)
+        return CallSignature(digest, self.call, self.must_match, numbers, names)
 
     def words(self) -> CallDescription:
         """The signature in words, for messages."""
@@ -150,12 +150,12 @@ def _words_of(variable: VariableId) -> str:
     return f"{dtype.name} of shape {shape}, variable {number} of storage {storage}"
 
 
-def pack_record(number: int, escaped_hash: int, status: int, digest: bytes, nbytes: int) -> bytes:
-    """The first `WHOLE` bytes of a record; the message follows.
+pack_record: Callable[[int, int, int, bytes, int], bytes] = _WHOLE.pack
+"""Packs the number of the call, escaped_hash, the status, the digest and the message's bytes.
 
-    The first `COMMON` of them are equal on all ranks if all is well.
-    """
-    return _WHOLE.pack(number, escaped_hash, status, digest, nbytes)
+These are the first `WHOLE` bytes of a record; the message follows. The first `COMMON` of them are
+equal on all ranks if all is well.
+"""
 
 
 def message_sizes(posted: Sequence[Any]) -> list[int]:

@@ -90,13 +90,19 @@ class CheckedExchange(abc.ABC):
             Exception: what another rank's `raise_together` block raised.
             RuntimeError: called in the function of an update, which not all ranks run.
         """
-        self._count(signature)
-        waiting = self.calls.waiting
-        # As `with waiting:`, without its two calls: every step comes through here.
+        # As `_count` and `with waiting:`, without their calls: every step comes through here.
+        calls = self.calls
+        if calls.barred:
+            calls.refuse(signature.call)
+        if calls.thread != threading.get_ident():
+            calls.change_thread(signature.call)
+        calls.number += 1
+        calls.last_signature = signature
+        waiting = calls.waiting
         waiting.depth += 1
         try:
             own = records.pack_record(
-                self.calls.number, self.calls.escaped_hash, records.OK, signature.digest, nbytes
+                calls.number, calls.escaped_hash, records.OK, signature.digest, nbytes
             )
             posted = self.exchange_records(own, nbytes, write)
             # Whole records first: if even the messages' sizes are equal, no record is unpacked.
@@ -112,7 +118,7 @@ class CheckedExchange(abc.ABC):
         except BaseException as error:
             # A signal's handler may raise while this rank waits. Then the others have made a call
             # that this rank has not made.
-            self.calls.mark_interrupted(error, signature.call)
+            calls.mark_interrupted(error, signature.call)
             raise
         finally:
             waiting.depth -= 1

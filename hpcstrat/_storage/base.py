@@ -126,7 +126,7 @@ class Storage(abc.ABC):
             plan.require_whole()
         # Part of the signature: a rank whose gradients are in its buffers sends none, and the
         # others must expect that.
-        in_buffers = plan.are_in_buffers(values)
+        in_buffers = plan.buffers is not None and plan.are_in_buffers(values)
         if plan.started and not (in_buffers and op is ReduceOp.SUM):
             with communicator.raise_together():
                 raise RuntimeError(
@@ -135,7 +135,10 @@ class Storage(abc.ABC):
                 )
         signature = plan.signature(op, rule.constants, in_buffers)
         try:
-            given = None if in_buffers else plan.order.to_message(values)
+            if in_buffers:
+                given = None
+            else:
+                given = values if plan.order.is_of_call else plan.order.to_message(values)
             self._update(signature, plan, given, op, rule)
             if communicator.checks:
                 self._note_change(plan.order.blocks)

@@ -132,13 +132,13 @@ class CentralHostStorage(HostStorage):
         elif op is FIRST_REPLICA and communicator.rank != 0:
             messages = communicator.exchange(signature)
         else:
-            if op is not FIRST_REPLICA:
+            if op is not FIRST_REPLICA and plan.update.may_be_in_place:
                 # No other rank needs this rank's part of a large gradient.
                 in_place = plan.update.in_place(values)
             messages = communicator.exchange(
                 signature,
                 order.layout.nbytes,
-                lambda message: order.write(message, values, in_place),
+                functools.partial(order.write, values=values, in_place=in_place),
             )
         if op is FIRST_REPLICA:
             plan.update.run(rule, messages[:1], add_up=add_up)

@@ -41,6 +41,7 @@ class MessageOrder:
         blocks: the variables' blocks.
         layout: where each variable is in the message.
         shards: the whole variables, as they follow each other in the message.
+        is_of_call: whether the order of the message is that of the call.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class MessageOrder:
     ) -> None:
         # Variables that were made one after another are mostly contiguous in memory.
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
+        self.is_of_call: bool = self._order == [*range(len(variables))]
         self.blocks: list[Block] = self.to_message(variables)
         self.layout: Layout = layout_of(
             tuple([block.array.shape for block in self.blocks]),

@@ -25,6 +25,13 @@ from hpcstrat._update.symbols import (
 )
 
 Evaluate: TypeAlias = Callable[[Sequence[float]], tuple[float, ...]]
+"""From the numbers that change from step to step to a kernel's constants."""
+Bind: TypeAlias = Callable[[Sequence[float]], Evaluate]
+"""Binds the numbers that stay: what depends on them alone is computed once."""
+RuleOf: TypeAlias = Callable[[Sequence[float]], UpdateRule]
+"""The rule of a step, from the numbers that change."""
+_CHANGING = ("learning_rate", "step")
+"""The numbers of a formula that may change in every step; all others stay for a while."""
 Place: TypeAlias = tuple[str, int]
 """Where an operand is: its kind, and its index among the arrays or numbers of this kind."""
 
@@ -49,14 +56,17 @@ class Formula:
         parameters = inspect.signature(function).parameters.values()
         self._call, self._function = call, function
         names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
-        given = [name for name in ("learning_rate", "step") if name in names]
-        self._takes_rate, self._takes_step = "learning_rate" in given, "step" in given
-        attributes = [name for name in names if name not in given and name not in readers]
-        self._names = (*given, *attributes, *readers)
+        self._takes_step = "step" in names
+        self._changing = [name for name in _CHANGING if name in names]
+        attributes = [name for name in names if name not in (*_CHANGING, *readers)]
+        self._names = (*attributes, *readers)
         self._readers = tuple(readers.values())
+        self._pick = _getter(operator.itemgetter, [_CHANGING.index(n) for n in self._changing])
         self._attributes_of = _getter(operator.attrgetter, attributes)
-        self._traced: dict[tuple[Any, ...], Callable[[Sequence[float]], UpdateRule]] = {}
-        self._last: tuple[tuple[Any, ...], UpdateRule] | None = None
+        self._traced: dict[tuple[Any, ...], Callable[[Sequence[float]], RuleOf]] = {}
+        # Of the last step: the numbers that stay and the rule with these; what changed, the rule.
+        self._bound: tuple[tuple[Any, ...], RuleOf] | None = None
+        self._last: tuple[tuple[float, ...], UpdateRule] | None = None
 
     def rule(self, optimizer: Any, learning_rate: float, step: int) -> UpdateRule:
         """The update of this step.
@@ -71,15 +81,15 @@ class Formula:
         values = self._attributes_of(optimizer)
         if self._readers:
             values += tuple([read() for read in self._readers])
-        if self._takes_step:
-            values = (step, *values)
-        if self._takes_rate:
-            values = (learning_rate, *values)
-        if self._last is None or self._last[0] != values:
-            self._last = values, self._rule(values, tuple(optimizer.all_slots))
+        if self._bound is None or self._bound[0] != values:
+            self._bound = values, self._bind(values, tuple(optimizer.all_slots))
+            self._last = None
+        changing = (learning_rate, step if self._takes_step else 0)
+        if self._last is None or self._last[0] != changing:
+            self._last = changing, self._bound[1]([*map(float, changing)])
         return self._last[1]
 
-    def _rule(self, values: Sequence[Any], slots: tuple[str, ...]) -> UpdateRule:
+    def _bind(self, values: Sequence[Any], slots: tuple[str, ...]) -> RuleOf:
         named = dict(zip(self._names, values, strict=True))
         options = {
             name: value for name, value in named.items() if value is None or isinstance(value, bool)
@@ -97,15 +107,16 @@ class Formula:
 
     def _trace(
         self, slots: Sequence[str], names: Sequence[str], options: Mapping[str, bool | None]
-    ) -> Callable[[Sequence[float]], UpdateRule]:
-        """The update with these slots and options, as a function of the numbers."""
+    ) -> Callable[[Sequence[float]], RuleOf]:
+        """The update with these slots and options, as a function of the numbers that stay."""
         given = [
             Symbol(ELEMENT, None, name)
             for name in ("gradient", "value", *[f"slot_{name}" for name in slots])
         ]
-        symbols = {name: Symbol(NUMBER, None, name) for name in names}
+        symbols = {name: Symbol(NUMBER, None, name) for name in (*_CHANGING, *names)}
         gradient, *state = given
-        result = self._function(state[0], gradient, *state[1:], **symbols, **options)
+        taken = {name: symbols[name] for name in (*self._changing, *names)}
+        result = self._function(state[0], gradient, *state[1:], **taken, **options)
         results = result if isinstance(result, tuple) else (result,)
         kinds = [getattr(symbol, "kind", type(symbol).__name__) for symbol in results]
         if kinds != [ELEMENT] * len(state):
@@ -115,30 +126,43 @@ class Formula:
             )
         name = self._call.partition(".")[0].lower()
         norms = [symbol for symbol in _in_order(results) if symbol.function is np.linalg.norm]
-        numbers = list(symbols.values())
-        kernel, values_of = _compile(name, given, [*numbers, *norms], results)
+        changing, stay = [symbols[n] for n in _CHANGING], [symbols[n] for n in names]
+        kernel, bind = _compile(name, given, stay, [*changing, *norms], results)
         # The ranks must agree on the options, too.
         agreed = {name: float(value) for name, value in options.items() if value is not None}
 
-        def rule(numbers: Sequence[float], roots: Sequence[float] = ()) -> UpdateRule:
-            values = values_of((*numbers, *roots))
-            constants = dict(zip(names, numbers, strict=True)) | agreed
-            return UpdateRule(functools.partial(kernel.apply, values), constants, kernel, values)
+        def bind_rule(numbers: Sequence[float]) -> Callable[..., UpdateRule]:
+            stay = dict(zip(names, numbers, strict=True)) | agreed
+            values_of = bind(numbers)
+
+            def rule(changing: Sequence[float], roots: Sequence[float] = ()) -> UpdateRule:
+                values = values_of((*changing, *roots))
+                constants = dict(zip(self._changing, self._pick(changing), strict=True)) | stay
+                return UpdateRule(
+                    functools.partial(kernel.apply, values), constants, kernel, values
+                )
+
+            return rule
 
         if not norms:
-            return rule
+            return bind_rule
         # A norm needs all elements of a variable before any can change: a first pass, which changes
         # nothing.
         terms = [norm.operands[0] for norm in norms]
-        first, first_values_of = _compile(f"{name}_norms", given, numbers, terms, has_terms=True)
+        first, bind_first = _compile(f"{name}_norms", given, stay, changing, terms, has_terms=True)
 
-        def rule_with_norms(numbers: Sequence[float]) -> UpdateRule:
-            values = first_values_of(numbers)
-            apply = functools.partial(first.apply, values)
-            first_pass = UpdateRule(apply, NO_CONSTANTS, first, values)
-            return Norms(len(norms), first_pass, functools.partial(rule, numbers)).rule()
+        def bind_rule_with_norms(numbers: Sequence[float]) -> RuleOf:
+            rule, values_of = bind_rule(numbers), bind_first(numbers)
 
-        return rule_with_norms
+            def rule_with_norms(changing: Sequence[float]) -> UpdateRule:
+                values = values_of(changing)
+                apply = functools.partial(first.apply, values)
+                first_pass = UpdateRule(apply, NO_CONSTANTS, first, values)
+                return Norms(len(norms), first_pass, functools.partial(rule, changing)).rule()
+
+            return rule_with_norms
+
+        return bind_rule_with_norms
 
 
 def _is_computed(symbol: Symbol) -> bool:
@@ -168,14 +192,16 @@ def _in_order(results: Sequence[Symbol]) -> list[Symbol]:
 def _compile(
     name: str,
     given: Sequence[Symbol],
-    given_numbers: Sequence[Symbol],
+    stay: Sequence[Symbol],
+    changing: Sequence[Symbol],
     results: Sequence[Symbol],
     has_terms: bool = False,
-) -> tuple[Kernel, Evaluate]:
-    """The kernel of these results, and what computes its constants, in float64, in each step.
+) -> tuple[Kernel, Bind]:
+    """The kernel of these results, and what computes its constants, in float64.
 
-    Given are the gradient, the value and the slots; in each step the formula's numbers, and norms.
-    The results are the new value and slots, or the terms of norms.
+    Given are the gradient, the value and the slots; the formula's numbers that stay, and those that
+    change from step to step, norms among them. The results are the new value and slots, or the
+    terms of norms.
     """
     whole = _in_order(results)
     order = [symbol for symbol in whole if symbol.kind != NUMBER and symbol.function is not None]
@@ -187,24 +213,39 @@ def _compile(
         if number.function is None and isinstance(number.operands[0], float)
     ]
     computed = [symbol for symbol in whole if symbol.kind == NUMBER and _is_computed(symbol)]
-    places = {id(symbol): i for i, symbol in enumerate([*given_numbers, *literals, *computed])}
+    once = [symbol for symbol in computed if not any(one in changing for one in symbol.inputs())]
+    often = [symbol for symbol in computed if symbol not in once]
+    in_order = [*stay, *literals, *once, *changing, *often]
+    places = {id(symbol): i for i, symbol in enumerate(in_order)}
     constants = [symbol.operands[0] for symbol in literals]
-    steps = [
-        (
-            ON_NUMBERS[symbol.function],
-            _getter(operator.itemgetter, [places[id(operand)] for operand in symbol.operands]),
-        )
-        for symbol in computed
-    ]
+
+    def steps_of(symbols: Sequence[Symbol]) -> list[tuple[Any, Any]]:
+        """What computes each symbol from the values before it."""
+        return [
+            (
+                ON_NUMBERS[symbol.function],
+                _getter(operator.itemgetter, [places[id(operand)] for operand in symbol.operands]),
+            )
+            for symbol in symbols
+        ]
+
+    steps_once, steps = steps_of(once), steps_of(often)
     wanted = _getter(operator.itemgetter, [places[id(number)] for number in numbers])
 
-    def evaluate(given: Sequence[float]) -> tuple[float, ...]:
-        values = [*given, *constants]
-        for function, operands in steps:
-            values.append(function(*operands(values)))
-        return wanted(values)
+    def bind(numbers: Sequence[float]) -> Evaluate:
+        bound = [*numbers, *constants]
+        for function, operands in steps_once:
+            bound.append(function(*operands(bound)))
 
-    return _kernel_of(name, given, order, numbers, results, has_terms), evaluate
+        def evaluate(changing: Sequence[float]) -> tuple[float, ...]:
+            values = [*bound, *changing]
+            for function, operands in steps:
+                values.append(function(*operands(values)))
+            return wanted(values)
+
+        return evaluate
+
+    return _kernel_of(name, given, order, numbers, results, has_terms), bind
 
 
 def _getter(kind: Callable[..., Any], keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:

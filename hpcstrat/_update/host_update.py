@@ -13,7 +13,7 @@ from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard
 from hpcstrat._update import compiled
 from hpcstrat._update.rule import Kernel, UpdateRule, scalars, sums_of_squares
-from hpcstrat._update.update import NOTHING_IN_PLACE, Chunk, InPlace, Update, keep_per_message
+from hpcstrat._update.update import Chunk, InPlace, Update, keep_per_message
 
 Scratch: TypeAlias = "dict[np.dtype[Any], list[Array]]"
 """Memory to work in, the same for all updates of a storage. Of each dtype, the first array is for
@@ -49,6 +49,7 @@ class HostUpdate(Update):
         self._compiles = compiles
         # These have chunks of their own. A small gradient costs less to copy than to read in place.
         self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
+        self.may_be_in_place = bool(self._large)
         self._rule: UpdateRule | None = None  # the last
         self._bound: list[BoundChunk] = []
         self._numbers: dict[np.dtype[Any], Array] = {}
@@ -77,8 +78,6 @@ class HostUpdate(Update):
 
     def in_place(self, gradients: Sequence[Array]) -> InPlace:
         """Large gradients that are as the messages would have them."""
-        if not self._large:
-            return NOTHING_IN_PLACE
         in_place = {}
         for shard in self._large:
             gradient = gradients[shard.variable]

@@ -113,6 +113,9 @@ class Update(abc.ABC):
     Args:
         chunks: the chunks of the shards.
         shards: for each variable this rank's part, in the order of the message.
+
+    Attributes:
+        may_be_in_place: whether `in_place` may find gradients; asked first, as it costs no call.
     """
 
     def __init__(self, chunks: Sequence[Chunk], shards: Sequence[Shard]) -> None:
@@ -120,6 +123,7 @@ class Update(abc.ABC):
         self._shards = shards
         self._of_variables: dict[int, Update] = {}
         self._parts: dict[tuple[int, int], tuple[Array, list[list[Array]]]] = {}
+        self.may_be_in_place: bool = False
 
     @abc.abstractmethod
     def _with(self, chunks: Sequence[Chunk], shard: Shard) -> Update:

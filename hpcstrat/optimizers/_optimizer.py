@@ -249,23 +249,28 @@ class Optimizer(metaclass=_options.OptimizerType):
             leave_call(outer)
 
     def _apply_as_before(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> bool:
-        """The fast path: arrays in a replica, known variables, a constant learning rate, no clip.
+        """The fast path: arrays in a replica, known variables, no step that transforms them.
 
         It only leaves out checks whose outcome is known. Returns `False`, and has done nothing, for
         any other step.
         """
-        context, rate, state = contexts.current.get(), self._constant_rate, self._state
-        if are_summed or type(context) is not InReplica or rate is None or self._transforming:
+        context, state = contexts.current.get(), self._state
+        if are_summed or type(context) is not InReplica or self._transforming:
             return False
         group = context.group
         try:
-            plan = state.plans.get((id(group), *[id(v) for _, v in pairs]))  # inlines `plan_key`
-            gradients = [gradient for gradient, _ in pairs]
+            gradients, variables = zip(*pairs, strict=True)
         except (TypeError, ValueError):  # not pairs
             return False
+        plan = state.plans.get((id(group), *map(id, variables)))  # inlines `plan_key`
         if plan is None or not plan.fits(gradients):
             return False
-        rule = self.update_rule(rate, state.iterations + 1)
+        rate = self._constant_rate
+        try:
+            rate = float(self._rate_after(state.iterations)) if rate is None else rate
+            rule = self.update_rule(rate, state.iterations + 1)
+        except Exception:  # the slow path gets it too, and raises it on all ranks
+            return False
         try:
             group.storage.update(plan, gradients, ReduceOp.SUM, rule)
             state.iterations += 1
