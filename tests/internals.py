@@ -11,7 +11,7 @@ from hpcstrat._calls.records import (
 )
 from hpcstrat._calls.state import CallState
 from hpcstrat._calls.status import LIMIT, RankStatus, user_frame_of
-from hpcstrat._communicators import host, nccl_collectives, nccl_start, shared_memory
+from hpcstrat._communicators import host, nccl_start, nccl_types, shared_memory
 from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.connection import connect, connect_devices
 from hpcstrat._communicators.grid import Grid

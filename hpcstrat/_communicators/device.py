@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+from hpcstrat._calls.records import CallSignature
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
+
+Move: TypeAlias = Callable[[], object]
+"""A call that moves flat arrays, with its arguments."""
 
 
 class RankSlice(NamedTuple):
@@ -32,7 +37,7 @@ class RankSlice(NamedTuple):
 # The streams of a rank, and who waits for whom: at each "v" or "^" a stream waits for an event.
 #
 #   program's stream  ---+ - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - +--->
-#                        | `_entered` of `gpu.Stream`                          `_left`   ^
+#                        | `entered` of `gpu.Stream`                           `left`    ^
 #                        v                                                               |
 #   `stream`             +--- gradients ---+--- more gradients ---+--- NCCL, update -----+
 #                                          | `_fork_event`        ^ `_join_event`
@@ -58,6 +63,7 @@ class DeviceCommunicator(Communicator):
 
     Attributes:
         active_stream: the stream that the calls for storage use now: `stream`, or the side stream.
+        agree: compares the ranks' signatures of a call, as `exchange` without messages does.
         has_side_stream: whether there is a side stream.
     """
 
@@ -66,6 +72,7 @@ class DeviceCommunicator(Communicator):
     def __init__(self, control: HostCommunicator, stream: gpu.Stream | None) -> None:
         super().__init__(control.rank, control.size, control.calls)
         self._control = control
+        self.agree: Callable[[CallSignature], object] = control.exchange
         self.watchdog = control.watchdog
         self.stream = stream
         self.active_stream = stream
@@ -100,6 +107,33 @@ class DeviceCommunicator(Communicator):
     @abc.abstractmethod
     def all_gather_flat(self, array: Array, slices: Sequence[RankSlice]) -> None:
         """Copies each slice of its rank's array to all ranks' arrays."""
+
+    # ---- the same calls with the same arrays in many steps: prepared once, launched in each step
+
+    def prepare_reduce(self, array: Array, op: ReduceOp, root: int | None) -> list[Move]:
+        """A `reduce_flat` in place, or without `root` an `all_reduce_flat`."""
+        if root is None:
+            return [functools.partial(self.all_reduce_flat, array, array, op)]
+        return [functools.partial(self.reduce_flat, array, array, op, root)]
+
+    def prepare_broadcast(self, array: Array, root: int) -> list[Move]:
+        """A `broadcast_flat`."""
+        return [functools.partial(self.broadcast_flat, array, root)]
+
+    def prepare_reduce_scatter(
+        self, array: Array, out: Array, slices: Sequence[RankSlice]
+    ) -> list[Move]:
+        """A `reduce_scatter_flat`."""
+        return [functools.partial(self.reduce_scatter_flat, array, out, slices)]
+
+    def prepare_all_gather(self, array: Array, slices: Sequence[RankSlice]) -> list[Move]:
+        """An `all_gather_flat`."""
+        return [functools.partial(self.all_gather_flat, array, slices)]
+
+    def launch(self, what: str, moves: Sequence[Move]) -> None:
+        """Makes prepared calls, named `what` in errors, all at once. `stream` is current."""
+        for move in moves:
+            move()
 
     def side_stream(self, memory: Array) -> contextlib.AbstractContextManager[None]:
         """A block whose calls for storage use a second stream, after what is on `stream` now.

@@ -12,14 +12,16 @@ import numpy as np
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.array_messages import pack_shapes, unpack_shapes
 from hpcstrat._communicators.base import Outgoing, check_gatherable
-from hpcstrat._communicators.device import DeviceCommunicator, RankSlice
+from hpcstrat._communicators.device import DeviceCommunicator, Move, RankSlice
 from hpcstrat._communicators.host import HostCommunicator, layout_and_signature_of
-from hpcstrat._communicators.nccl_collectives import NcclCollectives, dtype_to_reduce
+from hpcstrat._communicators.nccl_collectives import NcclCollectives
+from hpcstrat._communicators.nccl_types import dtype_to_reduce
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import PackKernel, layout_of
+from hpcstrat._process import settings
 
 
 @final
@@ -273,6 +275,38 @@ class NcclCommunicator(DeviceCommunicator):
     def all_gather_flat(self, array: Array, slices: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
         self._collectives.all_gather_in_place("the new values", self.active_stream, array, slices)
+
+    # Prepared are NCCL's own calls, unless a timeline shows each call by itself.
+
+    def prepare_reduce(self, array: Array, op: ReduceOp, root: int | None) -> list[Move]:
+        """See `DeviceCommunicator.prepare_reduce`."""
+        if settings.timeline() or array.dtype != dtype_to_reduce(array.dtype, op):
+            return super().prepare_reduce(array, op, root)
+        return self._collectives.bind_reduce(self.stream, array, array, op, root)
+
+    def prepare_broadcast(self, array: Array, root: int) -> list[Move]:
+        """See `DeviceCommunicator.prepare_broadcast`."""
+        if settings.timeline():
+            return super().prepare_broadcast(array, root)
+        return self._collectives.bind_broadcast(self.stream, array, root)
+
+    def prepare_reduce_scatter(
+        self, array: Array, out: Array, slices: Sequence[RankSlice]
+    ) -> list[Move]:
+        """See `DeviceCommunicator.prepare_reduce_scatter`."""
+        if settings.timeline():
+            return super().prepare_reduce_scatter(array, out, slices)
+        return self._collectives.bind_reduce_scatter(self.stream, array, out, slices, ReduceOp.SUM)
+
+    def prepare_all_gather(self, array: Array, slices: Sequence[RankSlice]) -> list[Move]:
+        """See `DeviceCommunicator.prepare_all_gather`."""
+        if settings.timeline():
+            return super().prepare_all_gather(array, slices)
+        return self._collectives.bind_all_gather_in_place(self.stream, array, slices)
+
+    def launch(self, what: str, moves: Sequence[Move]) -> None:
+        """See `DeviceCommunicator.launch`."""
+        self._collectives.launch(what, self.stream, moves)
 
     @contextlib.contextmanager
     def side_stream(self, memory: Array) -> Iterator[None]:

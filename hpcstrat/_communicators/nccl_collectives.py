@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
-import numpy as np
-
 from hpcstrat._communicators import nccl_start
-from hpcstrat._communicators.device import RankSlice
+from hpcstrat._communicators.device import Move, RankSlice
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
+from hpcstrat._communicators.nccl_types import dtype_to_reduce, operation_of, resolve
+from hpcstrat._communicators.reduction import REDUCTIONS
 from hpcstrat._communicators.run_ahead import RunAhead
 from hpcstrat._core import gpu
+from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import Layout
 from hpcstrat._process import failure
-
-_TYPES = {
-    "int8": "NCCL_INT8",
-    "int32": "NCCL_INT32",
-    "int64": "NCCL_INT64",
-    "uint8": "NCCL_UINT8",
-    "uint32": "NCCL_UINT32",
-    "uint64": "NCCL_UINT64",
-    "float16": "NCCL_FLOAT16",
-    "bfloat16": "NCCL_BFLOAT16",
-    "float32": "NCCL_FLOAT32",
-    "float64": "NCCL_FLOAT64",
-    # What NCCL does not have travels as what it has: booleans as bytes, complex numbers as twice as
-    # many reals.
-    "bool": "NCCL_UINT8",
-    "complex64": "NCCL_FLOAT32",
-    "complex128": "NCCL_FLOAT64",
-}
 
 
 def _span_of_array(_: Any, what: str, stream: gpu.Stream, array: Array, *__: Any) -> Details:
@@ -109,17 +90,9 @@ class NcclCollectives:
         `array` has the dtype of `out`, or that of `dtype_to_reduce`. It is overwritten if these
         differ, and may be `out` otherwise.
         """
-        if not out.size:
-            return
         array = array.reshape(-1).astype(dtype_to_reduce(out.dtype, op), copy=False)
         result = out if out.dtype == array.dtype else array
-        target, count, kind = resolve(result)
-        raw = stream.raw.ptr
-        with self._call(what, stream):
-            if root is None:
-                self._comm.allReduce(array.data.ptr, target, count, kind, _operation(op), raw)
-            else:
-                self._comm.reduce(array.data.ptr, target, count, kind, _operation(op), root, raw)
+        self.launch(what, stream, self.bind_reduce(stream, array, result, op, root))
         if root in (None, self._control.rank):
             self._divide(result, op)
         if result is not out:
@@ -128,10 +101,7 @@ class NcclCollectives:
     @span(COMMUNICATION, _span_of_array)
     def broadcast(self, what: str, stream: gpu.Stream, array: Array, root: int) -> None:
         """Copies the array of rank `root` to all ranks' arrays."""
-        if array.size:
-            address, raw = array.data.ptr, stream.raw.ptr
-            with self._call(what, stream):
-                self._comm.broadcast(address, address, array.nbytes, self._byte, root, raw)
+        self.launch(what, stream, self.bind_broadcast(stream, array, root))
 
     @span(COMMUNICATION, _span_of_arrays)
     def reduce_scatter(
@@ -148,18 +118,10 @@ class NcclCollectives:
         An `out` has room for the elements up to the next rank's slice: where there is a gap
         between the slices, its elements may be written too.
         """
-        rank, size, raw = self._control.rank, self._control.size, stream.raw.ptr
-        with self._group(what, stream):
-            for array, out, parts in zip(arrays, outs, slices, strict=True):
-                equal, rest = _equal_parts(parts, size)
-                if equal:
-                    source, count, kind = resolve(array[:equal])
-                    target = out.data.ptr
-                    self._comm.reduceScatter(source, target, count, kind, _operation(op), raw)
-                for root, elements, own in rest:
-                    source, count, kind = resolve(array[elements.slice])
-                    target = out[own.slice].data.ptr if root == rank else 0
-                    self._comm.reduce(source, target, count, kind, _operation(op), root, raw)
+        moves: list[Move] = []
+        for array, out, parts in zip(arrays, outs, slices, strict=True):
+            moves += self.bind_reduce_scatter(stream, array, out, parts, op)
+        self.launch(what, stream, moves)
         for out in outs:
             self._divide(out, op)
 
@@ -168,17 +130,7 @@ class NcclCollectives:
         self, what: str, stream: gpu.Stream, array: Array, slices: Sequence[RankSlice]
     ) -> None:
         """Copies each slice of its rank's flat array to all ranks' arrays."""
-        equal, rest = _equal_parts(slices, self._control.size)
-        raw = stream.raw.ptr
-        with self._group(what, stream):
-            if equal:
-                start = equal * self._control.rank
-                own = array[start : start + equal]
-                self._comm.allGather(own.data.ptr, array.data.ptr, own.nbytes, self._byte, raw)
-            for root, elements, _ in rest:
-                part = array[elements.slice]
-                place = part.data.ptr
-                self._comm.broadcast(place, place, part.nbytes, self._byte, root, raw)
+        self.launch(what, stream, self.bind_all_gather_in_place(stream, array, slices))
 
     @span(COMMUNICATION, _span_of_arrays)
     def all_gather(
@@ -190,15 +142,15 @@ class NcclCollectives:
         layouts: Sequence[Layout],
     ) -> None:
         """Copies each rank's part of an array to all ranks' messages, which have these layouts."""
-        with self._group(what, stream):
-            for array, message, layout in zip(arrays, messages, layouts, strict=True):
-                if len(set(layout.sizes)) > 1:
-                    # NCCL's own takes equal parts only. It copies what a rank sends to itself.
-                    sent = [(rank, array) for rank in range(self._control.size)]
-                    self._send(stream, sent, list(enumerate(layout.views(message))))
-                elif array.size:
-                    source, target = array.data.ptr, message.data.ptr
-                    self._comm.allGather(source, target, array.nbytes, self._byte, stream.raw.ptr)
+        moves: list[Move] = []
+        for array, message, layout in zip(arrays, messages, layouts, strict=True):
+            if len(set(layout.sizes)) > 1:
+                # NCCL's own takes equal parts only. It copies what a rank sends to itself.
+                sent = [(rank, array) for rank in range(self._control.size)]
+                moves += self._bind_messages(stream, sent, [*enumerate(layout.views(message))])
+            elif array.size:
+                moves.append(self._bind_all_gather(stream, array, message))
+        self.launch(what, stream, moves)
 
     @span(
         COMMUNICATION,
@@ -215,37 +167,116 @@ class NcclCollectives:
 
         Each rank receives another rank's arrays in the order in which that sends them.
         """
-        with self._group(what, stream):
-            self._send(stream, sent, received)
+        self.launch(what, stream, self._bind_messages(stream, sent, received))
 
-    def _send(
+    # ---- their arguments: what `launch` takes, in this step or in many
+
+    def bind_reduce(
+        self, stream: gpu.Stream, array: Array, out: Array, op: ReduceOp, root: int | None
+    ) -> list[Move]:
+        """See `reduce`; of arrays of one dtype, which NCCL reduces."""
+        if not out.size:
+            return []
+        source, raw = array.data.ptr, stream.raw.ptr
+        target, count, kind = resolve(out)
+        numbers = (source, target, count, kind, operation_of(op))
+        if root is None:
+            return [partial(self._opened().allReduce, *numbers, raw)]
+        return [partial(self._opened().reduce, *numbers, root, raw)]
+
+    def bind_broadcast(self, stream: gpu.Stream, array: Array, root: int) -> list[Move]:
+        """See `broadcast`."""
+        place, raw = array.data.ptr, stream.raw.ptr
+        numbers = (place, place, array.nbytes, self._byte, root, raw)
+        return [partial(self._opened().broadcast, *numbers)] if array.size else []
+
+    def bind_reduce_scatter(
+        self,
+        stream: gpu.Stream,
+        array: Array,
+        out: Array,
+        slices: Sequence[RankSlice],
+        op: ReduceOp,
+    ) -> list[Move]:
+        """See `reduce_scatter`; of one array, in which no operation divides."""
+        equal, rest = _equal_parts(slices, self._control.size)
+        moves, add, raw = list[Move](), operation_of(op), stream.raw.ptr
+        if equal:
+            source, count, kind = resolve(array[:equal])
+            numbers = (source, out.data.ptr, count, kind, add, raw)
+            moves.append(partial(self._opened().reduceScatter, *numbers))
+        for root, elements, own in rest:
+            source, count, kind = resolve(array[elements.slice])
+            target = out[own.slice].data.ptr if root == self._control.rank else 0
+            moves.append(
+                partial(self._opened().reduce, source, target, count, kind, add, root, raw)
+            )
+        return moves
+
+    def bind_all_gather_in_place(
+        self, stream: gpu.Stream, array: Array, slices: Sequence[RankSlice]
+    ) -> list[Move]:
+        """See `all_gather_in_place`."""
+        equal, rest = _equal_parts(slices, self._control.size)
+        moves: list[Move] = []
+        if equal:
+            start = equal * self._control.rank
+            moves.append(self._bind_all_gather(stream, array[start : start + equal], array))
+        for root, elements, _ in rest:
+            moves += self.bind_broadcast(stream, array[elements.slice], root)
+        return moves
+
+    def _bind_all_gather(self, stream: gpu.Stream, own: Array, out: Array) -> Move:
+        numbers = (own.data.ptr, out.data.ptr, own.nbytes, self._byte, stream.raw.ptr)
+        return partial(self._opened().allGather, *numbers)
+
+    def _bind_messages(
         self,
         stream: gpu.Stream,
         sent: Sequence[tuple[int, Array]],
         received: Sequence[tuple[int, Array]],
-    ) -> None:
+    ) -> list[Move]:
+        byte, raw = self._byte, stream.raw.ptr
+        moves: list[Move] = []
         for rank, array in sent:
             if array.size:
-                self._comm.send(array.data.ptr, array.nbytes, self._byte, rank, stream.raw.ptr)
+                numbers = (array.data.ptr, array.nbytes, byte, rank, raw)
+                moves.append(partial(self._opened().send, *numbers))
         for rank, array in received:
             if array.size:
-                self._comm.recv(array.data.ptr, array.nbytes, self._byte, rank, stream.raw.ptr)
+                numbers = (array.data.ptr, array.nbytes, byte, rank, raw)
+                moves.append(partial(self._opened().recv, *numbers))
+        return moves
 
-    # ---- what surrounds a call
+    # ---- how calls start
 
-    @contextlib.contextmanager
-    def _call(self, what: str, stream: gpu.Stream) -> Iterator[None]:
-        """A block with a call of NCCL, in which the host may wait until NCCL has connected it."""
+    def _opened(self) -> Any:
+        """NCCL's communicator."""
         if self._comm is None:
             raise RuntimeError(
-                f"{what}: the strategy's NCCL communicator is closed; make another strategy"
+                f"{current_call()}: the strategy's NCCL communicator is closed; make another "
+                "strategy"
             )
-        if stream is self._stream:
+        return self._comm
+
+    def launch(self, what: str, stream: gpu.Stream, moves: Sequence[Move]) -> None:
+        """Makes calls of NCCL, in which the host may wait until NCCL has connected it.
+
+        NCCL starts them together: two ranks that send first would both hang.
+        """
+        if self._comm is None:  # or NCCL would crash in prepared calls
+            self._opened()
+        if self._held and stream is self._stream:
             self.join_side_stream()
         waiting = self._control.calls.waiting
         waiting.depth += 1
         try:
-            yield
+            self._nccl.groupStart()
+            try:
+                for move in moves:
+                    move()
+            finally:  # after an error too: an open group would block all later calls
+                self._nccl.groupEnd()
         except Exception as error:
             lines = "".join(traceback.format_exception(error))
             failure.end_job(f"{lines}{self._describe(error)}")
@@ -255,16 +286,6 @@ class NcclCollectives:
         finally:
             waiting.depth -= 1
         self._run_ahead.note(stream.raw)
-
-    @contextlib.contextmanager
-    def _group(self, what: str, stream: gpu.Stream) -> Iterator[None]:
-        """A block whose calls NCCL starts together: two ranks that send first would both hang."""
-        with self._call(what, stream):
-            self._nccl.groupStart()
-            try:
-                yield
-            finally:  # after an error too: an open group would block all later calls
-                self._nccl.groupEnd()
 
     def _divide(self, array: Array, op: ReduceOp) -> None:
         if REDUCTIONS[op].is_mean:
@@ -326,33 +347,6 @@ class NcclCollectives:
             f"{self._control.size}: {error!r} ({nccl_start.describe(self._stream.xp)}). Start with "
             "NCCL_DEBUG=INFO to see why"
         )
-
-
-def resolve(array: Array) -> tuple[int, int, int]:
-    """Where NCCL finds an array: its address, number of elements, and NCCL's type of them."""
-    count = 2 * array.size if array.dtype.kind == "c" else array.size
-    return array.data.ptr, count, _type(array.dtype)
-
-
-# Cached: names of dtypes and attributes of a C module are slow to look up at each step.
-@functools.cache
-def _type(dtype: np.dtype[Any]) -> int:
-    return getattr(nccl_start.load_nccl(), _TYPES[dtype.name])
-
-
-@functools.cache
-def _operation(op: ReduceOp) -> int:
-    return getattr(nccl_start.load_nccl(), REDUCTIONS[op].nccl)
-
-
-@functools.cache
-def dtype_to_reduce(dtype: np.dtype[Any], op: ReduceOp) -> np.dtype[Any]:
-    """The dtype in which NCCL reduces `dtype`; the result is cast back."""
-    # NCCL does not have these. A sum that is cast back is the same modulo 2**16.
-    if dtype.kind in "iu" and dtype.itemsize == 2:
-        return np.dtype(np.int32)
-    # The sum of 16-bit floats may overflow where their mean does not.
-    return accumulator(dtype) if REDUCTIONS[op].is_mean else dtype
 
 
 def _equal_parts(slices: Sequence[RankSlice], size: int) -> tuple[int, Sequence[RankSlice]]:

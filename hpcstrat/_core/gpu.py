@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import sys
@@ -89,6 +90,8 @@ class Stream:
         ordinal: CUDA's number of the GPU.
         cuda: the module `cupy.cuda`.
         raw: the `cupy.cuda.Stream`.
+        entered: the event that this stream waits for where it becomes current.
+        left: the event that the program's stream waits for afterwards.
         reads: events after which this stream has read other libraries' memory, and that memory.
     """
 
@@ -99,31 +102,17 @@ class Stream:
         # A stream belongs to the GPU that is current when it is made.
         self.cuda.Device(ordinal).use()
         self.raw: Any = self.cuda.Stream(non_blocking=True)
-        self._entered = self.cuda.Event(disable_timing=True)
-        self._left = self.cuda.Event(disable_timing=True)
+        self.entered: Any = self.cuda.Event(disable_timing=True)
+        self.left: Any = self.cuda.Event(disable_timing=True)
         self.reads: deque[tuple[Any, list[Any]]] = deque()
         _computing.add(ordinal)
 
-    def current(self) -> _Current:
+    def current(self) -> contextlib.AbstractContextManager[None]:
         """A context manager in which this stream, and its GPU, are current in this thread."""
+        # A step makes it current once, and then asks for it in many calls.
+        if self.cuda.get_current_stream().ptr == self.raw.ptr:
+            return _NOTHING
         return _Current(self)
-
-    def wait_for_current(self) -> Any:
-        """Makes this stream wait for the thread's current one, and returns that.
-
-        This stream's GPU is current.
-        """
-        outer = self.cuda.get_current_stream()
-        if outer.ptr != self.raw.ptr:
-            self._entered.record(outer)
-            self.raw.wait_event(self._entered)
-        return outer
-
-    def let_wait(self, outer: Any) -> None:
-        """Makes the stream `outer` wait for what is on this one."""
-        if outer.ptr != self.raw.ptr:
-            self._left.record(self.raw)
-            outer.wait_event(self._left)
 
     def here(self, array: Any) -> Any:
         """`array` on this stream's GPU, copied from the host or another GPU.
@@ -168,7 +157,10 @@ class Stream:
         self.raw.synchronize()
 
 
-class _Current:
+_NOTHING = contextlib.nullcontext()
+
+
+class _Current(contextlib.AbstractContextManager[None]):
     """See `Stream.current`."""
 
     __slots__ = ("_device", "_outer", "_stream")
@@ -183,8 +175,10 @@ class _Current:
         if self._device != stream.ordinal:
             runtime.setDevice(stream.ordinal)
         # First what the program has queued on its own stream, such as the arrays that it passes.
-        self._outer = stream.wait_for_current()
-        if self._outer.ptr != stream.raw.ptr:
+        self._outer = outer = stream.cuda.get_current_stream()
+        if outer.ptr != stream.raw.ptr:
+            stream.entered.record(outer)
+            stream.raw.wait_event(stream.entered)
             # Not use(): a `with stream:` block inside would undo it for what follows.
             stream.raw.__enter__()
 
@@ -196,11 +190,13 @@ class _Current:
             runtime.setDevice(stream.ordinal)
         if _dead or stream.reads:
             stream.let_go()
-        if self._outer.ptr != stream.raw.ptr:
-            stream.let_wait(self._outer)
+        outer = self._outer
+        if outer.ptr != stream.raw.ptr:
+            stream.left.record(stream.raw)
+            outer.wait_event(stream.left)
             stream.raw.__exit__(None, None, None)
-            if stream.cuda.get_current_stream().ptr != self._outer.ptr:
-                self._outer.use()  # use() had made it current, which CuPy forgets here
+            if stream.cuda.get_current_stream().ptr != outer.ptr:
+                outer.use()  # use() had made it current, which CuPy forgets here
         if self._device != stream.ordinal:
             runtime.setDevice(self._device)
 

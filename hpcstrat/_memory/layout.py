@@ -179,12 +179,14 @@ class PackKernel:
         """Copies the group's members among `arrays`, which are all arrays of the layout."""
         # Only the addresses change from step to step; they are written into an existing table.
         for launch, words, table, target in self._launches:
-            # Contiguous copies live until the launch.
-            sources = [
-                array if array.flags.c_contiguous else self._ascontiguous(array)
-                for array in [arrays[i] for i in launch.members]
-            ]
-            words[: len(sources)] = [source.data.ptr for source in sources]
+            copies, addresses = [], []
+            for i in launch.members:
+                array = arrays[i]
+                if not array.flags.c_contiguous:
+                    array = self._ascontiguous(array)
+                    copies.append(array)  # they live until the launch
+                addresses.append(array.data.ptr)
+            words[: len(addresses)] = addresses
             self._kernel(launch.grid, (_BLOCK,), (table, target))
 
 

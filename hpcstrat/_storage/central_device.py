@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import final
 
 from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.device import DeviceCommunicator, Move
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.device import DeviceStorage
 from hpcstrat._storage.device_plan import DevicePlan
@@ -44,6 +44,10 @@ class CentralDeviceStorage(DeviceStorage):
             # The first replica is rank 0; another parameter rank needs its values.
             self.communicator.broadcast_flat(out, 0)
 
+    def _prepare_reductions(self, plan: DevicePlan) -> list[Move]:
+        prepare = self.communicator.prepare_reduce
+        return [move for g in plan.gradients for move in prepare(g, ReduceOp.SUM, self._root)]
+
     def _share(self, plan: DevicePlan) -> None:
         """Sends the master copy of the plan's variables to all read copies.
 
@@ -52,12 +56,16 @@ class CentralDeviceStorage(DeviceStorage):
         """
         # One broadcast per dtype, for all variables: a message's latency counts more than its
         # bytes.
-        for flat, parts in plan.transfers:
-            if self.has_slots:
+        if plan.sharing is None:
+            prepare = self.communicator.prepare_broadcast
+            plan.sharing = [m for flat, _ in plan.transfers for m in prepare(flat, self._root)]
+        if self.has_slots:
+            for _, parts in plan.transfers:
                 for value, part in parts:
                     part[...] = value
-            self.communicator.broadcast_flat(flat, self._root)
-            if not self.has_slots:
+        self.communicator.launch("the broadcast of new values", plan.sharing)
+        if not self.has_slots:
+            for _, parts in plan.transfers:
                 for value, part in parts:
                     value[...] = part
 

@@ -6,7 +6,7 @@ import abc
 from collections.abc import Collection, Iterable, Sequence
 
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.device import DeviceCommunicator, Move
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, span
@@ -95,18 +95,28 @@ class DeviceStorage(Storage):
         rule: UpdateRule,
     ) -> None:
         assert isinstance(plan, DevicePlan)
+        calls = self.communicator.calls
+        number = calls.number
         with self.local.current():
-            # An error on one rank, such as a lack of memory, is raised on all.
-            with self.communicator.raise_together():
+            try:
                 if plan.taken is None:
                     self._messages.lend(plan, signature)
                 sources = plan.gradients
                 if values is not None:
                     sources = self._pack(plan, values, op is not FIRST_REPLICA)
-                self.communicator.exchange(signature)
+                self.communicator.agree(signature)
+            # An error on one rank, such as a lack of memory, is raised on all. As a block of
+            # `raise_together`, without its calls.
+            except BaseException as error:
+                calls.share_error(error, number)
+                raise
             if plan.started:
                 self._finish_sums()
                 self._sum_parts(plan, plan.not_started())
+            elif op is ReduceOp.SUM and sources is plan.gradients:
+                if plan.reductions is None:
+                    plan.reductions = self._prepare_reductions(plan)
+                self.communicator.launch("the sum of gradients", plan.reductions)
             else:
                 self._reduce_message(plan, sources, op)
             if self.has_slots:
@@ -121,12 +131,25 @@ class DeviceStorage(Storage):
             values = [
                 value.copy() if _may_overlap(value, plan.message) else value for value in values
             ]
-        return plan.pack([self.local.here(value) for value in values], is_reduced)
+        stream, values = self.stream, list(values)
+        for i, value in enumerate(values):
+            # Mostly it is here, which is asked without a call.
+            if (
+                stream is None
+                or type(value) is not stream.xp.ndarray
+                or value.data.device_id != stream.ordinal
+            ):
+                values[i] = self.local.here(value)
+        return plan.pack(values, is_reduced)
 
     def _reduce_message(self, plan: DevicePlan, sources: Sequence[Array], op: Aggregation) -> None:
         """Reduces all values in the message, or given as `DevicePlan.pack` returns them."""
         for source, gradient in zip(sources, plan.gradients, strict=True):
             self._reduce(source, gradient, op)
+
+    @abc.abstractmethod
+    def _prepare_reductions(self, plan: DevicePlan) -> list[Move]:
+        """The sums of all gradients in the message, for `DeviceCommunicator.launch`."""
 
     def _sum_parts(self, plan: DevicePlan, variables: Iterable[int]) -> None:
         """Sums the gradients of some variables in the message, where the update reads them."""
@@ -177,6 +200,10 @@ class MirroredDeviceStorage(DeviceStorage):
             self.communicator.broadcast_flat(out, 0)
         else:
             self.communicator.all_reduce_flat(source, out, op)
+
+    def _prepare_reductions(self, plan: DevicePlan) -> list[Move]:
+        prepare = self.communicator.prepare_reduce
+        return [move for g in plan.gradients for move in prepare(g, ReduceOp.SUM, None)]
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, final
 
-from hpcstrat._communicators.device import RankSlice
+from hpcstrat._communicators.device import Move, RankSlice
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
 from hpcstrat._memory.allocator import ALIGNMENT
@@ -50,6 +50,8 @@ class DevicePlan(Plan):
         own_gradients: that message by dtype.
         slices: for each dtype of the message, the elements of each rank; empty if none is split.
         transfers: how new values reach the other ranks, by dtype.
+        reductions: the sums of all gradients, prepared by the storage in the first step.
+        sharing: the calls that send new values, likewise.
     """
 
     def __init__(
@@ -72,6 +74,8 @@ class DevicePlan(Plan):
         self.gradients: list[Array] = []
         self.own_gradients: list[Array] = []
         self.transfers: list[Transfer] = []
+        self.reductions: list[Move] | None = None
+        self.sharing: list[Move] | None = None
         self._packings: list[PackKernel] = []
 
     @property
@@ -96,7 +100,7 @@ class DevicePlan(Plan):
         # Kernels, views and addresses are made once per message: a steady step only launches.
         if gpu.is_on_gpu(memory):
             self._packings = [PackKernel(layout, group, self.message) for group in layout.groups]
-        self.transfers = []
+        self.transfers, self.reductions, self.sharing = [], None, None
         for group, whole in zip(layout.groups, self.gradients, strict=True):
             runs = [
                 (value, whole[group.within(shard.message).slice])
@@ -121,7 +125,7 @@ class DevicePlan(Plan):
         if not self._packings:
             self.order.write(self.message, values)
             return self.gradients
-        arrays, sources = list(values), list(self.gradients)
+        arrays, sources = list(values), self.gradients
         for index, group in enumerate(self.order.layout.groups):
             for i in group.members:
                 # The packing kernel copies words, and converts nothing.
@@ -130,7 +134,7 @@ class DevicePlan(Plan):
             first = arrays[group.members[0]]
             # A single gradient is its own message: NCCL reads it in place, which saves the copy.
             if is_reduced and len(group.members) == 1 and first.flags.c_contiguous:
-                sources[index] = first.reshape(-1)
+                sources = [*sources[:index], first.reshape(-1), *sources[index + 1 :]]
             else:
                 self._packings[index](arrays)
         return sources

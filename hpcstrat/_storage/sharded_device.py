@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import final
 
-from hpcstrat._communicators.device import RankSlice
+from hpcstrat._communicators.device import Move, RankSlice
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.blocks import Block, Cuts
@@ -57,6 +57,13 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
                 if rank == communicator.rank:
                     own[of_own.slice] = source[elements.slice]
 
+    def _prepare_reductions(self, plan: DevicePlan) -> list[Move]:
+        if not plan.slices:
+            return super()._prepare_reductions(plan)
+        prepare = self.communicator.prepare_reduce_scatter
+        sources = zip(plan.gradients, plan.own_gradients, plan.slices, strict=True)
+        return [move for each in sources for move in prepare(*each)]
+
     def _sum_parts(self, plan: DevicePlan, variables: Iterable[int]) -> None:
         if not plan.slices:
             super()._sum_parts(plan, variables)
@@ -77,11 +84,17 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
         return add_up_norms(self.communicator, sums)
 
     def _share(self, plan: DevicePlan) -> None:
-        # Only split updates leave other ranks without new values.
-        for (flat, parts), slices in zip(plan.transfers, plan.slices, strict=bool(plan.slices)):
+        if not plan.slices:  # every rank has computed the new values
+            return
+        if plan.sharing is None:
+            prepare = self.communicator.prepare_all_gather
+            pairs = zip(plan.transfers, plan.slices, strict=True)
+            plan.sharing = [m for (flat, _), slices in pairs for m in prepare(flat, slices)]
+        for _, parts in plan.transfers:
             for value, part in parts:
                 part[...] = value
-            self.communicator.all_gather_flat(flat, slices)
+        self.communicator.launch("the new values", plan.sharing)
+        for _, parts in plan.transfers:
             for value, part in parts:
                 value[...] = part
 

@@ -45,14 +45,14 @@ BUGS = {
         [
             (
                 "_core/gpu.py",
-                "            self.raw.wait_event(self._entered)\n",
+                "            stream.raw.wait_event(stream.entered)\n",
                 "            pass\n",
             )
         ],
         NOT_ORDERED,
     ),
     "the caller's stream does not wait for the strategy's": (
-        [("_core/gpu.py", "            outer.wait_event(self._left)\n", "            pass\n")],
+        [("_core/gpu.py", "            outer.wait_event(stream.left)\n", "            pass\n")],
         NOT_ORDERED,
     ),
     "use() instead of a push": (
@@ -150,10 +150,9 @@ BUGS = {
         [
             (
                 "_memory/layout.py",
-                "array if array.flags.c_contiguous else self._ascontiguous(array)\n",
-                "(array if array.flags.c_contiguous else self._ascontiguous(array)).data.ptr\n",
+                "copies.append(array)  # they live until the launch\n",
+                "pass\n",
             ),
-            ("_memory/layout.py", "[source.data.ptr for source in sources]", "sources"),
         ],
         "memory that was given back",
     ),
@@ -201,8 +200,8 @@ BUGS = {
         [
             (
                 "_storage/central_device.py",
-                "self.communicator.broadcast_flat(flat, self._root)",
-                "self.communicator.broadcast_flat(flat, 0)",
+                "prepare(flat, self._root)",
+                "prepare(flat, 0)",
             )
         ],
         "Not equal to tolerance",
@@ -225,17 +224,17 @@ def test_a_planted_bug_is_found(simulated, tmp_path, bug):
     ("old", "new"),
     [
         (
-            "address, address, array.nbytes, self._byte, root,",
-            "address, address, array.nbytes, self._byte, self._control.rank,",
+            "(place, place, array.nbytes, self._byte, root, raw)",
+            "(place, place, array.nbytes, self._byte, self._control.rank, raw)",
         ),
         (
-            "array.data.ptr, target, count, kind, _operation(op), root,",
-            "array.data.ptr, target, count, kind, "
-            "_operation(op if self._control.rank == 0 else ReduceOp.MAX), root,",
+            "numbers = (source, target, count, kind, operation_of(op))",
+            "numbers = (source, target, count, kind, "
+            "operation_of(op if self._control.rank == 0 else ReduceOp.MAX))",
         ),
         (
-            "array.data.ptr, target, count, kind, _operation(op), root,",
-            "array.data.ptr, target, count - (self._control.rank == 1), kind, _operation(op), root,",
+            "numbers = (source, target, count, kind, operation_of(op))",
+            "numbers = (source, target, count - (self._control.rank == 1), kind, operation_of(op))",
         ),
     ],
     ids=["root", "operation", "count"],

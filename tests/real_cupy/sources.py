@@ -20,7 +20,7 @@ _OF_FILES = dict.fromkeys(
         *(f"hpcstrat/_communicators/{name}.py" for name in ("nccl_collectives", "nccl_start")),
         "benchmarks/gpu_step.py",
     ),
-    dict.fromkeys(("comm", "_comm"), "cupy.cuda.nccl.NcclCommunicator"),
+    dict.fromkeys(("comm", "_comm", "_opened"), "cupy.cuda.nccl.NcclCommunicator"),
 )
 
 
@@ -45,11 +45,16 @@ def calls(paths):
     """
     for name, text in texts(paths):
         for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            if not isinstance(node, ast.Call):
+                continue
+            # What `partial` calls later counts too.
+            is_later = isinstance(node.func, ast.Name) and node.func.id == "partial"
+            function = node.args[0] if is_later else node.func
+            if isinstance(function, ast.Attribute):
                 keywords = tuple(sorted(keyword.arg for keyword in node.keywords if keyword.arg))
                 yield (
                     f"{name}:{node.lineno}",
-                    _meant(node.func, _MODULES | _OF_FILES.get(name, {})),
+                    _meant(function, _MODULES | _OF_FILES.get(name, {})),
                     keywords,
                 )
 
