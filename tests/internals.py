@@ -97,7 +97,7 @@ from hpcstrat._tools.timeline_shares import (
     read,
     share_out,
 )
-from hpcstrat._update import compiled, device_update, library_cache, rows
+from hpcstrat._update import compiled, device_kernels, device_norms, library_cache, rows
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._update.update import chunks_of

@@ -9,9 +9,15 @@ class LAMB(hs.optimizers.Optimizer):
     """LAMB (You et al. 2020, algorithm 2): Adam's update, scaled by the norm of each variable."""
 
     def __init__(
-        self, learning_rate=0.001, beta_1=0.9, beta_2=0.999, epsilon=1e-6, weight_decay=0.01
+        self,
+        learning_rate=0.001,
+        beta_1=0.9,
+        beta_2=0.999,
+        epsilon=1e-6,
+        weight_decay=0.01,
+        **options,
     ):
-        super().__init__(learning_rate)
+        super().__init__(learning_rate, **options)
         self.beta_1, self.beta_2, self.epsilon, self.weight_decay = (
             beta_1,
             beta_2,

@@ -56,7 +56,18 @@ def optimizers_of(dtype):
         return {name: one for name, one in OPTIMIZERS.items() if name not in ("Adamax", "Lion")}
     options = {
         "clipped values": optimizers.SGD(0.1, 0.9, clipvalue=0.5),
+        "clipped norms": optimizers.SGD(0.1, 0.9, clipnorm=0.5),
         "averages": optimizers.SGD(0.1, use_ema=True, weight_decay=0.1),
         "averages that overwrite": optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
     }
     return OPTIMIZERS | options | {"choices": Choosing(0.1), "norms": LAMB(0.1)}
+
+
+def with_norms_of_norms(dtype):
+    """Optimizers whose norms depend on other norms, by name."""
+    if dtype.kind == "c":
+        return {}
+    return {
+        "norms of norms": LAMB(0.1, clipnorm=0.5),
+        "norms of a norm of all": LAMB(0.1, global_clipnorm=0.5),
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -150,14 +151,16 @@ class CentralHostStorage(HostStorage):
     def _prepare_sums(self, plan: Plan, count: int) -> Callable[[Array], Array]:
         """A function that adds up the ranks' sums, in rank order: the same bits on every rank."""
         communicator = self.communicator
-        shape = (communicator.size, len(plan.order.blocks), count)
+        # Twice, used by turns: a rank may be in the next pass while another still adds up.
+        shape = (2, communicator.size, len(plan.order.blocks), count)
         # The shape changes when an option selects a formula with other norms.
         if plan.norm_sums is None or plan.norm_sums.array.shape != shape:
             with call_named(f"{current_call()}: norms"):
                 plan.norm_sums = self.create(np.zeros(shape))
-        sums: Array = plan.norm_sums.array
+        turns = itertools.cycle(plan.norm_sums.array)
 
         def add_up(own: Array) -> Array:
+            sums: Array = next(turns)
             sums[communicator.rank] = own
             communicator.sync()
             return sums.sum(axis=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import inspect
 import operator
@@ -10,30 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from hpcstrat._core.arrays import as_number
-from hpcstrat._update.rule import NO_CONSTANTS, Kernel, Norms, UpdateRule
+from hpcstrat._update.rule import NO_CONSTANTS, Norms, NumbersOfNorms, UpdateRule
 from hpcstrat._update.symbols import (
-    CONDITION,
     ELEMENT,
     NUMBER,
-    NUMPY,
-    ON_ELEMENTS,
-    ON_NUMBERS,
     Symbol,
+    global_norm,
 )
+from hpcstrat._update.trace import Traced, compile_pass, getter, layers_of
 
-Evaluate: TypeAlias = Callable[[Sequence[float]], tuple[float, ...]]
-"""From the numbers that change from step to step to a kernel's constants."""
-Bind: TypeAlias = Callable[[Sequence[float]], Evaluate]
-"""Binds the numbers that stay: what depends on them alone is computed once."""
 RuleOf: TypeAlias = Callable[[Sequence[float]], UpdateRule]
 """The rule of a step, from the numbers that change."""
 _CHANGING = ("learning_rate", "step")
 """The numbers of a formula that may change in every step; all others stay for a while."""
-Place: TypeAlias = tuple[str, int]
-"""Where an operand is: its kind, and its index among the arrays or numbers of this kind."""
 
 
 class Formula:
@@ -61,8 +50,8 @@ class Formula:
         attributes = [name for name in names if name not in (*_CHANGING, *readers)]
         self._names = (*attributes, *readers)
         self._readers = tuple(readers.values())
-        self._pick = _getter(operator.itemgetter, [_CHANGING.index(n) for n in self._changing])
-        self._attributes_of = _getter(operator.attrgetter, attributes)
+        self._pick = getter(operator.itemgetter, [_CHANGING.index(n) for n in self._changing])
+        self._attributes_of = getter(operator.attrgetter, attributes)
         self._traced: dict[tuple[Any, ...], Callable[[Sequence[float]], RuleOf]] = {}
         # Of the last step: the numbers that stay and the rule with these; what changed, the rule.
         self._bound: tuple[tuple[Any, ...], RuleOf] | None = None
@@ -125,15 +114,25 @@ class Formula:
                 "slots, in this order, all of them made of elements"
             )
         name = self._call.partition(".")[0].lower()
-        norms = [symbol for symbol in _in_order(results) if symbol.function is np.linalg.norm]
         changing, stay = [symbols[n] for n in _CHANGING], [symbols[n] for n in names]
-        kernel, bind = _compile(name, given, stay, [*changing, *norms], results)
+        # Norms need all elements of a variable before any can change: passes before the update,
+        # which change nothing. A pass may depend on the norms of those before.
+        passes: list[tuple[Traced, tuple[bool, ...]]] = []
+        norms: list[Symbol] = []
+        for layer in reversed(layers_of(results)):
+            if new := [norm for norm in layer if norm not in norms]:
+                terms = [norm.operands[0] for norm in new]
+                first = compile_pass(f"{name}_norms", given, stay, changing, norms, terms, True)
+                passes.append((first, tuple([norm.function is global_norm for norm in new])))
+                norms += new
+        last = compile_pass(name, given, stay, changing, norms, results)
+        most = max([len(are_global) for _, are_global in passes], default=0)
         # The ranks must agree on the options, too.
         agreed = {name: float(value) for name, value in options.items() if value is not None}
 
-        def bind_rule(numbers: Sequence[float]) -> Callable[..., UpdateRule]:
+        def bind_rule(numbers: Sequence[float]) -> RuleOf:
             stay = dict(zip(names, numbers, strict=True)) | agreed
-            values_of = bind(numbers)
+            kernel, values_of = last.kernel, last.bind(numbers)
 
             def rule(changing: Sequence[float], roots: Sequence[float] = ()) -> UpdateRule:
                 values = values_of((*changing, *roots))
@@ -142,208 +141,39 @@ class Formula:
                     functools.partial(kernel.apply, values), constants, kernel, values
                 )
 
+            following = last
+            for first, are_global in reversed(passes):
+                rule = _after_norms(numbers, most, are_global, first, following, rule)
+                following = first
             return rule
 
-        if not norms:
-            return bind_rule
-        # A norm needs all elements of a variable before any can change: a first pass, which changes
-        # nothing.
-        terms = [norm.operands[0] for norm in norms]
-        first, bind_first = _compile(f"{name}_norms", given, stay, changing, terms, has_terms=True)
-
-        def bind_rule_with_norms(numbers: Sequence[float]) -> RuleOf:
-            rule, values_of = bind_rule(numbers), bind_first(numbers)
-
-            def rule_with_norms(changing: Sequence[float]) -> UpdateRule:
-                values = values_of(changing)
-                apply = functools.partial(first.apply, values)
-                first_pass = UpdateRule(apply, NO_CONSTANTS, first, values)
-                return Norms(len(norms), first_pass, functools.partial(rule, changing)).rule()
-
-            return rule_with_norms
-
-        return bind_rule_with_norms
+        return bind_rule
 
 
-def _is_computed(symbol: Symbol) -> bool:
-    return symbol.function not in (None, np.linalg.norm)
+def _after_norms(
+    numbers: Sequence[float],
+    most: int,
+    are_global: tuple[bool, ...],
+    first: Traced,
+    following: Traced,
+    rule: Callable[..., UpdateRule],
+) -> Callable[..., UpdateRule]:
+    """The rule that makes a pass for these norms, and goes on with another."""
+    kernel, values_of = first.kernel, first.bind(numbers)
+    given_of = following.bind_given(numbers)
 
+    def rule_with_norms(changing: Sequence[float], roots: Sequence[float] = ()) -> UpdateRule:
+        values = values_of((*changing, *roots))
+        first_pass = UpdateRule(
+            functools.partial(kernel.apply, values), NO_CONSTANTS, kernel, values
+        )
 
-def _in_order(results: Sequence[Symbol]) -> list[Symbol]:
-    """The results and all that they depend on, each once and after its operands.
+        def rule_with(found: Sequence[float]) -> UpdateRule:
+            return rule(changing, (*roots, *found))
 
-    What is in a norm is left out: it belongs to the first pass.
-    """
-    order: dict[int, Symbol] = {}
+        # Of norms these are independent.
+        given = functools.partial(given_of, (*changing, *roots, *[1.0] * len(are_global)))
+        on_gpu = NumbersOfNorms(following.code, given)
+        return Norms(most, are_global, first_pass, rule_with, on_gpu).rule()
 
-    def visit(symbol: Symbol) -> None:
-        if id(symbol) in order:
-            return
-        if _is_computed(symbol):
-            for operand in symbol.operands:
-                visit(operand)
-        order[id(symbol)] = symbol
-
-    for result in reversed(results):  # slots first: the new value often depends on them
-        visit(result)
-    return list(order.values())
-
-
-def _compile(
-    name: str,
-    given: Sequence[Symbol],
-    stay: Sequence[Symbol],
-    changing: Sequence[Symbol],
-    results: Sequence[Symbol],
-    has_terms: bool = False,
-) -> tuple[Kernel, Bind]:
-    """The kernel of these results, and what computes its constants, in float64.
-
-    Given are the gradient, the value and the slots; the formula's numbers that stay, and those that
-    change from step to step, norms among them. The results are the new value and slots, or the
-    terms of norms.
-    """
-    whole = _in_order(results)
-    order = [symbol for symbol in whole if symbol.kind != NUMBER and symbol.function is not None]
-    taken = {id(operand) for symbol in order for operand in symbol.operands}
-    numbers = [symbol for symbol in whole if symbol.kind == NUMBER and id(symbol) in taken]
-    literals = [
-        number
-        for number in whole
-        if number.function is None and isinstance(number.operands[0], float)
-    ]
-    computed = [symbol for symbol in whole if symbol.kind == NUMBER and _is_computed(symbol)]
-    once = [symbol for symbol in computed if not any(one in changing for one in symbol.inputs())]
-    often = [symbol for symbol in computed if symbol not in once]
-    in_order = [*stay, *literals, *once, *changing, *often]
-    places = {id(symbol): i for i, symbol in enumerate(in_order)}
-    constants = [symbol.operands[0] for symbol in literals]
-
-    def steps_of(symbols: Sequence[Symbol]) -> list[tuple[Any, Any]]:
-        """What computes each symbol from the values before it."""
-        return [
-            (
-                ON_NUMBERS[symbol.function],
-                _getter(operator.itemgetter, [places[id(operand)] for operand in symbol.operands]),
-            )
-            for symbol in symbols
-        ]
-
-    steps_once, steps = steps_of(once), steps_of(often)
-    wanted = _getter(operator.itemgetter, [places[id(number)] for number in numbers])
-
-    def bind(numbers: Sequence[float]) -> Evaluate:
-        bound = [*numbers, *constants]
-        for function, operands in steps_once:
-            bound.append(function(*operands(bound)))
-
-        def evaluate(changing: Sequence[float]) -> tuple[float, ...]:
-            values = [*bound, *changing]
-            for function, operands in steps:
-                values.append(function(*operands(values)))
-            return wanted(values)
-
-        return evaluate
-
-    return _kernel_of(name, given, order, numbers, results, has_terms), bind
-
-
-def _getter(kind: Callable[..., Any], keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
-    """A function that gets these attributes or items, of which there may be one or none."""
-    if len(keys) > 1:
-        return kind(*keys)
-    getters = [kind(key) for key in keys]
-    return lambda thing: tuple([get(thing) for get in getters])
-
-
-_kernels: dict[tuple[Any, ...], Kernel] = {}
-
-
-def _kernel_of(
-    name: str,
-    given: Sequence[Symbol],
-    order: Sequence[Symbol],
-    numbers: Sequence[Symbol],
-    results: Sequence[Symbol],
-    has_terms: bool,
-) -> Kernel:
-    """The kernel of these operations on elements, which take these numbers."""
-    texts = {id(symbol): symbol.operands[0] for symbol in given}
-    texts |= {id(number): f"number_{i}" for i, number in enumerate(numbers)}
-    lines = []
-    for i, symbol in enumerate(order):
-        operands = [texts[id(operand)] for operand in symbol.operands]
-        lines.append(f"const auto step_{i} = {ON_ELEMENTS[symbol.function].format(*operands)};")
-        texts[id(symbol)] = f"step_{i}"
-    if has_terms:
-        lines += [f"term_{i} = {texts[id(term)]};" for i, term in enumerate(results)]
-    else:
-        # All are read before any is written: a new slot may be another slot's old value.
-        lines += [f"const auto new_{i} = {texts[id(new)]};" for i, new in enumerate(results)]
-        lines += [f"{old.operands[0]} = new_{i};" for i, old in enumerate(given[1:])]
-    key = (
-        name,
-        tuple(slot.operands[0] for slot in given[2:]),
-        tuple(f"number_{i}" for i in range(len(numbers))),
-        "\n".join(lines),
-    )
-    if key not in _kernels:
-        _kernels[key] = Kernel(*key, *_steps(given, order, numbers, results, has_terms))
-    return _kernels[key]
-
-
-def _steps(
-    given: Sequence[Symbol],
-    order: Sequence[Symbol],
-    numbers: Sequence[Symbol],
-    results: Sequence[Symbol],
-    has_terms: bool,
-) -> tuple[list[tuple[Any, ...]], dict[str, int], list[int]]:
-    """The steps of a kernel, its numbers of arrays, and its terms.
-
-    There are as few arrays as possible: together they should fit in cache. The gradient is
-    overwritten, and a new value or slot goes to its place in storage, as soon as the old content is
-    no longer needed. For norms, nothing that was given changes.
-    """
-    uses = collections.Counter(id(operand) for symbol in order for operand in symbol.operands)
-    uses.update(map(id, results))  # needed to the end
-    if has_terms:
-        uses.update(map(id, given))
-    places: dict[int, Place] = {id(symbol): (ELEMENT, i) for i, symbol in enumerate(given)}
-    places |= {id(number): (NUMBER, i) for i, number in enumerate(numbers)}
-    homes = {} if has_terms else {id(new): i for i, new in enumerate(results, 1)}
-    in_storage = [(ELEMENT, i) for i in range(1, len(given))]
-    arrays = {ELEMENT: len(given), CONDITION: 0}
-    free: list[Place] = [] if uses[id(given[0])] else [(ELEMENT, 0)]
-    steps: list[tuple[Any, ...]] = []
-
-    def new_place(kind: str) -> Place:
-        arrays[kind] += 1
-        return kind, arrays[kind] - 1
-
-    for symbol in order:
-        taken = [places[id(operand)] for operand in symbol.operands]
-        for operand, place in zip(symbol.operands, taken, strict=True):
-            uses[id(operand)] -= 1
-            if not uses[id(operand)] and place[0] != NUMBER and place not in in_storage:
-                free.append(place)
-        home = homes.get(id(symbol))
-        reusable = [place for place in free if place[0] == symbol.kind]
-        if home is not None and not uses[id(given[home])]:
-            out = (ELEMENT, home)
-        elif reusable:
-            out = reusable[-1]
-            free.remove(out)
-        else:
-            out = new_place(symbol.kind)
-        places[id(symbol)] = out
-        steps.append((NUMPY.get(symbol.function, symbol.function), *taken, out))
-    found = [places[id(result)] for result in results]
-    if has_terms:
-        return steps, arrays, [i for _, i in found]
-    moved = [(place, home) for place, home in zip(found, in_storage, strict=True) if place != home]
-    for i, (place, home) in enumerate(moved):
-        if place in in_storage:  # which might be written first
-            moved[i] = new_place(ELEMENT), home
-            steps.append((np.positive, place, moved[i][0]))
-    return [*steps, *[(np.positive, place, home) for place, home in moved]], arrays, []
+    return rule_with_norms

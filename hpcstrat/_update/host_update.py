@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
 import numpy as np
@@ -12,8 +13,8 @@ from hpcstrat._communicators.reduction import CHUNK, accumulator, reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard
 from hpcstrat._update import compiled
-from hpcstrat._update.rule import Kernel, UpdateRule, scalars, sums_of_squares
-from hpcstrat._update.update import Chunk, InPlace, Update, keep_per_message
+from hpcstrat._update.rule import Kernel, Norms, UpdateRule, scalars, sums_of_squares
+from hpcstrat._update.update import NOTHING_IN_PLACE, Chunk, InPlace, Update, keep_per_message
 
 Scratch: TypeAlias = "dict[np.dtype[Any], list[Array]]"
 """Memory to work in, the same for all updates of a storage. Of each dtype, the first array is for
@@ -44,6 +45,7 @@ class HostUpdate(Update):
         compiles: bool = False,
     ) -> None:
         super().__init__(chunks, shards)
+        self._of_variables: dict[int, HostUpdate] = {}
         self._scratch = scratch
         self._rank = rank
         self._compiles = compiles
@@ -73,9 +75,6 @@ class HostUpdate(Update):
             start, stop = stop, stop + sum(shard.dtype == dtype for shard in own)
             self._dtypes.append((dtype, Interval(start, stop)))
 
-    def _with(self, chunks: Sequence[Chunk], shard: Shard) -> HostUpdate:
-        return HostUpdate(chunks, [shard], self._scratch, self._rank, self._compiles)
-
     def in_place(self, gradients: Sequence[Array]) -> InPlace:
         """Large gradients that are as the messages would have them."""
         in_place = {}
@@ -88,7 +87,57 @@ class HostUpdate(Update):
                 in_place[shard.variable] = shard.elements, gradient.reshape(-1)
         return in_place
 
-    def apply(
+    def forget_messages(self) -> None:
+        """See `Update.forget_messages`."""
+        super().forget_messages()
+        for update in self._of_variables.values():
+            update.forget_messages()
+
+    def run(
+        self,
+        rule: UpdateRule,
+        messages: Sequence[Array],
+        op: ReduceOp = ReduceOp.SUM,
+        in_place: InPlace = NOTHING_IN_PLACE,
+        add_up: Callable[[Array], Array] | None = None,
+    ) -> None:
+        """See `Update.run`."""
+        # For norms over all variables, chunks need not end where variables do.
+        updates: Mapping[int, HostUpdate] = {0: self}
+        rules = [rule]
+        while (norms := rules[0].norms) is not None:
+            if len(rules) == 1 and not all(norms.are_global):
+                updates, rules = self._of_each_variable(), rules * len(self._shards)
+            squares = np.zeros((len(self._shards), norms.size))
+            count = len(norms.are_global)
+            for i, update in updates.items():
+                update._apply(_norms_of(rules[i]).first, messages, op, in_place, squares[i, :count])
+            # A norm needs all elements of a variable, some of them on other ranks, so nothing can
+            # be updated before. The gradients are reduced again: a copy would cost as much memory.
+            sums = (squares if add_up is None else add_up(squares))[:, :count]
+            sums = np.where(norms.are_global, sums.sum(axis=0), sums)
+            roots = np.sqrt(sums[: len(rules)]).tolist()
+            rules = [_norms_of(rule).rule_with(own) for rule, own in zip(rules, roots, strict=True)]
+        for i, update in updates.items():
+            update._apply(rules[i], messages, op, in_place)
+
+    def _of_each_variable(self) -> dict[int, HostUpdate]:
+        """The update of each variable of which this rank has a shard."""
+        if not self._of_variables:
+            self._of_variables = {
+                shard.variable: HostUpdate(
+                    _chunks_in(shard, self._chunks),
+                    [shard],
+                    self._scratch,
+                    self._rank,
+                    self._compiles,
+                )
+                for shard in self._shards
+                if shard.elements
+            }
+        return self._of_variables
+
+    def _apply(
         self,
         rule: UpdateRule,
         messages: Sequence[Array],
@@ -96,7 +145,10 @@ class HostUpdate(Update):
         in_place: InPlace,
         out: Array | None = None,
     ) -> None:
-        """See `Update.apply`."""
+        """Reduces the messages, and applies a rule that takes no norms.
+
+        A pass for norms adds the sum of squares of each term to `out`.
+        """
         # Loops sum in rank order, like NumPy. Other operations are rare, on small variables.
         loops = self._loops(rule) if self._compiles and op is ReduceOp.SUM else []
         if loops:
@@ -182,3 +234,26 @@ class HostUpdate(Update):
                 all_parts[k] = list(all_parts[k])
                 all_parts[k][self._rank] = own[shard.elements.slice]
         return all_parts
+
+
+def _chunks_in(shard: Shard, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks of a shard, cut where other variables end and start."""
+
+    def start_of(chunk: Chunk) -> int:
+        return chunk[0].message.start
+
+    # Its first chunk may have started before it.
+    first = bisect.bisect_right(chunks, shard.message.start, key=start_of) - 1
+    stop = bisect.bisect_left(chunks, shard.message.stop, key=start_of)
+    cut = []
+    for whole, value, slots in chunks[first:stop]:
+        both = shard.within(whole.message)
+        start = (both.message.start - whole.message.start) // both.dtype.itemsize
+        here = slice(start, start + both.elements.size)
+        cut.append((both, value[here], tuple([slot[here] for slot in slots])))
+    return cut
+
+
+def _norms_of(rule: UpdateRule) -> Norms:
+    assert rule.norms is not None
+    return rule.norms

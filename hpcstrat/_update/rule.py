@@ -49,25 +49,43 @@ class UpdateRule(NamedTuple):
     norms: Norms | None = None
 
 
-class Norms(NamedTuple):
-    """The norms over a variable that an update of its elements depends on.
-
-    They take a first pass over all elements, which changes nothing. A rank that has only a part of
-    the elements sums its own, and the ranks add their sums. Squares are summed in float64.
+class NumbersOfNorms(NamedTuple):
+    """The constants of a kernel that follows a pass for norms.
 
     Attributes:
-        size: the number of norms.
-        first: the first pass; `apply` returns the term of each norm.
-        rule_with: returns the update of a variable that has these norms.
+        code: statements in CUDA C++ that compute row `i` of `numbers`, in float64, from `norm_0`,
+            `norm_1` and so on, of all passes up to this, and from `given_0` and so on.
+        given: returns the numbers that depend on no norm.
+    """
+
+    code: str
+    given: Callable[[], tuple[float, ...]]
+
+
+class Norms(NamedTuple):
+    """The norms over variables that an update of their elements depends on.
+
+    They take a pass over all elements, which changes nothing. A rank that has only a part of the
+    elements sums its own, and the ranks add their sums. Squares are summed in float64.
+
+    Attributes:
+        size: the number of norms, or that of a later pass if it has more.
+        are_global: for each norm, whether it is over all variables of the update, or over each.
+        first: the pass; `apply` returns the term of each norm.
+        rule_with: returns the update of a variable that has these norms. It may take other norms,
+            which depend on these.
+        numbers: what a GPU computes the constants of the next kernel with.
     """
 
     size: int
+    are_global: tuple[bool, ...]
     first: UpdateRule
     rule_with: Callable[[Sequence[float]], UpdateRule]
+    numbers: NumbersOfNorms
 
     def rule(self) -> UpdateRule:
         """The update of variables whose norms are not known yet."""
-        return self.rule_with([1.0] * self.size)._replace(
+        return self.rule_with([1.0] * len(self.are_global))._replace(
             apply=self._apply, kernel_constants=(), norms=self
         )
 

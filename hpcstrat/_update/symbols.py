@@ -89,6 +89,14 @@ ON_NUMBERS: dict[Any, Callable[..., Any]] = {
 }
 
 
+# On a GPU only numbers that depend on norms.
+ON_NUMBERS_IN_C: dict[Any, str] = ON_ELEMENTS | {
+    np.power: "pow({}, {})",
+    np.exp: "exp({})",
+    np.log: "log({})",
+}
+
+
 def _operator(function: Any) -> Callable[..., Symbol]:
     return lambda *operands: _apply(function, *operands)
 
@@ -130,10 +138,8 @@ class Symbol:
 
     def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Symbol:
         if function is np.linalg.norm and not options and len(arguments) == 1:
-            if self.kind != ELEMENT or any(
-                operand.function is np.linalg.norm for operand in self.inputs()
-            ):
-                _refuse("numpy.linalg.norm takes an element that contains no other norm")
+            if self.kind != ELEMENT:
+                _refuse("numpy.linalg.norm takes an element")
             return Symbol(NUMBER, np.linalg.norm, self)
         if function is not np.where or options or len(arguments) != 3:
             _refuse(
@@ -172,6 +178,14 @@ class Symbol:
 
     def __iter__(self) -> NoReturn:
         _refuse(f"{_article(self)} is not a sequence")
+
+
+def global_norm(element: Symbol) -> Symbol:
+    """The norm of an element over all variables of an update; `numpy.linalg.norm`: over its own."""
+    return Symbol(NUMBER, global_norm, element)
+
+
+NORMS = (np.linalg.norm, global_norm)
 
 
 def _apply(function: Any, *arguments: Any) -> Symbol:

@@ -10,21 +10,17 @@ of elements of one dtype, whichever variables they belong to:
 Here each rank has an equal share of all elements, which it cuts into its own chunks: equal work,
 although one variable may be larger than all others together. Small variables that follow each
 other, such as c and d, are in one chunk: they cost no calls of their own. This is right because
-rules are elementwise. Norms need to know where a variable ends: for them, chunks are cut there.
+rules are elementwise. Norms of variables need to know where these end: chunks are cut there.
 """
 
 from __future__ import annotations
 
 import abc
-import bisect
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol, TypeAlias, TypeVar
 
-import numpy as np
-
 from hpcstrat._communicators.reduction import CHUNK
-from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._update.rule import UpdateRule
@@ -68,24 +64,6 @@ def chunks_of(
     return chunks
 
 
-def _chunks_in(shard: Shard, chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The chunks of a shard, cut where other variables end and start."""
-
-    def start_of(chunk: Chunk) -> int:
-        return chunk[0].message.start
-
-    # Its first chunk may have started before it.
-    first = bisect.bisect_right(chunks, shard.message.start, key=start_of) - 1
-    stop = bisect.bisect_left(chunks, shard.message.stop, key=start_of)
-    cut = []
-    for whole, value, slots in chunks[first:stop]:
-        both = shard.within(whole.message)
-        start = (both.message.start - whole.message.start) // both.dtype.itemsize
-        here = slice(start, start + both.elements.size)
-        cut.append((both, value[here], tuple([slot[here] for slot in slots])))
-    return cut
-
-
 def keep_per_message(
     kept: dict[tuple[int, int], tuple[Array, T]],
     messages: Sequence[Array],
@@ -121,34 +99,12 @@ class Update(abc.ABC):
     def __init__(self, chunks: Sequence[Chunk], shards: Sequence[Shard]) -> None:
         self._chunks = chunks
         self._shards = shards
-        self._of_variables: dict[int, Update] = {}
         self._parts: dict[tuple[int, int], tuple[Array, list[list[Array]]]] = {}
         self.may_be_in_place: bool = False
-
-    @abc.abstractmethod
-    def _with(self, chunks: Sequence[Chunk], shard: Shard) -> Update:
-        """An update of the same kind, of these chunks of one shard."""
-
-    @abc.abstractmethod
-    def apply(
-        self,
-        rule: UpdateRule,
-        messages: Sequence[Array],
-        op: ReduceOp,
-        in_place: InPlace,
-        out: Array | None = None,
-    ) -> None:
-        """Reduces the messages, and applies a rule that takes no norms; see `run`.
-
-        The first pass for norms adds the sum of squares of each term to `out`, which is zero
-        before. On a GPU the update is then of one variable, whose sums are written.
-        """
 
     def forget_messages(self) -> None:
         """Drops what it keeps for the next update with the same messages, and so the messages."""
         self._parts.clear()
-        for update in self._of_variables.values():
-            update.forget_messages()
 
     def in_place(self, gradients: Sequence[Array]) -> InPlace:
         """Those of this rank's gradients that are read in place; here there are none.
@@ -157,6 +113,7 @@ class Update(abc.ABC):
         """
         return NOTHING_IN_PLACE
 
+    @abc.abstractmethod
     def run(
         self,
         rule: UpdateRule,
@@ -175,27 +132,6 @@ class Update(abc.ABC):
             add_up: adds up an array of float64 over the ranks that have the other shards; `None` if
                 this rank has all.
         """
-        if rule.norms is None:
-            self.apply(rule, messages, op, in_place)
-            return
-        norms = rule.norms
-        # In one array: on a GPU, each copy to the host waits for the stream.
-        xp = gpu.array_module(*[value for _, value, _ in self._chunks[:1]])
-        squares = xp.zeros((len(self._shards), norms.size), np.float64)
-        if not self._of_variables:
-            self._of_variables = {
-                shard.variable: self._with(_chunks_in(shard, self._chunks), shard)
-                for shard in self._shards
-                if shard.elements
-            }
-        for variable, update in self._of_variables.items():
-            update.apply(norms.first, messages, op, in_place, squares[variable])
-        # A norm needs all elements of a variable, some of them on other ranks, so nothing can be
-        # updated before. The gradients are reduced again: a copy would cost as much memory.
-        sums = gpu.to_host(squares)
-        roots = np.sqrt(sums if add_up is None else add_up(sums)).tolist()
-        for variable, update in self._of_variables.items():
-            update.apply(norms.rule_with(roots[variable]), messages, op, in_place)
 
     def _parts_of(self, messages: Sequence[Array]) -> list[list[Array]]:
         """For each chunk its gradient in each message."""

@@ -11,14 +11,27 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array, IndexedSlices
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._update.formula import Formula
+from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable
 from hpcstrat.optimizers import _gradients
-from hpcstrat.optimizers._steps import BY_OPTION, Pairs, UpdateStep, numbers_of, overrides
+from hpcstrat.optimizers._steps import (
+    BY_OPTION,
+    NORM_CLIPPING,
+    Pairs,
+    UpdateStep,
+    numbers_of,
+    overrides,
+)
 
 Readers: TypeAlias = dict[str, Callable[[], Any]]
 """What reads the numbers of a combined formula that are not the optimizer's attributes."""
 
-
+COMPOSED = (
+    *("_state", "_steps", "_collecting", "_transforming", "_clipping", "_sums_early"),
+    *("_formula", "_formula_of_clipped", "_rate_after"),
+)
+"""What an optimizer makes anew from its other attributes."""
 _RATE = "learning_rate"
 
 
@@ -109,13 +122,43 @@ def _rows(
     return _gradients.sum_rows(group, slices, v, are_summed=True)
 
 
+def transforming(
+    steps: Sequence[UpdateStep], has_own_rule: bool
+) -> tuple[list[UpdateStep], list[UpdateStep]]:
+    """The steps that transform gradients, and those whose formulas do it instead, in most steps."""
+    found = [step for step in steps if overrides(step, "transform")]
+    if has_own_rule or any(step not in NORM_CLIPPING for step in found):
+        return found, []
+    return [], found
+
+
+def formulas_of(
+    optimizer: Any, steps: Sequence[UpdateStep], clips: bool
+) -> tuple[Formula, Formula]:
+    """The formula of an optimizer with its steps, and for gradients whose norms are clipped."""
+    call = f"{type(optimizer).__name__}.formula"
+
+    def whole(clips: bool) -> Formula:
+        return Formula(call, *combine_formulas(call, optimizer.formula, steps, clips))
+
+    of_clipped = whole(clips=False)
+    return whole(clips=True) if clips else of_clipped, of_clipped
+
+
+def rule_that_takes(slot: str, optimizer: Any) -> UpdateRule:
+    """The rule that overwrites variables by a slot."""
+    place = list(optimizer.all_slots).index(slot)
+    taking = Formula(current_call(), lambda value, gradient, *slots: (slots[place], *slots))
+    return taking.rule(optimizer, 0.0, 0)
+
+
 def combine_formulas(
-    call: str, formula: Callable[..., Any], steps: Sequence[UpdateStep]
+    call: str, formula: Callable[..., Any], steps: Sequence[UpdateStep], clips: bool
 ) -> tuple[Callable[..., Any], Readers]:
     """The formula of an optimizer inside those of its steps: one pass over memory for all.
 
     The first step's formula is the outermost. The slots are the optimizer's, then those of the last
-    step, and so on to the first.
+    step, and so on to the first. `clips`: whether norms are clipped, before all other formulas.
     """
     own, readers = numbers_of(formula), Readers()
     names = [_name_numbers(step, readers) for step in steps]
@@ -134,7 +177,10 @@ def combine_formulas(
         return formula(value, gradient, *slots, **taken)
 
     whole: Any = combined
-    for step, of_step in zip(reversed(steps), reversed(names), strict=True):
+    pairs = [*zip(steps, names, strict=True)]
+    clipping = [pair for pair in pairs if clips and pair[0] in NORM_CLIPPING]
+    others = [pair for pair in pairs if pair[0] not in NORM_CLIPPING]
+    for step, of_step in reversed([*clipping, *others]):
         if overrides(step, "formula"):
             whole = functools.partial(_run_step, step, of_step, whole)
     whole = functools.partial(whole)

@@ -12,7 +12,6 @@ from hpcstrat._core.call_name import current_call, enter_call, leave_call, names
 from hpcstrat._core.types import FIRST_REPLICA, ReduceOp
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
-from hpcstrat._update.formula import Formula
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers import _composition, _gradients, _options
@@ -23,10 +22,6 @@ from hpcstrat.optimizers._steps import BY_OPTION, EMA, UpdateStep, overrides
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
-
-
-# What an optimizer makes anew from its other attributes.
-_COMPOSED = ("_state", "_steps", "_collecting", "_transforming", "_formula", "_rate_after")
 
 
 class Optimizer(metaclass=_options.OptimizerType):
@@ -81,9 +76,11 @@ class Optimizer(metaclass=_options.OptimizerType):
         self._collecting = [step for step in steps if overrides(step, "collect")]
         if self._state.accumulator is not None:
             self._collecting.append(self._state.accumulator)
-        self._transforming = [step for step in steps if overrides(step, "transform")]
-        call = f"{type(self).__name__}.formula"
-        self._formula = Formula(call, *_composition.combine_formulas(call, self.formula, steps))
+        has_own_rule = type(self).update_rule is not Optimizer.update_rule
+        self._transforming, self._clipping = _composition.transforming(steps, has_own_rule)
+        self._sums_early = not (self._collecting or self._transforming or self._clipping)
+        clips = bool(self._clipping)
+        self._formula, self._formula_of_clipped = _composition.formulas_of(self, steps, clips)
 
     # ---- for subclasses
 
@@ -198,7 +195,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         kept = {"_state": OptimizerState(self.gradient_accumulation_steps)} | {
             name: copy.deepcopy(value, memo)
             for name, value in vars(self).items()
-            if name not in _COMPOSED
+            if name not in _composition.COMPOSED
         }
         vars(other).update(kept)
         other._state.iterations = self._state.iterations  # the rate's function reads it
@@ -294,19 +291,19 @@ class Optimizer(metaclass=_options.OptimizerType):
             if sparse or plan_key(group, dense) not in state.plans:
                 _gradients.check_variables(group, variables)
             rate = float(self._rate_after(state.iterations))
-            rule = self.update_rule(rate, state.iterations + 1)
+            step, clipped = state.iterations + 1, self._formula_of_clipped
+            clipping = self._clipping if sparse else []  # rows are clipped before the update
+            rule = clipped.rule(self, rate, step) if clipping else self.update_rule(rate, step)
             _gradients.check_norms(rule, sparse)
         are_summed = are_summed or not isinstance(contexts.context(), InReplica)
         if are_summed:
             group.communicator.require_equal(gradients)
         rows = [_gradients.sum_rows(group, slices, v, are_summed) for slices, v in sparse]
-        if self._transforming:
+        if steps := self._transforming or clipping:
             if not are_summed:
                 gradients = group.communicator.all_reduce(gradients, ReduceOp.SUM)
                 are_summed = True
-            gradients, rows = _composition.transform(
-                self, self._transforming, group, variables, gradients, rows
-            )
+            gradients, rows = _composition.transform(self, steps, group, variables, gradients, rows)
         try:  # all variables and the number of steps change, or nothing does
             if dense:
                 plan = state.plan_of(group, dense, self.name, self.all_slots)
@@ -363,9 +360,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             with group.on_stream():
                 nothing = [group.xp.zeros(v.shape, v.dtype) for v in variables]
         plan = self._state.plan_of(group, variables, self.name, self.all_slots)
-        place = list(self.all_slots).index(EMA)
-        taking = Formula(current_call(), lambda value, gradient, *slots: (slots[place], *slots))
-        rule = taking.rule(self, 0.0, 0)
+        rule = _composition.rule_that_takes(EMA, self)
         group.storage.update(plan, nothing, FIRST_REPLICA, rule)
 
     @names_call(lambda self, _: f"{self.name}.gradient_buffers")
@@ -395,9 +390,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         plan = state.plan_of(group, variables, self.name, self.all_slots)
         if plan.buffers is None:
             group.storage.make_buffers(plan)
-        return GradientBuffers(
-            state, group, plan, variables, lambda: not (self._collecting or self._transforming)
-        )
+        return GradientBuffers(state, group, plan, variables, lambda: self._sums_early)
 
 
 def state_of_optimizer(optimizer: Optimizer) -> OptimizerState:

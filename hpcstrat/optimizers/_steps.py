@@ -12,6 +12,7 @@ import numpy as np
 from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, IndexedSlices
+from hpcstrat._update.symbols import global_norm
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers import _gradients
 
@@ -132,7 +133,10 @@ def numbers_of(formula: Callable[..., Any]) -> list[str]:
 class GlobalNormClipping(UpdateStep):
     """Scales gradients down to the largest norm of all together."""
 
-    numbers = ("global_clipnorm",)
+    @staticmethod
+    def formula(update: Any, value: Any, gradient: Any, *, global_clipnorm: Any) -> Any:
+        """See `UpdateStep.formula`."""
+        return update(value, gradient * _scale(global_clipnorm, global_norm(gradient)))
 
     def transform(self, grads_and_vars: Pairs, optimizer: Any) -> Pairs:
         """See `UpdateStep.transform`."""
@@ -143,7 +147,10 @@ class GlobalNormClipping(UpdateStep):
 class NormClipping(UpdateStep):
     """Scales each gradient down to the largest norm."""
 
-    numbers = ("clipnorm",)
+    @staticmethod
+    def formula(update: Any, value: Any, gradient: Any, *, clipnorm: Any) -> Any:
+        """See `UpdateStep.formula`."""
+        return update(value, gradient * _scale(clipnorm, np.linalg.norm(gradient)))
 
     def transform(self, grads_and_vars: Pairs, optimizer: Any) -> Pairs:
         """See `UpdateStep.transform`."""
@@ -263,6 +270,15 @@ BY_OPTION: Mapping[str, UpdateStep] = {
     "weight_decay": WeightDecay(),
     "use_ema": MovingAverages(),
 }
+
+
+NORM_CLIPPING = (BY_OPTION["global_clipnorm"], BY_OPTION["clipnorm"])
+"""Their formulas come around all others. They transform what the formula cannot clip: rows, and
+gradients that other steps transform too."""
+
+
+def _scale(most: Any, norm: Any) -> Any:
+    return np.where(norm < math.inf, np.where(norm > most, most / norm, 1.0), math.nan)
 
 
 def _scale_down(most: float, grads_and_vars: Pairs) -> list[tuple[Any, Variable]]:

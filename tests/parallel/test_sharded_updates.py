@@ -30,13 +30,18 @@ OPTIMIZERS = {
     "SGD": lambda: hs.optimizers.SGD(0.1),
     "momentum": lambda: hs.optimizers.SGD(0.1, momentum=0.9),
     "Adam": lambda: hs.optimizers.Adam(0.01),
-    "global_clipnorm": lambda: hs.optimizers.Adam(0.01, global_clipnorm=1.0),
-    "clipnorm": lambda: hs.optimizers.Adagrad(0.01, clipnorm=0.5),
     "averages": lambda: hs.optimizers.RMSprop(
         0.01, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
     ),
     "accumulated": lambda: hs.optimizers.Adam(0.01, gradient_accumulation_steps=2),
     "Nadam": lambda: hs.optimizers.Nadam(0.01),
+}
+WITH_NORMS = {
+    "global_clipnorm": lambda: hs.optimizers.Adam(0.01, global_clipnorm=1.0),
+    "clipnorm": lambda: hs.optimizers.Adagrad(0.01, clipnorm=0.5),
+    "LAMB": lambda: LAMB(0.1),
+    "LAMB, global_clipnorm": lambda: LAMB(0.1, global_clipnorm=1.0),
+    "LAMB, clipnorm": lambda: LAMB(0.1, clipnorm=0.5),
 }
 
 
@@ -122,8 +127,11 @@ def test_any_number_of_elements(both, place, count):
     check_equal(found, expected, place)
 
 
-def test_norms_over_a_variable_take_all_parts(both):
-    expected, found = (Model(strategy, lambda: LAMB(0.1)).train(3).values() for strategy in both)
+@pytest.mark.parametrize("optimizer", WITH_NORMS)
+def test_norms_take_all_parts(both, optimizer):
+    expected, found = (
+        Model(strategy, WITH_NORMS[optimizer]).train(3).values() for strategy in both
+    )
     # Each rank adds up the squares of its part.
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from internals import (
     accumulator,
-    device_update,
+    device_kernels,
+    device_norms,
     layout,
     rows,
 )
 from on_host import array, cupy
-from package_kernels import DTYPES, optimizers_of
+from package_kernels import DTYPES, optimizers_of, with_norms_of_norms
 
 compiler = pytest.importorskip("cupy.cuda.compiler")
 _kernel = pytest.importorskip("cupy._core._kernel")
@@ -44,25 +45,35 @@ def text(kernel, name, arguments):
     )
 
 
+def kernels_of(rule, dtype):
+    """The kernels of an update, each with arguments for it."""
+    numbers, table = array(3, np.float64), array(3, np.int64)
+    passes, last = device_norms.passes_of(rule)
+    update = device_norms.kernel_in(last)
+    given = [array(3, dtype) for _ in range(2 + len(update.slots))]
+    done = 0
+    for norms in passes:
+        first = norms.first
+        constants = [numbers] if done else first.kernel_constants
+        kernel = device_kernels.squares_kernel(device_norms.kernel_in(first), dtype, bool(done))
+        yield kernel, [given[0], *constants, *given[1:], table, numbers]
+        terms, passed = len(norms.are_global), norms.numbers.given()
+        kernel = device_norms.numbers_kernel(norms.numbers.code, done, terms, len(passed))
+        yield kernel, [numbers, table, 1, 1, *passed, numbers, numbers]
+        done += terms
+    constants = [numbers, table, 1] if passes else last.kernel_constants
+    kernel = device_kernels.update_kernel(update, dtype, bool(passes))
+    yield kernel, [given[0], *constants, *given[1:]]
+
+
 def sources():
     """All kernels in one program: compiling them one by one takes a minute."""
     texts = []
     for dtype in DTYPES:
-        for optimizer in optimizers_of(dtype).values():
-            update = optimizer.update_rule(0.1, 1)
-            assert update.kernel is not None
-            kernel = device_update._compile(update.kernel, accumulator(dtype) != dtype)
-            arrays = [array(3, dtype) for _ in range(1 + len(update.kernel.slots))]
-            constants = [0.5] * len(update.kernel.constants)
-            texts.append(
-                text(kernel, f"kernel_{len(texts)}", [array(3, dtype), *constants, *arrays])
-            )
-            if (norms := update.norms) is not None:
-                first = norms.first
-                kernel = device_update._compile(first.kernel, accumulator(dtype) != dtype)
-                squares = [array(3, np.float64) for _ in range(norms.size)]
-                given = [array(3, dtype), *first.kernel_constants, *arrays, *squares]
-                texts.append(text(kernel, f"kernel_{len(texts)}", given))
+        optimizers = optimizers_of(dtype) | with_norms_of_norms(dtype)
+        for optimizer in optimizers.values():
+            for kernel, arguments in kernels_of(optimizer.update_rule(0.1, 1), dtype):
+                texts.append(text(kernel, f"kernel_{len(texts)}", arguments))
         arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
         for combination in rows.SUM, rows.PRODUCT, rows.MINIMUM, rows.MAXIMUM, rows.LAST:
             if dtype.kind != "c" or combination not in (rows.MINIMUM, rows.MAXIMUM):
@@ -70,6 +81,8 @@ def sources():
                 texts.append(
                     text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
                 )
+    numbers, table = array(3, np.float64), array(3, np.int64)
+    texts.append(text(device_norms.add_kernel(), "add", [numbers, table, 1, 1, numbers]))
     for itemsize in layout._WORDS:
         texts.append(layout._kernel(itemsize).code.replace("void pack(", f"void pack_{itemsize}("))
     spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]

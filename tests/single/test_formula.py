@@ -177,10 +177,6 @@ REFUSED = {
     "a text": (lambda w, g: w - "1", "an operand is of type str"),
     "a condition as a number": (lambda w, g: w - (g > 0), "one operand is a condition"),
     "a number as a condition": (lambda w, g: np.where(g, w, g), "one operand is an element"),
-    "a norm in a norm": (
-        lambda w, g: w - g * np.linalg.norm(g * np.linalg.norm(w)),
-        "an element that contains no other norm",
-    ),
     "a norm of a number": (
         lambda w, g: w - g * np.linalg.norm(np.linalg.norm(w)),
         "numpy.linalg.norm takes an element",

@@ -7,9 +7,20 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import accumulator, apply_on_gpu, device_update, gpu, layout, layout_of, rows
+from internals import (
+    Interval,
+    Shard,
+    accumulator,
+    apply_on_gpu,
+    device_kernels,
+    device_norms,
+    gpu,
+    layout,
+    layout_of,
+    rows,
+)
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
-from package_kernels import DTYPES, optimizers_of
+from package_kernels import DTYPES, optimizers_of, with_norms_of_norms
 from slow import slow_but
 
 pytestmark = [
@@ -47,6 +58,11 @@ class OnHost(np.ndarray):
         return types.SimpleNamespace(ptr=self.ctypes.data)
 
 
+def all_optimizers_of(dtype):
+    """All optimizers that variables of this dtype can have, by name."""
+    return optimizers_of(dtype) | with_norms_of_norms(dtype)
+
+
 def combinations_of(dtype):
     """The combinations of rows that a dtype supports, each with NumPy's function."""
     extremes = {rows.MINIMUM: np.minimum, rows.MAXIMUM: np.maximum}
@@ -61,7 +77,7 @@ def combinations_of(dtype):
 @pytest.fixture(scope="module")
 def cupy():
     """The part of CuPy that the package's kernels need, with kernels for the host."""
-    names = ("argsort", "diff", "flatnonzero", "empty")
+    names = ("argsort", "asarray", "diff", "flatnonzero", "empty", "zeros")
     module = types.SimpleNamespace(
         ElementwiseKernel=Kernel,
         RawKernel=RawKernel,
@@ -71,12 +87,16 @@ def cupy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(gpu, "array_module", lambda *arrays: module)
-        caches = (device_update._compile, rows._kernel, layout._kernel)
+        caches = (
+            *(device_kernels.update_kernel, device_kernels.squares_kernel),
+            *(device_norms.numbers_kernel, device_norms.add_kernel),
+            *(rows._kernel, layout._kernel),
+        )
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []
         for dtype in DTYPES:
-            for optimizer in optimizers_of(dtype).values():
+            for optimizer in all_optimizers_of(dtype).values():
                 update(optimizer, 1, *arrays_of(optimizer, dtype, 3))
             for combination in combinations_of(dtype):
                 rows.combine_rows(np.zeros(3, np.int64), np.zeros((3, 2), dtype), combination)
@@ -111,11 +131,13 @@ def arrays_of(optimizer, dtype, size, steps=1):
 def update(optimizer, step, value, gradient, slots):
     """One step with the kernels."""
     update = optimizer.update_rule(0.1, step)
-    if update.norms is not None:
-        sums = np.ones(update.norms.size)
-        apply_on_gpu(update.norms.first, value, gradient, slots, sums)
-        update = update.norms.rule_with(np.sqrt(sums).tolist())
-    apply_on_gpu(update, value, gradient.copy(), slots)
+    if update.norms is None:
+        apply_on_gpu(update, value, gradient.copy(), slots)
+        return
+    every = Interval(0, value.size)
+    shard = Shard(0, value.dtype, every, every.scale(value.itemsize), ())
+    norms = device_norms.DeviceNorms([(shard, value, tuple(slots))], [shard], is_global=False)
+    norms.run(update, [(gradient.copy(), value, slots)], None)
 
 
 def operations(optimizer, step, value, gradient, slots):
@@ -146,10 +168,12 @@ def same(found, expected, scale, ulps):
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("name", "dtype"), [(name, dtype) for dtype in DTYPES for name in optimizers_of(dtype)], ids=str
+    ("name", "dtype"),
+    [(name, dtype) for dtype in DTYPES for name in all_optimizers_of(dtype)],
+    ids=str,
 )
 def test_an_update_is_what_the_operations_give(cupy, name, dtype):
-    optimizer = optimizers_of(dtype)[name]
+    optimizer = all_optimizers_of(dtype)[name]
     for size in SIZES:
         for step in (1, 4):
             value, gradient, slots = arrays_of(optimizer, dtype, size, step)
