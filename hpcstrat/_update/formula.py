@@ -46,11 +46,12 @@ class Formula:
         self._call, self._function = call, function
         names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         self._takes_step = "step" in names
-        self._changing = [name for name in _CHANGING if name in names]
+        self._given = [name for name in _CHANGING if name in names]
+        # The ranks agree on the rate if they do on the step: then these are the first of them.
+        self._changing = _CHANGING if self._takes_step else self._given
         attributes = [name for name in names if name not in (*_CHANGING, *readers)]
         self._names = (*attributes, *readers)
         self._readers = tuple(readers.values())
-        self._pick = getter(operator.itemgetter, [_CHANGING.index(n) for n in self._changing])
         self._attributes_of = getter(operator.attrgetter, attributes)
         self._traced: dict[tuple[Any, ...], Callable[[Sequence[float]], RuleOf]] = {}
         # Of the last step: the numbers that stay and the rule with these; what changed, the rule.
@@ -104,7 +105,7 @@ class Formula:
         ]
         symbols = {name: Symbol(NUMBER, None, name) for name in (*_CHANGING, *names)}
         gradient, *state = given
-        taken = {name: symbols[name] for name in (*self._changing, *names)}
+        taken = {name: symbols[name] for name in (*self._given, *names)}
         result = self._function(state[0], gradient, *state[1:], **taken, **options)
         results = result if isinstance(result, tuple) else (result,)
         kinds = [getattr(symbol, "kind", type(symbol).__name__) for symbol in results]
@@ -136,7 +137,7 @@ class Formula:
 
             def rule(changing: Sequence[float], roots: Sequence[float] = ()) -> UpdateRule:
                 values = values_of((*changing, *roots))
-                constants = dict(zip(self._changing, self._pick(changing), strict=True)) | stay
+                constants = dict(zip(self._changing, changing, strict=False)) | stay
                 return UpdateRule(
                     functools.partial(kernel.apply, values), constants, kernel, values
                 )

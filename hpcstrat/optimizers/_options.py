@@ -165,9 +165,12 @@ def rate_function(owner: str, rate: LearningRate) -> Callable[[int], float]:
     )
     function: Any = rate
     what = "what learning_rate returns"
-    if takes_step:
-        return lambda step: as_number(owner, what, function(step))
-    return lambda _: as_number(owner, what, function())
+
+    def rate_after(step: int) -> float:
+        value = function(step) if takes_step else function()
+        return value if type(value) is float else as_number(owner, what, value)
+
+    return rate_after
 
 
 # ---- attributes

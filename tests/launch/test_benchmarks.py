@@ -108,6 +108,22 @@ def test_a_step_beside_tensorflow(rows):
 
 # ---- on GPUs
 
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not simulated_gpu.is_available(), reason="there is no C++ compiler")
+def test_the_counts_of_a_step(simulated):
+    """They do not depend on the machine, so the goals are bounds."""
+    result = simulated(BENCHMARKS / "calls.py", 2, "--simulated-gpu")
+    assert (result.status, result.leftovers) == (0, []), result.stderr
+    found = rows_of(result.stdout)
+    assert {row[0] for row in found} == {"central", "mirrored", "sharded"}
+    for strategy, optimizer, arrays, calls, goal, launches, *_ in found:
+        what = strategy, optimizer, arrays
+        assert int(calls) <= int(goal or sys.maxsize), what
+        if optimizer in ("plain", "with a schedule", "Adam"):
+            assert int(launches) == (3 if strategy == "mirrored" else 4), what
+
+
 HANGS = r"report after [\d.]+ s, end after [\d.]+ s; status [1-9]\d*, no process stayed"
 
 
