@@ -20,7 +20,7 @@ from rounds import header, row
 import hpcstrat as hs
 
 FEW = [(64, 32), (32,), (32, 10), (10,)]
-MANY = [(512, 512), (512,)] * 12
+MANY = [(16, 16), (16,)] * 12
 STRATEGIES = {
     "central": hs.CentralStorageStrategy,
     "mirrored": hs.MirroredStrategy,
