@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -20,7 +21,7 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._memory.layout import PackKernel, layout_of
+from hpcstrat._memory.layout import layout_of, packings_of
 from hpcstrat._process import settings
 
 
@@ -49,6 +50,7 @@ class NcclCommunicator(DeviceCommunicator):
     def __init__(self, control: HostCommunicator, stream: gpu.Stream) -> None:
         super().__init__(control, stream)
         self._collectives = NcclCollectives(control, stream)
+        self._packings_of = functools.lru_cache(maxsize=8)(packings_of)
 
     # ---- arrays on the GPU and on the host
 
@@ -136,11 +138,11 @@ class NcclCommunicator(DeviceCommunicator):
             arrays = [self.stream.here(array) for array in arrays]
             out = self.stream.xp.empty(layout.nbytes, np.uint8)
             sources = []
-            for group in layout.groups:
+            for group, pack in zip(layout.groups, self._packings_of(layout), strict=True):
                 if len(group.members) == 1:  # NCCL takes it from where it is
                     source = self.stream.xp.ascontiguousarray(arrays[group.members[0]])
                 else:
-                    PackKernel(layout, group, out)(arrays)
+                    pack(arrays, out)
                     source = group.of(out)
                 sources.append(source.astype(dtype_to_reduce(group.dtype, op), copy=False))
             self.exchange(signature)

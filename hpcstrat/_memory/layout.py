@@ -141,7 +141,8 @@ extern "C" __global__ void pack(const Table table, WORD* __restrict__ out)
     const int last = (int)table.count - 1;
     const size words = table.start[last] + table.length[last];
     const size stride = (size)gridDim.x * blockDim.x;
-    for (size k = (size)blockIdx.x * blockDim.x + threadIdx.x; k < words; k += stride) {
+    const size first = table.start[0] + (size)blockIdx.x * blockDim.x + threadIdx.x;
+    for (size k = first; k < words; k += stride) {
         int low = 0, high = last;
         while (low < high) {  // the last array that starts at word k or before
             const int middle = (low + high + 1) / 2;
@@ -158,64 +159,62 @@ class PackKernel:
     """Copies CuPy arrays of one dtype into a message, on the current stream, without waiting.
 
     Six separate copies take the host longer than the communication that follows. A `PackKernel` is
-    made once, for many copies of arrays of the same shapes.
+    made once, for many copies of arrays of the same shapes, by one thread at a time.
 
     Args:
         layout: of the message.
         group: the group of the layout that is copied.
-        message: at least `layout.nbytes` bytes, C-contiguous, on the arrays' GPU.
     """
 
-    def __init__(self, layout: Layout, group: DtypeGroup, message: Any) -> None:
+    def __init__(self, layout: Layout, group: DtypeGroup) -> None:
         self._ascontiguous = gpu.load_cupy("packing").ascontiguousarray
         self._kernel = _kernel(group.dtype.itemsize)
-        self._launches: list[tuple[_Launch, np.ndarray[Any, Any], np.ndarray[Any, Any], Any]] = []
-        for launch in _launches(layout, group):
-            words = launch.words.copy()
-            table, target = words.view(_TABLE).reshape(()), message[launch.target.slice]
-            self._launches.append((launch, words, table, target))
+        self._launches: list[_Launch] = []
+        item = group.dtype.itemsize
+        members = [i for i in group.members if layout.sizes[i]]
+        for first in range(0, len(members), ENTRIES):
+            batch = members[first : first + ENTRIES]
+            start, stop = layout.starts[batch[0]], layout.bytes_of(batch[-1]).stop
+            words = np.zeros(_WORDS_OF_TABLE, np.uint64)
+            words[ENTRIES : ENTRIES + len(batch)] = [layout.starts[i] // item for i in batch]
+            words[2 * ENTRIES : 2 * ENTRIES + len(batch)] = [layout.sizes[i] for i in batch]
+            words[-1] = len(batch)
+            # One thread per word, up to a limit beyond which more blocks would only queue.
+            grid = min(divide_up(stop - start, item * _BLOCK), _LARGEST_GRID)
+            self._launches.append(_Launch(batch, words, words.view(_TABLE).reshape(()), (grid,)))
 
-    def __call__(self, arrays: Sequence[Any]) -> None:
-        """Copies the group's members among `arrays`, which are all arrays of the layout."""
+    def __call__(self, arrays: Sequence[Any], message: Any) -> None:
+        """Copies the group's members among `arrays`, which are all arrays of the layout.
+
+        Args:
+            arrays: on one GPU.
+            message: at least the layout's `nbytes` bytes, C-contiguous, on the same GPU.
+        """
         # Only the addresses change from step to step; they are written into an existing table.
-        for launch, words, table, target in self._launches:
+        for members, words, table, grid in self._launches:
             copies, addresses = [], []
-            for i in launch.members:
+            for i in members:
                 array = arrays[i]
                 if not array.flags.c_contiguous:
                     array = self._ascontiguous(array)
                     copies.append(array)  # they live until the launch
                 addresses.append(array.data.ptr)
             words[: len(addresses)] = addresses
-            self._kernel(launch.grid, (_BLOCK,), (table, target))
+            self._kernel(grid, (_BLOCK,), (table, message))
 
 
 class _Launch(NamedTuple):
-    """One launch, without the addresses."""
+    """One launch."""
 
     members: list[int]  # the indices of the arrays that it copies
     words: np.ndarray[Any, Any]  # its argument, in words of 8 bytes; the addresses come first
-    target: Interval  # the bytes of the message that it writes
+    table: np.ndarray[Any, Any]  # the same memory, in the form in which it is passed
     grid: tuple[int]  # blocks of threads
 
 
-@functools.lru_cache(maxsize=1024)
-def _launches(layout: Layout, group: DtypeGroup) -> list[_Launch]:
-    item = group.dtype.itemsize
-    members = [i for i in group.members if layout.sizes[i]]
-    launches = []
-    for first in range(0, len(members), ENTRIES):
-        batch = members[first : first + ENTRIES]
-        start = layout.starts[batch[0]]
-        stop = layout.starts[batch[-1]] + layout.sizes[batch[-1]] * item
-        words = np.zeros(_WORDS_OF_TABLE, np.uint64)
-        words[ENTRIES : ENTRIES + len(batch)] = [(layout.starts[i] - start) // item for i in batch]
-        words[2 * ENTRIES : 2 * ENTRIES + len(batch)] = [layout.sizes[i] for i in batch]
-        words[-1] = len(batch)
-        # One thread per word, up to a limit beyond which more blocks would only queue.
-        grid = min(divide_up(stop - start, item * _BLOCK), _LARGEST_GRID)
-        launches.append(_Launch(batch, words, Interval(start, stop), (max(grid, 1),)))
-    return launches
+def packings_of(layout: Layout) -> list[PackKernel]:
+    """What copies arrays into messages of a layout: one kernel per group."""
+    return [PackKernel(layout, group) for group in layout.groups]
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
 from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.intervals import round_up
-from hpcstrat._memory.layout import PackKernel
+from hpcstrat._memory.layout import PackKernel, packings_of
 from hpcstrat._storage.plan import MessageOrder, Plan
 from hpcstrat._storage.shards import Section, rank_slices
 from hpcstrat._update.update import Chunk, Update
@@ -66,6 +66,7 @@ class DevicePlan(Plan):
         self._readable = readable
         self._own = sections[rank].layout if sections else None
         self.slices: list[list[RankSlice]] = rank_slices(order, sections) if sections else []
+        self._packings: list[PackKernel] = []  # on a GPU
         self._drop()
 
     def _drop(self) -> None:
@@ -76,7 +77,6 @@ class DevicePlan(Plan):
         self.transfers: list[Transfer] = []
         self.reductions: list[Move] | None = None
         self.sharing: list[Move] | None = None
-        self._packings: list[PackKernel] = []
 
     @property
     def nbytes(self) -> int:
@@ -97,9 +97,9 @@ class DevicePlan(Plan):
         if self._own is not None:
             self.own_message = memory[round_up(layout.nbytes, ALIGNMENT) : self.nbytes]
             self.own_gradients = [group.of(self.own_message) for group in self._own.groups]
-        # Kernels, views and addresses are made once per message: a steady step only launches.
-        if gpu.is_on_gpu(memory):
-            self._packings = [PackKernel(layout, group, self.message) for group in layout.groups]
+        # Kernels, views and addresses are made once: a steady step only launches.
+        if not self._packings and gpu.is_on_gpu(memory):
+            self._packings = packings_of(layout)
         self.transfers, self.reductions, self.sharing = [], None, None
         for group, whole in zip(layout.groups, self.gradients, strict=True):
             runs = [
@@ -136,5 +136,5 @@ class DevicePlan(Plan):
             if is_reduced and len(group.members) == 1 and first.flags.c_contiguous:
                 sources = [*sources[:index], first.reshape(-1), *sources[index + 1 :]]
             else:
-                self._packings[index](arrays)
+                self._packings[index](arrays, self.message)
         return sources

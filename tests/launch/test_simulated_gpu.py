@@ -265,7 +265,7 @@ def summed(operation):
 
 def packed(array, message):
     layout = layout_of((array.shape,), (array.dtype,))
-    PackKernel(layout, layout.groups[0], message)([array])
+    PackKernel(layout, layout.groups[0])([array], message)
 
 
 def packed_unordered():
