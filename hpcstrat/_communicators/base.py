@@ -112,7 +112,11 @@ class Communicator(CheckedExchange):
             TypeError: a dtype does not support the reduction.
             ReplicaMismatchError: shapes, dtypes, `op` or `must_match` differ between ranks.
         """
-        with self.raise_together():
+        calls = self.calls
+        if calls.barred:
+            calls.refuse(current_call())
+        number = calls.number
+        try:  # as `raise_together`, without the four calls of its block
             return self._reduce_natives(
                 arrays,
                 op,
@@ -120,6 +124,9 @@ class Communicator(CheckedExchange):
                     (op.name, *must_match, *facts), natives, op
                 ),
             )
+        except BaseException as error:
+            calls.share_error(error, number)
+            raise
 
     def _reduce_natives(
         self, arrays: Sequence[Array], op: ReduceOp, move: Callable[..., list[Array]]
@@ -127,9 +134,11 @@ class Communicator(CheckedExchange):
         """Calls `move` with the arrays as transports take them, and with what else must match."""
         for array in arrays:
             reduction.check_reducible(array.dtype, op)
-        natives = [as_native(array) for array in arrays]
+        natives = [*map(as_native, arrays)]
+        if not reduction.REDUCTIONS[op].is_mean or self.size == 1:
+            return move(natives)
         integers = [array.dtype for array in natives if array.dtype.kind in "iu"]
-        if not integers or not reduction.REDUCTIONS[op].is_mean or self.size == 1:
+        if not integers:
             return move(natives)
         # Here, before a transport gets the arrays, so that all transports reduce the same dtype.
         wide = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import mmap
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -287,12 +288,14 @@ def _check_on_host(arrays: Sequence[Array]) -> None:
             )
 
 
+_SHAPE, _DTYPE = operator.attrgetter("shape"), operator.attrgetter("dtype")
+
+
 def layout_and_signature_of(
     must_match: tuple[Any, ...], arrays: Sequence[Array]
 ) -> tuple[Layout, CallSignature]:
     """The layout of these arrays in a message, and what the ranks must agree on to move them."""
-    shapes = tuple([array.shape for array in arrays])
-    dtypes = tuple([array.dtype for array in arrays])
+    shapes, dtypes = tuple(map(_SHAPE, arrays)), tuple(map(_DTYPE, arrays))
     return _layout_and_signature(current_call(), must_match, shapes, dtypes)
 
 

@@ -68,9 +68,11 @@ def as_array(call: str, value: Any, on_gpu: bool) -> Array:
         ValueError: it is a sequence of arrays of different shapes.
         RuntimeError: it is on a GPU, and CuPy is not installed.
     """
-    # The usual case, before any look at a protocol.
+    # The usual cases, before any look at a protocol.
     if type(value) is np.ndarray:
         return value
+    if isinstance(value, np.generic):
+        return np.asarray(value)
     _refuse_masked(call, value)
     if isinstance(value, PLAIN) or not exports_array(value):
         try:

@@ -88,8 +88,8 @@ class Layout:
 
     def write(self, message: np.ndarray[Any, Any], arrays: Sequence[np.ndarray[Any, Any]]) -> None:
         """Copies the arrays into a message."""
-        for view, array in zip(self.views(message), arrays, strict=True):
-            view[...] = array
+        for entry, array in zip(self._entries, arrays, strict=True):
+            _view(message, *entry)[...] = array
 
 
 @functools.lru_cache(maxsize=1024)

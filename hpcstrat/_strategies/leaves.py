@@ -29,12 +29,12 @@ def as_numeric(value: Any) -> Array:
     if isinstance(value, Variable):
         value = value.value()
     array = as_array(current_call(), value, on_gpu=True)
-    if not is_numeric(array.dtype):
+    if array.dtype.kind not in "biufc" and not is_numeric(array.dtype):
         raise TypeError(
             f"{current_call()}: {value!r} is not an array of numbers and cannot become one; pass "
             "an array"
         )
-    return as_native(array)
+    return array if array.dtype.isnative else as_native(array)
 
 
 def check_axis(axis: Any) -> None:
