@@ -53,6 +53,7 @@ from hpcstrat._process import (
     driver,
     failure,
     guard,
+    heap,
     job_end,
     job_files,
     launchers,

@@ -21,6 +21,7 @@ from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat._memory.layout import layout_of
+from hpcstrat._process.heap import keep_freed_memory
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks, flat, writer_of
 from hpcstrat._storage.plan import MessageOrder, MessagePool, Plan
@@ -30,6 +31,10 @@ from hpcstrat._update.rule import UpdateRule
 
 class HostStorage(Storage):
     """Storage whose blocks are in host memory, where each rank reads and writes them in place."""
+
+    def __init__(self, communicator: HostCommunicator, local: LocalBlocks) -> None:
+        keep_freed_memory()  # here, where a program begins to make gradients on the host
+        super().__init__(communicator, local)
 
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
         """Compares checksums, because NumPy's `at` writes to read-only arrays, too."""
