@@ -13,13 +13,14 @@ from hpcstrat._core.span import UPDATE, span
 from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, host_memory
 from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._memory.layout import Layout
+from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, on_stream
-from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.plan import MessageOrder, Plan
 from hpcstrat._update.device_update import DeviceUpdate
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import Update, chunks_of
+from hpcstrat._update.update import Chunk, Update, chunks_of
 
 
 class OnGpu(LocalBlocks):
@@ -100,6 +101,20 @@ class OnHostOfGpu(OnGpu):
             rule.apply(block.array, gpu.to_host(new), (), block.array)
             fill(block.view, block.array)
 
+    def runs_to_read(self, order: MessageOrder) -> list[Chunk]:
+        """The runs of copies that are runs of the master copy too; that instead of slots."""
+        shards = []
+        for shard in order.shards:
+            block = order.blocks[shard.variable]
+            assert block.copy is not None
+            shards.append(shard._replace(memory=(block.copy.memory, block.memory)))
+        chunks: list[Chunk] = []
+        for run in runs(shards, ALIGNMENT):
+            copy, master = run.memory
+            value = self.readable.part(*copy).view(run.dtype)
+            chunks.append((run, value, (self.memory.part(*master).view(run.dtype),)))
+        return chunks
+
     @span(UPDATE, on_stream("update"))
     def run(
         self,
@@ -113,8 +128,10 @@ class OnHostOfGpu(OnGpu):
             self._pinned = gpu.allocate_pinned(message.size)
         message.get(out=self._pinned[: message.size])  # blocks until the copy is complete
         plan.update.run(rule, [self._pinned], add_up=add_up)
-        for block in plan.order.blocks:
-            fill(block.view, block.array)
+        assert isinstance(plan, DevicePlan)
+        # Variables that lie in a row are copied by one call.
+        for _, copy, (master,) in plan.readable:
+            fill(copy, master)
 
 
 def local_blocks(rank: int, stream: gpu.Stream | None, on_host: bool) -> LocalBlocks:

@@ -44,6 +44,7 @@ class DevicePlan(Plan):
         rank: this rank.
 
     Attributes:
+        readable: as above.
         message: the message of the gradients, in the memory that the plan has taken.
         gradients: the message by dtype.
         own_message: the message by which this rank updates its shards: the same, or its section.
@@ -63,7 +64,7 @@ class DevicePlan(Plan):
         rank: int = 0,
     ) -> None:
         super().__init__(order, update)
-        self._readable = readable
+        self.readable = readable
         self._own = sections[rank].layout if sections else None
         self.slices: list[list[RankSlice]] = rank_slices(order, sections) if sections else []
         self._packings: list[PackKernel] = []  # on a GPU
@@ -104,7 +105,7 @@ class DevicePlan(Plan):
         for group, whole in zip(layout.groups, self.gradients, strict=True):
             runs = [
                 (value, whole[group.within(shard.message).slice])
-                for shard, value, _ in self._readable
+                for shard, value, _ in self.readable
                 if shard.dtype == group.dtype
             ]
             is_one = len(runs) == 1

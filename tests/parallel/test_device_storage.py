@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import contexts, gpu, gpu_memory
+from internals import contexts, device_memory, gpu, gpu_memory
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -188,6 +188,32 @@ def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector):
     for v in variables:
         strategy.run(lambda v=v: v.assign(xp.full(v.shape, RANK + 1.0)))
         check(v, SUM)
+
+
+@pytest.mark.parametrize("holes", [0, 2])
+def test_a_master_copy_on_the_host_is_copied_by_one_call_per_run(place, monkeypatch, holes):
+    copied, fill = [], device_memory.fill
+
+    def counted(array, value):
+        copied.append(array.nbytes)
+        fill(array, value)
+
+    devices = PLACEMENTS["parameters of the host"](place.devices)
+    with hs.CentralStorageStrategy(*devices) as strategy, strategy.scope():
+        made = [hs.Variable(np.zeros(1 + 50 * i, np.float32)) for i in range(9)]
+        variables = [v for i, v in enumerate(made) if i % 4 or i == 0 or not holes]
+        optimizer = hs.optimizers.SGD(0.5)
+        monkeypatch.setattr(device_memory, "fill", counted)
+        strategy.run(
+            lambda: optimizer.apply_gradients(
+                [(strategy.xp.full(v.shape, i * (RANK + 1.0)), v) for i, v in enumerate(variables)]
+            )
+        )
+        # Without variables 4 and 8 there are two runs.
+        assert len(copied) == ((1 + (holes > 0)) if RANK == 0 else 0)
+        for i, v in enumerate(variables):
+            check(v, -0.5 * i * SUM)
+        assert not any(v.numpy().any() for i, v in enumerate(made) if holes and i in (4, 8))
 
 
 def test_variables_die_in_another_order_on_every_rank(strategy, xp):
