@@ -68,7 +68,7 @@ from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers
 from hpcstrat._storage import base as storage
-from hpcstrat._storage import device_memory
+from hpcstrat._storage import device_memory, device_plan
 from hpcstrat._storage.central_device import CentralDeviceStorage
 from hpcstrat._storage.device import MirroredDeviceStorage
 from hpcstrat._storage.factory import make_replica_storage

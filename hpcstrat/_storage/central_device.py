@@ -22,7 +22,7 @@ class CentralDeviceStorage(DeviceStorage):
     """Only the parameter rank updates variables and has their slots; every rank reads a copy.
 
     An update: each rank packs its gradients into one flat message; one reduction per dtype to the
-    parameter rank; one fused kernel per run of variables there; one broadcast per dtype of the new
+    parameter rank; one fused kernel per run of variables there; one call that broadcasts the new
     values. All of it is queued on the strategy's stream, and the host does not wait, unless the
     master copy is in host memory.
     """
@@ -51,11 +51,10 @@ class CentralDeviceStorage(DeviceStorage):
     def _share(self, plan: DevicePlan) -> None:
         """Sends the master copy of the plan's variables to all read copies.
 
-        Where a rank's variables are contiguous, they are sent or received in place. That may differ
-        from rank to rank, because memory is freed at different moments; the bytes may not.
+        Pieces of which a rank's variables are contiguous are sent or received in place. That may
+        differ from rank to rank, because memory is freed at different moments; pieces may not.
         """
-        # One broadcast per dtype, for all variables: a message's latency counts more than its
-        # bytes.
+        # One call for all variables: a message's latency counts more than its bytes.
         if plan.sharing is None:
             prepare = self.communicator.prepare_broadcast
             plan.sharing = [m for flat, _ in plan.transfers for m in prepare(flat, self._root)]

@@ -9,15 +9,19 @@ from hpcstrat._communicators.device import Move, RankSlice
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
 from hpcstrat._memory.allocator import ALIGNMENT
-from hpcstrat._memory.intervals import round_up
+from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._memory.layout import PackKernel, packings_of
 from hpcstrat._storage.plan import MessageOrder, Plan
 from hpcstrat._storage.shards import Section, rank_slices
 from hpcstrat._update.update import Chunk, Update
 
+PIECE = 1 << 24
+"""Bytes of new values that one call sends. Ranks need not agree on where memory ends: only pieces
+in which it does are copied to the message."""
+
 
 class Transfer(NamedTuple):
-    """The new values of one dtype, as one call sends or receives them.
+    """New values of one dtype, as one call sends or receives them.
 
     Attributes:
         flat: the array that is sent or received: the variables in place where they are contiguous,
@@ -50,7 +54,8 @@ class DevicePlan(Plan):
         own_message: the message by which this rank updates its shards: the same, or its section.
         own_gradients: that message by dtype.
         slices: for each dtype of the message, the elements of each rank; empty if none is split.
-        transfers: how new values reach the other ranks, by dtype.
+        transfers: how new values reach the other ranks: in the same pieces on all ranks or, where
+            slots are split, one per dtype.
         reductions: the sums of all gradients, prepared by the storage in the first step.
         sharing: the calls that send new values, likewise.
     """
@@ -104,12 +109,14 @@ class DevicePlan(Plan):
         self.transfers, self.reductions, self.sharing = [], None, None
         for group, whole in zip(layout.groups, self.gradients, strict=True):
             runs = [
-                (value, whole[group.within(shard.message).slice])
+                (value, group.within(shard.message))
                 for shard, value, _ in self.readable
                 if shard.dtype == group.dtype
             ]
-            is_one = len(runs) == 1
-            self.transfers.append(Transfer(runs[0][0], []) if is_one else Transfer(whole, runs))
+            everything = Interval(0, group.elements)
+            # Slices of the ranks are of all elements.
+            pieces = [everything] if self.slices else everything.split(PIECE // whole.itemsize)
+            self.transfers += [_transfer(piece, whole, runs) for piece in pieces]
 
     def forget_message(self) -> None:
         """See `Plan.forget_message`."""
@@ -139,3 +146,15 @@ class DevicePlan(Plan):
             else:
                 self._packings[index](arrays, self.message)
         return sources
+
+
+def _transfer(piece: Interval, whole: Array, runs: Sequence[tuple[Array, Interval]]) -> Transfer:
+    """The transfer of some elements of a dtype, whose variables are in these runs."""
+    parts = [
+        (value[both.shift(-elements.start).slice], whole[both.slice])
+        for value, elements in runs
+        if (both := elements & piece)
+    ]
+    if len(parts) == 1 and parts[0][0].size == piece.size:
+        return Transfer(parts[0][0], [])
+    return Transfer(whole[piece.slice], parts)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import contexts, device_memory, gpu, gpu_memory
+from internals import contexts, device_memory, device_plan, gpu, gpu_memory
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -167,7 +167,9 @@ def scattered(count, collector):
 
 @pytest.mark.mpi(min_size=2)  # one rank has the only memory
 @pytest.mark.parametrize("collector", [0, N - 1])
-def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector):
+@pytest.mark.parametrize("piece", [1 << 8, 1 << 24])
+def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector, piece, monkeypatch):
+    monkeypatch.setattr(device_plan, "PIECE", piece)
     variables = scattered(12, collector)
     starts = [
         v._state.block.memory.start - variables[0]._state.block.memory.start for v in variables
@@ -188,6 +190,30 @@ def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector):
     for v in variables:
         strategy.run(lambda v=v: v.assign(xp.full(v.shape, RANK + 1.0)))
         check(v, SUM)
+
+
+def test_new_values_go_through_the_message_only_where_memory_ends(strategy, xp, monkeypatch):
+    monkeypatch.setattr(device_plan, "PIECE", 1 << 12)
+    plans, take = [], device_plan.DevicePlan.take
+    monkeypatch.setattr(
+        device_plan.DevicePlan,
+        "take",
+        lambda plan, memory: (plans.append(plan), take(plan, memory)),
+    )
+    made = [hs.Variable(np.zeros(4160, np.float32), aggregation="SUM") for _ in range(5)]
+    variables = [made[i] for i in (0, 2, 4)]  # in three ranges
+    optimizer = hs.optimizers.SGD(1.0)
+    strategy.run(
+        lambda: optimizer.apply_gradients(
+            [(xp.full(v.shape, i + RANK + 1.0), v) for i, v in enumerate(variables)]
+        )
+    )
+    (plan,) = {id(plan): plan for plan in plans}.values()
+    # Pieces of 1024 elements; the fifth and the ninth are in two ranges.
+    assert [flat.size for flat, _ in plan.transfers] == [1024] * 12 + [192]
+    assert [i for i, (_, parts) in enumerate(plan.transfers) if parts] == [4, 8]
+    for i, v in enumerate(variables):
+        check(v, -(SUM + i * N))
 
 
 @pytest.mark.parametrize("holes", [0, 2])
