@@ -120,7 +120,8 @@ class DeviceStorage(Storage):
             else:
                 self._reduce_message(plan, sources, op)
             if self.has_slots:
-                self.local.run(plan, plan.own_message, rule, self._add_up)
+                add_up = self._add_up if plan.slices else None
+                self.local.run(plan, plan.own_message, rule, add_up)
             self._share(plan)
 
     @span(COMMUNICATION, on_stream("pack"))

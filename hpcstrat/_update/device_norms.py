@@ -27,6 +27,7 @@ STRIP = 256 * LANES
 
 Operands: TypeAlias = "Sequence[tuple[Array, Array, Sequence[Array]]]"
 """Of each run of variables the gradient, the value and the slots."""
+_Table: TypeAlias = "Sequence[Sequence[int]]"
 
 _ADD = """
 const ptrdiff_t place = i / terms, term = i % terms;
@@ -49,22 +50,45 @@ class _Run(NamedTuple):
 
     strips: Array  # of each strip the first element, the last, and the row of its numbers
     starts: Array  # of each variable the first element, and the row of its numbers
+    variables: int  # those in `starts`
     sums: Interval  # the sums that its threads leave
 
 
+class _Pass(NamedTuple):
+    """The kernels of a pass for norms, and what they take."""
+
+    squares: list[tuple[Any, Array, Array, int]]  # of each run the kernel, strips, sums, threads
+    fewer: tuple[Any, ...]  # what `add_kernel` takes, to the memory of the result
+    of_variables: tuple[Any, ...]  # the same for the ranks to add up
+    summed: Array  # the result of that, a row for each variable
+    compute: Any
+    of_compute: tuple[Any, ...]
+    results: tuple[Array, Array]  # the norms, and the numbers of the next kernel
+
+
 class DeviceNorms:
-    """The norms of some variables, and the updates that depend on them.
+    """The norms of some variables, and the update that depends on them.
 
     Args:
         chunks: the runs of the variables.
         shards: this rank's part of each variable.
-        is_global: whether all norms are over all variables, which then have the same numbers.
+        passes: the passes for norms; see `passes_of`.
+        last: the update.
+        is_split: whether other ranks have other parts.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], shards: Sequence[Shard], is_global: bool) -> None:
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        shards: Sequence[Shard],
+        passes: Sequence[Norms],
+        last: UpdateRule,
+        is_split: bool,
+    ) -> None:
         self._xp = gpu.load_cupy("an update")
+        # If all norms are over all variables, these have the same numbers.
+        is_global = all(all(norms.are_global) for norms in passes)
         self._rows = 1 if is_global else len(shards)
-        self._memory: dict[str, Array] = {}
         self._runs: list[_Run] = []
         self._of_variables = [Interval(0, 0)] * len(shards)  # the sums of each variable
         self._count = 0
@@ -81,17 +105,57 @@ class DeviceNorms:
                 sums = Interval(0, LANES * len(own)).shift(self._count)
                 self._of_variables[shard.variable] = sums
                 self._count = sums.stop
-            of_rows = starts[:1] if is_global else starts
-            places = Interval(first, self._count)
-            self._runs.append(_Run(self._table(strips), self._table(of_rows), places))
-        # A function of the object would be kept for all objects.
-        self._tables_of = functools.cache(self._make_tables)
+            starts = starts[:1] if is_global else starts
+            tables = self._table(strips), self._table(starts)
+            self._runs.append(_Run(*tables, len(starts), Interval(first, self._count)))
+        dtypes = [run.dtype for run, _, _ in chunks]
+        self._passes = self._prepare(dtypes, passes, last, is_split)
+        self._updates = [update_kernel(kernel_in(last), dtype, True) for dtype in dtypes]
 
     def _table(self, rows: Sequence[Sequence[int]]) -> Array:
         return self._xp.asarray(np.array(rows, np.int64).reshape(-1))
 
-    def _make_tables(self, are_global: tuple[bool, ...]) -> tuple[Array, Array, Array, Array]:
-        """How sums are added up: to fewer; these to each variable's; both to each row's norms."""
+    def _prepare(
+        self,
+        dtypes: Sequence[np.dtype[Any]],
+        passes: Sequence[Norms],
+        last: UpdateRule,
+        is_split: bool,
+    ) -> list[_Pass]:
+        kernels = [*[kernel_in(norms.first) for norms in passes], kernel_in(last)]
+        columns = sum(len(norms.are_global) for norms in passes)
+        found = self._xp.zeros(self._rows * columns)
+        done, prepared = 0, list[_Pass]()
+        for norms, kernel, following in zip(passes, kernels, kernels[1:], strict=False):
+            terms, variables = len(norms.are_global), len(self._of_variables)
+            groups, to_variables, table = self._tables(norms.are_global, is_split)
+            sums, few = self._xp.zeros(self._count * terms), self._xp.zeros(len(groups) * terms)
+            summed = self._xp.zeros((variables, norms.size))
+            squares = [
+                (
+                    squares_kernel(kernel, dtype, bool(done)),
+                    run.strips,
+                    sums[run.sums.scale(terms).slice],
+                    run.sums.size,
+                )
+                for run, dtype in zip(self._runs, dtypes, strict=True)
+            ]
+            prepared.append(
+                _Pass(
+                    squares,
+                    (sums, self._table(groups), terms, terms, few),
+                    (few, self._table(to_variables), terms, norms.size, summed.reshape(-1)),
+                    summed,
+                    numbers_kernel(norms.numbers.code, done, terms, len(norms.numbers.given())),
+                    (self._table(table), norms.size if is_split else terms, columns),
+                    (found, self._xp.zeros(self._rows * len(following.constants))),
+                )
+            )
+            done += terms
+        return prepared
+
+    def _tables(self, are_global: tuple[bool, ...], is_split: bool) -> tuple[_Table, ...]:
+        """How sums are added up: to fewer; these to each variable's; to the norms of each row."""
         variables, groups, fewer = self._of_variables, [], list[Interval]()
         if all(are_global):
             variables = [Interval(0, self._count), *[Interval(0, 0)] * (len(variables) - 1)]
@@ -100,63 +164,42 @@ class DeviceNorms:
             step = math.isqrt(max(sums.size - 1, 0)) + 1 if sums else 0
             fewer.append(Interval(len(groups), len(groups) + step))
             groups += [(sums.start + k, sums.stop, step) for k in range(step)]
-        whole, rows = (0, len(groups)), range(self._rows)
-        of_fewer = [whole if is_global else fewer[row] for row in rows for is_global in are_global]
-        all_variables = (0, len(variables))
-        of_variables = [
-            all_variables if is_global else (row, row + 1)
-            for row in rows
+        parts = [Interval(k, k + 1) for k in range(len(fewer))] if is_split else fewer
+        whole = Interval(0, parts[-1].stop)
+        table = [
+            whole if is_global else parts[row]
+            for row in range(self._rows)
             for is_global in are_global
         ]
-        return (
-            self._table(groups),
-            self._table([(*some, 1) for some in fewer]),
-            self._table(of_fewer),
-            self._table(of_variables),
-        )
-
-    def _array(self, name: str, size: int) -> Array:
-        """Memory of float64, made once."""
-        if name not in self._memory or self._memory[name].size < size:
-            self._memory[name] = self._xp.zeros(size)
-        return self._memory[name]
+        return groups, [(*some, 1) for some in fewer], table
 
     def run(
-        self, rule: UpdateRule, operands: Operands, add_up: Callable[[Array], Array] | None
+        self,
+        passes: Sequence[Norms],
+        operands: Operands,
+        add_up: Callable[[Array], Array] | None,
     ) -> None:
-        """Applies a rule that takes norms; see `Update.run`."""
-        passes, last = passes_of(rule)
-        rules = [*[norms.first for norms in passes], last]
-        columns = sum(len(norms.are_global) for norms in passes)
-        found = self._array("norms", self._rows * columns)
-        numbers: Array | None = None
-        done = 0
-        for norms, this, following in zip(passes, rules, rules[1:], strict=False):
-            terms, given = len(norms.are_global), norms.numbers.given()
-            groups, of_variables, of_fewer, of_whole = self._tables_of(norms.are_global)
-            sums = self._array("sums", self._count * terms)
-            for run, (gradient, value, slots) in zip(self._runs, operands, strict=True):
-                square = squares_kernel(kernel_in(this), value.dtype, numbers is not None)
-                constants = this.kernel_constants if numbers is None else (numbers,)
-                out = sums[run.sums.scale(terms).slice]
-                square(gradient, *constants, value, *slots, run.strips, out, size=run.sums.size)
-            count = groups.size // 3
-            fewer = self._array("fewer", count * terms)
-            if count:
-                add_kernel()(sums, groups, terms, terms, fewer, size=count * terms)
-            width, table = terms, of_fewer
+        """Applies a rule that has these passes, with any numbers; see `Update.run`."""
+        constants: tuple[Any, ...] = passes[0].first.kernel_constants
+        add = add_kernel()
+        for this, norms in zip(self._passes, passes, strict=True):
+            for (square, *tables, threads), (gradient, value, slots) in zip(
+                this.squares, operands, strict=True
+            ):
+                square(gradient, *constants, value, *slots, *tables, size=threads)
+            sums = this.fewer[-1]
+            add(*this.fewer, size=sums.size)
             if add_up is not None:
-                width, table, count = norms.size, of_whole, len(self._of_variables)
-                squares = self._array(f"squares of {width}", count * width)
-                add_kernel()(fewer, of_variables, terms, width, squares, size=count * terms)
-                fewer = add_up(squares.reshape(count, width)).reshape(-1)
-            numbers = self._array("numbers", self._rows * len(kernel_in(following).constants) + 1)
-            compute = numbers_kernel(norms.numbers.code, done, terms, len(given))
-            compute(fewer, table, width, columns, *given, found, numbers, size=self._rows)
-            done += terms
-        for run, (gradient, value, slots) in zip(self._runs, operands, strict=True):
-            update = update_kernel(kernel_in(last), value.dtype, True)
-            update(gradient, numbers, run.starts, run.starts.size // 2, value, *slots)
+                terms = len(norms.are_global)
+                add(*this.of_variables, size=len(self._of_variables) * terms)
+                sums = add_up(this.summed).reshape(-1)
+            given = norms.numbers.given()
+            this.compute(sums, *this.of_compute, *given, *this.results, size=self._rows)
+            constants = this.results[1:]
+        for update, run, (gradient, value, slots) in zip(
+            self._updates, self._runs, operands, strict=True
+        ):
+            update(gradient, *constants, run.starts, run.variables, value, *slots)
 
 
 def passes_of(rule: UpdateRule) -> tuple[list[Norms], UpdateRule]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, ReduceOp
@@ -20,7 +20,7 @@ class DeviceUpdate(Update):
 
     def __init__(self, chunks: Sequence[Chunk], shards: Sequence[Shard]) -> None:
         super().__init__(chunks, shards)
-        self._norms: dict[bool, DeviceNorms] = {}
+        self._norms: dict[Any, DeviceNorms] = {}
 
     def run(
         self,
@@ -40,10 +40,14 @@ class DeviceUpdate(Update):
             for gradient, value, slots in operands:
                 apply_on_gpu(rule, value, gradient, slots)
             return
-        is_global = all(all(norms.are_global) for norms in passes_of(rule)[0])
-        if is_global not in self._norms:
-            self._norms[is_global] = DeviceNorms(self._chunks, self._shards, is_global)
-        self._norms[is_global].run(rule, operands, add_up)
+        passes, last = passes_of(rule)
+        # All but the numbers that change from step to step.
+        key = last.kernel, *[(each.first.kernel, *each[:2], each.numbers.code) for each in passes]
+        if key not in self._norms:
+            self._norms[key] = DeviceNorms(
+                self._chunks, self._shards, passes, last, add_up is not None
+            )
+        self._norms[key].run(passes, operands, add_up)
 
 
 def apply_on_gpu(rule: UpdateRule, value: Array, gradient: Array, slots: Sequence[Array]) -> None:

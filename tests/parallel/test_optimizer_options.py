@@ -82,6 +82,94 @@ def test_each_gradient_is_clipped_to_a_norm_of_its_own(strategy):
     close(large.numpy(), START - 0.5 * total * (2 / np.linalg.norm(total)))
 
 
+FORMS = {
+    "of two dtypes, with one element or none": [
+        ((3, 5), "float32"),
+        ((0, 4), "float32"),
+        ((), "float64"),
+        ((1,), "float32"),
+        ((20_000,), "float64"),
+        ((7,), "float32"),
+    ],
+    "of many variables": [((1 + i % 5,), "float64") for i in range(150)],
+}
+
+
+OPTIONS: dict[str, Any] = {
+    "clipnorm": lambda most: {"clipnorm": most},
+    "global_clipnorm": lambda most: {"global_clipnorm": most},
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("forms", FORMS)
+def test_norms_of_gradients_of_all_sizes(strategy, forms, option):
+    random = np.random.default_rng(3)
+    of_ranks = [
+        [random.standard_normal(shape).astype(dtype) for shape, dtype in FORMS[forms]]
+        for _ in range(N)
+    ]
+    totals = [
+        sum(of_rank[i].astype(np.float64) for of_rank in of_ranks) for i in range(len(of_ranks[0]))
+    ]
+    norms = [np.sqrt((total**2).sum()) for total in totals]
+    if option == "global_clipnorm":
+        norms = [np.linalg.norm(norms)] * len(norms)
+    most = float(np.median(norms)) * 0.9
+    with strategy.scope():
+        variables = [hs.Variable(np.zeros(shape, dtype)) for shape, dtype in FORMS[forms]]
+        optimizer = hs.optimizers.SGD(1.0, **OPTIONS[option](most))
+    gradients = [strategy.xp.asarray(gradient) for gradient in of_ranks[RANK]]
+    strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
+    for v, total, norm in zip(variables, totals, norms, strict=True):
+        rtol = 1e-9 if v.dtype == np.float64 else 1e-5  # norms are of float32 sums too
+        np.testing.assert_allclose(
+            v.numpy(), -total * min(1, most / norm if norm else 1), rtol=rtol, atol=rtol
+        )
+
+
+@pytest.mark.parametrize("harm", [np.inf, np.nan])
+@pytest.mark.parametrize("option", OPTIONS)
+def test_norms_that_are_not_finite_make_gradients_nan(strategy, option, harm):
+    with strategy.scope():
+        harmed, other = hs.Variable(START), hs.Variable(START)
+        optimizer = hs.optimizers.SGD(0.5, **OPTIONS[option](1e6))
+    gradient = np.ones_like(START)
+    gradient[0, 0] = harm
+    gradients = [strategy.xp.asarray(one) for one in (gradient, np.ones_like(START))]
+    strategy.run(lambda: optimizer.apply_gradients(zip(gradients, (harmed, other), strict=True)))
+    assert np.isnan(harmed.numpy()).all()
+    if option == "clipnorm":
+        close(other.numpy(), START - 0.5 * N)
+    else:
+        assert np.isnan(other.numpy()).all()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("option", OPTIONS)
+def test_norms_of_a_formula_are_of_clipped_gradients(strategy, option):
+    class Normalized(hs.optimizers.Optimizer):
+        slots = property(lambda self: {})
+
+        @staticmethod
+        def formula(value, gradient, *, learning_rate):
+            lengths = np.linalg.norm(value) + np.linalg.norm(value + gradient)
+            return value - learning_rate * gradient * lengths
+
+    with strategy.scope():
+        variables = [hs.Variable(START), hs.Variable(2 * START)]
+        optimizer = Normalized(0.5, **OPTIONS[option](0.3))
+    gradient = strategy.xp.asarray(own(0)[0])
+    strategy.run(lambda: optimizer.apply_gradients([(gradient, v) for v in variables]))
+    total = own(0)[1]
+    count = 2 if option == "global_clipnorm" else 1
+    clipped = total * 0.3 / np.sqrt(count * (total**2).sum())
+    for v, start in zip(variables, (START, 2 * START), strict=True):
+        lengths = np.linalg.norm(start) + np.linalg.norm(start + clipped)
+        close(v.numpy(), start - 0.5 * clipped * lengths)
+
+
 def test_rows_are_clipped_likewise(strategy):
     v, optimizer = model(strategy, clipnorm=0.5)
     rows = np.array([2, 0])

@@ -39,6 +39,7 @@ OPTIMIZERS = {
 WITH_NORMS = {
     "global_clipnorm": lambda: hs.optimizers.Adam(0.01, global_clipnorm=1.0),
     "clipnorm": lambda: hs.optimizers.Adagrad(0.01, clipnorm=0.5),
+    "without slots": lambda: hs.optimizers.SGD(0.01, global_clipnorm=1.0),
     "LAMB": lambda: LAMB(0.1),
     "LAMB, global_clipnorm": lambda: LAMB(0.1, global_clipnorm=1.0),
     "LAMB, clipnorm": lambda: LAMB(0.1, clipnorm=0.5),

@@ -136,8 +136,10 @@ def update(optimizer, step, value, gradient, slots):
         return
     every = Interval(0, value.size)
     shard = Shard(0, value.dtype, every, every.scale(value.itemsize), ())
-    norms = device_norms.DeviceNorms([(shard, value, tuple(slots))], [shard], is_global=False)
-    norms.run(update, [(gradient.copy(), value, slots)], None)
+    passes, last = device_norms.passes_of(update)
+    chunks = [(shard, value, tuple(slots))]
+    norms = device_norms.DeviceNorms(chunks, [shard], passes, last, is_split=False)
+    norms.run(passes, [(gradient.copy(), value, slots)], None)
 
 
 def operations(optimizer, step, value, gradient, slots):
