@@ -493,40 +493,6 @@ def test_gradients_are_clipped_together(strategy, xp, most):
     check(w, [[0], [-scale]], rtol=1e-14)
 
 
-OPTIONS: dict[str, Any] = {
-    "none": {},
-    "clipnorm": {"clipnorm": 0.5},
-    "global_clipnorm": {"global_clipnorm": 0.5},
-}
-
-
-def test_norms_take_three_kernels_however_many_variables(place, xp, monkeypatch):
-    launches = []
-    kind = xp.ElementwiseKernel
-    call = kind.__call__
-    if not hasattr(call, "__code__"):
-        pytest.skip("real CuPy's kernels cannot be counted")
-    monkeypatch.setattr(
-        kind, "__call__", lambda *args, **more: launches.append(1) or call(*args, **more)
-    )
-    found = {}
-    with place.make(hs.MirroredStrategy) as strategy:
-        for count in (4, 24):
-            for name, options in OPTIONS.items():
-                with strategy.scope():
-                    variables = [hs.Variable(np.zeros((3, 5), np.float32)) for _ in range(count)]
-                    optimizer = hs.optimizers.SGD(0.5, 0.9, **options)
-                gradients = [xp.ones((3, 5), np.float32) for _ in variables]
-                for _ in range(2):
-                    launches.clear()
-                    strategy.run(
-                        lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True))  # noqa: B023
-                    )
-                found[name, count] = len(launches)
-    assert found["clipnorm", 4] == found["global_clipnorm", 4] == found["none", 4] + 3
-    assert all(found[name, 24] == found[name, 4] for name in OPTIONS)
-
-
 def test_gradients_of_the_cross_replica_context(strategy, xp):
     v, table, optimizer = (
         hs.Variable(np.zeros(3)),

@@ -110,9 +110,7 @@ def test_norms_of_gradients_of_all_sizes(strategy, forms, option):
         [random.standard_normal(shape).astype(dtype) for shape, dtype in FORMS[forms]]
         for _ in range(N)
     ]
-    totals = [
-        sum(of_rank[i].astype(np.float64) for of_rank in of_ranks) for i in range(len(of_ranks[0]))
-    ]
+    totals = [np.sum(of_all, axis=0, dtype=np.float64) for of_all in zip(*of_ranks, strict=True)]
     norms = [np.sqrt((total**2).sum()) for total in totals]
     if option == "global_clipnorm":
         norms = [np.linalg.norm(norms)] * len(norms)
@@ -150,7 +148,9 @@ def test_norms_that_are_not_finite_make_gradients_nan(strategy, option, harm):
 @pytest.mark.parametrize("option", OPTIONS)
 def test_norms_of_a_formula_are_of_clipped_gradients(strategy, option):
     class Normalized(hs.optimizers.Optimizer):
-        slots = property(lambda self: {})
+        @property
+        def slots(self):
+            return {}
 
         @staticmethod
         def formula(value, gradient, *, learning_rate):
