@@ -146,9 +146,9 @@ def _copy(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
     free.record(current)
     copies.wait_event(free)
     flat.set(loaded.pinned, stream=copies)
-    # The loader thread waits for it: it sleeps, where other events let it spin on a core.
     arrived = xp.cuda.Event(block=True, disable_timing=True)
     arrived.record(copies)
+    # The loader thread waits for it: it sleeps, where other events let it spin on a core.
     loaded.slot.copied = arrived
     for i, array in zip(loaded.moved, loaded.layout.views(flat), strict=True):
         loaded.leaves[i] = array
