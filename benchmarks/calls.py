@@ -86,7 +86,10 @@ def python_calls(call):
 
     def count(frame, event, _):
         nonlocal found
-        found += event == "call" and frame.f_code.co_filename.startswith(package)
+        code = frame.f_code  # a barrier's `_wait` polls if another rank is late
+        found += (
+            event == "call" and code.co_name != "_wait" and code.co_filename.startswith(package)
+        )
 
     for _ in range(5):  # the first calls make plans and fill caches
         call()
