@@ -111,7 +111,7 @@ class HostUpdate(Update):
             squares = np.zeros((len(self._shards), norms.size))
             count = len(norms.are_global)
             for i, update in updates.items():
-                update._apply(_norms_of(rules[i]).first, messages, op, in_place, squares[i, :count])
+                update.apply(_norms_of(rules[i]).first, messages, op, in_place, squares[i, :count])
             # A norm needs all elements of a variable, some of them on other ranks, so nothing can
             # be updated before. The gradients are reduced again: a copy would cost as much memory.
             sums = (squares if add_up is None else add_up(squares))[:, :count]
@@ -119,7 +119,7 @@ class HostUpdate(Update):
             roots = np.sqrt(sums[: len(rules)]).tolist()
             rules = [_norms_of(rule).rule_with(own) for rule, own in zip(rules, roots, strict=True)]
         for i, update in updates.items():
-            update._apply(rules[i], messages, op, in_place)
+            update.apply(rules[i], messages, op, in_place)
 
     def _of_each_variable(self) -> dict[int, HostUpdate]:
         """The update of each variable of which this rank has a shard."""
@@ -137,7 +137,7 @@ class HostUpdate(Update):
             }
         return self._of_variables
 
-    def _apply(
+    def apply(
         self,
         rule: UpdateRule,
         messages: Sequence[Array],
