@@ -29,6 +29,8 @@ of the ranks, with their own choice of threads, and time themselves, so that the
 the pipe. The ranks sleep in their turns, and they wait for a line of input in all others; a pause
 in between lets their threads stop polling for work.
 
+A last table shows the largest network's step compiled, not compiled, and its page faults.
+
 With --json the figures are written to a file, which chart.py draws.
 """
 
@@ -43,6 +45,7 @@ import tempfile
 import time
 
 import numpy as np
+import page_faults
 from by_hand import ADAM_RATE, AllReduce, Window, WindowAdam
 from mpi4py import MPI
 from networks import MOMENTUM, NETWORKS, RATE, data, gradients, initial
@@ -68,12 +71,16 @@ ADAM_GOALS = {"window": 1.05}
 # ---- the alternatives: each returns a step, and a function that returns the weights
 
 
+def sgd():
+    return hs.optimizers.SGD(RATE, MOMENTUM)
+
+
 def ours(
     layers,
     x,
     y,
     in_buffers=False,
-    make=lambda: hs.optimizers.SGD(RATE, MOMENTUM),
+    make=sgd,
     strategy=None,
     marks=False,
 ):
@@ -293,6 +300,24 @@ def pytorch_adams(layers, batch):
     }
 
 
+def show_page_faults(layers, rounds):
+    """Prints a step with each optimizer compiled and not, with its page faults."""
+    batch, steps = NETWORKS[layers]
+    x, y = data(layers, batch, COMM.rank)
+    page_faults.head()
+    for optimizer, make in (("SGD", sgd), ("Adam", adam)):
+        strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size())
+        plain, buffers, again = (
+            ours(layers, x, y, in_buffers, make, strategy)[0] for in_buffers in (False, True, False)
+        )
+        ways = {
+            "compiled": plain,
+            "compiled, in buffers": buffers,
+            "not compiled": page_faults.uncompiled(strategy, again),
+        }
+        page_faults.show(f"{named(layers)}, {optimizer}", ways, rounds, steps)
+
+
 def named(layers):
     return f"{'-'.join(map(str, layers))}, {NETWORKS[layers][0]}"
 
@@ -343,6 +368,7 @@ def main():
         show(name, medians, {way: goals[number] for way, goals in GOALS.items()})
     show(f"{named(layers)}, Adam", with_adam, ADAM_GOALS)
     show(f"{named(layers)}, Adam, sharded", sharded, {})
+    show_page_faults(layers, options.rounds)
     for other in others.values():
         other.close()
     if options.json and COMM.rank == 0:
