@@ -14,14 +14,17 @@ import os
 import warnings
 import weakref
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hpcstrat._calls import records
 from hpcstrat._communicators import connection
+from hpcstrat._communicators.base import Communicator
 from hpcstrat._core import arrays, call_name, gpu, nests
-from hpcstrat._core.types import Bytes, ReduceOp
+from hpcstrat._core.types import Array, Bytes, ReduceOp
+from hpcstrat._memory.layout import PackKernel, layout_of, packings_of
 from hpcstrat._program import extend_timeout, rank
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas import group as groups
@@ -165,17 +168,11 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
             must_match.append(f"values of checksum {checksum:08x}, equal after hs.torch.broadcast")
         # Travels with the gradients: no rank alone knows whether any replica has a gradient.
         has_gradient = np.array([p.grad is not None for p in parameters], np.int32)
-        *totals, has_gradient = communicator.all_reduce([*values, has_gradient], op, *must_match)
+        *totals, has_gradient = _all_reduce(communicator, [*values, has_gradient], op, must_match)
         _compared.add(module)
-        for p, gradient, array, total, is_there in zip(
-            parameters, own, values, totals, has_gradient, strict=True
-        ):
-            if is_there and p.is_cuda:
-                # In place, on the strategy's stream, on which CuPy reuses the memory of the total.
-                array[...] = total
-                p.grad = gradient
-            elif is_there:
-                p.grad = _as_tensor(total)
+        for p, gradient, total, is_there in zip(parameters, own, totals, has_gradient, strict=True):
+            if is_there:
+                p.grad = gradient if p.is_cuda else _as_tensor(total)
         if group.stream is not None and any(p.is_cuda for p in parameters):
             cuda, ordinal = _torch().cuda, group.stream.ordinal
             cuda.current_stream(ordinal).wait_stream(
@@ -302,6 +299,40 @@ def _wait_for_torch(cuda: Any, gpu: int, stream: Any) -> None:
 
 def _bytes(tensor: Any) -> Bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(_torch().uint8).numpy()
+
+
+_packings_of = functools.lru_cache(maxsize=8)(packings_of)
+
+
+def _all_reduce(
+    communicator: Communicator, values: Sequence[Array], op: ReduceOp, must_match: Sequence[str]
+) -> list[Array]:
+    """Reduces arrays over all ranks: those on the GPU, which are C-contiguous, in place.
+
+    They are copied to one message per dtype and back, in a launch each.
+    """
+    totals = list(values)
+    on_gpu = [i for i, value in enumerate(values) if gpu.is_on_gpu(value)]
+    on_host = [i for i in range(len(values)) if i not in on_gpu]
+    packed: list[tuple[PackKernel, list[Array]]] = []
+    sent: list[Array] = []
+    for dtype in dict.fromkeys([values[i].dtype for i in on_gpu]):
+        members = [values[i] for i in on_gpu if values[i].dtype == dtype]
+        layout = layout_of(tuple([one.shape for one in members]), (dtype,) * len(members))
+        message = gpu.array_module(*members).empty(layout.nbytes, np.uint8)
+        (packing,) = _packings_of(layout)
+        packing(members, message)
+        packed.append((packing, members))
+        sent.append(layout.groups[0].of(message))
+    shapes = [f"{values[i].dtype.name} of shape {values[i].shape}" for i in on_gpu]
+    sent += [values[i] for i in on_host]
+    received = iter(communicator.all_reduce(sent, op, *must_match, *shapes))
+    for packing, members in packed:
+        # On the strategy's stream, on which CuPy reuses the memory of the total.
+        packing.unpack(next(received), members)
+    for i in on_host:
+        totals[i] = next(received)
+    return totals
 
 
 def _gradient(group: groups.ReplicaGroup, name: str, parameter: Any) -> Any:

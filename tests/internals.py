@@ -127,3 +127,4 @@ from hpcstrat.data._distributing import check_sharding, distribute_dataset, dist
 from hpcstrat.data._sources import Slices
 from hpcstrat.data._splitting import Step
 from hpcstrat.optimizers._optimizer import state_of_optimizer
+from hpcstrat.torch import _all_reduce as all_reduce_gradients

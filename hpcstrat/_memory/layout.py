@@ -110,10 +110,10 @@ def _view(message: Any, shape: tuple[int, ...], dtype: np.dtype[Any], start: int
 
 # The table of arrays is passed by value, so it needs no memory on the GPU that would have to live
 # until the kernel has run. A kernel's arguments are limited to 4 KiB.
-ENTRIES = 128
+ENTRIES = 120
 """Arrays that one launch copies at most."""
 
-_WORDS_OF_TABLE = 3 * ENTRIES + 1
+_WORDS_OF_TABLE = 4 * ENTRIES + 1
 # Without fields, which NumPy would describe to CuPy at each launch.
 _TABLE = np.dtype((np.void, 8 * _WORDS_OF_TABLE))
 _WORDS = {
@@ -131,32 +131,31 @@ typedef unsigned long long size;
 
 struct Table {
     const WORD* source[ENTRIES];
-    size start[ENTRIES];
+    WORD* target[ENTRIES];
     size length[ENTRIES];
+    size start[ENTRIES];  // the sum of the lengths before
     long long count;
 };
 
-extern "C" __global__ void pack(const Table table, WORD* __restrict__ out)
+extern "C" __global__ void copy_arrays(const Table table)
 {
     const int last = (int)table.count - 1;
     const size words = table.start[last] + table.length[last];
     const size stride = (size)gridDim.x * blockDim.x;
-    const size first = table.start[0] + (size)blockIdx.x * blockDim.x + threadIdx.x;
-    for (size k = first; k < words; k += stride) {
+    for (size k = (size)blockIdx.x * blockDim.x + threadIdx.x; k < words; k += stride) {
         int low = 0, high = last;
         while (low < high) {  // the last array that starts at word k or before
             const int middle = (low + high + 1) / 2;
             if (table.start[middle] <= k) low = middle; else high = middle - 1;
         }
-        if (k - table.start[low] < table.length[low])  // else it is between two arrays
-            out[k] = table.source[low][k - table.start[low]];
+        table.target[low][k - table.start[low]] = table.source[low][k - table.start[low]];
     }
 }
 """
 
 
 class PackKernel:
-    """Copies CuPy arrays of one dtype into a message, on the current stream, without waiting.
+    """Copies CuPy arrays of one dtype into a message and back, on the current stream.
 
     Six separate copies take the host longer than the communication that follows. A `PackKernel` is
     made once, for many copies of arrays of the same shapes, by one thread at a time.
@@ -170,18 +169,19 @@ class PackKernel:
         self._ascontiguous = gpu.load_cupy("packing").ascontiguousarray
         self._kernel = _kernel(group.dtype.itemsize)
         self._launches: list[_Launch] = []
-        item = group.dtype.itemsize
         members = [i for i in group.members if layout.sizes[i]]
         for first in range(0, len(members), ENTRIES):
             batch = members[first : first + ENTRIES]
-            start, stop = layout.starts[batch[0]], layout.bytes_of(batch[-1]).stop
             words = np.zeros(_WORDS_OF_TABLE, np.uint64)
-            words[ENTRIES : ENTRIES + len(batch)] = [layout.starts[i] // item for i in batch]
-            words[2 * ENTRIES : 2 * ENTRIES + len(batch)] = [layout.sizes[i] for i in batch]
+            sources, targets, lengths, starts = words[:-1].reshape(4, ENTRIES)[:, : len(batch)]
+            lengths[:] = [layout.sizes[i] for i in batch]
+            starts[1:] = np.cumsum(lengths)[:-1]
             words[-1] = len(batch)
             # One thread per word, up to a limit beyond which more blocks would only queue.
-            grid = min(divide_up(stop - start, item * _BLOCK), _LARGEST_GRID)
-            self._launches.append(_Launch(batch, words, words.view(_TABLE).reshape(()), (grid,)))
+            grid = min(divide_up(int(lengths.sum()), _BLOCK), _LARGEST_GRID)
+            offsets = np.array([layout.starts[i] for i in batch], np.uint64)
+            table = words.view(_TABLE).reshape(())
+            self._launches.append(_Launch(batch, offsets, sources, targets, table, (grid,)))
 
     def __call__(self, arrays: Sequence[Any], message: Any) -> None:
         """Copies the group's members among `arrays`, which are all arrays of the layout.
@@ -191,7 +191,7 @@ class PackKernel:
             message: at least the layout's `nbytes` bytes, C-contiguous, on the same GPU.
         """
         # Only the addresses change from step to step; they are written into an existing table.
-        for members, words, table, grid in self._launches:
+        for members, offsets, sources, targets, table, grid in self._launches:
             copies, addresses = [], []
             for i in members:
                 array = arrays[i]
@@ -199,16 +199,26 @@ class PackKernel:
                     array = self._ascontiguous(array)
                     copies.append(array)  # they live until the launch
                 addresses.append(array.data.ptr)
-            words[: len(addresses)] = addresses
-            self._kernel(grid, (_BLOCK,), (table, message))
+            sources[:] = addresses
+            np.add(offsets, message.data.ptr, out=targets)
+            self._kernel(grid, (_BLOCK,), (table,))
+
+    def unpack(self, message: Any, arrays: Sequence[Any]) -> None:
+        """Copies the group's members from the message to `arrays`, which are C-contiguous."""
+        for members, offsets, sources, targets, table, grid in self._launches:
+            np.add(offsets, message.data.ptr, out=sources)
+            targets[:] = [arrays[i].data.ptr for i in members]
+            self._kernel(grid, (_BLOCK,), (table,))
 
 
 class _Launch(NamedTuple):
     """One launch."""
 
     members: list[int]  # the indices of the arrays that it copies
-    words: np.ndarray[Any, Any]  # its argument, in words of 8 bytes; the addresses come first
-    table: np.ndarray[Any, Any]  # the same memory, in the form in which it is passed
+    offsets: np.ndarray[Any, Any]  # their first bytes in the message
+    sources: np.ndarray[Any, Any]  # addresses in its argument, in which only they change
+    targets: np.ndarray[Any, Any]
+    table: np.ndarray[Any, Any]  # the argument, in the form in which it is passed
     grid: tuple[int]  # blocks of threads
 
 
@@ -220,7 +230,7 @@ def packings_of(layout: Layout) -> list[PackKernel]:
 @functools.cache
 def _kernel(itemsize: int) -> Any:
     code = _CODE.replace("WORD", _WORDS[itemsize]).replace("ENTRIES", str(ENTRIES))
-    return gpu.load_cupy("packing").RawKernel(code, "pack")
+    return gpu.load_cupy("packing").RawKernel(code, "copy_arrays")
 
 
 class Sections(NamedTuple):

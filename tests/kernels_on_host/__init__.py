@@ -54,8 +54,9 @@ class RawKernel:
     """A `__global__` function, like `cupy.RawKernel`, called with NumPy arrays.
 
     An array is passed as its address; an array without dimensions, a NumPy scalar or bytes by
-    value; a Python number as 64 bits. In a structure with arrays `source` and `length`, `source[i]`
-    is the address of `length[i]` elements that the kernel reads.
+    value; a Python number as 64 bits. In a structure with arrays `source`, `target` and `length`,
+    `source[i]` is the address of `length[i]` elements that the kernel reads, and `target[i]` of as
+    many that it writes.
     """
 
     def __init__(self, code, name):
@@ -87,9 +88,12 @@ class RawKernel:
         if fault is not None:
             raise Fault(f"{self.name}: {fault.decode()}")
 
-    def reads(self, arguments):
-        """(address, bytes) of the memory that structures among the arguments point to."""
-        return [(one.first, one.size) for one in self._ranges(self._passed(arguments))]
+    def pointed_to(self, arguments):
+        """(address, bytes, is written) of memory that structures among the arguments point to."""
+        return [
+            (one.first, one.size, bool(one.is_written))
+            for one in self._ranges(self._passed(arguments))
+        ]
 
     def _passed(self, arguments):
         """The address of each argument's bytes."""

@@ -181,13 +181,17 @@ inline const char* checked_loop(
     return checked([=]() UNCHECKED { loop<Count>(operation, is_raw, views, shape, ndim); }, ranges, count);
 }
 
-// The memory that a structure points to: `length[i]` elements from `source[i]` on, where it has arrays of these names.
+// The memory that a structure points to, where it has arrays of these names: a kernel reads `length[i]` elements from
+// `source[i]` on, and writes as many from `target[i]` on.
 template <class Argument>
-inline auto ranges_of(const Argument& table, Range* found, int) -> decltype(*table.source[0], table.length[0], 0L) {
+inline auto ranges_of(const Argument& table, Range* found, int)
+    -> decltype(*table.source[0], *table.target[0], table.length[0], 0L) {
     long count = 0;
     for (size_t i = 0; i < std::extent_v<decltype(Argument::source)>; ++i)
-        if (const size_t size = table.length[i] * sizeof(*table.source[i]))
-            found[count++] = {(const char*)table.source[i], size, sizeof(*table.source[i]), 0, nullptr};
+        if (const size_t size = table.length[i] * sizeof(*table.source[i])) {
+            found[count++] = {(const char*)table.source[i], size, sizeof(*table.source[i]), 0, "a source"};
+            found[count++] = {(const char*)table.target[i], size, sizeof(*table.target[i]), 1, "a target"};
+        }
     return count;
 }
 template <class Argument> inline long ranges_of(const Argument&, Range*, long) { return 0; }

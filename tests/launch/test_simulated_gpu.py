@@ -301,7 +301,7 @@ def test_what_kernels_must_not_do(simulated):
         f"{at}*, summed: thread 2 writes 8 bytes at an address that is outside of what its "
         "arguments say",
         f"{at}*, kernel, gets x of float64 at an address that is not a multiple of 8",
-        f"{at}*, pack: thread 0 writes 16 bytes at an address that is not a multiple of them",
+        f"{at}*, copy_arrays: thread 0 writes 16 bytes at an address that is not a multiple of them",
         "the simulated GPU: a read at * is not ordered with the write at *, of the same memory "
         "(bytes 56 to 64 of *",
     ]

@@ -1,5 +1,6 @@
 """What only communicators of GPUs have."""
 
+import contextlib
 import types
 from typing import Any
 
@@ -9,6 +10,7 @@ from internals import (
     NcclCommunicator,
     SharedMemoryCommunicator,
     StagedCommunicator,
+    all_reduce_gradients,
     call_named,
     failure,
     worlds,
@@ -95,6 +97,24 @@ def test_arrays_of_both_kinds_in_one_call(communicator, place):
     (mean, total) = communicator.all_reduce([xp.array([rank]), np.array([rank])], MEAN)
     for one, module in [(mean, xp), (total, np)]:
         assert isinstance(one, module.ndarray) and one.tolist() == [(communicator.size - 1) / 2]
+
+
+@pytest.mark.parametrize("op", [SUM, MEAN])
+def test_gradients_of_modules_are_reduced_in_place(communicator, place, op):
+    rank, xp = communicator.rank, place.xp
+    kinds = [((3, 5), "f4"), ((2,), "f8"), ((), "f4"), ((0, 4), "f2"), ((7,), "f4")]
+    parts = [
+        [values(shape, np.dtype(kind), r) for shape, kind in kinds]
+        for r in range(communicator.size)
+    ]
+    modules = (xp, xp, xp, xp, np)
+    mine = [module.asarray(part) for module, part in zip(modules, parts[rank], strict=True)]
+    with communicator.stream.current() if communicator.stream else contextlib.nullcontext():
+        totals = all_reduce_gradients(communicator, mine, op, ["names"])
+    for total, own, module, *everyones in zip(totals, mine, modules, *parts, strict=True):
+        expected = np.sum(everyones, axis=0, dtype=total.dtype)
+        check(total, expected / N if op is MEAN else expected, module)
+        assert (total is own) == (module is not np)
 
 
 @pytest.fixture(autouse=True)

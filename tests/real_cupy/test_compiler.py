@@ -84,7 +84,8 @@ def sources():
     numbers, table = array(3, np.float64), array(3, np.int64)
     texts.append(text(device_norms.add_kernel(), "add", [numbers, table, 1, 1, numbers]))
     for itemsize in layout._WORDS:
-        texts.append(layout._kernel(itemsize).code.replace("void pack(", f"void pack_{itemsize}("))
+        code = layout._kernel(itemsize).code
+        texts.append(code.replace("copy_arrays(", f"copy_arrays_{itemsize}("))
     spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]
     lines = [f"#include <{name}>" for name in core._cupy_header_list] + "\n".join(
         spaces

@@ -211,7 +211,7 @@ SHAPES = {
     ),
 )
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_packing_copies_each_array_to_its_place(cupy, shapes, dtype, alignment):
+def test_packing_copies_each_array_to_its_place_and_back(cupy, shapes, dtype, alignment):
     random = np.random.default_rng(1)
     forms = [(shape, np.dtype(dtype)) for shape in SHAPES[shapes]]
     forms[1:1] = [((4, 3), np.dtype(np.uint8))]  # in another group
@@ -224,11 +224,14 @@ def test_packing_copies_each_array_to_its_place(cupy, shapes, dtype, alignment):
     arrays = [array.T.copy().T if i % 2 else array for i, array in enumerate(arrays)]
     message, expected = (np.full(form.nbytes, 7, np.uint8).view(OnHost) for _ in range(2))
     form.write(expected, arrays)
+    unpacked = [np.empty(array.shape, array.dtype).view(OnHost) for array in arrays]
     for group in form.groups:
         kernel = layout.PackKernel(form, group)
         for _ in range(2):  # the second time over the result of the first
             kernel(arrays, message)
+        kernel.unpack(message, unpacked)
     assert message.tobytes() == expected.tobytes()  # bytes between arrays have not changed
+    assert [one.tobytes() for one in unpacked] == [array.tobytes() for array in arrays]
 
 
 # ---- rows

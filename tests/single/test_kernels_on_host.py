@@ -160,26 +160,30 @@ def test_threads_meet_by_atomic_operations_only(threads, operation):
 
 TABLE = """
 typedef unsigned long long size;
-struct Table { const ulonglong2* source[2]; size length[2]; };
+struct Table { const ulonglong2* source[2]; ulonglong2* target[2]; size length[2]; };
 extern "C" __global__ void copy(const Table table, ulonglong2* y, const size each, const size apart) {
     const size i = blockIdx.x * blockDim.x + threadIdx.x;
     y[i * apart] = table.source[i / each][i % each];
+    table.target[i / each][i % each] = table.source[i / each][i % each];
 }
 """
 
 
 def test_raw_kernels_are_checked_too():
     kernel = RawKernel(TABLE, "copy")
-    a, b, y = np.arange(4.0), np.arange(4.0, 8), np.zeros(8)
-    table = np.array([a.ctypes.data, b.ctypes.data, 2, 2], np.uint64)
+    a, b, c, d, y = np.arange(4.0), np.arange(4.0, 8), np.zeros(4), np.zeros(4), np.zeros(8)
+    table = np.array([*[array.ctypes.data for array in (a, b, c, d)], 2, 2], np.uint64)
 
     def call(y=y, each=2, apart=1):
         arguments = (table.tobytes(), y, each, apart)
-        assert kernel.reads(arguments) == [(int(table[0]), 16 * int(table[2])), (int(table[1]), 32)]
+        assert kernel.pointed_to(arguments) == [
+            *[(int(table[i]), 16 * int(table[4]), i == 2) for i in (0, 2)],
+            *[(int(table[i]), 32, i == 3) for i in (1, 3)],
+        ]
         kernel((2,), (2,), arguments)
 
     call()
-    assert y.tolist() == list(range(8))
+    assert y.tolist() == [*c, *d] == list(range(8))
     with pytest.raises(
         Fault, match=f"copy: thread 1 writes word 0 of argument 1, which thread 0 writes: {CHANCE}"
     ):
@@ -192,7 +196,13 @@ def test_raw_kernels_are_checked_too():
         Fault, match="copy: thread 2 writes 16 bytes at an address that is outside of what"
     ):
         call(np.zeros(4))
-    table[2] = 1
+    table[3] = table[2]
+    with pytest.raises(
+        Fault, match=f"copy: thread 2 writes word 0 of a target, which thread 0 writes: {CHANCE}"
+    ):
+        call()
+    table[3], table[2] = table[2], d.ctypes.data
+    table[4] = 1
     with pytest.raises(
         Fault, match="copy: thread 1 reads 16 bytes at an address that is outside of what"
     ):

@@ -51,7 +51,7 @@ class RawKernel:
                 passed.append(np.atleast_1d(argument.host))
             else:
                 passed.append(argument.copy() if isinstance(argument, np.ndarray) else argument)
-        kept = [_touch_address(queue, where, *one) for one in kernel.reads(passed)]
+        kept = [_touch_address(queue, where, *one) for one in kernel.pointed_to(passed)]
         queue.put(functools.partial(_run, kernel, where, grid, block, passed, kept))
         _checker.raise_overdue()
 
@@ -73,8 +73,8 @@ def _faults_of(where):
         )
 
 
-def _touch_address(queue, where, address, nbytes):
-    """Records that memory a structure points to is read. Returns what keeps it alive."""
+def _touch_address(queue, where, address, nbytes, writes):
+    """Records that memory a structure points to is used. Returns what keeps it alive."""
     block = _memory.block_at(address)
     if block is None or block.is_free or address + nbytes > block.ptr + block.size:
         raise _checker.report(
@@ -87,7 +87,7 @@ def _touch_address(queue, where, address, nbytes):
             f"the simulated GPU: a kernel at {_checker.shown(where)} on {queue.name} gets the "
             f"address of memory on GPU {block.device}; copy the array first"
         )
-    block.history.access(queue, address - block.ptr, address - block.ptr + nbytes, writes=False)
+    block.history.access(queue, address - block.ptr, address - block.ptr + nbytes, writes)
     return block.buffer
 
 
