@@ -43,6 +43,7 @@ from hpcstrat._strategies.current import experimental_set_strategy as experiment
 from hpcstrat._strategies.current import get_replica_context as get_replica_context
 from hpcstrat._strategies.current import get_strategy as get_strategy
 from hpcstrat._strategies.current import has_strategy as has_strategy
+from hpcstrat._strategies.current import replica_id as replica_id
 from hpcstrat._strategies.extended import StrategyExtended as StrategyExtended
 from hpcstrat._strategies.mirrored import MirroredStrategy as MirroredStrategy
 from hpcstrat._strategies.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy

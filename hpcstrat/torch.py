@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._calls import records
-from hpcstrat._communicators import connection
-from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators import base, connection
 from hpcstrat._core import arrays, call_name, gpu, nests
 from hpcstrat._core.types import Array, Bytes, ReduceOp
-from hpcstrat._memory.layout import PackKernel, layout_of, packings_of
+from hpcstrat._memory import layout as layouts
 from hpcstrat._program import extend_timeout, rank
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas import group as groups
@@ -301,11 +300,14 @@ def _bytes(tensor: Any) -> Bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(_torch().uint8).numpy()
 
 
-_packings_of = functools.lru_cache(maxsize=8)(packings_of)
+_packings_of = functools.lru_cache(maxsize=8)(layouts.packings_of)
 
 
 def _all_reduce(
-    communicator: Communicator, values: Sequence[Array], op: ReduceOp, must_match: Sequence[str]
+    communicator: base.Communicator,
+    values: Sequence[Array],
+    op: ReduceOp,
+    must_match: Sequence[str],
 ) -> list[Array]:
     """Reduces arrays over all ranks: those on the GPU, which are C-contiguous, in place.
 
@@ -314,11 +316,11 @@ def _all_reduce(
     totals = list(values)
     on_gpu = [i for i, value in enumerate(values) if gpu.is_on_gpu(value)]
     on_host = [i for i in range(len(values)) if i not in on_gpu]
-    packed: list[tuple[PackKernel, list[Array]]] = []
+    packed: list[tuple[layouts.PackKernel, list[Array]]] = []
     sent: list[Array] = []
     for dtype in dict.fromkeys([values[i].dtype for i in on_gpu]):
         members = [values[i] for i in on_gpu if values[i].dtype == dtype]
-        layout = layout_of(tuple([one.shape for one in members]), (dtype,) * len(members))
+        layout = layouts.layout_of(tuple([one.shape for one in members]), (dtype,) * len(members))
         message = gpu.array_module(*members).empty(layout.nbytes, np.uint8)
         (packing,) = _packings_of(layout)
         packing(members, message)

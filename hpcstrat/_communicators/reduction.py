@@ -211,6 +211,17 @@ def reduce_flat(
         )
 
 
+@np.errstate(all="ignore")  # as in `reduce_flat`
+def reduce_rows(rows: Array, op: ReduceOp) -> Array:
+    """The reduction of the rows of an array, one by one; the operation's neutral of no rows."""
+    reduction = REDUCTIONS[op]
+    if not len(rows):
+        total = reduction.along_axes(rows, (0,))
+    else:
+        total = functools.reduce(reduction.ufunc, rows.astype(accumulator(rows.dtype), copy=False))
+    return total.astype(rows.dtype)
+
+
 def part_of_rank(count: int, rank: int, size: int) -> Interval:
     """The part of `count` elements that `rank` works on, in multiples of 64 elements.
 

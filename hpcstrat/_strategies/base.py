@@ -285,6 +285,11 @@ class ReplicaContext(ReplicaCollectives):
         return self._group.communicator.rank
 
     @property
+    def rank(self) -> int:
+        """`replica_id_in_sync_group`, by its short name."""
+        return self._group.communicator.rank
+
+    @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas."""
         return self._group.communicator.size

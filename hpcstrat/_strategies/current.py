@@ -64,6 +64,23 @@ def has_strategy() -> bool:
     return contexts.group() is not default_group()
 
 
+def replica_id() -> int:
+    """The index of this replica, in a replica function. Starts nothing.
+
+    It is `get_replica_context().replica_id_in_sync_group`.
+
+    Raises:
+        RuntimeError: called outside of replica functions.
+    """
+    context = contexts.context()
+    if not isinstance(context, InReplica):
+        raise RuntimeError(
+            "replica_id was called outside of replica functions, the functions that Strategy.run "
+            "runs; hpcstrat.rank() is the index of this process"
+        )
+    return context.group.communicator.rank
+
+
 def get_replica_context() -> ReplicaContext | MaybeNone:
     """This replica's context; None in the cross-replica context.
 

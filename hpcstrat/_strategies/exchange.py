@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
+from hpcstrat._communicators.reduction import REDUCTIONS, check_reducible, reduce_rows
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, IndexedSlices, ReduceOp
@@ -99,6 +100,28 @@ def reduce_scatter(
         value,
         lambda arrays, *must_match: communicator.reduce_scatter(arrays, op, int(axis), *must_match),
     )
+
+
+def scan(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, inclusive: bool) -> Any:
+    """Reduces the nests of the replicas before this one; `value` is this replica's nest."""
+    op = ReduceOp.parse(reduce_op, current_call())
+    if REDUCTIONS[op].is_mean:
+        raise ValueError(
+            f"{current_call()}: reduce_op is {op.name}, which has no result for the first replica; "
+            "pass SUM, MIN or MAX"
+        )
+    if not isinstance(inclusive, bool):
+        raise TypeError(f"{current_call()}: inclusive is {inclusive!r}; it must be True or False")
+
+    def scan_arrays(arrays: list[Array], *must_match: str) -> list[Array]:
+        for array in arrays:
+            check_reducible(array.dtype, op)
+        rows = [array[None] for array in arrays]
+        by_rank = communicator.all_gather(rows, 0, op.name, f"inclusive={inclusive}", *must_match)
+        count = communicator.rank + inclusive
+        return [reduce_rows(parts[:count], op) for parts in by_rank]
+
+    return _exchange(value, scan_arrays)
 
 
 def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:

@@ -130,7 +130,7 @@ class InputMethods:
         )
 
     @collective("Strategy.scatter", check_cross_replica)
-    def scatter(self, value: Any, axis: int = 0) -> Any:
+    def scatter(self, value: Any, axis: int = 0, return_indices: bool = False) -> Any:
         """Splits arrays among the replicas: the inverse of `gather`.
 
         Collective: all ranks call this.
@@ -140,11 +140,15 @@ class InputMethods:
                 dtypes and samples of the contents are compared; with `HPCSTRAT_CHECK=1` all of the
                 contents.
             axis: the axis; a negative one counts from the end.
+            return_indices: whether to return too which elements along `axis` each replica has.
 
         Returns:
             A nest like `value` of `PerReplica`; with one replica, of arrays. Of S elements along
             `axis`, replica r of N has the next `S // N + (1 if r < S % N else 0)`, which may be
             none. The parts are copies on the replicas' devices.
+
+            With `return_indices` a tuple of that nest and of a `PerReplica` of `range`s; with one
+            replica, a `range`. Its `start` is the part's offset.
 
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
@@ -166,23 +170,24 @@ class InputMethods:
         leaves, structure = nests.flatten(value)
         with self._group.on_stream():
             arrays = [_as_scatterable(leaf, axis) for leaf in leaves]
-            _check_one_size([array.shape for array in arrays], axis)
+            size = _size_along([array.shape for array in arrays], axis)
             contents = ManyValues(
                 tuple([_describe_array(array, communicator.checks) for array in arrays])
             )
             communicator.exchange(
                 signature_of(current_call(), nests.describe(structure), f"axis={axis}", contents)
             )
-            parts = [self._own_part(array, axis) for array in arrays]
+            indices = range(*bounds(communicator.rank, communicator.size, 0, size))
+            own = [indices, *[self._own_part(array, axis, indices) for array in arrays]]
         if communicator.size > 1:
-            parts = [PerReplica(part, communicator.rank, communicator.size) for part in parts]
-        return structure.unflatten(parts)
+            own = [PerReplica(part, communicator.rank, communicator.size) for part in own]
+        parts = structure.unflatten(own[1:])
+        return (parts, own[0]) if return_indices else parts
 
-    def _own_part(self, array: Any, axis: int) -> Any:
+    def _own_part(self, array: Any, axis: int, indices: range) -> Any:
         """A copy of this replica's part of an array, on its device."""
-        communicator, stream = self._group.communicator, self._group.stream
-        start, stop = bounds(communicator.rank, communicator.size, 0, array.shape[axis])
-        part = array[(slice(None),) * (axis % array.ndim) + (slice(start, stop),)]
+        stream, rows = self._group.stream, slice(indices.start, indices.stop)
+        part = array[(slice(None),) * (axis % array.ndim) + (rows,)]
         here = part if stream is None else stream.here(part)
         return part.copy() if here is part else here
 
@@ -229,14 +234,17 @@ def _as_scatterable(value: Any, axis: Any) -> Any:
     return array
 
 
-def _check_one_size(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
+def _size_along(shapes: Sequence[tuple[int, ...]], axis: int) -> int:
+    """The one size along an axis; 0 of no arrays."""
     # Arrays of different sizes would be split at different places: elements that belong together
     # would go to different replicas.
-    if len({shape[axis] for shape in shapes}) > 1:
+    sizes = {shape[axis] for shape in shapes}
+    if len(sizes) > 1:
         raise ValueError(
             f"{current_call()}: the arrays have shapes {', '.join(map(str, shapes))}, whose sizes "
             f"along axis {axis} differ; pass arrays of one size, or each to a separate call"
         )
+    return max(sizes, default=0)
 
 
 def _describe_array(array: Any, every: bool) -> str:

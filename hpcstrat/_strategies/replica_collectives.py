@@ -122,6 +122,33 @@ class ReplicaCollectives(abc.ABC):
         """
         return exchange.reduce_scatter(self._group.communicator, reduce_op, value, axis)
 
+    @collective("ReplicaContext.scan", _REQUIRE)
+    def scan(self, reduce_op: ReduceOp | str, value: Any, inclusive: bool = False) -> Any:
+        """Reduces `value` elementwise over the replicas before this one, in replica order.
+
+        Collective: all replicas call this. With `"SUM"` of the sizes of the replicas' parts, each
+        gets the offset of its own. Every replica receives all values, so they should be small.
+
+        Args:
+            reduce_op: `"SUM"`, `"MIN"` or `"MAX"`.
+            value: a nest of arrays or numbers, of equal shapes and dtypes on all replicas.
+            inclusive: whether the replica's own value counts too. Then it is the prefix reduction
+                of NumPy's `cumsum`, and the last replica has the result of `all_reduce`.
+
+        Returns:
+            A nest like `value`. Without `inclusive` the first replica has the neutral elements: 0
+            for sums, the highest or infinity for minima, the lowest or -infinity for maxima.
+
+        Raises:
+            RuntimeError: called outside the replica context, or outside every strategy while there
+                are several ranks.
+            TypeError: a leaf is not a numeric array, its dtype does not support the reduction, or
+                `inclusive` is not a bool.
+            ValueError: `reduce_op` is another operation.
+            ReplicaMismatchError: shapes, dtypes or arguments differ between replicas.
+        """
+        return exchange.scan(self._group.communicator, reduce_op, value, inclusive)
+
     @collective("ReplicaContext.all_to_all", _REQUIRE)
     def all_to_all(self, values: Sequence[Any]) -> list[Any]:
         """Sends each replica a different value. Collective: all replicas call this.

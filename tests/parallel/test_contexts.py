@@ -43,6 +43,17 @@ def facts():
     )
 
 
+def test_the_index_of_a_replica(strategy):
+    found = []
+    strategy.run(lambda: found.append((hs.replica_id(), hs.get_replica_context().rank)))
+    assert found == [(RANK, RANK)]
+    with pytest.raises(RuntimeError, match=r"replica functions, .* hpcstrat.rank\(\) is the index"):
+        hs.replica_id()
+    with strategy.scope(), pytest.raises(RuntimeError, match="outside of replica functions"):
+        hs.replica_id()
+    assert hs.get_strategy().run(hs.replica_id) == 0
+
+
 def test_outside_of_every_scope():
     default, has, cross, replica = facts()
     assert (has, cross) == (False, False)
@@ -64,6 +75,7 @@ OUTSIDE = {
     "reduce_scatter": lambda context: (
         context.reduce_scatter("sum", np.full(2, RANK)).tolist() == [RANK] * 2
     ),
+    "scan": lambda context: (context.scan("sum", 3), context.scan("sum", 3, True)) == (0, 3),
     "all_to_all": lambda context: context.all_to_all([np.full(2, RANK)])[0].tolist() == [RANK] * 2,
     "neighbor_exchange": lambda context: context.neighbor_exchange(1, 2) == (None, None),
     "merge_call": lambda context: context.merge_call(

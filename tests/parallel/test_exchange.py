@@ -1,5 +1,6 @@
 """What replica functions send each other: broadcast, reduce_scatter, all_to_all, neighbors."""
 
+import types
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,69 @@ def test_broadcast_of_a_variable(strategy, xp):
         return v.value()
 
     assert inside(strategy, replica) == [N - 1, 2]
+
+
+# ---- scan
+
+
+@pytest.mark.parametrize("size", [(), (0,), (2, 3)], ids=str)
+@pytest.mark.parametrize("op", ["SUM", "MIN", "MAX"])
+@pytest.mark.parametrize("dtype", ["int8", "float16", "float32", "uint64"])
+def test_a_scan_reduces_what_is_before(strategy, xp, dtype, op, size):
+    by_rank = [
+        (np.arange(np.prod(size)).reshape(size) * 3 + 5 * r % 7).astype(dtype) for r in range(N)
+    ]
+    limits = (
+        np.iinfo(dtype)
+        if by_rank[0].dtype.kind in "iu"
+        else types.SimpleNamespace(min=-np.inf, max=np.inf)
+    )
+    function, neutral = {
+        "SUM": (np.sum, 0),
+        "MIN": (np.min, limits.max),
+        "MAX": (np.max, limits.min),
+    }[op]
+    for inclusive in (False, True):
+        found = inside(
+            strategy,
+            lambda inclusive=inclusive: context().scan(
+                op, {"x": xp.asarray(by_rank[RANK]), "none": None}, inclusive
+            ),
+        )
+        before = by_rank[: RANK + inclusive]
+        expected = (
+            function(before, axis=0).astype(dtype) if before else np.full(size, neutral, dtype)
+        )
+        assert found == {"x": expected.tolist(), "none": None}
+
+
+def test_the_last_of_a_scan_has_the_bits_of_all_reduce(strategy):
+    x = np.random.default_rng(RANK).standard_normal(1000).astype(np.float32)
+    found = []
+    strategy.run(
+        lambda: found.extend(
+            [context().scan("SUM", x, inclusive=True), context().all_reduce("SUM", x)]
+        )
+    )
+    last = COMM.bcast(found[0], N - 1)
+    assert last.tobytes() == found[1].tobytes()
+
+
+def test_offsets_of_parts_of_any_size(strategy):
+    sizes = [3, 0, 4, 1][:N]
+    assert inside(strategy, lambda: int(context().scan("SUM", sizes[RANK]))) == sum(sizes[:RANK])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_scans_that_do_not_match(strategy):
+    usual = ("SUM", np.ones(2), False)
+    for other in (
+        ("SUM", np.ones(3), False),
+        ("MAX", np.ones(2), False),
+        ("SUM", np.ones(2), True),
+    ):
+        with pytest.raises(hs.ReplicaMismatchError, match=r"ReplicaContext.scan"):
+            strategy.run(lambda other=other: context().scan(*(other if RANK == N - 1 else usual)))
 
 
 # ---- reduce_scatter

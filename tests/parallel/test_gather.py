@@ -208,6 +208,11 @@ def test_what_is_scattered_is_gathered_again(strategy, place, axis, size):
         strategy.run(seen.append, args=(parts[name],))
         assert isinstance(seen[0], place.xp.ndarray) and seen[0].dtype == array.dtype
         assert np.array_equal(hs.asnumpy(seen[0]), own_part(array, axis))
+    _, indices = strategy.scatter(whole, axis, return_indices=True)
+    seen = []
+    strategy.run(seen.append, args=(indices,))
+    assert type(seen[0]) is range
+    assert list(seen[0]) == np.array_split(np.arange(size), N)[RANK].tolist()
     gathered = strategy.gather(parts, axis)
     assert all(np.array_equal(hs.asnumpy(gathered[name]), whole[name]) for name in whole)
 

@@ -824,6 +824,17 @@ INSIDE = {
         TypeError,
         "reduce_scatter: SUM of bool",
     ),
+    "scan: mean": Case(
+        lambda e: context().scan("MEAN", 1.0),
+        ValueError,
+        "ReplicaContext.scan: reduce_op is MEAN, which has no result for the first replica; pass "
+        "SUM, MIN or MAX",
+    ),
+    "scan: inclusive": Case(
+        lambda e: context().scan("SUM", 1.0, 1),
+        TypeError,
+        "ReplicaContext.scan: inclusive is 1; it must be True or False",
+    ),
     "all_to_all: too many": Case(
         lambda e: context().all_to_all([e.here(ONES)] * (N + 1)),
         ValueError,
