@@ -41,6 +41,9 @@ OPTIMIZERS = {
     "Nadam": optimizers.Nadam(0.1),
     "Adadelta": optimizers.Adadelta(0.1),
     "Lion": optimizers.Lion(0.1),
+    "Ftrl": optimizers.Ftrl(0.1, l1_regularization_strength=0.1, beta=0.1),
+    "Ftrl without roots": optimizers.Ftrl(0.1, learning_rate_power=-1),
+    "Ftrl without power": optimizers.Ftrl(0.1, learning_rate_power=0),
     "Adagrad": optimizers.Adagrad(0.1),
     "RMSprop": optimizers.RMSprop(0.1),
     "RMSprop with momentum": optimizers.RMSprop(0.1, momentum=0.5),
@@ -53,7 +56,8 @@ OPTIMIZERS = {
 def optimizers_of(dtype):
     """The optimizers that variables of this dtype can have, by name."""
     if dtype.kind == "c":
-        return {name: one for name, one in OPTIMIZERS.items() if name not in ("Adamax", "Lion")}
+        ordered = optimizers.Adamax, optimizers.Lion, optimizers.Ftrl
+        return {name: one for name, one in OPTIMIZERS.items() if not isinstance(one, ordered)}
     options = {
         "clipped values": optimizers.SGD(0.1, 0.9, clipvalue=0.5),
         "clipped norms": optimizers.SGD(0.1, 0.9, clipnorm=0.5),

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hpcstrat._core.types import Array
 from hpcstrat.metrics._means import as_classes
-from hpcstrat.metrics._metric import PairMetric
+from hpcstrat.metrics._metric import PairMetric, as_numbers
 
 
 class CountMetric(PairMetric):
@@ -117,13 +118,17 @@ class MeanIoU(ConfusionMatrix):
     """The mean of the intersection over union, `TP / (TP + FP + FN)`, over classes that occur.
 
     Labels and predictions are class indices, such as those of an image's pixels, as for
-    `ConfusionMatrix`.
+    `ConfusionMatrix`; or, where not sparse, a score for each class along an axis of their own, such
+    as one-hot labels or probabilities.
 
     Args:
         num_classes: the number of classes.
         name: the metric's name.
         dtype: the dtype of `result`, `float64` by default.
         ignore_class: a label to ignore, such as 255 or -1.
+        sparse_y_true: whether labels are class indices.
+        sparse_y_pred: whether predictions are class indices.
+        axis: the axis of the scores.
 
     Raises:
         ValueError: `num_classes` is less than 1.
@@ -135,6 +140,52 @@ class MeanIoU(ConfusionMatrix):
         >>> print(f"{iou.result():.4f}")
         0.3333
     """
+
+    def __init__(
+        self,
+        num_classes: int,
+        name: str | None = None,
+        dtype: npt.DTypeLike | None = None,
+        ignore_class: int | None = None,
+        sparse_y_true: bool = True,
+        sparse_y_pred: bool = True,
+        axis: int = -1,
+    ) -> None:
+        super().__init__(num_classes, name, dtype, ignore_class)
+        self.sparse_y_true: bool = sparse_y_true
+        self.sparse_y_pred: bool = sparse_y_pred
+        self.axis: int = axis
+
+    def _check(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
+        if self.sparse_y_true and self.sparse_y_pred:
+            return super()._check(call, y_true, y_pred)
+        true, predicted = as_numbers(call, "y_true", y_true), as_numbers(call, "y_pred", y_pred)
+        shape = self._shape(call, "y_true", true, self.sparse_y_true)
+        of_predictions = self._shape(call, "y_pred", predicted, self.sparse_y_pred)
+        if shape != of_predictions:
+            raise ValueError(
+                f"{call}: the class indices of y_true have shape {shape} and those of y_pred "
+                f"{of_predictions}; they must be equal"
+            )
+        return true, predicted, shape
+
+    def _shape(self, call: str, argument: str, array: Array, is_sparse: bool) -> tuple[int, ...]:
+        """The shape of the class indices."""
+        if is_sparse:
+            return array.shape
+        if not -array.ndim <= self.axis < array.ndim:
+            raise ValueError(
+                f"{call}: {argument} has shape {array.shape} and so no axis {self.axis} of scores"
+            )
+        first = self.axis % array.ndim
+        return array.shape[:first] + array.shape[first + 1 :]
+
+    def _bins(self, xp: Any, true: Any, predicted: Any) -> Any:
+        return super()._bins(
+            xp,
+            true if self.sparse_y_true else true.argmax(axis=self.axis),
+            predicted if self.sparse_y_pred else predicted.argmax(axis=self.axis),
+        )
 
     def _of_counts(self, counts: np.ndarray[Any, Any]) -> Any:
         matrix = super()._of_counts(counts)

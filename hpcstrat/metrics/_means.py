@@ -113,6 +113,10 @@ class MeanMetricWrapper(_WeightedMean):
         super().__init__(fn.__name__ if name is None else name, dtype)
         self._fn = functools.partial(fn, **kwargs)
 
+    def get_config(self) -> dict[str, Any]:
+        """The arguments for `from_config`, with the function itself."""
+        return {**super().get_config(), "fn": self._fn.func, **self._fn.keywords}
+
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Adds the function's values, each with its weight.
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import inspect
 import re
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,9 @@ from hpcstrat._variable.options import VariableAggregation, VariableSynchronizat
 from hpcstrat._variable.state import in_replica_of
 from hpcstrat._variable.variable import Variable
 from hpcstrat._variable.writing import RULES
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Metric(abc.ABC):
@@ -122,6 +126,25 @@ class Metric(abc.ABC):
             state.storage.local.write(
                 state.block, variable.state_of(other.totals).block.array, RULES["assign_add"]
             )
+
+    @property
+    def variables(self) -> list[Variable]:
+        """What it keeps: its totals."""
+        return [self.totals]
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments for `from_config`, which JSON can hold unless one is a function.
+
+        Besides `name` and `dtype` those of `__init__` that are attributes of the same names.
+        """
+        names = inspect.signature(type(self)).parameters
+        own = {name: value for name, value in vars(self).items() if name in names}
+        return {"name": self.name, "dtype": self._dtype.name, **own}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """A new metric of this class, from what `get_config` returned. In the strategy's scope."""
+        return cls(**config)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r})"

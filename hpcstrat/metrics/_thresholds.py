@@ -45,7 +45,7 @@ class ThresholdMetric(CountMetric):
         "predictions are not between 0 and 1; pass probabilities, or logits with from_logits=True"
     )
     _needs_probabilities = False
-    _from_logits = False
+    from_logits: bool = False
 
     def __init__(
         self, name: str | None, dtype: npt.DTypeLike | None, thresholds: Sequence[float]
@@ -56,7 +56,7 @@ class ThresholdMetric(CountMetric):
 
     def _bins(self, xp: Any, true: Any, predicted: Any) -> Any:
         ascending = xp.asarray(rounded_for(self._ascending, predicted.dtype))
-        if self._from_logits:
+        if self.from_logits:
             predicted = 0.5 + 0.5 * xp.tanh(predicted.astype(np.float64) / 2)
         first = (ascending.size + 1) * (true != 0)
         bins = first + xp.searchsorted(ascending, predicted)
@@ -244,7 +244,14 @@ class AUC(ThresholdMetric):
         super().__init__(name, dtype, [-_EPSILON, *inner.tolist(), 1 + _EPSILON])
         self.curve: str = curve
         self.summation_method: str = summation_method
-        self._from_logits: bool = from_logits
+        self.from_logits: bool = from_logits
+        self.num_thresholds: int = len(self.thresholds)
+        self._has_own_thresholds = thresholds is not None
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments for `from_config`."""
+        own = self.thresholds[1:-1] if self._has_own_thresholds else None
+        return {**super().get_config(), "thresholds": own}
 
     def _of(self, counts: _Counts) -> Any:
         if self.curve == "PR" and self.summation_method == "interpolation":

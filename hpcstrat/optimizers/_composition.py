@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +16,7 @@ from hpcstrat._update.formula import Formula
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable
 from hpcstrat.optimizers import _gradients
+from hpcstrat.optimizers._state import OptimizerState
 from hpcstrat.optimizers._steps import (
     BY_OPTION,
     NORM_CLIPPING,
@@ -27,12 +29,30 @@ from hpcstrat.optimizers._steps import (
 Readers: TypeAlias = dict[str, Callable[[], Any]]
 """What reads the numbers of a combined formula that are not the optimizer's attributes."""
 
-COMPOSED = (
+_COMPOSED = (
     *("_state", "_steps", "_collecting", "_transforming", "_clipping", "_sums_early"),
     *("_formula", "_formula_of_clipped", "_rate_after"),
 )
 """What an optimizer makes anew from its other attributes."""
 _RATE = "learning_rate"
+
+
+def deep_copy(optimizer: Any, memo: dict[int, Any]) -> Any:
+    """An optimizer that continues from here, with copies of the variables: collective, as these."""
+    other, state = copy.copy(optimizer), optimizer._state
+    memo[id(optimizer)] = other
+    pairs = [(v, copy.deepcopy(v, memo)) for v in state.variables()]
+    kept = {"_state": OptimizerState(optimizer.gradient_accumulation_steps)} | {
+        name: copy.deepcopy(value, memo)
+        for name, value in vars(optimizer).items()
+        if name not in _COMPOSED
+    }
+    vars(other).update(kept)
+    other._state.iterations = state.iterations  # the rate's function reads it
+    other._state.copy_from(state, pairs, optimizer.name, optimizer.all_slots)
+    other.learning_rate = other._learning_rate
+    other._compose()
+    return other
 
 
 def steps_of(optimizer: Any) -> tuple[UpdateStep, ...]:

@@ -217,8 +217,22 @@ def check_norms(rule: UpdateRule, sparse: Sequence[tuple[IndexedSlices, Variable
         )
 
 
-def compute_gradients(call: str, loss: Any, count: int) -> tuple[Any, list[Any]]:
+def check_name(name: Any) -> None:
+    """Checks the second argument of `apply_gradients`, which may be meant for another."""
+    if not isinstance(name, str):
+        raise TypeError(
+            f"{current_call()}: name is {name!r}; pass skip_gradients_aggregation by its name, and "
+            "gradients with their variables as zip(gradients, variables)"
+        )
+
+
+def compute_gradients(call: str, loss: Any, count: int, tape: Any) -> tuple[Any, list[Any]]:
     """Calls the `loss` of `Optimizer.minimize`; returns the loss and `count` gradients."""
+    if tape is not None:
+        raise TypeError(
+            f"{call}: tape is of type {type(tape).__name__}; leave it out, because nothing is "
+            "recorded here: loss() returns the loss and its gradients"
+        )
     if not callable(loss):
         raise TypeError(
             f"{call}: loss is of type {type(loss).__name__}; it must be a function without "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
-from hpcstrat.optimizers import _composition, _gradients, _options
+from hpcstrat.optimizers import _composition, _gradients, _names, _options
 from hpcstrat.optimizers._buffers import GradientBuffers, check_marked, end_marks
 from hpcstrat.optimizers._options import CommonOptions, LearningRate
 from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, list_variables, plan_key
@@ -60,7 +59,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         self.name: str = owner if name is None else name
         self.global_clipnorm: float | None
         given = {"global_clipnorm": global_clipnorm, **options}
-        for option, value in _options.check_options(owner, given).items():
+        for option, value in _options.check_options(type(self), given).items():
             # A subclass may have set its own already, such as its decay.
             if option in options or option not in vars(self):
                 setattr(self, option, value)
@@ -171,9 +170,11 @@ class Optimizer(metaclass=_options.OptimizerType):
         return _options.config_of(self)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """A new optimizer of this class, from what `get_config` returned."""
-        return cls(**_options.arguments_in(config))
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> Self:
+        """A new optimizer from what `get_config` returned; `custom_objects`: schedules by name."""
+        return cls(**_options.arguments_in(cls.__name__, config, custom_objects))
 
     @property
     def variables(self) -> list[OptimizerVariable]:
@@ -188,27 +189,19 @@ class Optimizer(metaclass=_options.OptimizerType):
         return None if frequency is None else float((self.iterations + 1) % frequency == 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        # The copy continues from here, with copies of the variables: collective, as making them is.
-        other = copy.copy(self)
-        memo[id(self)] = other
-        pairs = [(v, copy.deepcopy(v, memo)) for v in self._state.variables()]
-        kept = {"_state": OptimizerState(self.gradient_accumulation_steps)} | {
-            name: copy.deepcopy(value, memo)
-            for name, value in vars(self).items()
-            if name not in _composition.COMPOSED
-        }
-        vars(other).update(kept)
-        other._state.iterations = self._state.iterations  # the rate's function reads it
-        other._state.copy_from(self._state, pairs, self.name, self.all_slots)
-        other.learning_rate = other._learning_rate
-        other._compose()
-        return other
+        return _composition.deep_copy(self, memo)
+
+    if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
+
+        def __getattr__(self, name: str) -> Any:
+            return _names.attribute(self, name)
 
     # ---- the step
 
     def apply_gradients(
         self,
         grads_and_vars: Iterable[tuple[Any, Variable]],
+        name: str | None = None,
         skip_gradients_aggregation: bool = False,
     ) -> None:
         """Updates variables by their gradients, once. Collective: all ranks call this.
@@ -221,11 +214,13 @@ class Optimizer(metaclass=_options.OptimizerType):
             grads_and_vars: pairs of a gradient and its variable. A gradient is an array, of any
                 library, of the variable's shape, whose dtype casts to the variable's; an
                 `IndexedSlices`; or `None` to leave the variable alone. No pairs: nothing happens.
+            name: TensorFlow's name of an operation; changes nothing.
             skip_gradients_aggregation: the gradients are summed over the replicas already.
 
         Raises:
             ValueError: no variable has a gradient, a gradient has a wrong shape or dtype, or a
                 variable occurs twice or cannot be changed by optimizers. Nothing has changed.
+            TypeError: the name is not a string.
             ReplicaMismatchError: the replicas pass gradients of different variables, or have
                 different learning rates.
             RuntimeError: this line runs in another strategy than the variables'.
@@ -234,6 +229,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         try:
             state, are_summed = self._state, skip_gradients_aggregation
             pairs: Sequence[tuple[Any, Variable]] | None = list(grads_and_vars)
+            if name is not None:
+                _gradients.check_name(name)
             if state.marked is not None:
                 check_marked(state, pairs, are_summed)
             if self._collecting and pairs:
@@ -319,7 +316,10 @@ class Optimizer(metaclass=_options.OptimizerType):
             raise
 
     def minimize(
-        self, loss: Callable[[], tuple[Any, Iterable[Any]]], var_list: Iterable[Variable]
+        self,
+        loss: Callable[[], tuple[Any, Iterable[Any]]],
+        var_list: Iterable[Variable],
+        tape: None = None,
     ) -> Any:
         """Computes a loss and its gradients, and passes these to `apply_gradients`. Collective.
 
@@ -327,16 +327,17 @@ class Optimizer(metaclass=_options.OptimizerType):
             loss: a function without arguments that returns the loss and a gradient for each
                 variable, such as `lambda: jax.value_and_grad(f)([v.value() for v in variables])`.
             var_list: the variables, in the order of the gradients.
+            tape: `None`: no tape records the loss.
 
         Returns:
             The loss that the function returned.
 
         Raises:
-            TypeError: `loss` is not a function, or returns something else.
+            TypeError: `loss` is not a function, or returns something else; a tape.
             ValueError: there are more gradients than variables, or fewer; or as `apply_gradients`.
         """
         variables, call = list(var_list), f"{self.name}.minimize"
-        value, gradients = _gradients.compute_gradients(call, loss, len(variables))
+        value, gradients = _gradients.compute_gradients(call, loss, len(variables), tape)
         self.apply_gradients(zip(gradients, variables, strict=True))
         return value
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ import numpy as np
 
 from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import constructor_signature
-from hpcstrat.optimizers import schedules
+from hpcstrat.optimizers import _names, schedules
 from hpcstrat.optimizers._steps import BY_OPTION, UpdateStep, overrides
 
 LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
@@ -83,13 +82,14 @@ DEFAULTS: Mapping[str, Any] = {
 """Every option except the name."""
 
 
-def check_options(owner: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options except the name of the optimizer class `owner`, with defaults for the missing."""
+def check_options(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """All options except the name, of an optimizer class, with defaults for the missing."""
+    owner = kind.__name__
     if unknown := given.keys() - DEFAULTS.keys():
-        names = ", ".join([*DEFAULTS, "name"])
-        raise TypeError(
-            f"{owner}: {min(unknown)} is not an argument; besides its own it takes {names}"
-        )
+        parameters = inspect.signature(kind).parameters.values()
+        own = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
+        known = [*dict.fromkeys([*own, *DEFAULTS, "name"])]
+        raise _names.unknown_arguments(owner, [*unknown], known)
     options = {**DEFAULTS, **given}
     clipping = [name for name in _CLIPPING if options[name] is not None]
     for name in clipping:
@@ -201,16 +201,8 @@ def set_attribute(
         return
     owner, own = type(optimizer).__name__, vars(optimizer)
     if name not in own and not hasattr(type(optimizer), name) and "_is_made" in own:
-        import difflib  # a millisecond, which `import hpcstrat` need not take
-
         known = sorted(["learning_rate", *(key for key in own if not key.startswith("_"))])
-        nearest = "".join(
-            f"; did you mean {match}?" for match in difflib.get_close_matches(name, known, 1)
-        )
-        raise AttributeError(
-            f"{owner}: {name} is not an attribute{nearest or ';'} It has {', '.join(known)}; your "
-            "own class sets others in its __init__"
-        )
+        raise _names.unknown_attribute(owner, name, known)
     if name in _FIXED and "_formula" in own and value != own[name]:
         raise AttributeError(
             f"{owner}: {name} is {own[name]!r} for good; pass {name}={value!r} to a new optimizer "
@@ -239,16 +231,16 @@ def arguments_of(optimizer: Any) -> dict[str, Any]:
 
 def config_of(optimizer: Any) -> dict[str, Any]:
     """The arguments that make such an optimizer, in a form for JSON."""
-    rate, kind = optimizer.learning_rate, type(optimizer.learning_rate)
-    if not callable(rate):
-        rate = float(rate)
-    elif getattr(schedules, kind.__name__, None) is kind:
-        rate = {"class_name": kind.__name__, "config": dataclasses.asdict(cast("Any", rate))}
-    else:
+    rate = optimizer.learning_rate
+    if isinstance(rate, schedules.LearningRateSchedule):
+        rate = {"class_name": type(rate).__name__, "config": rate.get_config()}
+    elif callable(rate):
         raise ValueError(
             f"{type(optimizer).__name__}: learning_rate is {rate!r}, which a config cannot hold; "
-            "use a number or a schedule of hs.optimizers.schedules"
+            "use a number, a schedule of hs.optimizers.schedules, or your own LearningRateSchedule"
         )
+    else:
+        rate = float(rate)
     if optimizer.steps:
         raise ValueError(
             f"{type(optimizer).__name__}: a config cannot hold steps; make the optimizer without "
@@ -257,10 +249,19 @@ def config_of(optimizer: Any) -> dict[str, Any]:
     return {"name": optimizer.name} | arguments_of(optimizer) | {"learning_rate": rate}
 
 
-def arguments_in(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments in what `config_of` returned."""
+def arguments_in(
+    owner: str, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The arguments in what `config_of` returned; `custom_objects` has schedules by name."""
     arguments, rate = dict(config), config.get("learning_rate")
     if isinstance(rate, Mapping):
         given = cast("Mapping[str, Any]", rate)
-        arguments["learning_rate"] = getattr(schedules, given["class_name"])(**given["config"])
+        name = given["class_name"]
+        kind = (custom_objects or {}).get(name) or getattr(schedules, name, None)
+        if kind is None:
+            raise ValueError(
+                f"{owner}.from_config: the schedule {name} is not of hs.optimizers.schedules; "
+                f"pass custom_objects={{{name!r}: {name}}}"
+            )
+        arguments["learning_rate"] = kind.from_config(given["config"])
     return arguments

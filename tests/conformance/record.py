@@ -73,7 +73,8 @@ def namespace():
         **names, Variable=tf.Variable, VariableAggregation=tf.VariableAggregation,
         VariableSynchronization=tf.VariableSynchronization, TensorSpec=tf.TensorSpec,
         data=tf.data, nn=tf.nn, asnumpy=lambda x: x,
-        IndexedSlices=lambda values, indices: tf.IndexedSlices(tf.constant(values), tf.constant(indices)),
+        IndexedSlices=lambda values, indices, dense_shape=None: tf.IndexedSlices(
+            tf.constant(values), tf.constant(indices), dense_shape and tf.constant(dense_shape)),
         optimizers=tf.keras.optimizers, metrics=types.SimpleNamespace(**metrics, ConfusionMatrix=ConfusionMatrix),
         losses=types.SimpleNamespace(**losses, compute_average_loss=tf.nn.compute_average_loss,
                                      scale_regularization_loss=tf.nn.scale_regularization_loss))

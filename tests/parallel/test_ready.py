@@ -472,7 +472,9 @@ def test_gradients_that_are_summed_already(model, place):
     def step():
         model.write(1)
         model.buffers.ready(model.buffers[0])
-        model.optimizer.apply_gradients(zip(model.buffers, model.variables, strict=True), True)
+        model.optimizer.apply_gradients(
+            zip(model.buffers, model.variables, strict=True), skip_gradients_aggregation=True
+        )
 
     with pytest.raises(ValueError, match="without skip_gradients_aggregation"):
         model.strategy.run(step)

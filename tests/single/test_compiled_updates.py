@@ -22,6 +22,7 @@ QUICK_LOOPS += [
     for name in (
         "SGD",
         "RMSprop, centered, with momentum",
+        "Ftrl",
         "clipped values",
         "averages that overwrite",
         "norms",

@@ -1,10 +1,12 @@
 """The values are those of TensorFlow's formulas, written out."""
 
+import json
 import math
 
 import pytest
 from internals import nests
 
+from hpcstrat import optimizers
 from hpcstrat.optimizers import schedules
 
 STEPS = range(0, 25)
@@ -20,6 +22,7 @@ DECAYS = {
     "InverseTimeDecay": lambda steps: schedules.InverseTimeDecay(0.1, steps, 0.9),
     "PolynomialDecay": lambda steps: schedules.PolynomialDecay(0.1, steps),
     "CosineDecay": lambda steps: schedules.CosineDecay(0.1, steps),
+    "CosineDecayRestarts": lambda steps: schedules.CosineDecayRestarts(0.1, steps),
 }
 
 
@@ -27,7 +30,7 @@ DECAYS = {
 @pytest.mark.parametrize("decay", DECAYS)
 def test_decay_steps_must_be_positive(decay, steps):
     with pytest.raises(
-        ValueError, match=rf"^{decay}: decay_steps is {steps}; it must be a positive number"
+        ValueError, match=rf"^{decay}: \w*decay_steps is {steps}; it must be a positive"
     ):
         DECAYS[decay](steps)
 
@@ -83,11 +86,65 @@ def test_cosine_decay():
     close(schedules.CosineDecay(0.0, 10, alpha=0.2, warmup_target=0.1, warmup_steps=5), warmed)
 
 
+OF_TENSORFLOW = {
+    schedules.CosineDecay(0.01, 20, 0.1, None, 0.2, 10): [
+        *(0.01, 0.029, 0.105, 0.181, 0.2, 0.198892, 0.11, 0.021108, 0.02, 0.02, 0.02),
+    ],
+    schedules.CosineDecayRestarts(0.1, 10): [
+        *(0.1, 0.0975528, 0.05, 0.00244718, 0.1, 0.0993844, 0.05, 0.000615582, 0.1),
+        *(0.0998459, 0.0777785),
+    ],
+    schedules.CosineDecayRestarts(0.1, 10, t_mul=1.0, m_mul=0.5, alpha=0.1): [
+        *(0.1, 0.0977975, 0.055, 0.0122025, 0.055, 0.0538988, 0.0325, 0.0105506, 0.02125),
+        *(0.0209747, 0.0100001),
+    ],
+    schedules.CosineDecayRestarts(0.1, 7, 1.5, 0.9, 0.05): [
+        *(0.1, 0.095296, 0.0228842, 0.0830717, 0.0744042, 0.0633683, 0.0772646, 0.0180166),
+        *(0.0128053, 0.00881023, 0.0164565),
+    ],
+}
+"""The rates of `tf.keras.optimizers.schedules` (2.15.1, float32) after some steps."""
+
+
+@pytest.mark.parametrize("schedule", OF_TENSORFLOW, ids=str)
+def test_values_of_tensorflow(schedule):
+    found = [schedule(step) for step in (0, 1, 5, 9, 10, 11, 20, 29, 30, 31, 200)]
+    assert found == pytest.approx(OF_TENSORFLOW[schedule], rel=1e-5)
+
+
+def test_arguments_that_make_no_schedule():
+    with pytest.raises(
+        ValueError, match=r"^CosineDecayRestarts: t_mul is 0\.5; it must be at leas"
+    ):
+        schedules.CosineDecayRestarts(0.1, 10, t_mul=0.5)
+    with pytest.raises(ValueError, match=r"^PiecewiseConstantDecay: 2 boundaries and 2 values"):
+        schedules.PiecewiseConstantDecay([1, 2], [0.1, 0.2])
+
+
+class Halving(schedules.LearningRateSchedule):
+    """As TensorFlow's users write one."""
+
+    def __init__(self, first):
+        self.first = first
+
+    def __call__(self, step):
+        return self.first / 2**step
+
+    def get_config(self):
+        return {"first": self.first}
+
+
+class WithoutConfig(schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.1
+
+
 SCHEDULES = [
     schedules.ExponentialDecay(0.1, 10, 0.9),
     schedules.InverseTimeDecay(0.1, 10, 0.9),
     schedules.PolynomialDecay(0.1, 10),
     schedules.CosineDecay(0.1, 10),
+    schedules.CosineDecayRestarts(0.1, 10),
     schedules.PiecewiseConstantDecay([1], [2.0, 3.0]),
 ]
 
@@ -101,3 +158,38 @@ def test_schedules_of_different_kinds_differ():
 def test_a_schedule_is_one_leaf(schedule):
     assert nests.flatten({"rate": schedule})[0] == [schedule]
     assert nests.flatten(schedule)[0] == [schedule]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
+def test_a_config_makes_the_same_schedule(schedule):
+    config = json.loads(json.dumps(schedule.get_config()))
+    assert isinstance(schedule, schedules.LearningRateSchedule)
+    assert type(schedule).from_config(config) == schedule
+    of_optimizer = json.loads(json.dumps(optimizers.Adam(schedule).get_config()))
+    assert optimizers.Adam.from_config(of_optimizer).learning_rate == schedule
+
+
+def test_keys_of_tensorflows_configs():
+    assert schedules.CosineDecay(0.1, 10, name="rate").get_config() == {
+        **{"initial_learning_rate": 0.1, "decay_steps": 10, "alpha": 0.0, "name": "rate"},
+        **{"warmup_target": None, "warmup_steps": 0},
+    }
+    config = {"module": "keras.optimizers.schedules", "registered_name": None}
+    config |= {"class_name": "PolynomialDecay", "config": SCHEDULES[2].get_config()}
+    assert optimizers.SGD.from_config({"learning_rate": config}).learning_rate == SCHEDULES[2]
+
+
+def test_a_schedule_of_the_program():
+    made = optimizers.SGD(Halving(0.5))
+    assert nests.flatten([made.learning_rate])[0] == [made.learning_rate]
+    config = made.get_config()
+    assert config["learning_rate"] == {"class_name": "Halving", "config": {"first": 0.5}}
+    same = optimizers.SGD.from_config(config, custom_objects={"Halving": Halving})
+    assert [float(same.learning_rate(step)) for step in range(3)] == [0.5, 0.25, 0.125]
+    with pytest.raises(
+        ValueError,
+        match=r"^SGD\.from_config: the schedule Halving is not of .*; pass custom_objects=\{'Halv",
+    ):
+        optimizers.SGD.from_config(config)
+    with pytest.raises(NotImplementedError, match=r"^WithoutConfig\.get_config: your own schedule"):
+        optimizers.SGD(WithoutConfig()).get_config()

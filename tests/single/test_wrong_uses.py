@@ -34,8 +34,8 @@ def sgd(rate: Any):
     return hs.optimizers.SGD(rate)
 
 
-def applied(pairs: Any, skipping: Any = False):
-    hs.optimizers.SGD().apply_gradients(pairs, skipping)
+def applied(pairs: Any, name: Any = None):
+    hs.optimizers.SGD().apply_gradients(pairs, name)
 
 
 def across(fn):
@@ -267,9 +267,19 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         r"AdamW: weight_decay is -0\.1; it must be a number of at least 0$",
     ),
     "a gradient and a variable": (
-        lambda _: applied([1.0], skipping=[VARIABLE]),
-        ValueError,
-        f"one is float; {PAIRS}",
+        lambda _: applied([1.0], [VARIABLE]),
+        TypeError,
+        r"SGD.apply_gradients: name is \[Variable\('w'.*; pass .* as zip\(gradients, variables\)",
+    ),
+    "gradients are summed already, by position": (
+        lambda _: applied([(np.ones(3), VARIABLE)], True),
+        TypeError,
+        "SGD.apply_gradients: name is True; pass skip_gradients_aggregation by its name",
+    ),
+    "a tape": (
+        lambda _: hs.optimizers.SGD().minimize(lambda: (1.0, [np.ones(3)]), [VARIABLE], A_NUMBER),
+        TypeError,
+        "SGD.minimize: tape is of type int; leave it out, because nothing is recorded here",
     ),
     "gradients and variables": (
         lambda _: applied([np.ones(3), np.ones(3)]),

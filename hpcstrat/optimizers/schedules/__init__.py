@@ -1,26 +1,80 @@
-"""Learning rates by the number of steps done, named as in `tf.keras.optimizers.schedules`."""
+"""Learning rates by the number of steps done, named as in `tf.keras.optimizers.schedules`.
+
+`name`, which TensorFlow gives to operations of its graph, is kept and changes nothing.
+"""
 
 from __future__ import annotations
 
+import abc
 import bisect
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from hpcstrat._core import nests
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 __all__ = [
     "CosineDecay",
+    "CosineDecayRestarts",
     "ExponentialDecay",
     "InverseTimeDecay",
+    "LearningRateSchedule",
     "PiecewiseConstantDecay",
     "PolynomialDecay",
 ]
 
 
-@nests.leaf
+class LearningRateSchedule(abc.ABC):
+    """The base class of schedules, and of your own: with `__call__`, and `get_config` for configs.
+
+    An optimizer takes any other function of the step, too: `Adam(lambda step: 0.1 / (1 + step))`.
+
+    Examples:
+        >>> import dataclasses
+        >>> import hpcstrat as hs
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class InverseRoot(hs.optimizers.schedules.LearningRateSchedule):
+        ...     first: float
+        ...     def __call__(self, step):
+        ...         return self.first / (1 + step) ** 0.5
+        >>> config = hs.optimizers.Adam(InverseRoot(0.1)).get_config()
+        >>> config["learning_rate"]
+        {'class_name': 'InverseRoot', 'config': {'first': 0.1}}
+        >>> names = {"InverseRoot": InverseRoot}
+        >>> hs.optimizers.Adam.from_config(config, custom_objects=names).learning_rate
+        InverseRoot(first=0.1)
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        nests.leaf(cls)
+
+    @abc.abstractmethod
+    def __call__(self, step: int, /) -> float:
+        """The learning rate after `step` steps; the same on all ranks."""
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments that make it, for JSON: by default the fields of a dataclass."""
+        if not dataclasses.is_dataclass(self):
+            raise NotImplementedError(
+                f"{type(self).__name__}.get_config: your own schedule must return the dict of its "
+                "arguments, or be a dataclass"
+            )
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """A schedule of this class, from what `get_config` returned."""
+        return cls(**config)
+
+
 @dataclass(frozen=True)
-class ExponentialDecay:
+class ExponentialDecay(LearningRateSchedule):
     """`initial_learning_rate * decay_rate ** (step / decay_steps)`.
 
     `staircase` rounds the exponent down.
@@ -33,9 +87,10 @@ class ExponentialDecay:
     decay_steps: int
     decay_rate: float
     staircase: bool = False
+    name: str | None = None
 
     def __post_init__(self) -> None:
-        _require_steps(self, self.decay_steps)
+        _require_positive(self, "decay_steps")
 
     def __call__(self, step: int) -> float:
         """The learning rate after `step` steps."""
@@ -45,25 +100,32 @@ class ExponentialDecay:
         )
 
 
-@nests.leaf
 @dataclass(frozen=True)
-class PiecewiseConstantDecay:
+class PiecewiseConstantDecay(LearningRateSchedule):
     """`values[i]` up to and including step `boundaries[i]`, and the last value after that.
 
-    So `values` has one more item than `boundaries`.
+    Raises:
+        ValueError: `values` has not one more item than `boundaries`.
     """
 
     boundaries: Sequence[int]
     values: Sequence[float]
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.boundaries) + 1:
+            raise ValueError(
+                f"PiecewiseConstantDecay: {len(self.boundaries)} boundaries and "
+                f"{len(self.values)} values; there must be one value more than boundaries"
+            )
 
     def __call__(self, step: int) -> float:
         """The learning rate after `step` steps."""
         return self.values[bisect.bisect_left(self.boundaries, step)]
 
 
-@nests.leaf
 @dataclass(frozen=True)
-class PolynomialDecay:
+class PolynomialDecay(LearningRateSchedule):
     """From the initial to the end learning rate in `decay_steps` steps.
 
     The difference falls by `(1 - step / decay_steps) ** power`. With `cycle` the rate starts again
@@ -78,9 +140,10 @@ class PolynomialDecay:
     end_learning_rate: float = 0.0001
     power: float = 1.0
     cycle: bool = False
+    name: str | None = None
 
     def __post_init__(self) -> None:
-        _require_steps(self, self.decay_steps)
+        _require_positive(self, "decay_steps")
 
     def __call__(self, step: int) -> float:
         """The learning rate after `step` steps."""
@@ -91,9 +154,8 @@ class PolynomialDecay:
         ) * share + self.end_learning_rate
 
 
-@nests.leaf
 @dataclass(frozen=True)
-class InverseTimeDecay:
+class InverseTimeDecay(LearningRateSchedule):
     """`initial_learning_rate / (1 + decay_rate * step / decay_steps)`.
 
     `staircase` rounds `step / decay_steps` down.
@@ -106,9 +168,10 @@ class InverseTimeDecay:
     decay_steps: int
     decay_rate: float
     staircase: bool = False
+    name: str | None = None
 
     def __post_init__(self) -> None:
-        _require_steps(self, self.decay_steps)
+        _require_positive(self, "decay_steps")
 
     def __call__(self, step: int) -> float:
         """The learning rate after `step` steps."""
@@ -118,9 +181,8 @@ class InverseTimeDecay:
         )
 
 
-@nests.leaf
 @dataclass(frozen=True)
-class CosineDecay:
+class CosineDecay(LearningRateSchedule):
     """From the initial learning rate to `alpha` times it, along half a cosine.
 
     By Loshchilov and Hutter (2017). With `warmup_target` the rate first goes linearly from the
@@ -133,11 +195,12 @@ class CosineDecay:
     initial_learning_rate: float
     decay_steps: int
     alpha: float = 0.0
+    name: str | None = None
     warmup_target: float | None = None
     warmup_steps: int = 0
 
     def __post_init__(self) -> None:
-        _require_steps(self, self.decay_steps)
+        _require_positive(self, "decay_steps")
 
     def __call__(self, step: int) -> float:
         """The learning rate after `step` steps."""
@@ -150,9 +213,46 @@ class CosineDecay:
         return start * ((1 - self.alpha) * cosine + self.alpha)
 
 
-def _require_steps(schedule: object, decay_steps: int) -> None:
-    if decay_steps <= 0:
+@dataclass(frozen=True)
+class CosineDecayRestarts(LearningRateSchedule):
+    """Half a cosine from the initial learning rate to `alpha` times it, again and again.
+
+    By Loshchilov and Hutter (2017). The first period has `first_decay_steps` steps; each period is
+    `t_mul` times as long as the one before, and starts from a rate `m_mul` times as large.
+
+    Raises:
+        ValueError: `first_decay_steps` is not positive, or `t_mul` is less than 1.
+    """
+
+    initial_learning_rate: float
+    first_decay_steps: int
+    t_mul: float = 2.0
+    m_mul: float = 1.0
+    alpha: float = 0.0
+    name: str | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "first_decay_steps")
+        if self.t_mul < 1:
+            raise ValueError(
+                f"CosineDecayRestarts: t_mul is {self.t_mul}; it must be at least 1, because "
+                "periods that get shorter end after finitely many steps"
+            )
+
+    def __call__(self, step: int) -> float:
+        """The learning rate after `step` steps."""
+        period: float = self.first_decay_steps
+        restarts, done = divmod(step, period) if self.t_mul == 1 else (0, step)
+        while done >= period:
+            restarts, done, period = restarts + 1, done - period, period * self.t_mul
+        cosine = 0.5 * self.m_mul**restarts * (1 + math.cos(math.pi * done / period))
+        return self.initial_learning_rate * ((1 - self.alpha) * cosine + self.alpha)
+
+
+def _require_positive(schedule: LearningRateSchedule, argument: str) -> None:
+    steps = getattr(schedule, argument)
+    if steps <= 0:
         raise ValueError(
-            f"{type(schedule).__name__}: decay_steps is {decay_steps}; it must be a positive "
-            "number of steps"
+            f"{type(schedule).__name__}: {argument} is {steps}; it must be a positive number of "
+            "steps"
         )

@@ -82,6 +82,19 @@ def case_metrics_of_a_confusion_matrix(hs, strategy):
     }, CLASSES, PREDICTED)
 
 
+def case_metrics_mean_iou_of_scores(hs, strategy):
+    one_hot = np.eye(6, dtype=np.float32)[CLASSES]
+    return {
+        "both": results(hs, strategy, lambda: {
+            "last axis": hs.metrics.MeanIoU(6, sparse_y_true=False, sparse_y_pred=False),
+            "ignores": hs.metrics.MeanIoU(6, ignore_class=2, sparse_y_true=False, sparse_y_pred=False),
+        }, one_hot[:, None], SCORES[:, None]),
+        "predictions": results(hs, strategy, lambda: {
+            "axis 1": hs.metrics.MeanIoU(6, sparse_y_pred=False, axis=1),
+        }, CLASSES[:, None], SCORES[..., None]),
+    }
+
+
 @on("central", "mirrored")
 def case_metrics_of_errors(hs, strategy):
     return results(hs, strategy, lambda: {

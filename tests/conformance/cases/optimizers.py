@@ -34,6 +34,31 @@ def case_optimizer_lion(hs, strategy):
     return {**stepped(hs, strategy, "Lion"), "betas": stepped(hs, strategy, "Lion", beta_1=0.5, beta_2=0.75)}
 
 
+def case_optimizer_ftrl(hs, strategy):
+    strengths = {"l1_regularization_strength": 0.05, "l2_regularization_strength": 0.1, "l2_shrinkage_regularization_strength": 0.02}
+    return {**stepped(hs, strategy, "Ftrl"),
+            "all": stepped(hs, strategy, "Ftrl", beta=0.3, initial_accumulator_value=0.5, **strengths),
+            "no power": stepped(hs, strategy, "Ftrl", learning_rate_power=0, l1_regularization_strength=0.1),
+            "power of 1": stepped(hs, strategy, "Ftrl", learning_rate_power=-1, beta=0.5),
+            "clipped": stepped(hs, strategy, "Ftrl", weight_decay=0.1, clipnorm=0.5),
+            "averages": stepped(hs, strategy, "Ftrl", 5, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)}
+
+
+def case_optimizer_ftrl_of_rows(hs, strategy):
+    """Rows that no replica names change in TensorFlow; here every replica names both, one of them twice."""
+    with strategy.scope():
+        v = hs.Variable(np.array([[1, 2], [-0.5, 0.25]], np.float32))
+        optimizer = hs.optimizers.Ftrl(0.1, l1_regularization_strength=0.05, beta=0.3)
+    labels = {}
+    for t in range(4):
+        def step():
+            values = np.array([[1, -2], [0.5, 0.125], [0.25, 1]], np.float32) * (replica(hs) + 1) / np.float32(t + 1)
+            optimizer.apply_gradients([(hs.IndexedSlices(values, np.array([1, 0, 1]), (2, 2)), v)])
+        strategy.run(step)
+        labels[f"step {t}"] = plain(hs, v.read_value())
+    return labels
+
+
 def case_optimizer_clips(hs, strategy):
     return {f"{kind} {name}": stepped(hs, strategy, kind, **{name: 0.5})
             for kind in ("SGD", "Adam", "Adagrad") for name in ("clipnorm", "clipvalue", "global_clipnorm")}
