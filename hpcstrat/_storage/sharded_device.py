@@ -12,7 +12,7 @@ from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._storage.device import MirroredDeviceStorage
 from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.plan import MessageOrder
-from hpcstrat._storage.shards import add_up_norms, cuts_of, sections_of, update_rows_in_shards
+from hpcstrat._storage.shards import cuts_of, sections_of, update_rows_in_shards
 from hpcstrat._update.rule import UpdateRule
 
 
@@ -81,7 +81,9 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
                 self.communicator.reduce_scatter_flat(gradient, own, here)
 
     def _add_up(self, sums: Array) -> Array:
-        return add_up_norms(self.communicator, sums)
+        flat = sums.reshape(-1)
+        self.communicator.all_reduce_flat(flat, flat, ReduceOp.SUM)
+        return sums
 
     def _share(self, plan: DevicePlan) -> None:
         if not plan.slices:  # every rank has computed the new values
