@@ -1,6 +1,6 @@
 """Nests of dicts and their subclasses, lists, tuples, namedtuples and dataclasses, over optree.
 
-`None` is a leaf.
+`None` is a leaf, except in the elements of datasets, where it is a part of the structure.
 """
 
 from __future__ import annotations
@@ -22,21 +22,27 @@ Structure: TypeAlias = optree.PyTreeSpec
 
 _Class = TypeVar("_Class", bound=type)
 _NAMESPACE = "hpcstrat"
-_LEAF: Structure = optree.treespec_leaf(none_is_leaf=True, namespace=_NAMESPACE)
+# The structure of a leaf; a structure with `None` as a leaf equals none without.
+_LEAVES: dict[bool, Structure] = {
+    none_is_leaf: optree.treespec_leaf(none_is_leaf=none_is_leaf, namespace=_NAMESPACE)
+    for none_is_leaf in (True, False)
+}
 # Types that are known to be leaves: most nests are just a leaf, and need no call of optree.
 _leaf_types: set[type] = {type(None), int, float, bool, str, complex}
 
 
-def flatten(nest: Any) -> tuple[list[Any], Structure]:
+def flatten(nest: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]:
     """The leaves of `nest` in a fixed order (the keys of dicts sorted), and its structure.
 
     Raises:
         ValueError: it is nested too deep.
     """
-    if type(nest) in _leaf_types:
-        return [nest], _LEAF
+    if type(nest) in _leaf_types and (none_is_leaf or nest is not None):
+        return [nest], _LEAVES[none_is_leaf]
     try:
-        leaves, structure = optree.tree_flatten(nest, none_is_leaf=True, namespace=_NAMESPACE)
+        leaves, structure = optree.tree_flatten(
+            nest, none_is_leaf=none_is_leaf, namespace=_NAMESPACE
+        )
     except RecursionError as error:
         raise ValueError(
             f"{current_call()}: the {type(nest).__name__} is nested more than "
@@ -46,7 +52,7 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
         # A class is registered when it first occurs: optree takes dataclasses and subclasses of
         # dict for leaves.
         if type(leaf) not in _leaf_types and _register(type(leaf)):
-            return flatten(nest)
+            return flatten(nest, none_is_leaf)
     return leaves, structure
 
 
@@ -58,7 +64,8 @@ def describe(structure: Structure) -> str:
     description with such keys equals no other rank's.
     """
     # A leaf skips the cache: hashing costs more than this comparison.
-    return "*" if structure is _LEAF else _describe(structure)
+    is_leaf = structure is _LEAVES[True] or structure is _LEAVES[False]
+    return "*" if is_leaf else _describe(structure)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -77,8 +84,8 @@ def _describe(structure: Structure) -> str:
 
 def _join(node: Structure, members: list[str]) -> str:
     kind = node.type
-    if kind is None:
-        return "*"
+    if kind is None or kind is type(None):
+        return "*" if kind is None else "None"
     if kind is list:
         return f"[{', '.join(members)}]"
     if kind is tuple:
@@ -105,9 +112,9 @@ def leaf(cls: _Class) -> _Class:
     return cls
 
 
-def map_leaves(fn: Callable[[Any], Any], nest: Any) -> Any:
+def map_leaves(fn: Callable[[Any], Any], nest: Any, none_is_leaf: bool = True) -> Any:
     """A nest like `nest` whose leaves are `fn(leaf)`."""
-    leaves, structure = flatten(nest)
+    leaves, structure = flatten(nest, none_is_leaf)
     return structure.unflatten([fn(leaf) for leaf in leaves])
 
 

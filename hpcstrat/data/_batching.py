@@ -63,12 +63,12 @@ class Batch(Transformation):
             # Rows of different shapes fail only on the replica that has them, so steps are compared
             # as if the rows came from user code. Asking user code for its spec would run it.
             self.user_code = source.user_code or any(
-                None in leaf.shape for leaf in nests.flatten(source.spec())[0]
+                None in leaf.shape for leaf in _elements.flatten(source.spec())[0]
             )
 
     def spec(self) -> Any:
         size = self.inputs_per_element if self._drop_remainder else None
-        return nests.map_leaves(
+        return _elements.map_leaves(
             lambda leaf: TensorSpec((size, *leaf.shape), leaf.dtype), self._rows.spec()
         )
 
@@ -131,7 +131,7 @@ class _Padded(Choosing):
         )
 
     def spec(self) -> Any:
-        specs, structure = nests.flatten(self._source.spec())
+        specs, structure = _elements.flatten(self._source.spec())
         shapes = self._shapes_for(structure, [leaf.shape for leaf in specs])
         return structure.unflatten(
             TensorSpec([None if size is None or size < 0 else size for size in shape], leaf.dtype)
@@ -143,7 +143,7 @@ class _Padded(Choosing):
 
     def fetch(self, chunk: Chunk) -> Any:
         rows, structures = zip(
-            *[nests.flatten(self._source.load(item)) for item in chunk], strict=True
+            *[_elements.flatten(self._source.load(item)) for item in chunk], strict=True
         )
         structure = structures[0]
         for other in structures:
@@ -263,13 +263,13 @@ class Unbatch(Transformation):
                 )
             return TensorSpec(leaf.shape[1:], leaf.dtype)
 
-        return nests.map_leaves(row, self._source.spec())
+        return _elements.map_leaves(row, self._source.spec())
 
     def cardinality(self) -> int:
         size = self._source.cardinality()
         if size <= 0 or self._source.user_code:  # asking for the spec would call functions
             return UNKNOWN if size > 0 else size
-        specs, _ = nests.flatten(self._source.spec())
+        specs, _ = _elements.flatten(self._source.spec())
         rows, *others = {leaf.shape[0] if leaf.shape else None for leaf in specs} or {None}
         return UNKNOWN if rows is None or others else size * rows
 
@@ -314,7 +314,7 @@ class Window(Transformation):
         self._structure: nests.Structure | None = None
 
     def spec(self) -> Any:
-        return nests.map_leaves(_elements.DatasetSpec, self._source.spec())
+        return _elements.map_leaves(_elements.DatasetSpec, self._source.spec())
 
     def cardinality(self) -> int:
         size = self._source.cardinality()
@@ -339,7 +339,7 @@ class Window(Transformation):
     def load(self, item: Any) -> Any:
         elements = _Picked(self._source, item)
         if self._structure is None:
-            _, self._structure = nests.flatten(self._source.load(item[0]))
+            _, self._structure = _elements.flatten(self._source.load(item[0]))
         count = self._structure.num_leaves
         if self._structure.num_nodes == 1:
             return self._dataset_of(elements)
@@ -377,10 +377,10 @@ class _Leaf(Choosing):
         self._index = index
 
     def spec(self) -> Any:
-        return nests.flatten(self._source.spec())[0][self._index]
+        return _elements.flatten(self._source.spec())[0][self._index]
 
     def load(self, item: Any) -> Any:
-        return nests.flatten(self._source.load(item))[0][self._index]
+        return _elements.flatten(self._source.load(item))[0][self._index]
 
     def fetch(self, chunk: Chunk) -> Any:
-        return nests.flatten(self._source.fetch(chunk))[0][self._index]
+        return _elements.flatten(self._source.fetch(chunk))[0][self._index]

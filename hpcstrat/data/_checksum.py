@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat._core import nests
+from hpcstrat.data import _elements
 
 # A sample must be cheap compared with a first epoch, and yet show a shuffle, a cast or an offset.
 _SAMPLE_ROWS = 64, 1024  # minimum and maximum
@@ -53,7 +54,7 @@ class PipelineChecksum:
 
     def add(self, element: Any) -> None:
         """Adds `element`, a nest of host arrays: its structure, shapes, dtypes and contents."""
-        leaves, structure = nests.flatten(element)
+        leaves, structure = _elements.flatten(element)
         self.value = zlib.crc32(nests.describe(structure).encode(), self.value)
         for leaf in leaves:
             self.value = of_array(np.asarray(leaf), self.value)

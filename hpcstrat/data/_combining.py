@@ -195,7 +195,7 @@ class _Merging(Node):
             )
         # The inverse of the permutation that sorts by node.
         rows = np.argsort(np.argsort(which, kind="stable"))
-        leaves, structures = zip(*map(nests.flatten, batches), strict=True)
+        leaves, structures = zip(*map(_elements.flatten, batches), strict=True)
         columns = zip(*leaves, strict=True)
         return structures[0].unflatten([np.concatenate(column).take(rows, 0) for column in columns])
 

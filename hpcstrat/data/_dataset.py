@@ -135,10 +135,10 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
                     f"{call}: output_shapes came without output_types; pass both, or an "
                     "output_signature"
                 )
-            types, structure = nests.flatten(output_types)
+            types, structure = _elements.flatten(output_types)
             shapes: list[Any] = structure.flatten_up_to(output_shapes)
             output_signature = structure.unflatten(map(TensorSpec, shapes, types))
-        for spec in [] if output_signature is None else nests.flatten(output_signature)[0]:
+        for spec in [] if output_signature is None else _elements.flatten(output_signature)[0]:
             if not isinstance(spec, TensorSpec):
                 raise TypeError(
                     f"{call}: output_signature has a leaf {spec!r}; each must be a TensorSpec"

@@ -11,7 +11,6 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._core import nests
 from hpcstrat._core.call_name import call_named, current_call, names_call, warn_together
 from hpcstrat._core.span import INPUT, span
 from hpcstrat._core.types import PerReplicaSpec, ReplicaMismatchError
@@ -74,7 +73,7 @@ class DistributedDataset(ResumableDataset):
             share = None if assigns or rows is None or rows % size else rows // size
             return PerReplicaSpec((share, *leaf.shape[1:]), leaf.dtype)
 
-        return nests.map_leaves(component, spec)
+        return _elements.map_leaves(component, spec)
 
     @property
     def cardinality(self) -> int:
@@ -86,7 +85,7 @@ class DistributedDataset(ResumableDataset):
             return count
         steps, rest = divmod(count, size)
         return steps + (
-            rest > 0 and all(leaf.shape for leaf in nests.flatten(self._node.spec())[0])
+            rest > 0 and all(leaf.shape for leaf in _elements.flatten(self._node.spec())[0])
         )
 
     def __len__(self) -> int:
@@ -259,7 +258,7 @@ class DistributedIterator(DatasetIterator):
                 parts.append(PerReplica(array, rank, size))
             else:
                 return tuple(parts)
-        leaves, structure = nests.flatten(value)
+        leaves, structure = _elements.flatten(value)
         return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
 
     def _end(self) -> None:
@@ -357,13 +356,13 @@ class DistributedIterator(DatasetIterator):
     def _empty(self) -> Step:
         """The step of a worker whose elements have ended before another worker's."""
         spec = self._node.spec()
-        if any(not leaf.shape for leaf in nests.flatten(spec)[0]):
+        if any(not leaf.shape for leaf in _elements.flatten(spec)[0]):
             self._end()
             raise ValueError(
                 f"{self._call}: one worker's elements end before another's, and elements without "
                 "dimensions have no empty form; batch the dataset"
             )
-        value = nests.map_leaves(
+        value = _elements.map_leaves(
             lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec
         )
         prefetcher = self._dataset._prefetcher

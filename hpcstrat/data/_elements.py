@@ -37,11 +37,27 @@ class DatasetSpec(TensorSpec):
         self.element_spec: Any = element_spec
 
     def _key(self) -> tuple[Any, ...]:
-        leaves, structure = nests.flatten(self.element_spec)
+        leaves, structure = flatten(self.element_spec)
         return (type(self), structure, *leaves)
 
     def __repr__(self) -> str:
         return f"DatasetSpec({self.element_spec!r})"
+
+
+def flatten(element: Any) -> tuple[list[Any], nests.Structure]:
+    """The leaves of an element, and its structure. As in `tf.data`, `None` is a part of that."""
+    return nests.flatten(element, none_is_leaf=False)
+
+
+def map_leaves(fn: Callable[[Any], Any], element: Any) -> Any:
+    """An element like `element` whose leaves are `fn(leaf)`.
+
+    Raises:
+        TypeError: `element` is `None`.
+    """
+    if element is None:
+        raise TypeError(describe_non_numeric(element))
+    return nests.map_leaves(fn, element, none_is_leaf=False)
 
 
 def as_leaf(value: Any) -> Any:
@@ -101,7 +117,7 @@ def as_element(value: Any, convert: Callable[[Any], Any] = as_leaf) -> Any:
 
     As in `tf.data`, a list is an array, not a nest.
     """
-    return nests.map_leaves(convert, _without_lists(value))
+    return map_leaves(convert, _without_lists(value))
 
 
 def _without_lists(value: Any) -> Any:
@@ -137,7 +153,7 @@ def _are_of_python(values: list[Any]) -> bool:
 
 def stack(elements: Sequence[Any]) -> Any:
     """The nest of arrays of shape `(len(elements), ...)` whose rows are the elements."""
-    rows, structures = zip(*map(nests.flatten, elements), strict=True)
+    rows, structures = zip(*map(flatten, elements), strict=True)
     structure, columns = structures[0], []
     for other in structures:
         if other != structure:
@@ -165,7 +181,7 @@ _Kind: TypeAlias = tuple[str, tuple[int, ...]]
 
 def kinds_of_rows(batch: Any) -> tuple[str, tuple[_Kind, ...]]:
     """What all parts of a batch must share: a row's structure, as text, and its arrays' kinds."""
-    leaves, structure = nests.flatten(batch)
+    leaves, structure = flatten(batch)
     return nests.describe(structure), tuple([_kind(leaf, leaf.shape[1:]) for leaf in leaves])
 
 
@@ -206,7 +222,7 @@ def _kind_error(kinds: Iterable[_Kind]) -> ValueError:
 
 def unstack(batch: Any) -> Iterator[Any]:
     """The rows of a nest of arrays with equal first dimensions; they share the arrays' memory."""
-    leaves, structure = nests.flatten(batch)
+    leaves, structure = flatten(batch)
     size = leading_size(leaves)
     if len(leaves) == 1 and leaves[0] is batch:
         yield from batch
@@ -217,14 +233,12 @@ def unstack(batch: Any) -> Iterator[Any]:
 
 def rows(batch: Any, start: int, stop: int) -> Any:
     """A copy of the rows `start` to `stop` of every leaf."""
-    return nests.map_leaves(lambda leaf: leaf[start:stop].copy(), batch)
+    return map_leaves(lambda leaf: leaf[start:stop].copy(), batch)
 
 
 def copy_of(element: Any) -> Any:
     """A copy of an element, safe to write to."""
-    return nests.map_leaves(
-        lambda leaf: leaf if isinstance(leaf, DatasetLeaf) else leaf.copy(), element
-    )
+    return map_leaves(lambda leaf: leaf if isinstance(leaf, DatasetLeaf) else leaf.copy(), element)
 
 
 def leading_size(leaves: Sequence[Any]) -> int:
@@ -247,7 +261,7 @@ def spec_of(element: Any) -> Any:
             return DatasetSpec(leaf.element_spec)
         return TensorSpec(leaf.shape, leaf.dtype)
 
-    return nests.map_leaves(spec, element)
+    return map_leaves(spec, element)
 
 
 def common_spec(first: Any, second: Any) -> Any:
@@ -256,8 +270,8 @@ def common_spec(first: Any, second: Any) -> Any:
     Raises:
         TypeError: they differ in structure, dtype or number of dimensions.
     """
-    ours, structure = nests.flatten(first)
-    theirs, other = nests.flatten(second)
+    ours, structure = flatten(first)
+    theirs, other = flatten(second)
     if structure != other or any(
         len(dtypes_of(pair)) > 1 or len(pair[0].shape) != len(pair[1].shape)
         for pair in zip(ours, theirs, strict=True)

@@ -26,7 +26,6 @@ from typing import Any, BinaryIO, final
 
 import numpy as np
 
-from hpcstrat._core import nests
 from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._node import Chunk, Node
@@ -96,7 +95,7 @@ def _write(elements: Iterator[Any], folder: str, files: contextlib.ExitStack) ->
     structure, skeleton, count = None, None, 0
     for element in elements:
         count += 1
-        leaves, other = nests.flatten(element)
+        leaves, other = _elements.flatten(element)
         if structure is None:
             structure, skeleton = other, _skeleton(element, iter(range(len(leaves))))
             columns = [_LeafWriter(folder, i, files) for i in range(len(leaves))]
@@ -123,11 +122,13 @@ def _write(elements: Iterator[Any], folder: str, files: contextlib.ExitStack) ->
 
 def _skeleton(nest: Any, numbers: Iterator[int]) -> Any:
     """The structure of a nest as JSON, with numbers in place of leaves."""
+    if nest is None:
+        return None
     if type(nest) in (tuple, list):
         return {type(nest).__name__: [_skeleton(member, numbers) for member in nest]}
     if type(nest) is dict and all(type(key) is str for key in nest):
         return {"dict": {key: _skeleton(nest[key], numbers) for key in sorted(nest)}}
-    leaves, _ = nests.flatten(nest)
+    leaves, _ = _elements.flatten(nest)
     if len(leaves) != 1 or leaves[0] is not nest:
         raise TypeError(
             f"Dataset.save: elements hold a {type(nest).__name__}; they must be nests of tuples, "
@@ -137,8 +138,8 @@ def _skeleton(nest: Any, numbers: Iterator[int]) -> Any:
 
 
 def _rebuild(skeleton: Any, leaves: list[Any]) -> Any:
-    if isinstance(skeleton, int):
-        return leaves[skeleton]
+    if skeleton is None or isinstance(skeleton, int):
+        return skeleton if skeleton is None else leaves[skeleton]
     ((kind, members),) = skeleton.items()
     if kind == "dict":
         return {key: _rebuild(member, leaves) for key, member in members.items()}
@@ -196,8 +197,8 @@ def _is_size(number: Any) -> bool:
 
 def _numbers_in(skeleton: Any) -> Iterator[int]:
     """The numbers of the leaves of a skeleton; a ValueError if it is not one of `_skeleton`."""
-    if type(skeleton) is int:
-        yield skeleton
+    if skeleton is None or type(skeleton) is int:
+        yield from [] if skeleton is None else [skeleton]
         return
     items = [*skeleton.items()] if isinstance(skeleton, dict) else []
     if len(items) != 1 or type(items[0][1]) is not {"tuple": list, "list": list, "dict": dict}.get(

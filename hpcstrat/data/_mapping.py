@@ -8,7 +8,6 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._core import nests
 from hpcstrat.data import _elements
 from hpcstrat.data._node import (
     UNKNOWN,
@@ -99,7 +98,7 @@ class Map(Transformation):
                 return np.zeros([n or 2 for n in leaf.shape], leaf.dtype)[()]
             return self._dataset_of(generated(lambda: [self._example(leaf.element_spec)]))
 
-        return nests.map_leaves(example, spec)
+        return _elements.map_leaves(example, spec)
 
     def _apply(self, element: Any) -> Any:
         result = call_on(self._function, element, "Dataset.map", "map_func")
@@ -108,8 +107,8 @@ class Map(Transformation):
 
 def _resize(example: Any, spec: Any) -> Any:
     """`example` with other sizes where `spec` does not know them; `None` if it knows all sizes."""
-    leaves, structure = nests.flatten(example)
-    specs, _ = nests.flatten(spec)
+    leaves, structure = _elements.flatten(example)
+    specs, _ = _elements.flatten(spec)
     if all(None not in leaf.shape for leaf in specs):
         return None
     resized = []
@@ -193,7 +192,7 @@ def reduce(source: Node, initial_state: Any, function: Callable[..., Any]) -> An
 
 def _same_structure(state: Any, following: Any, what: str) -> Any:
     """The state `following`, which must be a nest like `state`."""
-    (_, before), (_, after) = nests.flatten(state), nests.flatten(following)
+    (_, before), (_, after) = _elements.flatten(state), _elements.flatten(following)
     if before != after:
         raise ValueError(
             f"{what} returned a state that is {after}; it must be a nest like the initial state, "

@@ -23,7 +23,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._core import nests
 from hpcstrat._process import worlds
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import PipelineChecksum
@@ -266,7 +265,7 @@ class Node(abc.ABC):
 
     def _rows_ahead(self, chunk: Keys) -> int:
         """How many elements make about a megabyte, to fetch at once."""
-        leaves, _ = nests.flatten(self.fetch(chunk[:0]))
+        leaves, _ = _elements.flatten(self.fetch(chunk[:0]))
         size = sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves)
         return max(1, min(1024, _BYTES_AHEAD // max(1, size)))
 
@@ -346,7 +345,7 @@ def unwrap(item: Any) -> Any:
 
 def only_row(batch: Any) -> Any:
     """The only row of a batch of one."""
-    return nests.map_leaves(lambda leaf: leaf[0], batch)
+    return _elements.map_leaves(lambda leaf: leaf[0], batch)
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:

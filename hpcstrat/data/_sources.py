@@ -8,7 +8,6 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._core import nests
 from hpcstrat._core.arrays import as_array, is_stored
 from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
@@ -76,11 +75,11 @@ class Tensors(Indexed):
         return 1
 
     def checksums(self, every: bool) -> list[tuple[str, int]]:
-        arrays = [np.atleast_1d(leaf) for leaf in nests.flatten(self._element)[0]]
+        arrays = [np.atleast_1d(leaf) for leaf in _elements.flatten(self._element)[0]]
         return [(repr(self), of_arrays(arrays, every))]
 
     def fetch(self, chunk: Chunk) -> Any:
-        return nests.map_leaves(
+        return _elements.map_leaves(
             lambda leaf: np.repeat(np.asarray(leaf)[np.newaxis], len(chunk), 0), self._element
         )
 
@@ -94,7 +93,7 @@ class Slices(Indexed):
 
     def __init__(self, tensors: Any) -> None:
         super().__init__()
-        self._leaves, self._structure = nests.flatten(_elements.as_element(tensors, _as_rows))
+        self._leaves, self._structure = _elements.flatten(_elements.as_element(tensors, _as_rows))
         # Reading a file may fail on a single rank, so steps are compared as if it ran user code.
         self.user_code = any(isinstance(leaf, StoredArray) for leaf in self._leaves)
         self._size = _elements.leading_size(self._leaves)
@@ -228,7 +227,7 @@ class Produced(Node):
         for element in self.elements(EpochPass(frozen=True)):
             if not self._are_batches:
                 return _elements.spec_of(element)
-            return nests.map_leaves(
+            return _elements.map_leaves(
                 lambda leaf: TensorSpec((None, *leaf.shape[1:]), leaf.dtype), element
             )
         if self._are_batches:
@@ -266,10 +265,10 @@ def generated(
     def produce() -> Iterator[Any]:
         convert = _own_element
         if signature is not None:
-            specs, _ = nests.flatten(signature)
+            specs, _ = _elements.flatten(signature)
             convert = _converter([(spec.dtype, spec.shape) for spec in specs], signature)
         elif types is not None:
-            convert = _converter([(dtype, None) for dtype in nests.flatten(types)[0]], types)
+            convert = _converter([(dtype, None) for dtype in _elements.flatten(types)[0]], types)
         for value in generator(*args):
             yield convert(value)
 
@@ -284,7 +283,7 @@ def _converter(
     kinds: list[tuple[Any, tuple[int | None, ...] | None]], like: Any
 ) -> Callable[[Any], Any]:
     """A function that casts to the dtypes, checks the shapes (`None`: any), and nests as `like`."""
-    _, structure = nests.flatten(like)
+    _, structure = _elements.flatten(like)
 
     def convert(value: Any) -> Any:
         arrays = []
@@ -312,7 +311,7 @@ def batches_of(iterable: Any) -> Produced:
 
     def produce() -> Iterator[Any]:
         for batch in iterable if hasattr(iterable, "__iter__") else iterable():
-            yield nests.map_leaves(
+            yield _elements.map_leaves(
                 lambda leaf: np.array(_elements.as_leaf(leaf)), _elements.with_columns(batch)
             )
 

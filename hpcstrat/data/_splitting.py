@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hpcstrat._core import nests
 from hpcstrat.data import _elements
 from hpcstrat.data._node import Chunk, EpochPass, FailedElement, Node, load_rows, with_failures
 from hpcstrat.data._threads import map_in_threads
@@ -68,7 +67,7 @@ def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) 
                 value = load_rows(node.rows, item, *bounds(rank, size, batch_size, total))
             else:
                 batch = node.load(item)
-                total = _elements.leading_size(nests.flatten(batch)[0])
+                total = _elements.leading_size(_elements.flatten(batch)[0])
                 value = _elements.rows(batch, *bounds(rank, size, batch_size, total))
         except Exception as error:
             # Every rank must reach the exchange of this step, in which all ranks raise.
@@ -152,7 +151,7 @@ def assign_elements(node: Node, epoch: EpochPass, rank: int, size: int) -> Itera
             yield Step(len(step), None, epoch.checksum.value, error)
             continue
         if len(step) < size:
-            if any(np.ndim(leaf) == 0 for leaf in nests.flatten(value)[0]):
+            if any(np.ndim(leaf) == 0 for leaf in _elements.flatten(value)[0]):
                 warnings.warn(
                     f"{FROM_FUNCTION}: the last step has elements for only {len(step)} of {size} "
                     "replicas. It is skipped, because elements without dimensions have no empty "

@@ -71,6 +71,21 @@ def test_the_parts_of_all_replicas_are_the_batches(strategy, pipeline, batch_siz
     assert steps(strategy, strategy.experimental_distribute_dataset(dataset)) == expected
 
 
+def test_none_in_a_batch_is_none_on_each_replica(strategy):
+    n = strategy.num_replicas_in_sync
+    batches = Dataset.range(2 * n + 1).map(lambda x: (x, None)).batch(n)
+    for dataset in batches, list(batches), batches.cache().prefetch(1):
+        numbers = []
+        distributed = strategy.experimental_distribute_dataset(dataset)
+        for batch in distributed:
+            assert batch[1] is None
+            assert strategy.run(lambda x, none: none, args=batch) is None
+            numbers += strategy.gather(batch[0], 0).tolist()
+        assert numbers == [*range(2 * n + 1)]
+    dealt = strategy.distribute_datasets_from_function(lambda _: batches)
+    assert [batch[1] for batch in dealt] == [None] * -(-3 // n)
+
+
 @pytest.mark.core
 def test_from_function_deals_the_elements_in_turn(strategy):
     n = strategy.num_replicas_in_sync

@@ -724,3 +724,61 @@ def test_datasets_of_a_function_that_differ_between_ranks_are_noticed():
 
     with pytest.raises(ReplicaMismatchError, match="different elements up to step"):
         on_ranks(2, program)
+
+
+def none_and(x):
+    return None, x
+
+
+NONES = {
+    # What TensorFlow 2.15.1 gives for `Dataset.range(4).map(lambda x: (None, x))` and the same
+    # methods; `padded_batch` and a signature with None it refuses.
+    "batch": (lambda d: d.batch(3), [(None, [0, 1, 2]), (None, [3])]),
+    "unbatch": (lambda d: d.batch(3).unbatch(), [(None, x) for x in range(4)]),
+    "map": (lambda d: d.map(lambda a, b: (a, b + 1)), [(None, x) for x in range(1, 5)]),
+    "zip": (lambda d: Dataset.zip(d, Dataset.range(2)), [((None, 0), 0), ((None, 1), 1)]),
+    "cache": (lambda d: d.cache().skip(2), [(None, 2), (None, 3)]),
+    "padded_batch": (lambda d: d.padded_batch(3), [(None, [0, 1, 2]), (None, [3])]),
+    "window": (lambda d: d.window(2).flat_map(lambda _, b: b.batch(2)), [[0, 1], [2, 3]]),
+}
+
+
+def without_arrays(element):
+    if isinstance(element, tuple):
+        return tuple(map(without_arrays, element))
+    return element if element is None else np.asarray(element).tolist()
+
+
+@pytest.mark.parametrize("name", NONES)
+def test_none_in_an_element_stays_where_it_is(name):
+    transform, expected = NONES[name]
+    assert [without_arrays(x) for x in transform(Dataset.range(4).map(none_and))] == expected
+
+
+def test_none_comes_from_any_source(tmp_path):
+    one = [(None, 1)]
+    signature = (None, TensorSpec((), np.int32))
+    assert list(Dataset.from_tensors((None, 1))) == one
+    for options in {}, {"output_signature": signature}, {"output_types": (None, np.int32)}:
+        assert list(Dataset.from_generator(lambda: one, **options)) == one
+    rows = Dataset.from_tensor_slices({"a": None, "b": np.arange(4)}).shuffle(4, seed=0)
+    assert [x["a"] for x in rows] == [None] * 4 and sorted(x["b"] for x in rows) == [0, 1, 2, 3]
+    mapped = Dataset.range(4).map(none_and)
+    assert mapped.element_spec == (None, TensorSpec((), np.int64))
+    assert mapped.batch(2).element_spec == (None, TensorSpec((None,), np.int64))
+    mapped.save(tmp_path / "saved")
+    loaded = Dataset.load(tmp_path / "saved")
+    assert list(loaded) == list(mapped) and loaded.element_spec == mapped.element_spec
+
+
+def test_none_matches_none_alone():
+    for join in (
+        lambda d, other: d.concatenate(other),
+        lambda d, other: d.concatenate(other).batch(8),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"None, (\*|TensorSpec)"):
+            list(join(Dataset.range(4).map(none_and), Dataset.range(4).map(lambda x: (x, x))))
+    with pytest.raises(TypeError, match="a leaf of an element is None"):  # a forgotten return
+        list(Dataset.range(4).map(lambda x: None))
+    with pytest.raises(TypeError, match="NoneType is not a Dataset"):
+        Dataset.zip((Dataset.range(2), None))
