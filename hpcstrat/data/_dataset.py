@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import glob
-import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.connection import connect
 from hpcstrat._core import nests
-from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import TensorSpec
-from hpcstrat.data import _combining, _elements, _files, _sources
+from hpcstrat.data import _combining, _elements, _sources
 from hpcstrat.data._arguments import (
     NamesWhatIsMissing,
     Options,
     missing_in_dataset,
     path_of,
-    refuse_arguments,
     seed_of,
     weights_of,
     whole,
 )
+from hpcstrat.data._functions import check_node
 from hpcstrat.data._indexing import Annotated, options_of
 from hpcstrat.data._node import UNKNOWN, EpochPass, Node, ShuffleState
 from hpcstrat.data._resuming import DatasetIterator, length
-from hpcstrat.data._transformations import TransformableDataset, check_node
+from hpcstrat.data._saving import SavableDataset
 
 
 @final
-class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
+class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
     """A pipeline that yields elements: nests of NumPy arrays or, without dimensions, NumPy scalars.
 
     Make a dataset with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or
@@ -248,88 +242,6 @@ class Dataset(TransformableDataset, metaclass=NamesWhatIsMissing):
             raise ValueError(f"{call}: no file matches {', '.join(patterns)}")
         files = Dataset.from_tensor_slices(np.array(names))
         return files if shuffle is False else files.shuffle(UNKNOWN, seed)
-
-    @names_call("Dataset.save")
-    def save(
-        self,
-        path: str | os.PathLike[str],
-        compression: None = None,
-        shard_func: None = None,
-        checkpoint_args: None = None,
-    ) -> None:
-        """Writes all elements to the folder `path`.
-
-        Collective: all ranks call this, and rank 0 writes.
-
-        A dataset that was saved there before is replaced, once the new one is complete. Shuffles
-        have the order of their first iteration. The format is not TensorFlow's.
-
-        Args:
-            path: the folder, on a file system that all ranks see.
-            compression: must be `None`: `load` maps the files into memory.
-            shard_func: must be `None`: there are no shards.
-            checkpoint_args: must be `None`.
-
-        Raises:
-            NotImplementedError: an argument other than `path` is given.
-            FileExistsError: there is something other than a saved dataset at `path`.
-            TypeError: an element is not a nest of tuples, lists and dicts with text keys, or a leaf
-                has no fixed size.
-            ValueError: elements differ in structure, or there are no elements.
-            OSError: the file system's error.
-            ReplicaMismatchError: the ranks' pipelines or paths differ.
-            Exception: whatever a function of the pipeline raised.
-        """
-        refuse_arguments(
-            current_call(),
-            compression=compression,
-            shard_func=shard_func,
-            checkpoint_args=checkpoint_args,
-        )
-        path, communicator = path_of(path, current_call()), connect()
-        for shuffle in self._node.shuffles():
-            shuffle.state()  # all ranks draw the same seeds, though only rank 0 iterates
-        elements = self._node.elements(EpochPass(frozen=True))
-        if communicator.size == 1:
-            _files.save(elements, path)
-            return
-        communicator.exchange(signature_of(current_call(), repr(self._node), path))
-        with communicator.raise_together():
-            if communicator.rank == 0:
-                watchdog = communicator.watchdog
-                with (
-                    contextlib.nullcontext()
-                    if watchdog is None
-                    else watchdog.extend_timeout(math.inf)
-                ):
-                    _files.save(elements, path)
-            communicator.exchange(signature_of(current_call(), "saved", path))
-
-    @staticmethod
-    def load(
-        path: str | os.PathLike[str],
-        element_spec: Any = None,
-        compression: None = None,
-        reader_func: None = None,
-    ) -> Dataset:
-        """The elements that `save` wrote to the folder `path`, in their order.
-
-        They stay in the files until they are used, and a replica reads only its own elements.
-
-        Args:
-            path: the folder; all ranks must see the same.
-            element_spec: accepted and ignored: it is stored in the folder.
-            compression: must be `None`.
-            reader_func: must be `None`.
-
-        Raises:
-            NotImplementedError: `compression` or `reader_func` is given.
-            FileNotFoundError: there is no saved dataset at `path`.
-            ValueError: its files are damaged, or have another format.
-        """
-        del element_spec
-        refuse_arguments("Dataset.load", compression=compression, reader_func=reader_func)
-        return Dataset(_files.load(path_of(path, "Dataset.load")))
 
     def with_options(self, options: Options) -> Dataset:
         """The same elements, with these options added to those of the dataset; see `Options`.

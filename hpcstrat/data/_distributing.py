@@ -15,6 +15,7 @@ from hpcstrat.data._arguments import (
 )
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
+from hpcstrat.data._functions import node_of
 from hpcstrat.data._node import Node
 from hpcstrat.data._sources import batches_of
 from hpcstrat.data._splitting import (
@@ -24,7 +25,6 @@ from hpcstrat.data._splitting import (
     split_evenly,
     split_in_order,
 )
-from hpcstrat.data._transformations import node_of
 
 _DISTRIBUTE = "Strategy.experimental_distribute_dataset"
 

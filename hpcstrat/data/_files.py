@@ -2,7 +2,7 @@
 
 The folder of elements `(x, {"y": y})`:
 
-    dataset.json       format, count, nest, and the kinds (dtype and shape) of each leaf
+    dataset.json       format, pipeline, count, nest, and the kinds (dtype and shape) of each leaf
     leaf0              the bytes of all x, back to back
     leaf0.kinds.npy    the index of each x's kind, if the x have several kinds
     leaf1              the same for y
@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, final
 
 import numpy as np
 
+from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._node import Chunk, Node
@@ -49,8 +50,8 @@ class _LeafWriter:
         array = np.asarray(leaf)
         if array.dtype.kind not in _KINDS or array.dtype.names is not None:
             raise TypeError(
-                f"Dataset.save: a leaf has the dtype {array.dtype}; it must hold numbers, booleans "
-                "or strings of fixed size: cast it with Dataset.map"
+                f"{current_call()}: a leaf has the dtype {array.dtype}; it must hold numbers, "
+                "booleans or strings of fixed size: cast it with Dataset.map"
             )
         kind = array.dtype.str, array.shape
         self._kind_of.append(self._kinds.setdefault(kind, len(self._kinds)))
@@ -66,18 +67,23 @@ class _LeafWriter:
         return [[dtype, list(shape)] for dtype, shape in self._kinds]
 
 
-def save(elements: Iterator[Any], path: str) -> None:
-    """Writes the elements to the folder `path`; see `Dataset.save`."""
+def is_saved(path: str) -> bool:
+    """Whether `path` is the folder of a saved dataset, which is complete."""
+    return os.path.exists(os.path.join(path, _HEADER))
+
+
+def save(elements: Iterator[Any], path: str, pipeline: str) -> None:
+    """Writes the elements of a pipeline to the folder `path`; see `Dataset.save`."""
     path = os.path.abspath(path)
-    if os.path.lexists(path) and not os.path.exists(os.path.join(path, _HEADER)):
+    if os.path.lexists(path) and not is_saved(path):
         raise FileExistsError(
-            errno.EEXIST, "Dataset.save: the path exists and is not a saved dataset", path
+            errno.EEXIST, f"{current_call()}: the path exists and is not a saved dataset", path
         )
     partial = f"{path}.partial-{secrets.token_hex(4)}"
     os.makedirs(partial)
     try:
         with contextlib.ExitStack() as files:
-            _write(elements, partial, files)
+            _write(elements, partial, files, pipeline)
         if os.path.lexists(path):
             previous = f"{path}.previous-{secrets.token_hex(4)}"
             os.rename(path, previous)
@@ -90,7 +96,9 @@ def save(elements: Iterator[Any], path: str) -> None:
         raise
 
 
-def _write(elements: Iterator[Any], folder: str, files: contextlib.ExitStack) -> None:
+def _write(
+    elements: Iterator[Any], folder: str, files: contextlib.ExitStack, pipeline: str
+) -> None:
     columns: list[_LeafWriter] = []
     structure, skeleton, count = None, None, 0
     for element in elements:
@@ -101,17 +109,18 @@ def _write(elements: Iterator[Any], folder: str, files: contextlib.ExitStack) ->
             columns = [_LeafWriter(folder, i, files) for i in range(len(leaves))]
         if other != structure:
             raise ValueError(
-                f"Dataset.save: elements must be nests of the same structure; they are {structure} "
-                f"and {other}"
+                f"{current_call()}: elements must be nests of the same structure; they are "
+                f"{structure} and {other}"
             )
         for column, leaf in zip(columns, leaves, strict=True):
             column.add(leaf)
     if structure is None:
         raise ValueError(
-            "Dataset.save: there are no elements, so their shapes and dtypes are unknown"
+            f"{current_call()}: there are no elements, so their shapes and dtypes are unknown"
         )
     header = {
         "format": _FORMAT,
+        "pipeline": pipeline,
         "count": count,
         "nest": skeleton,
         "leaves": [column.finish() for column in columns],
@@ -131,8 +140,8 @@ def _skeleton(nest: Any, numbers: Iterator[int]) -> Any:
     leaves, _ = _elements.flatten(nest)
     if len(leaves) != 1 or leaves[0] is not nest:
         raise TypeError(
-            f"Dataset.save: elements hold a {type(nest).__name__}; they must be nests of tuples, "
-            "lists and dicts with text keys: convert them with Dataset.map"
+            f"{current_call()}: elements hold a {type(nest).__name__}; they must be nests of "
+            "tuples, lists and dicts with text keys: convert them with Dataset.map"
         )
     return next(numbers)
 
@@ -147,29 +156,38 @@ def _rebuild(skeleton: Any, leaves: list[Any]) -> Any:
     return tuple(rebuilt) if kind == "tuple" else rebuilt
 
 
-def load(path: str) -> Node:
-    """The elements that were saved in the folder `path`; they are read when they are needed."""
+def load(path: str, pipeline: str | None = None) -> Node:
+    """The elements that were saved in the folder `path`; they are read when they are needed.
+
+    Raises:
+        ValueError: they are damaged, or those of another pipeline than `pipeline`.
+    """
     header_path = os.path.join(path, _HEADER)
     try:
         with open(header_path) as file:
             header = json.load(file)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
-            errno.ENOENT, "Dataset.load: there is no saved dataset", path
+            errno.ENOENT, f"{current_call()}: there is no saved dataset", path
         ) from error
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"Dataset.load: {header_path} is not a header of a dataset: {error}; save it again"
+            f"{current_call()}: {header_path} is not a header of a dataset: {error}; save it again"
         ) from error
     if not isinstance(header, dict) or not {"format", "count", "nest", "leaves"} <= header.keys():
         raise ValueError(
-            f"Dataset.load: {header_path} is not a header of a dataset: it must have a format, a "
-            "count, a nest and leaves; save it again"
+            f"{current_call()}: {header_path} is not a header of a dataset: it must have a "
+            "format, a count, a nest and leaves; save it again"
         )
     if header["format"] != _FORMAT:
         raise ValueError(
-            f"Dataset.load: {path} has the format {reprlib.repr(header['format'])}; this version "
-            f"reads {_FORMAT}"
+            f"{current_call()}: {path} has the format {reprlib.repr(header['format'])}; this "
+            f"version reads {_FORMAT}"
+        )
+    if pipeline not in (None, header.get("pipeline")):
+        raise ValueError(
+            f"{current_call()}: {path} has the elements of {header.get('pipeline')}, and the "
+            f"dataset is {pipeline}; remove the folder, or choose another name"
         )
     count, skeleton = header["count"], header["nest"]
     try:
@@ -184,7 +202,7 @@ def load(path: str) -> Node:
     # NumPy raises the TokenError, for a damaged header of its own.
     except (FileNotFoundError, RecursionError, TypeError, ValueError, tokenize.TokenError) as error:
         raise ValueError(
-            f"Dataset.load: {path} is damaged: {error}; save the dataset again"
+            f"{current_call()}: {path} is damaged: {error}; remove it, and save the dataset again"
         ) from error
     if all(column.whole is not None for column in columns):
         return Slices(_rebuild(skeleton, [column.whole for column in columns]))

@@ -136,15 +136,21 @@ class Repeat(Choosing):
 
 @final
 class Annotated(Choosing):
-    """All elements, with the user's options, or a number of elements to prefetch.
+    """All elements, with the user's options, a number of elements to prefetch, or batch sizes.
 
     Saved positions do not include it.
     """
 
     def __init__(
-        self, source: Node, call: str, options: Options | None = None, prefetched: int = 0
+        self,
+        source: Node,
+        call: str,
+        options: Options | None = None,
+        prefetched: int = 0,
+        batch_sizes: tuple[int, ...] | None = None,
     ) -> None:
         super().__init__(source, call)
+        self.batch_sizes = source.batch_sizes if batch_sizes is None else batch_sizes
         self.inputs_per_element = 1
         self.options, self.prefetched = options, prefetched
 

@@ -445,6 +445,32 @@ def test_one_rank_saves_and_each_loads_its_own(strategy, folder, differ):
     assert sorted(order) == list(range(13)) and order == [int(x) for x, _ in found]
 
 
+@pytest.mark.core
+def test_one_rank_writes_a_cache_and_each_reads_its_own(strategy, folder):
+    called = []
+
+    def negate(x):
+        called.append(int(x))
+        return -x
+
+    for _ in range(2):  # the second is that of a program started again
+        batches = Dataset.range(13).map(negate).batch(5).cache(folder + "/kept")
+        gathered = [
+            hs.asnumpy(strategy.gather(batch, 0)).tolist()
+            for batch in strategy.experimental_distribute_dataset(batches)
+        ]
+        assert list(itertools.chain(*gathered)) == [-x for x in range(13)]
+    assert called == ([*range(13)] if hs.is_lead() else [])
+
+
+def test_a_cache_that_fails_fails_on_all_ranks(strategy, folder):
+    with pytest.raises(ZeroDivisionError):
+        Dataset.range(3).map(lambda x: 1 // int(x)).cache(folder + "/kept")
+    Dataset.range(3).cache(folder + "/kept")
+    with pytest.raises(ValueError, match="has the elements of"):
+        Dataset.range(4).cache(folder + "/kept")
+
+
 def test_what_cannot_be_saved_fails_on_all_ranks(strategy, folder):
     def fail(x):
         raise ValueError("no such element")
@@ -463,6 +489,8 @@ def test_what_cannot_be_saved_fails_on_all_ranks(strategy, folder):
 def test_all_ranks_must_save_the_same(strategy, folder):
     with pytest.raises(hs.ReplicaMismatchError, match=r"Dataset\.save"):
         Dataset.range(3 + hs.rank()).save(folder + "/data")
+    with pytest.raises(hs.ReplicaMismatchError, match=r"Dataset\.cache"):
+        Dataset.range(3 + hs.rank()).cache(folder + "/data")
 
 
 # ---- batches that do not reach all replicas

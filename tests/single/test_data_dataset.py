@@ -142,14 +142,6 @@ def test_an_unknown_name_is_an_ordinary_error(owner):
     assert items(copy.copy(Dataset.range(3))) == [0, 1, 2]
 
 
-def test_a_cache_is_in_memory():
-    assert items(Dataset.range(3).cache("")) == [0, 1, 2]
-    with pytest.raises(
-        NotImplementedError, match=r"Dataset\.cache: filename is 'here'.*Dataset\.save"
-    ):
-        Dataset.range(3).cache("here")
-
-
 def test_sources_refuse_what_makes_no_elements():
     with pytest.raises(ValueError, match=r"first dimension.*\[2\], \[3\]"):
         Dataset.from_tensor_slices((np.arange(2), np.arange(3)))

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from internals import connect, distribute_dataset
 from test_data_dataset import items
 
 from hpcstrat import TensorSpec
@@ -224,3 +225,61 @@ def test_crafted_kinds_take_no_memory(tmp_path):
         )
     with pytest.raises(ValueError, match="data is damaged"):
         Dataset.load(path)
+
+
+# ---- a cache in files, with the results of TensorFlow 2.15.1 for the same programs, but for the
+# wrong pipeline: there it is refused only where dtypes or shapes differ
+
+
+def test_a_cache_in_files_is_read_by_every_later_iteration_and_program(tmp_path):
+    called = []
+
+    def double(x):
+        called.append(int(x))
+        return 2 * x
+
+    def program():
+        return Dataset.range(5).map(double).cache(tmp_path / "kept")
+
+    first = program()
+    for dataset in first, first, program():
+        assert items(dataset) == [0, 2, 4, 6, 8] and len(dataset) == 5
+    assert called == [0, 1, 2, 3, 4] and os.listdir(tmp_path) == ["kept"]
+    assert items(Dataset.load(tmp_path / "kept")) == [0, 2, 4, 6, 8]
+
+
+def test_a_cache_that_is_not_complete_is_not_used(tmp_path):
+    os.mkdir(tmp_path / "kept.partial-0123")  # of a program that was killed
+    wrong = [1]
+
+    def fail(x):
+        return x // (0 if x == 3 and wrong else 1)
+
+    with np.errstate(divide="raise"), pytest.raises(FloatingPointError):
+        Dataset.range(5).map(fail).cache(str(tmp_path / "kept"))
+    assert os.listdir(tmp_path) == ["kept.partial-0123"]
+    wrong.clear()
+    assert items(Dataset.range(5).map(fail).cache(str(tmp_path / "kept"))) == [0, 1, 2, 3, 4]
+
+
+def test_a_cache_of_another_pipeline_is_refused(tmp_path):
+    train, test = Dataset.range(5).map(abs), Dataset.range(3).map(abs)
+    train.cache(tmp_path / "kept")
+    with pytest.raises(
+        ValueError, match=r"Dataset\.cache: .*range\(0, 5\).*range\(0, 3\).* remove"
+    ):
+        test.cache(tmp_path / "kept")
+    with pytest.raises(ValueError, match="is infinite.*call Dataset.cache before Dataset.repeat"):
+        train.repeat().cache(tmp_path / "endless")
+    with pytest.raises(FileExistsError, match=r"Dataset\.cache: the path exists"):
+        train.cache(tmp_path)
+    with pytest.raises(TypeError, match=r"Dataset\.cache: filename is 3"):
+        train.cache(3)  # pyright: ignore[reportArgumentType]
+    assert items(train.shuffle(5, seed=1).cache("")) == items(train.shuffle(5, seed=1))
+
+
+def test_a_cache_keeps_orders_and_batches(tmp_path):
+    shuffled = Dataset.range(7).shuffle(7).batch(3).cache(tmp_path / "kept")
+    assert items(shuffled) == items(shuffled)
+    batches = distribute_dataset(shuffled, connect(), None)
+    assert items(batches) == items(shuffled)
