@@ -13,6 +13,7 @@ from hpcstrat.data._arguments import InputReplicationMode as InputReplicationMod
 from hpcstrat.data._arguments import Options as Options
 from hpcstrat.data._arguments import missing_in_module as _missing_in_module
 from hpcstrat.data._dataset import Dataset as Dataset
+from hpcstrat.data._dataset import assert_cardinality as assert_cardinality
 from hpcstrat.data._distributed import DistributedDataset as DistributedDataset
 from hpcstrat.data._distributed import DistributedIterator as DistributedIterator
 from hpcstrat.data._elements import DatasetSpec as DatasetSpec
@@ -36,6 +37,7 @@ __all__ = [
     "Options",
     "RunOptions",
     "ValueContext",
+    "assert_cardinality",
 ]
 
 _set_module(globals())

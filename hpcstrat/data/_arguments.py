@@ -98,17 +98,14 @@ def refuse_arguments(call: str, **arguments: Any) -> None:
 
 # Names that only `tf.data` has, each with the reason and with what to write instead.
 _METHODS = {
-    "apply": "it only calls a function: write function(dataset)",
     "bucket_by_sequence_length": (
         "its batches depend on all elements before them, so no replica could skip the elements of "
         "others; sort by length before Dataset.from_tensor_slices, then Dataset.padded_batch and "
         "Dataset.shuffle"
     ),
-    "counter": "write Dataset.range(start, sys.maxsize, step)",
     "from_sparse_tensor_slices": (
         "there are no sparse tensors; pass arrays to Dataset.from_tensor_slices"
     ),
-    "get_single_element": "write next(iter(dataset))",
     "group_by_window": (
         "its groups depend on all elements before them, so no replica could skip the elements of "
         "others; make the groups in a generator function, and pass it to Dataset.from_generator"
@@ -128,7 +125,7 @@ _METHODS = {
         "what it keeps depends on all elements before; draw with Dataset.sample_from_datasets from "
         "one dataset per class"
     ),
-    "snapshot": "write Dataset.save once, then Dataset.load",
+    "snapshot": "write Dataset.cache(filename)",
     "sparse_batch": (
         "there are no sparse tensors; Dataset.padded_batch fills elements up to one shape"
     ),
@@ -138,6 +135,8 @@ _METHODS = {
     "unique": "call np.unique before Dataset.from_tensor_slices",
 }
 _MODULE = {
+    "at": "write next(iter(dataset.skip(index)))",
+    "get_structure": "write dataset.element_spec",
     "FixedLengthRecordDataset": (
         "map the file with np.memmap, and pass that to Dataset.from_tensor_slices"
     ),

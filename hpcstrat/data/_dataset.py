@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
@@ -15,6 +16,7 @@ from hpcstrat.data import _combining, _elements, _sources
 from hpcstrat.data._arguments import (
     NamesWhatIsMissing,
     Options,
+    function_of,
     missing_in_dataset,
     path_of,
     seed_of,
@@ -22,8 +24,8 @@ from hpcstrat.data._arguments import (
     whole,
 )
 from hpcstrat.data._functions import check_node
-from hpcstrat.data._indexing import Annotated, options_of
-from hpcstrat.data._node import UNKNOWN, EpochPass, Node, ShuffleState
+from hpcstrat.data._indexing import Annotated, Counted, options_of
+from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
 from hpcstrat.data._resuming import DatasetIterator, length
 from hpcstrat.data._saving import SavableDataset
 
@@ -38,8 +40,8 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
     `map` are passed on as they are.
 
     As in `tf.data`, a list becomes an array where an element is expected; tuples, dicts,
-    namedtuples and dataclasses make nests. A function of an element receives the members of a tuple
-    as separate arguments.
+    namedtuples and dataclasses make nests, in which `None` stays as it is. A function of an
+    element receives the members of a tuple as separate arguments.
 
     An argument of the wrong type, such as text for a size, is a TypeError that names both.
     """
@@ -53,7 +55,9 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
         super().__init__(node)
 
     @staticmethod
-    def range(*args: int, output_type: npt.DTypeLike = np.int64) -> Dataset:
+    def range(
+        *args: int, output_type: npt.DTypeLike = np.int64, name: str | None = None
+    ) -> Dataset:
         """The integers `range(*args)`, each a scalar of dtype `output_type`.
 
         Raises:
@@ -64,7 +68,15 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
         return Dataset(_sources.Integers(range(*bounds), output_type))
 
     @staticmethod
-    def from_tensors(tensors: Any) -> Dataset:
+    def counter(
+        start: int = 0, step: int = 1, dtype: npt.DTypeLike = np.int64, name: str | None = None
+    ) -> Dataset:
+        """The integers `start`, `start + step` and so on without end, each a scalar of `dtype`."""
+        first = whole(start, "Dataset.counter", "start")
+        return Dataset(_sources.Counter(first, whole(step, "Dataset.counter", "step"), dtype))
+
+    @staticmethod
+    def from_tensors(tensors: Any, name: str | None = None) -> Dataset:
         """One element: the nest of arrays `tensors`.
 
         Raises:
@@ -73,7 +85,7 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
         return Dataset(_sources.Tensors(tensors))
 
     @staticmethod
-    def from_tensor_slices(tensors: Any) -> Dataset:
+    def from_tensor_slices(tensors: Any, name: str | None = None) -> Dataset:
         """The slices of a nest of arrays of shapes `(n, ...)`: n elements.
 
         The arrays are not copied, so do not change them while the dataset is used. A `numpy.memmap`
@@ -95,6 +107,7 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
         output_shapes: Any = None,
         args: tuple[Any, ...] | None = None,
         output_signature: Any = None,
+        name: str | None = None,
     ) -> Dataset:
         """The elements that a generator function yields; each iteration calls the function once.
 
@@ -106,6 +119,7 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
             args: arrays or array-likes, with which `generator` is called.
             output_signature: a nest of `TensorSpec`, instead of types and shapes. Without either,
                 elements are taken as they come.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             TypeError: `generator` is not a function, both a signature and types or shapes are
@@ -141,17 +155,24 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
         return Dataset(_sources.generated(generator, arrays, output_types, output_signature))
 
     @staticmethod
-    def zip(*datasets: Any) -> Dataset:
+    def zip(*args: Any, datasets: Any = None, name: str | None = None) -> Dataset:
         """Elements of several datasets side by side, until one dataset ends.
 
         Args:
-            *datasets: one nest of datasets, whose structure the elements have, or several datasets,
+            *args: one nest of datasets, whose structure the elements have, or several datasets,
                 which make a tuple.
+            datasets: the nest, instead of `args`.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
-            TypeError: a leaf is not a `Dataset`, or there is no leaf.
+            TypeError: a leaf is not a `Dataset`, there is no leaf, or both arguments are given.
         """
-        leaves, structure = nests.flatten(datasets[0] if len(datasets) == 1 else datasets)
+        if args and datasets is not None:
+            raise TypeError(
+                "Dataset.zip: datasets came besides other arguments; pass one or the other"
+            )
+        nest = args if datasets is None else datasets
+        leaves, structure = nests.flatten(nest[0] if args and len(args) == 1 else nest)
         if not leaves:
             raise TypeError("Dataset.zip: there is no dataset; pass a nest with at least one")
         nodes = [check_node(leaf, "Dataset.zip") for leaf in leaves]
@@ -217,7 +238,10 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
 
     @staticmethod
     def list_files(
-        file_pattern: Any, shuffle: bool | None = None, seed: int | None = None
+        file_pattern: Any,
+        shuffle: bool | None = None,
+        seed: int | None = None,
+        name: str | None = None,
     ) -> Dataset:
         """The names of the matching files, as strings. All ranks must find the same files.
 
@@ -226,6 +250,7 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
             shuffle: whether the order is random, and different in each iteration; `None` means
                 `True`. If not, it is sorted.
             seed: the seed of the shuffle.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             ValueError: no file matches.
@@ -243,7 +268,7 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
         files = Dataset.from_tensor_slices(np.array(names))
         return files if shuffle is False else files.shuffle(UNKNOWN, seed)
 
-    def with_options(self, options: Options) -> Dataset:
+    def with_options(self, options: Options, name: str | None = None) -> Dataset:
         """The same elements, with these options added to those of the dataset; see `Options`.
 
         Raises:
@@ -256,6 +281,35 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
             )
         options = Options().merge(options)
         return Dataset(Annotated(self._node, f"with_options({options})", options))
+
+    def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
+        """The dataset `transformation_func(self)`.
+
+        Raises:
+            TypeError: it is not a `Dataset`.
+        """
+        made = function_of(transformation_func, "Dataset.apply", "transformation_func")(self)
+        if not isinstance(made, Dataset):
+            raise TypeError(
+                f"Dataset.apply: transformation_func returned {type(made).__name__}; it must "
+                "return a Dataset"
+            )
+        return made
+
+    def get_single_element(self, name: str | None = None) -> Any:
+        """The only element: a nest of NumPy arrays. Not collective.
+
+        Raises:
+            ValueError: there is no element, or a second one.
+        """
+        elements = [*itertools.islice(self._node.elements(EpochPass()), 2)]
+        if len(elements) != 1:
+            raise ValueError(
+                "Dataset.get_single_element: the dataset has "
+                f"{'more than one element' if elements else 'no elements'}, and must have one; "
+                "make it one by Dataset.batch, or choose one by Dataset.take(1)"
+            )
+        return elements[0]
 
     def options(self) -> Options:
         """A copy of the options of this dataset and of the datasets it was made from."""
@@ -301,6 +355,25 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
             if hasattr(type(self), name):
                 return object.__getattribute__(self, name)
             raise missing_in_dataset(name, "'Dataset' object")
+
+
+def assert_cardinality(expected_cardinality: int) -> Callable[[Dataset], Dataset]:
+    """A function for `Dataset.apply`, which announces the number of elements to `cardinality`.
+
+    Args:
+        expected_cardinality: the number, or `INFINITE_CARDINALITY`. An iteration that finds another
+            number of elements ends with a ValueError.
+
+    Raises:
+        ValueError: the number is less than -1.
+    """
+    count = whole(expected_cardinality, "assert_cardinality", "expected_cardinality")
+    if count < INFINITE:
+        raise ValueError(
+            f"assert_cardinality: expected_cardinality is {count}; it must be at least 0, or "
+            "INFINITE_CARDINALITY, which is -1"
+        )
+    return lambda dataset: Dataset(Counted(check_node(dataset, "assert_cardinality"), count))
 
 
 def _nodes_of(datasets: Any, call: str) -> list[Node]:

@@ -25,6 +25,7 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
         map_func: Callable[..., Any],
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
+        name: str | None = None,
     ) -> Self:
         """The result of `map_func` for each element: a nest of arrays or array-likes.
 
@@ -37,6 +38,7 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
                 `map_func` must then be thread-safe. Threads help if it reads files, or spends its
                 time in NumPy functions that release Python's lock.
             deterministic: accepted and ignored: the order is always kept.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             ValueError: `num_parallel_calls` is neither positive nor `AUTOTUNE`.
@@ -46,7 +48,7 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
         threads = thread_count(num_parallel_calls, "Dataset.map") or 1
         return type(self)(_mapping.Map(self._node, function, threads, type(self)))
 
-    def flat_map(self, map_func: Callable[..., MappableDataset]) -> Self:
+    def flat_map(self, map_func: Callable[..., MappableDataset], name: str | None = None) -> Self:
         """The elements of the datasets that `map_func` makes, one dataset after the other.
 
         Every rank calls `map_func` for all elements; if the datasets can be indexed, it loads only
@@ -56,12 +58,13 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
         Args:
             map_func: receives an element, or the members of a tuple as separate arguments; returns
                 a `Dataset`. To distribute the result, batch it after `flat_map`.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             TypeError: while iterating: `map_func` did not return a `Dataset`.
         """
-        function, name = self._maker(map_func, "Dataset.flat_map")
-        return type(self)(_mapping.Interleave(self._node, f"flat_map({name})", function))
+        function, of = self._maker(map_func, "Dataset.flat_map")
+        return type(self)(_mapping.Interleave(self._node, f"flat_map({of})", function))
 
     def interleave(
         self,
@@ -70,6 +73,7 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
         block_length: int = 1,
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
+        name: str | None = None,
     ) -> Self:
         """The elements of the datasets that `map_func` makes, several of which take turns.
 
@@ -81,18 +85,19 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
                 means 8. Threads help if generators make the elements; to run a `Dataset.map` in
                 `map_func` in threads, pass `num_parallel_calls` to it as well.
             deterministic: accepted and ignored: the order is always kept.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             ValueError: a length, or `num_parallel_calls` if not `AUTOTUNE`, is not positive.
             TypeError: while iterating: `map_func` did not return a `Dataset`.
         """
         call = "Dataset.interleave"
-        function, name = self._maker(map_func, call)
+        function, of = self._maker(map_func, call)
         cycle = _CYCLE_LENGTH if cycle_length in (None, AUTOTUNE) else cycle_length
         cycle = positive(cycle, call, "cycle_length")
         block = positive(block_length, call, "block_length")
         threads = thread_count(num_parallel_calls, call)
-        text = f"interleave({name}, {cycle}, {block})"
+        text = f"interleave({of}, {cycle}, {block})"
         return type(self)(_mapping.Interleave(self._node, text, function, cycle, block, threads))
 
     @staticmethod
@@ -113,13 +118,19 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
 
         return make, _sources.name_of(map_func)
 
-    def scan(self, initial_state: Any, scan_func: Callable[[Any, Any], tuple[Any, Any]]) -> Self:
+    def scan(
+        self,
+        initial_state: Any,
+        scan_func: Callable[[Any, Any], tuple[Any, Any]],
+        name: str | None = None,
+    ) -> Self:
         """The results of `scan_func` for a state and each element. Every rank loads all elements.
 
         Args:
             initial_state: a nest of arrays or array-likes: the state at the start of an iteration.
             scan_func: receives the state and the element, a tuple as one argument; returns the next
                 state and the resulting element. If it raises, the state does not change.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             TypeError: a leaf of the state cannot become an array. While iterating: `scan_func` did
@@ -129,13 +140,16 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
         function = function_of(scan_func, "Dataset.scan", "scan_func")
         return type(self)(_mapping.Scan(self._node, initial_state, function))
 
-    def reduce(self, initial_state: Any, reduce_func: Callable[[Any, Any], Any]) -> Any:
+    def reduce(
+        self, initial_state: Any, reduce_func: Callable[[Any, Any], Any], name: str | None = None
+    ) -> Any:
         """Combines all elements into one. Not collective: each rank that calls it loads them all.
 
         Args:
             initial_state: a nest of arrays or array-likes; the result if there are no elements.
             reduce_func: receives the state and an element, a tuple as one argument; returns the
                 next state.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
             The last state: a nest of NumPy arrays and scalars. NumPy's rules may change its dtypes.
@@ -147,7 +161,7 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
         function = function_of(reduce_func, "Dataset.reduce", "reduce_func")
         return _mapping.reduce(self._node, initial_state, function)
 
-    def filter(self, predicate: Callable[..., Any]) -> Self:
+    def filter(self, predicate: Callable[..., Any], name: str | None = None) -> Self:
         """The elements for which `predicate` is true. Every rank loads all elements."""
         function = function_of(predicate, "Dataset.filter", "predicate")
         return type(self)(_mapping.Filter(self._node, function))

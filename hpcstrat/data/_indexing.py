@@ -158,6 +158,34 @@ class Annotated(Choosing):
         return self._source.elements(epoch)
 
 
+@final
+class Counted(Choosing):
+    """All elements, of which there must be `count`; see `assert_cardinality`."""
+
+    def __init__(self, source: Node, count: int) -> None:
+        super().__init__(source, f"assert_cardinality({count})")
+        self.inputs_per_element = 1
+        self._count = count
+
+    def cardinality(self) -> int:
+        return self._count
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        given, limit = 0, self._count if self._count >= 0 else sys.maxsize
+        for chunk in self._source.chunks(epoch):
+            if given < limit:  # the elements that were announced come before the error
+                yield chunk[: limit - given]
+            given += len(chunk)
+            if given > limit:
+                break
+        if given != self._count:
+            wanted = "infinitely many" if self._count < 0 else self._count
+            raise ValueError(
+                f"assert_cardinality: the dataset has {'at least ' * (given > limit)}"
+                f"{min(given, limit + 1)} elements, and {wanted} were announced; correct the number"
+            )
+
+
 def options_of(node: Node) -> Options:
     """The options of a pipeline; if an option is set several times, the last setting counts."""
     options = Options()
@@ -187,8 +215,9 @@ class Shuffle(Choosing):
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         random = epoch.generator(self._shuffle)
-        if isinstance(self._source, Indexed) and self._source.cardinality() <= self._buffer_size:
-            return _shuffle_positions(self._source.cardinality(), random)
+        size = self._source.cardinality()
+        if isinstance(self._source, Indexed) and 0 <= size <= self._buffer_size:
+            return _shuffle_positions(size, random)
         shuffle = _shuffle_items if self.width is None else _shuffle_keys
         return shuffle(self._source.chunks(epoch), self._buffer_size, random)
 

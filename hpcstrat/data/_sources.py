@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
@@ -12,9 +13,10 @@ from hpcstrat._core.arrays import as_array, is_stored
 from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import of_arrays
-from hpcstrat.data._node import UNKNOWN, Chunk, EpochPass, Node, only_row
+from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Node, only_row
 
 _CHUNK = 1 << 16  # keys (half a megabyte), so that a dataset of any length starts immediately
+_ENDLESS_CHUNK = 1 << 10
 _FEW = 32  # elements that ranks compare: a single element may be equal by chance
 
 
@@ -55,6 +57,32 @@ class Integers(Indexed):
     def fetch(self, chunk: Chunk) -> Any:
         numbers = chunk[:, 0] * self._numbers.step + self._numbers.start
         return numbers.astype(self._dtype, copy=False)
+
+
+@final
+class Counter(Indexed):
+    """The integers `start`, `start + step` and so on, without end."""
+
+    def __init__(self, start: int, step: int, dtype: Any) -> None:
+        super().__init__()
+        self._start, self._step = start, step
+        self._dtype = np.dtype(dtype)
+
+    def __repr__(self) -> str:
+        return f"Dataset.counter({self._start}, {self._step})"
+
+    def spec(self) -> Any:
+        return TensorSpec((), self._dtype)
+
+    def cardinality(self) -> int:
+        return INFINITE
+
+    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
+        for start in itertools.count(0, _ENDLESS_CHUNK):
+            yield np.arange(start, start + _ENDLESS_CHUNK, dtype=np.int64)[:, np.newaxis]
+
+    def fetch(self, chunk: Chunk) -> Any:
+        return (chunk[:, 0] * self._step + self._start).astype(self._dtype, copy=False)
 
 
 @final

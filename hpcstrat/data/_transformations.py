@@ -25,6 +25,7 @@ class TransformableDataset(MappableDataset):
         drop_remainder: bool = False,
         num_parallel_calls: int | None = None,
         deterministic: bool | None = None,
+        name: str | None = None,
     ) -> Self:
         """Stacks consecutive elements: shapes `(...)` become `(batch_size, ...)`.
 
@@ -33,6 +34,7 @@ class TransformableDataset(MappableDataset):
             drop_remainder: whether to drop a last batch that is shorter.
             num_parallel_calls: accepted and ignored: batching is a single copy.
             deterministic: accepted and ignored.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             ValueError: `batch_size` is not positive. While iterating: elements differ in structure,
@@ -47,6 +49,7 @@ class TransformableDataset(MappableDataset):
         padded_shapes: Any = None,
         padding_values: Any = None,
         drop_remainder: bool = False,
+        name: str | None = None,
     ) -> Self:
         """Pads consecutive elements to one shape, at the ends of their dimensions, and stacks them.
 
@@ -60,6 +63,7 @@ class TransformableDataset(MappableDataset):
             padding_values: one value for all leaves, or a nest with the elements' structure. `None`
                 means 0, `False` or an empty string.
             drop_remainder: whether to drop a last batch that is shorter.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             ValueError: `batch_size` is not positive. While iterating: elements differ in structure,
@@ -70,12 +74,15 @@ class TransformableDataset(MappableDataset):
         padding = padded_shapes, padding_values
         return type(self)(_batching.Batch(self._node, (size,), bool(drop_remainder), padding))
 
-    def rebatch(self, batch_size: int | Sequence[int], drop_remainder: bool = False) -> Self:
+    def rebatch(
+        self, batch_size: int | Sequence[int], drop_remainder: bool = False, name: str | None = None
+    ) -> Self:
         """The rows of the batches, in batches of another size: `unbatch`, then `batch`.
 
         Args:
             batch_size: the number of rows; or several numbers, which the batches have in turn.
             drop_remainder: whether to drop a last batch that is shorter.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             ValueError: a size is not positive. While iterating: as `unbatch`.
@@ -87,7 +94,7 @@ class TransformableDataset(MappableDataset):
         rows = _batching.Unbatch(self._node)
         return type(self)(_batching.Batch(rows, sizes, bool(drop_remainder)))
 
-    def unbatch(self) -> Self:
+    def unbatch(self, name: str | None = None) -> Self:
         """The rows of the elements: arrays of shape `(n, ...)` become n elements of shape `(...)`.
 
         Directly after `batch` nothing is stacked, so elements that cannot be stacked are accepted.
@@ -98,7 +105,12 @@ class TransformableDataset(MappableDataset):
         return type(self)(_batching.Unbatch(self._node))
 
     def window(
-        self, size: int, shift: int | None = None, stride: int = 1, drop_remainder: bool = False
+        self,
+        size: int,
+        shift: int | None = None,
+        stride: int = 1,
+        drop_remainder: bool = False,
+        name: str | None = None,
     ) -> Self:
         """Datasets of `size` elements each.
 
@@ -111,6 +123,7 @@ class TransformableDataset(MappableDataset):
                 `None` means `size`.
             stride: the number of elements of this dataset from one element of a window to the next.
             drop_remainder: whether to drop windows that are shorter.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             ValueError: `size`, `shift` or `stride` is not positive.
@@ -121,7 +134,7 @@ class TransformableDataset(MappableDataset):
         drops = bool(drop_remainder)
         return type(self)(_batching.Window(self._node, size, shift, stride, drops, type(self)))
 
-    def shard(self, num_shards: int, index: int) -> Self:
+    def shard(self, num_shards: int, index: int, name: str | None = None) -> Self:
         """Every `num_shards`-th element, starting at `index`.
 
         Raises:
@@ -136,7 +149,7 @@ class TransformableDataset(MappableDataset):
         text = f"shard({num_shards}, {index})"
         return type(self)(_indexing.Slice(self._node, text, index, step=num_shards))
 
-    def repeat(self, count: int | None = None) -> Self:
+    def repeat(self, count: int | None = None, name: str | None = None) -> Self:
         """All elements, `count` times; without end if `count` is `None` or negative.
 
         Without a count, it ends after a round without elements; directly after `shuffle`, only if
@@ -146,7 +159,11 @@ class TransformableDataset(MappableDataset):
         return type(self)(_indexing.Repeat(self._node, count))
 
     def shuffle(
-        self, buffer_size: int, seed: int | None = None, reshuffle_each_iteration: bool = True
+        self,
+        buffer_size: int,
+        seed: int | None = None,
+        reshuffle_each_iteration: bool = True,
+        name: str | None = None,
     ) -> Self:
         """The elements in random order, each drawn from a buffer of the next `buffer_size`.
 
@@ -158,6 +175,7 @@ class TransformableDataset(MappableDataset):
             seed: equal seeds give equal orders. Without it, replicas share a random seed.
             reshuffle_each_iteration: whether each iteration, and each round of a `repeat`, has its
                 own order.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             ValueError: `buffer_size` is not positive, or means the whole of an infinite dataset.
@@ -177,19 +195,19 @@ class TransformableDataset(MappableDataset):
         reshuffle = bool(reshuffle_each_iteration)
         return type(self)(_indexing.Shuffle(self._node, buffer_size, seed, reshuffle))
 
-    def take(self, count: int) -> Self:
+    def take(self, count: int, name: str | None = None) -> Self:
         """The first `count` elements; all if there are fewer, or if `count` is negative."""
         count = whole(count, "Dataset.take", "count")
         stop = count if count >= 0 else None
         return type(self)(_indexing.Slice(self._node, f"take({count})", stop=stop))
 
-    def skip(self, count: int) -> Self:
+    def skip(self, count: int, name: str | None = None) -> Self:
         """The elements after the first `count`; none if `count` is negative."""
         count = whole(count, "Dataset.skip", "count")
         stop = None if count >= 0 else 0
         return type(self)(_indexing.Slice(self._node, f"skip({count})", max(0, count), stop))
 
-    def concatenate(self, dataset: Self) -> Self:
+    def concatenate(self, dataset: Self, name: str | None = None) -> Self:
         """The elements, then those of `dataset`.
 
         Raises:
@@ -201,12 +219,12 @@ class TransformableDataset(MappableDataset):
             _combining.Concatenate(self._node, check_node(dataset, "Dataset.concatenate"))
         )
 
-    def enumerate(self, start: int = 0) -> Self:
+    def enumerate(self, start: int = 0, name: str | None = None) -> Self:
         """Pairs of a count, an int64 scalar that starts at `start`, and the element."""
         start = whole(start, "Dataset.enumerate", "start")
         return type(self)(_combining.Enumerate(self._node, start))
 
-    def prefetch(self, buffer_size: int | None) -> Self:
+    def prefetch(self, buffer_size: int | None, name: str | None = None) -> Self:
         """The same elements; as the last transformation, it has a thread prepare them ahead.
 
         Elsewhere in a pipeline it changes nothing. A strategy on GPUs prepares batches ahead
@@ -214,6 +232,7 @@ class TransformableDataset(MappableDataset):
 
         Args:
             buffer_size: how many elements to prepare ahead, or 0; `None` and `AUTOTUNE` mean 2.
+            name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
             ValueError: `buffer_size` is less than -1.

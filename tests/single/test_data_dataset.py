@@ -3,6 +3,7 @@
 import collections
 import copy
 import dataclasses
+import inspect
 import itertools
 import re
 from typing import Any
@@ -18,12 +19,14 @@ import hpcstrat as hs
 from hpcstrat import TensorSpec
 from hpcstrat.data import (
     AUTOTUNE,
+    INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
     AutoShardPolicy,
     Dataset,
     DatasetSpec,
     Optional,
     Options,
+    assert_cardinality,
 )
 
 
@@ -120,6 +123,8 @@ class Column:
         (Dataset, "random", "default_rng"),
         (Dataset, "from_sparse_tensor_slices", "Dataset.from_tensor_slices"),
         (hs.data, "TFRecordDataset", "np.save"),
+        (hs.data, "get_structure", "element_spec"),
+        (hs.data, "at", "skip(index)"),
         (hs.data, "experimental", "hpcstrat.data"),
     ],
     ids=lambda value: (
@@ -228,7 +233,73 @@ def test_from_generator_refuses_wrong_arguments():
         _ = Dataset.from_generator(lambda: iter([])).element_spec
 
 
+# The methods of TensorFlow 2.15.1 that take a name, but for those that are refused.
+NAMED = """batch cache concatenate counter enumerate filter flat_map from_generator
+    from_tensor_slices from_tensors get_single_element interleave list_files map padded_batch
+    prefetch range rebatch reduce repeat scan shard shuffle skip take unbatch window with_options
+    zip"""
+
+
+def test_a_name_is_accepted_where_tensorflow_takes_it():
+    for method in NAMED.split():
+        name = inspect.signature(getattr(Dataset, method)).parameters["name"]
+        assert name.default is None, method
+    named = (
+        Dataset.range(4, name="a").map(lambda x: -x, name="b").batch(2, name="c").cache(name="d")
+    )
+    assert items(named) == [[0, -1], [-2, -3]]
+
+
+def test_counter():
+    """The values are those of TensorFlow 2.15.1."""
+    assert list(Dataset.counter(3, -2, np.int32).take(3)) == [3, 1, -1]
+    assert items(Dataset.counter().skip(2000).batch(3).take(2)) == [
+        [2000, 2001, 2002],
+        [2003, 2004, 2005],
+    ]
+    endless = Dataset.counter(1, dtype=np.int32)
+    assert endless.cardinality() == INFINITE_CARDINALITY
+    assert endless.element_spec == TensorSpec((), np.int32)
+    assert len(set(items(endless.shuffle(8, seed=1).take(50)))) == 50
+    assert items(Dataset.zip(Dataset.range(10, 12), endless)) == [(10, 1), (11, 2)]
+    with pytest.raises(TypeError, match=r"Dataset\.counter: step is 0\.5"):
+        Dataset.counter(0, 0.5)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="the dataset is infinite"):
+        endless.shuffle(UNKNOWN_CARDINALITY)
+
+
+def test_apply_and_the_single_element():
+    assert items(Dataset.range(4).apply(lambda d: d.batch(2))) == [[0, 1], [2, 3]]
+    with pytest.raises(TypeError, match="transformation_func returned int"):
+        Dataset.range(1).apply(lambda d: 3)  # pyright: ignore
+    assert Dataset.range(4).batch(4).get_single_element().tolist() == [0, 1, 2, 3]
+    for size, what in (0, "no elements"), (2, "more than one element"):
+        with pytest.raises(ValueError, match=what):
+            Dataset.range(size).get_single_element()
+
+
+def test_the_number_of_elements_is_announced_and_checked():
+    """As in TensorFlow 2.15.1, whose errors are `FailedPreconditionError`."""
+    unknown = Dataset.from_generator(lambda: range(3), np.int64)
+    for dataset in unknown, Dataset.range(3):
+        announced = dataset.apply(assert_cardinality(3))
+        assert len(announced) == 3 and items(announced) == items(announced.batch(1).unbatch())
+        assert items(dataset.repeat().apply(assert_cardinality(-1)).take(4)) == [0, 1, 2, 0]
+        for count, what in (2, "at least 3 elements, and 2 were"), (4, "3 elements, and 4 were"):
+            iterator, seen = iter(dataset.apply(assert_cardinality(count))), []
+            with pytest.raises(ValueError, match=f"the dataset has {what}"):
+                while True:
+                    seen.append(int(next(iterator)))
+            assert seen == [0, 1, 2][:count]
+    with pytest.raises(ValueError, match="expected_cardinality is -2"):
+        assert_cardinality(-2)
+
+
 def test_zip():
+    assert items(Dataset.zip(datasets=(Dataset.range(2), Dataset.range(3)))) == [(0, 0), (1, 1)]
+    for args in (), (Dataset.range(2),):
+        with pytest.raises(TypeError, match=r"Dataset\.zip: "):
+            Dataset.zip(*args, datasets=(Dataset.range(2), Dataset.range(3)) * len(args))
     a, b = Dataset.range(3), Dataset.from_generator(lambda: iter(range(10)), np.int64)
     assert items(Dataset.zip((a, a.skip(1)))) == [(0, 1), (1, 2)]
     assert items(Dataset.zip(a, b)) == items(Dataset.zip((a, b))) == [(0, 0), (1, 1), (2, 2)]
