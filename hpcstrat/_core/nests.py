@@ -41,7 +41,7 @@ def flatten(nest: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
         return [nest], _LEAVES[none_is_leaf]
     try:
         leaves, structure = optree.tree_flatten(
-            nest, none_is_leaf=none_is_leaf, namespace=_NAMESPACE
+            cast("Any", nest), none_is_leaf=none_is_leaf, namespace=_NAMESPACE
         )
     except RecursionError as error:
         raise ValueError(

@@ -759,7 +759,8 @@ def test_none_comes_from_any_source(tmp_path):
     one = [(None, 1)]
     signature = (None, TensorSpec((), np.int32))
     assert list(Dataset.from_tensors((None, 1))) == one
-    for options in {}, {"output_signature": signature}, {"output_types": (None, np.int32)}:
+    kinds: list[dict[str, Any]] = [{"output_signature": signature}, {"output_types": (None, "i4")}]
+    for options in {}, *kinds:
         assert list(Dataset.from_generator(lambda: one, **options)) == one
     rows = Dataset.from_tensor_slices({"a": None, "b": np.arange(4)}).shuffle(4, seed=0)
     assert [x["a"] for x in rows] == [None] * 4 and sorted(x["b"] for x in rows) == [0, 1, 2, 3]
