@@ -26,6 +26,8 @@ _ATTRIBUTES = {
     "state_dict": f"hs.checkpoint.{_SAVING}, and get_config() returns its arguments",
     "load_state_dict": f"hs.checkpoint.{_SAVING}",
     "get_weights": f"write [v.numpy() for v in optimizer.variables]; hs.checkpoint.{_SAVING}",
+    "weights": "optimizer.variables lists what it keeps",
+    "get_slot": "optimizer.variables lists the slots, with names such as Adam/m/w",
     "set_weights": f"hs.checkpoint.{_SAVING}",
     "compute_gradients": "minimize(loss, variables) takes a function that returns the loss and its "
     "gradients, because no tape records them",

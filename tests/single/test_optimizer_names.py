@@ -40,6 +40,8 @@ ATTRIBUTES = {
     "state_dict": rf"{CHECKPOINT}, and get_config\(\) returns its arguments",
     "load_state_dict": CHECKPOINT,
     "get_weights": rf"write \[v\.numpy\(\) for v in optimizer\.variables\]; {CHECKPOINT}",
+    "weights": "optimizer.variables lists what it keeps",
+    "get_slot": "optimizer.variables lists the slots, with names such as Adam/m/w",
     "set_weights": CHECKPOINT,
     "compute_gradients": r"minimize\(loss, variables\) takes a function that returns",
     "aggregate_gradients": r"hs\.get_replica_context\(\)\.all_reduce\('SUM', gradients\)",
