@@ -64,12 +64,18 @@ class Workers:
 
 @final
 class Lifetime:
-    """Whether a strategy is closed: the only mutable state of a group."""
+    """The mutable state of a group: whether its strategy is closed, and the strategy.
 
-    __slots__ = ("is_closed",)
+    Attributes:
+        is_closed: whether it is.
+        strategy: the strategy, as variables tell it; its type is not known in this package.
+    """
+
+    __slots__ = ("is_closed", "strategy")
 
     def __init__(self, is_closed: bool = False) -> None:
         self.is_closed: bool = is_closed
+        self.strategy: object = None
 
 
 @final

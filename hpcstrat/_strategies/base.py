@@ -37,8 +37,8 @@ from hpcstrat._strategies.transfer import (
     require_equal_arguments,
 )
 from hpcstrat._strategies.values import ValueMethods
-from hpcstrat._variable.array import note_read_only
 from hpcstrat._variable.options import creators
+from hpcstrat._variable.writing import explain_write
 
 
 def _describe_run(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
@@ -60,6 +60,7 @@ class Strategy(InputMethods, ValueMethods):
     # Separate from the constructor, because copying a strategy does not place devices again.
     def _connect(self, group: ReplicaGroup) -> None:
         self._group = group
+        group.lifetime.strategy = self
         self._across = AcrossReplicas(group, self)
         self._replica_context = ReplicaContext(self, self._across)
         self._in_replica = InReplica(group, self._replica_context)
@@ -213,7 +214,7 @@ class Strategy(InputMethods, ValueMethods):
                 check_same_structure(communicator, result)
             return result
         except BaseException as error:
-            note_read_only(error)
+            explain_write(error)
             # Other ranks may not have raised. If the program catches the exception, the next
             # collective call compares the ranks and ends the job.
             communicator.calls.note_escaped(error)
@@ -250,7 +251,9 @@ class Scope:
         self._entered.append((contexts.current.set(self._across), creators.get()))
         return self._strategy
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is not None:
+            explain_write(error)
         token, creators_before = self._entered[-1]
         if creators.get() != creators_before:
             raise RuntimeError(

@@ -383,14 +383,3 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         if not gpu.is_on_gpu(self._state.block.view):
             raise AttributeError(f"Variable {self.name!r} is not on a GPU; use it as a NumPy array")
         return self.value
-
-
-def note_read_only(error: BaseException) -> None:
-    """Adds a note to NumPy's error of a write to a read-only array (Python 3.11 or newer)."""
-    add_note = getattr(error, "add_note", None)
-    if add_note is not None and isinstance(error, ValueError) and str(error).endswith("read-only"):
-        add_note(
-            "In a replica context a variable's value() is its memory, which other ranks may be "
-            "reading: change the variable by assign, assign_add or assign_sub, or change a copy, "
-            "read_value()."
-        )

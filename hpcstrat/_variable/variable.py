@@ -12,9 +12,11 @@ from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, current_call, enter_call, leave_call, names_call
+from hpcstrat._core.public import set_missing
 from hpcstrat._core.types import FIRST_REPLICA, Array, MaybeNone, parse_choice
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica, InUpdate, require_cross_replica
+from hpcstrat._replicas.group import default_group
 from hpcstrat._variable.options import (
     NO_AGGREGATION,
     OPERATIONS,
@@ -53,8 +55,12 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
             the variable is read in the cross-replica context.
         aggregation: how the values that the replicas write are combined into one.
         shape: the shape that the initial value must have.
+        validate_shape: must be true: a variable keeps the shape of its initial value.
+        constraint: must be `None`: optimizers do not call it.
+        caching_device: ignored; accepted for compatibility with TensorFlow.
 
     Raises:
+        NotImplementedError: `constraint` is given.
         TypeError: the initial value is not a numeric array, or `name` is not a string.
         ValueError: the shape is not `shape`, or an argument is not one of its choices.
         RuntimeError: made inside the function of `StrategyExtended.update`.
@@ -93,7 +99,23 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         synchronization: VariableSynchronization | str | None = VariableSynchronization.AUTO,
         aggregation: VariableAggregation | str | None = VariableAggregation.NONE,
         shape: Sequence[int] | None = None,
+        *,
+        validate_shape: bool = True,
+        constraint: None = None,
+        caching_device: str | None = None,
     ) -> None:
+        del caching_device
+        if not validate_shape:
+            raise ValueError(
+                f"{current_call()}: validate_shape is {validate_shape}, but a variable keeps the "
+                "shape of its initial value; leave it out"
+            )
+        if constraint is not None:
+            raise NotImplementedError(
+                f"{current_call()}: constraint is {constraint!r}, but optimizers do not call it; "
+                "apply it after the update: optimizer.apply_gradients(...), then "
+                "v.assign(constraint(v)) in the cross-replica context"
+            )
         group = contexts.group()
         if name is not None and not isinstance(name, str):
             raise TypeError(f"{current_call()}: name is {name!r}; it must be a string")
@@ -148,6 +170,20 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         # As its array, which any process can load: the variable itself exists in this job only.
         self._check_readable()
         return self.numpy().__reduce_ex__(protocol)
+
+    @property
+    def distribute_strategy(self) -> Any:
+        """The strategy in whose scope it was made.
+
+        Raises:
+            AttributeError: it was made outside every scope, as in TensorFlow.
+        """
+        if self._state.group is default_group():
+            raise AttributeError(
+                f"Variable {self.name!r} has no distribute_strategy: it was made outside of every "
+                "scope; make it under `with strategy.scope():`"
+            )
+        return self._state.group.lifetime.strategy
 
     # ---- reading the aggregated value
 
@@ -216,26 +252,33 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
 
     def assign_add(
         self,
-        value: Any,
+        value: Any = None,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
+        *,
+        delta: Any = None,
     ) -> Variable | MaybeNone:
-        """Adds `value` to the variable; otherwise as `assign`. Collective."""
+        """Adds `value` to the variable; otherwise as `assign`. Collective.
+
+        `delta` is TensorFlow's name of `value` for a variable outside every scope.
+        """
         del use_locking, name
-        self._write("assign_add", value)
+        self._write("assign_add", delta if value is None else value)
         return self if read_value else None
 
     def assign_sub(
         self,
-        value: Any,
+        value: Any = None,
         use_locking: bool = False,
         name: str | None = None,
         read_value: bool = True,
+        *,
+        delta: Any = None,
     ) -> Variable | MaybeNone:
-        """Subtracts `value` from the variable; otherwise as `assign`. Collective."""
+        """Subtracts `value`, or `delta`, from the variable; otherwise as `assign_add`."""
         del use_locking, name
-        self._write("assign_sub", value)
+        self._write("assign_sub", delta if value is None else value)
         return self if read_value else None
 
     def _write(self, verb: str, value: Any) -> None:
@@ -317,6 +360,16 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         return as_written_value(
             verb, value, self.shape, self.dtype, self._state.group.stream is not None
         )
+
+
+set_missing(
+    Variable,
+    {
+        "count_up_to": "write v.assign_add(1), and compare it with the limit",
+        "initial_value": "keep the array that you pass to Variable",
+        "set_shape": "a variable keeps the shape of its initial value",
+    },
+)
 
 
 def state_of(variable: Variable) -> VariableState:

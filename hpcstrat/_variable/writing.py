@@ -13,6 +13,7 @@ from hpcstrat._core.arrays import as_array, as_native, as_read_only, has_own_dty
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array
 from hpcstrat._core.values import DistributedValues
+from hpcstrat._process.reports import add_note
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._update.rows import LAST, MAXIMUM, MINIMUM, PRODUCT, SUM, Combination
 
@@ -194,3 +195,23 @@ def _fits(array: Array, dtype: np.dtype[Any]) -> bool:
         return True
     bounds = np.iinfo(dtype)
     return bool(array.min() >= bounds.min and array.max() <= bounds.max)
+
+
+def explain_write(error: BaseException) -> None:
+    """Adds a note to NumPy's or CuPy's error of a write to a part of a variable."""
+    if isinstance(error, ValueError) and str(error).endswith("read-only"):
+        add_note(
+            error,
+            "In a replica context a variable's value() is its memory, which other ranks may be "
+            "reading: change the variable by assign, assign_add or assign_sub, or change a copy, "
+            "read_value().",
+        )
+    # A subclass of arrays could have the method, but scalars could not, and all reads would pay.
+    if isinstance(error, AttributeError) and error.name in RULES:
+        if type(error.obj).__module__.partition(".")[0] in ("numpy", "cupy"):
+            add_note(
+                error,
+                "An indexed variable is a plain array: write elements by "
+                "v.scatter_nd_update(indices, values), rows by "
+                "v.scatter_update(IndexedSlices(values, indices)), or all of it by v.assign(new).",
+            )

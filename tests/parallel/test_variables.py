@@ -191,6 +191,9 @@ def test_the_arguments_have_their_defaults():
         "synchronization",
         "aggregation",
         "shape",
+        "validate_shape",
+        "constraint",
+        "caching_device",
     ]
     assert arguments["trainable"].default is None
     assert arguments["aggregation"].default is hs.VariableAggregation.NONE
@@ -230,12 +233,15 @@ def test_creators_are_asked_from_the_inside(strategy):
     x = hs.Variable(1.0)
     arguments = [
         "aggregation",
+        "caching_device",
+        "constraint",
         "dtype",
         "initial_value",
         "name",
         "shape",
         "synchronization",
         "trainable",
+        "validate_shape",
     ]
     assert asked == [
         ("inner", "given", arguments),
@@ -243,6 +249,61 @@ def test_creators_are_asked_from_the_inside(strategy):
         ("outer", None, arguments),
     ]
     assert (v.name, v.dtype, w.dtype, x.dtype) == ("renamed", np.float64, np.float64, np.float32)
+
+
+def test_tensorflows_arguments_are_ignored_or_refused(strategy):
+    with strategy.scope():
+        v = hs.Variable([1.0, 2.0], validate_shape=True, constraint=None, caching_device="CPU:0")
+        with pytest.raises(NotImplementedError, match=r"Variable: constraint is .* apply it after"):
+            hs.Variable(1.0, constraint=abs)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ValueError, match="Variable: validate_shape is False"):
+            hs.Variable(1.0, validate_shape=False)
+    v.assign_add(delta=[1.0, 2.0])  # tf.Variable's name of the value
+    v.assign_sub(delta=[0.5, 0.5])
+    assert v.numpy().tolist() == [1.5, 3.5]
+    with pytest.raises(ValueError, match="Variable.assign_add .*the value is None"):
+        v.assign_add()
+
+
+def test_a_variable_knows_its_strategy(strategy):
+    with strategy.scope():
+        v = hs.Variable(1.0)
+    assert v.distribute_strategy is strategy
+    own = strategy.run(lambda: v.distribute_strategy is strategy)
+    assert strategy.experimental_local_results(own) == (True,) * N
+    with pytest.raises(AttributeError, match="made outside of every scope"):
+        _ = hs.Variable(1.0).distribute_strategy
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [("set_shape", "keeps the shape"), ("initial_value", "keep the array"), ("count_up_to", "add")],
+)
+def test_what_is_missing_says_what_to_write_instead(name, instead):
+    v = hs.Variable(1.0)
+    assert not hasattr(v, name)
+    for owner in v, hs.Variable:
+        with pytest.raises(AttributeError, match=f"Variable.{name} does not exist: .*{instead}"):
+            getattr(owner, name)
+
+
+def test_an_assignment_to_an_index_says_what_to_write(strategy, xp):
+    with strategy.scope():
+        v = hs.Variable(xp.ones(3, np.float32))
+
+    def write():
+        v[1:3].assign(xp.zeros(2, np.float32))  # pyright: ignore
+
+    def across():
+        with strategy.scope():
+            v[2].assign_add(1)  # pyright: ignore
+
+    for call in (lambda: strategy.run(write)), across:
+        with pytest.raises(AttributeError) as caught:
+            call()
+        (note,) = getattr(caught.value, "__notes__", [])
+        assert "v.scatter_nd_update(indices, values)" in note
+    assert v.numpy().tolist() == [1, 1, 1]
 
 
 def test_a_variable_of_no_scope_is_every_processes_own():
