@@ -39,6 +39,16 @@ from hpcstrat._replicas.contexts import in_cross_replica_context as in_cross_rep
 from hpcstrat._strategies.base import ReplicaContext as ReplicaContext
 from hpcstrat._strategies.base import Strategy as Strategy
 from hpcstrat._strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
+from hpcstrat._strategies.communication import (
+    CommunicationImplementation as CommunicationImplementation,
+)
+from hpcstrat._strategies.communication import CommunicationOptions as CommunicationOptions
+from hpcstrat._strategies.communication import CrossDeviceOps as CrossDeviceOps
+from hpcstrat._strategies.communication import (
+    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
+)
+from hpcstrat._strategies.communication import NcclAllReduce as NcclAllReduce
+from hpcstrat._strategies.communication import ReductionToOneDevice as ReductionToOneDevice
 from hpcstrat._strategies.current import experimental_set_strategy as experimental_set_strategy
 from hpcstrat._strategies.current import get_replica_context as get_replica_context
 from hpcstrat._strategies.current import get_strategy as get_strategy

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from typing import final
+from collections.abc import Callable
+from typing import Any, final
 
 from hpcstrat._core.types import MaybeNone
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import default_group
 from hpcstrat._strategies.base import ReplicaContext, Scope, Strategy
+from hpcstrat._variable.options import creators
 
 
 @final
@@ -20,12 +22,15 @@ class DefaultStrategy(Strategy):
         super().__init__(default_group())
 
     def scope(self) -> Scope:
-        """A context manager that changes nothing: outside every scope this strategy is current."""
+        """A context manager in which no variable of another strategy can be made.
+
+        Otherwise it changes nothing: outside every scope this strategy is current.
+        """
         return _DefaultScope(self, self._across)
 
 
 class _DefaultScope(Scope):
-    """The default strategy's scope, which changes nothing, as in TensorFlow."""
+    """The default strategy's scope, which refuses variables of others, as in TensorFlow."""
 
     __slots__ = ()
 
@@ -34,10 +39,20 @@ class _DefaultScope(Scope):
             raise RuntimeError(
                 "Strategy.scope was called in the scope of another strategy; leave that scope first"
             )
+        self._entered.append(creators.set((*creators.get(), _require_default)))
         return self._strategy
 
     def __exit__(self, *_: object) -> None:
-        pass
+        creators.reset(self._entered.pop())
+
+
+def _require_default(next_creator: Callable[..., Any], **arguments: Any) -> Any:
+    if has_strategy():
+        raise RuntimeError(
+            f"Variable: made in the scope of {contexts.group().name}, which was entered in the "
+            "scope of the default strategy; strategies do not mix: leave that scope first"
+        )
+    return next_creator(**arguments)
 
 
 # Always the same object: programs may keep it, and compare `get_strategy()` with it by identity.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import disconnect_on_error
@@ -17,6 +16,7 @@ from hpcstrat._storage.factory import (
     make_replica_storage,
 )
 from hpcstrat._strategies.base import Strategy
+from hpcstrat._strategies.communication import CommunicationOptions, CrossDeviceOps, check_choice
 from hpcstrat._strategies.placement import agree_on_placement, place_on_hosts, place_on_one_host
 from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 
@@ -30,12 +30,13 @@ class MirroredStrategy(Strategy):
     Args:
         devices: the device of each rank, in rank order. By default rank i gets the host's GPU i; on
             a host without GPUs all ranks use the CPU.
+        cross_device_ops: `None` or a `CrossDeviceOps`, which changes nothing.
         shard_updates: whether each replica keeps the optimizers' slots for its part of all elements
             only, and updates that part, as PyTorch's `ZeroRedundancyOptimizer` and DeepSpeed's ZeRO
             stage 1 do. On the CPU the result has the same bits.
 
     Raises:
-        TypeError: `shard_updates` is not a bool.
+        TypeError: `shard_updates` is not a bool, or `cross_device_ops` is something else.
         ValueError: a string does not name a device, or the list does not have one entry per rank.
         RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on
             several hosts, or MPI or NCCL cannot start.
@@ -45,8 +46,13 @@ class MirroredStrategy(Strategy):
 
     @names_call("MirroredStrategy")
     def __init__(
-        self, devices: Sequence[str] | None = None, *, shard_updates: bool = False
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        shard_updates: bool = False,
     ) -> None:
+        check_choice(current_call(), "cross_device_ops", cross_device_ops, CrossDeviceOps)
         super().__init__(
             make_mirrored_group(*place_on_one_host(devices), shard_updates=shard_updates)
         )
@@ -67,12 +73,12 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     Args:
         cluster_resolver: tells which worker this process belongs to; by default MPI does. It must
             agree with MPI on the number of hosts.
-        communication_options: ignored; accepted for compatibility with TensorFlow.
+        communication_options: `None` or a `CommunicationOptions`, which changes nothing.
         shard_updates: as in `MirroredStrategy`.
 
     Raises:
-        TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`, or `shard_updates` is
-            not a bool.
+        TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`, `shard_updates` is
+            not a bool, or `communication_options` is something else.
         RuntimeError: the resolver's number of workers is not the number of hosts, there are more
             ranks than GPUs on a host, or MPI or NCCL cannot start.
     """
@@ -83,12 +89,12 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
-        communication_options: Any = None,
+        communication_options: CommunicationOptions | None = None,
         *,
         shard_updates: bool = False,
     ) -> None:
-        del communication_options
         call = current_call()
+        check_choice(call, "communication_options", communication_options, CommunicationOptions)
         devices, communicator = place_on_hosts()
         world = worlds.start()
         group = make_mirrored_group(devices, communicator, world.hosts, shard_updates)

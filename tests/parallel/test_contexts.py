@@ -1,5 +1,6 @@
 """Scopes, replica contexts, and what a line can find out about where it runs."""
 
+import contextlib
 import contextvars
 import copy
 import threading
@@ -127,6 +128,14 @@ def test_the_scope_of_the_default_strategy_changes_nothing(strategy):
         assert default.reduce("SUM", default.run(lambda: RANK), axis=None) == RANK
         with strategy.scope():
             assert facts() == (strategy, True, True, None)
+            # TensorFlow's `testScopeMostlyNoOp`: "Mixing different tf.distribute.Strategy objects".
+            for scope in contextlib.nullcontext, default.scope:
+                with pytest.raises(
+                    RuntimeError, match=r"Variable: made in the scope|Strategy.scope"
+                ):
+                    with scope():
+                        hs.Variable(1.0)
+        hs.Variable(1.0)
         assert strategy.reduce("SUM", strategy.run(lambda: RANK), axis=None) == N * (N - 1) // 2
     assert facts() == outside
 

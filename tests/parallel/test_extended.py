@@ -326,3 +326,93 @@ def test_updates_within_merge_call(strategy, xp):
 
     for one in strategy.experimental_local_results(strategy.run(replica)):
         assert one.tolist() == [N * (N + 1) / 2] * 2
+
+
+# ---- version 1: several steps
+
+
+@pytest.mark.core
+@pytest.mark.parametrize(
+    "kind", [hs.compat.v1.MirroredStrategy, hs.compat.v1.CentralStorageStrategy]
+)
+def test_several_steps_of_an_iterator(place, kind):
+    """The values are those of TensorFlow 2.15.1's MirroredStrategy, on 2 replicas for `each`."""
+    with place.make(kind) as strategy:
+        assert strategy.extended is strategy.extended
+        with strategy.scope():
+            total = hs.Variable(np.int64(0), aggregation="SUM")
+        iterator = strategy.make_dataset_iterator(hs.data.Dataset.range(12).batch(4))
+        iterator.initialize()
+
+        def in_replica(batch):
+            total.assign_add(batch.sum())
+            context.set_last_step_output("largest", batch.sum(), "MAX")
+            context.set_non_tensor_output("names", f"of {RANK}")
+            with pytest.raises(ValueError, match="set_last_step_output: reduce_op is None"):
+                context.set_last_step_output("each", batch)
+            return batch.sum()
+
+        def step(given, batch):
+            nonlocal context
+            context = given
+            assert hs.get_strategy() is strategy and hs.in_cross_replica_context()
+            result = strategy.run(in_replica, args=(batch,))
+            context.set_last_step_output("sum", result, reduce_op=hs.ReduceOp.SUM)
+            context.set_last_step_output("each", result)
+            context.set_non_tensor_output("n", 7)
+
+        context: Any = None
+        run_steps = strategy.extended.experimental_run_steps_on_iterator
+        returned = run_steps(step, iterator, iterations=3, initial_loop_values={"sum": 0})
+        assert returned is context and returned.run_op is None
+        parts = [int(part.sum()) for part in np.array_split(np.arange(8, 12), N)]
+        each = strategy.experimental_local_results(returned.last_step_outputs["each"])
+        assert int(returned.last_step_outputs["sum"]) == 38 and total.numpy() == 66
+        assert [int(part) for part in each] == parts and (N != 2 or parts == [17, 21])
+        assert int(returned.last_step_outputs["largest"]) == max(parts)
+        names = tuple(f"of {rank}" for rank in range(N))
+        assert returned.non_tensor_outputs == {"n": 7, "names": names}
+        with pytest.raises(StopIteration):
+            run_steps(step, iterator)
+        with pytest.raises(ValueError, match="iterations is 0"):
+            run_steps(step, iterator, 0)
+
+
+# ---- how to communicate
+
+
+def test_tensorflows_choices_of_communication_change_nothing(place):
+    for ops in (
+        hs.NcclAllReduce(num_packs=2),
+        hs.HierarchicalCopyAllReduce(),
+        hs.ReductionToOneDevice("CPU:0"),
+    ):
+        with place.make(hs.MirroredStrategy, ops) as strategy:
+            assert int(strategy.reduce("SUM", strategy.run(lambda: np.int64(1)), None)) == N
+    options = hs.CommunicationOptions(bytes_per_pack=1, timeout_seconds=3.0, implementation="ring")
+    assert options.implementation is hs.CommunicationImplementation.RING
+    with hs.MultiWorkerMirroredStrategy(communication_options=options) as strategy:
+        value = strategy.run(lambda: np.int64(1))
+        assert strategy.extended.reduce_to("SUM", value, "CPU:0", options) == N
+
+
+WRONG: Any = {
+    "packs": (lambda: hs.NcclAllReduce(-1), ValueError, "^NcclAllReduce: num_packs is -1"),
+    "copies": (lambda: hs.HierarchicalCopyAllReduce(-1), ValueError, "num_packs is -1"),
+    "sums": (lambda: hs.ReductionToOneDevice(None, max), NotImplementedError, "Strategy.gather"),
+    "bytes": (lambda: hs.CommunicationOptions(-1), ValueError, "bytes_per_pack is -1"),
+    "name": (lambda: hs.CommunicationOptions(0, None, "x"), ValueError, "AUTO.*RING.*NCCL"),
+    "text": (lambda: hs.MirroredStrategy(None, WRONG["text"][2]), TypeError, "cross_device_ops is"),
+    "options": (
+        lambda: hs.MultiWorkerMirroredStrategy(None, WRONG["options"][2]),
+        TypeError,
+        "must be a hpcstrat.CommunicationOptions, or None",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_choice_of_communication_is_refused(name):
+    make, error, text = WRONG[name]
+    with pytest.raises(error, match=text):
+        make()

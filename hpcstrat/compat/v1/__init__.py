@@ -2,6 +2,8 @@
 
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat._core.types import ReduceOp as ReduceOp
+from hpcstrat.compat.v1._extended import MultiStepContext as MultiStepContext
+from hpcstrat.compat.v1._extended import StrategyExtendedV1 as StrategyExtended
 from hpcstrat.compat.v1._strategies import CentralStorageStrategyV1 as CentralStorageStrategy
 from hpcstrat.compat.v1._strategies import DistributedInputIterator as DistributedInputIterator
 from hpcstrat.compat.v1._strategies import MirroredStrategyV1 as MirroredStrategy
@@ -13,8 +15,10 @@ __all__ = [
     "DistributedInputIterator",
     "InputReplicationMode",
     "MirroredStrategy",
+    "MultiStepContext",
     "OneDeviceStrategy",
     "ReduceOp",
+    "StrategyExtended",
 ]
 
 _set_module(globals())

@@ -8,8 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from hpcstrat._core.types import ReduceOp
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import central_storage, mirrored, one_device
 from hpcstrat._strategies.base import Strategy
+from hpcstrat.compat.v1._extended import StrategyExtendedV1
 from hpcstrat.data import Dataset, DistributedDataset, InputContext, InputReplicationMode
 
 
@@ -41,6 +43,15 @@ class DistributedInputIterator:
 
 class _V1Methods(Strategy):
     """The methods that the strategies of version 1 add."""
+
+    def _connect(self, group: ReplicaGroup) -> None:
+        super()._connect(group)
+        self._extended: StrategyExtendedV1 = StrategyExtendedV1(self._across, self.run)
+
+    @property
+    def extended(self) -> StrategyExtendedV1:
+        """More methods, for libraries built on strategies."""
+        return self._extended
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedInputIterator:
         """An iterator over a dataset batched by the global batch size. Collective."""
