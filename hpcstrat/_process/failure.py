@@ -120,6 +120,9 @@ def _report_of_thread(
 
 def _report(error: BaseException | None, show: Callable[[], object], ends: bool) -> None:
     """Prints an uncaught exception, as `show` does, and ends all ranks if it `ends` them."""
+    if error is not None:
+        for explain in reports.explanations:
+            explain(error)
     if not ends or not _job.can_end_others():
         if not _job.process:  # a rank alone
             _tell_launcher_of(error)

@@ -13,6 +13,9 @@ from collections.abc import Callable, Iterator
 _PRINT_SECONDS = 3.0  # that the launcher gets to take what is printed
 _HAS_NOTES = sys.version_info >= (3, 11)
 
+explanations: list[Callable[[BaseException], None]] = []
+"""Functions that add notes to exceptions of other libraries, if the program does not catch them."""
+
 _tag = ""  # in front of each line, under several ranks
 _reporting = threading.local()
 
@@ -99,7 +102,9 @@ def capture(show: Callable[[], object], error: BaseException | None) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """`BaseException.add_note`; Python 3.10 lacks it, so `capture` shows the note there."""
+    """`BaseException.add_note`, once; Python 3.10 lacks it, so `capture` shows the note there."""
+    if note in getattr(error, "__notes__", ()):
+        return
     if _HAS_NOTES:
         error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
     else:

@@ -38,7 +38,7 @@ from hpcstrat._strategies.transfer import (
 )
 from hpcstrat._strategies.values import ValueMethods
 from hpcstrat._variable.options import creators
-from hpcstrat._variable.writing import explain_write
+from hpcstrat._variable.writing import explain_assign, explain_read_only
 
 
 def _describe_run(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
@@ -214,7 +214,8 @@ class Strategy(InputMethods, ValueMethods):
                 check_same_structure(communicator, result)
             return result
         except BaseException as error:
-            explain_write(error)
+            explain_read_only(error)
+            explain_assign(error)
             # Other ranks may not have raised. If the program catches the exception, the next
             # collective call compares the ranks and ends the job.
             communicator.calls.note_escaped(error)
@@ -253,7 +254,7 @@ class Scope:
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         if error is not None:
-            explain_write(error)
+            explain_assign(error)
         token, creators_before = self._entered[-1]
         if creators.get() != creators_before:
             raise RuntimeError(

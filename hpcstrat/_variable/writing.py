@@ -13,7 +13,7 @@ from hpcstrat._core.arrays import as_array, as_native, as_read_only, has_own_dty
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array
 from hpcstrat._core.values import DistributedValues
-from hpcstrat._process.reports import add_note
+from hpcstrat._process.reports import add_note, explanations
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._update.rows import LAST, MAXIMUM, MINIMUM, PRODUCT, SUM, Combination
 
@@ -197,8 +197,8 @@ def _fits(array: Array, dtype: np.dtype[Any]) -> bool:
     return bool(array.min() >= bounds.min and array.max() <= bounds.max)
 
 
-def explain_write(error: BaseException) -> None:
-    """Adds a note to NumPy's or CuPy's error of a write to a part of a variable."""
+def explain_read_only(error: BaseException) -> None:
+    """Adds a note to NumPy's error of a write to a read-only array."""
     if isinstance(error, ValueError) and str(error).endswith("read-only"):
         add_note(
             error,
@@ -206,7 +206,11 @@ def explain_write(error: BaseException) -> None:
             "reading: change the variable by assign, assign_add or assign_sub, or change a copy, "
             "read_value().",
         )
-    # A subclass of arrays could have the method, but scalars could not, and all reads would pay.
+
+
+# A subclass of arrays could have the methods, but scalars could not, and all reads would pay.
+def explain_assign(error: BaseException) -> None:
+    """Adds a note to NumPy's or CuPy's error of `v[i].assign(x)`."""
     if isinstance(error, AttributeError) and error.name in RULES:
         if type(error.obj).__module__.partition(".")[0] in ("numpy", "cupy"):
             add_note(
@@ -215,3 +219,6 @@ def explain_write(error: BaseException) -> None:
                 "v.scatter_nd_update(indices, values), rows by "
                 "v.scatter_update(IndexedSlices(values, indices)), or all of it by v.assign(new).",
             )
+
+
+explanations.append(explain_assign)

@@ -32,7 +32,8 @@ class SavableDataset(TransformableDataset):
         With one it is collective: all ranks call this. Rank 0 writes all elements at once, as
         `save` does, unless an earlier call or an earlier program has written them; every replica
         then reads its own. The functions before it are not called again until the folder is
-        removed. A folder that is not complete, because its program ended, is not used.
+        removed. A folder that is not complete, because its program ended, is not used. Call it
+        where the pipeline is built, not in a function of one, which may run in a thread.
 
         Args:
             filename: a folder, on a file system that all ranks see; `save` and `load` take it, too.

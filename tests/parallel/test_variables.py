@@ -7,6 +7,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
+from internals import reports
 from mpi4py import MPI
 from slow import slow_but
 from strategies import STRATEGIES, strategies_for
@@ -298,9 +299,14 @@ def test_an_assignment_to_an_index_says_what_to_write(strategy, xp):
         with strategy.scope():
             v[2].assign_add(1)  # pyright: ignore
 
-    for call in (lambda: strategy.run(write)), across:
+    def outside():  # where only the report of an uncaught exception adds the note
+        v[2].assign(1)  # pyright: ignore
+
+    for call in (lambda: strategy.run(write)), across, outside:
         with pytest.raises(AttributeError) as caught:
             call()
+        for explain in reports.explanations:
+            explain(caught.value)
         (note,) = getattr(caught.value, "__notes__", [])
         assert "v.scatter_nd_update(indices, values)" in note
     assert v.numpy().tolist() == [1, 1, 1]
