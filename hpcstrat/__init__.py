@@ -9,7 +9,9 @@ from hpcstrat import data as data
 from hpcstrat import losses as losses
 from hpcstrat import metrics as metrics
 from hpcstrat import optimizers as optimizers
+from hpcstrat._core.other_names import missing_in_module as _missing_in_module
 from hpcstrat._core.public import set_module as _set_module
+from hpcstrat._core.public import set_owners as _set_owners
 from hpcstrat._core.types import IndexedSlices as IndexedSlices
 from hpcstrat._core.types import PerReplicaSpec as PerReplicaSpec
 from hpcstrat._core.types import ReduceOp as ReduceOp
@@ -81,10 +83,11 @@ def __getattr__(name: str) -> Any:
         import hpcstrat.torch
 
         return hpcstrat.torch
-    raise AttributeError(f"module 'hpcstrat' has no attribute {name!r}")
+    raise _missing_in_module(__name__, name)
 
 
 _set_module(globals())
+_set_owners()
 _failure.install_at_import()
 _settings.warn_of_unknown()
 if _settings.timeline():

@@ -82,6 +82,11 @@ def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
     """
     communicator, result = connect(), None
     if communicator.rank == 0:
+        if not callable(fn):
+            raise TypeError(
+                f"{current_call()}: fn is {fn!r}; pass the function itself and its arguments, as "
+                "in on_lead(np.save, path, array)"
+            )
         with extend_timeout(_HOUR):
             result = fn(*args, **kwargs)
     return communicator.broadcast_obj(result)

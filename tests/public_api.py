@@ -5,6 +5,8 @@ import inspect
 import pkgutil
 import re
 
+from internals import Missing
+
 import hpcstrat as hs
 
 # Programs import from these, not from the files of a package such as hpcstrat.data.options.
@@ -39,6 +41,8 @@ def public_names(with_methods=True):
                     is_ours = str(getattr(inner, "__module__", "")).startswith(
                         "hpcstrat"
                     ) or isinstance(inner, property)
+                    if isinstance(inner, Missing):
+                        continue
                     if not method.startswith("_") and is_ours:
                         found[f"{module.__name__}.{name}.{method}"] = inner
     return found

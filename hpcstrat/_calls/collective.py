@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 from hpcstrat._calls.state import CallState
-from hpcstrat._core.call_name import current_call, enter_call, leave_call
+from hpcstrat._core.call_name import current_call, enter_call, explain_arguments, leave_call
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -51,6 +51,7 @@ def collective(
                 try:
                     return function(*args, **kwargs)
                 except BaseException as error:
+                    explain_arguments(error)
                     calls.share_error(error, number)
                     raise
             finally:

@@ -11,9 +11,11 @@ import functools
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, TypeVar, cast, final
+
+from hpcstrat._core.other_names import ARGUMENTS
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OWN = ("hpcstrat", "tqdm")  # packages whose lines are not the program's
@@ -61,12 +63,48 @@ def names_call(name: str | Callable[..., str]) -> Callable[[_Function], _Functio
             outer = enter_call(name if isinstance(name, str) else name(*args, **kwargs))
             try:
                 return function(*args, **kwargs)
+            except TypeError as error:
+                explain_arguments(error)
+                raise
             finally:
                 leave_call(outer)
 
         return cast("_Function", call)
 
     return decorate
+
+
+def explain_arguments(error: BaseException) -> None:
+    """Adds what to pass, where Python has refused the arguments of the current call.
+
+    Call it in the frame that made the call.
+    """
+    if not isinstance(error, TypeError) or not _is_of_this_frame(error):
+        return
+    text = str(error)
+    for part, instead in ARGUMENTS.get(current_call(), {}).items():
+        if part in text:
+            error.args = (f"{text}; {instead}",)
+
+
+def refuses_arguments(
+    error: TypeError, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether Python has refused the arguments of `function`, which the caller's frame called."""
+    # An error from within may come of a call that fits the signature of a wrapped function only.
+    if not _is_of_this_frame(error):
+        return False
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return True
+    except ValueError:  # a function in C, without a signature
+        pass
+    return False
+
+
+def _is_of_this_frame(error: TypeError) -> bool:
+    return error.__traceback__ is not None and error.__traceback__.tb_next is None
 
 
 def constructor_signature(cls: type) -> inspect.Signature:

@@ -77,11 +77,16 @@ def parse_all(compute_devices: Sequence[str] | None, size: int) -> list[Device] 
     """The devices that the user named for `size` ranks, in rank order; `None` if none.
 
     Raises:
-        TypeError: `compute_devices` is a single string.
+        TypeError: `compute_devices` is a single string, or no sequence.
         ValueError: it does not have one entry per rank, or an entry is not a device.
     """
     if compute_devices is None:
         return None
+    if not isinstance(compute_devices, Sequence):
+        raise TypeError(
+            f"{current_call()}: {compute_devices!r} is not a list of devices; there are as many "
+            "replicas as ranks (`mpirun -n 4`), so leave it out, or name one device per rank"
+        )
     # A string is a sequence of letters: each would be refused.
     if isinstance(compute_devices, str):
         raise TypeError(

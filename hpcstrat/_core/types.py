@@ -122,7 +122,9 @@ class TensorSpec:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        content = f"shape={self.shape}, dtype={self.dtype.name}, name={self.name!r}"
+        # A string's name, such as str832, counts bits.
+        dtype = self.dtype.str if self.dtype.kind in "US" else self.dtype.name
+        content = f"shape={self.shape}, dtype={dtype}, name={self.name!r}"
         return f"{type(self).__name__}({content})"
 
 

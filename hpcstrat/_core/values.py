@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from hpcstrat._core import nests
+from hpcstrat._core.other_names import ONE_EACH
 
 
 class DistributedValues:
@@ -41,11 +42,7 @@ class DistributedValues:
 
 def refuse(call: str) -> NoReturn:
     """Raises the `TypeError` for a distributed value that is used as a number or an array."""
-    raise TypeError(
-        f"{call}: this is one value per replica; reduce it first: strategy.reduce('MEAN', value, "
-        "axis=None), or look at all of them: strategy.experimental_local_results(value). A replica "
-        "function is given its own: strategy.run(fn, args=(value,))"
-    )
+    raise TypeError(f"{call}: {ONE_EACH}")
 
 
 _REFUSED = """

@@ -32,6 +32,7 @@ from hpcstrat._strategies.input import InputMethods
 from hpcstrat._strategies.replica_collectives import ReplicaCollectives
 from hpcstrat._strategies.transfer import (
     check_same_structure,
+    explain_arguments,
     explain_empty_part,
     regroup,
     require_equal_arguments,
@@ -54,7 +55,12 @@ class Strategy(InputMethods, ValueMethods):
     same lines.
     """
 
-    def __init__(self, group: ReplicaGroup) -> None:
+    def __init__(self, group: ReplicaGroup | None = None) -> None:
+        if not isinstance(group, ReplicaGroup):
+            raise TypeError(
+                "Strategy: make a MirroredStrategy, a MultiWorkerMirroredStrategy, a "
+                "CentralStorageStrategy or a OneDeviceStrategy"
+            )
         self._connect(group)
 
     # Separate from the constructor, because copying a strategy does not place devices again.
@@ -220,6 +226,7 @@ class Strategy(InputMethods, ValueMethods):
             # collective call compares the ranks and ends the job.
             communicator.calls.note_escaped(error)
             self._group.storage.drop_marks()
+            explain_arguments(error, fn, args, kwargs)
             explain_empty_part(error, args, kwargs)
             raise
         finally:

@@ -226,6 +226,11 @@ def _as_scatterable(value: Any, axis: Any) -> Any:
         )
     array = as_numeric(value)
     check_axis(axis)
+    if not array.ndim:
+        raise ValueError(
+            f"{current_call()}: a leaf of the value is {array}, which cannot be split; a list is a "
+            "nest, so pass np.array(value)"
+        )
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(
             f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; "

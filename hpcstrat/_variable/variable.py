@@ -12,7 +12,6 @@ from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, current_call, enter_call, leave_call, names_call
-from hpcstrat._core.public import set_missing
 from hpcstrat._core.types import FIRST_REPLICA, Array, MaybeNone, parse_choice
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica, InUpdate, require_cross_replica
@@ -360,16 +359,6 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         return as_written_value(
             verb, value, self.shape, self.dtype, self._state.group.stream is not None
         )
-
-
-set_missing(
-    Variable,
-    {
-        "count_up_to": "write v.assign_add(1), and compare it with the limit",
-        "initial_value": "keep the array that you pass to Variable",
-        "set_shape": "a variable keeps the shape of its initial value",
-    },
-)
 
 
 def state_of(variable: Variable) -> VariableState:

@@ -87,7 +87,13 @@ def as_initial_value(
         # initial values are plain numbers.
         dtype = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}.get(array.dtype.kind)
     if dtype is not None:
-        dtype = np.dtype(dtype)
+        try:
+            dtype = np.dtype(dtype)
+        except TypeError as error:
+            raise TypeError(
+                f"Variable: dtype is {dtype!r}, which NumPy does not take ({error}); write a "
+                "dtype's name, such as 'float32'"
+            ) from None
         if not is_numeric(dtype):
             raise TypeError(f"Variable: dtype is {dtype}; it must be a numeric or boolean dtype")
         if not (

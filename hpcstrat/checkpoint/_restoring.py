@@ -232,10 +232,8 @@ def open_file(path: str) -> CheckpointFile:
     try:
         return CheckpointFile(path, connect().work)
     except OSError as error:
-        raise explain(
-            path, error, "nothing was changed; correct this, and restore again"
-        ) from error
+        raise explain(path, error, "nothing was changed; correct this, and restore again") from None
     except ValueError as error:
         raise ValueError(
             f"{current_call()}: {error}. Nothing was changed; pass another file"
-        ) from error
+        ) from None

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat._core.other_names import missing_in_module as _missing_in_module
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat._core.types import RunOptions as RunOptions
 from hpcstrat._core.types import ValueContext as ValueContext
@@ -11,7 +12,6 @@ from hpcstrat.data._arguments import InputContext as InputContext
 from hpcstrat.data._arguments import InputOptions as InputOptions
 from hpcstrat.data._arguments import InputReplicationMode as InputReplicationMode
 from hpcstrat.data._arguments import Options as Options
-from hpcstrat.data._arguments import missing_in_module as _missing_in_module
 from hpcstrat.data._dataset import Dataset as Dataset
 from hpcstrat.data._dataset import assert_cardinality as assert_cardinality
 from hpcstrat.data._distributed import DistributedDataset as DistributedDataset
@@ -45,4 +45,4 @@ _set_module(globals())
 if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
 
     def __getattr__(name: str) -> Any:
-        raise _missing_in_module(name)
+        raise _missing_in_module(__name__, name)

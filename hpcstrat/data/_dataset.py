@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +14,10 @@ from hpcstrat._core import nests
 from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _combining, _elements, _sources
 from hpcstrat.data._arguments import (
-    NamesWhatIsMissing,
     Options,
     function_of,
-    missing_in_dataset,
     path_of,
+    refuse_second,
     seed_of,
     weights_of,
     whole,
@@ -31,7 +30,7 @@ from hpcstrat.data._saving import SavableDataset
 
 
 @final
-class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
+class Dataset(SavableDataset):
     """A pipeline that yields elements: nests of NumPy arrays or, without dimensions, NumPy scalars.
 
     Make a dataset with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or
@@ -46,7 +45,7 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
     An argument of the wrong type, such as text for a size, is a TypeError that names both.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node | None = None) -> None:
         if not isinstance(node, Node):
             raise TypeError(
                 "Dataset: make one with range, from_tensors, from_tensor_slices, from_generator or "
@@ -80,8 +79,9 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
         """One element: the nest of arrays `tensors`.
 
         Raises:
-            TypeError: a leaf cannot become an array.
+            TypeError: a leaf cannot become an array, or `name` is not a string.
         """
+        refuse_second(name, "from_tensors")
         return Dataset(_sources.Tensors(tensors))
 
     @staticmethod
@@ -95,9 +95,10 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
         may fail on one rank, so ranks compare their steps, as with functions.
 
         Raises:
-            TypeError: a leaf cannot become an array.
+            TypeError: a leaf cannot become an array, or `name` is not a string.
             ValueError: a leaf has no dimensions, or first dimensions differ.
         """
+        refuse_second(name, "from_tensor_slices")
         return Dataset(_sources.Slices(tensors))
 
     @staticmethod
@@ -347,14 +348,6 @@ class Dataset(SavableDataset, metaclass=NamesWhatIsMissing):
 
     def __repr__(self) -> str:
         return repr(self._node)
-
-    if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
-
-        def __getattr__(self, name: str) -> Any:
-            # A property in which user code raised AttributeError: raise that error again.
-            if hasattr(type(self), name):
-                return object.__getattribute__(self, name)
-            raise missing_in_dataset(name, "'Dataset' object")
 
 
 def assert_cardinality(expected_cardinality: int) -> Callable[[Dataset], Dataset]:

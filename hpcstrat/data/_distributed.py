@@ -334,12 +334,12 @@ class DistributedIterator(DatasetIterator):
             remedy = "make the number of batches a multiple of the number of replicas"
         else:
             what = f"some of {size} replicas have no elements of a batch of {total}"
-            remedy = "drop the batch: batch(..., drop_remainder=True)"
+            remedy = "pass batch(..., drop_remainder=True)"
             if total and total >= size:
                 remedy += ", or do without AutoShardPolicy.OFF"
         warn_together(
-            f"{self._call}: {what}, and a mean over no elements is nan; divide sums by the global "
-            f"batch size, or {remedy}",
+            f"{self._call}: {what}, whose means are nan; divide sums by the global batch size, or "
+            f"{remedy}",
             UserWarning,
             is_lead=self._communicator.rank == 0,
         )

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat._core.other_names import missing_in_module as _missing_in_module
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat._update.rule import UpdateRule as UpdateRule
 from hpcstrat.optimizers import schedules as schedules
@@ -14,7 +15,6 @@ from hpcstrat.optimizers._adam import AdamW as AdamW
 from hpcstrat.optimizers._adam import Nadam as Nadam
 from hpcstrat.optimizers._buffers import GradientBuffers as GradientBuffers
 from hpcstrat.optimizers._ftrl import Ftrl as Ftrl
-from hpcstrat.optimizers._names import missing_in_module as _missing_in_module
 from hpcstrat.optimizers._optimizer import Optimizer as Optimizer
 from hpcstrat.optimizers._options import CommonOptions as CommonOptions
 from hpcstrat.optimizers._options import OptimizerOptions as OptimizerOptions
@@ -47,4 +47,4 @@ _set_module(globals())
 if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
 
     def __getattr__(name: str) -> Any:
-        raise _missing_in_module(name)
+        raise _missing_in_module(__name__, name)

@@ -13,7 +13,7 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
-from hpcstrat.optimizers import _composition, _gradients, _names, _options
+from hpcstrat.optimizers import _composition, _gradients, _options
 from hpcstrat.optimizers._buffers import GradientBuffers, check_marked, end_marks
 from hpcstrat.optimizers._options import CommonOptions, LearningRate
 from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, list_variables, plan_key
@@ -190,11 +190,6 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
         return _composition.deep_copy(self, memo)
-
-    if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
-
-        def __getattr__(self, name: str) -> Any:
-            return _names.attribute(self, name)
 
     # ---- the step
 

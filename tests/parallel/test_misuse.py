@@ -975,7 +975,6 @@ NOT_OURS = {
     "values from function: fails": "the function's own",
     "values from function: not callable": "Python calls it",
     "variable of a ragged list": "NumPy reads it",
-    "variable of no dtype": "NumPy reads it",
 }
 """Errors that come through the library."""
 

@@ -41,7 +41,7 @@ def test_a_batch_for_fewer_than_all_replicas_is_warned_of_once(size):
             continue
         (text,) = texts
         assert f"some of {size} replicas have no elements of a batch of {count}" in text
-        assert text.endswith("drop the batch: batch(..., drop_remainder=True)")
+        assert text.endswith("pass batch(..., drop_remainder=True)")
         assert len(text) < 240  # two lines
 
 

@@ -1,0 +1,295 @@
+"""Names that people type from habit, of TensorFlow and other libraries, and what to write instead.
+
+One table for the whole package; its words appear in the errors only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+ONE_EACH = (
+    "this is one value per replica; reduce it first: strategy.reduce('MEAN', value, axis=None), or "
+    "look at all of them: strategy.experimental_local_results(value). A replica function is given "
+    "its own: strategy.run(fn, args=(value,))"
+)
+"""Where a distributed value is used as a number or an array."""
+
+_IN_RUN = "in a replica function hs.get_replica_context()"
+_RANK, _SIZE = "write hs.rank()", "write hs.size()"
+_REDUCE = f"write strategy.reduce('SUM', values, axis=None), or {_IN_RUN}.all_reduce('SUM', value)"
+_GATHER = f"write strategy.gather(values, axis=0), or {_IN_RUN}.all_gather(value, axis=0)"
+_BROADCAST = f"write hs.broadcast_object(obj), or {_IN_RUN}.broadcast(value)"
+_SCATTER = "write strategy.scatter(array)"
+_START = "leave it out, because the first strategy starts MPI and the end of the program ends it"
+_COMM = "a strategy and hs.rank(), hs.size() take its place; mpi4py's own is MPI.COMM_WORLD"
+_SUMMED = "the optimizers of hs.optimizers sum the replicas' gradients themselves"
+_WRAP = (
+    "write hs.torch.broadcast(module) once, and hs.torch.all_reduce_gradients('SUM', module) in "
+    "each step"
+)
+_SAVE = "write hs.checkpoint.Checkpoint(w=w).save(path), or np.save in hs.on_lead"
+_LOAD = "write hs.checkpoint.Checkpoint(w=w).restore(path), or np.load on every rank"
+_NO_TAPE = (
+    "nothing records operations; compute gradients by a formula, or with PyTorch or JAX: "
+    "docs/interoperation.md"
+)
+_STEP = "apply_gradients(zip(gradients, variables)) is one step"
+_SLOTS = "the property `slots` of your own Optimizer has their names and initial values"
+_SAVING = "Checkpoint(optimizer=optimizer) saves and restores what it keeps"
+_OPTIMIZERS = "hs.optimizers itself has the optimizers"
+_DEVICE = "hs.asnumpy(w) is a copy on the host; the strategy decides where a variable is"
+_VALUE = "write w.value(), or w.numpy() for a copy on the host"
+_BY_ASSIGN = "write w.assign(value), or w.assign_add(value)"
+_NO_SPARSE = "there are no sparse tensors; pass arrays to Dataset.from_tensor_slices"
+_PAD = "Dataset.padded_batch fills elements up to one shape"
+_SKIPPED = "depend on all elements before them, so no replica could skip the elements of others"
+
+
+def _all(names: str, instead: str) -> dict[str, str]:
+    return dict.fromkeys(names.split(), instead)
+
+
+INSTEAD: dict[str, dict[str, str]] = {
+    "hpcstrat": {
+        **_all("get_rank Get_rank world_rank", _RANK),
+        **_all("get_world_size Get_size world_size", _SIZE),
+        **_all("all_reduce allreduce Allreduce reduce grouped_allreduce", _REDUCE),
+        **_all("all_gather allgather Allgather gather", _GATHER),
+        **_all("broadcast bcast Bcast broadcast_object_list", _BROADCAST),
+        **_all(
+            "broadcast_parameters broadcast_variables broadcast_global_variables",
+            (
+                "leave it out, because variables start equal on all ranks; a PyTorch module by "
+                "hs.torch.broadcast(module)"
+            ),
+        ),
+        **_all("scatter Scatter Scatterv", _SCATTER),
+        **_all("Barrier monitored_barrier", "write hs.barrier()"),
+        **_all("init init_process_group is_initialized shutdown destroy_process_group", _START),
+        **_all("comm COMM_WORLD MPI", _COMM),
+        **_all("DistributedDataParallel DDP DataParallel", _WRAP),
+        "DistributedOptimizer": f"{_SUMMED}; for PyTorch's {_WRAP}",
+        **_all(
+            "DistributedSampler DataLoader",
+            "strategy.experimental_distribute_dataset(loader) splits each batch over the replicas",
+        ),
+        "save": _SAVE,
+        "load": _LOAD,
+        **_all("GradientTape DistributedGradientTape grad value_and_grad no_grad", _NO_TAPE),
+        **_all("tensor Tensor constant array", "write np.array, or strategy.xp.array on a GPU"),
+        **_all(
+            "TPUStrategy ParameterServerStrategy",
+            ("write MirroredStrategy, MultiWorkerMirroredStrategy or CentralStorageStrategy"),
+        ),
+        "distribute": "hs itself has the names of tf.distribute",
+        "keras": "hs.optimizers, hs.losses and hs.metrics have what there is of it",
+        "train": "hs.checkpoint has what there is of it",
+        "manual_seed": "write hs.torch.seed(seed), or random_generator(seed) of a replica context",
+    },
+    "hpcstrat.data": {
+        "at": "write next(iter(dataset.skip(index)))",
+        "get_structure": "write dataset.element_spec",
+        "FixedLengthRecordDataset": (
+            "map the file with np.memmap, and pass that to Dataset.from_tensor_slices"
+        ),
+        "TFRecordDataset": (
+            "protocol buffers need TensorFlow; write arrays with np.save once, and pass "
+            'np.load(..., mmap_mode="r") to Dataset.from_tensor_slices'
+        ),
+        "TextLineDataset": (
+            "pass a generator function, such as lambda: open(path), to Dataset.from_generator"
+        ),
+        "experimental": "its tf.data.experimental counterparts are in hpcstrat.data itself",
+        "DataLoader": "write Dataset.from_tensor_slices((x, y)).shuffle(n).batch(size)",
+        "TensorDataset": "write Dataset.from_tensor_slices((x, y))",
+    },
+    "hpcstrat.optimizers": {
+        "Adafactor": (
+            "its second moments are means over rows and columns, and an update here sees one "
+            "element at a time; use Adam, or the step `Factored` of docs/api/optimizers.md"
+        ),
+        **_all("legacy experimental", _OPTIMIZERS),
+        "get": "write the class, such as hs.optimizers.Adam()",
+        "serialize": "optimizer.get_config() returns the arguments",
+        "deserialize": "hs.optimizers.Adam.from_config(config) makes the optimizer",
+    },
+    "hpcstrat.checkpoint": {
+        "save": _SAVE,
+        "load": _LOAD,
+        "latest_checkpoint": "CheckpointManager.restore_or_initialize restores the newest",
+    },
+    "Strategy": {
+        **_all("rank local_rank replica_id", f"{_RANK}, or hs.replica_id() in a replica function"),
+        **_all("size world_size num_replicas", "write strategy.num_replicas_in_sync"),
+        **_all("all_reduce allreduce Allreduce", _REDUCE),
+        **_all("all_gather allgather Allgather", _GATHER),
+        **_all("broadcast bcast Bcast", _BROADCAST),
+        **_all("barrier Barrier", "write hs.barrier()"),
+        "comm": _COMM,
+        **_all("device devices", "write strategy.extended.worker_devices"),
+    },
+    "ReplicaContext": {
+        **_all("size world_size", "write context.num_replicas_in_sync"),
+        "replica_id": "write context.rank",
+        **_all("reduce allreduce Allreduce", "write context.all_reduce('SUM', value)"),
+        **_all("gather allgather Allgather", "write context.all_gather(value, axis=0)"),
+        **_all("bcast Bcast", "write context.broadcast(value)"),
+        **_all("alltoall Alltoall Alltoallv", "write context.all_to_all(values)"),
+        **_all("scatter Scatter", f"{_SCATTER} before strategy.run"),
+        "exscan": "write context.scan('SUM', value)",
+        **_all("barrier Barrier", "write hs.barrier()"),
+        **_all(
+            "send recv isend irecv sendrecv Send Recv Sendrecv",
+            ("write context.neighbor_exchange(to_left, to_right), or context.all_to_all(values)"),
+        ),
+        "comm": _COMM,
+    },
+    "Variable": {
+        **_all("grad backward requires_grad requires_grad_", _NO_TAPE),
+        **_all("data detach", _VALUE),
+        **_all("to cpu cuda", _DEVICE),
+        **_all("copy_ add_ sub_ zero_ fill_", _BY_ASSIGN),
+        "count_up_to": "write v.assign_add(1), and compare it with the limit",
+        "initial_value": "keep the array that you pass to Variable",
+        "set_shape": "a variable keeps the shape of its initial value",
+    },
+    "DistributedValues": _all(
+        "shape dtype ndim size T numpy item tolist astype reshape sum mean std var max min argmax "
+        "argmin any all dot flatten detach cpu",
+        ONE_EACH,
+    ),
+    "Dataset": {
+        "bucket_by_sequence_length": (
+            f"its batches {_SKIPPED}; sort by length before Dataset.from_tensor_slices, then "
+            "Dataset.padded_batch and Dataset.shuffle"
+        ),
+        "from_sparse_tensor_slices": _NO_SPARSE,
+        "group_by_window": (
+            f"its groups {_SKIPPED}; make the groups in a generator function, and pass it to "
+            "Dataset.from_generator"
+        ),
+        "ignore_errors": (
+            "an element that fails would be lost silently; catch the error in the function of "
+            "Dataset.map, and drop such elements with Dataset.filter"
+        ),
+        "ragged_batch": f"there are no ragged tensors; {_PAD}",
+        "random": (
+            "write Dataset.range(n).map(lambda i: np.random.default_rng((seed, i)).random()), "
+            "which is the same on any number of replicas"
+        ),
+        "rejection_resample": (
+            "what it keeps depends on all elements before; draw with Dataset.sample_from_datasets "
+            "from one dataset per class"
+        ),
+        "snapshot": "write Dataset.cache(filename)",
+        "sparse_batch": f"there are no sparse tensors; {_PAD}",
+        "take_while": (
+            "write Dataset.filter, or end a generator function and pass it to "
+            "Dataset.from_generator"
+        ),
+        "unique": "call np.unique before Dataset.from_tensor_slices",
+    },
+    "Optimizer": {
+        **_all("step update", _STEP),
+        "zero_grad": "leave it out, because each apply_gradients takes new gradients",
+        "param_groups": (
+            "learning_rate is an attribute; make one optimizer for each group of variables"
+        ),
+        "state_dict": f"hs.checkpoint.{_SAVING}, and get_config() returns its arguments",
+        **_all("load_state_dict set_weights", f"hs.checkpoint.{_SAVING}"),
+        "get_weights": f"write [v.numpy() for v in optimizer.variables]; hs.checkpoint.{_SAVING}",
+        "weights": "optimizer.variables lists what it keeps",
+        "get_slot": "optimizer.variables lists the slots, with names such as Adam/m/w",
+        "compute_gradients": (
+            "minimize(loss, variables) takes a function that returns the loss and its gradients, "
+            "because no tape records them"
+        ),
+        "aggregate_gradients": (
+            "apply_gradients sums over the replicas; to see the sums before, write "
+            "hs.get_replica_context().all_reduce('SUM', gradients), and then "
+            "apply_gradients(..., skip_gradients_aggregation=True)"
+        ),
+        "build": "leave it out, because the first step makes the slots",
+        "exclude_from_weight_decay": (
+            "make a second optimizer without weight_decay for those variables"
+        ),
+        **_all("add_variable add_variable_from_reference", _SLOTS),
+        "update_step": "the `formula` of your own Optimizer updates an element",
+    },
+    "Checkpoint": {
+        **_all("load read load_state_dict", "write restore(path)"),
+        **_all("write state_dict", "write save(path)"),
+    },
+    "CheckpointManager": {
+        **_all("restore load", "write restore_or_initialize()"),
+        **_all("latest_checkpoint checkpoints", "restore_or_initialize() restores the newest"),
+    },
+}
+"""By the class or module that lacks the name."""
+
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "Strategy.reduce": {
+        "'axis'": "axis=None reduces over the replicas, axis=0 over the elements of each as well",
+    },
+    "Strategy.gather": {"'axis'": "axis=0 joins along the first dimension"},
+    "ReplicaContext.all_gather": {"'axis'": "axis=0 joins along the first dimension"},
+    "ReplicaContext.all_reduce": {"'value'": "the operation comes first: all_reduce('SUM', value)"},
+    "ReplicaContext.reduce_scatter": {
+        "'value'": "the operation comes first: reduce_scatter('SUM', value)"
+    },
+    "ReplicaContext.neighbor_exchange": {
+        "'to_right'": "pass a value for each side, None for nothing"
+    },
+    "Variable": {"'requires_grad'": _NO_TAPE},
+    "OneDeviceStrategy": {"'device'": "such as OneDeviceStrategy('CPU:0')"},
+    "Checkpoint": {"positional": "objects need names: Checkpoint(w=w)"},
+    "CheckpointManager": {
+        "'max_to_keep'": "write keep, the number of files to keep",
+        "'directory'": "write path, the path of the newest file",
+    },
+}
+"""What Python's error of a call says if its arguments are wrong, and what to pass instead."""
+
+
+# Not a `__getattr__` of the class: NumPy asks a variable for its protocols in each conversion, and
+# would call it every time.
+class Missing:
+    """An attribute that a class lacks: reading it says what to write instead."""
+
+    __slots__ = ("_instead", "_name")
+
+    def __init__(self, name: str, instead: str) -> None:
+        self._name, self._instead = name, instead
+
+    def __get__(self, _: object, owner: type) -> Any:
+        raise _error(owner.__name__, self._name, self._instead)
+
+
+def refuse_other_names(cls: type) -> None:
+    """Sets the attributes that a class lacks, if the table has any of its name."""
+    names = INSTEAD.get(cls.__name__, {})
+    for name, instead in names.items():
+        setattr(cls, name, Missing(name, instead))
+    if names:
+        cls.__dir__ = _list_attributes  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _list_attributes(self: object) -> list[str]:
+    """What `dir` shows, and completion offers: not what is missing."""
+    cls = type(self)
+    names = object.__dir__(self)
+    return [n for n in names if not isinstance(inspect.getattr_static(cls, n, None), Missing)]
+
+
+def missing_in_module(module: str, name: str) -> AttributeError:
+    """The error for a name that a module does not have."""
+    instead = INSTEAD[module].get(name)
+    if instead is None:
+        return AttributeError(f"module {module!r} has no attribute {name!r}")
+    return _error(module, name, instead)
+
+
+def _error(owner: str, name: str, instead: str) -> AttributeError:
+    # Without its name, from which Python would guess another attribute beside these words.
+    return AttributeError(f"{owner}.{name} does not exist: {instead}", name=None, obj=None)
