@@ -228,8 +228,8 @@ def _as_scatterable(value: Any, axis: Any) -> Any:
     check_axis(axis)
     if not array.ndim:
         raise ValueError(
-            f"{current_call()}: a leaf of the value is {array}, which cannot be split; a list is a "
-            "nest, so pass np.array(value)"
+            f"{current_call()}: axis {axis} does not exist in a leaf of the value, the number "
+            f"{array}; a list is a nest, so pass np.array(value)"
         )
     if not -array.ndim <= axis < array.ndim:
         raise ValueError(

@@ -62,8 +62,8 @@ CASES = {
     "s.run(lambda: C().neighbor_exchange(1))": "TypeError: ReplicaContext.neighbor_exchange() "
     "missing 1 required positional argument: 'to_right'; pass a value for each side, None for "
     "nothing",
-    "s.scatter([[1, 2], [3]])": "ValueError: Strategy.scatter: a leaf of the value is 1, which "
-    "cannot be split; a list is a nest, so pass np.array(value)",
+    "s.scatter([[1, 2], [3]])": "ValueError: Strategy.scatter: axis 0 does not exist in a leaf "
+    "of the value, the number 1; a list is a nest, so pass np.array(value)",
     "s.run(lambda b: b, args=(1, 2))": "TypeError: <lambda>() takes 1 positional argument but 2 "
     f"were given\nStrategy.run: fn was given 2 positional arguments, {ARGS}",
     "s.run(lambda a, b: b, args=((1, 2),))": "TypeError: <lambda>() missing 1 required positional "
@@ -185,7 +185,8 @@ def said(code: str, names: dict[str, Any]) -> str:
         is_alone = error.__suppress_context__ or error.__context__ is None
         assert error.__cause__ is None and is_alone, "a chain of errors"
         notes = getattr(error, "__notes__", [])
-        return "\n".join([f"{type(error).__name__}: {error}", *notes])
+        text = f"{type(error).__name__}: {error}".removesuffix(" (found by rank 0)")
+        return "\n".join([text, *notes])
     return f"no error, but {result!r}"
 
 
