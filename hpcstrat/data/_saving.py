@@ -41,8 +41,8 @@ class SavableDataset(TransformableDataset):
 
         Raises:
             ValueError: the dataset is infinite, or the folder has the elements of another pipeline.
-                The text of both decides, `repr(dataset)`: it has the names of functions, and not
-                what they do.
+                The text of both decides, `repr(dataset)`, and checksums of samples of arrays: these
+                have the names of functions, and not what they do.
             Exception: as `save`, and `load`.
         """
         del name
@@ -55,7 +55,7 @@ class SavableDataset(TransformableDataset):
                 f"{path}; call Dataset.cache before Dataset.repeat"
             )
         self._write(path, replaces=False)
-        kept = _files.load(path, repr(self._node))
+        kept = _files.load(path, self._describe())
         # Files do not tell batches from other arrays.
         batch_sizes = self._node.batch_sizes
         return type(self)(_indexing.Annotated(kept, "cache()", batch_sizes=batch_sizes))
@@ -88,7 +88,7 @@ class SavableDataset(TransformableDataset):
                 has no fixed size.
             ValueError: elements differ in structure, or there are no elements.
             OSError: the file system's error.
-            ReplicaMismatchError: the ranks' pipelines or paths differ.
+            ReplicaMismatchError: the ranks' pipelines, their arrays, or the paths differ.
             Exception: whatever a function of the pipeline raised.
         """
         refuse_arguments(
@@ -99,9 +99,15 @@ class SavableDataset(TransformableDataset):
         )
         self._write(path_of(path, current_call()), replaces=True)
 
+    def _describe(self) -> str:
+        """What must be equal on all ranks, and in a program that reads the same cache."""
+        checksums = [f"{checksum:08x}" for _, checksum in self._node.checksums(every=False)]
+        text = repr(self._node)
+        return f"{text} with checksums {', '.join(checksums)}" if checksums else text
+
     def _write(self, path: str, replaces: bool) -> None:
         """Writes all elements on rank 0; if not `replaces`, only if none are saved there."""
-        communicator, pipeline = connect(), repr(self._node)
+        communicator, pipeline = connect(), self._describe()
         for shuffle in self._node.shuffles():
             shuffle.state()  # all ranks draw the same seeds, though only rank 0 iterates
         elements = self._node.elements(EpochPass(frozen=True))

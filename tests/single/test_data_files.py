@@ -269,6 +269,10 @@ def test_a_cache_of_another_pipeline_is_refused(tmp_path):
         ValueError, match=r"Dataset\.cache: .*range\(0, 5\).*range\(0, 3\).* remove"
     ):
         test.cache(tmp_path / "kept")
+    Dataset.from_tensor_slices(np.arange(5)).cache(tmp_path / "arrays")
+    Dataset.from_tensor_slices(np.arange(5)).cache(tmp_path / "arrays")
+    with pytest.raises(ValueError, match="with checksums"):
+        Dataset.from_tensor_slices(np.arange(1, 6)).cache(tmp_path / "arrays")
     with pytest.raises(ValueError, match="is infinite.*call Dataset.cache before Dataset.repeat"):
         train.repeat().cache(tmp_path / "endless")
     with pytest.raises(FileExistsError, match=r"Dataset\.cache: the path exists"):
