@@ -123,7 +123,7 @@ from hpcstrat.checkpoint._format import (
 from hpcstrat.checkpoint._new_file import NewFile, OnDisk, Piece, write_pieces
 from hpcstrat.checkpoint._snapshot import SnapshotMemory
 from hpcstrat.cluster_resolver._environment import expand_nodes
-from hpcstrat.data import _checksum, _node
+from hpcstrat.data import _checksum, _files, _node
 from hpcstrat.data._distributing import check_sharding, distribute_dataset, distribute_from_function
 from hpcstrat.data._sources import Slices
 from hpcstrat.data._splitting import Step

@@ -54,8 +54,10 @@ class SavableDataset(TransformableDataset):
                 f"{current_call()}: the dataset is infinite, and all its elements are written to "
                 f"{path}; call Dataset.cache before Dataset.repeat"
             )
-        self._write(path, replaces=False)
-        kept = _files.load(path, self._describe())
+        pipeline, communicator = self._write(path, replaces=False), connect()
+        with communicator.raise_together():  # a host may not see the folder
+            kept = _files.load(path, pipeline)
+            communicator.exchange(signature_of(current_call(), "loaded", path))
         # Files do not tell batches from other arrays.
         batch_sizes = self._node.batch_sizes
         return type(self)(_indexing.Annotated(kept, "cache()", batch_sizes=batch_sizes))
@@ -105,13 +107,18 @@ class SavableDataset(TransformableDataset):
         text = repr(self._node)
         return f"{text} with checksums {', '.join(checksums)}" if checksums else text
 
-    def _write(self, path: str, replaces: bool) -> None:
-        """Writes all elements on rank 0; if not `replaces`, only if none are saved there."""
-        communicator, pipeline = connect(), self._describe()
+    def _write(self, path: str, replaces: bool) -> str:
+        """Writes all elements on rank 0; if not `replaces`, only if none are saved there.
+
+        Returns what `_describe` does.
+        """
+        communicator = connect()
         for shuffle in self._node.shuffles():
             shuffle.state()  # all ranks draw the same seeds, though only rank 0 iterates
         elements = self._node.elements(EpochPass(frozen=True))
-        communicator.exchange(signature_of(current_call(), pipeline, path))
+        with communicator.raise_together():
+            pipeline = self._describe()
+            communicator.exchange(signature_of(current_call(), pipeline, path))
         with communicator.raise_together():
             if communicator.rank == 0 and (replaces or not _files.is_saved(path)):
                 watchdog = communicator.watchdog
@@ -122,6 +129,7 @@ class SavableDataset(TransformableDataset):
                 ):
                     _files.save(elements, path, pipeline)
             communicator.exchange(signature_of(current_call(), "saved", path))
+        return pipeline
 
     @classmethod
     @names_call("Dataset.load")

@@ -7,6 +7,7 @@ import warnings
 
 import numpy as np
 import pytest
+from internals import _files
 from slow import slow_but
 
 import hpcstrat as hs
@@ -469,6 +470,18 @@ def test_a_cache_that_fails_fails_on_all_ranks(strategy, folder):
     Dataset.range(3).cache(folder + "/kept")
     with pytest.raises(ValueError, match="has the elements of"):
         Dataset.range(4).cache(folder + "/kept")
+
+
+@several_replicas
+def test_a_cache_that_one_host_does_not_see_fails_on_all_ranks(strategy, folder, monkeypatch):
+    def elsewhere(path, pipeline):
+        raise FileNotFoundError(path)
+
+    if not hs.is_lead():
+        monkeypatch.setattr(_files, "load", elsewhere)
+    with pytest.raises(FileNotFoundError, match="kept"):
+        Dataset.range(3).cache(folder + "/kept")
+    assert int(strategy.reduce("SUM", strategy.run(lambda: np.int64(1)), None)) == hs.size()
 
 
 def test_what_cannot_be_saved_fails_on_all_ranks(strategy, folder):
