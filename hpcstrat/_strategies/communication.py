@@ -5,7 +5,6 @@ The host's memory, MPI or NCCL carries a reduction, depending on where the array
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Callable
 from typing import Any, final
@@ -21,11 +20,11 @@ class CommunicationImplementation(enum.Enum):
     NCCL = "NCCL"
 
 
-@dataclasses.dataclass(frozen=True)
+@final
 class CommunicationOptions:
     """TensorFlow's options of reductions, which are accepted and change nothing.
 
-    Attributes:
+    Args:
         bytes_per_pack: ignored: the gradients of a step are one message.
         timeout_seconds: ignored: `HPCSTRAT_TIMEOUT_SECONDS` ends a job that hangs.
         implementation: ignored: arrays on GPUs go through NCCL, others through shared memory and
@@ -35,19 +34,19 @@ class CommunicationOptions:
         ValueError: `bytes_per_pack` is negative, or `implementation` is not one of its choices.
     """
 
-    bytes_per_pack: int = 0
-    timeout_seconds: float | None = None
-    implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO
-
-    def __post_init__(self) -> None:
-        _check_count("CommunicationOptions", "bytes_per_pack", self.bytes_per_pack)
-        chosen = parse_choice(
-            CommunicationImplementation,
-            self.implementation,
-            "CommunicationOptions",
-            "implementation",
+    def __init__(
+        self,
+        bytes_per_pack: int = 0,
+        timeout_seconds: float | None = None,
+        implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+    ) -> None:
+        call = "CommunicationOptions"
+        _check_count(call, "bytes_per_pack", bytes_per_pack)
+        self.bytes_per_pack: int = bytes_per_pack
+        self.timeout_seconds: float | None = timeout_seconds
+        self.implementation: CommunicationImplementation = parse_choice(
+            CommunicationImplementation, implementation, call, "implementation"
         )
-        object.__setattr__(self, "implementation", chosen)
 
 
 class CrossDeviceOps:
