@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hpcstrat._core import arrays, gpu
+from hpcstrat._core.other_names import missing_in_module as _missing_in_module
 from hpcstrat._core.types import Array
 from hpcstrat._replicas import contexts
 
@@ -338,3 +339,9 @@ def _as_floats(
         )
     y = gpu.array_module(x).asarray(y) if gpu.is_on_gpu(x) else gpu.to_host(y)
     return y, x.astype(np.float32) if dtype.itemsize == 2 else x, dtype
+
+
+if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
+
+    def __getattr__(name: str) -> Any:
+        raise _missing_in_module(__name__, name)

@@ -35,7 +35,7 @@ from hpcstrat._communicators.staged import StagedCommunicator
 from hpcstrat._core import call_name, device_names, gpu, nests
 from hpcstrat._core.arrays import as_native, is_numeric
 from hpcstrat._core.call_name import call_named, current_call
-from hpcstrat._core.other_names import Missing
+from hpcstrat._core.other_names import INSTEAD, Missing
 from hpcstrat._core.span import COMMUNICATION, RUN, UPDATE, WAITING
 from hpcstrat._core.values import select
 from hpcstrat._memory import layout, segment

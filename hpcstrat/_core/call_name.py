@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, TypeVar, cast, final
 
-from hpcstrat._core.other_names import ARGUMENTS
+from hpcstrat._core.other_names import ARGUMENTS, FUNCTION
+from hpcstrat._process import reports
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OWN = ("hpcstrat", "tqdm")  # packages whose lines are not the program's
 _warned: set[str] = set()
+# Not that of another rank, which ends in "(found by rank 0)": its traceback is there.
+_WRONG_ARGUMENTS = re.compile(r"\(\) (takes|missing|got an unexpected keyword) .*[^)]$")
 
 _call: ContextVar[str] = ContextVar("hpcstrat_call", default="hpcstrat")
 
@@ -77,14 +81,19 @@ def names_call(name: str | Callable[..., str]) -> Callable[[_Function], _Functio
 def explain_arguments(error: BaseException) -> None:
     """Adds what to pass, where Python has refused the arguments of the current call.
 
-    Call it in the frame that made the call.
+    Or adds a note of what a function is called with, if it does not take that. Call this in the
+    frame that made the call.
     """
-    if not isinstance(error, TypeError) or not _is_of_this_frame(error):
+    known = ARGUMENTS.get(current_call())
+    if known is None or not isinstance(error, TypeError):
         return
     text = str(error)
-    for part, instead in ARGUMENTS.get(current_call(), {}).items():
-        if part in text:
-            error.args = (f"{text}; {instead}",)
+    if _is_of_this_frame(error):
+        for part, instead in known.items():
+            if part in text:
+                error.args = (f"{text}; {instead}",)
+    elif FUNCTION in known and _WRONG_ARGUMENTS.search(text) and _is_of_our_line(error):
+        reports.add_note(error, f"{current_call()}: {known[FUNCTION]}")
 
 
 def refuses_arguments(
@@ -101,6 +110,14 @@ def refuses_arguments(
     except ValueError:  # a function in C, without a signature
         pass
     return False
+
+
+def _is_of_our_line(error: TypeError) -> bool:
+    """Whether a line of this package raised the error, so that the program's did not."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and _module(trace.tb_frame.f_globals).startswith(_OWN[0])
 
 
 def _is_of_this_frame(error: TypeError) -> bool:

@@ -83,6 +83,8 @@ INSTEAD: dict[str, dict[str, str]] = {
             ("write MirroredStrategy, MultiWorkerMirroredStrategy or CentralStorageStrategy"),
         ),
         "distribute": "hs itself has the names of tf.distribute",
+        "optim": "hs.optimizers has the optimizers",
+        "nn": "write a model as formulas, or as a module of PyTorch with hs.torch",
         "keras": "hs.optimizers, hs.losses and hs.metrics have what there is of it",
         "train": "hs.checkpoint has what there is of it",
         "manual_seed": "write hs.torch.seed(seed), or random_generator(seed) of a replica context",
@@ -103,6 +105,34 @@ INSTEAD: dict[str, dict[str, str]] = {
         "experimental": "its tf.data.experimental counterparts are in hpcstrat.data itself",
         "DataLoader": "write Dataset.from_tensor_slices((x, y)).shuffle(n).batch(size)",
         "TensorDataset": "write Dataset.from_tensor_slices((x, y))",
+    },
+    "hpcstrat.losses": {
+        **_all(
+            "MeanSquaredError MSE mse mean_squared_error MSELoss mse_loss",
+            "write squared_error(labels, predictions), which also returns the gradient",
+        ),
+        **_all(
+            "SparseCategoricalCrossentropy sparse_categorical_crossentropy CategoricalCrossentropy "
+            "categorical_crossentropy CrossEntropyLoss cross_entropy",
+            "write softmax_cross_entropy(labels, logits), which also returns the gradient",
+        ),
+        **_all(
+            "BinaryCrossentropy binary_crossentropy BCEWithLogitsLoss",
+            "write sigmoid_cross_entropy(labels, logits), which also returns the gradient",
+        ),
+        "Huber": "write huber(labels, predictions), which also returns the gradient",
+    },
+    "hpcstrat.metrics": _all(
+        "BinaryCrossentropy CategoricalCrossentropy CosineSimilarity F1Score FBetaScore Hinge "
+        "KLDivergence LogCoshError MeanAbsolutePercentageError MeanSquaredLogarithmicError "
+        "Poisson R2Score SparseCategoricalCrossentropy",
+        "MeanMetricWrapper makes a metric from a function of y_true and y_pred; others are "
+        "ON_READ variables that sum",
+    ),
+    "Metric": {
+        "update": "write update_state(y_true, y_pred)",
+        "compute": "write result()",
+        "reset": "write reset_state()",
     },
     "hpcstrat.optimizers": {
         "Adafactor": (
@@ -228,6 +258,7 @@ INSTEAD: dict[str, dict[str, str]] = {
 }
 """By the class or module that lacks the name."""
 
+FUNCTION = "a function"
 ARGUMENTS: dict[str, dict[str, str]] = {
     "Strategy.reduce": {
         "'axis'": "axis=None reduces over the replicas, axis=0 over the elements of each as well",
@@ -242,6 +273,15 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "'to_right'": "pass a value for each side, None for nothing"
     },
     "Variable": {"'requires_grad'": _NO_TAPE},
+    "Strategy.distribute_datasets_from_function": {
+        FUNCTION: "dataset_fn is called with an InputContext",
+    },
+    "Strategy.experimental_distribute_values_from_function": {
+        FUNCTION: "value_fn is called with a ValueContext",
+    },
+    "StrategyExtended.update": {FUNCTION: "fn is called with the variable, and then args"},
+    "ReplicaContext.merge_call": {FUNCTION: "merge_fn is called with the strategy, and then args"},
+    "on_lead": {FUNCTION: "fn is called with what follows it, as in on_lead(np.save, path, array)"},
     "OneDeviceStrategy": {"'device'": "such as OneDeviceStrategy('CPU:0')"},
     "Checkpoint": {"positional": "objects need names: Checkpoint(w=w)"},
     "CheckpointManager": {
@@ -249,7 +289,8 @@ ARGUMENTS: dict[str, dict[str, str]] = {
         "'directory'": "write path, the path of the newest file",
     },
 }
-"""What Python's error of a call says if its arguments are wrong, and what to pass instead."""
+"""By call: words of Python's error of wrong arguments, and what to pass instead; or `FUNCTION`, and
+what a function that was passed is called with."""
 
 
 # Not a `__getattr__` of the class: NumPy asks a variable for its protocols in each conversion, and
@@ -270,7 +311,8 @@ def refuse_other_names(cls: type) -> None:
     """Sets the attributes that a class lacks, if the table has any of its name."""
     names = INSTEAD.get(cls.__name__, {})
     for name, instead in names.items():
-        setattr(cls, name, Missing(name, instead))
+        if name not in vars(cls):
+            setattr(cls, name, Missing(name, instead))
     if names:
         cls.__dir__ = _list_attributes  # pyright: ignore[reportAttributeAccessIssue]
 

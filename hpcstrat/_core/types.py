@@ -90,6 +90,17 @@ def _find_member(choices: type[enum.Enum], name: str) -> enum.Enum | None:
     return choices.__members__.get(name.upper())
 
 
+def as_dtype(call: str, dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """`numpy.dtype(dtype)`, whose error names the call."""
+    try:
+        return np.dtype(dtype)
+    except TypeError as error:
+        raise TypeError(
+            f"{call}: dtype is {dtype!r}, which NumPy does not take ({error}); write a dtype's "
+            "name, such as 'float32'"
+        ) from None
+
+
 class TensorSpec:
     """The shape and dtype of an array.
 
@@ -108,7 +119,7 @@ class TensorSpec:
         name: str | None = None,
     ) -> None:
         self.shape: tuple[int | None, ...] = tuple(shape)
-        self.dtype: np.dtype[Any] = np.dtype(dtype)
+        self.dtype: np.dtype[Any] = as_dtype("TensorSpec", dtype)
         self.name: str | None = name
 
     # With the class: the specification of one replica's component does not equal a value's.

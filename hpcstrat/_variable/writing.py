@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from hpcstrat._core.arrays import as_array, as_native, as_read_only, has_own_dtype, is_numeric
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import Array
+from hpcstrat._core.types import Array, as_dtype
 from hpcstrat._core.values import DistributedValues
 from hpcstrat._process.reports import add_note, explanations
 from hpcstrat._storage.base import UpdateRule
@@ -87,13 +87,7 @@ def as_initial_value(
         # initial values are plain numbers.
         dtype = {"f": np.dtype(np.float32), "i": np.dtype(np.int32)}.get(array.dtype.kind)
     if dtype is not None:
-        try:
-            dtype = np.dtype(dtype)
-        except TypeError as error:
-            raise TypeError(
-                f"Variable: dtype is {dtype!r}, which NumPy does not take ({error}); write a "
-                "dtype's name, such as 'float32'"
-            ) from None
+        dtype = as_dtype("Variable", dtype)
         if not is_numeric(dtype):
             raise TypeError(f"Variable: dtype is {dtype}; it must be a numeric or boolean dtype")
         if not (

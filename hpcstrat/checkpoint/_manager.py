@@ -56,7 +56,7 @@ class CheckpointManager:
         keep: as in `Checkpoint.save`.
 
     Raises:
-        TypeError: `path` is not a path.
+        TypeError: `checkpoint` is not a `Checkpoint`, or `path` is not a path.
         ValueError: `every`, `snapshot_every` or `keep` is not positive.
     """
 
@@ -70,6 +70,11 @@ class CheckpointManager:
         snapshot_every: int | None = 10,
         keep: int | None = None,
     ) -> None:
+        if not isinstance(checkpoint, Checkpoint):
+            raise TypeError(
+                f"{current_call()}: checkpoint is {type(checkpoint).__name__}; pass a Checkpoint, "
+                "such as Checkpoint(w=w)"
+            )
         for name, steps in (("every", every), ("snapshot_every", snapshot_every)):
             if steps is not None and (not isinstance(steps, int) or steps < 1):
                 raise ValueError(

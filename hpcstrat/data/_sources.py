@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat._core.arrays import as_array, is_stored
-from hpcstrat._core.types import TensorSpec
+from hpcstrat._core.types import TensorSpec, as_dtype
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Node, only_row
@@ -43,7 +43,7 @@ class Integers(Indexed):
     def __init__(self, numbers: range, dtype: Any) -> None:
         super().__init__()
         self._numbers = numbers
-        self._dtype = np.dtype(dtype)
+        self._dtype = as_dtype("Dataset.range", dtype)
 
     def __repr__(self) -> str:
         return f"Dataset.{self._numbers!r}"
@@ -66,7 +66,7 @@ class Counter(Indexed):
     def __init__(self, start: int, step: int, dtype: Any) -> None:
         super().__init__()
         self._start, self._step = start, step
-        self._dtype = np.dtype(dtype)
+        self._dtype = as_dtype("Dataset.counter", dtype)
 
     def __repr__(self) -> str:
         return f"Dataset.counter({self._start}, {self._step})"

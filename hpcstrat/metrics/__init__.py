@@ -1,5 +1,8 @@
 """Metrics: each replica keeps its own totals, and `result` combines them."""
 
+from typing import TYPE_CHECKING, Any
+
+from hpcstrat._core.other_names import missing_in_module as _missing_in_module
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat.metrics._counts import ConfusionMatrix as ConfusionMatrix
 from hpcstrat.metrics._counts import MeanIoU as MeanIoU
@@ -25,3 +28,8 @@ from hpcstrat.metrics._thresholds import TrueNegatives as TrueNegatives
 from hpcstrat.metrics._thresholds import TruePositives as TruePositives
 
 _set_module(globals())
+
+if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
+
+    def __getattr__(name: str) -> Any:
+        raise _missing_in_module(__name__, name)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat._core import arrays, call_name, gpu
-from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._core.types import Array, ReduceOp, as_dtype
 from hpcstrat._replicas import contexts
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable import variable
@@ -47,8 +47,11 @@ class Metric(abc.ABC):
         dtype: npt.DTypeLike | None = None,
         shape: Sequence[int] = (2,),
     ) -> None:
+        call = type(self).__name__
+        if name is not None and not isinstance(name, str):
+            raise TypeError(f"{call}: name is {name!r}; it must be a string")
         self.name: str = _name_of(type(self)) if name is None else name
-        self._dtype: np.dtype[Any] = np.dtype(np.float64 if dtype is None else dtype)
+        self._dtype: np.dtype[Any] = as_dtype(call, np.float64 if dtype is None else dtype)
         # Totals, which are summed when read: results of replicas with batches of different sizes
         # could not be combined.
         self.totals: Variable = Variable(
