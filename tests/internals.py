@@ -28,7 +28,7 @@ from hpcstrat._communicators.reduction import (
     check_reducible,
     part_of_rank,
     reduce_chunk,
-    reduce_flat,
+    reduce_in_chunks,
 )
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
@@ -76,7 +76,7 @@ from hpcstrat._storage.factory import make_replica_storage
 from hpcstrat._storage.host import MirroredHostStorage
 from hpcstrat._storage.local import PART, host_parts
 from hpcstrat._storage.plan import MessageOrder
-from hpcstrat._storage.shards import cuts_of, rank_slices, sections_of
+from hpcstrat._storage.shards import cuts_of, rank_parts_of, rank_slices
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
 from hpcstrat._strategies.reduction import _reduce_own

@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.intervals import round_up
-from hpcstrat._memory.layout import ALIGNMENT, layout_of
+from hpcstrat._memory.layout import GROUP_ALIGNMENT, layout_of
 
 
 def pack_arrays(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:
@@ -18,7 +18,7 @@ def pack_arrays(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:
         tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
     )
     shapes = _shapes(arrays)
-    start = round_up(shapes.size, ALIGNMENT)
+    start = round_up(shapes.size, GROUP_ALIGNMENT)
 
     def write(message: Bytes) -> None:
         message[: shapes.size] = shapes
@@ -30,7 +30,9 @@ def pack_arrays(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:
 def parse_arrays(message: Bytes, dtypes: Sequence[np.dtype[Any]]) -> list[np.ndarray[Any, Any]]:
     """The arrays, of these dtypes, in a message that `pack_arrays` wrote."""
     shapes, offset = unpack_shapes(message, len(dtypes))
-    return layout_of(tuple(shapes), tuple(dtypes)).views(message[round_up(offset, ALIGNMENT) :])
+    return layout_of(tuple(shapes), tuple(dtypes)).views(
+        message[round_up(offset, GROUP_ALIGNMENT) :]
+    )
 
 
 def pack_shapes(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:

@@ -12,7 +12,12 @@ from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.grid import Grid
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, describe_message
 from hpcstrat._communicators.mpi import MpiCommunicator
-from hpcstrat._communicators.reduction import REDUCTIONS, accumulator, part_of_rank, reduce_flat
+from hpcstrat._communicators.reduction import (
+    REDUCTIONS,
+    accumulator,
+    part_of_rank,
+    reduce_in_chunks,
+)
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
@@ -98,15 +103,15 @@ class HierarchicalCommunicator(MpiCommunicator):
         is_mean = REDUCTIONS[op].is_mean
         # A mean of the hosts' means would be wrong where hosts run different numbers of ranks.
         partial = ReduceOp.SUM if is_mean else op
-        self._agree(signature, max(layout.nbytes, layout_of_sections(sizes).nbytes))
+        self._agree_and_reserve(signature, max(layout.nbytes, layout_of_sections(sizes).nbytes))
         messages = self._host.exchange(signature, layout.nbytes, write)
         sums = self._sum_by_hosts(layouts, messages, parts_in, partial)
 
-        @np.errstate(all="ignore")  # as in `reduce_flat`
+        @np.errstate(all="ignore")  # as in `reduce_in_chunks`
         def write_own(section: Bytes) -> None:
             for group in layouts[self.rank].groups:
                 result = group.of(section)
-                reduce_flat(result, [group.of(host_sum) for host_sum in sums], partial)
+                reduce_in_chunks(result, [group.of(host_sum) for host_sum in sums], partial)
                 if is_mean:
                     np.divide(result, self.size, out=result)
 
@@ -115,7 +120,7 @@ class HierarchicalCommunicator(MpiCommunicator):
             for part, group in zip(parts, own.groups, strict=True):
                 part[...] = group.of(section)
 
-    def _agree(self, signature: CallSignature, nbytes: int) -> None:
+    def _agree_and_reserve(self, signature: CallSignature, nbytes: int) -> None:
         """All ranks agree on a call, then make room for `nbytes` bytes of each rank.
 
         Inside a host no rank would notice that another host makes a different call.
@@ -157,7 +162,7 @@ class HierarchicalCommunicator(MpiCommunicator):
             return [group.of(section) for group in layouts[rank].groups]
 
         with self.calls.waiting:
-            self._agree(signature, sent.nbytes)
+            self._agree_and_reserve(signature, sent.nbytes)
             messages = self._host.exchange(signature, sent.nbytes, write_all)
             return self._sum_by_hosts(layouts, messages, parts_in, ReduceOp.SUM)
 
@@ -190,7 +195,7 @@ class HierarchicalCommunicator(MpiCommunicator):
                 for i, group in enumerate(layouts[rank].groups):
                     here = group.within(window).slice
                     result = group.of(ours.of(rank))[here]
-                    reduce_flat(result, [part[i][here] for part in parts], op)
+                    reduce_in_chunks(result, [part[i][here] for part in parts], op)
 
         self._all_to_all(ours, theirs, max(sizes), reduce_window)
         return [theirs.of(rank) for rank in self._servers]
@@ -206,7 +211,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         if sum(sizes) <= SMALL_MESSAGE_BYTES:
             return super().gather_sections(signature, sizes, write)
         with self.calls.waiting:
-            self._agree(signature, layout_of_sections(sizes).nbytes)
+            self._agree_and_reserve(signature, layout_of_sections(sizes).nbytes)
             return self._gather_by_hosts(signature, sizes, write)
 
     def _gather_by_hosts(
@@ -216,15 +221,16 @@ class HierarchicalCommunicator(MpiCommunicator):
         self._reserve(max(sizes))
         own = self._send_buffer[: sizes[self.rank]]
         write(own)
-        # One rank of each host gets the same bytes: its section starts at 0 as all others do.
+        # One rank of each host gets the same bytes, so all sections start at 0.
         ours = Sections(own, _only(self._servers, [own.size] * self.size), [0] * self.size)
         incoming = _only(self._clients[self.rank], sizes)
 
         def receive(message: Bytes) -> None:
             self._all_to_all(ours, sections_in(message, incoming), max(sizes))
 
-        # What other hosts send arrives in this host's shared memory. There is room for it, so
-        # `receive` runs once: otherwise the message would be written again.
+        # What other hosts send arrives in this host's shared memory: MPI receives within the host's
+        # exchange, which "writes" it. There is room, so `receive` runs once: otherwise the message
+        # would be written again.
         messages = self._host.exchange(signature, layout_of_sections(incoming).nbytes, receive)
         # The message of each rank of this host has the sections of its clients.
         by_rank: dict[int, Bytes] = {}

@@ -16,7 +16,7 @@ from hpcstrat._communicators.array_messages import pack_arrays, parse_arrays
 from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
 from hpcstrat._communicators.checked_exchange import Write
-from hpcstrat._communicators.reduction import reduce_flat
+from hpcstrat._communicators.reduction import reduce_in_chunks
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
@@ -36,7 +36,11 @@ def describe_message(
 
 
 class HostCommunicator(Communicator):
-    """Moves NumPy arrays as messages, which a transport exchanges or reduces."""
+    """Moves NumPy arrays as messages, which a transport exchanges or reduces.
+
+    A reduction goes down four levels: `all_reduce` checks and names it, `reduce_arrays` packs a
+    message, `reduce_message` moves it, and `reduction.reduce_in_chunks` adds.
+    """
 
     _largest_buffer = LARGE - 1  # bytes of the largest that `new_buffer` has made
 
@@ -121,7 +125,7 @@ class HostCommunicator(Communicator):
         self, messages: Sequence[Bytes], layout: Layout, op: ReduceOp, out: Bytes
     ) -> None:
         for group in layout.groups:
-            reduce_flat(group.of(out), [group.of(message) for message in messages], op)
+            reduce_in_chunks(group.of(out), [group.of(message) for message in messages], op)
 
     def gather_arrays(
         self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
@@ -184,7 +188,7 @@ class HostCommunicator(Communicator):
         results = []
         for received in self._receive(must_match, outgoing):
             out = np.empty_like(received[self.rank])
-            reduce_flat(out.reshape(-1), [received[rank].reshape(-1) for rank in everyone], op)
+            reduce_in_chunks(out.reshape(-1), [received[rank].reshape(-1) for rank in everyone], op)
             results.append(out)
         return results
 

@@ -11,11 +11,11 @@ from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignatur
 from hpcstrat._communicators.background import WINDOW, Background, SleepingComm, wait_with_sleeps
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
-from hpcstrat._communicators.reduction import part_of_rank, reduce_flat
+from hpcstrat._communicators.reduction import part_of_rank, reduce_in_chunks
 from hpcstrat._core.span import COMMUNICATION, WAITING, span
 from hpcstrat._core.types import Bytes, ReduceOp
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._memory.layout import ALIGNMENT, Layout, Sections, sections_in
+from hpcstrat._memory.layout import GROUP_ALIGNMENT, Layout, Sections, sections_in
 
 
 class MpiCommunicator(HostCommunicator):
@@ -106,7 +106,7 @@ class MpiCommunicator(HostCommunicator):
 
         Collective; all ranks pass the same.
         """
-        wanted = nbytes + self.size * ALIGNMENT
+        wanted = nbytes + self.size * GROUP_ALIGNMENT
         if self._send_buffer.size >= wanted:
             return
         problem = ""
@@ -250,7 +250,7 @@ class MpiCommunicator(HostCommunicator):
             starts = [item * part.start for part in parts]
             theirs = sections_in(self._receive_buffer, [sizes[self.rank]] * self.size)
             self._all_to_all(Sections(values.view(np.uint8), sizes, starts), theirs, max(sizes))
-            reduce_flat(result[own], [part.view(group.dtype) for part in theirs.all()], op)
+            reduce_in_chunks(result[own], [part.view(group.dtype) for part in theirs.all()], op)
             self._all_gather(Sections(result.view(np.uint8), sizes, starts))
 
     def exchange_sections(

@@ -75,7 +75,7 @@ class NcclCommunicator(DeviceCommunicator):
             must_match = (*must_match, f"on the GPU {on_gpu}")
             moved = move_on_gpu(must_match, [items[i] for i in on_gpu], *options)
             results.update(zip(on_gpu, moved, strict=True))
-        if on_host or not items:
+        if on_host or not items:  # of no items, the ranks still meet
             with self.raise_together():  # the ranks may have met, on the GPU
                 moved = move_on_host(must_match, [items[i] for i in on_host], *options)
             results.update(zip(on_host, moved, strict=True))

@@ -350,19 +350,17 @@ class NcclCollectives:
 
 
 def _equal_parts(slices: Sequence[RankSlice], size: int) -> tuple[int, Sequence[RankSlice]]:
-    """The elements of each rank in equal parts, and what these leave out.
+    """The elements of each rank in equal parts, or 0 without such; and what these leave out.
 
-    NCCL's reduce-scatter and all-gather take equal parts only. There are such parts, 0 elements
-    otherwise, if each rank has a slice, in rank order, and only the last is longer.
+    NCCL's reduce-scatter and all-gather take equal parts only: one slice of each rank, in rank
+    order, at multiples of one size. A slice may end early, before a gap between two variables. The
+    last may be longer; its end is left out.
     """
     if len(slices) < size:
         return 0, slices
-    equal = slices[1].elements.start
-    for i, (rank, elements, _) in enumerate(slices):
-        # A slice may end before the next starts, with a gap between two variables.
-        is_filled = elements.size >= equal if i == size - 1 else elements.size <= equal
-        if (rank, elements.start) != (i, i * equal) or not is_filled:
-            return 0, slices
-    last, *parts = slices[-1]
-    elements, own = [Interval(part.start + equal, part.stop) for part in parts]
+    equal, (last, elements, own) = slices[1].elements.start, slices[-1]
+    starts = [(rank, elements.start) for rank, elements, _ in slices]
+    if starts != [(rank, rank * equal) for rank in range(size)] or elements.size < equal:
+        return 0, slices
+    elements, own = [Interval(part.start + equal, part.stop) for part in (elements, own)]
     return equal, [RankSlice(last, elements, own)] if elements else []

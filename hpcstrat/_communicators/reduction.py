@@ -195,7 +195,7 @@ def reduce_chunk(
 
 
 @np.errstate(all="ignore")  # a decorator takes half the time of a block
-def reduce_flat(
+def reduce_in_chunks(
     out: np.ndarray[Any, Any], parts: Sequence[np.ndarray[Any, Any]], op: ReduceOp
 ) -> None:
     """`reduce_chunk` for flat arrays of any length, chunk by chunk.
@@ -211,7 +211,7 @@ def reduce_flat(
         )
 
 
-@np.errstate(all="ignore")  # as in `reduce_flat`
+@np.errstate(all="ignore")  # as in `reduce_in_chunks`
 def reduce_rows(rows: Array, op: ReduceOp) -> Array:
     """The reduction of the rows of an array, one by one; the operation's neutral of no rows."""
     reduction = REDUCTIONS[op]

@@ -13,7 +13,7 @@ import numpy as np
 from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
-from hpcstrat._communicators.reduction import part_of_rank, reduce_flat
+from hpcstrat._communicators.reduction import part_of_rank, reduce_in_chunks
 from hpcstrat._core.span import COMMUNICATION, WAITING, span
 from hpcstrat._core.types import Bytes, ReduceOp
 from hpcstrat._memory.allocator import RangeAllocator
@@ -266,7 +266,7 @@ class SharedMemoryCommunicator(HostCommunicator):
             parts = [group.of(message)[mine] for message in messages]
             # The result overwrites this rank's slice of its own mailbox, which no other rank reads
             # before all have met.
-            reduce_flat(parts[self.rank], parts, op)
+            reduce_in_chunks(parts[self.rank], parts, op)
         self.sync()
         for group in layout.groups:
             result = group.of(out)

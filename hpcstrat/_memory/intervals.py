@@ -65,7 +65,7 @@ class Shard(NamedTuple):
     are counted on beyond its end.
 
     Attributes:
-        variable: the variable's index, in the order of the message.
+        variable: the variable's index; see `MessageOrder`.
         dtype: their dtype.
         elements: the elements of the variable.
         message: their bytes in a message.

@@ -13,7 +13,7 @@ from hpcstrat._core import gpu
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.intervals import Interval, divide_up, round_up
 
-ALIGNMENT = 16
+GROUP_ALIGNMENT = 16
 """Groups and sections start at multiples of this many bytes, so that any dtype is aligned."""
 
 
@@ -67,7 +67,7 @@ class Layout:
         end = 0
         # Grouped by dtype, so that one call reduces all arrays of a dtype.
         for dtype in dict.fromkeys(dtypes):
-            start = end = round_up(end, max(alignment, ALIGNMENT))
+            start = end = round_up(end, max(alignment, GROUP_ALIGNMENT))
             members = tuple([i for i, other in enumerate(dtypes) if other == dtype])
             for i in members:
                 self.starts[i] = round_up(end, alignment)
@@ -256,7 +256,7 @@ class Sections(NamedTuple):
 def layout_of_sections(sizes: Sequence[int]) -> Layout:
     """The layout of a message that consists of sections of these sizes, in bytes."""
     return layout_of(
-        tuple([(size,) for size in sizes]), (np.dtype(np.uint8),) * len(sizes), ALIGNMENT
+        tuple([(size,) for size in sizes]), (np.dtype(np.uint8),) * len(sizes), GROUP_ALIGNMENT
     )
 
 

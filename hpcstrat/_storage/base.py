@@ -30,17 +30,17 @@ class Storage(abc.ABC):
     Attributes:
         communicator: the ranks that share the variables.
         local: this rank's blocks.
-        reads_everywhere: whether every rank can read every block, or its part of a split block,
+        has_all_blocks: whether every rank can read every block, or its part of a split block,
             and not only the parameter rank.
-        has_slots: whether this rank has slots, and so updates the variables.
+        updates_here: whether this rank updates variables, and has their slots.
     """
 
-    reads_everywhere: bool = True
+    has_all_blocks: bool = True
 
     def __init__(self, communicator: Communicator, local: LocalBlocks) -> None:
         self.communicator = communicator
         self.local = local
-        self.has_slots: bool = True
+        self.updates_here: bool = True
         self._number = communicator.calls.count_storage()
         self._created = 0
         self._has_interrupted = False
@@ -85,7 +85,7 @@ class Storage(abc.ABC):
         if cuts is not None:
             shape = (Interval(*cuts[communicator.rank : communicator.rank + 2]).size,)
         with communicator.raise_together(), local.current():
-            if self.has_slots:
+            if self.updates_here:
                 block = local.new_block(shape, array.dtype)
                 fill(block.array, local.here(np.array(value, array.dtype)))
             else:

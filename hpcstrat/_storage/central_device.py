@@ -27,15 +27,15 @@ class CentralDeviceStorage(DeviceStorage):
     master copy is in host memory.
     """
 
-    reads_everywhere = False
+    has_all_blocks = False
 
     def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:
         super().__init__(communicator, root, on_host)
-        self.has_slots = communicator.rank == root
+        self.updates_here = communicator.rank == root
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
         """The plan of updates, with slots on the parameter rank only."""
-        return super().plan(variables, slots if self.has_slots else [()] * len(variables))
+        return super().plan(variables, slots if self.updates_here else [()] * len(variables))
 
     def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
         if op is not FIRST_REPLICA:
@@ -58,12 +58,12 @@ class CentralDeviceStorage(DeviceStorage):
         if plan.sharing is None:
             prepare = self.communicator.prepare_broadcast
             plan.sharing = [m for flat, _ in plan.transfers for m in prepare(flat, self._root)]
-        if self.has_slots:
+        if self.updates_here:
             for _, parts in plan.transfers:
                 for value, part in parts:
                     part[...] = value
         self.communicator.launch("the broadcast of new values", plan.sharing)
-        if not self.has_slots:
+        if not self.updates_here:
             for _, parts in plan.transfers:
                 for value, part in parts:
                     value[...] = part
@@ -74,13 +74,13 @@ class CentralDeviceStorage(DeviceStorage):
         variable, arrays = blocks[0], [block.array for block in blocks]
         with self.local.current():
             rows, gradient = self.local.here(rows), self.local.here(gradient)
-            if self.has_slots and variable.copy is not None:
+            if self.updates_here and variable.copy is not None:
                 # The master copy is in host memory, and only the new rows travel to the GPU.
                 host_rows = gpu.to_host(rows)
                 update_rows(arrays, host_rows, gpu.to_host(gradient), rule)
                 new = self.local.here(row_view(variable.array, gradient.ndim - 1)[host_rows])
             else:
-                if self.has_slots:
+                if self.updates_here:
                     update_rows(arrays, rows, gradient, rule)
                 new = row_view(variable.array, gradient.ndim - 1)[rows]
             self.communicator.broadcast_flat(new.reshape(-1), self._root)

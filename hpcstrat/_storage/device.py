@@ -119,7 +119,7 @@ class DeviceStorage(Storage):
                 self.communicator.launch("the sum of gradients", plan.reductions)
             else:
                 self._reduce_message(plan, sources, op)
-            if self.has_slots:
+            if self.updates_here:
                 add_up = self._add_up if plan.slices else None
                 self.local.run(plan, plan.own_message, rule, add_up)
             self._share(plan)
@@ -159,7 +159,7 @@ class DeviceStorage(Storage):
 
     @abc.abstractmethod
     def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
-        """Reduces a flat array to where updates read it; `FIRST_REPLICA`: `out` is the source."""
+        """Reduces a flat array to where updates read it; by `FIRST_REPLICA` in place only."""
 
     def _add_up(self, sums: Array) -> Array:
         """The sums over whole variables, from those over this rank's shards; see `Update.run`."""

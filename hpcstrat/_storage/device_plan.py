@@ -12,12 +12,12 @@ from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._memory.layout import PackKernel, packings_of
 from hpcstrat._storage.plan import MessageOrder, Plan
-from hpcstrat._storage.shards import Section, rank_slices
+from hpcstrat._storage.shards import RankPart, rank_slices
 from hpcstrat._update.update import Chunk, Update
 
 PIECE = 1 << 24
-"""Bytes of new values that one call sends. Ranks need not agree on where memory ends: only pieces
-in which it does are copied to the message."""
+"""Bytes of new values that one call sends. Ranks need not agree on where a run of variables in
+memory ends: only pieces in which one does are copied to the message."""
 
 
 class Transfer(NamedTuple):
@@ -37,21 +37,21 @@ class Transfer(NamedTuple):
 class DevicePlan(Plan):
     """A plan with the flat message of its updates on this rank's device, and views of its parts.
 
-    If slots are split over the ranks, a second message follows it: this rank's section.
+    If slots are split over the ranks, a second message follows it: this rank's part.
 
     Args:
         order: see `Plan`. Its message has the same gaps as the memory, so that a run of variables
             is also a run of the message.
         update: see `Plan`.
         readable: the runs of the variables that this rank reads.
-        sections: each rank's, where slots are split.
+        rank_parts: each rank's, where slots are split.
         rank: this rank.
 
     Attributes:
-        readable: as above.
+        readable: as above; with `transfers`, unused where each rank updates all.
         message: the message of the gradients, in the memory that the plan has taken.
         gradients: the message by dtype.
-        own_message: the message by which this rank updates its shards: the same, or its section.
+        own_message: the message by which this rank updates its shards: the same, or its part.
         own_gradients: that message by dtype.
         slices: for each dtype of the message, the elements of each rank; empty if none is split.
         transfers: how new values reach the other ranks: in the same pieces on all ranks or, where
@@ -65,13 +65,13 @@ class DevicePlan(Plan):
         order: MessageOrder,
         update: Update,
         readable: Sequence[Chunk],
-        sections: Sequence[Section] = (),
+        rank_parts: Sequence[RankPart] = (),
         rank: int = 0,
     ) -> None:
         super().__init__(order, update)
         self.readable = readable
-        self._own = sections[rank].layout if sections else None
-        self.slices: list[list[RankSlice]] = rank_slices(order, sections) if sections else []
+        self._own_layout = rank_parts[rank].layout if rank_parts else None
+        self.slices: list[list[RankSlice]] = rank_slices(order, rank_parts) if rank_parts else []
         self._packings: list[PackKernel] = []  # on a GPU
         self._drop()
 
@@ -88,11 +88,11 @@ class DevicePlan(Plan):
     def nbytes(self) -> int:
         """Bytes of both messages."""
         whole = self.order.layout.nbytes
-        if self._own is None:
+        if self._own_layout is None:
             return whole
         # With the gap after this rank's last element: if parts are equal, a reduce-scatter writes a
         # whole part, also for a rank whose last variable ends before.
-        return round_up(whole, ALIGNMENT) + round_up(self._own.nbytes, ALIGNMENT)
+        return round_up(whole, ALIGNMENT) + round_up(self._own_layout.nbytes, ALIGNMENT)
 
     def take(self, memory: Array) -> None:
         """Makes both messages and all views of them, in some bytes on this rank's device."""
@@ -100,9 +100,9 @@ class DevicePlan(Plan):
         layout = self.order.layout
         self.message = self.own_message = memory[: layout.nbytes]
         self.gradients = self.own_gradients = [group.of(self.message) for group in layout.groups]
-        if self._own is not None:
+        if self._own_layout is not None:
             self.own_message = memory[round_up(layout.nbytes, ALIGNMENT) : self.nbytes]
-            self.own_gradients = [group.of(self.own_message) for group in self._own.groups]
+            self.own_gradients = [group.of(self.own_message) for group in self._own_layout.groups]
         # Kernels, views and addresses are made once: a steady step only launches.
         if not self._packings and gpu.is_on_gpu(memory):
             self._packings = packings_of(layout)
@@ -128,7 +128,8 @@ class DevicePlan(Plan):
 
         Returns:
             For each dtype the flat array with the values: a part of the message or, if they are
-            reduced over the ranks before they are used, perhaps the array that was passed.
+            reduced over the ranks before they are used, perhaps the array that was passed. If all
+            are in the message, it is the list `gradients` itself: then prepared reductions fit.
         """
         if not self._packings:
             self.order.write(self.message, values)

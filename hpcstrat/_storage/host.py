@@ -14,7 +14,7 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.checked_exchange import checksum
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.reduction import reduce_flat
+from hpcstrat._communicators.reduction import reduce_in_chunks
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import private_memory
@@ -190,7 +190,7 @@ class MirroredHostStorage(HostStorage):
             messages = other.sum_sections(signature, layouts, whole, write)
             parts = [layouts[other.rank].views(message) for message in messages]
             for target, *summands in zip(targets, *parts, strict=True):
-                reduce_flat(target, summands, ReduceOp.SUM)
+                reduce_in_chunks(target, summands, ReduceOp.SUM)
 
         def sum_for_all(other: HostCommunicator) -> None:
             (layout,) = layouts

@@ -28,9 +28,11 @@ class MessageOrder:
     There are three orders:
 
     - of the call: the caller's variables and gradients, as the caller passes them;
-    - of the message: by creation number, which is equal on all ranks. "Variable i", and "the
-      gradients, by variable", always count in this order. The bytes are grouped by dtype;
-    - of memory: by address. `intervals.runs` finds where it is that of the message.
+    - of the variables: by creation number, which is equal on all ranks. "Variable i", and "the
+      gradients, by variable", always count in this order;
+    - of the message's bytes, and so of every list of shards: the same, dtype by dtype.
+
+    In memory they are by address; `intervals.runs` finds where that is the order of the message.
 
     Args:
         variables: their blocks, in the order of the call.
@@ -38,10 +40,10 @@ class MessageOrder:
         alignment: every variable starts at a multiple of this many bytes, in memory and message.
 
     Attributes:
-        blocks: the variables' blocks.
+        blocks: the variables' blocks, by variable.
         layout: where each variable is in the message.
         shards: the whole variables, as they follow each other in the message.
-        is_of_call: whether the order of the message is that of the call.
+        is_of_call: whether the order of the variables is that of the call.
     """
 
     def __init__(
@@ -74,7 +76,7 @@ class MessageOrder:
         self._views: dict[tuple[int, int], tuple[Array, list[Array]]] = {}
 
     def to_message(self, values: Sequence[T]) -> list[T]:
-        """What belongs to the variables, in the order of the message, from that of the call."""
+        """What belongs to the variables, by variable, from the order of the call."""
         return [values[i] for i in self._order]
 
     def to_call(self, values: Sequence[T]) -> list[T]:
@@ -93,7 +95,7 @@ class MessageOrder:
     def parts_of(self, variables: Iterable[int]) -> list[list[Interval]]:
         """Where some variables are in each dtype's elements of the message, neighbours merged."""
         wanted = set(variables)
-        # Neighbours in the message alone.
+        # Without memory, `runs` merges by the message alone.
         shards = [shard._replace(memory=()) for shard in self.shards if shard.variable in wanted]
         merged = runs(shards, self.layout.alignment)
         return [
@@ -138,12 +140,14 @@ class Plan:
         update: what happens to this rank's shards of them.
 
     Attributes:
-        taken: the memory of its message; `None` until a `MessagePool` lends some.
+        taken: the memory of its message, lent by a `MessagePool` or its own; `None` until then,
+            and in central storage on a host. There, several hosts' messages are sums in it.
         buffers: arrays for the variables' gradients, in the order of the call, or `None`.
-        buffer_messages: on hosts, the messages that `give_buffers` got.
+        buffer_messages: the messages that `give_buffers` got.
         marked: the variables whose gradients, in buffers, are complete in this step.
         started: those whose sums have started.
-        sums: on hosts, these sums; else they are in the buffers.
+        sums: on hosts, these sums; else they are in the buffers. Sharded storage also sums here
+            before norms.
         norm_sums: per rank and variable, for updates with norms in central storage on a host.
     """
 
@@ -191,7 +195,7 @@ class Plan:
     def require_whole(self) -> None:
         """Raises if an interrupted update left one of the variables changed in part."""
         for block in self.order.blocks:
-            _ = block.view
+            _ = block.view  # raises
 
     def fits(self, gradients: Sequence[Any]) -> bool:
         """Whether these, in the order of the call, are of the variables' kinds, shapes, dtypes."""
@@ -205,7 +209,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the plan takes for its message."""
+        """Bytes that `take` or `make_sums` needs."""
         return self.order.layout.nbytes
 
     def take(self, memory: Array) -> None:

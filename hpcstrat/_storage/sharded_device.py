@@ -12,7 +12,7 @@ from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._storage.device import MirroredDeviceStorage
 from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.plan import MessageOrder
-from hpcstrat._storage.shards import cuts_of, sections_of, update_rows_in_shards
+from hpcstrat._storage.shards import cuts_of, rank_parts_of, update_rows_in_shards
 from hpcstrat._update.rule import UpdateRule
 
 
@@ -36,10 +36,10 @@ class ShardedDeviceStorage(MirroredDeviceStorage):
             return super().plan(variables, slots)
         rank = self.communicator.rank
         order = MessageOrder(variables, [()] * len(variables), ALIGNMENT)
-        sections = sections_of(order, order.to_message(slots), rank)
-        own = sections[rank]
+        rank_parts = rank_parts_of(order, order.to_message(slots), rank)
+        own = rank_parts[rank]
         update = self.local.new_update(own.layout, own.shards)
-        return DevicePlan(order, update, self.local.runs_to_read(order), sections, rank)
+        return DevicePlan(order, update, self.local.runs_to_read(order), rank_parts, rank)
 
     def _reduce_message(self, plan: DevicePlan, sources: Sequence[Array], op: Aggregation) -> None:
         if not plan.slices:

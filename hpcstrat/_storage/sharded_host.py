@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import final
 
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.reduction import reduce_flat
+from hpcstrat._communicators.reduction import reduce_in_chunks
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.blocks import Block, Cuts
@@ -16,10 +16,10 @@ from hpcstrat._memory.intervals import runs
 from hpcstrat._storage.host import MirroredHostStorage
 from hpcstrat._storage.plan import MessageOrder, Plan
 from hpcstrat._storage.shards import (
-    Section,
+    RankPart,
     add_up_norms,
     cuts_of,
-    sections_of,
+    rank_parts_of,
     update_rows_in_shards,
 )
 from hpcstrat._update.rule import UpdateRule
@@ -45,12 +45,12 @@ class ShardedHostStorage(MirroredHostStorage):
             return super().plan(variables, slots)
         rank, memory = self.communicator.rank, self.local.memory
         order = MessageOrder(variables, [()] * len(variables))
-        sections = sections_of(order, order.to_message(slots), rank)
-        own = sections[rank]
+        rank_parts = rank_parts_of(order, order.to_message(slots), rank)
+        own = rank_parts[rank]
         update = self.local.new_update(own.layout, own.shards)
         # What is contiguous is copied together.
-        values = [chunks_of(memory, section.shards, sys.maxsize) for section in sections]
-        return ShardedHostPlan(order, update, sections, values, rank)
+        values = [chunks_of(memory, part.shards, sys.maxsize) for part in rank_parts]
+        return ShardedHostPlan(order, update, rank_parts, values, rank)
 
     def _update(
         self,
@@ -75,7 +75,7 @@ class ShardedHostStorage(MirroredHostStorage):
             plan.update.forget_messages()  # they end with this call
             new = communicator.gather_sections(
                 signature_of(f"{current_call()}: values"),
-                [section.layout.nbytes for section in plan.sections],
+                [part.layout.nbytes for part in plan.rank_parts],
                 lambda message: plan.write_new(communicator.rank, message),
             )
             for rank, message in enumerate(new):
@@ -95,7 +95,7 @@ class ShardedHostStorage(MirroredHostStorage):
             return [self._sums_of_marked(signature, plan)]
         given = plan.order.layout.views(plan.buffer_messages[0]) if values is None else values
         flat = [array.reshape(-1) for array in given]
-        layouts = [section.layout for section in plan.sections]
+        layouts = [part.layout for part in plan.rank_parts]
 
         def write(rank: int, message: Bytes) -> None:
             for shard in plan.sources[rank]:
@@ -126,8 +126,8 @@ class ShardedHostPlan(Plan):
 
     Args:
         order: see `Plan`.
-        update: of this rank's section.
-        sections: each rank's.
+        update: of this rank's part.
+        rank_parts: each rank's.
         values: for each rank, its shards of the variables in memory.
         rank: this rank.
 
@@ -140,27 +140,27 @@ class ShardedHostPlan(Plan):
         self,
         order: MessageOrder,
         update: Update,
-        sections: list[Section],
+        rank_parts: list[RankPart],
         values: list[list[Chunk]],
         rank: int,
     ) -> None:
         super().__init__(order, update)
-        self.sections = sections
-        self.sources = [[shard for shard in of.shards if shard.elements] for of in sections]
+        self.rank_parts = rank_parts
+        self.sources = [[shard for shard in of.shards if shard.elements] for of in rank_parts]
         self._values = values
         self._rank = rank
 
     @property
     def nbytes(self) -> int:
         """Bytes of the sums of this rank's gradients."""
-        return self.sections[self._rank].layout.nbytes
+        return self.rank_parts[self._rank].layout.nbytes
 
     def parts_to_sum(self, variables: Iterable[int]) -> tuple[list[list[Array]], list[Array]]:
         """See `Plan.parts_to_sum`. Here each rank gets the sums of its shards."""
         wanted, buffers, sums = set(variables), self.buffer_messages[0], self.make_sums()
         by_rank = [
-            runs(shard for shard in section.in_whole if shard.variable in wanted)
-            for section in self.sections
+            runs(shard for shard in part.in_whole if shard.variable in wanted)
+            for part in self.rank_parts
         ]
         sources = [[buffers[run.message.slice].view(run.dtype) for run in of] for of in by_rank]
         own = [sums[run.memory[0].slice].view(run.dtype) for run in by_rank[self._rank]]
@@ -169,8 +169,10 @@ class ShardedHostPlan(Plan):
     def sum(self, messages: Sequence[Bytes]) -> Bytes:
         """The sum of the messages with this rank's gradients, valid until the next."""
         sums = self.make_sums()
-        for group in self.sections[self._rank].layout.groups:
-            reduce_flat(group.of(sums), [group.of(message) for message in messages], ReduceOp.SUM)
+        for group in self.rank_parts[self._rank].layout.groups:
+            reduce_in_chunks(
+                group.of(sums), [group.of(message) for message in messages], ReduceOp.SUM
+            )
         return sums
 
     def write_new(self, rank: int, message: Bytes) -> None:

@@ -26,6 +26,8 @@ _UNIT = 256
 def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[Cuts]:
     """Splits all elements of a dtype into equal parts; the last part takes the remainder.
 
+    Of fewer than `_UNIT` elements per rank, the last rank has all.
+
     The variables are in order of creation, and each starts at a multiple of `alignment` bytes.
     """
     # All elements are split, not each variable: ranks have equal parts, whatever the variables'
@@ -43,14 +45,14 @@ def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[C
     return cuts
 
 
-class Section(NamedTuple):
+class RankPart(NamedTuple):
     """A rank's shards of all variables, and the message that consists of these.
 
     Attributes:
         layout: the layout of the message; it has every variable, perhaps without elements.
         shards: the shards in it, and in the memory of the variables and slots.
-        in_whole: the same shards in the message of all elements, and instead of in memory in the
-            section's message.
+        in_whole: the same shards in the message of all elements. Their `memory` is their bytes in
+            the message of `layout`, so that `runs` merges what is contiguous in both.
     """
 
     layout: Layout
@@ -58,11 +60,16 @@ class Section(NamedTuple):
     in_whole: list[Shard]
 
 
-def sections_of(order: MessageOrder, slots: Sequence[Sequence[Block]], rank: int) -> list[Section]:
-    """Each rank's section, given this rank's parts of the slots in the order of the message."""
+def rank_parts_of(
+    order: MessageOrder, slots: Sequence[Sequence[Block]], rank: int
+) -> list[RankPart]:
+    """Each rank's part, given this rank's parts of the slots, by variable.
+
+    The order is one without slots: parts of slots have other shapes.
+    """
     dtypes = tuple([block.array.dtype for block in order.blocks])
     cuts = [of_variable[0].cuts or () for of_variable in slots]
-    sections = []
+    rank_parts = []
     for peer in range(len(cuts[0]) - 1):
         elements = [Interval(*of_variable[peer : peer + 2]) for of_variable in cuts]
         layout = layout_of(
@@ -75,19 +82,19 @@ def sections_of(order: MessageOrder, slots: Sequence[Sequence[Block]], rank: int
             own = [slot.memory for slot in slots[i]] if peer == rank else []
             shards.append(shard._replace(message=place, memory=(*shard.memory, *own)))
             in_whole.append(shard._replace(memory=(place,)))
-        sections.append(Section(layout, shards, in_whole))
-    return sections
+        rank_parts.append(RankPart(layout, shards, in_whole))
+    return rank_parts
 
 
-def rank_slices(order: MessageOrder, sections: Sequence[Section]) -> list[list[RankSlice]]:
+def rank_slices(order: MessageOrder, rank_parts: Sequence[RankPart]) -> list[list[RankSlice]]:
     """For each dtype of the message, which of its elements belong to which rank."""
     slices: list[list[RankSlice]] = [[] for _ in order.layout.groups]
     dtypes = [group.dtype for group in order.layout.groups]
-    for rank, section in enumerate(sections):
-        for run in runs(section.in_whole, order.layout.alignment):
+    for rank, part in enumerate(rank_parts):
+        for run in runs(part.in_whole, order.layout.alignment):
             k = dtypes.index(run.dtype)
             elements = order.layout.groups[k].within(run.message)
-            own = section.layout.groups[k].within(run.memory[0])
+            own = part.layout.groups[k].within(run.memory[0])
             slices[k].append(RankSlice(rank, elements, own))
     return slices
 

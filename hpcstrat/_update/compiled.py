@@ -30,30 +30,30 @@ Loop: TypeAlias = Callable[[Table, int, Sequence[float]], Array]
 """Takes a table, the number of messages, and the rule's numbers. Returns each row's sum of the
 squares of each term of norms."""
 
-# CHUNK: eight buffers of this many elements fit in the fastest cache. One or two messages are read
+# BLOCK: eight buffers of this many elements fit in the fastest cache. One or two messages are read
 # in place: a loop that reads several streams at once is faster than copying one of them first.
 _SOURCE = """
 #include <stdint.h>
 #include <string.h>
 #include <tgmath.h>
 #define auto __auto_type
-#define CHUNK 256
+#define BLOCK 256
 #define LANES {lanes}
 typedef {computed} number;
 {stored}
 void update(const int64_t *table, int64_t chunks, int64_t messages, const double *given,
             double *sums) {{
     {numbers}
-    number gradients[CHUNK]{buffers};
+    number gradients[BLOCK]{buffers};
     for (; chunks > 0; --chunks, table += {fixed} + messages) {{
         {start}
-        for (int64_t start = 0; start < table[0]; start += CHUNK) {{
-            const int64_t count = table[0] - start < CHUNK ? table[0] - start : CHUNK;
+        for (int64_t start = 0; start < table[0]; start += BLOCK) {{
+            const int64_t count = table[0] - start < BLOCK ? table[0] - start : BLOCK;
             {reads}
             const number *restrict const first = (const number *)table[{fixed}] + start;
-            if (IN_PLACE && messages == 1) {{
+            if (IS_WHOLE && messages == 1) {{
                 for (int64_t i = 0; i < count; ++i) {{ const number gradient = first[i]; {update} }}
-            }} else if (IN_PLACE && messages == 2) {{
+            }} else if (IS_WHOLE && messages == 2) {{
                 const number *restrict const second = (const number *)table[{fixed} + 1] + start;
                 for (int64_t i = 0; i < count; ++i) {{
                     const number gradient = first[i] + second[i]; {update}
@@ -81,7 +81,7 @@ for (int64_t i = 0; i < count; i += LANES)
 """
 _ADD_LANES = "*sums = 0; for (int64_t j = 0; j < LANES; ++j) *sums += lanes_{}[j]; ++sums;"
 _WHOLE = """
-#define IN_PLACE 1
+#define IS_WHOLE 1
 typedef {} stored;
 static inline void read(const stored *restrict from, number *restrict to, int64_t count) {{
     memcpy(to, from, count * sizeof *to);
@@ -92,14 +92,14 @@ static inline void add(const stored *restrict from, number *restrict to, int64_t
 static inline void round_to_stored(number *numbers, int64_t count) {{}}
 """
 _SHORT = """
-#define IN_PLACE 0
+#define IS_WHOLE 0
 static inline void add(const stored *restrict from, number *restrict to, int64_t count) {
-    number more[CHUNK];
+    number more[BLOCK];
     read(from, more, count);
     for (int64_t i = 0; i < count; ++i) to[i] += more[i];
 }
 static inline void round_to_stored(number *numbers, int64_t count) {
-    stored rounded[CHUNK];
+    stored rounded[BLOCK];
     write(numbers, rounded, count);
     read(rounded, numbers, count);
 }
@@ -195,11 +195,11 @@ def _source(kernel: Kernel, dtype: str) -> str:
     """The C code of a kernel's loop."""
     computed, stored = _STORED[dtype]
     terms = range(len(kernel.terms))
-    is_whole = "IN_PLACE 1" in stored
+    is_whole = "IS_WHOLE 1" in stored
     changed = {
         name: f"(stored *)table[{i}] + start" for i, name in enumerate(("value", *kernel.slots), 1)
     }
-    buffers = [] if is_whole else [f", all_{name}[CHUNK]" for name in changed]
+    buffers = [] if is_whole else [f", all_{name}[BLOCK]" for name in changed]
     if is_whole:
         reads = [f"number *restrict const all_{name} = {at};" for name, at in changed.items()]
         writes = []
@@ -211,7 +211,7 @@ def _source(kernel: Kernel, dtype: str) -> str:
     if terms:
         loads += [f"number term_{i};" for i in terms]
         stores = [f"terms_{i}[i] = term_{i};" for i in terms]
-        buffers += [f", terms_{i}[CHUNK]" for i in terms]
+        buffers += [f", terms_{i}[BLOCK]" for i in terms]
         writes = [_ADD_SQUARES.format(i) for i in terms]
     return _SOURCE.format(
         lanes=LANES,

@@ -1,9 +1,9 @@
 """Norms on a GPU, by sums in a fixed order, and updates that depend on them; the host never waits.
 
-A pass is three kernels. 32 threads add up the squares of each strip of a variable, and leave as
-many sums; fewer threads add up these; and one thread per variable adds up the rest, and computes
-the numbers of the next kernel, which reads them from memory. Gaps between variables are in no
-strip.
+A pass is three kernels, and a fourth where ranks have parts of variables. 32 threads add up the
+squares of each strip of a variable, and leave as many sums; fewer threads add up these; and one
+thread per variable adds up the rest, and computes the numbers of the next kernel, which reads them
+from memory. Gaps between variables are in no strip.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ Operands: TypeAlias = "Sequence[tuple[Array, Array, Sequence[Array]]]"
 """Of each run of variables the gradient, the value and the slots."""
 _Table: TypeAlias = "Sequence[Sequence[int]]"
 
+# `table`, for each result: its first sum, the end, and the step.
 _ADD = """
 const ptrdiff_t place = i / terms, term = i % terms;
 double sum = 0;
@@ -36,6 +37,7 @@ for (ptrdiff_t k = table[3 * place]; k < table[3 * place + 1]; k += table[3 * pl
     sum += sums[k * terms + term];
 out[place * width + term] = sum;
 """
+# `table`, for each row and term: its first sum and the end.
 _NORM = """
 double square_{term} = 0;
 for (ptrdiff_t k = table[{at}]; k < table[{at} + 1]; ++k)
@@ -48,7 +50,7 @@ norms[i * columns + {norm}] = norm_{norm};
 class _Run(NamedTuple):
     """What kernels take of a run of variables."""
 
-    strips: Array  # of each strip the first element, the last, and the row of its numbers
+    strips: Array  # of each strip the first element, the end, and the row of its numbers
     starts: Array  # of each variable the first element, and the row of its numbers
     variables: int  # those in `starts`
     sums: Interval  # the sums that its threads leave
@@ -59,7 +61,7 @@ class _Pass(NamedTuple):
 
     squares: list[tuple[Any, Array, Array, int]]  # of each run the kernel, strips, sums, threads
     fewer: tuple[Any, ...]  # what `add_kernel` takes, to the memory of the result
-    of_variables: tuple[Any, ...]  # the same for the ranks to add up
+    to_variables: tuple[Any, ...]  # the same: sums per variable, which the ranks then add up
     summed: Array  # the result of that, a row for each variable
     compute: Any
     of_compute: tuple[Any, ...]
@@ -90,7 +92,7 @@ class DeviceNorms:
         is_global = all(all(norms.are_global) for norms in passes)
         self._rows = 1 if is_global else len(shards)
         self._runs: list[_Run] = []
-        self._of_variables = [Interval(0, 0)] * len(shards)  # the sums of each variable
+        self._sums_of = [Interval(0, 0)] * len(shards)  # the sums of each variable
         self._count = 0
         for run, _, _ in chunks:
             strips, starts, first = [], [], self._count
@@ -103,16 +105,16 @@ class DeviceNorms:
                 strips += [(*strip, row) for strip in own]
                 starts.append((start, row))
                 sums = Interval(0, LANES * len(own)).shift(self._count)
-                self._of_variables[shard.variable] = sums
+                self._sums_of[shard.variable] = sums
                 self._count = sums.stop
             starts = starts[:1] if is_global else starts
-            tables = self._table(strips), self._table(starts)
+            tables = self._on_gpu(strips), self._on_gpu(starts)
             self._runs.append(_Run(*tables, len(starts), Interval(first, self._count)))
         dtypes = [run.dtype for run, _, _ in chunks]
         self._passes = self._prepare(dtypes, passes, last, is_split)
         self._updates = [update_kernel(kernel_in(last), dtype, True) for dtype in dtypes]
 
-    def _table(self, rows: Sequence[Sequence[int]]) -> Array:
+    def _on_gpu(self, rows: Sequence[Sequence[int]]) -> Array:
         return self._xp.asarray(np.array(rows, np.int64).reshape(-1))
 
     def _prepare(
@@ -127,13 +129,13 @@ class DeviceNorms:
         found = self._xp.zeros(self._rows * columns)
         done, prepared = 0, list[_Pass]()
         for norms, kernel, following in zip(passes, kernels, kernels[1:], strict=False):
-            terms, variables = len(norms.are_global), len(self._of_variables)
+            terms, variables = len(norms.are_global), len(self._sums_of)
             groups, to_variables, table = self._tables(norms.are_global, is_split)
             sums, few = self._xp.zeros(self._count * terms), self._xp.zeros(len(groups) * terms)
             summed = self._xp.zeros((variables, norms.size))
             squares = [
                 (
-                    squares_kernel(kernel, dtype, bool(done)),
+                    squares_kernel(kernel, dtype, has_rows=bool(done)),
                     run.strips,
                     sums[run.sums.scale(terms).slice],
                     run.sums.size,
@@ -143,11 +145,11 @@ class DeviceNorms:
             prepared.append(
                 _Pass(
                     squares,
-                    (sums, self._table(groups), terms, terms, few),
-                    (few, self._table(to_variables), terms, norms.size, summed.reshape(-1)),
+                    (sums, self._on_gpu(groups), terms, terms, few),
+                    (few, self._on_gpu(to_variables), terms, norms.size, summed.reshape(-1)),
                     summed,
                     numbers_kernel(norms.numbers.code, done, terms, len(norms.numbers.given())),
-                    (self._table(table), norms.size if is_split else terms, columns),
+                    (self._on_gpu(table), norms.size if is_split else terms, columns),
                     (found, self._xp.zeros(self._rows * len(following.constants))),
                 )
             )
@@ -156,7 +158,7 @@ class DeviceNorms:
 
     def _tables(self, are_global: tuple[bool, ...], is_split: bool) -> tuple[_Table, ...]:
         """How sums are added up: to fewer; these to each variable's; to the norms of each row."""
-        variables, groups, fewer = self._of_variables, [], list[Interval]()
+        variables, groups, fewer = self._sums_of, [], list[Interval]()
         if all(are_global):
             variables = [Interval(0, self._count), *[Interval(0, 0)] * (len(variables) - 1)]
         for sums in variables:
@@ -191,7 +193,7 @@ class DeviceNorms:
             add(*this.fewer, size=sums.size)
             if add_up is not None:
                 terms = len(norms.are_global)
-                add(*this.of_variables, size=len(self._of_variables) * terms)
+                add(*this.to_variables, size=len(self._sums_of) * terms)
                 sums = add_up(this.summed).reshape(-1)
             given = norms.numbers.given()
             this.compute(sums, *this.of_compute, *given, *this.results, size=self._rows)

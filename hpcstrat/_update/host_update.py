@@ -52,6 +52,7 @@ class HostUpdate(Update):
         # These have chunks of their own. A small gradient costs less to copy than to read in place.
         self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
         self.may_be_in_place = bool(self._large)
+        # By kernel: its calls, and the numbers that they read in place, which each step overwrites.
         self._rule: UpdateRule | None = None  # the last
         self._bound: list[BoundChunk] = []
         self._numbers: dict[np.dtype[Any], Array] = {}
@@ -62,17 +63,17 @@ class HostUpdate(Update):
     def _prepare_table(self) -> None:
         """Finds what loops take of the chunks: a step fills in only the messages' addresses."""
         self._fixed = compiled.table([(value, *slots) for _, value, slots in self._chunks])
-        own = [shard for shard, _, _ in self._chunks]
-        self._starts = np.array([shard.message.start for shard in own], np.int64)
+        in_chunks = [shard for shard, _, _ in self._chunks]
+        self._starts = np.array([shard.message.start for shard in in_chunks], np.int64)
         # Where they start in a gradient that is read in place, in bytes.
         self._starts_in_gradient = np.array(
-            [shard.elements.start * shard.dtype.itemsize for shard in own], np.int64
+            [shard.elements.start * shard.dtype.itemsize for shard in in_chunks], np.int64
         )
-        self._variables = np.array([shard.variable for shard in own], np.intp)
+        self._variables = np.array([shard.variable for shard in in_chunks], np.intp)
         self._dtypes: list[tuple[np.dtype[Any], Interval]] = []
         stop = 0
         for dtype in dict.fromkeys(shard.dtype for shard in self._shards):
-            start, stop = stop, stop + sum(shard.dtype == dtype for shard in own)
+            start, stop = stop, stop + sum(shard.dtype == dtype for shard in in_chunks)
             self._dtypes.append((dtype, Interval(start, stop)))
 
     def in_place(self, gradients: Sequence[Array]) -> InPlace:
@@ -108,6 +109,7 @@ class HostUpdate(Update):
         while (norms := rules[0].norms) is not None:
             if len(rules) == 1 and not all(norms.are_global):
                 updates, rules = self._of_each_variable(), rules * len(self._shards)
+            # As many columns in every pass, as a shared array of central storage has.
             squares = np.zeros((len(self._shards), norms.size))
             count = len(norms.are_global)
             for i, update in updates.items():

@@ -37,7 +37,7 @@ class Traced(NamedTuple):
         kernel: its kernel.
         bind: computes the kernel's constants.
         code: computes them from norms on a GPU; see `NumbersOfNorms`.
-        bind_given: computes the numbers given to this.
+        bind_given: computes the numbers that `code` is given.
     """
 
     kernel: Kernel
@@ -105,10 +105,11 @@ def compile_pass(
     ]
     computed = [symbol for symbol in whole if symbol.kind == NUMBER and _is_computed(symbol)]
     changing = [*changing, *norms]
+    # Symbols compare by identity.
     once = [symbol for symbol in computed if not any(one in changing for one in symbol.inputs())]
     often = [symbol for symbol in computed if symbol not in once]
-    in_order = [*stay, *literals, *once, *changing, *often]
-    places = {id(symbol): i for i, symbol in enumerate(in_order)}
+    numbered = [*stay, *literals, *once, *changing, *often]
+    places = {id(symbol): i for i, symbol in enumerate(numbered)}
     constants = [symbol.operands[0] for symbol in literals]
 
     def steps_of(symbols: Sequence[Symbol]) -> list[tuple[Any, Any]]:
@@ -131,8 +132,8 @@ def compile_pass(
             for function, operands in steps_once:
                 bound.append(function(*operands(bound)))
 
-            def evaluate(changing: Sequence[float]) -> tuple[float, ...]:
-                values = [*bound, *changing]
+            def evaluate(now: Sequence[float]) -> tuple[float, ...]:
+                values = [*bound, *now]
                 for function, operands in steps:
                     values.append(function(*operands(values)))
                 return pick(values)
@@ -224,8 +225,8 @@ def _steps(
     """The steps of a kernel, its numbers of arrays, and its terms.
 
     There are as few arrays as possible: together they should fit in cache. The gradient is
-    overwritten, and a new value or slot goes to its place in storage, as soon as the old content is
-    no longer needed. For norms, nothing that was given changes.
+    overwritten, and a new value or slot goes to its place in storage, its home, as soon as the old
+    content is no longer needed. For norms, nothing that was given changes.
     """
     uses = collections.Counter(id(operand) for symbol in order for operand in symbol.operands)
     uses.update(map(id, results))  # needed to the end
@@ -265,7 +266,7 @@ def _steps(
         return steps, arrays, [i for _, i in found]
     moved = [(place, home) for place, home in zip(found, in_storage, strict=True) if place != home]
     for i, (place, home) in enumerate(moved):
-        if place in in_storage:  # which might be written first
+        if place in in_storage:  # another's home, which its new content might overwrite first
             moved[i] = new_place(ELEMENT), home
             steps.append((np.positive, place, moved[i][0]))
     return [*steps, *[(np.positive, place, home) for place, home in moved]], arrays, []

@@ -79,7 +79,7 @@ def keep_per_message(
     # By id, because arrays have no hash; each message is kept, so that no other gets its id.
     key = id(messages[0]), len(messages)
     if key not in kept:
-        if len(kept) == 3:  # two records and a mailbox, before it grew
+        if len(kept) == 3:  # `SharedMemoryCommunicator`: two records, a mailbox before it grew
             kept.clear()
         kept[key] = messages[0], make(messages)
     return kept[key][1]

@@ -211,7 +211,7 @@ class Saved:
             if block.cuts is not None:
                 cuts[name] = [cut * v.dtype.itemsize for cut in block.cuts]
             # A variable made outside every scope has one replica: it differs from rank to rank.
-            elif not storage.reads_everywhere or storage.communicator.size < size:
+            elif not storage.has_all_blocks or storage.communicator.size < size:
                 cuts[name] = [0] * (self.root + 1) + [self._places[name].size] * (size - self.root)
         return cuts
 

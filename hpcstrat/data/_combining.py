@@ -1,4 +1,4 @@
-"""Nodes with several inputs: zip, enumerate, concatenate, choose_from_datasets, sample_..."""
+"""Nodes that combine: zip, enumerate, concatenate, choose_from_datasets, sample_..."""
 
 from __future__ import annotations
 
@@ -257,9 +257,10 @@ class _Chosen(_Merging):
                     ended[which] = True
                     if self._stops:
                         end = min(end, int(wanted[len(taken)]))
+            # All positions before `end` were taken, so the first `end` in order are theirs.
             if places and end:
                 order, joined = np.argsort(np.concatenate(places))[:end], join(items)
-                yield joined[order] if self.width else [joined[i] for i in order]
+                yield joined[order] if self.width is not None else [joined[i] for i in order]
             if end < len(choices) or ended.all():
                 return
 

@@ -317,7 +317,7 @@ class _SameOrder(Choosing):
         super().__init__(source, "cache()")
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        return self._source.chunks(epoch.frozen())
+        return self._source.chunks(epoch.freeze())
 
 
 @final
@@ -357,7 +357,7 @@ class _ByPosition(_SameOrder):
             yield [element]
 
     def _first_pass(self, epoch: EpochPass) -> Iterator[tuple[Any, int]]:
-        inner, kept = epoch.frozen(), []
+        inner, kept = epoch.freeze(), []
         # On, because passes of all ranks may come later, some of them of kept elements.
         inner.checksum = PipelineChecksum(True, every=settings.is_on("HPCSTRAT_CHECK"))
         for element in with_failures(self._source.elements(inner)):

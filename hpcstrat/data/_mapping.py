@@ -209,21 +209,8 @@ def _same_structure(state: Any, following: Any, what: str) -> Any:
 
 def call_on(function: Callable[..., Any], element: Any, call: str, argument: str) -> Any:
     """Calls `function` as `tf.data` does: the members of a tuple are separate arguments."""
-    if type(element) is tuple:
-        return _call(
-            function,
-            element,
-            call,
-            argument,
-            "the members of the element, a tuple, are separate arguments",
-        )
-    return _call(
-        function,
-        (element,),
-        call,
-        argument,
-        "the element is not a tuple, so it is the only argument",
-    )
+    args, given = (element, _MEMBERS) if type(element) is tuple else ((element,), _ELEMENT)
+    return _call(function, args, call, argument, given)
 
 
 def _call(

@@ -115,14 +115,14 @@ class EpochPass:
         salt: tuple[int, ...] | None = None,
         place: tuple[int, ...] = (),
     ) -> None:
-        self._rounds = dict(rounds or {})
-        self._first = dict(self._rounds)
+        self._rounds = dict(rounds or {})  # each shuffle's next round here
+        self._first = dict(self._rounds)  # that of the pass's start; `reached`: of the next pass
         self._frozen, self._salt, self._place = frozen, salt, place
         self.reached: Mapping[ShuffleState, int] = {}
         self.runs_ahead: bool = False
         self.checksum: PipelineChecksum = PipelineChecksum()
 
-    def frozen(self) -> EpochPass:
+    def freeze(self) -> EpochPass:
         """A pass that meets the same orders each time, for a cache."""
         other = EpochPass(frozen=True, salt=self._salt, place=self._place)
         other.checksum = self.checksum
@@ -155,6 +155,7 @@ class EpochPass:
             # Two shuffles without a seed have different orders; two with the same seed have the
             # same order, as elsewhere.
             if shuffle.own_seed is None:
+                # Known by its place in this pass.
                 own, within = [0, list(self._rounds).index(shuffle)], self._salt
             else:
                 own, within = [shuffle.own_seed], self._place
@@ -178,9 +179,9 @@ class Node(abc.ABC):
     `load` and `fetch` make elements from them. So nodes that reorder or select elements touch no
     data, every rank can walk the whole stream, and each replica loads only its own elements.
 
-    Distribution and checkpoints need six facts about a node, its attributes. The constructor sets
-    their defaults; the constructor of a subclass calls it, then sets the facts that differ. Do not
-    set them in the body of a class, where the defaults would hide them.
+    Distribution and checkpoints need six facts about a node, its attributes besides `inputs`. The
+    constructor sets their defaults; the constructor of a subclass calls it, then sets the facts
+    that differ. Do not set them in the body of a class, where the defaults would hide them.
 
     Attributes:
         inputs: the nodes that this node reads.
@@ -241,7 +242,7 @@ class Node(abc.ABC):
         return 1 if self.user_code else 0
 
     @property
-    def seekable(self) -> bool:
+    def fetches_freely(self) -> bool:
         """Whether an empty chunk can be fetched, and fetching runs no user code."""
         return self.width is not None and not self.user_code
 
@@ -251,7 +252,7 @@ class Node(abc.ABC):
         If user code fails to make an element, the error is raised when the element's turn comes;
         the next element follows.
         """
-        if self.seekable:
+        if self.fetches_freely:
             return self._fetch_ahead(epoch)
         return map(self.load, itertools.chain.from_iterable(self.chunks(epoch)))
 
@@ -360,7 +361,7 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
 
 def load_rows(node: Node, chunk: Chunk, start: int, stop: int) -> Any:
     """The elements `start` to `stop` of a chunk, stacked; the range may be empty."""
-    if start == stop and not node.seekable:
+    if start == stop and not node.fetches_freely:
         # Only an element shows the shapes and dtypes of an empty batch, so load one and drop it.
         return _elements.rows(node.fetch(chunk[:1]), 0, 0)
     return node.fetch(chunk[start:stop])

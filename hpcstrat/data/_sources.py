@@ -142,7 +142,7 @@ class Slices(Indexed):
         return self._size
 
     @property
-    def seekable(self) -> bool:
+    def fetches_freely(self) -> bool:
         return True
 
     def checksums(self, every: bool) -> list[tuple[str, int]]:

@@ -55,7 +55,7 @@ def split_in_order(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterat
 
 
 def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) -> Iterator[Step]:
-    if node.rows is not None and node.rows.seekable:
+    if node.rows is not None and node.rows.fetches_freely:
         return _split_keys(node.rows, node.chunks(epoch), rank, size, batch_size)
 
     def step(item: Any, checksum: int) -> Step:

@@ -63,7 +63,8 @@ class Optimizer(metaclass=_options.OptimizerType):
             # A subclass may have set its own already, such as its decay.
             if option in options or option not in vars(self):
                 setattr(self, option, value)
-        if type(self).update_rule is not Optimizer.update_rule:
+        self._has_own_rule = type(self).update_rule is not Optimizer.update_rule
+        if self._has_own_rule:
             _options.check_without_formula(owner, options)
         self.learning_rate = learning_rate
         self._state = OptimizerState(self.gradient_accumulation_steps)
@@ -75,8 +76,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         self._collecting = [step for step in steps if overrides(step, "collect")]
         if self._state.accumulator is not None:
             self._collecting.append(self._state.accumulator)
-        has_own_rule = type(self).update_rule is not Optimizer.update_rule
-        self._transforming, self._clipping = _composition.transforming(steps, has_own_rule)
+        # Of collected gradients; of their sums; and, except for rows, in the formula instead.
+        self._transforming, self._clipping = _composition.transforming(steps, self._has_own_rule)
         self._sums_early = not (self._collecting or self._transforming or self._clipping)
         clips = bool(self._clipping)
         self._formula, self._formula_of_clipped = _composition.formulas_of(self, steps, clips)

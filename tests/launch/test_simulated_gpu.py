@@ -160,7 +160,7 @@ BUGS = {
         [
             (
                 "_memory/layout.py",
-                "start = end = round_up(end, max(alignment, ALIGNMENT))",
+                "start = end = round_up(end, max(alignment, GROUP_ALIGNMENT))",
                 "start = end",
             )
         ],

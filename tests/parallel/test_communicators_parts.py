@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from internals import MpiCommunicator, Outgoing, layout_of, reduce_flat, signature_of
+from internals import MpiCommunicator, Outgoing, layout_of, reduce_in_chunks, signature_of
 from slow import slow_but
 from transports import (
     COMM,
@@ -196,7 +196,7 @@ def test_sections_are_summed_as_the_whole_is(on_host, count, names):
     )
     sums = np.empty(layouts[rank].nbytes, np.uint8)
     for group in layouts[rank].groups:
-        reduce_flat(group.of(sums), [group.of(message) for message in found], SUM)
+        reduce_in_chunks(group.of(sums), [group.of(message) for message in found], SUM)
     for one, other in zip(
         layouts[rank].views(sums), parts_for(rank, whole.views(expected)), strict=True
     ):

@@ -16,7 +16,7 @@ from internals import (
     is_numeric,
     part_of_rank,
     reduce_chunk,
-    reduce_flat,
+    reduce_in_chunks,
 )
 
 from hpcstrat import ReduceOp
@@ -32,13 +32,13 @@ def test_sums_are_in_order(count, size):
     for part in parts[1:]:
         expected = expected + part
     out = np.full(size, -1, np.float32)
-    reduce_flat(out, parts, ReduceOp.SUM)
+    reduce_in_chunks(out, parts, ReduceOp.SUM)
     assert out.tobytes() == expected.tobytes()
-    reduce_flat(out, parts, ReduceOp.MEAN)
+    reduce_in_chunks(out, parts, ReduceOp.MEAN)
     assert out.tobytes() == (expected / np.float32(count)).tobytes()
-    reduce_flat(out, parts, ReduceOp.MIN)
+    reduce_in_chunks(out, parts, ReduceOp.MIN)
     assert out.tobytes() == np.min(parts, 0).tobytes()
-    reduce_flat(out, parts, ReduceOp.MAX)
+    reduce_in_chunks(out, parts, ReduceOp.MAX)
     assert out.tobytes() == np.max(parts, 0).tobytes()
 
 
@@ -67,7 +67,7 @@ def test_16_bit_floats_are_rounded_once(dtype):
 def test_an_overflow_is_inf():
     out = np.empty(2, np.float32)
     with np.errstate(all="raise"):
-        reduce_flat(out, [np.full(2, 3e38, np.float32)] * 2, ReduceOp.SUM)
+        reduce_in_chunks(out, [np.full(2, 3e38, np.float32)] * 2, ReduceOp.SUM)
     assert np.isinf(out).all()
 
 

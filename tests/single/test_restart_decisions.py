@@ -207,4 +207,4 @@ def test_whatever_happens_the_policy_is_kept(policy, ends):
         restarts += 1
         assert restarts <= policy.restarts
         assert policy.min_ranks <= decision.ranks <= policy.ranks
-        assert history[-1].status != 0 and history[-1].deliberate is None and not decision.why
+        assert history[-1].status != 0 and history[-1].why_deliberate is None and not decision.why

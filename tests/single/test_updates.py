@@ -23,8 +23,8 @@ from internals import (
     chunks_of,
     compiled,
     cuts_of,
+    rank_parts_of,
     rank_slices,
-    sections_of,
 )
 from package_kernels import optimizers_of
 
@@ -215,7 +215,7 @@ def test_ranks_with_their_own_slots_update_their_sections(variables, ranks, seed
             slot.cuts = cut
             slots.append([slot])
         order = MessageOrder(blocks, [()] * len(blocks))
-        section = sections_of(order, slots, rank)[rank]
+        section = rank_parts_of(order, slots, rank)[rank]
         messages = [np.full(section.layout.nbytes, 0xFF, np.uint8) for _ in range(ranks)]
         for message, own in zip(messages, gradients, strict=True):
             for shard in section.shards:
@@ -247,7 +247,7 @@ def test_slices_of_ranks_are_all_elements_once(variables, ranks):
         slot = Block(None, None, Interval(0, 0))
         slot.cuts = cut
         slots.append([slot])
-    sections = sections_of(order, slots, 0)
+    sections = rank_parts_of(order, slots, 0)
     slices = rank_slices(order, sections)
     for group, of_group in zip(order.layout.groups, slices, strict=True):
         owners = np.full(group.elements, -1)

@@ -40,7 +40,7 @@ class Ended(NamedTuple):
     are_seen: bool = True  # ranks run on this host, and so note how they end
 
     @property
-    def deliberate(self) -> str | None:
+    def why_deliberate(self) -> str | None:
         """Why it was ended on purpose; `None` if it was not."""
         if self.signal:
             return f"the launcher was sent {signal.Signals(self.signal).name}"
@@ -101,7 +101,7 @@ def decide(policy: Policy, ends: Sequence[Ended]) -> Decision:
         return Decision()
     # Without an exception, a host or a GPU may be at fault, and fewer ranks may help.
     may_shrink = ended.failure is None and ended.ranks > policy.min_ranks
-    why = ended.deliberate or _pointless(ends, may_shrink)
+    why = ended.why_deliberate or _pointless(ends, may_shrink)
     if why is None and len(ends) > policy.restarts:
         why = f"it has been restarted {policy.restarts} times (--restarts)"
     if why is not None:
@@ -119,7 +119,8 @@ def _pointless(ends: Sequence[Ended], may_shrink: bool) -> str | None:
     if failure is not None:
         what = ended.step, failure.text
         same = [end for end in ends if end.failure and (end.step, end.failure.text) == what]
-        # Two exceptions before a first step prove nothing.
+        # Two exceptions before a first step prove nothing once a start has done a step: the GPU of
+        # ranks that were killed may not be free yet.
         if len(same) > 1 and any(end.did_steps for end in same):
             return "it has failed in the same way at the same step before"
     if ended.is_early and not any(end.did_steps for end in ends):
@@ -134,10 +135,7 @@ def _pointless(ends: Sequence[Ended], may_shrink: bool) -> str | None:
 
 
 def _early_ends(ends: Sequence[Ended]) -> int:
-    """How many of the latest starts ended early in a row; 0 if no start has ever done a step.
-
-    A GPU, or MPS, whose ranks were killed is not free at once.
-    """
+    """How many of the latest starts ended early in a row; 0 if no start has ever done a step."""
     if not any(end.did_steps for end in ends):
         return 0
     return len(list(itertools.takewhile(lambda end: end.is_early, reversed(ends))))
