@@ -80,7 +80,7 @@ INSTEAD: dict[str, dict[str, str]] = {
         **_all("tensor Tensor constant array", "write np.array, or strategy.xp.array on a GPU"),
         **_all(
             "TPUStrategy ParameterServerStrategy",
-            ("write MirroredStrategy, MultiWorkerMirroredStrategy or CentralStorageStrategy"),
+            "write MirroredStrategy, MultiWorkerMirroredStrategy or CentralStorageStrategy",
         ),
         "distribute": "hs itself has the names of tf.distribute",
         "optim": "hs.optimizers has the optimizers",
@@ -185,8 +185,8 @@ INSTEAD: dict[str, dict[str, str]] = {
         "set_shape": "a variable keeps the shape of its initial value",
     },
     "DistributedValues": _all(
-        "shape dtype ndim size T numpy item tolist astype reshape sum mean std var max min argmax "
-        "argmin any all dot flatten detach cpu",
+        "values shape dtype ndim size T numpy item tolist astype reshape sum mean std var max min "
+        "argmax argmin any all dot flatten detach cpu",
         ONE_EACH,
     ),
     "Dataset": {

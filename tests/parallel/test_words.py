@@ -44,7 +44,7 @@ MEMBERS = "the members of the element, a tuple, are separate arguments"
 ELEMENT = "the element is not a tuple, so it is the only argument"
 PER_REPLICA = {
     f"x.{name}": f"AttributeError: PerReplica.{name} does not exist: {ONE_EACH}"
-    for name in ("shape", "dtype", "sum", "mean", "numpy", "item", "tolist", "T")
+    for name in ("values", "shape", "dtype", "sum", "mean", "numpy", "item", "tolist", "T")
 }
 
 CASES = {
