@@ -90,7 +90,7 @@ def parse_all(compute_devices: Sequence[str] | None, size: int) -> list[Device] 
     # A string is a sequence of letters: each would be refused.
     if isinstance(compute_devices, str):
         raise TypeError(
-            f"{current_call()}: compute_devices is the string {compute_devices!r}; pass a list "
+            f"{current_call()}: the string {compute_devices!r} is not a list of devices; pass one "
             f"with one device per rank, such as [{compute_devices!r}]"
         )
     if len(compute_devices) != size:

@@ -269,6 +269,7 @@ ARGUMENTS: dict[str, dict[str, str]] = {
     "ReplicaContext.reduce_scatter": {
         "'value'": "the operation comes first: reduce_scatter('SUM', value)"
     },
+    "ReplicaContext.scan": {"'value'": "the operation comes first: scan('SUM', value)"},
     "ReplicaContext.neighbor_exchange": {
         "'to_right'": "pass a value for each side, None for nothing"
     },

@@ -55,6 +55,10 @@ CASES = {
     "a CentralStorageStrategy or a OneDeviceStrategy",
     "s.reduce('SUM', x)": "TypeError: Strategy.reduce() missing 1 required positional argument: "
     "'axis'; axis=None reduces over the replicas, axis=0 over the elements of each as well",
+    "hs.MirroredStrategy('CPU:0')": "TypeError: MirroredStrategy: the string 'CPU:0' is not a list "
+    "of devices; pass one with one device per rank, such as ['CPU:0']",
+    "s.run(lambda: C().scan('SUM'))": "TypeError: ReplicaContext.scan() missing 1 required "
+    "positional argument: 'value'; the operation comes first: scan('SUM', value)",
     "s.gather(x)": "TypeError: Strategy.gather() missing 1 required positional argument: 'axis'; "
     "axis=0 joins along the first dimension",
     "s.run(lambda: C().all_reduce('SUM'))": "TypeError: ReplicaContext.all_reduce() missing 1 "

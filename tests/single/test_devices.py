@@ -67,7 +67,8 @@ def test_devices_that_are_named():
     ):
         device_names.parse_all(["CPU:0"], 2)
     with pytest.raises(
-        TypeError, match=r"call: compute_devices is the string 'CPU:0'; pass a list .*\['CPU:0'\]"
+        TypeError,
+        match=r"call: the string 'CPU:0' is not a list of devices; pass one .*\['CPU:0'\]",
     ):
         device_names.parse_all("CPU:0", 5)
     with pytest.raises(ValueError, match="'X:0' is not a device"):
