@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Any
 from hpcstrat._core.other_names import missing_in_module as _missing_in_module
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat._update.rule import UpdateRule as UpdateRule
-from hpcstrat.optimizers import schedules as schedules
 from hpcstrat.optimizers._adagrad import Adadelta as Adadelta
 from hpcstrat.optimizers._adagrad import Adagrad as Adagrad
 from hpcstrat.optimizers._adagrad import RMSprop as RMSprop
@@ -21,6 +20,9 @@ from hpcstrat.optimizers._options import OptimizerOptions as OptimizerOptions
 from hpcstrat.optimizers._sgd import SGD as SGD
 from hpcstrat.optimizers._sgd import Lion as Lion
 from hpcstrat.optimizers._steps import UpdateStep as UpdateStep
+
+if TYPE_CHECKING:
+    from hpcstrat.optimizers import schedules as schedules
 
 __all__ = [
     "SGD",
@@ -44,7 +46,16 @@ __all__ = [
 
 _set_module(globals())
 
+
+def __dir__() -> list[str]:
+    return __all__  # `schedules` too, before it is there
+
+
 if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
 
     def __getattr__(name: str) -> Any:
+        if name == "schedules":  # not before a program asks for it: 4 of 90 ms of the import
+            import hpcstrat.optimizers.schedules
+
+            return hpcstrat.optimizers.schedules
         raise _missing_in_module(__name__, name)

@@ -12,7 +12,7 @@ import numpy as np
 
 from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import constructor_signature
-from hpcstrat.optimizers import _names, schedules
+from hpcstrat.optimizers import _names
 from hpcstrat.optimizers._steps import BY_OPTION, UpdateStep, overrides
 
 LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
@@ -231,6 +231,8 @@ def arguments_of(optimizer: Any) -> dict[str, Any]:
 
 def config_of(optimizer: Any) -> dict[str, Any]:
     """The arguments that make such an optimizer, in a form for JSON."""
+    from hpcstrat.optimizers import schedules  # not before a program has one
+
     rate = optimizer.learning_rate
     if isinstance(rate, schedules.LearningRateSchedule):
         rate = {"class_name": type(rate).__name__, "config": rate.get_config()}
@@ -257,6 +259,8 @@ def arguments_in(
     if isinstance(rate, Mapping):
         given = cast("Mapping[str, Any]", rate)
         name = given["class_name"]
+        from hpcstrat.optimizers import schedules
+
         kind = (custom_objects or {}).get(name) or getattr(schedules, name, None)
         if kind is None:
             raise ValueError(
