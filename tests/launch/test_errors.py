@@ -33,7 +33,7 @@ def test_a_good_run_ends_well(launch):
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [2, 3, 4]))
-@pytest.mark.parametrize("thread", ["main", "other"])
+@pytest.mark.parametrize("thread", slow_but(["main"], ["main", "other"]))
 def test_an_uncaught_exception_ends_all_ranks(launch, ranks, thread):
     result = launch(
         START
@@ -243,7 +243,9 @@ def launch_on_tmpfs(launch, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("ranks, options", [(2, "size=4m"), (2, "ro"), (1, "ro")])
+@pytest.mark.parametrize(
+    "ranks, options", slow_but([(2, "size=4m"), (1, "ro")], [(2, "size=4m"), (2, "ro"), (1, "ro")])
+)
 def test_too_little_shared_memory(launch, launch_on_tmpfs, ranks, options):
     """MPI would end in a bus error.
 
@@ -266,7 +268,7 @@ def test_too_little_shared_memory(launch, launch_on_tmpfs, ranks, options):
     assert "--shm-size=1g" in result.stderr
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", slow_but([2], [1, 2]))
 def test_no_proc(launch, launch_on_tmpfs, ranks):
     """One line on all ranks, or only the first one's, which ends the job; nothing is left."""
     if launch.open_mpi:

@@ -94,7 +94,9 @@ def test_freed_memory_is_kept_up_to_the_bound(launch):
     assert many < 1 << 30  # of 1,280 MiB
 
 
-@pytest.mark.parametrize("setting", ["MALLOC_TOP_PAD_", "GLIBC_TUNABLES"])
+@pytest.mark.parametrize(
+    "setting", slow_but(["MALLOC_TOP_PAD_"], ["MALLOC_TOP_PAD_", "GLIBC_TUNABLES"])
+)
 def test_settings_of_the_user_stay(launch, setting):
     value = {"MALLOC_TOP_PAD_": "131072", "GLIBC_TUNABLES": "glibc.malloc.top_pad=131072"}[setting]
     few, _ = numbers(launch(MORE_THAN_IS_KEPT, env={setting: value}), "kept")

@@ -134,7 +134,7 @@ def test_ranks(run, program):
     assert (status, sorted(stdout.splitlines()), stderr) == (0, lines, "")
 
 
-@pytest.mark.parametrize("name", ["-", "-c"])
+@pytest.mark.parametrize("name", slow_but(["-"], ["-", "-c"]))
 def test_a_program_that_is_no_file(run, name):
     """All of it at each start, with `sys.argv` as Python has it; no temporary files are left."""
     code = textwrap.dedent("""
