@@ -12,6 +12,7 @@ from hpcstrat._calls.records import (
 from hpcstrat._calls.state import CallState
 from hpcstrat._calls.status import LIMIT, RankStatus, user_frame_of
 from hpcstrat._communicators import host, nccl_start, nccl_types, shared_memory
+from hpcstrat._communicators import mpi as mpi_communicator
 from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.connection import connect, connect_devices
 from hpcstrat._communicators.grid import Grid
@@ -20,6 +21,7 @@ from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.nccl_start import load_nccl
+from hpcstrat._communicators.point_to_point import PointToPoint
 from hpcstrat._communicators.reduction import (
     CHUNK,
     REDUCTIONS,

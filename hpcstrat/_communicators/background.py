@@ -102,6 +102,10 @@ class SleepingComm:
         """MPI's."""
         wait_with_sleeps([self._comm.Iallgather(sent, received)])
 
+    def Allreduce(self, sent: Any, received: Any, op: Any) -> None:
+        """MPI's."""
+        wait_with_sleeps([self._comm.Iallreduce(sent, received, op)])
+
     def Allgatherv(self, sent: Any, received: Any) -> None:
         """MPI's."""
         wait_with_sleeps([self._comm.Iallgatherv(sent, received)])

@@ -54,6 +54,7 @@ class CheckedExchange(abc.ABC):
         self.calls: CallState = CallState(size, self._raise_on_others) if calls is None else calls
         self.checks: bool = size > 1 and settings.is_on("HPCSTRAT_CHECK")
         self.watchdog: Watchdog | None = None
+        self._no_messages: list[Bytes] = [np.empty(0, np.uint8)] * size
 
     # ---- what a transport implements, without checks; a device communicator passes it on to its
     # host communicator
@@ -62,7 +63,7 @@ class CheckedExchange(abc.ABC):
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         """Exchanges records of `records.pack_record`; returns all ranks' records.
 
-        Writes the message too, if it can travel with them.
+        If all are equal, one of them will do. Writes the message too, if it can travel with them.
         """
 
     @abc.abstractmethod
@@ -110,11 +111,13 @@ class CheckedExchange(abc.ABC):
                 if record != own:
                     break
             else:  # the fast path
+                if not nbytes:
+                    return self._no_messages
                 return self.collect_messages([nbytes] * self.size, write)
             # The records differ. They may in the sizes of messages, but not in what comes before.
             if any(record[: records.COMMON] != own[: records.COMMON] for record in posted):
                 self._disagree(posted, signature.words(), None)
-            return self.collect_messages(records.message_sizes(posted), write)
+            return self.collect_messages(self._sizes(posted), write)
         except BaseException as error:
             # A signal's handler may raise while this rank waits. Then the others have made a call
             # that this rank has not made.
@@ -243,8 +246,13 @@ class CheckedExchange(abc.ABC):
             mismatch.end_after_escaped(self.rank, numbers, own.words, self.calls.last_escaped)
         return [
             records.load_object(m)
-            for m in self.collect_messages(records.message_sizes(posted), message.write)
+            for m in self.collect_messages(self._sizes(posted), message.write)
         ]
+
+    def _sizes(self, posted: Sequence[memoryview]) -> list[int]:
+        """The bytes of each rank's message, from what `exchange_records` returned."""
+        sizes = records.message_sizes(posted)
+        return sizes if len(sizes) == self.size else sizes * self.size
 
 
 def checksum(array: Array) -> int:

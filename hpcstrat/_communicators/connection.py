@@ -18,7 +18,6 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
-from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
@@ -88,9 +87,6 @@ def connect_host(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
     if world.local_size == world.size:
         shared = SharedMemoryCommunicator(world.comm)
         return shared, share_memory_channel(world.comm, shared.status_slots)
-    # Where each host has one rank, copies through its shared memory would gain nothing.
-    if len(set(world.hosts)) == world.size:
-        return MpiCommunicator(world.comm), connect_by_tcp(world.comm)
     return HierarchicalCommunicator(world.comm, world.host_comm), connect_by_tcp(world.comm)
 
 

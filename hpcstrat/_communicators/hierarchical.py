@@ -12,32 +12,28 @@ from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.grid import Grid
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, describe_message
 from hpcstrat._communicators.mpi import MpiCommunicator
-from hpcstrat._communicators.reduction import (
-    REDUCTIONS,
-    accumulator,
-    part_of_rank,
-    reduce_in_chunks,
-)
+from hpcstrat._communicators.rail import Rail
+from hpcstrat._communicators.reduction import accumulator, reduce_by_hosts, reduce_in_chunks
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
-from hpcstrat._memory.intervals import Interval
-from hpcstrat._memory.layout import Layout, Sections, layout_of, layout_of_sections, sections_in
+from hpcstrat._memory.intervals import Interval, divide_up
+from hpcstrat._memory.layout import Layout, Sections, layout_of_sections, sections_in
 
 
 @final
 class HierarchicalCommunicator(MpiCommunicator):
     """Ranks on several hosts, over mpi4py and each host's shared memory.
 
-    A large reduction is split over all ranks: each reduces one section of the message. With the 3
-    hosts that `Grid` shows, that of rank 2 is summed by its servers 0, 2 and 4: each adds up what
-    the ranks of its own host have of it, in shared memory, and sends the sum to rank 2, which adds
-    up the three. The result goes back to 0, 2 and 4, into shared memory, from which all ranks of
-    their hosts copy it. So a host sends everything once, however many ranks it has, and its ranks
-    share the work, and the links if it has several.
+    A large reduction is split over the ranks of each host: each sums up a slice of what the host's
+    ranks have, in shared memory, and then with those that do the same on other hosts, its `Rail`.
+    The results are in shared memory again, from which all ranks of the host copy them. So a host
+    sends everything once, however many ranks it has, and its ranks share the work, and the links if
+    it has several. Where one rank gets all sums of a part, as in sharded updates, the `Grid` says
+    who sends them.
 
-    Each host's ranks are summed in rank order, then the hosts in order: bit-identical on all ranks
-    and from run to run. 16-bit floats, which are rounded only once, travel between all ranks.
+    Each host's ranks are summed in rank order, then the hosts, as in `reduce_by_hosts`:
+    bit-identical on all ranks and from run to run.
 
     Args:
         comm: an MPI communicator that only this object uses.
@@ -52,73 +48,50 @@ class HierarchicalCommunicator(MpiCommunicator):
         # another host could not.
         self._reserved_bytes = 0
         # The first rank of its host tells each host from the others.
-        grid = Grid(comm.allgather(host_comm.bcast(comm.rank)))
-        self._servers = grid.servers(comm.rank)
-        self._clients = {peer: grid.clients(peer) for peer in grid.peers(comm.rank)}
-
-    def _sends_to_each(self, sizes: Sequence[int]) -> bool:
-        """See `MpiCommunicator._sends_to_each`.
-
-        A host would get everything once for each of its ranks.
-        """
-        return False
+        leads = np.empty(self.size, np.int64)
+        comm.Allgather(np.array([host_comm.bcast(comm.rank)], np.int64), leads)
+        grid = Grid(leads.tolist())
+        self._hosts = grid.hosts
+        self._servers = grid.servers(self.rank)
+        self._clients = {peer: grid.clients(peer) for peer in grid.peers(self.rank)}
+        self._rails = min(map(len, self._hosts))
+        self._rail: Rail | None = None
+        if self._host.rank < self._rails:
+            ranks = [host[self._host.rank] for host in self._hosts]
+            self._rail = Rail(self._messages, ranks, self.rank, self.size)
 
     def _duplicate(self) -> MpiCommunicator:
         return HierarchicalCommunicator(self._comm.Dup(), self._host_comm)
 
+    def _is_gathered(self, nbytes: int) -> bool:
+        """Whether every rank gets all messages of a reduction, and reduces them itself."""
+        return self._is_small and nbytes <= SMALL_MESSAGE_BYTES
+
     @span(COMMUNICATION, describe_message)
     def reduce_message(
-        self,
-        signature: CallSignature,
-        layout: Layout,
-        write: Write,
-        op: ReduceOp,
-        out: Bytes,
-        whole: Layout | None = None,
-    ) -> None:
-        """Every rank reduces small messages itself.
-
-        Large messages are reduced inside each host, then between hosts, and copied back.
-        """
-        if not _goes_by_hosts(whole or layout):
-            super().reduce_message(signature, layout, write, op, out)
-            return
-        with self.calls.waiting:
-            self._reduce_by_hosts(signature, layout, write, op, out)
-
-    def _reduce_by_hosts(
         self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes
     ) -> None:
-        def parts_in(message: Bytes, rank: int) -> list[Array]:
-            """What this rank reduces: a part of each group."""
-            return [
-                group.of(message)[part_of_rank(group.elements, rank, self.size).slice]
-                for group in layout.groups
-            ]
+        """See `HostCommunicator.reduce_message`."""
+        if self._is_gathered(layout.nbytes):
+            messages = self.exchange(signature, layout.nbytes, write)
+            self._reduce_gathered(messages, layout, op, out)
+            return
 
-        results = [parts_in(out, rank) for rank in range(self.size)]
-        dtypes = tuple([group.dtype for group in layout.groups])
-        layouts = [layout_of(tuple([part.shape for part in parts]), dtypes) for parts in results]
-        sizes = [section.nbytes for section in layouts]
-        is_mean = REDUCTIONS[op].is_mean
-        # A mean of the hosts' means would be wrong where hosts run different numbers of ranks.
-        partial = ReduceOp.SUM if is_mean else op
-        self._agree_and_reserve(signature, max(layout.nbytes, layout_of_sections(sizes).nbytes))
-        messages = self._host.exchange(signature, layout.nbytes, write)
-        sums = self._sum_by_hosts(layouts, messages, parts_in, partial)
+        def reduce_slice(result: Array, parts: Sequence[Array]) -> None:
+            assert self._rail is not None
+            self._rail.all_reduce(result, parts, op)
 
-        @np.errstate(all="ignore")  # as in `reduce_in_chunks`
-        def write_own(section: Bytes) -> None:
-            for group in layouts[self.rank].groups:
-                result = group.of(section)
-                reduce_in_chunks(result, [group.of(host_sum) for host_sum in sums], partial)
-                if is_mean:
-                    np.divide(result, self.size, out=result)
+        with self.calls.waiting:
+            self._agree_and_reserve(signature, layout.nbytes)
+            self._host.reduce_slices(signature, layout, write, out, self._rails, reduce_slice)
 
-        sections = self._gather_by_hosts(signature, sizes, write_own)
-        for parts, own, section in zip(results, layouts, sections, strict=True):
-            for part, group in zip(parts, own.groups, strict=True):
-                part[...] = group.of(section)
+    def _reduce_gathered(
+        self, messages: Sequence[Bytes], layout: Layout, op: ReduceOp, out: Bytes
+    ) -> None:
+        """Reduces every rank's message to `out`, which may be one of them."""
+        for group in layout.groups:
+            hosts = [[group.of(messages[rank]) for rank in host] for host in self._hosts]
+            reduce_by_hosts(group.of(out), hosts, op, self.size)
 
     def _agree_and_reserve(self, signature: CallSignature, nbytes: int) -> None:
         """All ranks agree on a call, then make room for `nbytes` bytes of each rank.
@@ -129,6 +102,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         if self._reserved_bytes < nbytes:
             with self.raise_together():  # a host without the memory stops the others
                 self._host.reserve(nbytes)
+                if self._rail is not None:
+                    self._rail.reserve(divide_up(nbytes, self._rails))
                 self.exchange(signature_of(f"{signature.call}: memory"))
             self._reserved_bytes = nbytes
 
@@ -142,63 +117,72 @@ class HierarchicalCommunicator(MpiCommunicator):
         self,
         signature: CallSignature,
         layouts: Sequence[Layout],
-        whole: Layout,
         write: Callable[[int, Bytes], None],
     ) -> list[Bytes]:
         """See `HostCommunicator.sum_sections`.
 
-        Inside each host first: one message from each host to each rank.
+        Inside each host first: one message from each host to each rank. Except for 16-bit floats,
+        which are rounded only once, and so travel between all ranks.
         """
-        if not _goes_by_hosts(whole):  # as in `reduce_message`, for the same order of sums
-            return super().sum_sections(signature, layouts, whole, write)
-        sent = layout_of_sections([layout.nbytes for layout in layouts])
+        own = layouts[self.rank]
+        sizes = [layout.nbytes for layout in layouts]
+        is_short = any(
+            accumulator(group.dtype) != group.dtype for layout in layouts for group in layout.groups
+        )
+        with self.calls.waiting:
+            if is_short or self._is_gathered(sum(sizes)):
+                self.exchange(signature)
+                self._reserve(max(sum(sizes), self.size * own.nbytes))
+                messages = self._all_to_all(sizes, [own.nbytes] * self.size, max(sizes), write)
+                self._reduce_gathered(messages, own, ReduceOp.SUM, messages[self.rank])
+                return [messages[self.rank]]
+            messages = self._sum_in_hosts(signature, layouts, write)
+            # Up to three are added up in this order anyway, while they are used.
+            if len(messages) > 3:
+                for group in own.groups:
+                    parts = [[group.of(message)] for message in messages]
+                    reduce_by_hosts(parts[0][0], parts, ReduceOp.SUM, self.size)
+                messages = messages[:1]
+            return messages
+
+    def _sum_in_hosts(
+        self,
+        signature: CallSignature,
+        layouts: Sequence[Layout],
+        write: Callable[[int, Bytes], None],
+    ) -> list[Bytes]:
+        """Each host's sums of this rank's section, in the order of the hosts."""
+        sizes = [layout.nbytes for layout in layouts]
+        sent = layout_of_sections(sizes)
 
         def write_all(message: Bytes) -> None:
             for rank, section in enumerate(sent.views(message)):
                 write(rank, section)
 
-        def parts_in(message: Bytes, rank: int) -> list[Array]:
-            section = message[sent.bytes_of(rank).slice]
-            return [group.of(section) for group in layouts[rank].groups]
-
-        with self.calls.waiting:
-            self._agree_and_reserve(signature, sent.nbytes)
-            messages = self._host.exchange(signature, sent.nbytes, write_all)
-            return self._sum_by_hosts(layouts, messages, parts_in, ReduceOp.SUM)
-
-    def _sum_by_hosts(
-        self,
-        layouts: Sequence[Layout],
-        messages: Sequence[Bytes],
-        parts_in: Callable[[Bytes, int], list[Array]],
-        op: ReduceOp,
-    ) -> list[Bytes]:
-        """Each host's reduction of this rank's section.
-
-        Args:
-            layouts: the layout of each rank's section.
-            messages: what each rank of this host has.
-            parts_in: returns a rank's section in such a message, group by group.
-            op: how the sections are reduced.
-        """
-        sizes = [layout.nbytes for layout in layouts]
+        self._agree_and_reserve(signature, sent.nbytes)
+        messages = self._host.exchange(signature, sent.nbytes, write_all)
         clients = self._clients[self.rank]
         self._reserve(max(sum(sizes), len(self._servers) * max(sizes)))
-        ours = sections_in(self._send_buffer, _only(clients, sizes))
-        theirs = sections_in(
-            self._receive_buffer, _only(self._servers, [sizes[self.rank]] * self.size)
-        )
-        parts_for = {rank: [parts_in(message, rank) for message in messages] for rank in clients}
+        received = sections_in(self._receive_buffer, [sizes[self.rank]] * len(self._servers)).all()
+        incoming = dict(zip(self._servers, received, strict=True))
+        sums = sections_in(self._send_buffer, [sizes[rank] for rank in clients]).all()
+        outgoing = dict(zip(clients, sums, strict=True)) | {self.rank: incoming[self.rank]}
+        parts_for = {
+            rank: [message[sent.bytes_of(rank).slice] for message in messages] for rank in clients
+        }
 
-        def reduce_window(window: Interval) -> None:
+        def add_up(window: Interval) -> None:
             for rank, parts in parts_for.items():
-                for i, group in enumerate(layouts[rank].groups):
+                for group in layouts[rank].groups:
                     here = group.within(window).slice
-                    result = group.of(ours.of(rank))[here]
-                    reduce_in_chunks(result, [part[i][here] for part in parts], op)
+                    reduce_in_chunks(
+                        group.of(outgoing[rank])[here],
+                        [group.of(part)[here] for part in parts],
+                        ReduceOp.SUM,
+                    )
 
-        self._all_to_all(ours, theirs, max(sizes), reduce_window)
-        return [theirs.of(rank) for rank in self._servers]
+        self._messages.swap(outgoing, incoming, add_up)
+        return received
 
     @span(COMMUNICATION, lambda _, signature, sizes, __: Details(signature.call, sum(sizes)))
     def gather_sections(
@@ -208,35 +192,32 @@ class HierarchicalCommunicator(MpiCommunicator):
 
         One message from each rank to each host, then inside the host.
         """
-        if sum(sizes) <= SMALL_MESSAGE_BYTES:
+        if self._is_gathered(sum(sizes)):
             return super().gather_sections(signature, sizes, write)
         with self.calls.waiting:
             self._agree_and_reserve(signature, layout_of_sections(sizes).nbytes)
-            return self._gather_by_hosts(signature, sizes, write)
 
-    def _gather_by_hosts(
-        self, signature: CallSignature, sizes: Sequence[int], write: Write
-    ) -> list[Bytes]:
-        """Every rank's section, on every rank; the host's memory has room for all of them."""
-        self._reserve(max(sizes))
-        own = self._send_buffer[: sizes[self.rank]]
-        write(own)
-        # One rank of each host gets the same bytes, so all sections start at 0.
-        ours = Sections(own, _only(self._servers, [own.size] * self.size), [0] * self.size)
-        incoming = _only(self._clients[self.rank], sizes)
+            def sections_of(peer: int, message: Bytes) -> dict[int, Bytes]:
+                """What a rank of this host receives for all of them: its clients' sections."""
+                clients = self._clients[peer]
+                sections = sections_in(message, [sizes[rank] for rank in clients]).all()
+                return dict(zip(clients, sections, strict=True))
 
-        def receive(message: Bytes) -> None:
-            self._all_to_all(ours, sections_in(message, incoming), max(sizes))
+            def receive(message: Bytes) -> None:
+                incoming = sections_of(self.rank, message)
+                write(incoming[self.rank])
+                outgoing = dict.fromkeys(self._servers, incoming[self.rank])
+                self._messages.swap(outgoing, incoming)
 
-        # What other hosts send arrives in this host's shared memory: MPI receives within the host's
-        # exchange, which "writes" it. There is room, so `receive` runs once: otherwise the message
-        # would be written again.
-        messages = self._host.exchange(signature, layout_of_sections(incoming).nbytes, receive)
-        # The message of each rank of this host has the sections of its clients.
+            # What other hosts send arrives in this host's shared memory: MPI receives within the
+            # host's exchange, which "writes" it. There is room, so `receive` runs once: otherwise
+            # the message would be written again.
+            incoming = [sizes[rank] for rank in self._clients[self.rank]]
+            nbytes = layout_of_sections(incoming).nbytes
+            messages = self._host.exchange(signature, nbytes, receive)
         by_rank: dict[int, Bytes] = {}
-        for clients, message in zip(self._clients.values(), messages, strict=True):
-            received = sections_in(message, _only(clients, sizes))
-            by_rank |= {rank: received.of(rank) for rank in clients}
+        for peer, message in zip(self._clients, messages, strict=True):
+            by_rank |= sections_of(peer, message)
         return [by_rank[rank] for rank in range(self.size)]
 
     def reduce_parts(
@@ -251,13 +232,18 @@ class HierarchicalCommunicator(MpiCommunicator):
             results.append(whole[start : start + own.size].reshape(own.shape).copy())
         return results
 
+    def _all_gather(self, sections: Sections) -> None:
+        """Without a second rank on any host, each rank sends its section to all others itself.
 
-def _only(ranks: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """The sizes of these ranks' sections, and 0 for the sections of all others."""
-    return [size if rank in ranks else 0 for rank, size in enumerate(sizes)]
-
-
-def _goes_by_hosts(whole: Layout) -> bool:
-    """Whether such a message is reduced inside each host first, a different order of sums."""
-    is_short = any(accumulator(group.dtype) != group.dtype for group in whole.groups)
-    return whole.nbytes > SMALL_MESSAGE_BYTES and not is_short
+        Otherwise a host would get everything once for each of its ranks. MPI passes sections on
+        from rank to rank: if one rank has nearly everything, its link would carry that once for
+        every other rank.
+        """
+        total = sum(sections.sizes)
+        is_even = self.size * max(sections.sizes) <= 2 * total
+        if len(self._hosts) == self.size and is_even and total > self._messages.PIECE:
+            own = sections.of(self.rank)
+            incoming = dict(enumerate(sections.all()))
+            self._messages.swap(dict.fromkeys(incoming, own), incoming)
+        else:
+            super()._all_gather(sections)

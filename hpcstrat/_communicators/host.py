@@ -52,12 +52,10 @@ class HostCommunicator(Communicator):
         write: Write,
         op: ReduceOp,
         out: Bytes,
-        whole: Layout | None = None,
     ) -> None:
         """Reduces the ranks' messages of this layout, elementwise, into `out`, on every rank.
 
-        Sums are in rank order or, between hosts, in an order that depends on the layout. A part of
-        a message is summed in the order of the message whose layout is `whole`.
+        Sums are in rank order or, between hosts, in that of `reduction.reduce_by_hosts`.
         """
 
     def background(self) -> Background[HostCommunicator] | None:
@@ -109,7 +107,7 @@ class HostCommunicator(Communicator):
     def reduce_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
     ) -> list[Array]:
-        _check_on_host(arrays)
+        check_on_host(arrays)
         layout, signature = layout_and_signature_of(must_match, arrays)
         out = self.new_buffer(layout.nbytes, signature)
         try:
@@ -130,7 +128,7 @@ class HostCommunicator(Communicator):
     def gather_arrays(
         self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
     ) -> list[Array]:
-        _check_on_host(arrays)
+        check_on_host(arrays)
         kinds = [array.dtype for array in arrays]
         # Shapes travel in the message and not in the signature: they may differ along the axis, and
         # are compared when all are here.
@@ -149,7 +147,7 @@ class HostCommunicator(Communicator):
     def broadcast_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
     ) -> list[Array]:
-        _check_on_host(arrays)
+        check_on_host(arrays)
         layout, signature = layout_and_signature_of(must_match, arrays)
         if self.rank == root:
             messages = self.exchange(
@@ -210,7 +208,7 @@ class HostCommunicator(Communicator):
             for rank in everyone
         ]
         for item in outgoing:
-            _check_on_host(list(item.to.values()))
+            check_on_host(list(item.to.values()))
         received = self.exchange_sections(
             signature_of(current_call(), *must_match),
             [nbytes for nbytes, _ in sections],
@@ -257,7 +255,6 @@ class HostCommunicator(Communicator):
         self,
         signature: CallSignature,
         layouts: Sequence[Layout],
-        whole: Layout,
         write: Callable[[int, Bytes], None],
     ) -> list[Bytes]:
         """Messages whose sum, in this order, is the sum of all ranks' sections for this rank.
@@ -268,7 +265,6 @@ class HostCommunicator(Communicator):
         Args:
             signature: what all ranks agree on.
             layouts: the layout of the section for each rank; equal on all ranks.
-            whole: the layout of all that a rank sums at once; this call may sum a part of it.
             write: as in `exchange_sections`.
         """
         return self.exchange_sections(signature, [layout.nbytes for layout in layouts], write)
@@ -283,7 +279,12 @@ class HostCommunicator(Communicator):
         return self.exchange(signature, sizes[self.rank], write)
 
 
-def _check_on_host(arrays: Sequence[Array]) -> None:
+def check_on_host(arrays: Sequence[Array]) -> None:
+    """Checks that none of the arrays is on a GPU.
+
+    Raises:
+        TypeError: one is.
+    """
     for array in arrays:
         if not isinstance(array, np.ndarray):
             raise TypeError(
@@ -356,7 +357,6 @@ class SoloCommunicator(HostCommunicator):
         write: Write,
         op: ReduceOp,
         out: Bytes,
-        whole: Layout | None = None,
     ) -> None:
         """The message is the result."""
         self._count(signature)

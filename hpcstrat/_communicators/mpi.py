@@ -1,4 +1,4 @@
-"""The communicator of ranks on any hosts, through MPI alone."""
+"""What communicators of ranks on several hosts have in common: records and messages over MPI."""
 
 from __future__ import annotations
 
@@ -8,34 +8,29 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
-from hpcstrat._communicators.background import WINDOW, Background, SleepingComm, wait_with_sleeps
+from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.checked_exchange import Write
-from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
-from hpcstrat._communicators.reduction import part_of_rank, reduce_in_chunks
-from hpcstrat._core.span import COMMUNICATION, WAITING, span
-from hpcstrat._core.types import Bytes, ReduceOp
-from hpcstrat._memory.intervals import Interval
-from hpcstrat._memory.layout import GROUP_ALIGNMENT, Layout, Sections, sections_in
+from hpcstrat._communicators.host import HostCommunicator, check_on_host, layout_and_signature_of
+from hpcstrat._communicators.point_to_point import PointToPoint, pieces
+from hpcstrat._core.span import WAITING, span
+from hpcstrat._core.types import Array, Bytes
+from hpcstrat._memory.layout import GROUP_ALIGNMENT, Sections, sections_in
+
+FEW_RANKS = 16
+"""Up to this many ranks exchange whole records, with short messages in them: 4 KiB in one call."""
 
 
 class MpiCommunicator(HostCommunicator):
-    """Ranks on any hosts, over mpi4py.
+    """Ranks on several hosts, over mpi4py.
 
-    Only bytes travel, and every rank reduces in rank order itself. So any dtype can be reduced,
-    even one that MPI lacks, and results are bit-identical on all ranks and from run to run.
+    Only bytes travel, and ranks reduce them themselves, in an order that does not depend on MPI. So
+    any dtype can be reduced, even one that MPI lacks, and results are bit-identical on all ranks
+    and from run to run.
 
     Args:
         comm: an MPI communicator that only this object uses.
     """
 
-    PIECE = 1 << 20
-    """Bytes that are sent at once.
-
-    Small messages take one collective call of MPI, larger ones are sent in pieces.
-
-    MPI moves a large message in one direction at a time, over TCP at least, which takes twice as
-    long where both sides send. Many small messages at a time keep links busy in both directions.
-    """
     LARGEST = (1 << 31) - 1
     """The most bytes of a buffer in one collective call of MPI, which counts with 32 bits."""
     CHECKED_BYTES = 1 << 26
@@ -45,18 +40,25 @@ class MpiCommunicator(HostCommunicator):
         from mpi4py import MPI
 
         super().__init__(comm.rank, comm.size)
-        self._comm: Any = comm
+        self._messages = PointToPoint(comm)
         self._in_place = MPI.IN_PLACE
-        self._wait_for = MPI.Request.Waitall
+        self._and, self._max = MPI.BAND, MPI.MAX
         self._record: Bytes = np.zeros(RECORD, np.uint8)
         self._records: Bytes = np.empty((comm.size, RECORD), np.uint8)
         self._views = [memoryview(record[:WHOLE]) for record in self._records]
+        self._is_small = comm.size <= FEW_RANKS
+        # The record and its complement: see `_is_everyones`.
+        self._both = np.empty((2, WHOLE // 8), np.int64)
+        self._common = np.empty_like(self._both)
         # Kept from call to call: the pages of new memory would cost about as much as a copy.
         self._send_buffer: Bytes = np.empty(0, np.uint8)
         self._receive_buffer: Bytes = np.empty(0, np.uint8)
-        self._window = self.PIECE
         self._background: Background[HostCommunicator] | None = None
         self._has_asked_for_background = False
+
+    @property
+    def _comm(self) -> Any:
+        return self._messages.comm
 
     def background(self) -> Background[HostCommunicator] | None:
         """See `HostCommunicator.background`."""
@@ -73,26 +75,42 @@ class MpiCommunicator(HostCommunicator):
 
     def _duplicate_for_background(self) -> MpiCommunicator:
         duplicate = self._duplicate()
-        duplicate._comm = SleepingComm(duplicate._comm)
-        duplicate._wait_for = wait_with_sleeps
-        duplicate._window = WINDOW
+        duplicate._messages.sleep()
         return duplicate
 
     def _duplicate(self) -> MpiCommunicator:
         """Another communicator of the same ranks. Collective."""
-        return MpiCommunicator(self._comm.Dup())
+        raise NotImplementedError
+
+    # ---- records
 
     @span(WAITING, "the other ranks")
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
-        self._record[: len(record)] = np.frombuffer(record, np.uint8)
-        if write is not None and nbytes <= PAYLOAD:
+        own = np.frombuffer(record, np.uint8)
+        if not self._is_small and self._is_everyones(own):
+            self._views[self.rank][:] = record
+            return [self._views[self.rank]]
+        self._record[:WHOLE] = own
+        if write is not None and self._is_small and nbytes <= PAYLOAD:
             write(self._record[HEADER:])
         # It is also the barrier: no rank has all records before every rank has come.
         self._comm.Allgather(self._record, self._records)
         return self._views
 
+    def _is_everyones(self, record: Bytes) -> bool:
+        """Whether all ranks have this record; all find the same. Also a barrier.
+
+        A bit that is set on all ranks, or on none, is the same on all.
+        """
+        self._both[0] = record.view(np.int64)
+        np.invert(self._both[0], out=self._both[1])
+        self._comm.Allreduce(self._both, self._common, self._and)
+        return self._common.tobytes() == self._both.tobytes()
+
+    # ---- messages
+
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
-        if max(sizes) <= PAYLOAD:
+        if self._is_small and max(sizes) <= PAYLOAD:
             return [record[HEADER:] for record in self._records]
         self._reserve(sum(sizes))
         messages = sections_in(self._receive_buffer, sizes)
@@ -100,6 +118,24 @@ class MpiCommunicator(HostCommunicator):
             write(messages.of(self.rank))
         self._all_gather(messages)
         return messages.all()
+
+    def broadcast_arrays(
+        self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
+    ) -> list[Array]:
+        check_on_host(arrays)
+        layout, signature = layout_and_signature_of(must_match, arrays)
+        message = self.new_buffer(layout.nbytes, signature)
+        if self.rank == root:
+            layout.write(message, arrays)
+        self.exchange(signature)
+        try:
+            with self.calls.waiting:
+                for piece in pieces(message, self.LARGEST):
+                    self._comm.Bcast(piece, root=root)
+        except BaseException as error:  # such as a signal's: the others may wait for this rank
+            self.calls.mark_interrupted(error)
+            raise
+        return layout.views(message)
 
     def _reserve(self, nbytes: int) -> None:
         """Makes room for sections of `nbytes` bytes, to send and to receive.
@@ -134,148 +170,54 @@ class MpiCommunicator(HostCommunicator):
 
         The sizes are all ranks'.
         """
-        if sum(sections.sizes) > self.PIECE and self._sends_to_each(sections.sizes):
-            self._swap([sections.of(self.rank)] * self.size, sections.all())
-        elif sections.starts[-1] + sections.sizes[-1] <= self.LARGEST:
+        if sections.starts[-1] + sections.sizes[-1] <= self.LARGEST:
             self._comm.Allgatherv(self._in_place, sections.for_mpi())
-        else:
-            for root, section in enumerate(sections.all()):
-                for piece in _pieces(section, self.LARGEST):
-                    self._comm.Bcast(piece, root=root)
-
-    def _sends_to_each(self, sizes: Sequence[int]) -> bool:
-        """Whether each rank sends its section to all others itself.
-
-        Otherwise MPI passes sections on from rank to rank: if one rank has nearly everything, as in
-        a broadcast, its link would carry that once for every other rank.
-        """
-        return self.size * max(sizes) <= 2 * sum(sizes)
-
-    def _all_to_all(
-        self,
-        ours: Sections,
-        theirs: Sections,
-        longest: int,
-        prepare: Callable[[Interval], None] | None = None,
-    ) -> None:
-        """Sends each rank its section of `ours`; `theirs` gets what each rank sends to this rank.
-
-        Args:
-            ours: a section for each rank.
-            theirs: a section from each rank.
-            longest: size of the longest section on any rank: all must make the same MPI calls.
-            prepare: writes some bytes of every section of `ours`, before it is sent.
-        """
-        if self.size * longest <= self.PIECE:
-            if prepare is not None:
-                prepare(Interval(0, longest))
-            self._comm.Alltoallv(ours.for_mpi(), theirs.for_mpi())
             return
-        own, sent = theirs.of(self.rank), ours.of(self.rank)
-
-        def write(window: Interval) -> None:
-            if prepare is not None:
-                prepare(window)
-            if own.size:
-                own[window.slice] = sent[window.slice]
-
-        self._swap(ours.all(), theirs.all(), write)
-
-    def _swap(
-        self,
-        outgoing: Sequence[Bytes],
-        incoming: Sequence[Bytes],
-        prepare: Callable[[Interval], None] | None = None,
-    ) -> None:
-        """Sends each other rank a section, and receives theirs, which are as long as they send.
-
-        In windows: while one is on its way, `prepare` writes the next.
-        """
-        longest = max([section.size for section in (*outgoing, *incoming)])
-        before: list[Any] = []
-        for window in Interval(0, longest).split(self._window):
-            now: list[Any] = []
-            if prepare is not None:
-                prepare(window)
-            # The next rank first, so that not all ranks send to the same rank.
-            for distance in range(1, self.size):
-                source = (self.rank - distance) % self.size
-                target = (self.rank + distance) % self.size
-                now += [
-                    self._comm.Irecv(piece, source)
-                    for piece in _pieces(incoming[source][window.slice], self.PIECE)
-                ]
-                now += [
-                    self._comm.Isend(piece, target)
-                    for piece in _pieces(outgoing[target][window.slice], self.PIECE)
-                ]
-            self._wait_for(before)  # one of two windows is always on its way
-            before = now
-        self._wait_for(before)
-
-    @span(COMMUNICATION, describe_message)
-    def reduce_message(
-        self,
-        signature: CallSignature,
-        layout: Layout,
-        write: Write,
-        op: ReduceOp,
-        out: Bytes,
-        whole: Layout | None = None,
-    ) -> None:
-        """Every rank reduces small messages itself.
-
-        Of a large message each rank reduces one slice, and all gather the slices.
-        """
-        if layout.nbytes <= SMALL_MESSAGE_BYTES:
-            self._reduce_by_all(self.exchange(signature, layout.nbytes, write), layout, op, out)
-            return
-        with self.calls.waiting:
-            self._reduce_by_slices(signature, layout, write, op, out)
-
-    def _reduce_by_slices(
-        self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes
-    ) -> None:
-        # Slices differ by at most 64 elements, of at most 16 bytes.
-        self._reserve(layout.nbytes + 1024 * self.size)
-        write(self._send_buffer)
-        # Before messages move: where sizes differ, MPI raises on one rank, and another rank gets a
-        # wrong result.
-        self.exchange(signature)
-        for group in layout.groups:
-            values, result = group.of(self._send_buffer), group.of(out)
-            parts = [part_of_rank(group.elements, rank, self.size) for rank in range(self.size)]
-            own, item = parts[self.rank].slice, group.dtype.itemsize
-            sizes = [item * part.size for part in parts]
-            starts = [item * part.start for part in parts]
-            theirs = sections_in(self._receive_buffer, [sizes[self.rank]] * self.size)
-            self._all_to_all(Sections(values.view(np.uint8), sizes, starts), theirs, max(sizes))
-            reduce_in_chunks(result[own], [part.view(group.dtype) for part in theirs.all()], op)
-            self._all_gather(Sections(result.view(np.uint8), sizes, starts))
+        for root, section in enumerate(sections.all()):
+            for piece in pieces(section, self.LARGEST):
+                self._comm.Bcast(piece, root=root)
 
     def exchange_sections(
         self, signature: CallSignature, sizes: Sequence[int], write: Callable[[int, Bytes], None]
     ) -> list[Bytes]:
         """See `HostCommunicator.exchange_sections`. Each rank gets only its own sections."""
-
-        def write_sizes(message: Bytes) -> None:
-            message[: 8 * self.size].view(np.int64)[:] = sizes
-
-        messages = self.exchange(signature, 8 * self.size, write_sizes)
-        everyones = np.stack([message[: 8 * self.size].view(np.int64) for message in messages])
+        self.exchange(signature)
         try:
             with self.calls.waiting:
-                self._reserve(int(max(everyones.sum(axis=0).max(), everyones.sum(axis=1).max())))
-                ours = sections_in(self._send_buffer, sizes)
-                theirs = sections_in(self._receive_buffer, everyones[:, self.rank].tolist())
-                for rank, section in enumerate(ours.all()):
-                    write(rank, section)
-                self._all_to_all(ours, theirs, int(everyones.max()))
+                theirs = np.empty(self.size, np.int64)
+                self._comm.Alltoall(np.array(sizes, np.int64), theirs)
+                # All ranks must make the same calls of MPI.
+                most = np.array([max(*sizes, *theirs), sum(sizes), theirs.sum()], np.int64)
+                self._comm.Allreduce(self._in_place, most, self._max)
+                longest, sent, received = most.tolist()
+                self._reserve(max(sent, received))
+                return self._all_to_all(sizes, theirs.tolist(), longest, write)
         except BaseException as error:  # such as a signal's: the others may wait for this rank
             self.calls.mark_interrupted(error)
             raise
+
+    def _all_to_all(
+        self,
+        sizes: Sequence[int],
+        their_sizes: Sequence[int],
+        longest: int,
+        write: Callable[[int, Bytes], None],
+    ) -> list[Bytes]:
+        """Sends each rank a section; returns the section of each rank for this rank.
+
+        Args:
+            sizes: bytes of this rank's section for each rank. There is room for them.
+            their_sizes: bytes of each rank's section for this rank.
+            longest: bytes of the longest section on any rank.
+            write: writes a section, given the rank that it is for, and the memory.
+        """
+        ours = sections_in(self._send_buffer, sizes)
+        theirs = sections_in(self._receive_buffer, their_sizes)
+        for rank, section in enumerate(ours.all()):
+            write(rank, section)
+        if self.size * longest <= self._messages.PIECE:
+            self._comm.Alltoallv(ours.for_mpi(), theirs.for_mpi())
+        else:
+            theirs.of(self.rank)[...] = ours.of(self.rank)
+            self._messages.swap(dict(enumerate(ours.all())), dict(enumerate(theirs.all())))
         return theirs.all()
-
-
-def _pieces(section: Bytes, size: int) -> list[Bytes]:
-    return [section[piece.slice] for piece in Interval(0, section.size).split(size)]

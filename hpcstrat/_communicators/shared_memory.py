@@ -15,7 +15,7 @@ from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
 from hpcstrat._communicators.reduction import part_of_rank, reduce_in_chunks
 from hpcstrat._core.span import COMMUNICATION, WAITING, span
-from hpcstrat._core.types import Bytes, ReduceOp
+from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import RangeAllocator
 from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.layout import Layout
@@ -245,33 +245,56 @@ class SharedMemoryCommunicator(HostCommunicator):
 
     @span(COMMUNICATION, describe_message)
     def reduce_message(
+        self, signature: CallSignature, layout: Layout, write: Write, op: ReduceOp, out: Bytes
+    ) -> None:
+        """Every rank reduces small messages itself, and of large ones its slice."""
+        if layout.nbytes <= SMALL_MESSAGE_BYTES:
+            self._reduce_by_all(self.exchange(signature, layout.nbytes, write), layout, op, out)
+            return
+
+        def reduce_slice(result: Array, parts: Sequence[Array]) -> None:
+            reduce_in_chunks(result, parts, op)
+
+        self.reduce_slices(signature, layout, write, out, self.size, reduce_slice)
+
+    def reduce_slices(
         self,
         signature: CallSignature,
         layout: Layout,
         write: Write,
-        op: ReduceOp,
         out: Bytes,
-        whole: Layout | None = None,
+        count: int,
+        reduce_slice: Callable[[Array, Sequence[Array]], None],
     ) -> None:
-        """Every rank reduces small messages itself.
+        """Reduces messages in slices, one each for the first ranks, into `out` of every rank.
 
-        Of a large message each rank reduces its slice, in its own mailbox.
+        Collective.
+
+        Args:
+            signature: what all ranks agree on.
+            layout: that of the messages.
+            write: writes this rank's.
+            out: gets the result.
+            count: how many ranks reduce a slice of each group.
+            reduce_slice: called with all ranks' values of this rank's slice, and with the array for
+                the result, which is this rank's own values.
         """
         messages = self.exchange(signature, layout.nbytes, write)
-        if layout.nbytes <= SMALL_MESSAGE_BYTES:
-            self._reduce_by_all(messages, layout, op, out)
-            return
-        for group in layout.groups:
-            mine = part_of_rank(group.elements, self.rank, self.size).slice
-            parts = [group.of(message)[mine] for message in messages]
-            # The result overwrites this rank's slice of its own mailbox, which no other rank reads
-            # before all have met.
-            reduce_in_chunks(parts[self.rank], parts, op)
+        slices = [
+            [part_of_rank(group.elements, rank, count) for rank in range(count)]
+            for group in layout.groups
+        ]
+        for group, of_ranks in zip(layout.groups, slices, strict=True):
+            if self.rank < count and (mine := of_ranks[self.rank]):
+                parts = [group.of(message)[mine.slice] for message in messages]
+                # The result overwrites this rank's slice of its own message, which no other rank
+                # reads before all have met.
+                reduce_slice(parts[self.rank], parts)
         self.sync()
-        for group in layout.groups:
+        for group, of_ranks in zip(layout.groups, slices, strict=True):
             result = group.of(out)
-            for rank, message in enumerate(messages):
-                theirs = part_of_rank(group.elements, rank, self.size).slice
-                # Each slice is in the mailbox of the rank that reduced it.
-                result[theirs] = group.of(message)[theirs]
-        self._being_read = True  # a slower rank may still copy from this rank's mailbox
+            for message, theirs in zip(messages, of_ranks, strict=False):
+                # Each slice is in the message of the rank that reduced it.
+                result[theirs.slice] = group.of(message)[theirs.slice]
+        # A slower rank may still copy from this rank's mailbox; records alternate.
+        self._being_read = layout.nbytes > PAYLOAD

@@ -180,14 +180,13 @@ class MirroredHostStorage(HostStorage):
             layout_of(tuple([view.shape for view in of]), tuple([view.dtype for view in of]))
             for of in sources
         ]
-        signature, whole = signature_of(f"{current_call()}: sums"), plan.order.layout
+        signature = signature_of(f"{current_call()}: sums")
 
         def write(rank: int, message: Bytes) -> None:
             layouts[rank].write(message, sources[rank])
 
-        # Summed in the order of the whole message: the same bits, whatever is marked.
         def sum_for_each(other: HostCommunicator) -> None:
-            messages = other.sum_sections(signature, layouts, whole, write)
+            messages = other.sum_sections(signature, layouts, write)
             parts = [layouts[other.rank].views(message) for message in messages]
             for target, *summands in zip(targets, *parts, strict=True):
                 reduce_in_chunks(target, summands, ReduceOp.SUM)
@@ -196,9 +195,7 @@ class MirroredHostStorage(HostStorage):
             (layout,) = layouts
             is_one = len(targets) == 1  # then it is summed in place
             out = targets[0].view(np.uint8) if is_one else np.empty(layout.nbytes, np.uint8)
-            other.reduce_message(
-                signature, layout, lambda sent: write(0, sent), ReduceOp.SUM, out, whole
-            )
+            other.reduce_message(signature, layout, lambda sent: write(0, sent), ReduceOp.SUM, out)
             if not is_one:
                 for target, source in zip(targets, layout.views(out), strict=True):
                     target[...] = source

@@ -103,7 +103,7 @@ class ShardedHostStorage(MirroredHostStorage):
                 message[shard.message.slice].view(shard.dtype)[...] = gradient
 
         if op is ReduceOp.SUM:
-            return communicator.sum_sections(signature, layouts, plan.order.layout, write)
+            return communicator.sum_sections(signature, layouts, write)
         # Only optimizers' variables have slots, and optimizers use no other `op`.
         assert op is FIRST_REPLICA
         if communicator.rank == 0:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from internals import (
     MpiCommunicator,
+    PointToPoint,
     SharedMemoryCommunicator,
     SoloCommunicator,
     call_named,
@@ -500,13 +501,13 @@ def test_fast_ranks_do_not_overwrite_what_slow_ones_read(communicator, place):
 @pytest.mark.parametrize("difference", [-1, 0, 1])
 def test_pieces_that_just_fit(monkeypatch, difference):
     """All slices, one, or the whole: the size of a piece or MPI call, or a byte more or less."""
-    communicator: Any = transport("MPI", monkeypatch)
+    communicator: Any = transport("hosts of one rank", monkeypatch)
     n = communicator.size
     slices = [part_of_rank(40_000, rank, n).slice for rank in range(n)]
     longest = max(one.stop - one.start for one in slices)
     parts = [values((40_000,), np.dtype(np.int8), rank) for rank in range(n)]
     for piece in (n * longest + difference, longest + difference, 40_000 + difference):
-        monkeypatch.setattr(MpiCommunicator, "PIECE", piece)
+        monkeypatch.setattr(PointToPoint, "PIECE", piece)
         monkeypatch.setattr(MpiCommunicator, "LARGEST", piece)
         check(communicator.all_reduce([parts[communicator.rank]], SUM)[0], sum(parts))
         check(communicator.all_gather([parts[communicator.rank]], 0)[0], np.concatenate(parts))

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from internals import MpiCommunicator, Outgoing, layout_of, reduce_in_chunks, signature_of
+from internals import Outgoing, PointToPoint, layout_of, reduce_in_chunks, signature_of
 from slow import slow_but
 from transports import (
     COMM,
@@ -191,7 +191,6 @@ def test_sections_are_summed_as_the_whole_is(on_host, count, names):
     found = on_host.sum_sections(
         signature_of("sections"),
         layouts,
-        whole,
         lambda one, section: layouts[one].write(section, parts_for(one, mine)),
     )
     sums = np.empty(layouts[rank].nbytes, np.uint8)
@@ -307,10 +306,10 @@ def test_calls_in_turn(communicator, place):
 
 @pytest.mark.core
 def test_sections_in_pieces(monkeypatch):
-    communicator = transport("MPI", monkeypatch)
+    communicator = transport("hosts of one rank", monkeypatch)
     n = communicator.size
     for piece in (n, 8 * n, 16_001, 16_000 * n - 1, 16_000 * n):
-        monkeypatch.setattr(MpiCommunicator, "PIECE", piece)
+        monkeypatch.setattr(PointToPoint, "PIECE", piece)
         shape_of = lambda source, target: (2000 // (1 + abs(source - target)),)  # noqa: E731
         (found,) = communicator.all_to_all([outgoing(np, "int8", shape_of, communicator.rank, n)])
         for r, array in found.items():

@@ -4,7 +4,7 @@ import threading
 import types
 
 import pytest
-from internals import MpiCommunicator, NcclCommunicator, call_named, gpu, nccl_start
+from internals import HierarchicalCommunicator, NcclCommunicator, call_named, gpu, nccl_start
 from mpi4py import MPI
 
 from hpcstrat import ReduceOp
@@ -54,7 +54,7 @@ def nccl(monkeypatch):
 @pytest.fixture
 def start(place):
     """Starts what is loaded, on this rank's GPU."""
-    control = MpiCommunicator(COMM.Dup())
+    control = HierarchicalCommunicator(COMM.Dup(), MPI.COMM_SELF)
     stream = gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
     return lambda: nccl_start.start(control, stream)
 
@@ -135,7 +135,7 @@ def test_later_calls_find_the_ranks_connected(place, monkeypatch, at_start):
         pytest.skip("only simulated GPUs tell how often the host waits in NCCL")
     monkeypatch.setenv("NCCL_RUNTIME_CONNECT", at_start)
     stream = gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
-    communicator = NcclCommunicator(MpiCommunicator(COMM.Dup()), stream)
+    communicator = NcclCommunicator(HierarchicalCommunicator(COMM.Dup(), MPI.COMM_SELF), stream)
     before = xp._faults.counted["nccl connects"]
     with call_named("some_call"):
         communicator.all_reduce([xp.ones(3)], ReduceOp.SUM)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from internals import (
     HierarchicalCommunicator,
-    MpiCommunicator,
     Strategy,
     call_named,
     device_names,
@@ -30,11 +29,11 @@ several = pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 
 @functools.cache
 def connected(name):
-    """Ranks as if on several hosts: the last alone on one, in turns on two, or on unknown hosts."""
+    """Ranks as if on several hosts: the last alone on one, in turns on two, or each alone."""
     comm = worlds.start().comm
     assert comm is not None
-    if name == "MPI":
-        return MpiCommunicator(comm.Dup())
+    if name == "single":
+        return HierarchicalCommunicator(comm.Dup(), MPI.COMM_SELF)
     return HierarchicalCommunicator(
         comm.Dup(), comm.Split(RANK % 2 if name == "turns" else RANK == N - 1)
     )
@@ -63,8 +62,8 @@ ON_HOSTS = {
     "hosts in turns": functools.partial(OnHosts, "turns", False),
     "hosts, sharded": functools.partial(OnHosts, "last", True),
     "hosts in turns, sharded": functools.partial(OnHosts, "turns", True),
-    "MPI": functools.partial(OnHosts, "MPI", False),
-    "MPI, sharded": functools.partial(OnHosts, "MPI", True),
+    "hosts of one rank": functools.partial(OnHosts, "single", False),
+    "hosts of one rank, sharded": functools.partial(OnHosts, "single", True),
 }
 ON_ONE_HOST = {
     "central": hs.CentralStorageStrategy,

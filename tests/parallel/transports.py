@@ -10,10 +10,12 @@ from internals import (
     HierarchicalCommunicator,
     MpiCommunicator,
     NcclCommunicator,
+    PointToPoint,
     SharedMemoryCommunicator,
     SoloCommunicator,
     StagedCommunicator,
     gpu,
+    mpi_communicator,
     nccl_start,
     worlds,
 )
@@ -34,10 +36,10 @@ OPERATIONS = {
     "complex128": (SUM, MEAN),
     "bool": (MIN, MAX),
 }
-HOST = ("shared memory", "MPI", "MPI in pieces", "hierarchical", "solo")
+HOST = ("shared memory", "hosts", "hosts of one rank", "many ranks", "solo")
 DEVICE = ("NCCL", "staged")
 if COMM.size == 1:  # on one host, and NCCL has nothing to do
-    HOST, DEVICE = ("shared memory", "MPI", "MPI in pieces", "solo"), ("staged",)
+    HOST, DEVICE = ("shared memory", "hosts of one rank", "many ranks", "solo"), ("staged",)
 _made = {}
 
 
@@ -53,24 +55,23 @@ def parametrize(metafunc, transports):
 
 def transport(name, monkeypatch, place=None):
     """The communicator of this name, the same for a whole file."""
-    if name == "MPI in pieces":  # an odd number of bytes, so that pieces cut elements
-        monkeypatch.setattr(MpiCommunicator, "PIECE", 5003)
+    if name == "hosts of one rank":  # an odd number of bytes, so that pieces cut elements
+        monkeypatch.setattr(PointToPoint, "PIECE", 5003)
         monkeypatch.setattr(MpiCommunicator, "LARGEST", 70_001)
     if name == "solo":
         return SoloCommunicator()
-    kind = "MPI" if name == "MPI in pieces" else name
-    if kind not in _made:
+    if name not in _made:
         comm: Any = worlds.start().comm
-        if kind == "hierarchical":  # as if the last rank were on a separate host
+        if name == "shared memory" or name in DEVICE:
+            made = SharedMemoryCommunicator(comm.Dup())
+        elif name == "hosts of one rank":
+            made = HierarchicalCommunicator(comm.Dup(), MPI.COMM_SELF)
+        else:  # as if the last rank were on a separate host
+            if name == "many ranks":
+                monkeypatch.setattr(mpi_communicator, "FEW_RANKS", 0)
             made = HierarchicalCommunicator(comm.Dup(), comm.Split(comm.rank == comm.size - 1))
-        else:
-            made = (
-                MpiCommunicator(comm.Dup())
-                if kind == "MPI"
-                else SharedMemoryCommunicator(comm.Dup())
-            )
-        _made[kind] = on_gpus(name, made, place) if kind in DEVICE else made
-    return _made[kind]
+        _made[name] = on_gpus(name, made, place) if name in DEVICE else made
+    return _made[name]
 
 
 def on_gpus(name, control, place) -> Any:
