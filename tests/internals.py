@@ -11,7 +11,7 @@ from hpcstrat._calls.records import (
 )
 from hpcstrat._calls.state import CallState
 from hpcstrat._calls.status import LIMIT, RankStatus, user_frame_of
-from hpcstrat._communicators import host, nccl_start, nccl_types, shared_memory
+from hpcstrat._communicators import host, nccl_start, nccl_types, rail, shared_memory
 from hpcstrat._communicators import mpi as mpi_communicator
 from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.connection import connect, connect_devices
@@ -22,13 +22,16 @@ from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.nccl_start import load_nccl
 from hpcstrat._communicators.point_to_point import PointToPoint
+from hpcstrat._communicators.rail import Rail, halving_of, is_pairwise
 from hpcstrat._communicators.reduction import (
     CHUNK,
     REDUCTIONS,
     Reduction,
     accumulator,
     check_reducible,
+    combine_hosts,
     part_of_rank,
+    reduce_by_hosts,
     reduce_chunk,
     reduce_in_chunks,
 )

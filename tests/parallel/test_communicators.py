@@ -498,6 +498,26 @@ def test_fast_ranks_do_not_overwrite_what_slow_ones_read(communicator, place):
             assert found.shape == (size,) and (found == step * 10 * n + n * (n - 1) / 2).all()
 
 
+@pytest.mark.parametrize("name", [name for name in HOST if name != "solo"])
+def test_the_order_of_sums(monkeypatch, name):
+    """Numbers whose sums depend on the order; it does not depend on their number, or on the way."""
+    communicator: Any = transport(name, monkeypatch)
+    n, rank = communicator.size, communicator.rank
+    hosts = {"shared memory": [n], "hosts of one rank": [1] * n}.get(name, [n - 1, 1])
+    for size in (1, 5000, 300_000):
+        parts = [np.random.default_rng(r).standard_normal(size, np.float32) for r in range(n)]
+        ranks = iter(parts)
+        of_hosts = [sum_in_order([next(ranks) for _ in range(count)]) for count in hosts if count]
+        if len(of_hosts) == 4:
+            of_hosts = [of_hosts[0] + of_hosts[1], of_hosts[2] + of_hosts[3]]
+        check_bits = sum_in_order(of_hosts).tobytes()
+        assert communicator.all_reduce([parts[rank]], SUM)[0].tobytes() == check_bits
+
+
+def sum_in_order(arrays):
+    return functools.reduce(np.add, arrays)
+
+
 @pytest.mark.parametrize("difference", [-1, 0, 1])
 def test_pieces_that_just_fit(monkeypatch, difference):
     """All slices, one, or the whole: the size of a piece or MPI call, or a byte more or less."""
