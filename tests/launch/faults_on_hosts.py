@@ -118,6 +118,32 @@ ON_HOSTS = {
 ON_HOSTS["hosts: an endless loop after strangers have connected"] = replace(
     ON_HOSTS["hosts: an endless loop"], begin=STRANGERS + BEGIN_ON_HOSTS
 )
+# As more than 16 ranks agree: by one reduction.
+MANY = """
+import os, signal
+from hpcstrat._communicators import mpi
+
+mpi.FEW_RANKS = 0
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+"""
+ON_HOSTS |= {
+    name.replace("hosts", "many ranks"): replace(ON_HOSTS[name], begin=MANY + BEGIN_ON_HOSTS)
+    for name in [
+        "hosts: an endless loop",
+        "hosts: an exception",
+        "hosts: another call",
+        "hosts: sys.exit(3)",
+        "hosts: a loop after the others have left",
+    ]
+}
+ON_HOSTS["many ranks: SIGKILL in the middle of an agreement"] = replace(
+    ON_HOSTS["hosts: SIGKILL"],
+    program="if last: mpi.MpiCommunicator._is_everyones = die\nhs.barrier()",
+    begin=MANY + BEGIN_ON_HOSTS,
+)
 ON_HOSTS["hosts: an exception before the first strategy"] = replace(
     EARLY["early: an exception"], hosts=True
 )

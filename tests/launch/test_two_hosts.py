@@ -14,11 +14,13 @@ START = """
     import dataclasses, sys, warnings
     import numpy as np
     import hpcstrat as hs
+    from hpcstrat._communicators import mpi
     from hpcstrat._process import worlds
 
     warnings.filterwarnings("ignore", "iterating over .* have no elements")  # of short batches, meant
     division = tuple(int(host) for host in sys.argv[1])
     if division:
+        mpi.FEW_RANKS = 0  # agree as more than 16 ranks do
         world = worlds.start()
         host_comm = world.comm.Split(division[world.rank])
         local = dict(hosts=division, host_comm=host_comm, local_rank=host_comm.rank, local_size=host_comm.size)
