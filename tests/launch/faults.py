@@ -165,7 +165,7 @@ QUICK = [
     "an update interrupted, CentralStorageStrategy",
     "caught by one rank: want of memory",
     "two threads at once, and nobody looks",
-    "hosts: SIGKILL",
+    "many ranks: SIGKILL in the middle of an agreement",
     "a forked child that computes",
 ]
 """Of each kind those that tell most; the others are slow."""
