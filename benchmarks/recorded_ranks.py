@@ -1,24 +1,34 @@
 """Ranks as threads of one process, on a stand-in for mpi4py's communicator that records messages.
 
 The library's own communicators run on it: bytes really move between the ranks, and each MPI call is
-recorded as the rounds of messages that MPI would send. These rounds are assumptions, one function
-for each below.
+recorded as the rounds of messages that MPI would send, by `mpi_rounds.py`. Messages that ranks send
+to each other themselves are in the round in which they can be sent at the earliest: one after those
+that their sender had to wait for.
+
+One thread runs at a time, until its rank has to wait for others. So a thousand ranks do not compete
+for the interpreter, every run is the same, and ranks that wait forever are an error at once.
 """
 
+import contextlib
+import functools
 import itertools
 import pickle
-import queue
 import sys
 import threading
+import time
 import types
-from collections import defaultdict
+from collections import defaultdict, deque
 from typing import NamedTuple
 from unittest import mock
+
+import mpi_rounds
+import numpy as np
+from unbacked_memory import Unbacked, unbacked_memory
 
 from hpcstrat._communicators import shared_memory
 from hpcstrat._memory.allocator import private_memory
 
-SECONDS = 60  # that a rank waits for the others at most
+MAILBOX = 1 << 30  # bytes of addresses for each rank; a thousand ranks share those of one process
 
 
 class Call(NamedTuple):
@@ -34,47 +44,53 @@ class Call(NamedTuple):
     rounds: list[list[tuple[int, int, int]]]
 
 
-# ---- what MPI is assumed to do: the rounds of a call of n ranks
+# ---- turns
 
 
-def bruck(n, nbytes):
-    """All-gather of small parts: Bruck's algorithm.
-
-    Recursive doubling has as many rounds and bytes.
-    """
-    distance = 1
-    while distance < n:
-        yield [
-            (rank, (rank - distance) % n, min(distance, n - distance) * nbytes) for rank in range(n)
-        ]
-        distance *= 2
+class EndedError(BaseException):
+    """Another rank has failed."""
 
 
-def ring(sizes):
-    """All-gather of large parts: each rank passes on what came from the previous rank."""
-    n = len(sizes)
-    for turn in range(n - 1):
-        yield [(rank, (rank + 1) % n, sizes[(rank - turn) % n]) for rank in range(n)]
+class Turns:
+    """Lets one rank run at a time."""
 
+    def __init__(self, n):
+        self.alive, self.ready = set(range(n)), deque(range(n))
+        self.has_failed = False
+        self._locks = [threading.Lock() for _ in range(n)]
+        for lock in self._locks:
+            lock.acquire()
 
-def pairwise(sizes):
-    """All-to-all: in each turn a rank sends to one other.
+    def wait(self, rank):
+        """Until it is this rank's turn, which another rank has put on the list."""
+        self._locks[rank].acquire()
+        if self.has_failed:
+            raise EndedError
 
-    `sizes[source][destination]`; empty messages are not sent.
-    """
-    n = len(sizes)
-    for distance in range(1, n):
-        yield [
-            (rank, (rank + distance) % n, sizes[rank][(rank + distance) % n]) for rank in range(n)
-        ]
+    def wait_for_others(self, rank):
+        """The same, while others run."""
+        if self.has_failed:
+            raise EndedError
+        if not self.ready:
+            raise RuntimeError(f"ranks {sorted(self.alive)} wait for each other")
+        self.go_on()
+        self.wait(rank)
 
+    def go_on(self):
+        """The next rank runs."""
+        if self.ready:
+            self._locks[self.ready.popleft()].release()
 
-def binomial(n, root, nbytes):
-    """Broadcast of few bytes."""
-    distance = 1 << (n - 1).bit_length()
-    while distance := distance // 2:
-        places = range(0, n - distance, 2 * distance)
-        yield [((root + place) % n, (root + place + distance) % n, nbytes) for place in places]
+    def leave(self, rank):
+        """This rank is done."""
+        self.alive.remove(rank)
+        self.go_on()
+
+    def fail(self, rank):
+        """All ranks end, as this one does."""
+        if not self.has_failed:
+            self.has_failed = True
+            self.ready = deque(sorted(self.alive - {rank}))
 
 
 # ---- what the library uses of the module `mpi4py.MPI`
@@ -82,79 +98,139 @@ def binomial(n, root, nbytes):
 
 def wait_for_all(requests):
     """`MPI.Request.Waitall`."""
-    for one in requests:
-        one.wait()
     if requests:
-        comm = requests[0].comm
-        comm.on_their_way -= len(requests)
-        comm.swaps += comm.on_their_way == 0  # windows of one swap overlap
+        requests[0].comm.wait_for(requests)
 
 
 MPI = types.SimpleNamespace(
-    IN_PLACE="in place", UNDEFINED=-1, Request=types.SimpleNamespace(Waitall=wait_for_all)
+    IN_PLACE="in place",
+    UNDEFINED=-1,
+    BAND=np.bitwise_and,
+    Request=types.SimpleNamespace(Waitall=wait_for_all),
 )
 
 
 class Request(NamedTuple):
-    """What a rank has sent, or receives from a queue."""
+    """What a rank has sent, or receives into a buffer from a list of messages."""
 
     comm: "RecordingComm"
     buffer: object = None
-    messages: queue.Queue | None = None
-
-    def wait(self):
-        if self.messages is not None:
-            self.buffer[...] = self.messages.get(timeout=SECONDS)
+    messages: deque | None = None
 
 
 # ---- the ranks
 
 
+class Rank:
+    """What is recorded of a rank.
+
+    Attributes:
+        next_round: in which it can send at the earliest.
+        under_way: the messages that it has sent, and not waited for.
+        waits_for: the list in which it waits for a message.
+        in_mpi: seconds of the processor that the stand-in for MPI took.
+    """
+
+    def __init__(self):
+        self.next_round = self.under_way = 0
+        self.has_sent = False
+        self.latest = -1  # round of what it has received
+        self.waits_for = None
+        self.in_mpi = 0.0
+
+    def begin_next_round(self):
+        """What it sends from now on depends on all that it has waited for."""
+        if not self.under_way:  # windows of one exchange overlap
+            self.next_round = max(self.next_round + self.has_sent, self.latest + 1)
+            self.has_sent = False
+
+
 class Job:
     """Some ranks on some hosts.
 
-    Attributes:
+    Args:
         hosts: of each rank, in rank order.
+        is_unbacked: whether the elements of arrays are neither stored nor computed, so that
+            messages of any size fit.
+
+    Attributes:
+        hosts: the same.
         calls: what was recorded.
+        ranks: see `Rank`.
     """
 
-    def __init__(self, hosts):
+    def __init__(self, hosts, is_unbacked=False):
         self.hosts = hosts
         self.calls = []
-        self._meetings = []
+        self.ranks = [Rank() for _ in hosts]
+        self.turns = Turns(len(hosts))
+        self.is_recording = True
+        self._is_unbacked = is_unbacked
+        self._rounds = {}
 
-    def meeting(self, ranks):
-        """Where these ranks meet."""
-        self._meetings.append(Meeting(self, ranks))
-        return self._meetings[-1]
+    def record(self, comm, is_recording=True):
+        """From here on, or no longer; drops what came before. All ranks call it."""
+
+        def switch(_):
+            self.is_recording = is_recording
+            if is_recording:
+                self.calls.clear()
+                self._rounds.clear()
+            return [None] * comm.size
+
+        comm.meet("record", None, switch)
+
+    def note(self, name, rounds):
+        """Records a call of MPI."""
+        if self.is_recording:
+            sent = ([one for one in messages if one[2]] for messages in rounds)
+            self.calls.append(Call(name, [messages for messages in sent if messages]))
+
+    def note_message(self, source, to, nbytes):
+        """Records a message that a rank sends itself; returns its round."""
+        number = self.ranks[source].next_round
+        if self.is_recording:
+            if number not in self._rounds:
+                self._rounds[number] = []
+                self.calls.append(Call("Isend", [self._rounds[number]]))
+            self._rounds[number].append((source, to, nbytes))
+        return number
 
     def run(self, program):
         """What `program(comm, host_comm)` returns on each rank.
 
         The first error of a rank ends them all.
         """
-        private_memory()  # one for all threads, so that they do not make several at once
         n = len(self.hosts)
-        world, results, errors = self.meeting(range(n)), [None] * n, []
+        world, results, errors, turns = Meeting(self, range(n)), [None] * n, [], self.turns
 
         def start(rank):
             try:
+                turns.wait(rank)
                 comm = RecordingComm(world, rank)
                 results[rank] = program(comm, comm.Split(self.hosts[rank]))
+                if not turns.ready and len(turns.alive) > 1:
+                    raise RuntimeError(f"rank {rank} is done, others wait for it")
             except BaseException as error:
                 errors.append(error)
-                for meeting in self._meetings:
-                    meeting.barrier.abort()
+                turns.fail(rank)
+            turns.leave(rank)
 
         threads = [threading.Thread(target=start, args=(rank,)) for rank in range(n)]
         module = types.ModuleType("mpi4py")
         module.MPI = MPI
-        # The library's own barrier polls memory that other processes change. Polling threads keep
-        # each other from running.
-        barrier = mock.patch.object(shared_memory, "barrier", lambda _, comm: comm.Barrier)
-        with barrier, mock.patch.dict(sys.modules, {"mpi4py": module}):
+        with contextlib.ExitStack() as stack:
+            # The library's own barrier polls memory that other processes change. Polling threads
+            # keep each other from running.
+            for name, new in ("barrier", lambda _, comm: comm.Barrier), ("physical_memory", _few):
+                stack.enter_context(mock.patch.object(shared_memory, name, new))
+            stack.enter_context(mock.patch.dict(sys.modules, {"mpi4py": module}))
+            if self._is_unbacked:
+                stack.enter_context(unbacked_memory())
+            private_memory()  # one for all threads
             for thread in threads:
                 thread.start()
+            turns.go_on()
             for thread in threads:
                 thread.join()
         if errors:
@@ -162,17 +238,31 @@ class Job:
         return results
 
 
+def _few():
+    return MAILBOX
+
+
 class Meeting:
     """Ranks that make collective calls together."""
 
     def __init__(self, job, ranks):
         self.job, self.ranks = job, list(ranks)
-        self.barrier = threading.Barrier(len(self.ranks), timeout=SECONDS)
-        self.given = [None] * len(self.ranks)
-        self.made = {}
-        self.lock = threading.Lock()
-        self.swaps = {}  # by number, the messages of each
-        self.queues = defaultdict(queue.Queue)  # by source and destination
+        self.names, self.given, self.results = [], [None] * len(self.ranks), []
+        self.messages = defaultdict(deque)  # by source, destination and tag
+
+
+def as_mpi(method):
+    """What takes time in MPI, and not in the library."""
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        begin = time.thread_time()
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            self.own.in_mpi += time.thread_time() - begin
+
+    return call
 
 
 class RecordingComm:
@@ -180,106 +270,212 @@ class RecordingComm:
 
     def __init__(self, meeting, rank):
         self.rank, self.size = rank, len(meeting.ranks)
-        # how many this rank has made, each until all that it sends and receives has arrived
-        self.swaps = 0
-        self.on_their_way = 0  # requests
-        self._meeting = meeting
+        self.own = meeting.job.ranks[meeting.ranks[rank]]
+        self._meeting, self._job, self._in_world = meeting, meeting.job, meeting.ranks[rank]
 
-    def _meet(self, given):
-        """What each rank contributes. It is unchanged until this rank calls `Barrier`."""
-        self._meeting.given[self.rank] = given
-        self.Barrier()
-        return list(self._meeting.given)
+    def meet(self, name, given, deliver):
+        """A call of all ranks, which the last one makes for all.
 
-    def _note(self, name, rounds):
-        if self.rank == 0:
-            ranks, found = self._meeting.ranks, []
-            for messages in rounds:
-                sent = [
-                    (ranks[source], ranks[to], nbytes) for source, to, nbytes in messages if nbytes
-                ]
-                found += [sent] if sent else []
-            self._meeting.job.calls.append(Call(name, found))
+        Args:
+            name: equal on all ranks.
+            given: by this rank.
+            deliver: returns what the call returns on each rank, given what each has `given`.
+        """
+        meeting, turns = self._meeting, self._job.turns
+        meeting.names.append(name)
+        meeting.given[self.rank] = given
+        if len(meeting.names) < self.size:
+            turns.wait_for_others(self._in_world)
+            return meeting.results[self.rank]
+        if len({*meeting.names}) > 1:
+            raise RuntimeError(f"the ranks make different calls of MPI: {meeting.names}")
+        ranks = [self._job.ranks[rank] for rank in meeting.ranks]
+        latest = max(rank.next_round for rank in ranks)
+        for rank in ranks:
+            rank.next_round = latest
+        meeting.results = deliver(meeting.given)
+        meeting.names, meeting.given = [], [None] * self.size
+        turns.ready += [rank for rank in meeting.ranks if rank != self._in_world]
+        return meeting.results[self.rank]
+
+    def _meet(self, name, given, deliver, rounds):
+        """The same, recorded."""
+        ranks = self._meeting.ranks
+
+        def deliver_and_note(given):
+            self._job.note(
+                name,
+                (
+                    [(ranks[source], ranks[to], nbytes) for source, to, nbytes in messages]
+                    for messages in rounds(given)
+                ),
+            )
+            return deliver(given)
+
+        return self.meet(name, given, deliver_and_note)
 
     # ---- mpi4py's names: those for objects are in lower case
 
+    @as_mpi
     def Barrier(self):
-        self._meeting.barrier.wait()
+        self.meet("Barrier", None, lambda given: given)
 
+    @as_mpi
     def Split(self, color=0, key=0):
-        everyones = self._meet((color, key))
-        if self.rank == 0:
+        def split(given):
             members = defaultdict(list)
-            for rank in sorted(range(self.size), key=lambda rank: (everyones[rank][1], rank)):
-                if everyones[rank][0] != MPI.UNDEFINED:
-                    members[everyones[rank][0]].append(self._meeting.ranks[rank])
-            self._meeting.made = {
-                color: self._meeting.job.meeting(ranks) for color, ranks in members.items()
-            }
-        self.Barrier()
-        if color not in self._meeting.made:
-            return None
-        made = self._meeting.made[color]
-        return RecordingComm(made, made.ranks.index(self._meeting.ranks[self.rank]))
+            for rank in sorted(range(self.size), key=lambda rank: (given[rank][1], rank)):
+                if given[rank][0] != MPI.UNDEFINED:
+                    members[given[rank][0]].append(rank)
+            comms = [None] * self.size
+            for ranks in members.values():
+                made = Meeting(self._job, [self._meeting.ranks[rank] for rank in ranks])
+                for place, rank in enumerate(ranks):
+                    comms[rank] = RecordingComm(made, place)
+            return comms
+
+        return self.meet("Split", (color, key), split)
 
     def Dup(self):
         return self.Split()
 
+    @as_mpi
     def allgather(self, given):
-        messages = self._meet(pickle.dumps(given))
-        self._note("allgather", ring([len(message) for message in messages]))
-        self.Barrier()
-        return [pickle.loads(message) for message in messages]
+        def gather(messages):  # the ranks share the objects, which they only read
+            objects = [pickle.loads(message) for message in messages]
+            return [objects] * self.size
 
+        return [
+            *self._meet(
+                "allgather",
+                pickle.dumps(given),
+                gather,
+                lambda messages: mpi_rounds.ring([*map(len, messages)]),
+            )
+        ]
+
+    @as_mpi
     def bcast(self, given, root=0):
-        message = self._meet(pickle.dumps(given))[root]
-        self._note("bcast", binomial(self.size, root, len(message)))
-        self.Barrier()
-        return pickle.loads(message)
+        return self._meet(
+            "bcast",
+            pickle.dumps(given),
+            lambda messages: [pickle.loads(messages[root]) for _ in messages],
+            lambda messages: mpi_rounds.broadcast(self.size, root, len(messages[root])),
+        )
 
+    @as_mpi
     def Allgather(self, sent, received):
-        for place, part in zip(received, self._meet(sent), strict=True):
-            place[...] = part
-        self._note("Allgather", bruck(self.size, sent.nbytes))
-        self.Barrier()
+        def gather(given):
+            whole = np.stack([sent for sent, _ in given])
+            for _, place in given:
+                place[...] = whole.reshape(place.shape)
+            return given
 
+        self._meet(
+            "Allgather",
+            (sent, received),
+            gather,
+            lambda _: mpi_rounds.bruck(self.size, sent.nbytes),
+        )
+
+    @as_mpi
+    def Allreduce(self, sent, received, op):
+        def reduce(given):
+            result = op.reduce([sent for sent, _ in given])
+            for _, place in given:
+                place[...] = result
+            return given
+
+        self._meet(
+            "Allreduce",
+            (received if sent is MPI.IN_PLACE else sent, received),
+            reduce,
+            lambda _: mpi_rounds.recursive_doubling(self.size, received.nbytes),
+        )
+
+    @as_mpi
+    def Bcast(self, buffer, root=0):
+        def send(given):
+            for rank, place in enumerate(given):
+                if rank != root:
+                    place[...] = given[root]
+            return given
+
+        self._meet(
+            "Bcast",
+            buffer,
+            send,
+            lambda given: mpi_rounds.broadcast(self.size, root, given[root].nbytes),
+        )
+
+    @as_mpi
     def Allgatherv(self, _, received):
         """In place, as the library calls it."""
         memory, (sizes, starts) = received
-        for rank, part in enumerate(self._meet(memory)):
-            if rank != self.rank:
-                place = slice(starts[rank], starts[rank] + sizes[rank])
-                memory[place] = part[place]
-        self._note("Allgatherv", ring(sizes))
-        self.Barrier()
+        begin, end = min(starts), max(map(sum, zip(starts, sizes, strict=True)))
 
+        def gather(given):
+            whole = np.empty_like(memory[begin:end])
+            for memory_of_rank, start, size in zip(given, starts, sizes, strict=True):
+                whole[start - begin :][:size] = memory_of_rank[start : start + size]
+            for memory_of_rank in given:
+                memory_of_rank[begin:end] = whole
+            return given
+
+        self._meet("Allgatherv", memory, gather, lambda _: mpi_rounds.ring(sizes))
+
+    @as_mpi
     def Alltoallv(self, sent, received):
-        everyones = self._meet(sent)
-        memory, (sizes, starts) = received
-        for (part, (counts, begins)), size, start in zip(everyones, sizes, starts, strict=True):
-            assert counts[self.rank] == size
-            memory[start : start + size] = part[begins[self.rank] : begins[self.rank] + size]
-        self._note("Alltoallv", pairwise([counts for _, (counts, _) in everyones]))
-        self.Barrier()
+        def exchange(given):
+            for source, ((memory, (sizes, starts)), _) in enumerate(given):
+                for to in np.flatnonzero(sizes):
+                    place, (expected, places) = given[to][1]
+                    assert expected[source] == sizes[to]
+                    section = memory[starts[to] : starts[to] + sizes[to]]
+                    place[places[source] : places[source] + sizes[to]] = section
+            return given
 
-    def Isend(self, piece, to):
+        self._meet(
+            "Alltoallv",
+            (sent, received),
+            exchange,
+            lambda given: mpi_rounds.pairwise([sizes for (_, (sizes, _)), _ in given]),
+        )
+
+    @as_mpi
+    def Isend(self, piece, dest, tag=0):
         meeting = self._meeting
-        with meeting.lock:
-            if self.swaps not in meeting.swaps:
-                meeting.swaps[self.swaps] = []
-                meeting.job.calls.append(Call("Isend", [meeting.swaps[self.swaps]]))
-            meeting.swaps[self.swaps].append(
-                (meeting.ranks[self.rank], meeting.ranks[to], piece.nbytes)
-            )
-            self.on_their_way += 1
-            messages = meeting.queues[self.rank, to]
-        messages.put(piece.copy())
+        number = self._job.note_message(self._in_world, meeting.ranks[dest], piece.nbytes)
+        self.own.under_way += 1
+        self.own.has_sent = True
+        messages = meeting.messages[self.rank, dest, tag]
+        content = piece if isinstance(piece, Unbacked) else piece.copy()
+        messages.append((number, content))
+        receiver = self._job.ranks[meeting.ranks[dest]]
+        if receiver.waits_for is messages:
+            receiver.waits_for = None
+            self._job.turns.ready.append(meeting.ranks[dest])
         return Request(self)
 
-    def Irecv(self, piece, source):
-        self.on_their_way += 1
-        with self._meeting.lock:
-            return Request(self, piece, self._meeting.queues[source, self.rank])
+    @as_mpi
+    def Irecv(self, piece, source, tag=0):
+        return Request(self, piece, self._meeting.messages[source, self.rank, tag])
+
+    @as_mpi
+    def wait_for(self, requests):
+        """`MPI.Request.Waitall`, of any communicator's requests."""
+        own = self.own
+        for request in requests:
+            if request.messages is None:
+                own.under_way -= 1
+                continue
+            if not request.messages:
+                own.waits_for = request.messages
+                self._job.turns.wait_for_others(self._in_world)
+            number, content = request.messages.popleft()
+            request.buffer[...] = content
+            own.latest = max(own.latest, number)
+        own.begin_next_round()
 
 
 def hosts_of(ranks_per_host):

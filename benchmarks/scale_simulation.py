@@ -46,32 +46,30 @@ STEPS = {
 MOMENTUM, STEPS_OF_A_RUN = 0.5, 2
 
 
-def step(name, hosts, gradients):
+def step(name, hosts, gradients, is_unbacked=False):
     """One step with momentum, after one that makes room for it.
 
     Args:
         name: one of `STEPS`.
         hosts: of each rank.
         gradients: of each rank, of equal length.
+        is_unbacked: see `recorded_ranks.Job`.
 
     Returns:
         Its MPI calls, as `recorded_ranks.Call`, and the new values on each rank.
     """
     connect, storage_of = STEPS[name]
-    job = Job(hosts)
+    job = Job(hosts, is_unbacked)
 
     def program(comm, host_comm):
         communicator = connect(comm.Dup(), host_comm)
         storage = storage_of(communicator)
         with call_named("simulated step"):
-            variable = storage.create(np.zeros_like(gradients[comm.rank]))
+            variable = storage.create(np.zeros(gradients[comm.rank].shape, np.float32))
             slot = storage.create_slot(variable, 0.0, storage.split([variable])[0])
             plan = storage.plan([variable], [[slot]])
             for _ in range(STEPS_OF_A_RUN):
-                comm.Barrier()
-                if comm.rank == 0:
-                    job.calls.clear()
-                comm.Barrier()
+                job.record(comm)
                 storage.update(
                     plan, [gradients[comm.rank]], ReduceOp.SUM, UpdateRule(descend, {"rate": 1.0})
                 )
