@@ -6,9 +6,11 @@ Computing Applications 19(1), 2005. A round is a list of messages that are under
 time: source, destination, bytes.
 """
 
+import itertools
 from collections import defaultdict
 
 SHORT_BROADCAST, LONG_BROADCAST = 12288, 1 << 19  # bytes; MPICH's defaults
+SHORT_GATHER, LONG_GATHER = 81920, 1 << 19  # of all ranks together
 FEW = 8  # ranks, to which even a long message goes as a whole
 
 
@@ -17,24 +19,33 @@ def largest_power(n):
     return 1 << n.bit_length() - 1
 
 
-def bruck(n, nbytes):
-    """All-gather of small parts: Bruck's algorithm.
+def bruck(sizes):
+    """All-gather of few bytes: Bruck's algorithm.
 
     Recursive doubling has as many rounds and bytes.
     """
-    distance = 1
+    n, distance = len(sizes), 1
+    ends = [0, *itertools.accumulate([*sizes, *sizes])]
     while distance < n:
+        count = min(distance, n - distance)
         yield [
-            (rank, (rank - distance) % n, min(distance, n - distance) * nbytes) for rank in range(n)
+            (rank, (rank - distance) % n, ends[rank + count] - ends[rank]) for rank in range(n)
         ]
         distance *= 2
 
 
 def ring(sizes):
-    """All-gather of large parts: each rank passes on what came from the previous rank."""
+    """All-gather of many bytes: each rank passes on what came from the previous rank."""
     n = len(sizes)
     for turn in range(n - 1):
         yield [(rank, (rank + 1) % n, sizes[(rank - turn) % n]) for rank in range(n)]
+
+
+def all_gather(sizes):
+    """By the sum of the sizes."""
+    n = len(sizes)
+    limit = LONG_GATHER if largest_power(n) == n else SHORT_GATHER
+    return bruck(sizes) if sum(sizes) < limit else ring(sizes)
 
 
 def recursive_doubling(n, nbytes):
@@ -78,7 +89,7 @@ def broadcast(n, root, nbytes):
     yield from binomial(n, root, [sum(parts[i : i + (i & -i)]) for i in range(n)])
     if nbytes < LONG_BROADCAST and largest_power(n) == n:
         # recursive doubling has as many rounds as Bruck's algorithm
-        gathered = bruck(n, part)
+        gathered = bruck(parts)
     else:
         gathered = ring(parts)
     for messages in gathered:

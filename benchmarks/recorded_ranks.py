@@ -1,9 +1,9 @@
 """Ranks as threads of one process, on a stand-in for mpi4py's communicator that records messages.
 
 The library's own communicators run on it: bytes really move between the ranks, and each MPI call is
-recorded as the rounds of messages that MPI would send, by `mpi_rounds.py`. Messages that ranks send
-to each other themselves are in the round in which they can be sent at the earliest: one after those
-that their sender had to wait for.
+recorded as the rounds of messages that MPI would send, by `mpi_rounds.py`. A message that ranks
+send each other themselves is in the first round in which its sender can send it and its receiver
+asks for it: one after those that each of them had to wait for.
 
 One thread runs at a time, until its rank has to wait for others. So a thousand ranks do not compete
 for the interpreter, every run is the same, and ranks that wait forever are an error at once.
@@ -11,7 +11,6 @@ for the interpreter, every run is the same, and ranks that wait forever are an e
 
 import contextlib
 import functools
-import itertools
 import pickle
 import sys
 import threading
@@ -106,16 +105,25 @@ MPI = types.SimpleNamespace(
     IN_PLACE="in place",
     UNDEFINED=-1,
     BAND=np.bitwise_and,
+    MAX=np.maximum,
     Request=types.SimpleNamespace(Waitall=wait_for_all),
 )
 
 
 class Request(NamedTuple):
-    """What a rank has sent, or receives into a buffer from a list of messages."""
+    """What a rank has sent, or receives.
+
+    Attributes:
+        comm: the rank's communicator.
+        buffer: where a message goes.
+        messages: where it comes from: for each its first possible round, its source and content.
+        asked: the round in which the rank asked for it.
+    """
 
     comm: "RecordingComm"
     buffer: object = None
     messages: deque | None = None
+    asked: int = 0
 
 
 # ---- the ranks
@@ -186,15 +194,17 @@ class Job:
             sent = ([one for one in messages if one[2]] for messages in rounds)
             self.calls.append(Call(name, [messages for messages in sent if messages]))
 
-    def note_message(self, source, to, nbytes):
-        """Records a message that a rank sends itself; returns its round."""
-        number = self.ranks[source].next_round
-        if self.is_recording:
-            if number not in self._rounds:
-                self._rounds[number] = []
-                self.calls.append(Call("Isend", [self._rounds[number]]))
-            self._rounds[number].append((source, to, nbytes))
-        return number
+    def note_message(self, number, source, to, nbytes):
+        """Records a message of a round that a rank sends itself."""
+        if not self.is_recording:
+            return
+        if number not in self._rounds:
+            # Consecutive rounds are one call, unless ranks have made another in between.
+            if not self.calls or self.calls[-1].name != "Isend":
+                self.calls.append(Call("Isend", []))
+            self._rounds[number] = []
+            self.calls[-1].rounds.append(self._rounds[number])
+        self._rounds[number].append((source, to, nbytes))
 
     def run(self, program):
         """What `program(comm, host_comm)` returns on each rank.
@@ -350,7 +360,7 @@ class RecordingComm:
                 "allgather",
                 pickle.dumps(given),
                 gather,
-                lambda messages: mpi_rounds.ring([*map(len, messages)]),
+                lambda messages: mpi_rounds.all_gather([*map(len, messages)]),
             )
         ]
 
@@ -375,7 +385,7 @@ class RecordingComm:
             "Allgather",
             (sent, received),
             gather,
-            lambda _: mpi_rounds.bruck(self.size, sent.nbytes),
+            lambda _: mpi_rounds.all_gather([sent.nbytes] * self.size),
         )
 
     @as_mpi
@@ -422,7 +432,23 @@ class RecordingComm:
                 memory_of_rank[begin:end] = whole
             return given
 
-        self._meet("Allgatherv", memory, gather, lambda _: mpi_rounds.ring(sizes))
+        self._meet("Allgatherv", memory, gather, lambda _: mpi_rounds.all_gather(sizes))
+
+    @as_mpi
+    def Alltoall(self, sent, received):
+        def exchange(given):
+            whole = np.stack([sent.reshape(self.size, -1) for sent, _ in given])
+            for rank, (_, place) in enumerate(given):
+                place[...] = whole[:, rank].reshape(place.shape)
+            return given
+
+        nbytes = sent.nbytes // self.size
+        self._meet(
+            "Alltoall",
+            (sent, received),
+            exchange,
+            lambda _: mpi_rounds.pairwise([[nbytes] * self.size] * self.size),
+        )
 
     @as_mpi
     def Alltoallv(self, sent, received):
@@ -444,13 +470,12 @@ class RecordingComm:
 
     @as_mpi
     def Isend(self, piece, dest, tag=0):
-        meeting = self._meeting
-        number = self._job.note_message(self._in_world, meeting.ranks[dest], piece.nbytes)
-        self.own.under_way += 1
-        self.own.has_sent = True
+        meeting, own = self._meeting, self.own
+        own.under_way += 1
+        own.has_sent = True
         messages = meeting.messages[self.rank, dest, tag]
         content = piece if isinstance(piece, Unbacked) else piece.copy()
-        messages.append((number, content))
+        messages.append((own.next_round, self._in_world, content))
         receiver = self._job.ranks[meeting.ranks[dest]]
         if receiver.waits_for is messages:
             receiver.waits_for = None
@@ -459,7 +484,8 @@ class RecordingComm:
 
     @as_mpi
     def Irecv(self, piece, source, tag=0):
-        return Request(self, piece, self._meeting.messages[source, self.rank, tag])
+        messages = self._meeting.messages[source, self.rank, tag]
+        return Request(self, piece, messages, self.own.next_round)
 
     @as_mpi
     def wait_for(self, requests):
@@ -472,14 +498,9 @@ class RecordingComm:
             if not request.messages:
                 own.waits_for = request.messages
                 self._job.turns.wait_for_others(self._in_world)
-            number, content = request.messages.popleft()
+            sent, source, content = request.messages.popleft()
             request.buffer[...] = content
+            number = max(sent, request.asked)
+            self._job.note_message(number, source, self._in_world, content.nbytes)
             own.latest = max(own.latest, number)
         own.begin_next_round()
-
-
-def hosts_of(ranks_per_host):
-    """The host of each rank, for hosts of these sizes, one host after the other."""
-    return tuple(
-        itertools.chain.from_iterable([host] * count for host, count in enumerate(ranks_per_host))
-    )

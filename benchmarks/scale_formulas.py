@@ -1,47 +1,57 @@
-"""The messages of a step between hosts in closed form: rounds, messages, bytes on the busiest link.
+"""The messages of calls and steps between hosts in closed form, and a model of their time.
 
 After Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
-MPICH", International Journal of High Performance Computing Applications 19(1), 2005. A call of MPI
-takes one latency for each of its rounds, and as long as its busiest link needs for its bytes.
+MPICH", International Journal of High Performance Computing Applications 19(1), 2005.
 `tests/single/test_scale.py` compares with what the library sends.
 """
 
 import itertools
 import math
+from collections import Counter
 from typing import NamedTuple
 
-RECORD = 256  # bytes per rank, with which every collective call starts
-# Bytes of all ranks' parts: from this size on, every part is sent to its rank in pieces of this
-# size, all at the same time.
-PIECE = 1 << 20
+import mpi_rounds
+
+from hpcstrat._communicators import rail
+from hpcstrat._communicators.mpi import FEW_RANKS
+from hpcstrat._memory.segment import LARGE
+
+RECORD = 256  # bytes of a rank's record, with a short message
+RECORD_AND_COMPLEMENT = 96  # bytes that many ranks reduce instead
+PIECE = 1 << 20  # the most bytes of a message between ranks: more are sent as several
 
 
 class Links(NamedTuple):
     """What connects hosts.
 
     Attributes:
-        latency: seconds.
+        latency: seconds until a message arrives, what MPI itself needs for it included.
         bandwidth: bytes per second, in each direction.
+        message: seconds that a rank needs to send a message by mpi4py, or to receive one.
         of_each_rank: whether every rank has its own link; otherwise the ranks of a host share one.
-        memory_latency, memory_bandwidth: the same for a rank inside its host.
+        memory_latency: seconds until a message arrives inside a host.
+        added_byte: seconds in which a rank adds up a byte.
     """
 
-    latency: float = 1e-4
-    bandwidth: float = 125e6
+    latency: float = 2e-6
+    bandwidth: float = 12.5e9
+    message: float = 1e-6
     of_each_rank: bool = False
-    memory_latency: float = 1e-6
-    memory_bandwidth: float = 1e10
+    memory_latency: float = 0.5e-6
+    added_byte: float = 1 / 5e9
 
 
 class Cost(NamedTuple):
-    """A call of MPI, between hosts only.
+    """A call of MPI, or messages that ranks send to each other themselves.
 
     Attributes:
         rounds: those in which a message leaves its host.
-        messages: all of them.
-        nbytes: of all messages.
-        through_host: bytes that the busiest host sends, or receives if that is more.
+        messages: those that leave their host.
+        nbytes: their bytes.
+        through_host: bytes that the busiest host of each round sends, or receives if that is more.
         through_rank: the same for a single rank.
+        handled: messages that the busiest rank sends and receives itself, not MPI for it.
+        rounds_inside: rounds in which no message leaves its host.
     """
 
     rounds: int
@@ -49,148 +59,228 @@ class Cost(NamedTuple):
     nbytes: int
     through_host: int
     through_rank: int
+    handled: int = 0
+    rounds_inside: int = 0
 
     def seconds(self, links):
-        """How long it takes."""
+        """How long it takes by the model."""
         busiest = self.through_rank if links.of_each_rank else self.through_host
-        return self.rounds * links.latency + busiest / links.bandwidth
+        return (
+            self.rounds * links.latency
+            + self.rounds_inside * links.memory_latency
+            + self.handled * links.message
+            + busiest / links.bandwidth
+        )
 
 
-NOTHING = Cost(0, 0, 0, 0, 0)
+def cost_of(rounds, hosts, is_mpi):
+    """What these rounds of messages cost.
 
-
-# ---- calls. `groups` are the ranks of each host, one host after the other
-
-
-def records(groups, nbytes=RECORD):
-    """All-gather of small parts, by Bruck's algorithm: rank r sends to r - 1, r - 2, r - 4 ..."""
-    n = sum(groups)
-    if len(groups) == 1:
-        return NOTHING
-    sent, messages = {}, 0  # by each place on each host
-    distances = [1 << bit for bit in range((n - 1).bit_length())]
-    for distance in distances:
-        for group in set(groups):
-            for place in range(group):
-                if place < distance and place + n - distance >= group:  # it leaves the host
-                    messages += groups.count(group)
-                    sent[group, place] = (
-                        sent.get((group, place), 0) + min(distance, n - distance) * nbytes
-                    )
-    by_host = {
-        group: sum(size for (of, _), size in sent.items() if of == group) for group in groups
-    }
-    total = sum(by_host[group] for group in groups)
-    return Cost(len(distances), messages, total, max(by_host.values()), max(sent.values()))
-
-
-def all_to_all(groups, nbytes):
-    """Every rank sends this many bytes to every other rank."""
-    n = sum(groups)
-    if len(groups) == 1:
-        return NOTHING
-    pairs = n * n - sum(group * group for group in groups)
-    host = max(group * (n - group) for group in groups)
-    found = Cost(n - 1, pairs, pairs * nbytes, host * nbytes, (n - min(groups)) * nbytes)
-    return in_pieces(found, n, nbytes)
-
-
-def in_pieces(found, n, nbytes):
-    """Sends one message of `nbytes` to each rank, if these are large: then all go at once."""
-    if n * nbytes <= PIECE:
-        return found
-    return found._replace(rounds=1, messages=found.messages * math.ceil(nbytes / PIECE))
-
-
-def all_gather(groups, nbytes):
-    """This many bytes from every rank.
-
-    Small parts go by a ring: each host has one rank that sends to the next.
+    Args:
+        rounds: of messages: source, destination, bytes.
+        hosts: of each rank.
+        is_mpi: whether MPI sends them in one call.
     """
-    n, hosts = sum(groups), len(groups)
-    if hosts == 1 or n * nbytes > PIECE:
-        return all_to_all(groups, nbytes)
-    return Cost(
-        n - 1, hosts * (n - 1), hosts * (n - 1) * nbytes, (n - 1) * nbytes, (n - 1) * nbytes
-    )
-
-
-def rails(groups, nbytes):
-    """Every rank receives its part from the rank with its own local index on each other host.
-
-    The way back, to the same ranks, is the same in the other direction.
-    """
-    n, hosts = sum(groups), len(groups)
-    if hosts == 1:
-        return NOTHING
-    first = [0, *itertools.accumulate(groups)]
-    places = [(host, place) for host, group in enumerate(groups) for place in range(group)]
-    senders = [
-        [
-            (first[other] + place % groups[other], first[host] + place)
-            for other in range(hosts)
-            if other != host
-        ]
-        for host, place in places
-    ]
-    distances = {(rank - sender) % n for pairs in senders for sender, rank in pairs}
-    out = max(n - group for group in groups)  # sections of ranks elsewhere
-    into = max(group * (hosts - 1) for group in groups)
-    # The first rank of a host serves most: one local index in `group` of every other host.
-    of_first = max(
-        sum(math.ceil(other / group) for j, other in enumerate(groups) if j != i)
-        for i, group in enumerate(groups)
-    )
-    messages = n * (hosts - 1)
-    found = Cost(
-        len(distances),
-        messages,
-        messages * nbytes,
-        max(out, into) * nbytes,
-        max(of_first, hosts - 1) * nbytes,
-    )
-    return in_pieces(found, n, nbytes)
-
-
-# ---- steps, of `nbytes` bytes of gradients: the calls of one after another
-
-
-def flat(groups, nbytes):
-    """All ranks sum up and gather a slice each: with one rank per host, and for 16-bit floats."""
-    part = nbytes // sum(groups)
-    return [records(groups), all_to_all(groups, part), all_gather(groups, part)]
-
-
-def leaders(groups, nbytes):
-    """Summed inside each host; the hosts' first ranks do the rest as above.
-
-    The library does not do this.
-    """
-    return [] if len(groups) == 1 else [records(groups), *flat((1,) * len(groups), nbytes)]
-
-
-def unsharded(groups, nbytes):
-    """Each rank gets its part of each host's sum, and sends the sum of these back the same way."""
-    part = nbytes // sum(groups)
-    return [] if len(groups) == 1 else [records(groups), rails(groups, part), rails(groups, part)]
-
-
-def sharded(groups, nbytes):
-    """The same, but new values go back, in a separate call."""
-    part = nbytes // sum(groups)
-    return (
-        []
-        if len(groups) == 1
-        else [records(groups), rails(groups, part), records(groups), rails(groups, part)]
-    )
-
-
-STEPS = {"flat": flat, "leaders": leaders, "unsharded": unsharded, "sharded": sharded}
+    handled = Counter()
+    inside = between = messages = total = of_hosts = of_ranks = 0
+    for sent in rounds:
+        leaving = [one for one in sent if one[2] and hosts[one[0]] != hosts[one[1]]]
+        between += bool(leaving)
+        inside += not leaving and any(nbytes for *_, nbytes in sent)
+        messages += len(leaving)
+        through_host, through_rank = Counter(), Counter()
+        for source, to, nbytes in leaving:
+            total += nbytes
+            for way, rank in ("out", source), ("in", to):
+                through_host[way, hosts[rank]] += nbytes
+                through_rank[way, rank] += nbytes
+                handled[rank] += not is_mpi
+        of_hosts += max(through_host.values(), default=0)
+        of_ranks += max(through_rank.values(), default=0)
+    most = max(handled.values(), default=0)
+    return Cost(between, messages, total, of_hosts, of_ranks, most, inside)
 
 
 def seconds(calls, links):
     """The sum of calls that follow each other."""
     return sum(call.seconds(links) for call in calls)
+
+
+def hosts_of(groups):
+    """The host of each rank, for hosts of these sizes, one host after the other."""
+    return tuple(itertools.chain.from_iterable([host] * n for host, n in enumerate(groups)))
+
+
+# ---- calls. `groups` are the ranks of each host, one host after the other
+
+
+def in_mpi(groups, rounds):
+    """A call of MPI."""
+    return cost_of(rounds, hosts_of(groups), is_mpi=True)
+
+
+def records(groups):
+    """Every rank receives all records."""
+    return in_mpi(groups, mpi_rounds.all_gather([RECORD] * sum(groups)))
+
+
+def agreement(groups):
+    """The ranks find out whether they make the same call."""
+    if sum(groups) <= FEW_RANKS:
+        return records(groups)
+    return in_mpi(groups, mpi_rounds.recursive_doubling(sum(groups), RECORD_AND_COMPLEMENT))
+
+
+def pairwise(hosts, rails, nbytes):
+    """On each rail every rank sends a share to each other host, and the sum of its share back."""
+    share = nbytes // hosts
+    pieces = math.ceil(share / PIECE)
+    pairs = rails * hosts * (hosts - 1)
+    through = (hosts - 1) * share
+    return Cost(
+        2, 2 * pairs * pieces, 2 * pairs * share, *both(rails, 2 * through), 4 * (hosts - 1) * pieces
+    )
+
+
+def halving(hosts, rails, nbytes):
+    """Halving and doubling on each rail: as many halvings as the library's rule says.
+
+    Hosts beyond a power of two send all they have to a neighbour first, and get the result.
+    """
+    power = mpi_rounds.largest_power(hosts)
+    extra, doublings = hosts - power, power.bit_length() - 1
+    halvings = rail.halving_of(nbytes, hosts).halvings
+    sizes = [nbytes >> i + 1 for i in range(halvings)] * 2
+    sizes += [nbytes >> halvings] * (doublings - halvings)
+    pieces = [math.ceil(size / PIECE) for size in sizes]
+    of_all = math.ceil(nbytes / PIECE)
+    rounds, through, handled = len(sizes), sum(sizes), 2 * sum(pieces)
+    messages, total = power * sum(pieces), power * sum(sizes)
+    if extra:
+        rounds, through, handled = rounds + 2, through + 2 * nbytes, handled + 2 * of_all
+        messages, total = messages + 2 * extra * of_all, total + 2 * extra * nbytes
+    return Cost(rounds, rails * messages, rails * total, *both(rails, through), handled)
+
+
+def both(rails, through_rank):
+    """What goes through a host, and through a rank."""
+    return rails * through_rank, through_rank
+
+
+def on_rails(groups, nbytes, rails=None):
+    """Sums of `nbytes` bytes: each rail reduces an equal part, in the way that the rule says."""
+    rails = rails or min(groups)
+    way = pairwise if rail.is_pairwise(nbytes // rails, len(groups)) else halving
+    return way(len(groups), rails, nbytes // rails)
+
+
+def to_each(groups, nbytes):
+    """Every rank receives `nbytes` from one rank of each other host: of sharded updates.
+
+    The way back, to the same ranks, is the same in the other direction.
+    """
+    n, hosts = sum(groups), len(groups)
+    first = [0, *itertools.accumulate(groups)]
+    places = [(host, place) for host, group in enumerate(groups) for place in range(group)]
+    sent = Counter(
+        first[other] + place % groups[other]
+        for host, place in places
+        for other in range(hosts)
+        if other != host
+    )
+    out = max(n - group for group in groups)  # sections of ranks elsewhere
+    into = max(group * (hosts - 1) for group in groups)
+    most, pieces = max(sent.values()), math.ceil(nbytes / PIECE)
+    messages = n * (hosts - 1)
+    return Cost(
+        1,
+        messages * pieces,
+        messages * nbytes,
+        max(out, into) * nbytes,
+        max(most, hosts - 1) * nbytes,
+        (most + hosts - 1) * pieces,
+    )
+
+
+NUMBER, NUMBER_AND_SHAPE, MEGABYTE = 8, 24, 1 << 20  # bytes
+
+
+def reduce_number(groups):
+    """With few ranks the number travels in the record; otherwise one rail sums it."""
+    if sum(groups) <= FEW_RANKS:
+        return [records(groups)]
+    return [agreement(groups), on_rails(groups, NUMBER, rails=1)]
+
+
+def gather_number(groups):
+    """With few ranks the number travels in the record, otherwise after the agreement."""
+    if sum(groups) <= FEW_RANKS:
+        return [records(groups)]
+    sizes = [NUMBER_AND_SHAPE] * sum(groups)
+    return [agreement(groups), in_mpi(groups, mpi_rounds.all_gather(sizes))]
+
+
+def broadcast_megabyte(groups):
+    """MPI's own broadcast."""
+    checks = 1 + (sum(groups) * MEGABYTE >= LARGE)  # the second that all have the memory
+    rounds = mpi_rounds.broadcast(sum(groups), 0, MEGABYTE)
+    return [agreement(groups)] * checks + [in_mpi(groups, rounds)]
+
+
+def unsharded(groups, nbytes):
+    """A step of `nbytes` bytes of gradients."""
+    return [agreement(groups), on_rails(groups, nbytes)]
+
+
+def sharded(groups, nbytes):
+    """Each rank gets the sums of its part, and after another agreement sends new values."""
+    part = to_each(groups, nbytes // sum(groups))
+    return [agreement(groups), part, agreement(groups), part]
+
+
+STEPS = {"unsharded": unsharded, "sharded": sharded}
+CALLS = {
+    "agreement": lambda groups: [agreement(groups)],
+    "`reduce` of a number": reduce_number,
+    "`all_gather` of a number": gather_number,
+    "broadcast of 1 MB": broadcast_megabyte,
+}
+
+
+# ---- what came before, to compare with: records of all ranks, and pairwise exchange only
+
+
+def broadcast_megabyte_by_ring(groups):
+    """From rank to rank."""
+    checks = 1 + 2 * (sum(groups) * MEGABYTE >= LARGE)
+    sizes = [MEGABYTE] + [0] * (sum(groups) - 1)
+    return [records(groups)] * checks + [in_mpi(groups, mpi_rounds.ring(sizes))]
+
+
+def unsharded_pairwise(groups, nbytes):
+    """Each rank sums a part."""
+    part = to_each(groups, nbytes // sum(groups))
+    return [records(groups), part, part]
+
+
+BEFORE = {
+    **dict.fromkeys([*CALLS][:3], lambda groups: [records(groups)]),
+    "broadcast of 1 MB": broadcast_megabyte_by_ring,
+}
+
+
+# ---- where pairwise exchange becomes better than halving and doubling
+
+
+def way_seconds(way, hosts, rails, nbytes, links):
+    """Seconds of `pairwise` or `halving`, which adds up between messages and not during them."""
+    added = nbytes * links.added_byte if way is halving else 0.0
+    return way(hosts, rails, nbytes).seconds(links) + added
+
+
+def crossing(is_pairwise):
+    """The bytes of a part, a power of two, from which on it goes pairwise."""
+    return next((1 << bit for bit in range(3, 40) if is_pairwise(1 << bit)), None)
 
 
 # ---- NCCL

@@ -1,26 +1,28 @@
-r"""Shows what a training step sends between hosts, and its time by a model of their links.
+r"""Shows what calls and training steps send between hosts, and their time by a model of the links.
 
     python benchmarks/scale_simulation.py
-    python benchmarks/scale_simulation.py --hosts 2 3 --ranks 4 --gigabits 10 --latency 0.00002 \
+    python benchmarks/scale_simulation.py --hosts 2 3 --ranks 4 --gigabits 10 --latency 2e-5 \
         --links rank
 
 The library's communicators and storages run unchanged, on ranks that are threads of this process:
-`recorded_ranks.py` records their MPI calls. `scale_formulas.py` has the same in closed form, and
-continues where there are too many threads. docs/scale.md says what the tables mean, and what is
-assumed.
+`recorded_ranks.py` records their MPI calls. `scale_formulas.py` has the same in closed form.
+docs/scale.md says what the tables mean, and what is assumed.
 """
 
 import argparse
-from collections import Counter
+import statistics
+import time
+from functools import partial
 
 import numpy as np
 import scale_formulas as formulas
-from recorded_ranks import Job, hosts_of
+from recorded_ranks import Job
 from rounds import header, row
+from unbacked_memory import Unbacked
 
 from hpcstrat import ReduceOp
+from hpcstrat._communicators import rail
 from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
-from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named
 from hpcstrat._storage.host import MirroredHostStorage
@@ -28,22 +30,52 @@ from hpcstrat._storage.sharded_host import ShardedHostStorage
 from hpcstrat._update.rule import UpdateRule
 
 
-def by_hosts(comm, host_comm):
+def connect(comm, host_comm):
     """The communicator that the library uses."""
     if host_comm.size == comm.size:
         return SharedMemoryCommunicator(comm)
-    if comm.allgather(host_comm.size) == [1] * comm.size:
-        return MpiCommunicator(comm)
     return HierarchicalCommunicator(comm, host_comm)
 
 
-STEPS = {
-    "flat": (lambda comm, _: MpiCommunicator(comm), MirroredHostStorage),
-    "unsharded": (by_hosts, MirroredHostStorage),
-    "sharded": (by_hosts, ShardedHostStorage),
+CALLS = {
+    "agreement": lambda of: of.barrier(),
+    "`reduce` of a number": lambda of: of.all_reduce([np.float64([of.rank])], ReduceOp.SUM),
+    "`all_gather` of a number": lambda of: of.all_gather([np.float64([of.rank])], 0),
+    "broadcast of 1 MB": lambda of: of.broadcast([np.full(1 << 17, of.rank + 1.0)], 0),
 }
-"""For names of `formulas.STEPS` the communicator and the storage."""
-MOMENTUM, STEPS_OF_A_RUN = 0.5, 2
+"""For names of `formulas.CALLS` the call of a communicator."""
+STEPS = {"unsharded": MirroredHostStorage, "sharded": ShardedHostStorage}
+"""For names of `formulas.STEPS` the storage."""
+MOMENTUM, RUNS = 0.5, 2
+
+
+def call(name, hosts, runs=RUNS):
+    """One call, after others that make room for it.
+
+    Args:
+        name: one of `CALLS`.
+        hosts: of each rank.
+        runs: how many.
+
+    Returns:
+        Its MPI calls, what it returns on each rank, and the seconds of the processor that the
+        library takes on a rank, without MPI: the median of the ranks' fastest.
+    """
+    job = Job(hosts)
+
+    def program(comm, host_comm):
+        communicator, own = connect(comm.Dup(), host_comm), job.ranks[comm.rank]
+        seconds = []
+        with call_named("simulated call"):
+            for _ in range(runs):
+                job.record(comm)
+                begin = time.thread_time() - own.in_mpi
+                result = CALLS[name](communicator)
+                seconds.append(time.thread_time() - own.in_mpi - begin)
+        return result, min(seconds)
+
+    results, seconds = zip(*job.run(program), strict=True)
+    return job.calls, results, statistics.median(seconds)
 
 
 def step(name, hosts, gradients, is_unbacked=False):
@@ -58,22 +90,21 @@ def step(name, hosts, gradients, is_unbacked=False):
     Returns:
         Its MPI calls, as `recorded_ranks.Call`, and the new values on each rank.
     """
-    connect, storage_of = STEPS[name]
     job = Job(hosts, is_unbacked)
 
     def program(comm, host_comm):
-        communicator = connect(comm.Dup(), host_comm)
-        storage = storage_of(communicator)
+        storage = STEPS[name](connect(comm.Dup(), host_comm))
+        job.record(comm, False)
         with call_named("simulated step"):
             variable = storage.create(np.zeros(gradients[comm.rank].shape, np.float32))
             slot = storage.create_slot(variable, 0.0, storage.split([variable])[0])
             plan = storage.plan([variable], [[slot]])
-            for _ in range(STEPS_OF_A_RUN):
+            for _ in range(RUNS):
                 job.record(comm)
                 storage.update(
                     plan, [gradients[comm.rank]], ReduceOp.SUM, UpdateRule(descend, {"rate": 1.0})
                 )
-        return variable.array.copy()
+        return None if is_unbacked else variable.array.copy()
 
     values = job.run(program)
     return job.calls, values
@@ -87,103 +118,110 @@ def descend(value, gradient, slots, _):
     value -= velocity
 
 
-# ---- the model: a call takes a latency per round, and as long as its busiest link needs
-
-
-def cost(call, hosts):
-    """What a call sends between hosts."""
-    rounds = [
-        [one for one in messages if hosts[one[0]] != hosts[one[1]]] for messages in call.rounds
-    ]
-    sizes, through_host, through_rank = [], Counter(), Counter()
-    for source, to, nbytes in (one for messages in rounds for one in messages):
-        sizes.append(nbytes)
-        for way, rank in ("out", source), ("in", to):
-            through_host[way, hosts[rank]] += nbytes
-            through_rank[way, rank] += nbytes
-    busiest = [max(through.values(), default=0) for through in (through_host, through_rank)]
-    return formulas.Cost(sum(map(bool, rounds)), len(sizes), sum(sizes), *busiest)
-
-
-def seconds(call, hosts, links):
-    """How long a call takes: messages inside hosts overlap with those between them."""
-    between, inside = cost(call, hosts), Counter()
-    for source, to, nbytes in (one for messages in call.rounds for one in messages):
-        if hosts[source] == hosts[to]:
-            inside["out", source] += nbytes
-            inside["in", to] += nbytes
-    rounds = len(call.rounds) - between.rounds  # those that stay inside
-    memory = (
-        rounds * links.memory_latency + max(inside.values(), default=0) / links.memory_bandwidth
-    )
-    return max(between.seconds(links), memory)
+def costs(calls, hosts):
+    """What these recorded calls send between hosts."""
+    return [formulas.cost_of(one.rounds, hosts, one.name != "Isend") for one in calls]
 
 
 # ---- tables
 
 
-def gradients_of(n, elements):
-    """Each rank's gradients: small whole numbers, whose sums are exact."""
-    return [
-        ((np.arange(elements) * (2 * rank + 1) + 3 * rank) % 11 - 5).astype(np.float32)
-        for rank in range(n)
-    ]
+def unbacked_gradients(n, elements):
+    """Of each rank the same, without pages."""
+    return [np.empty(elements, np.float32).view(Unbacked)] * n
 
 
-def show_simulation(options, links):
-    print(
-        f"\n## What the library sends in a step: {4 * options.elements / 1e6:.1f} MB of gradients\n"
+def even(elements, groups):
+    """About this many elements, which divide into equal shares for hosts and ranks."""
+    unit = 256 * np.lcm(sum(groups), min(groups) * len(groups))
+    return int(max(round(elements / unit), 1) * unit)
+
+
+def microseconds(found, links):
+    return f"{1e6 * formulas.seconds(found, links):,.1f}"
+
+
+def cells(found, links):
+    """Of a row: what goes between hosts, and how long it takes."""
+    return (
+        sum(one.rounds for one in found),
+        f"{sum(one.messages for one in found):,}",
+        f"{sum(one.nbytes for one in found) / 1e6:,.4g}",
+        f"{sum(one.through_host for one in found) / 1e6:,.4g}",
+        microseconds(found, links),
     )
-    header(
-        "step",
-        "hosts",
-        "ranks a host",
-        "messages",
-        "MB",
-        "by formula",
-        "MB, busiest link",
-        "ms",
-        "by formula",
-    )
-    for count in options.hosts:
-        groups = (options.ranks,) * count
-        hosts, elements = hosts_of(groups), even(options.elements, groups)
-        for name in STEPS:
-            calls, values = step(name, hosts, gradients_of(sum(groups), elements))
-            if name == "flat":
-                plain = values[0]
-            assert all(np.array_equal(value, plain) for value in values), (
-                "the ways of a step differ"
-            )
-            found = [cost(call, hosts) for call in calls]
-            expected = formulas.STEPS[name](groups, 4 * elements)
-            megabytes = [
-                f"{sum(one.nbytes for one in costs) / 1e6:,.2f}" for costs in (found, expected)
-            ]
-            busiest = sum(
-                one.through_rank if links.of_each_rank else one.through_host for one in found
-            )
-            times = (
-                sum(seconds(call, hosts, links) for call in calls),
-                formulas.seconds(expected, links),
-            )
-            cells = *megabytes, f"{busiest / 1e6:,.2f}", *(f"{1e3 * time:,.2f}" for time in times)
-            row(name, count, options.ranks, sum(one.messages for one in found), *cells)
 
 
-def show_seconds(options, links):
-    print("\n## Milliseconds of a step's messages between hosts, by the formulas\n")
-    header("gradients", "hosts", "ranks a host", *formulas.STEPS)
-    for megabytes in options.megabytes:
-        for count in options.many_hosts:
+COLUMNS = "rounds", "messages", "MB", "MB through a host's link", "µs by the model"
+
+
+def show_calls(options, links):
+    print("\n## Calls\n")
+    header("call", "hosts", "ranks", *COLUMNS, "µs before", "µs of Python")
+    for name in CALLS:
+        for count in options.hosts:
             groups = (options.ranks,) * count
-            times = [
-                formulas.seconds(of(groups, int(1e6 * megabytes)), links)
-                for of in formulas.STEPS.values()
-            ]
+            hosts = formulas.hosts_of(groups)
+            calls, _, software = call(name, hosts, runs=5)
+            found = costs(calls, hosts)
+            if count > 1:
+                assert found == formulas.CALLS[name](groups), (name, groups)
+            before = microseconds(formulas.BEFORE[name](groups), links) if count > 1 else ""
             row(
-                f"{megabytes:g} MB", count, options.ranks, *(f"{1e3 * time:,.1f}" for time in times)
+                *(name, count, sum(groups)),
+                *cells(found, links),
+                *(before, f"{1e6 * software:,.0f}"),
             )
+
+
+def show_steps(options, links):
+    print("\n## Steps\n")
+    header("step", "MB", "hosts", "ranks", *COLUMNS, "µs before")
+    for name in STEPS:
+        for megabytes in options.megabytes:
+            for count in options.hosts:
+                groups = (options.ranks,) * count
+                hosts, elements = formulas.hosts_of(groups), even(megabytes * 250_000, groups)
+                gradients = unbacked_gradients(sum(groups), elements)
+                calls, _ = step(name, hosts, gradients, is_unbacked=True)
+                found = costs(calls, hosts)
+                if count > 1:
+                    assert found == formulas.STEPS[name](groups, 4 * elements), (name, groups)
+                pairwise = formulas.unsharded_pairwise(groups, 4 * elements)
+                before = microseconds(pairwise, links) if name == "unsharded" else ""
+                row(
+                    *(name, f"{4 * elements / 1e6:.4g}", count, sum(groups)),
+                    *cells(found, links),
+                    before,
+                )
+
+
+def show_crossing(options, links):
+    print("\n## From which bytes of a rail's part on pairwise exchange is used\n")
+    # The rule's bandwidth is that of a rank, which shares the link of its host.
+    shared = links._replace(of_each_rank=True, bandwidth=links.bandwidth / options.ranks)
+    header("hosts", "by the library's rule", "by this model", "µs then, pairwise", "halving")
+    for count in (2, 3, 4, 5, 8, 12, 16, 32, 48, 64, 100, 128):
+
+        def times(nbytes, count=count):
+            return [
+                formulas.way_seconds(way, count, 1, nbytes, shared)
+                for way in (formulas.pairwise, formulas.halving)
+            ]
+
+        at = formulas.crossing(partial(rail.is_pairwise, hosts=count))
+        by_model = formulas.crossing(lambda nbytes, of=times: of(nbytes)[0] <= of(nbytes)[1])
+        row(count, *map(binary, (at, by_model)), *(f"{1e6 * one:,.1f}" for one in times(at)))
+
+
+def binary(nbytes):
+    """Bytes in KiB or MiB."""
+    if nbytes is None:
+        return "never"
+    for unit, name in (1 << 20, "MiB"), (1 << 10, "KiB"):
+        if nbytes >= unit:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} bytes"
 
 
 def show_gpus(options):
@@ -198,7 +236,7 @@ def show_gpus(options):
     )
     for kind, hosts in formulas.GPU_HOSTS.items():
         for megabytes in options.megabytes:
-            for count in (1, *options.many_hosts):
+            for count in options.hosts:
                 through, reduced = formulas.nccl("allReduce", count, hosts, 1e6 * megabytes)
                 parts = [
                     formulas.nccl(call, count, hosts, 1e6 * megabytes)[1]
@@ -208,41 +246,30 @@ def show_gpus(options):
                 row(kind, f"{megabytes:g} MB", count, f"{through / 1e6:,.1f}", *times)
 
 
-def even(elements, groups):
-    """About this many elements, which divide into equal slices for hosts and ranks."""
-    unit = 256 * sum(groups) * len(groups)
-    return max(round(elements / unit), 1) * unit
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--hosts", type=int, nargs="+", default=[1, 2, 3, 4, 8], help="simulated (1 2 3 4 8)"
+        "--hosts", type=int, nargs="+", default=[1, 2, 8, 32, 128], help="(1 2 8 32 128)"
     )
-    parser.add_argument("--ranks", type=int, default=4, help="of a host (4)")
+    parser.add_argument("--ranks", type=int, default=8, help="of a host (8)")
     parser.add_argument(
-        "--elements", type=int, default=1 << 20, help="of the simulated gradients, float32 (2**20)"
+        "--megabytes", type=float, nargs="+", default=[4, 400], help="of gradients (4 400)"
     )
-    parser.add_argument(
-        "--megabytes", type=float, nargs="+", default=[1, 33.6, 400], help="for the formulas"
-    )
-    parser.add_argument(
-        "--many-hosts", type=int, nargs="+", default=[2, 3, 8, 32, 128], help="for the formulas"
-    )
-    parser.add_argument("--gigabits", type=float, default=1.0, help="a second, of a link (1)")
-    parser.add_argument(
-        "--latency", type=float, default=1e-4, help="of a link, in seconds (0.0001)"
-    )
+    parser.add_argument("--gigabits", type=float, default=100.0, help="a second, of a link (100)")
+    parser.add_argument("--latency", type=float, default=2e-6, help="of a link, in seconds (2e-6)")
     parser.add_argument(
         "--links", choices=["host", "rank"], default="host", help="who has one (host)"
     )
     options = parser.parse_args()
-    links = formulas.Links(options.latency, options.gigabits * 1e9 / 8, options.links == "rank")
-    print(
-        f"A link of each {options.links}: {options.gigabits:g} Gbit/s, {1e3 * options.latency:g} ms"
+    links = formulas.Links(
+        options.latency, options.gigabits * 1e9 / 8, of_each_rank=options.links == "rank"
     )
-    show_simulation(options, links)
-    show_seconds(options, links)
+    print(
+        f"A link of each {options.links}: {options.gigabits:g} Gbit/s, {1e6 * options.latency:g} µs"
+    )
+    show_calls(options, links)
+    show_steps(options, links)
+    show_crossing(options, links)
     show_gpus(options)
 
 
