@@ -28,9 +28,7 @@ def bruck(sizes):
     ends = [0, *itertools.accumulate([*sizes, *sizes])]
     while distance < n:
         count = min(distance, n - distance)
-        yield [
-            (rank, (rank - distance) % n, ends[rank + count] - ends[rank]) for rank in range(n)
-        ]
+        yield [(rank, (rank - distance) % n, ends[rank + count] - ends[rank]) for rank in range(n)]
         distance *= 2
 
 

@@ -134,7 +134,7 @@ class Rank:
 
     Attributes:
         next_round: in which it can send at the earliest.
-        under_way: the messages that it has sent, and not waited for.
+        under_way: the messages that it has sent or asked for, and not waited for.
         waits_for: the list in which it waits for a message.
         in_mpi: seconds of the processor that the stand-in for MPI took.
     """
@@ -485,15 +485,16 @@ class RecordingComm:
     @as_mpi
     def Irecv(self, piece, source, tag=0):
         messages = self._meeting.messages[source, self.rank, tag]
+        self.own.under_way += 1
         return Request(self, piece, messages, self.own.next_round)
 
     @as_mpi
     def wait_for(self, requests):
         """`MPI.Request.Waitall`, of any communicator's requests."""
         own = self.own
+        own.under_way -= len(requests)
         for request in requests:
             if request.messages is None:
-                own.under_way -= 1
                 continue
             if not request.messages:
                 own.waits_for = request.messages

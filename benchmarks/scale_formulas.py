@@ -138,7 +138,11 @@ def pairwise(hosts, rails, nbytes):
     pairs = rails * hosts * (hosts - 1)
     through = (hosts - 1) * share
     return Cost(
-        2, 2 * pairs * pieces, 2 * pairs * share, *both(rails, 2 * through), 4 * (hosts - 1) * pieces
+        2,
+        2 * pairs * pieces,
+        2 * pairs * share,
+        *both(rails, 2 * through),
+        4 * (hosts - 1) * pieces,
     )
 
 
@@ -280,7 +284,7 @@ def way_seconds(way, hosts, rails, nbytes, links):
 
 def crossing(is_pairwise):
     """The bytes of a part, a power of two, from which on it goes pairwise."""
-    return next((1 << bit for bit in range(3, 40) if is_pairwise(1 << bit)), None)
+    return next((1 << bit for bit in range(12, 40) if is_pairwise(1 << bit)), None)
 
 
 # ---- NCCL

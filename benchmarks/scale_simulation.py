@@ -187,8 +187,10 @@ def show_steps(options, links):
                 found = costs(calls, hosts)
                 if count > 1:
                     assert found == formulas.STEPS[name](groups, 4 * elements), (name, groups)
-                pairwise = formulas.unsharded_pairwise(groups, 4 * elements)
-                before = microseconds(pairwise, links) if name == "unsharded" else ""
+                before = ""
+                if count > 1 and name == "unsharded":
+                    pairwise = formulas.unsharded_pairwise(groups, 4 * elements)
+                    before = microseconds(pairwise, links)
                 row(
                     *(name, f"{4 * elements / 1e6:.4g}", count, sum(groups)),
                     *cells(found, links),

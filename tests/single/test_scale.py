@@ -1,4 +1,4 @@
-"""What the library sends between hosts per step: recorded from its code, and as a formula."""
+"""What the library sends between hosts: recorded from its code, and as formulas."""
 
 import importlib
 import pathlib
@@ -6,17 +6,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import MpiCommunicator
+from internals import PointToPoint
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-STEPS = ["flat", "unsharded", "sharded"]
-EVEN = [(ranks,) * hosts for hosts in (1, 2, 3, 4, 8) for ranks in (1, 2, 3, 4)]
-UNEVEN = [(1, 2), (3, 1), (1, 3, 2), (4, 2, 1, 4), (1, 1, 5), (2, 3, 3, 1)]
-QUICK = [(1,), (3,), (1,) * 2, (4,) * 2, (1,) * 3, (3,) * 3, (2,) * 4, (1,) * 8, *UNEVEN]
-GROUPS = [
-    pytest.param(groups, marks=() if groups in QUICK else pytest.mark.slow)
-    for groups in (*EVEN, *UNEVEN)
+STEPS = ["unsharded", "sharded"]
+CALLS = [
+    "agreement",
+    "`reduce` of a number",
+    "`all_gather` of a number",
+    "broadcast of 1 MB",
 ]
+UNEVEN = [(1, 2), (4, 2, 1, 4), (1, 1, 5), (2, 3, 3, 1), (2, 3, 1, 4, 5, 6)]
+QUICK = [(3,), (1,) * 2, (1,) * 3, (2,) * 5, (1,) * 17, (3,) * 8, *UNEVEN]
+LARGE = [(8,) * 12, (8,) * 16, (1,) * 128, (8,) * 128]
+GROUPS = [*QUICK, *[pytest.param(groups, marks=pytest.mark.slow) for groups in LARGE]]
+ids = lambda groups: f"{len(groups)} hosts of {sorted({*groups})} ranks"  # noqa: E731
 
 
 @pytest.fixture
@@ -50,104 +54,173 @@ def sum_in_order(parts):
     return total
 
 
-@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def sum_of_hosts(sums):
+    """Neighbours first; of other numbers than powers of two, the first are summed in pairs before.
+
+    Like this for 5: ((0 + 1) + 2) + (3 + 4).
+    """
+    extra = len(sums) - (1 << len(sums).bit_length() - 1)
+    sums = [sums[2 * i] + sums[2 * i + 1] for i in range(extra)] + sums[2 * extra :]
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0]
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=ids)
 @pytest.mark.parametrize("name", STEPS)
-def test_the_library_sends_what_the_formula_says(modules, name, groups):
-    recorded_ranks, formulas, simulation = modules
+def test_a_step_sends_what_the_formula_says(modules, name, groups):
+    _, formulas, simulation = modules
     assert [*simulation.STEPS] == STEPS
-    hosts, n = recorded_ranks.hosts_of(groups), sum(groups)
+    hosts, n = formulas.hosts_of(groups), sum(groups)
     elements = simulation.even(20_000, groups)
-    assert elements * 4 > 1 << 15  # small messages take another path
+    assert elements * 4 > 1 << 15  # a few ranks' small messages take another path
     gradients = random_gradients(n, elements)
     calls, values = simulation.step(name, hosts, gradients)
-    found = [simulation.cost(call, hosts) for call in calls]
+    found = simulation.costs(calls, hosts)
     if len(groups) == 1:
         assert all(one.messages == 0 for one in found)
     else:
-        expected = formulas.STEPS[name](groups, 4 * elements)
-        assert found == expected
-        for links in (
-            formulas.Links(),
-            formulas.Links(of_each_rank=True),
-            formulas.Links(2e-5, 1.25e9),
-        ):
-            times = [simulation.seconds(call, hosts, links) for call in calls]
-            assert times == [one.seconds(links) for one in expected]
+        assert found == formulas.STEPS[name](groups, 4 * elements)
     of_hosts = [
-        [gradients[rank] for rank in range(n) if hosts[rank] == host] for host in range(len(groups))
+        sum_in_order([gradients[rank] for rank in range(n) if hosts[rank] == host])
+        for host in range(len(groups))
     ]
-    total = sum_in_order(
-        gradients if name == "flat" else [sum_in_order(parts) for parts in of_hosts]
-    )
-    for value in values:
-        assert value.tobytes() == stepped(total).tobytes()
+    expected = stepped(sum_of_hosts(of_hosts)).tobytes()
+    assert all(value.tobytes() == expected for value in values)
+
+
+@pytest.mark.parametrize("megabytes", [4, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("groups", GROUPS, ids=ids)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_large_step_sends_what_the_formula_says(modules, name, groups, megabytes):
+    """Without memory for its elements."""
+    _, formulas, simulation = modules
+    hosts, elements = formulas.hosts_of(groups), simulation.even(megabytes * 250_000, groups)
+    gradients = simulation.unbacked_gradients(sum(groups), elements)
+    calls, _ = simulation.step(name, hosts, gradients, is_unbacked=True)
+    if len(groups) > 1:
+        expected = formulas.STEPS[name](groups, 4 * elements)
+        assert simulation.costs(calls, hosts) == expected
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=ids)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_sends_what_the_formula_says(modules, name, groups):
+    _, formulas, simulation = modules
+    assert [*simulation.CALLS] == CALLS
+    hosts, n = formulas.hosts_of(groups), sum(groups)
+    calls, results, _ = simulation.call(name, hosts)
+    if len(groups) > 1:
+        assert simulation.costs(calls, hosts) == formulas.CALLS[name](groups)
+    expected = [None, [n * (n - 1) / 2], range(n), [1.0] * (1 << 17)][CALLS.index(name)]
+    if expected is not None:
+        assert all(np.array_equal(result, expected) for (result,) in results)
+
+
+@pytest.mark.parametrize("hosts", [2, 8, 32, 128])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_powers_of_two(modules, hosts, ranks):
+    """The formulas, where they are simple; by hand, not by the assumed rounds."""
+    _, formulas, _ = modules
+    n, bits = hosts * ranks, hosts.bit_length() - 1
+    found = formulas.agreement((ranks,) * hosts)
+    inside = 0 if ranks == 1 else 3
+    if n > 16:
+        of_rank = 96 * bits
+        assert found == (bits, n * bits, n * of_rank, ranks * of_rank, of_rank, 0, inside)
+    part = 1 << 20
+    way = formulas.halving(hosts, ranks, part)
+    least = 2 * part * (hosts - 1) // hosts
+    assert (way.messages, way.handled) == (ranks * hosts * way.rounds, 2 * way.rounds)
+    assert bits <= way.rounds <= 2 * bits and way.through_rank >= least
+    assert formulas.pairwise(hosts, ranks, part)[2:5] == (n * least, ranks * least, least)
+
+
+def test_agreement_takes_a_latency_for_each_doubling(modules):
+    _, formulas, _ = modules
+    links = formulas.Links()
+    few, many = [formulas.agreement((8,) * hosts).seconds(links) for hosts in (8, 128)]
+    assert many / few < 7 / 3
+    assert formulas.records((8,) * 128).seconds(links) > 10 * many
 
 
 @pytest.mark.parametrize(
     "hosts", [(0, 1, 0, 1), (0, 1, 2, 0, 1, 2, 0, 1, 2), (1, 0, 0, 1, 1, 0)], ids=str
 )
-def test_ranks_that_are_dealt_out_to_hosts(modules, hosts):
+@pytest.mark.parametrize("name", STEPS)
+def test_ranks_that_are_dealt_out_to_hosts(modules, name, hosts):
     """All ranks of a host send the same number of bytes between hosts, in any placement."""
     _, formulas, simulation = modules
     n, count = len(hosts), max(hosts) + 1
-    elements = simulation.even(20_000, (n // count,) * count)
-    calls, values = simulation.step("sharded", hosts, simulation.gradients_of(n, elements))
-    expected = formulas.rails((n // count,) * count, 4 * elements // n)
-    found = [simulation.cost(call, hosts) for call in calls if call.name != "Allgather"]
-    assert [one._replace(rounds=expected.rounds) for one in found] == [expected, expected]
-    # Whole numbers: the order does not matter.
-    total = stepped(sum_in_order(simulation.gradients_of(n, elements)))
-    assert all(np.array_equal(value, total) for value in values)
+    groups = (n // count,) * count
+    elements = simulation.even(20_000, groups)
+    gradients = random_gradients(n, elements)
+    calls, values = simulation.step(name, hosts, gradients)
+    expected = [one for one in formulas.STEPS[name](groups, 4 * elements) if one.handled]
+    sent = [call for call in calls if call.name == "Isend"]
+    assert simulation.costs(sent, hosts) == expected
+    # Hosts are in the order of their first ranks.
+    of_hosts = [
+        sum_in_order([gradients[rank] for rank in range(n) if hosts[rank] == host])
+        for host in dict.fromkeys(hosts)
+    ]
+    total = stepped(sum_of_hosts(of_hosts)).tobytes()
+    assert all(value.tobytes() == total for value in values)
 
 
 @pytest.mark.parametrize("groups", [(1, 1, 1), (3, 2), (2,) * 4], ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_large_messages_go_in_pieces(modules, monkeypatch, name, groups):
-    recorded_ranks, formulas, simulation = modules
-    for module in (MpiCommunicator, formulas):
+    _, formulas, simulation = modules
+    for module in (PointToPoint, formulas):
         monkeypatch.setattr(module, "PIECE", 5000)
-    hosts, n = recorded_ranks.hosts_of(groups), sum(groups)
+    hosts, n = formulas.hosts_of(groups), sum(groups)
     elements = simulation.even(20_000, groups)
-    gradients = simulation.gradients_of(n, elements)
+    gradients = random_gradients(n, elements)
     calls, values = simulation.step(name, hosts, gradients)
     assert {call.name for call in calls} == {"Allgather", "Isend"}
-    assert [simulation.cost(call, hosts) for call in calls] == formulas.STEPS[name](
-        groups, 4 * elements
-    )
-    # Whole numbers: the order does not matter.
-    for value in values:
-        assert np.array_equal(value, stepped(sum_in_order(gradients)))
+    assert simulation.costs(calls, hosts) == formulas.STEPS[name](groups, 4 * elements)
+    assert len({value.tobytes() for value in values}) == 1
 
 
-@pytest.mark.parametrize(
-    "groups",
-    [(1, 1, 1), (3, 2), (2, 3, 1), pytest.param((4,) * 8, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_a_variable_leaves_its_host_once(modules, groups):
-    """The first rank's value is sent to all ranks when the variable is made."""
-    recorded_ranks, _, simulation = modules
-    hosts, elements = recorded_ranks.hosts_of(groups), 300_000  # more than one piece
-    job = recorded_ranks.Job(hosts)
+def test_rounds_are_those_in_which_messages_can_be_sent(modules):
+    """Ranks 2 and 3 need not wait for the first message; those after it are one round later."""
+    recorded_ranks, *_ = modules
+    job = recorded_ranks.Job((0, 1, 2, 3))
 
-    def program(comm, host_comm):
-        storage = simulation.MirroredHostStorage(simulation.by_hosts(comm.Dup(), host_comm))
-        job.record(comm)
-        return storage.create(np.full(elements, comm.rank + 1, np.float32)).array.copy()
+    def program(comm, _):
+        def swap(to, source):
+            number = np.zeros(1)
+            requests = [comm.Irecv(number, source)] if source is not None else []
+            requests += [comm.Isend(np.ones(1), to)] if to is not None else []
+            recorded_ranks.MPI.Request.Waitall(requests)
 
-    assert all(np.all(value == 1) for value in job.run(program))
-    found = [simulation.cost(call, hosts) for call in job.calls if call.name != "Allgather"]
-    assert sum(one.nbytes for one in found) == 4 * elements * (len(groups) - 1)
-    assert max(one.through_host for one in found) == 4 * elements
+        for to, source in {
+            0: [(None, 1), (2, 2), (1, None)],
+            1: [(0, None), (None, 0)],
+            2: [(3, 3), (0, 0)],
+            3: [(2, 2)],
+        }[comm.rank]:
+            swap(to, source)
+
+    job.run(program)
+    (call,) = job.calls
+    ways = [sorted((source, to) for source, to, _ in messages) for messages in call.rounds]
+    assert ways == [[(1, 0), (2, 3), (3, 2)], [(0, 2), (2, 0)], [(0, 1)]]
 
 
-def test_an_error_of_one_rank_ends_all(modules):
-    recorded_ranks, _, _ = modules
+@pytest.mark.parametrize("mistake", ["raises", "returns", "receives"])
+def test_a_mistake_of_one_rank_ends_all(modules, mistake):
+    recorded_ranks, *_ = modules
 
     def program(comm, host_comm):
         if comm.rank == 1:
-            raise ZeroDivisionError
+            if mistake == "raises":
+                raise ZeroDivisionError
+            if mistake == "returns":
+                return
+            recorded_ranks.MPI.Request.Waitall([comm.Irecv(np.zeros(1), 2)])
         comm.Barrier()
 
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(ZeroDivisionError if mistake == "raises" else RuntimeError):
         recorded_ranks.Job((0, 0, 1)).run(program)
