@@ -146,9 +146,11 @@ def place_on_hosts(
         seen: see `place`.
         shares: see `place`.
     """
+    ranks_of: dict[int, list[int]] = {}
+    for rank, host in enumerate(hosts):
+        ranks_of.setdefault(host, []).append(rank)
     placed: dict[int, Device] = {}
-    for host in range(max(hosts) + 1):
-        ranks = [rank for rank, other in enumerate(hosts) if other == host]
+    for host, ranks in ranks_of.items():
         devices = place(None, [seen[rank] for rank in ranks], shares)
         placed |= {
             rank: device._replace(worker=host) for rank, device in zip(ranks, devices, strict=True)
