@@ -83,6 +83,23 @@ DIES = """
             os.kill(os.getpid(), signal.SIGKILL)
     print(f"ends at {int(step.numpy())}")
 """
+# Prints where each rank is; then one of the fifth node dies.
+DIES_ON_N5 = """
+    import os, signal
+    import hpcstrat as hs
+    from hpcstrat._process import worlds
+
+    strategy = hs.MultiWorkerMirroredStrategy()
+    node, world = os.environ["SLURMD_NODENAME"], worlds.start()
+    sizes = [world.hosts.count(host) for host in sorted(set(world.hosts))]
+    line = f"rank {hs.rank()} on {node}, rank {world.local_rank} of host {world.hosts[hs.rank()]} of {sizes}\\n"
+    os.write(1, line.encode())  # in one piece
+    for step in range(20):
+        hs.any_rank(False)
+        if step == 10 and hs.rank() == 17:
+            os.kill(os.getpid(), signal.SIGKILL)
+    print("ends")
+"""
 # Cannot handle a signal.
 BEGINS = """
     import os, time
@@ -98,7 +115,12 @@ BEGINS = """
 def environment(**changes):
     """The environment of a user's shell without a GPU, with these changes."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(NOT_THE_USERS)}
-    return kept | {"CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable} | changes
+    ours = {
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMPI_MCA_mpi_yield_when_idle": "1",  # as `try-locally` sets it
+        "PYTHON": sys.executable,
+    }
+    return kept | ours | changes
 
 
 class LocalSlurm:
@@ -204,9 +226,11 @@ class Job:
         """Waits until the log has the text."""
         self._wait(lambda: text in self.log, f"print {text!r}")
 
-    def end(self):
+    def end(self, seconds=SECONDS):
         """Waits for the job's end: its state, its exit status and the number of its restarts."""
-        self._wait(lambda: not self._ask("squeue", "--noheader", f"--jobs={self.number}"), "end")
+        self._wait(
+            lambda: not self._ask("squeue", "--noheader", f"--jobs={self.number}"), "end", seconds
+        )
         facts = self._ask("scontrol", "show", "job", str(self.number))
         print(self.log)  # pytest shows it if the test fails
         found = re.search(r"JobState=(\w+).* Restarts=(\d+).* ExitCode=(\d+)", facts, re.DOTALL)
@@ -221,16 +245,16 @@ class Job:
             command, env=self._env, capture_output=True, text=True, check=True, timeout=60
         ).stdout
 
-    def _wait(self, holds, what):
-        deadline = time.monotonic() + SECONDS
+    def _wait(self, holds, what, seconds=SECONDS):
+        deadline = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > deadline:
-                pytest.fail(f"job {self.number} did not {what} within {SECONDS} s\n{self.log}")
+                pytest.fail(f"job {self.number} did not {what} within {seconds} s\n{self.log}")
             time.sleep(0.1)
 
 
 class Cluster:
-    """A Slurm of two nodes.
+    """A Slurm of eight nodes.
 
     Attributes:
         folder: jobs are submitted from it; it has the folders of the checkout.
@@ -279,7 +303,7 @@ class Cluster:
                 "Open MPI under srun wants a Slurm that can load PMIx; with Debian's, libpmix-dev "
                 "is missing"
             )
-        if result.stdout.strip() not in ("n1", "n2"):
+        if result.stdout.strip() not in [f"n{node}" for node in range(1, 9)]:
             pytest.skip(
                 "Open MPI under srun wants nodes with host names of their own, which root alone "
                 "can make"
@@ -290,7 +314,7 @@ class Cluster:
 def configuration():
     """The configuration file of a Slurm that runs for all tests of this file."""
     slurm = LocalSlurm(
-        "-N", "2", "--cpus", "32", "--gpus", "4", "sh", "-c", "echo $SLURM_CONF; exec sleep 1000"
+        "-N", "8", "--cpus", "32", "--gpus", "4", "sh", "-c", "echo $SLURM_CONF; exec sleep 1000"
     )
     try:
         yield slurm.first_line()
@@ -373,6 +397,51 @@ def test_two_nodes(cluster, launcher, gpus):
     assert sorted(line for line in job.lines if line.startswith("rank ")) == [
         f"rank {rank} of 8 on n{1 + rank // 4}, of rank 0, {arguments}" for rank in range(8)
     ]
+
+
+# ---- eight nodes of four tasks, which share this machine's cores
+
+
+LONG = 600  # the time limit of a job of 32 ranks
+
+
+def submit_to_eight_nodes(cluster, *arguments, **options):
+    """Submits many_nodes.sbatch; waits for its end, and submits it again if MPI did not start."""
+    launcher = "srun" if cluster.open_mpi else "mpirun"
+    for _ in range(3):
+        job = cluster.submit(
+            "many_nodes", *arguments, options=["--nodes=8"], LAUNCH=launcher, **options
+        )
+        outcome = job.end(LONG)
+        # Open MPI 5 over TCP: a rank gets a message while it is still in MPI_Init
+        # (open-mpi/ompi#12495).
+        if "mca_pml_ob1_recv_frag_callback_match" not in job.log:
+            break
+    assert job.log.startswith(launcher)
+    return job, outcome
+
+
+@pytest.mark.timeout(3 * LONG)
+def test_eight_nodes_learn(cluster):
+    # The last of the batches, too, has elements for all ranks.
+    job, outcome = submit_to_eight_nodes(cluster, "--epochs", "4", "--batch-size", "96")
+    assert outcome == ("COMPLETED", 0, 0)
+    assert learns(job, replicas=32) >= 0.9
+    assert [line.split(":")[0] for line in job.lines if line.startswith("epoch ")] == [
+        f"epoch {epoch:2}" for epoch in range(1, 5)
+    ]
+
+
+@pytest.mark.timeout(3 * LONG)
+def test_a_rank_of_eight_nodes_dies(cluster):
+    job, outcome = submit_to_eight_nodes(cluster, program=DIES_ON_N5, HPCSTRAT_OUTPUT="all")
+    assert outcome[0] == "FAILED" and outcome[1] != 0
+    starts = [line for line in job.lines if line.startswith("rank ")]
+    assert sorted(starts) == sorted(
+        f"rank {rank} on n{1 + rank // 4}, rank {rank % 4} of host {rank // 4} of {[4] * 8}"
+        for rank in range(32)
+    )
+    assert "ends" not in job.lines
 
 
 @launches
