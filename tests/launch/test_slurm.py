@@ -405,18 +405,17 @@ def test_two_nodes(cluster, launcher, gpus):
 LONG = 600  # the time limit of a job of 32 ranks
 
 
-def submit_to_eight_nodes(cluster, *arguments, **options):
-    """Submits many_nodes.sbatch; waits for its end, and submits it again if MPI did not start."""
+def submit_to_eight_nodes(cluster, *arguments, attempts=3, **options):
+    """Submits many_nodes.sbatch and waits for its end; once more if MPI did not start."""
     launcher = "srun" if cluster.open_mpi else "mpirun"
-    for _ in range(3):
-        job = cluster.submit(
-            "many_nodes", *arguments, options=["--nodes=8"], LAUNCH=launcher, **options
-        )
-        outcome = job.end(LONG)
-        # Open MPI 5 over TCP: a rank gets a message while it is still in MPI_Init
-        # (open-mpi/ompi#12495).
-        if "mca_pml_ob1_recv_frag_callback_match" not in job.log:
-            break
+    job = cluster.submit(
+        "many_nodes", *arguments, options=["--nodes=8"], LAUNCH=launcher, **options
+    )
+    outcome = job.end(LONG)
+    # Open MPI 5 over TCP: a rank gets a message while it is still in MPI_Init
+    # (open-mpi/ompi#12495).
+    if attempts > 1 and "mca_pml_ob1_recv_frag_callback_match" in job.log:
+        return submit_to_eight_nodes(cluster, *arguments, attempts=attempts - 1, **options)
     assert job.log.startswith(launcher)
     return job, outcome
 
