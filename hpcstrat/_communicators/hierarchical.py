@@ -83,7 +83,12 @@ class HierarchicalCommunicator(MpiCommunicator):
 
         with self.calls.waiting:
             self._agree_and_reserve(signature, layout.nbytes)
-            self._host.reduce_slices(signature, layout, write, out, self._rails, reduce_slice)
+            if self._host.size > 1:
+                self._host.reduce_slices(signature, layout, write, out, self._rails, reduce_slice)
+                return
+            write(out)  # no other rank of this host reads the message: it becomes the result
+            for group in layout.groups:
+                reduce_slice(group.of(out), [group.of(out)])
 
     def _reduce_gathered(
         self, messages: Sequence[Bytes], layout: Layout, op: ReduceOp, out: Bytes
