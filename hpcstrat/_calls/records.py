@@ -192,6 +192,10 @@ class ObjectMessage:
         self._parts = [memoryview(counts), *parts]
         self.nbytes = sum(part.nbytes for part in self._parts)
 
+    def contents(self) -> bytes:
+        """The message."""
+        return b"".join(self._parts)
+
     def write(self, target: np.ndarray[Any, Any]) -> None:
         """Copies the message to the first bytes of `target`."""
         start = 0

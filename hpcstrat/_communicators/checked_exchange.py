@@ -41,10 +41,12 @@ class CheckedExchange(abc.ABC):
         checks: whether values that must be equal are compared; see `require_equal`.
         calls: what this rank has called.
         watchdog: ends the job if ranks wait forever; `None` if there is none.
+        has_many_ranks: whether to gather something from every rank, on every rank, costs much.
     """
 
     rank: int
     size: int
+    has_many_ranks: bool = False
 
     def __init__(self, rank: int, size: int, calls: CallState | None = None) -> None:
         self.rank = rank

@@ -74,6 +74,7 @@ class DeviceCommunicator(Communicator):
         self._control = control
         self.agree: Callable[[CallSignature], object] = control.exchange
         self.watchdog = control.watchdog
+        self.has_many_ranks = control.has_many_ranks
         self.stream = stream
         self.active_stream = stream
 

@@ -65,7 +65,7 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def _is_gathered(self, nbytes: int) -> bool:
         """Whether every rank gets all messages of a reduction, and reduces them itself."""
-        return self._is_small and nbytes <= SMALL_MESSAGE_BYTES
+        return not self.has_many_ranks and nbytes <= SMALL_MESSAGE_BYTES
 
     @span(COMMUNICATION, describe_message)
     def reduce_message(

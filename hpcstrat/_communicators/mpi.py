@@ -43,10 +43,12 @@ class MpiCommunicator(HostCommunicator):
         self._messages = PointToPoint(comm)
         self._in_place = MPI.IN_PLACE
         self._and, self._max = MPI.BAND, MPI.MAX
-        self._record: Bytes = np.zeros(RECORD, np.uint8)
-        self._records: Bytes = np.empty((comm.size, RECORD), np.uint8)
+        self.has_many_ranks = comm.size > FEW_RANKS
+        # Of many ranks records are gathered only where they differ, without messages in them.
+        self._short, nbytes = (-1, WHOLE) if self.has_many_ranks else (PAYLOAD, RECORD)
+        self._record: Bytes = np.zeros(nbytes, np.uint8)
+        self._records: Bytes = np.empty((comm.size, nbytes), np.uint8)
         self._views = [memoryview(record[:WHOLE]) for record in self._records]
-        self._is_small = comm.size <= FEW_RANKS
         # The record and its complement: see `_is_everyones`.
         self._both = np.empty((2, WHOLE // 8), np.int64)
         self._common = np.empty_like(self._both)
@@ -87,11 +89,11 @@ class MpiCommunicator(HostCommunicator):
     @span(WAITING, "the other ranks")
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         own = np.frombuffer(record, np.uint8)
-        if not self._is_small and self._is_everyones(own):
+        if self.has_many_ranks and self._is_everyones(own):
             self._views[self.rank][:] = record
             return [self._views[self.rank]]
         self._record[:WHOLE] = own
-        if write is not None and self._is_small and nbytes <= PAYLOAD:
+        if write is not None and nbytes <= self._short:
             write(self._record[HEADER:])
         # It is also the barrier: no rank has all records before every rank has come.
         self._comm.Allgather(self._record, self._records)
@@ -110,7 +112,7 @@ class MpiCommunicator(HostCommunicator):
     # ---- messages
 
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
-        if self._is_small and max(sizes) <= PAYLOAD:
+        if max(sizes) <= self._short:
             return [record[HEADER:] for record in self._records]
         self._reserve(sum(sizes))
         messages = sections_in(self._receive_buffer, sizes)

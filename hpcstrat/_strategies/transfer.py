@@ -50,7 +50,7 @@ def require_equal_arguments(
             name: list(_describe_leaves(value))
             for name, value in zip(names, (*args, *kwargs.values()), strict=True)
         }
-    by_rank = communicator.all_gather_obj(own)
+    by_rank = communicator.all_gather_differing_obj(own)
     # The names of all ranks, since a rank may pass an argument that another does not.
     for name in dict.fromkeys(name for descriptions in by_rank for name in descriptions):
         passed = [descriptions.get(name, "nothing") for descriptions in by_rank]

@@ -275,7 +275,9 @@ class DistributedIterator(DatasetIterator):
                 # One exchange covers everything that can differ. Without it, a rank whose generator
                 # ends early would leave the other ranks waiting in a collective of the step.
                 own = step.total, step.checksum, step.error is not None, step.is_scarce
-                everyones = self._communicator.all_gather_obj((*own, self._kinds(step.value)))
+                everyones = self._communicator.all_gather_differing_obj(
+                    (*own, self._kinds(step.value))
+                )
         except BaseException:
             self._end()
             raise

@@ -535,6 +535,15 @@ def test_pieces_that_just_fit(monkeypatch, difference):
             check(communicator.broadcast([parts[communicator.rank]], root)[0], parts[root])
 
 
+def test_objects_that_differ_are_gathered_and_equal_ones_need_not_be(communicator):
+    rank, n = communicator.rank, communicator.size
+    gather = communicator.all_gather_differing_obj
+    assert gather((3, "equal"), "fact") == [(3, "equal")] * n
+    assert gather((3, rank // 2)) == [(3, other // 2) for other in range(n)]
+    last = gather("last" if rank == n - 1 else None)
+    assert last == [*[None] * (n - 1), "last"]
+
+
 def test_a_namespace_travels(communicator):
     found = communicator.all_gather_obj(types.SimpleNamespace(rank=communicator.rank))
     assert [one.rank for one in found] == list(range(communicator.size))
