@@ -183,6 +183,23 @@ def test_large_messages_go_in_pieces(modules, monkeypatch, name, groups):
     assert len({value.tobytes() for value in values}) == 1
 
 
+@pytest.mark.parametrize("groups", [(1, 1, 1), (3, 2), (2,) * 10], ids=str)
+def test_a_variable_leaves_its_host_once(modules, groups):
+    """The first rank's value is sent to all ranks when the variable is made."""
+    recorded_ranks, formulas, simulation = modules
+    hosts, elements = formulas.hosts_of(groups), 300_000  # more than one piece
+    job = recorded_ranks.Job(hosts)
+
+    def program(comm, host_comm):
+        storage = simulation.MirroredHostStorage(simulation.connect(comm.Dup(), host_comm))
+        job.record(comm)
+        return storage.create(np.full(elements, comm.rank + 1, np.float32)).array.copy()
+
+    assert all(np.all(value == 1) for value in job.run(program))
+    sent = simulation.costs([call for call in job.calls if call.name == "Allgatherv"], hosts)
+    assert sum(one.nbytes for one in sent) == 4 * elements * (len(groups) - 1)
+
+
 def test_rounds_are_those_in_which_messages_can_be_sent(modules):
     """Ranks 2 and 3 need not wait for the first message; those after it are one round later."""
     recorded_ranks, *_ = modules
