@@ -109,8 +109,10 @@ from hpcstrat._update import compiled, device_kernels, device_norms, library_cac
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._update.update import chunks_of
-from hpcstrat._watchdog import channels
+from hpcstrat._watchdog import host_channels
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
+from hpcstrat._watchdog.host_channels import MemberChannel, RootChannel
+from hpcstrat._watchdog.sockets import Connection, Listener, reach
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 from hpcstrat._watchdog.watchdog import Watchdog
 from hpcstrat.checkpoint import _atomic_file

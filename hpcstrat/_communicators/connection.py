@@ -27,7 +27,8 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._process.worlds import World
-from hpcstrat._watchdog.channels import StatusChannel, connect_by_tcp, share_memory_channel
+from hpcstrat._watchdog.channels import StatusChannel, share_memory_channel
+from hpcstrat._watchdog.host_channels import connect_hosts
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
 
 when_connected: list[Callable[[HostCommunicator], None]] = []
@@ -87,9 +88,9 @@ def connect_host(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
     Collective.
     """
     if world.local_size == world.size:
-        shared = SharedMemoryCommunicator(world.comm)
-        return shared, share_memory_channel(world.comm, shared.status_slots)
-    return HierarchicalCommunicator(world.comm, world.host_comm), connect_by_tcp(world.comm)
+        return SharedMemoryCommunicator(world.comm), share_memory_channel(world.comm)
+    communicator = HierarchicalCommunicator(world.comm, world.host_comm)
+    return communicator, connect_hosts(world.comm, world.host_comm, world.hosts)
 
 
 def find_connected() -> HostCommunicator | None:
@@ -225,6 +226,8 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
         # First all ranks agree that they leave here, so that all have made the same calls: only
         # then do the calls of NCCL end.
         communicator.leave()
+        if communicator.watchdog is not None:
+            communicator.watchdog.leave()  # once more: a host's first rank tells what all have said
         for call in when_left:
             call(communicator)
         try:

@@ -20,7 +20,6 @@ from hpcstrat._memory.allocator import RangeAllocator
 from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.layout import Layout
 from hpcstrat._memory.segment import check_available, make_shared_segment, physical_memory
-from hpcstrat._watchdog.channels import SLOT
 
 LINE = 64
 """Bytes of a rank's flag: a whole cache line."""
@@ -105,7 +104,6 @@ class SharedMemoryCommunicator(HostCommunicator):
     Attributes:
         segment: the shared memory.
         heap: which of its bytes are free for variables; all ranks make the same allocations.
-        status_slots: for the watchdog, one per rank.
 
     Args:
         comm: an MPI communicator whose ranks share memory.
@@ -115,8 +113,7 @@ class SharedMemoryCommunicator(HostCommunicator):
         super().__init__(comm.rank, comm.size)
         self._comm = comm
         records_end = 2 * self.size * RECORD
-        slots_start = round_up(records_end + self.size * LINE, 4096)
-        head = round_up(slots_start + self.size * SLOT, 4096)
+        head = round_up(records_end + self.size * LINE, 4096)
         # Addresses, not memory: a mailbox can grow to all of the host's memory without moving, and
         # gets memory as it grows.
         wanted = min(physical_memory(), (_LARGEST - head) // (self.size + 1))
@@ -135,9 +132,6 @@ class SharedMemoryCommunicator(HostCommunicator):
         comm.Barrier()
         flags = self.segment.array[records_end : records_end + self.size * LINE]
         self._barrier = span(WAITING, "the other ranks")(barrier(flags, comm))
-        self.status_slots: Bytes = self.segment.array[
-            slots_start : slots_start + self.size * SLOT
-        ].reshape(self.size, SLOT)
         # Slices of a memoryview: a few bytes are assigned and compared faster than in NumPy arrays.
         whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
         starts = [

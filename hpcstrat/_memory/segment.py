@@ -194,13 +194,13 @@ def make_private_segment() -> Segment:
     return Segment(file, size, limit)
 
 
-def make_shared_segment(comm: Any, size: int) -> Segment:
+def make_shared_segment(comm: Any, size: int, least: int = _SMALLEST) -> Segment:
     """Makes one segment for all ranks of `comm`, an MPI communicator of one host. Collective.
 
-    All ranks use the least that a rank's limits allow, up to `size` bytes. If they cannot share
-    memory, all raise `RuntimeError` with the reasons.
+    All ranks use the least that a rank's limits allow, up to `size` bytes. If that is less than
+    `least`, or they cannot share memory, all raise `RuntimeError` with the reasons.
     """
-    size, limit = _require_enough(min(comm.allgather(reservable(size))))
+    size, limit = _require_enough(min(comm.allgather(reservable(size))), least)
     problems: list[str] = []
     # The other ranks open rank 0's nameless file by its path in /proc, which one container may hide
     # from another. The second choice is a file that is unlinked as soon as all have opened it.
@@ -238,12 +238,12 @@ def make_shared_segment(comm: Any, size: int) -> Segment:
     )
 
 
-def _require_enough(reserved: tuple[int, str]) -> tuple[int, str]:
+def _require_enough(reserved: tuple[int, str], least: int = _SMALLEST) -> tuple[int, str]:
     nbytes, limit = reserved
-    if nbytes < _SMALLEST:
+    if nbytes < least:
         raise RuntimeError(
             f"hpcstrat cannot reserve memory: {limit} leaves {nbytes:,} bytes for variables and "
-            f"messages, and the minimum is {_SMALLEST:,}; raise it, or ask for more memory for the "
+            f"messages, and the minimum is {least:,}; raise it, or ask for more memory for the "
             "job"
         )
     return nbytes // mmap.PAGESIZE * mmap.PAGESIZE, limit

@@ -77,6 +77,7 @@ class StallDetector:
                 )
                 return self._diagnosis(True, text, statuses, dead, silence)
             return None
+        self._dead_since = None  # another rank of that host lives, and knows that it left in order
         # Any rank's progress counts: while one still works, the others may rightly wait for it.
         seen = [None if status is None else (status.number, status.progress) for status in statuses]
         if seen != self._seen:

@@ -49,6 +49,7 @@ class Watchdog:
         self._progress = 0
         self._gone = False
         self._looked = self._resumed = time.monotonic()
+        self._lost_since: float | None = None
         self._beat = 0
         self._checks: list[Callable[[], str]] = []
         self._waits: list[Callable[[], bool]] = []
@@ -161,19 +162,27 @@ class Watchdog:
             self._require_rank_0()
 
     def _require_rank_0(self) -> None:
-        """Ends the job if rank 0, which alone sees all statuses, has ended or is silent."""
-        # On several hosts the other ranks hear from no other rank. Without rank 0 nothing would
-        # watch them.
-        if self._channel.dead:
-            # Rank 0's own report, or the launcher's, says more than this rank can: give it time.
-            time.sleep(SETTLING_SECONDS)
+        """Ends the job if rank 0, which alone sees all statuses, has ended or is silent.
+
+        Or if a rank of this host has ended, and rank 0 does not act.
+        """
+        now = time.monotonic()
+        dead = self._channel.dead
+        if not dead:
+            self._lost_since = None
+        elif self._lost_since is None:
+            self._lost_since = now
+        # Rank 0's own report, or the launcher's, says more than this rank can: give it time.
+        elif now - self._lost_since >= SETTLING_SECONDS + (0 if 0 in dead else _GRACE_SECONDS):
             failure.end_job(
                 "hpcstrat: the job ends: rank 0, or the network to its host, is gone; look at what "
                 "rank 0 printed last"
+                if 0 in dead
+                else f"hpcstrat: the job ends: rank {dead[0]}, on the host of this rank, exited "
+                "without shutting down; look at its last output and at its host's memory"
             )
         heard = self._channel.silent_since()
         limit = self._timeout_seconds + sum(self._extensions)
-        now = time.monotonic()
         if now - self._looked >= SILENT_SECONDS:  # this rank was suspended; perhaps rank 0 too
             self._resumed = now
         self._looked = now

@@ -44,6 +44,19 @@ ON_HOSTS = {
     "hosts: SIGSTOP": silenced(
         "if last: stop()" + WAIT, BARRIER, silent("rank 2", "(stop|<module>)")
     ),
+    # Of four ranks the second host has 1 and 3.
+    "hosts: SIGSTOP of the second host's other rank": silenced(
+        "if last: stop()" + WAIT,
+        waits("ranks 0(, 1, |-)2", "barrier"),
+        silent("rank 3", "(stop|<module>)"),
+        ranks=4,
+    ),
+    "hosts: SIGSTOP of the second host's first rank": silenced(
+        "if rank == 1: stop()" + WAIT,
+        waits("ranks 0, 2(, |-)3", "barrier"),
+        silent("rank 1", "(stop|<module>)"),
+        ranks=4,
+    ),
     "hosts: SIGSTOP of rank 0": Fault(
         "if rank == 0: stop()" + WAIT,
         [r"hpcstrat: the job ends: rank 0 has been silent for 3 s .*; this rank was at "],
@@ -51,6 +64,9 @@ ON_HOSTS = {
     ),
     "hosts: SIGKILL": ended(
         "if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER, ranks=3
+    ),
+    "hosts: SIGKILL of the second host's first rank": ended(
+        "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER, ranks=4
     ),
     "hosts: SIGKILL of rank 0": ended(
         "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)",
@@ -100,7 +116,7 @@ ON_HOSTS = {
 }
 STRANGERS = """
 import socket, struct
-from hpcstrat._watchdog import channels as tcp
+from hpcstrat._watchdog import sockets as tcp
 
 def addresses(port, addresses=tcp._addresses):
     global silent

@@ -1,16 +1,11 @@
 """What the watchdog concludes from the ranks' statuses, and how statuses travel."""
 
 import contextlib
-import fcntl
 import gc
-import itertools
 import math
 import os
-import socket
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 import types
@@ -34,7 +29,6 @@ from internals import (
     reports,
     user_frame_of,
 )
-from internals import channels as tcp
 
 
 def status(number, waits, **others):
@@ -316,90 +310,6 @@ def test_a_wrong_extension_of_the_timeout(seconds):
         ValueError, match=r"extend_timeout: seconds is .*; it must be a number from 0 up"
     ):
         _program.extend_timeout(seconds)
-
-
-def connect(listener, *said):
-    one = socket.create_connection(listener.getsockname())
-    for part in said:
-        one.sendall(part)
-    return one
-
-
-def test_strangers_that_connect_keep_no_rank_out():
-    token, size, accepted, is_over = b"t" * 16, 4, {}, threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
-        strangers = [
-            connect(listener, *said)
-            for said in ([], [b"GET / HTTP/1.1\r\n" * 9], [token[:5]], [b"x" * 20])
-        ]
-        for one in strangers:
-            stack.enter_context(one)
-        reset = connect(listener)
-        reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        reset.close()
-        connect(listener, token).close()
-        thread = threading.Thread(
-            target=tcp._accept, args=(listener, token, size, accepted, is_over)
-        )
-        thread.start()
-        for rank in range(1, size):
-            hello = token + struct.pack("<I", rank)
-            stack.enter_context(connect(listener, hello[:9], hello[9:]))
-        thread.join(20)
-        assert not thread.is_alive()
-        assert sorted(accepted) == [1, 2, 3]
-        for one in accepted.values():
-            one.close()
-
-
-def test_ranks_that_do_not_connect_are_not_waited_for():
-    accepted, is_over = {}, threading.Event()
-    with socket.create_server(("127.0.0.1", 0)) as listener, connect(listener):
-        thread = threading.Thread(
-            target=tcp._accept, args=(listener, b"t" * 16, 2, accepted, is_over)
-        )
-        thread.start()
-        is_over.set()
-        thread.join(20)
-        assert not thread.is_alive() and accepted == {}
-
-
-def unsent_bytes(connection):
-    """Bytes that were sent but that the other side has no room for yet, as counted by Linux."""
-    return struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))[0]
-
-
-def test_statuses_stay_whole_though_rank_0_pauses():
-    """A pause of hours fills the connection, which then accepts part of a status."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        here = socket.create_connection(listener.getsockname())
-        there, _ = listener.accept()
-    root, other = tcp.TcpChannel(0, 2, {1: there}), tcp.TcpChannel(1, 2, {0: here})
-
-    def publish(beat):  # of different lengths, so that no buffer's size is a multiple
-        other.publish(status(beat, True, beat=beat, location="x" * (beat % 101)))
-
-    def read_until(beat):
-        end, seen = time.monotonic() + 10, None
-        while time.monotonic() < end:
-            root.wait(0.1)
-            (_, seen) = root.publish(status(0, True)) or (None, None)
-            if seen is not None and seen.beat == beat:
-                return
-            publish(beat)
-        raise AssertionError(f"rank 0 has {seen}, and not beat {beat}")
-
-    try:
-        beats, queued = itertools.count(1), -1
-        while queued != (queued := unsent_bytes(here)):
-            for beat in itertools.islice(beats, 200):
-                publish(beat)
-        read_until(next(beats))
-        read_until(next(beats))
-        assert root.dead == other.dead == []
-    finally:
-        root.close()
-        other.close()
 
 
 def test_the_end_of_a_process_is_seen():
