@@ -109,7 +109,7 @@ from hpcstrat._update import compiled, device_kernels, device_norms, library_cac
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._update.update import chunks_of
-from hpcstrat._watchdog import host_channels
+from hpcstrat._watchdog import host_channels, watchdog
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
 from hpcstrat._watchdog.host_channels import MemberChannel, RootChannel
 from hpcstrat._watchdog.sockets import Connection, Listener, reach

@@ -28,6 +28,7 @@ from internals import (
     failure,
     reports,
     user_frame_of,
+    watchdog,
 )
 
 
@@ -244,7 +245,7 @@ class Alone(StatusChannel):
         self.statuses: list[RankStatus | None] = []
         self.is_over = threading.Event()
 
-    def publish(self, status):
+    def publish(self, status) -> list[RankStatus | None] | None:
         self.statuses.append(status)
         if self.trouble is not None:
             raise self.trouble
@@ -277,6 +278,47 @@ def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
     assert len(channel.statuses) >= 5 and ended == []
     assert len(said) == 1
     assert "the watchdog hit an internal error and continues: OSError: Stale file handle" in said[0]
+
+
+class WithoutRoot(Alone):
+    """The channel of a rank of several hosts that has lost another; rank 0 was heard long ago."""
+
+    def __init__(self, lost):
+        super().__init__()
+        self.lost = lost
+
+    def publish(self, status):
+        self.statuses.append(status)
+
+    @property
+    def dead(self):
+        return self.lost
+
+    def silent_since(self):
+        return -math.inf
+
+
+@pytest.mark.parametrize(
+    "lost, text",
+    [
+        ([0, 3], "rank 0, or the network to its host, is gone"),
+        ([3], "rank 3, on the host of this rank, exited without shutting down"),
+        ([], "rank 0 has been silent for 0 s"),
+    ],
+    ids=["rank 0", "one of its host", "silent"],
+)
+def test_a_rank_that_rank_0_does_not_end(watch, monkeypatch, lost, text):
+    ended = []
+    monkeypatch.setattr(failure, "end_job", ended.append)
+    monkeypatch.setattr(watchdog, "SETTLING_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "_GRACE_SECONDS", 0.01)
+    monkeypatch.setenv("HPCSTRAT_TIMEOUT_SECONDS", "inf" if lost else "0.04")
+    monkeypatch.setenv("HPCSTRAT_STALL_SECONDS", "0.04")
+    watch(WithoutRoot(lost))
+    deadline = time.monotonic() + 20
+    while not ended and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert text in ended[0]
 
 
 @pytest.mark.parametrize(
