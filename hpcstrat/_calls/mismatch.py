@@ -8,6 +8,7 @@ from typing import NamedTuple, NoReturn
 
 from hpcstrat._calls.records import LEAVING, CallDescription
 from hpcstrat._calls.status import user_frame
+from hpcstrat._core.ranks import join_by_rank, list_by_rank, ranks_in_words
 from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat._process import failure
 
@@ -85,7 +86,7 @@ def raise_as(rank: int, other: RankReport) -> NoReturn:
 
 
 def lines(by_rank: Sequence[RankReport]) -> str:
-    """One line per rank: its call, and where the call is made.
+    """One line for the ranks that make the same call in the same place.
 
     Of many variables, only those that differ are shown. If the ranks differ only in a number, such
     as a learning rate, a further line says how to allow that.
@@ -99,10 +100,8 @@ def lines(by_rank: Sequence[RankReport]) -> str:
             CallDescription(words.call, *parts)
             for words, *parts in zip(shown, passed, numbers, strict=True)
         ]
-    listed = "".join(
-        f"\n  rank {rank}: {words}, at {report.location}"
-        for rank, (words, report) in enumerate(zip(shown, by_rank, strict=True))
-    )
+    said = [f"{words}, at {r.location}" for words, r in zip(shown, by_rank, strict=True)]
+    listed = "".join(f"\n  {line}" for line in list_by_rank(enumerate(said)))
     # Ranks that differ only in a learning rate usually train a model each, as searches do.
     same_but_numbers = (
         len({report.words[:2] for report in by_rank}) == 1
@@ -114,11 +113,13 @@ def lines(by_rank: Sequence[RankReport]) -> str:
 def end_after_leaving(rank: int, statuses: Sequence[int], words: CallDescription) -> NoReturn:
     """Ends the job: some ranks left the program, while others are in a call."""
     gone = [other for other, status in enumerate(statuses) if status == LEAVING]
+    # One rank that waits speaks for all.
+    speaker = next((other for other, status in enumerate(statuses) if status != LEAVING), 0)
     what = "left the program" if rank in gone else f"waits in {words}, at {user_frame()}"
     failure.end_job(
-        f"hpcstrat: rank {rank} {what}; {_ranks(gone)} left the program before the others; "
+        f"hpcstrat: rank {rank} {what}; {ranks_in_words(gone)} left the program before the others; "
         "all ranks must make the same calls",
-        consequence=rank in gone,
+        consequence=rank != speaker,
     )
 
 
@@ -151,16 +152,12 @@ def end_after_escaped(
             "must not be caught",
             consequence=True,
         )
-    made = ", ".join(f"rank {other} {number}" for other, number in enumerate(numbers))
+    made = join_by_rank(enumerate(map(str, numbers)))
     failure.end_job(
         f"hpcstrat: the ranks have made different numbers of calls ({made}); {where}. All ranks "
         "must make the same calls, each to its end",
         consequence=True,
     )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _keep_differences(by_rank: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -16,6 +16,7 @@ from hpcstrat._communicators import reduction
 from hpcstrat._communicators.checked_exchange import CheckedExchange
 from hpcstrat._core.arrays import as_native
 from hpcstrat._core.call_name import current_call
+from hpcstrat._core.ranks import join_by_rank
 from hpcstrat._core.span import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, ReduceOp, ReplicaMismatchError
 
@@ -316,18 +317,17 @@ def check_gatherable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
     Raises:
         ReplicaMismatchError: they cannot.
     """
-    listed = ", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes))
+    along = axis % (len(shapes[0]) or 1)
     if any(not -len(shape) <= axis < len(shape) for shape in shapes):
-        raise ReplicaMismatchError(
-            f"{current_call()}: axis {axis} does not exist in every array: the shapes are "
-            f"{listed}; pass an axis that all have"
-        )
-    along = axis % len(shapes[0])
-    if len({(len(shape), *shape[:along], *shape[along + 1 :]) for shape in shapes}) > 1:
-        raise ReplicaMismatchError(
-            f"{current_call()}: shapes may differ along axis {axis} only, but are {listed}; pad "
-            "the other dimensions"
-        )
+        what = f"axis {axis} does not exist in every array: the shapes are"
+        remedy = "pass an axis that all have"
+    elif len({(len(shape), *shape[:along], *shape[along + 1 :]) for shape in shapes}) > 1:
+        what = f"shapes may differ along axis {axis} only, but are"
+        remedy = "pad the other dimensions"
+    else:
+        return
+    listed = join_by_rank(enumerate(map(str, shapes)))
+    raise ReplicaMismatchError(f"{current_call()}: {what} {listed}; {remedy}")
 
 
 def _message(obj: Any) -> records.ObjectMessage:

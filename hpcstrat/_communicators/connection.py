@@ -24,6 +24,7 @@ from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.ranks import join_by_rank
 from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._process.worlds import World
@@ -119,8 +120,7 @@ def _check_versions(communicator: HostCommunicator) -> None:
         except ReplicaMismatchError:  # only now does every rank need to know all versions
             by_rank = communicator.all_gather_obj(own)
     problems = [
-        f"{name} is "
-        f"{', '.join(f'{other[name]} on rank {rank}' for rank, other in enumerate(by_rank))}"
+        f"{name} is {join_by_rank(enumerate(other[name] for other in by_rank))}"
         for name in own
         if len({other[name] for other in by_rank}) > 1
     ]

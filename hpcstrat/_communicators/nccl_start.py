@@ -16,6 +16,7 @@ import numpy as np
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.ranks import join_by_rank, list_by_rank
 
 MIN_NCCL_VERSION = 21000
 """NCCL 2.10, the first with bfloat16.
@@ -103,9 +104,7 @@ def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
     # A process uses the first libnccl that is loaded, and another library may bring its own: ranks
     # can differ.
     if len(set(versions)) > 1:
-        listed = ", ".join(
-            f"{version_text(version)} on rank {rank}" for rank, version in enumerate(versions)
-        )
+        listed = join_by_rank(enumerate(map(version_text, versions)))
         raise RuntimeError(
             f"{current_call()}: the ranks load different versions of NCCL: {listed}; install the "
             "same everywhere"
@@ -147,9 +146,8 @@ def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
         if not any(states):
             return own
         if any(state not in ("", "waits") for state in states):
-            listed = "".join(
-                f"\n  rank {rank}: {state or 'connected'}" for rank, state in enumerate(states)
-            )
+            said = enumerate(state or "connected" for state in states)
+            listed = "".join(f"\n  {line}" for line in list_by_rank(said))
             if not isinstance(own, (str, Exception)):
                 # Not `destroy`, which would wait for ranks that are not connected.
                 own.abort()

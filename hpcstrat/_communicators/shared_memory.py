@@ -14,6 +14,7 @@ from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignatur
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
 from hpcstrat._communicators.reduction import part_of_rank, reduce_in_chunks
+from hpcstrat._core.ranks import list_by_rank
 from hpcstrat._core.span import COMMUNICATION, WAITING, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import RangeAllocator
@@ -232,8 +233,8 @@ class SharedMemoryCommunicator(HostCommunicator):
         try:
             step()
         except MemoryError as error:
-            problem = f"rank {self.rank}: {error}"
-        if problems := [text for text in self._comm.allgather(problem) if text]:
+            problem = str(error) or repr(error)
+        if problems := list_by_rank(enumerate(self._comm.allgather(problem))):
             self.calls.note_shared_error()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
 

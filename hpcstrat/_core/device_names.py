@@ -11,6 +11,7 @@ import numpy as np
 
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
+from hpcstrat._core.ranks import ranks_in_words
 
 # All of TensorFlow's spellings. The only job and task is this process's own.
 _FORMS = re.compile(
@@ -211,7 +212,7 @@ def check_shared(gpus: Sequence[str], shares: bool) -> None:
         ranks = [rank for rank, other in enumerate(gpus) if other == shared]
         if len(ranks) > 1 and not shares:
             raise RuntimeError(
-                f"{current_call()}: ranks {', '.join(map(str, ranks))} would compute on one GPU, "
+                f"{current_call()}: {ranks_in_words(ranks)} would compute on one GPU, "
                 f"{len(set(filter(None, gpus)))} for {len(gpus)} ranks; name a GPU for each, start "
                 f"fewer ranks, or let ranks share a GPU: `hpcstrat run --share-gpu -n {len(gpus)} "
                 "...`"

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcstrat._core.ranks import list_by_rank
 from hpcstrat._memory.intervals import round_up
 
 
@@ -210,21 +211,21 @@ def make_shared_segment(comm: Any, size: int, least: int = _SMALLEST) -> Segment
             try:
                 file, path = create(size)
             except OSError as error:
-                problem = f"rank 0: {error}"
+                problem = str(error) or repr(error)
         path = comm.bcast(path, root=0)
         if path and comm.rank > 0:
             try:
                 file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             except OSError as error:
-                problem = f"rank {comm.rank}: {error}"
+                problem = str(error) or repr(error)
         segment = None
         if file >= 0:
             try:
                 segment = Segment(file, size, limit)
             except (OSError, ValueError) as error:
-                problem = f"rank {comm.rank}: {error}"
+                problem = str(error) or repr(error)
         # All ranks use this file, or none does: the ranks need the same memory.
-        failures = [reported for reported in comm.allgather(problem) if reported]
+        failures = list_by_rank(enumerate(comm.allgather(problem)))
         if comm.rank == 0 and path and not path.startswith("/proc/"):
             # By now each rank has opened the file or failed to. Without a name it cannot be left
             # behind, however the job ends.

@@ -21,6 +21,7 @@ from hpcstrat._core.arrays import (
     is_foreign,
 )
 from hpcstrat._core.call_name import current_call, names_call, refuses_arguments
+from hpcstrat._core.ranks import join_by_rank
 from hpcstrat._core.types import IndexedSlices, ReplicaMismatchError
 from hpcstrat._core.values import DistributedValues, PerReplica, component_of, refuse
 from hpcstrat._process import reports
@@ -55,7 +56,7 @@ def require_equal_arguments(
     for name in dict.fromkeys(name for descriptions in by_rank for name in descriptions):
         passed = [descriptions.get(name, "nothing") for descriptions in by_rank]
         if any(description != passed[0] for description in passed):
-            seen = "; ".join(f"rank {rank} {value}" for rank, value in enumerate(passed))
+            seen = join_by_rank(enumerate(map(str, passed)))
             raise ReplicaMismatchError(
                 f"{current_call()}: {name} differs between ranks (HPCSTRAT_CHECK): {seen}. "
                 "Anything but a distributed value must be equal on all ranks. Seed random numbers, "

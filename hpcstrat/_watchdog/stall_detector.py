@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpcstrat._calls.status import RankStatus
+from hpcstrat._core.ranks import list_by_rank, ranks_in_words
 
 SETTLING_SECONDS = 1.5
 """After a rank's death: seconds for the launcher, or the rank's own report, to end the job."""
@@ -71,9 +72,9 @@ class StallDetector:
                     f" (process {first.process})" if first is not None and len(missing) == 1 else ""
                 )
                 text = (
-                    f"the job ends: {_list(missing)}{process} exited without shutting down "
-                    "(os._exit, a signal, or out of memory); look at its last output and at its "
-                    "host's memory"
+                    f"the job ends: {ranks_in_words(missing)}{process} exited without shutting "
+                    "down (os._exit, a signal, or out of memory); look at its last output and at "
+                    "its host's memory"
                 )
                 return self._diagnosis(True, text, statuses, dead, silence)
             return None
@@ -133,11 +134,10 @@ class StallDetector:
         silence: Sequence[float],
     ) -> Diagnosis:
         last = max((status.number for status in statuses if status is not None), default=0)
-        groups: dict[str, list[int]] = {}
-        for rank, status in enumerate(statuses):
-            # Ranks in the same state share a line: a report of hundreds of ranks stays readable.
-            groups.setdefault(_line(status, last, rank in dead, silence[rank]), []).append(rank)
-        lines = "".join(f"\n  {_list(ranks)}: {line}" for line, ranks in groups.items())
+        said = [
+            _line(status, last, rank in dead, silence[rank]) for rank, status in enumerate(statuses)
+        ]
+        lines = "".join(f"\n  {line}" for line in list_by_rank(enumerate(said)))
         return Diagnosis(ends, _reporter(statuses, dead, silence), f"hpcstrat: {head}{lines}")
 
 
@@ -192,7 +192,3 @@ def _line(status: RankStatus | None, last: int, is_dead: bool, silence: float) -
     if status.number == last:
         return f"completed {call}; now at {status.location}"
     return f"has not arrived; last in {call}; now at {status.location}"
-
-
-def _list(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -11,6 +11,7 @@ from hpcstrat._calls.records import ManyValues, new_signature
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import current_call
+from hpcstrat._core.ranks import ranks_in_words
 from hpcstrat._memory.blocks import Block
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, default_group
@@ -199,9 +200,9 @@ def parameter_rank(objects: CheckpointObjects) -> int:
     roots = {group.root for group in _groups(objects) if group.updates_on is UpdatesOn.ROOT}
     if len(roots) > 1:
         raise ValueError(
-            f"{current_call()}: the objects belong to strategies whose variables live on the "
-            f"ranks {sorted(roots)}, but one rank writes the file; make a checkpoint for each "
-            "strategy"
+            f"{current_call()}: the objects belong to strategies whose variables live on "
+            f"{ranks_in_words(sorted(roots))}, but one rank writes the file; make a checkpoint "
+            "for each strategy"
         )
     return roots.pop() if roots else 0
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.call_name import call_named, current_call, names_call, warn_together
+from hpcstrat._core.ranks import join_by_rank, list_by_rank
 from hpcstrat._core.span import INPUT, span
 from hpcstrat._core.types import PerReplicaSpec, ReplicaMismatchError
 from hpcstrat._core.values import PerReplica
@@ -143,10 +144,10 @@ class DistributedDataset(ResumableDataset):
             everyones = communicator.all_gather_obj((pipeline, states, arrays))
         pipelines, orders, contents = zip(*everyones, strict=True)
         if any(len(set(of_worker)) > 1 for of_worker in workers.group_by_worker(pipelines)):
-            seen = "; ".join(f"rank {rank} has {other}" for rank, other in enumerate(pipelines))
+            seen = "".join(f"\n  {line}" for line in list_by_rank(enumerate(pipelines)))
             raise ReplicaMismatchError(
                 f"{current_call()}: every rank must make the same dataset; each replica then gets "
-                f"its share. {seen}"
+                f"its share:{seen}"
             )
         for of_worker in workers.group_by_worker(list(enumerate(contents))):
             _require_equal_arrays(of_worker)
@@ -167,8 +168,8 @@ def _require_equal_arrays(of_worker: Sequence[tuple[int, list[tuple[str, int]]]]
     ranks, contents = zip(*of_worker, strict=True)
     for checksums in zip(*contents, strict=True):
         if len(set(checksums)) > 1:
-            seen = ", ".join(
-                f"rank {rank} {checksum:08x}"
+            seen = join_by_rank(
+                (rank, f"{checksum:08x}")
                 for rank, (_, checksum) in zip(ranks, checksums, strict=True)
             )
             raise ReplicaMismatchError(
@@ -351,9 +352,7 @@ class DistributedIterator(DatasetIterator):
         if all(len(set(of_worker)) == 1 for of_worker in self._workers.group_by_worker(values)):
             return ""
         self._end()
-        return ", ".join(
-            f"rank {rank} {'none' if n is None else n}" for rank, n in enumerate(values)
-        )
+        return join_by_rank(enumerate("none" if n is None else str(n) for n in values))
 
     def _empty(self) -> Step:
         """The step of a worker whose elements have ended before another worker's."""

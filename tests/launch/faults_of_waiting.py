@@ -99,7 +99,7 @@ STALLS = {
         strategy._group.communicator.watchdog.add_check(lambda: "", lambda: True)  # as NCCL's communicator does
         result()
         """,
-        waits("ranks 0, 1, 2", "barrier", "result"),
+        waits("ranks 0-2", "barrier", "result"),
         "all ranks must make the same calls",
     ),
     "an endless loop while another thread calls": stalled(
@@ -202,14 +202,14 @@ STARTS = {
     "other versions": Fault(
         "hs.barrier()",
         [
-            r"RuntimeError: hpcstrat cannot connect the ranks: .* the same versions, but NumPy is .*, 0\.1 on rank 2"
+            r"RuntimeError: hpcstrat cannot connect the ranks: .* the same versions, but NumPy is \S+ on ranks 0, 1; 0\.1 on rank 2"
         ],
         r"\[rank 0\] Traceback",
         begin=BEGIN.replace("strategy =", "if hs.rank() == 2: np.__version__ = '0.1'\nstrategy ="),
     ),
     "a variable that differs between ranks": Fault(
         "hs.barrier()",
-        ["must run the same versions, but HPCSTRAT_CHECK is 0 on rank 0, 0 on rank 1, 1 on rank 2"],
+        ["must run the same versions, but HPCSTRAT_CHECK is 0 on ranks 0, 1; 1 on rank 2"],
         r"\[rank 0\] Traceback",
         begin=BEGIN.replace(
             "strategy =", "if hs.rank() == 2: os.environ['HPCSTRAT_CHECK'] = '1'\nstrategy ="

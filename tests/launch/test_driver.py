@@ -90,7 +90,7 @@ def test_info_names_the_driver_s_error_and_a_remedy(simulated):
         MODULE, 2, "hpcstrat", "info", env={"SIMULATED_CUINIT": "802@1", "COLUMNS": "300"}
     )
     assert result.status == 1
-    assert "cuInit fails with CUDA_ERROR_SYSTEM_NOT_READY (802), on the ranks 1" in result.stdout
+    assert "cuInit fails with CUDA_ERROR_SYSTEM_NOT_READY (802), on rank 1" in result.stdout
     assert "start the fabric manager" in result.stdout
 
 

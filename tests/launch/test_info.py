@@ -151,7 +151,7 @@ FAULTS = [
         [rank_inventory(), rank_inventory(1, versions=versions(NumPy="1.26"))],
         MPICH,
         "",
-        "NumPy differs: 2.0 on rank 0, 1.26 on rank 1",
+        "NumPy differs: 2.0 on rank 0; 1.26 on rank 1",
         "one environment",
     ),
     ([rank_inventory(shared_memory=3)], MPICH, "", "/dev/shm of n1 has 3 MiB left", "--shm-size"),
@@ -169,12 +169,18 @@ FAULTS = [
         "3 ranks of n1 run on 2 cores:",
         "start 2 ranks or fewer there",
     ),
-    ([rank_inventory(hidden_gpus=True)], MPICH, "", "ranks 0 do not see", "CUDA_VISIBLE_DEVICES"),
+    (
+        [rank_inventory(hidden_gpus=True)],
+        MPICH,
+        "",
+        "GPUs that rank 0 does not see",
+        "CUDA_VISIBLE_DEVICES",
+    ),
     (
         [rank_inventory(driver_error="cuInit fails; see dmesg")],
         MPICH,
         "",
-        "cuInit fails, on the ranks 0",
+        "cuInit fails, on rank 0",
         "see dmesg",
     ),
     (
@@ -198,7 +204,7 @@ FAULTS = [
         [rank_inventory(rank, gpus=["H200"] * 2, gpu_error="no headers") for rank in range(2)],
         MPICH,
         "",
-        "GPU of the ranks 0, 1: no headers",
+        "GPU of ranks 0, 1: no headers",
         "cuda12",
     ),
     (

@@ -128,7 +128,7 @@ TRAINING = """
         (
             "harm, steps = int, 3 + hs.rank()",
             {},
-            "rank 1: all_reduce_gradients(MEAN, weight, bias, int32 as float64)",
+            "ranks 1, 2: all_reduce_gradients(MEAN, weight, bias, int32 as float64)",
         ),
         ("harm = fail", {}, "ZeroDivisionError: of this rank alone"),
         ("harm = add", {"HPCSTRAT_CHECK": "1"}, "equal after hs.torch.broadcast"),

@@ -198,7 +198,7 @@ def test_ranks_that_name_different_files_are_told(launch):
         2,
     )
     assert job.status != 0
-    assert "HPCSTRAT_TIMELINE is trace0.json on rank 0, trace1.json on rank 1" in job.stderr
+    assert "HPCSTRAT_TIMELINE is trace0.json on rank 0; trace1.json on rank 1" in job.stderr
 
 
 def test_a_forked_child_writes_nothing(launch):

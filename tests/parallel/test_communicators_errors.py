@@ -5,7 +5,7 @@ import time
 
 import numpy as np
 import pytest
-from internals import call_named, host, worlds
+from internals import call_named, host, ranks_in_words, worlds
 from transports import (
     DEVICE,
     HOST,
@@ -109,7 +109,8 @@ def test_objects_are_not_gathered_as_arrays(communicator, place):
 def test_axes_that_are_not_there(communicator, place):
     for axis in (1, -2):
         with pytest.raises(
-            ReplicaMismatchError, match=rf"some_call: axis {axis} does not exist .*\(3,\) on rank 0"
+            ReplicaMismatchError,
+            match=rf"some_call: axis {axis} does not exist .*\(3,\) on ranks? 0",
         ):
             communicator.all_gather([place.xp.ones(3)], axis)
     with pytest.raises(ReplicaMismatchError, match="axis 0 does not exist"):
@@ -204,10 +205,10 @@ def test_ranks_that_disagree(group, place, case):
         with pytest.raises(ReplicaMismatchError, match="must make the same call") as caught:
             call(group, place.xp, group.rank == odd)
         lines = str(caught.value).splitlines()[1:]
-        assert len(lines) == group.size
-        for rank, line in enumerate(lines):
-            assert line.startswith(f"  rank {rank}: ")
-            assert text.format(facts[rank == odd]) in line
+        others = [rank for rank in range(group.size) if rank != odd]
+        for ranks, line in zip(sorted([[odd], others]), lines, strict=True):
+            assert line.startswith(f"  {ranks_in_words(ranks)}: ")
+            assert text.format(facts[ranks == [odd]]) in line
         works(group, place)
 
 
@@ -216,7 +217,7 @@ def test_ranks_that_disagree(group, place, case):
 def test_every_rank_makes_another_call(group, place):
     with pytest.raises(ReplicaMismatchError) as caught:
         named(f"call number {group.rank}", group.barrier)
-    for rank in range(group.size):
+    for rank in range(min(group.size, 8)):  # of more, some are shown
         assert f"rank {rank}: call number {rank}()" in str(caught.value)
     works(group, place)
 
@@ -230,11 +231,11 @@ def test_shapes_that_cannot_be_gathered_are_all_named(group, place):
             ReplicaMismatchError, match="some_call: shapes may differ along axis 0 only"
         ) as caught:
             group.all_gather([xp.ones((2, unit * (group.rank + 1)))], 0)
-        for rank in range(group.size):
+        for rank in range(min(group.size, 8)):
             assert f"(2, {unit * (rank + 1)}) on rank {rank}" in str(caught.value)
         with pytest.raises(ReplicaMismatchError, match="some_call") as caught:
             group.all_gather([xp.ones(unit) if group.rank else xp.ones((unit, 1))], 0)
-        assert f"({unit}, 1) on rank 0, ({unit},) on rank 1" in str(caught.value)
+        assert f"({unit}, 1) on rank 0; ({unit},) on rank" in str(caught.value)
         works(group, place)
 
 

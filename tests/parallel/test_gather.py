@@ -130,7 +130,7 @@ def test_a_variable_that_a_replica_returns(strategy):
 
 def test_arrays_without_dimensions(strategy, place):
     with pytest.raises(
-        hs.ReplicaMismatchError, match=r"Strategy.gather: axis 0 does not exist .* \(\) on rank 0"
+        hs.ReplicaMismatchError, match=r"Strategy.gather: axis 0 does not exist .* \(\) on ranks? 0"
     ):
         strategy.gather(strategy.run(lambda: place.xp.array(1.0)), 0)
     with pytest.raises(ValueError, match=r"Strategy.gather: axis 0 does not exist"):
@@ -142,7 +142,7 @@ def test_arrays_without_dimensions(strategy, place):
 def test_an_axis_that_is_not_there(strategy, place, axis):
     with pytest.raises(ValueError, match=f"Strategy.gather: axis {axis} does not exist") as caught:
         strategy.gather(strategy.run(lambda: place.xp.zeros((RANK, 2))), axis)
-    for rank in range(N):
+    for rank in range(min(N, 8)):  # of more, some are shown
         assert f"({rank}, 2) on rank {rank}" in str(caught.value)
 
 
@@ -155,7 +155,7 @@ def test_shapes_that_do_not_fit(strategy, place, unit):
         hs.ReplicaMismatchError, match="Strategy.gather: shapes may differ along axis 0 only"
     ) as caught:
         strategy.gather(strategy.run(lambda: xp.zeros((2, unit * (RANK + 1)))), 0)
-    for rank in range(N):
+    for rank in range(min(N, 8)):
         assert f"(2, {unit * (rank + 1)}) on rank {rank}" in str(caught.value)
     with pytest.raises(hs.ReplicaMismatchError, match=r"Strategy.gather: axis -2 does not exist"):
         strategy.gather(strategy.run(lambda: xp.zeros((2, 2) if RANK else (2,))), -2)

@@ -128,7 +128,7 @@ def test_the_documented_partial_batch(strategy):
     assert reduced(strategy, "SUM", losses, 0) == everything.sum()
     if N > 1:
         with pytest.raises(
-            hs.ReplicaMismatchError, match=r"rank 0: .*\(4,\)(.|\n)*rank 1: .*\(2,\)"
+            hs.ReplicaMismatchError, match=r"rank 0: .*\(4,\)(.|\n)*ranks? 1\b.*\(2,\)"
         ):
             strategy.reduce("SUM", each(strategy, losses), axis=None)
 

@@ -649,7 +649,7 @@ def test_generators_of_different_lengths_are_named():
         for _ in distribute_dataset(dataset, rank, None):
             pass
 
-    with pytest.raises(ReplicaMismatchError, match="in step 2: rank 0 none, rank 1 1"):
+    with pytest.raises(ReplicaMismatchError, match="in step 2: none on rank 0; 1 on rank 1"):
         on_ranks(2, program)
 
 
@@ -658,7 +658,7 @@ def test_datasets_that_differ_are_named():
         iter(distribute_dataset(Dataset.range(4 + rank.rank).batch(2), rank, None))
 
     with pytest.raises(
-        ReplicaMismatchError, match=r"rank 1 has Dataset\.range\(0, 5\)\.batch\(2, False\) with 3"
+        ReplicaMismatchError, match=r"rank 1: Dataset\.range\(0, 5\)\.batch\(2, False\) with 3"
     ):
         on_ranks(2, program)
 
