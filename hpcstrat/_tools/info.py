@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import glob
 import importlib.metadata
-import itertools
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ import hpcstrat
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import names_call
+from hpcstrat._core.ranks import join_by_rank, ranges_in_words, ranks_in_words
 from hpcstrat._process import driver, launchers, mpi, settings
 from hpcstrat._tools.launch import mpiexec
 from hpcstrat._update import compiled
@@ -35,6 +35,8 @@ _SHARED_MIB = 64
 
 It is the default of containers, and too little for many ranks or NCCL.
 """
+_MOST = 16
+"""Up to this many faults are shown, and hosts have a row each; of more, equal ones share it."""
 
 
 class RankInventory(TypedDict):
@@ -107,28 +109,59 @@ def _show(
     }.items():
         versions.add_row(name, version)
     console.print(versions)
-    ranks = Table("rank", "host", "device", "cores", "/dev/shm, MiB left", title="Ranks")
-    for rank in by_rank:
-        local = [other["rank"] for other in by_rank if other["host"] == rank["host"]].index(
-            rank["rank"]
-        )
-        gpus = rank["gpus"]
-        device = f"GPU:{local % len(gpus)} ({gpus[local % len(gpus)]})" if gpus else "CPU:0"
-        free = str(rank["shared_memory"] or "none")
-        ranks.add_row(str(rank["rank"]), rank["host"], device, _ranges(rank["cores"]), free)
+    columns = "ranks", "host", "devices", "cores", "of each", "/dev/shm, MiB left"
+    ranks = Table(*columns, title="Ranks")
+    for row in _rows(by_rank):
+        ranks.add_row(*row)
     console.print(ranks)
-    for what, remedy in faults:
+    for what, remedy in faults[:_MOST]:
         wrong, how = ("wrong:", "bold red"), ("remedy:", "bold")
         console.print(Text.assemble(wrong, f" {what}\n  ", how, f" {remedy}"))
+    if len(faults) > _MOST:
+        console.print(f"{len(faults) - _MOST} more: `info --json` shows all.")
     if not faults:
         console.print("Nothing is wrong.")
 
 
-def _ranges(cores: list[int]) -> str:
-    """`0-3, 6` of 0, 1, 2, 3 and 6."""
-    groups = itertools.groupby(enumerate(cores), lambda pair: pair[1] - pair[0])
-    ranges = [[core for _, core in group] for _, group in groups]
-    return ", ".join(str(a) if not more else f"{a}-{more[-1]}" for a, *more in ranges)
+def _rows(by_rank: Sequence[RankInventory]) -> list[list[str]]:
+    """A row of the table for each host; of very many hosts, for those that are equal."""
+    hosts = _by_host(by_rank)
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for host, ranks in hosts.items():
+        cores = {core for rank in ranks for core in rank["cores"]}
+        of_each = ranges_in_words({len(rank["cores"]) for rank in ranks})
+        key = str(len(ranks)) if len(hosts) > _MOST else host
+        alike.setdefault((_devices(ranks), ranges_in_words(cores), of_each, key), []).append(host)
+    rows = []
+    for (*facts, _), names in alike.items():
+        ranks = [rank for name in names for rank in hosts[name]]
+        free = min(rank["shared_memory"] or 0 for rank in ranks)
+        numbers = ranges_in_words(rank["rank"] for rank in ranks)
+        rows.append([numbers, _names(names), *facts, str(free or "none")])
+    return rows
+
+
+def _devices(ranks: Sequence[RankInventory]) -> str:
+    """What the ranks of a host compute on: `CPU:0`, or `GPU:0-3 (NVIDIA H100)`."""
+    used: dict[str, set[int]] = {}
+    for i, gpus in enumerate(rank["gpus"] for rank in ranks):
+        number = i % max(1, len(gpus))  # more ranks than GPUs take turns
+        used.setdefault(gpus[number] if gpus else "", set()).add(number)
+    words = {name: ranges_in_words(numbers) for name, numbers in used.items()}
+    return ", ".join(f"GPU:{words[name]} ({name})" if name else "CPU:0" for name in words)
+
+
+def _by_host(by_rank: Sequence[RankInventory]) -> dict[str, list[RankInventory]]:
+    hosts: dict[str, list[RankInventory]] = {}
+    for rank in by_rank:
+        hosts.setdefault(rank["host"], []).append(rank)
+    return hosts
+
+
+def _names(hosts: Sequence[str]) -> str:
+    """`n1`, `n1, n2`, or `n1, n2, n3 and 61 more hosts`."""
+    left_out = len(hosts) - 3
+    return ", ".join(hosts[:3]) + (f" and {left_out} more hosts" if left_out > 0 else "")
 
 
 def _launcher() -> str:
@@ -157,8 +190,14 @@ def find_faults(
         faults.append(Fault(f"the ranks are not connected: {error}", "do as the message says"))
     faults += _launcher_faults(ranks[0]["versions"]["MPI"], *mpirun)
     faults += _version_faults(ranks)
-    for host in dict.fromkeys(rank["host"] for rank in ranks):
-        faults += _host_faults(host, [rank for rank in ranks if rank["host"] == host])
+    # Hosts with the same fault share it. A slot for their names is in its text.
+    hosts: dict[Fault, list[str]] = {}
+    for host, of_host in _by_host(ranks).items():
+        for fault in _host_faults(of_host):
+            hosts.setdefault(fault, []).append(host)
+    for (what, remedy), names in hosts.items():
+        where = f"{'each of ' if len(names) > 1 else ''}{_names(names)}"
+        faults.append(Fault(what.format(host=where), remedy))
     faults += _gpu_faults(ranks)
     for name, nearest in ranks[0]["unknown"].items():
         faults.append(Fault(f"unknown environment variable {name}", f"did you mean {nearest}?"))
@@ -189,15 +228,15 @@ def _version_faults(ranks: Sequence[RankInventory]) -> Iterator[Fault]:
     for name in ranks[0]["versions"]:
         each = [rank["versions"].get(name, "not installed") for rank in ranks]
         if len(set(each)) > 1:
-            where = [f"{each[i]} on rank {rank['rank']}" for i, rank in enumerate(ranks)]
-            yield Fault(f"{name} differs: {', '.join(where)}", "use one environment on all hosts")
+            where = join_by_rank(zip([rank["rank"] for rank in ranks], each, strict=True))
+            yield Fault(f"{name} differs: {where}", "use one environment on all hosts")
 
 
-def _host_faults(host: str, ranks: Sequence[RankInventory]) -> Iterator[Fault]:
+def _host_faults(ranks: Sequence[RankInventory]) -> Iterator[Fault]:
     free = ranks[0]["shared_memory"]
     if free is not None and free < _SHARED_MIB:
         yield Fault(
-            f"/dev/shm of {host} has {free} MiB left",
+            f"/dev/shm of {{host}} has {free} MiB left",
             "start a container with `--shm-size=1g`; else see what fills it: `ls -l /dev/shm`",
         )
     cores = {core for rank in ranks for core in rank["cores"]}
@@ -205,7 +244,7 @@ def _host_faults(host: str, ranks: Sequence[RankInventory]) -> Iterator[Fault]:
         # Open MPI binds each rank to one core by default, and then the ranks' threads share it.
         is_bound = len(cores) < ranks[0]["host_cores"]
         yield Fault(
-            f"{len(ranks)} ranks of {host} run on {len(cores)} core{'s' * (len(cores) > 1)}: "
+            f"{len(ranks)} ranks of {{host}} run on {len(cores)} core{'s' * (len(cores) > 1)}: "
             "they take turns",
             "start with `mpirun --bind-to none`, `srun --cpu-bind=none`, or `--cpus-per-task`"
             if is_bound
@@ -214,25 +253,26 @@ def _host_faults(host: str, ranks: Sequence[RankInventory]) -> Iterator[Fault]:
     gpus = len(ranks[0]["gpus"])
     if 1 < gpus < len(ranks):
         yield Fault(
-            f"{len(ranks)} ranks run on {host} with {gpus} GPUs",
+            f"{len(ranks)} ranks run on {{host}} with {gpus} GPUs",
             "start one rank per GPU, or share them: `hpcstrat run --share-gpu`",
         )
 
 
 def _gpu_faults(ranks: Sequence[RankInventory]) -> Iterator[Fault]:
     def where(condition: Callable[[RankInventory], bool]) -> str:
-        return ", ".join(str(rank["rank"]) for rank in ranks if condition(rank))
+        found = [rank["rank"] for rank in ranks if condition(rank)]
+        return ranks_in_words(found) if found else ""
 
     if hidden := where(lambda rank: rank["hidden_gpus"]):
         yield Fault(
-            f"the host has GPUs that ranks {hidden} do not see",
+            f"the host has GPUs that its ranks do not see: {hidden}",
             "check CUDA_VISIBLE_DEVICES, the permissions of /dev/nvidia*, "
             "and with Slurm --gpus-per-node",
         )
     for error in dict.fromkeys(rank["driver_error"] for rank in ranks if rank["driver_error"]):
         what, _, remedy = error.partition("; ")
         failing = where(lambda rank, error=error: rank["driver_error"] == error)
-        yield Fault(f"{what}, on the ranks {failing}", remedy)
+        yield Fault(f"{what}, on {failing}", remedy)
     seeing = [rank for rank in ranks if rank["gpus"]]
     if seeing and seeing[0]["versions"]["CuPy"] == "not installed":
         yield Fault(
@@ -247,7 +287,7 @@ def _gpu_faults(ranks: Sequence[RankInventory]) -> Iterator[Fault]:
     for error in dict.fromkeys(rank["gpu_error"] for rank in seeing if rank["gpu_error"]):
         failing = where(lambda rank, error=error: rank["gpu_error"] == error)
         yield Fault(
-            f"CuPy does not compute on the GPU of the ranks {failing}: {error}",
+            f"CuPy does not compute on the GPU of {failing}: {error}",
             "`pip install '.[cuda12]'` (or cuda13, by the driver) in hpcstrat's clone, "
             "which brings CUDA's headers and libraries too, "
             "or load the module of your cluster's CUDA",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from hpcstrat._core.ranks import list_by_rank, ranks_in_words
 from hpcstrat._tools.timeline_shares import (
     KINDS,
     Rank,
@@ -25,8 +29,10 @@ _DOMINATES = 0.2
 """The share of a step above which a kind of time gets advice."""
 _UNEVEN = 1.5
 """The ratio of the mean step to the median above which the report mentions it."""
-# The others wait for a rank that waits for less than this share of their waiting.
+# The others wait for ranks that wait for less than this share of their waiting.
 _STANDS_OUT = 0.5
+_MOST = 16
+"""Up to this many ranks are shown one by one; of more, those that wait least."""
 _COLORS = {
     "computing": "#4477AA",
     "update": "#228833",
@@ -55,9 +61,9 @@ def timeline(path: str, plot: str | None, steps: int, as_json: bool) -> int:
         if not as_json:
             _show_ends(moved)
         ranks = share_out(moved)
-        sentences = advise(ranks, list(moved.cores.values()))
+        sentences = advise(ranks, moved)
         if plot is not None:
-            _draw(moved, ranks, plot, steps)
+            _draw(moved, _shown(ranks), plot, steps)
     except (OSError, ValueError, RuntimeError) as error:
         print(f"python -m hpcstrat timeline {path}: {error}", file=sys.stderr)
         return 1
@@ -72,21 +78,36 @@ def timeline(path: str, plot: str | None, steps: int, as_json: bool) -> int:
 def _show_ends(timeline: Timeline) -> None:
     """Prints what each rank was doing when the program was killed."""
     console = Console(markup=False, emoji=False)  # names of spans may hold brackets
-    for rank, tracks in sorted(timeline.tracks.items()):
-        for spans in tracks.values():
-            for span in [span for span in spans if span.is_open][-1:]:
-                what = f"{span.name!r} ({span.category})"
-                console.print(f"rank {rank} ended within {what}", highlight=False)
+    ends = [
+        (rank, f"{span.name!r} ({span.category})")
+        for rank, tracks in sorted(timeline.tracks.items())
+        for spans in tracks.values()
+        for span in [span for span in spans if span.is_open][-1:]
+    ]
+    for line in list_by_rank(ends, "{ranks} ended within {text}"):
+        console.print(line, highlight=False)
+
+
+def _shown(ranks: Sequence[Rank]) -> list[Rank]:
+    """The ranks that a table or a plot has room for: of many those that others wait for."""
+    least = sorted(ranks, key=lambda rank: rank.shares["waiting"])[:_MOST]
+    return sorted(least, key=lambda rank: rank.rank)
 
 
 def _show(ranks: Sequence[Rank], sentences: Sequence[str]) -> None:
     console = Console(markup=False, emoji=False)
     kinds = [kind for kind in KINDS if any(rank.shares[kind] >= 0.0005 for rank in ranks)]
     title = "Median step in ms, and the shares of its time in %"
+    if len(ranks) > _MOST:
+        title += f": the mean of {len(ranks)} ranks, and the {_MOST} that wait least"
     table = Table("rank", "steps", "ms", *kinds, title=title, box=SIMPLE, padding=(0, 1, 0, 0))
-    for rank in ranks:
-        shares = [f"{100 * rank.shares[kind]:.1f}" for kind in kinds]
-        table.add_row(str(rank.rank), str(rank.steps), f"{1e3 * rank.step:.3f}", *shares)
+    rows = [(str(rank.rank), str(rank.steps), rank.step, rank.shares) for rank in _shown(ranks)]
+    if len(ranks) > _MOST:
+        rows.insert(0, ("mean", "", statistics.fmean(rank.step for rank in ranks), _mean(ranks)))
+    for rank, steps, step, shares in rows:
+        table.add_row(
+            rank, steps, f"{1e3 * step:.3f}", *(f"{100 * shares[kind]:.1f}" for kind in kinds)
+        )
     console.print(table)
     for sentence in sentences:
         console.print(sentence, highlight=False, soft_wrap=True)
@@ -95,17 +116,22 @@ def _show(ranks: Sequence[Rank], sentences: Sequence[str]) -> None:
 # ---- advice
 
 
-def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
+def _mean(ranks: Sequence[Rank]) -> dict[str, float]:
+    """The shares of all ranks' time."""
+    return {kind: statistics.fmean(rank.shares[kind] for rank in ranks) for kind in KINDS}
+
+
+def advise(ranks: Sequence[Rank], timeline: Timeline) -> list[str]:
     """A sentence for each kind of time that dominates, the largest first, or that none does.
 
     Args:
         ranks: what each rank spends its time on.
-        cores: the number of cores that each rank could run on; empty if unknown.
+        timeline: names their hosts and how many cores they had.
     """
-    mean = {kind: sum(rank.shares[kind] for rank in ranks) / len(ranks) for kind in KINDS}
+    mean = _mean(ranks)
     sent = _in_units(max(rank.nbytes for rank in ranks))
     sentences = {
-        "waiting": _advise_on_waiting(ranks, cores),
+        "waiting": _advise_on_waiting(ranks, timeline),
         "communication": (
             f"each rank sends {sent} per step. Use larger batches, or accumulate gradients over "
             "several, so that there are fewer steps; optimizer.gradient_buffers saves a copy on "
@@ -139,19 +165,24 @@ def advise(ranks: Sequence[Rank], cores: Sequence[int]) -> list[str]:
     return advice
 
 
-def _advise_on_waiting(ranks: Sequence[Rank], cores: Sequence[int]) -> str:
-    waits = {rank.rank: rank.shares["waiting"] for rank in ranks}
-    last = min(waits, key=lambda rank: waits[rank])
-    others = [share for rank, share in waits.items() if rank != last]
-    # The others wait for the rank that waits least.
-    if others and waits[last] < _STANDS_OUT * min(others):
+def _advise_on_waiting(ranks: Sequence[Rank], timeline: Timeline) -> str:
+    by_wait = sorted(ranks, key=lambda rank: rank.shares["waiting"])
+    waits = [rank.shares["waiting"] for rank in by_wait]
+    # The others wait for the ranks that wait least: one, or those of a slow host, at most half.
+    gaps = [i for i, (a, b) in enumerate(itertools.pairwise(waits), 1) if a < _STANDS_OUT * b]
+    if late := max((i for i in gaps if i <= len(ranks) // 2), default=0):
+        who = ranks_in_words(sorted(rank.rank for rank in by_wait[:late]))
+        which, whose = ("itself waits", "its") if late == 1 else ("themselves wait", "their")
         return (
-            f"the others wait for rank {last}, which itself waits {waits[last]:.0%}. Look for work "
-            "that only this rank does, or for another program on its cores or GPU"
+            f"the others wait for {who}, which {which} {statistics.fmean(waits[:late]):.0%}. Look "
+            f"for work that is done only there, or for another program on {whose} cores or GPU"
         )
-    if cores and max(cores) < len(ranks):
+    # A name is "rank 3 of 8 on n1".
+    hosts = Counter(str(name).rpartition(" ")[2] for name in timeline.names.values())
+    on_host = max(hosts.values())
+    if timeline.cores and (cores := max(timeline.cores.values())) < on_host:
         return (
-            f"all ranks wait about equally, and {len(ranks)} ranks share {max(cores)} cores: start "
+            f"all ranks wait about equally, and {on_host} ranks share {cores} cores: start "
             "fewer, or bind each to its own cores"
         )
     return (

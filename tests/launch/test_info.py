@@ -173,7 +173,7 @@ FAULTS = [
         [rank_inventory(hidden_gpus=True)],
         MPICH,
         "",
-        "GPUs that rank 0 does not see",
+        "GPUs that its ranks do not see: rank 0",
         "CUDA_VISIBLE_DEVICES",
     ),
     (
@@ -231,6 +231,60 @@ def test_each_fault_is_named_with_its_remedy(ranks, mpirun, error, what, remedy)
     (fault,) = info.find_faults(ranks, mpirun, error)
     assert what in fault.what
     assert remedy in fault.remedy
+
+
+def test_hosts_with_the_same_fault_share_it():
+    ranks = [rank_inventory(rank, host=f"n{rank // 8}", cores=[0]) for rank in range(512)]
+    (fault,) = info.find_faults(ranks, MPICH, "")
+    assert (
+        fault.what
+        == "8 ranks of each of n0, n1, n2 and 61 more hosts run on 1 core: they take turns"
+    )
+
+
+H100 = ["H100"] * 8
+NAMES = "n0, n1, n2 and 60 more hosts"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "of_each", "others", "rows"),
+    [
+        (1, 4, {}, [["0-3", "n0", "CPU:0", "0-3", "4", "8000"]]),
+        (
+            2,
+            2,
+            {"gpus": H100},
+            [
+                ["0, 1", "n0", "GPU:0, 1 (H100)", "0-3", "4", "8000"],
+                ["2, 3", "n1", "GPU:0, 1 (H100)", "0-3", "4", "8000"],
+            ],
+        ),
+        (
+            64,
+            8,
+            {"gpus": H100},
+            [
+                ["0-255, 264-511", NAMES, "GPU:0-7 (H100)", "0-3", "4", "8000"],
+                ["256-263", "n32", "CPU:0", "0-3", "4", "8000"],
+            ],
+        ),
+    ],
+    ids=["cores", "GPUs", "many hosts, one without GPUs"],
+)
+def test_a_row_for_ranks_that_are_equal(hosts, of_each, others, rows):
+    inventories = [
+        rank_inventory(rank, host=f"n{rank // of_each}", **others)
+        for rank in range(hosts * of_each)
+    ]
+    for rank in inventories:
+        if rank["host"] == "n32":
+            rank["gpus"] = []
+    assert info._rows(inventories) == rows
+
+
+def test_each_ranks_share_of_the_cores():
+    inventories = [rank_inventory(rank, cores=[rank], shared_memory=9 - rank) for rank in range(4)]
+    assert info._rows(inventories) == [["0-3", "n1", "CPU:0", "0-3", "1", "6"]]
 
 
 def test_what_is_printed_keeps_its_brackets(capsys):

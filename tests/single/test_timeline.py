@@ -26,6 +26,7 @@ from internals import (
     move_waiting,
     part_name,
     periods_of,
+    ranks_in_words,
     read,
     recorder,
     share_out,
@@ -378,27 +379,32 @@ def rank_with(number, nbytes=0.0, mean=1.0, **shares):
     [
         (
             [rank_with(0, waiting=0.1), rank_with(1, update=0.19)],
-            [8, 8],
+            8,
             ["Nothing dominates: 86% of a step is"],
         ),
         (
             [rank_with(0, waiting=0.6), rank_with(1, waiting=0.02), rank_with(2, waiting=0.5)],
-            [8, 8, 8],
+            8,
             ["Waiting takes 37% of a step: the others wait for rank 1, which itself waits 2%"],
         ),
         (
+            [rank_with(rank, waiting=0.02 if 64 <= rank < 72 else 0.3) for rank in range(512)],
+            8,
+            ["the others wait for ranks 64-71, which themselves wait 2%"],
+        ),
+        (
             [rank_with(rank, waiting=0.5) for rank in range(4)],
-            [2, 2, 2, 2],
+            2,
             ["all ranks wait about equally, and 4 ranks share 2 cores"],
         ),
         (
             [rank_with(rank, waiting=0.5) for rank in range(2)],
-            [8, 8],
+            8,
             ["their work varies from step to step"],
         ),
         (
             [rank_with(0, communication=0.4, input=0.3, nbytes=2.5e6)],
-            [8],
+            8,
             [
                 "Communication takes 40% of a step: each rank sends 2.5 MB per step",
                 "Input takes 30% of a step: make batches",
@@ -406,17 +412,18 @@ def rank_with(number, nbytes=0.0, mean=1.0, **shares):
         ),
         (
             [rank_with(0, mean=2.0)],
-            [8],
+            8,
             ["Nothing dominates", "longer than most: the mean is 2e+03 ms, the median 1e+03"],
         ),
-        ([rank_with(0, checkpoint=0.3)], [8], ["Checkpoint takes 30% of a step: save less often."]),
-        ([rank_with(0, other=0.3)], [8], ["the program's own lines between the steps"]),
-        ([rank_with(0, update=0.3)], [8], ["use larger batches, or an optimizer with fewer slots"]),
+        ([rank_with(0, checkpoint=0.3)], 8, ["Checkpoint takes 30% of a step: save less often."]),
+        ([rank_with(0, other=0.3)], 8, ["the program's own lines between the steps"]),
+        ([rank_with(0, update=0.3)], 8, ["use larger batches, or an optimizer with fewer slots"]),
     ],
     ids=[
         *(
             "nothing",
             "one rank",
+            "a host",
             "too few cores",
             "work that varies",
             "communication and input",
@@ -426,13 +433,54 @@ def rank_with(number, nbytes=0.0, mean=1.0, **shares):
     ],
 )
 def test_advice_names_what_dominates(ranks, cores, says):
-    found = advise(ranks, cores)
+    found = advise(ranks, make_timeline(*[()] * len(ranks), cores=cores))
     assert len(found) == len(says)
     for sentence, part in zip(found, says, strict=True):
         assert part in sentence
 
 
+def test_ranks_of_other_hosts_share_no_cores():
+    ranks = [rank_with(rank, waiting=0.5) for rank in range(512)]
+    timeline = make_timeline(*[()] * 512)
+    for rank in range(512):
+        timeline.names[rank] = f"rank {rank} of 512 on n{rank // 8}"
+    assert "their work varies" in advise(ranks, timeline)[0]
+
+
 # ---- the command
+
+
+@pytest.mark.parametrize("size", [2, 512])
+def test_the_table_of_many_ranks_is_short(tmp_path, capsys, size):
+    path = tmp_path / "trace.json"
+    late = size - 1
+    with path.open("w") as file:
+        for rank in range(size):
+            own = {"pid": rank, "tid": 0, "ph": "X"}
+            name = {
+                "name": "process_name",
+                "ph": "M",
+                "pid": rank,
+                "args": {"name": f"rank {rank}"},
+            }
+            events = [name]
+            for step in range(4):
+                run = {"name": "run f", "cat": "run", "ts": 10.0 * step, "dur": 8.0}
+                wait = {"name": "barrier", "cat": "waiting", "ts": 10.0 * step, "dur": 6.0}
+                events += [own | run, own | wait] if rank != late else [own | run]
+            opened = {"name": "barrier", "cat": "waiting", "ts": 40.0, "ph": "B"}
+            lines = (json.dumps(event) + ",\n" for event in [*events, own | opened])
+            file.write("".join(lines))
+    assert command(str(path), None, 4, as_json=False) == 0
+    ends, *table = capsys.readouterr().out.splitlines()
+    assert ends == f"{ranks_in_words(range(size))} ended within 'barrier' (waiting)"
+    words = [line.split()[0] for line in table if line.strip()]
+    first = [word for word in words if word == "mean" or word.isdigit()]
+    if size == 2:
+        assert first == ["0", "1"]
+    else:
+        assert first == ["mean", *map(str, range(15)), "511"]
+    assert any(f"the others wait for rank {late}, which itself waits 0%" in line for line in table)
 
 
 SPAN = {"name": "run f", "cat": "run", "pid": 0, "tid": 0, "ph": "X", "ts": 0.0, "dur": 1.0}
