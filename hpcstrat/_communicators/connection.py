@@ -151,7 +151,7 @@ def choose_device_communicator(
         problem = "some of them compute on the CPU; name a GPU for each"
     elif has_gpu:
         problem = nccl_start.why_not(shared=len(set(gpus)) < len(gpus))
-    problems = [problem for problem in control.all_gather_obj(problem) if problem]
+    problems = [problem for problem in control.all_gather_differing_obj(problem) if problem]
     return (StagedCommunicator, problems[0]) if problems else (NcclCommunicator, "")
 
 

@@ -83,7 +83,7 @@ def _place(
         visible = () if on_cpus else _visible_gpus()
         # Ranks may see different GPUs, because of their host or environment; all must decide from
         # the same facts.
-        by_rank = control.all_gather_obj((visible, gpu.has_cupy()))
+        by_rank = control.all_gather_differing_obj((visible, gpu.has_cupy()))
     with control.raise_together():
         seen = [gpus for gpus, _ in by_rank]
         # Named devices are used or refused. Only if no devices were named does the CPU replace
@@ -105,7 +105,7 @@ def _place(
             ordinal = device_names.ordinal(devices[control.rank], world.local_rank, on_host)
         # By unique id from here on, because an ordinal may mean another GPU in another process.
         own = "" if ordinal is None else seen[control.rank][ordinal]
-        gpus = tuple(control.all_gather_obj(own, *map(str, devices)))
+        gpus = tuple(control.all_gather_differing_obj(own, *map(str, devices)))
     if not any(gpus):
         return devices, control
     with control.raise_together():
