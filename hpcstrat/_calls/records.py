@@ -100,7 +100,7 @@ class CallSignature(NamedTuple):
         call = self.call if passed and not arguments else f"{self.call}({', '.join(arguments)})"
         names = self.names or [""] * len(self.numbers)
         numbers = [
-            f"{name}={n:g}" if name else f"{n:g}"
+            f"{name}={_in_digits(n)}" if name else _in_digits(n)
             for name, n in zip(names, self.numbers, strict=True)
         ]
         return CallDescription(call, tuple(passed), tuple(numbers))
@@ -119,6 +119,12 @@ def new_signature(call: str, *must_match: Any) -> CallSignature:
 # A loop makes the same calls with the same shapes at every step.
 signature_of = functools.lru_cache(maxsize=8192)(new_signature)
 """`new_signature`, kept for the next call with the same values."""
+
+
+def _in_digits(number: float) -> str:
+    """Briefly, unless that would make it look like another number."""
+    brief = f"{number:g}"
+    return brief if float(brief) == number else repr(float(number))
 
 
 def _describe(item: Any) -> str | None:

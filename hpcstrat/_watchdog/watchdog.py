@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from hpcstrat._calls.state import CallState
 from hpcstrat._calls.status import RankStatus, user_frame, user_frame_of
+from hpcstrat._core.ranks import ranks_in_words
 from hpcstrat._process import failure, guard, launchers, reports, settings
 from hpcstrat._watchdog.channels import StatusChannel
 from hpcstrat._watchdog.stall_detector import (
@@ -178,8 +179,8 @@ class Watchdog:
                 "hpcstrat: the job ends: rank 0, or the network to its host, is gone; look at what "
                 "rank 0 printed last"
                 if 0 in dead
-                else f"hpcstrat: the job ends: rank {dead[0]}, on the host of this rank, exited "
-                "without shutting down; look at its last output and at its host's memory"
+                else f"hpcstrat: the job ends: {ranks_in_words(dead)}, on the host of this rank, "
+                "exited without shutting down; look at its last output and at its host's memory"
             )
         heard = self._channel.silent_since()
         limit = self._timeout_seconds + sum(self._extensions)

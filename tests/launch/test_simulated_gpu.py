@@ -468,7 +468,7 @@ def test_nccl_that_never_connects(simulated):
     )
     assert (result.status, result.leftovers) == (0, [])
     assert result.stdout.count("starting NCCL: NCCL does not connect the 2 ranks ") == 2
-    assert result.stdout.count("  rank 1: waits too long") == 2
+    assert result.stdout.count("  ranks 0, 1: waits too long") == 2
 
 
 ENDS = {
@@ -492,7 +492,7 @@ atexit.register(print, "at exit")
         program, 2, env={"SIMULATED_GPU_FAULTS": "nccl-start-hangs:1", "HPCSTRAT_OUTPUT": "all"}
     )
     assert (result.status, result.leftovers) == (status, [])
-    assert "  rank 1: waits too long" in result.stdout
+    assert "  ranks 0, 1: waits too long" in result.stdout
     if status != 1:
         assert result.stdout.count("at exit") == 2
 

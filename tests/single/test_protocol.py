@@ -58,6 +58,7 @@ def test_numbers_are_part_of_it():
     assert found[0].digest == signature_of("call", (3,)).with_numbers((0.1,)).digest
     assert found[0].digest != signature_of("call", (4,)).with_numbers((0.1,)).digest
     assert str(found[2]) == "call((3,)) with 0.1, 0"
+    assert str(found[3]) == "call((3,)) with 0.10000000000000002"  # which looks like no other's
     assert (
         str(plain.with_numbers((0.1, 2.0), ("rate", "step"))) == "call((3,)) with rate=0.1, step=2"
     )
