@@ -22,8 +22,11 @@ class Comm:
         return False
 
 
-def polls_before_sleep(comm, monkeypatch):
-    """How often a rank yields its core before its first sleep, during which the others arrive."""
+def wait(comm, monkeypatch):
+    """How often a rank yields its core before its first sleep, and the seconds of that.
+
+    The others arrive during the sleep.
+    """
     flags, polls, sleeps = np.zeros(comm.size * shared_memory.LINE, np.uint8), [], []
 
     def sleep(seconds):
@@ -35,12 +38,19 @@ def polls_before_sleep(comm, monkeypatch):
         patch.setattr(os, "sched_yield", lambda: polls.append(None))
         shared_memory._FlagBarrier(flags, comm)()
     assert len(sleeps) == 1
-    return len(polls)
+    return len(polls), sleeps[0]
 
 
 def test_ranks_with_a_core_each_poll_longer(monkeypatch):
-    shared = polls_before_sleep(Comm({0, 1}, {0, 1}, {0, 1}), monkeypatch)
+    polls, sleep = wait(Comm({0, 1}, {0, 1}, {0, 1}), monkeypatch)
     for comm in (Comm({0, 1}, {0, 1}), Comm({0}, {1}), Comm({0, 1}, {2, 3}, {0, 1}, {2, 3})):
-        assert polls_before_sleep(comm, monkeypatch) > 2 * shared
-    for comm in (Comm({0}, {0}), Comm({0, 1}, {1}, {0})):
-        assert polls_before_sleep(comm, monkeypatch) == shared
+        assert wait(comm, monkeypatch) > (2 * polls, sleep)
+    for comm in (Comm({0}, {0}), Comm({0, 1}, {1}, {0}), Comm(*4 * [{0}])):
+        assert wait(comm, monkeypatch) == (polls, sleep)
+
+
+def test_many_ranks_on_each_core_sleep_at_once(monkeypatch):
+    _, sleep = wait(Comm({0}, {0}), monkeypatch)
+    for comm in (Comm(*5 * [{0}]), Comm(*9 * [{0, 1}])):
+        polls, longer = wait(comm, monkeypatch)
+        assert polls == 0 and longer > sleep
