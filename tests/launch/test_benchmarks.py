@@ -28,6 +28,7 @@ SMALL = {
 }
 START_MPIRUN = {
     "startup.py": "--rounds 1 --ranks 2",
+    "many_ranks.py": "--rounds 1 --calls 2 --ranks 2 --hosts 1",
     "growth.py": "--largest 10000 --most-ranks 2 --rounds 1",
 }
 

@@ -294,6 +294,7 @@ class _Ranks:
     @pytest.hookimpl(trylast=True)
     def pytest_unconfigure(self):
         if not self.ended:
+            self.comm.Barrier()  # a slower rank still looks through the folder
             self.remove_folder()
         else:  # not by the library's own ending: the ranks may be out of step
             sys.stdout.flush()

@@ -535,21 +535,23 @@ def test_all_gather_of_a_nest(strategy, place):
 
 @pytest.mark.core
 def test_all_reduce_of_slices(strategy, place):
+    rows = N + 8
+
     def replica(op):
         slices = hs.IndexedSlices(
-            place.xp.full((2, 3), RANK + 1.0), place.xp.array([RANK, 7]), (10, 3)
+            place.xp.full((2, 3), RANK + 1.0), place.xp.array([RANK, 7]), (rows, 3)
         )
         return replica_context().all_reduce(op, slices)
 
     for op, scale in [("SUM", 1), ("MEAN", N)]:
         for found in strategy.experimental_local_results(strategy.run(replica, (op,))):
-            dense = np.zeros((10, 3))
+            dense = np.zeros((rows, 3))
             np.add.at(dense, hs.asnumpy(found.indices), hs.asnumpy(found.values))
-            expected = np.zeros((10, 3))
+            expected = np.zeros((rows, 3))
             for rank in range(N):
                 expected[[rank, 7]] += (rank + 1) / scale
             np.testing.assert_allclose(dense, expected, rtol=1e-15)
-            assert found.shape == (10, 3)
+            assert found.shape == (rows, 3)
 
 
 @pytest.mark.core

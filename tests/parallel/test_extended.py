@@ -99,14 +99,14 @@ def test_batch_reduce_to_is_one_message(strategy, xp):
 def test_slices_into_themselves(strategy, xp):
     """A value is a destination of its own sum, with one replica too."""
     value = strategy.run(
-        lambda: hs.IndexedSlices(xp.full((1, 1), RANK + 1.0), xp.array([RANK]), (5, 1))
+        lambda: hs.IndexedSlices(xp.full((1, 1), RANK + 1.0), xp.array([RANK]), (N + 1, 1))
     )
     one = strategy.extended.reduce_to("SUM", value, value)
     two, three = strategy.extended.batch_reduce_to("MEAN", [(value, value), (value, value)])
     for found, scale in [(one, 1), (two, N), (three, N)]:
         assert isinstance(found, hs.IndexedSlices if N == 1 else hs.Mirrored)
         for slices in strategy.experimental_local_results(found):
-            assert slices.indices.tolist() == list(range(N)) and slices.shape == (5, 1)
+            assert slices.indices.tolist() == list(range(N)) and slices.shape == (N + 1, 1)
             assert slices.values.ravel().tolist() == [(rank + 1) / scale for rank in range(N)]
 
 
