@@ -337,11 +337,12 @@ def test_updates_within_merge_call(strategy, xp):
 )
 def test_several_steps_of_an_iterator(place, kind):
     """The values are those of TensorFlow 2.15.1's MirroredStrategy, on 2 replicas for `each`."""
+    size = max(4, N)  # of a batch
     with place.make(kind) as strategy:
         assert strategy.extended is strategy.extended
         with strategy.scope():
             total = hs.Variable(np.int64(0), aggregation="SUM")
-        iterator = strategy.make_dataset_iterator(hs.data.Dataset.range(12).batch(4))
+        iterator = strategy.make_dataset_iterator(hs.data.Dataset.range(3 * size).batch(size))
         iterator.initialize()
 
         def in_replica(batch):
@@ -365,9 +366,11 @@ def test_several_steps_of_an_iterator(place, kind):
         run_steps = strategy.extended.experimental_run_steps_on_iterator
         returned = run_steps(step, iterator, iterations=3, initial_loop_values={"sum": 0})
         assert returned is context and returned.run_op is None
-        parts = [int(part.sum()) for part in np.array_split(np.arange(8, 12), N)]
+        last = np.arange(2 * size, 3 * size)
+        parts = [int(part.sum()) for part in np.array_split(last, N)]
         each = strategy.experimental_local_results(returned.last_step_outputs["each"])
-        assert int(returned.last_step_outputs["sum"]) == 38 and total.numpy() == 66
+        assert int(returned.last_step_outputs["sum"]) == sum(last)
+        assert total.numpy() == sum(range(3 * size))
         assert [int(part) for part in each] == parts and (N != 2 or parts == [17, 21])
         assert int(returned.last_step_outputs["largest"]) == max(parts)
         names = tuple(f"of {rank}" for rank in range(N))
