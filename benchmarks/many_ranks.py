@@ -98,7 +98,7 @@ def job(begin, calls):
     hs.barrier()  # all are there while each is looked at
     comm = MPI.COMM_WORLD
     ways = {name: repeated(call) for name, call in calls_of.items()}
-    medians = interleaved(ways, 5, calls, comm)
+    medians = interleaved(ways, 3, calls, comm)
     sizes = np.array(comm.allgather(sizes))
     counts = np.array(
         comm.allgather((number_of(files), number_of(files) - files_before, threads, started))
@@ -138,7 +138,7 @@ def main():
         "--hosts", type=int, nargs="+", default=[1, 8], help="with two ranks each, or more"
     )
     parser.add_argument("--rounds", type=int, default=3, help="jobs of each kind (%(default)s)")
-    parser.add_argument("--calls", type=int, default=20, help="of a kind, in turn (%(default)s)")
+    parser.add_argument("--calls", type=int, default=2, help="of a kind, in turn (%(default)s)")
     parser.add_argument(
         "--mpirun", default="mpirun", help="with the options that it needs (%(default)s)"
     )
