@@ -11,6 +11,7 @@ So a beat costs rank 0 a frame from each host, and all hosts' places have a limi
 
 from __future__ import annotations
 
+import abc
 import functools
 import json
 import os
@@ -60,8 +61,39 @@ class _Place(NamedTuple):
     location: str
 
 
+class _HostsChannel(StatusChannel):
+    """What rank 0's channel and the others' have in common."""
+
+    every_rank_sees_all = False
+
+    def __init__(self, host: SharedMemoryChannel) -> None:
+        self._host = host
+        self._poll = select.epoll()
+        self._poll.register(host, select.EPOLLIN)
+
+    def wait(self, seconds: float) -> None:
+        # Not only until something comes: statuses and answers to them would go back and forth.
+        end, left, has_news = time.monotonic() + seconds, seconds, False
+        while left >= 0 and not has_news:
+            for file, _ in self._poll.poll(left):
+                if file == self._host.fileno():
+                    self._host.wait(0)
+                    has_news = True
+                else:
+                    has_news |= self._receive(file)
+            left = end - time.monotonic()
+
+    @abc.abstractmethod
+    def _receive(self, file: int) -> bool:
+        """Takes what has come; returns whether it tells of a death."""
+
+    def close(self) -> None:
+        self._host.close()
+        self._poll.close()
+
+
 @final
-class RootChannel(StatusChannel):
+class RootChannel(_HostsChannel):
     """Rank 0's: it sees all statuses, and answers that it watches.
 
     Args:
@@ -71,8 +103,6 @@ class RootChannel(StatusChannel):
         processes: each rank's process id.
     """
 
-    every_rank_sees_all = False
-
     def __init__(
         self,
         host: SharedMemoryChannel,
@@ -80,7 +110,7 @@ class RootChannel(StatusChannel):
         hosts: Sequence[Sequence[int]],
         processes: Sequence[int],
     ) -> None:
-        self._host = host
+        super().__init__(host)
         self._listener = listener
         self._hosts = hosts
         self._host_of = {rank: index for index, ranks in enumerate(hosts) for rank in ranks}
@@ -89,10 +119,7 @@ class RootChannel(StatusChannel):
         self._connections: dict[int, tuple[int, Connection]] = {}  # by file: the rank that sends
         self._dead: set[int] = set()  # whose connections have closed
         self._said_dead: dict[int, Sequence[int]] = {}  # by host: what another rank of it said last
-        self._has_news = False  # of a death
-        self._poll = select.epoll()
-        for source in (host, listener):
-            self._poll.register(source, select.EPOLLIN)
+        self._poll.register(listener, select.EPOLLIN)
 
     @property
     def is_complete(self) -> bool:
@@ -109,41 +136,29 @@ class RootChannel(StatusChannel):
             connection.send(b"")
         return self._statuses
 
-    def wait(self, seconds: float) -> None:
-        end, left, self._has_news = time.monotonic() + seconds, seconds, False
-        while left >= 0 and not self._has_news:
-            for file, _ in self._poll.poll(left):
-                if file == self._host.fileno():
-                    self._host.wait(0)
-                    self._has_news = True
-                elif file == self._listener.fileno():
-                    for rank, connection in self._listener.accept().items():
-                        self._connections[connection.fileno()] = rank, connection
-                        self._poll.register(connection, select.EPOLLIN)
-                else:
-                    self._receive(file)
-            left = end - time.monotonic()
-
-    def _receive(self, file: int) -> None:
+    def _receive(self, file: int) -> bool:
+        if file == self._listener.fileno():
+            for rank, connection in self._listener.accept().items():
+                self._connections[connection.fileno()] = rank, connection
+                self._poll.register(connection, select.EPOLLIN)
+            return False
         rank, connection = self._connections[file]
         frames = connection.receive()
         host = self._host_of[rank]
         if frames is not None:
-            for frame in frames:
-                self._read(host, frame)
-            return
+            return any([self._read(host, frame) for frame in frames])
         del self._connections[file]
         self._poll.unregister(connection)
         connection.close()
         self._dead.add(rank)
-        self._has_news = True
         status = self._statuses[rank]
         # Until another rank of the host connects and knows better. One that left in order has told
         # before what the others did.
         if not (status and status.gone) and host not in self._connected_hosts():
             self._said_dead[host] = self._hosts[host]
+        return True
 
-    def _read(self, host: int, frame: bytes) -> None:
+    def _read(self, host: int, frame: bytes) -> bool:
         first, *lines = frame.split(b"\n")
         head = _Head(*json.loads(first))
         places: dict[int, _Place] = {}
@@ -164,8 +179,9 @@ class RootChannel(StatusChannel):
                     (old.beat if old else 0) + (head.beat >> index & 1),
                 )
         dead = [self._hosts[host][index] for index in _indices(head.dead)]
-        self._has_news |= dead != self._said_dead.get(host, [])
+        has_news = dead != self._said_dead.get(host, [])
         self._said_dead[host] = dead
+        return has_news
 
     @property
     def dead(self) -> list[int]:
@@ -173,16 +189,15 @@ class RootChannel(StatusChannel):
         return sorted(self._dead.union(own, *self._said_dead.values()))
 
     def close(self) -> None:
-        self._host.close()
+        super().close()
         self._listener.close()
         for _, connection in self._connections.values():
             connection.close()
         self._connections = {}
-        self._poll.close()
 
 
 @final
-class MemberChannel(StatusChannel):
+class MemberChannel(_HostsChannel):
     """That of any other rank.
 
     The first rank of its host that answers tells rank 0 of all. The next one takes over if it does
@@ -196,8 +211,6 @@ class MemberChannel(StatusChannel):
         reach_root: connects to rank 0; `None` on its own host.
     """
 
-    every_rank_sees_all = False
-
     def __init__(
         self,
         host: SharedMemoryChannel,
@@ -206,7 +219,7 @@ class MemberChannel(StatusChannel):
         hosts: int,
         reach_root: Callable[[], Connection | None] | None,
     ) -> None:
-        self._host = host
+        super().__init__(host)
         self._ranks = ranks
         self._index = index
         self._bytes = _BYTES // hosts
@@ -221,8 +234,6 @@ class MemberChannel(StatusChannel):
         self._told: list[_Place | None] = [None] * len(ranks)
         self._order = list(range(len(ranks)))  # the one that was told longest ago comes first
         self._statuses: list[RankStatus | None] = [None] * len(ranks)
-        self._poll = select.epoll()
-        self._poll.register(host, select.EPOLLIN)
 
     def connect(self) -> bool:
         """Connects to rank 0, which takes up to ten seconds; returns whether it has."""
@@ -291,20 +302,14 @@ class MemberChannel(StatusChannel):
                 self._told[index] = place
             self._order.sort(key=told.__contains__)  # stable
 
-    def wait(self, seconds: float) -> None:
-        end, left, has_news = time.monotonic() + seconds, seconds, False
-        while left >= 0 and not has_news:
-            for file, _ in self._poll.poll(left):
-                if file == self._host.fileno():
-                    self._host.wait(0)
-                    has_news = True
-                elif self._connection is not None:
-                    if self._connection.receive() is not None:
-                        self._heard_root = time.monotonic()
-                    else:
-                        self._root_is_gone = has_news = True
-                        self._poll.unregister(self._connection)
-            left = end - time.monotonic()
+    def _receive(self, file: int) -> bool:
+        assert self._connection is not None and self._connection.fileno() == file
+        if self._connection.receive() is not None:
+            self._heard_root = time.monotonic()
+            return False
+        self._root_is_gone = True
+        self._poll.unregister(self._connection)
+        return True
 
     @property
     def dead(self) -> list[int]:
@@ -319,10 +324,9 @@ class MemberChannel(StatusChannel):
         return self._heard_root
 
     def close(self) -> None:
-        self._host.close()
+        super().close()
         if self._connection is not None:
             self._connection.close()
-        self._poll.close()
 
 
 def connect_hosts(comm: Any, host_comm: Any, hosts: Sequence[int]) -> StatusChannel | None:
