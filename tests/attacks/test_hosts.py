@@ -48,7 +48,7 @@ def came_to_its_end(ended, ranks):
 def ended_with_a_report(ended, silent):
     """The report names the ranks of the missing host, and the call of the others."""
     assert ended.status != 0 and ended.stdout == "" and "Traceback" not in ended.stderr
-    report, end = ended.said
+    report, end = (line for line in ended.said if "hpcstrat: " in line)
     assert "waiting for each other for 2 s" in report and "the job ends: " in end
     assert re.search(r"rank 0.*: waiting in call \d+, .+ at program\.py:\d+", ended.stderr)
     assert re.search(rf"{silent}: not answering for \d+ s", ended.stderr)
