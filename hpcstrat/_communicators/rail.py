@@ -45,6 +45,7 @@ class Halving(NamedTuple):
     nbytes: float
 
 
+@functools.lru_cache(maxsize=1024)
 def halving_of(nbytes: int, hosts: int) -> Halving:
     """How `nbytes` bytes are reduced over this many hosts by halving and doubling."""
     doublings = hosts.bit_length() - 1
@@ -171,43 +172,45 @@ class Rail:
 
     def _halve_and_double(self, sums: Array, op: ReduceOp) -> None:
         """Replaces this host's sums by those of all hosts."""
-        combine = REDUCTIONS[op].ufunc
-        halvings, *_ = halving_of(sums.nbytes, len(self._ranks))
-        received = self._received[: sums.nbytes].view(sums.dtype)
-        power = 1 << len(self._ranks).bit_length() - 1
-        extra = len(self._ranks) - power
         # Until their number is a power of two, the first hosts work in pairs, as one.
-        is_second = self._host < 2 * extra and self._host % 2 == 1
-        if self._host < 2 * extra:
-            partner = self._ranks[self._host ^ 1]
-            if is_second:
-                self._messages.swap({partner: _bytes(sums)}, {})
-                self._messages.swap({}, {partner: _bytes(sums)})
-                return
-            self._messages.swap({}, {partner: _bytes(received)})
-            combine(sums, received, out=sums)
+        extra = len(self._ranks) - (1 << len(self._ranks).bit_length() - 1)
         ranks = [*self._ranks[: 2 * extra : 2], *self._ranks[2 * extra :]]
-        place = self._host // 2 if self._host < 2 * extra else self._host - extra
+        if self._host >= 2 * extra:
+            self._halve_and_double_with(ranks, sums, op)
+            return
+        swap, partner = self._messages.swap, self._ranks[self._host ^ 1]
+        if self._host % 2:
+            swap({partner: _bytes(sums)}, {})
+            swap({}, {partner: _bytes(sums)})
+            return
+        theirs = self._received[: sums.nbytes]
+        swap({}, {partner: theirs})
+        REDUCTIONS[op].ufunc(sums, theirs.view(sums.dtype), out=sums)
+        self._halve_and_double_with(ranks, sums, op)
+        swap({partner: _bytes(sums)}, {})
+
+    def _halve_and_double_with(self, ranks: Sequence[int], sums: Array, op: ReduceOp) -> None:
+        """The same for these ranks, as many as a power of two."""
+        place = ranks.index(self._ranks[self._host])
+        received = self._received[: sums.nbytes].view(sums.dtype)
+        halvings = halving_of(sums.nbytes, len(self._ranks)).halvings
         held, given_away = Interval(0, sums.size), []
-        for bit in range(power.bit_length() - 1):
-            partner = ranks[place ^ 1 << bit]
-            is_lower = not place >> bit & 1
+        for bit in range(len(ranks).bit_length() - 1):
+            partner, is_lower = ranks[place ^ 1 << bit], not place >> bit & 1
             given = held
             if bit < halvings:
                 middle = held.start + held.size // 2
                 halves = Interval(held.start, middle), Interval(middle, held.stop)
                 held, given = halves if is_lower else halves[::-1]
                 given_away.append((partner, held, given))
-            theirs, ours = received[held.slice], sums[held.slice]
+            ours, theirs = sums[held.slice], received[held.slice]
             self._messages.swap({partner: _bytes(sums[given.slice])}, {partner: _bytes(theirs)})
-            # The lower host's first. Of two numbers the order matters only if both are nan.
-            combine(*((ours, theirs) if is_lower else (theirs, ours)), out=ours)
+            # The lower host's first: of two nan the first one's bits remain.
+            lower, upper = (ours, theirs) if is_lower else (theirs, ours)
+            REDUCTIONS[op].ufunc(lower, upper, out=ours)
         for partner, held, given in reversed(given_away):
-            self._messages.swap(
-                {partner: _bytes(sums[held.slice])}, {partner: _bytes(sums[given.slice])}
-            )
-        if self._host < 2 * extra:
-            self._messages.swap({self._ranks[self._host ^ 1]: _bytes(sums)}, {})
+            ours, theirs = _bytes(sums[held.slice]), _bytes(sums[given.slice])
+            self._messages.swap({partner: ours}, {partner: theirs})
 
 
 def _bytes(array: Array) -> Bytes:
