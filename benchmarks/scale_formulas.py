@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import mpi_rounds
 
+from hpcstrat._calls.records import WHOLE
 from hpcstrat._communicators import rail
 from hpcstrat._communicators.mpi import FEW_RANKS
 from hpcstrat._memory.segment import LARGE
@@ -225,10 +226,12 @@ def gather_number(groups):
 
 
 def broadcast_megabyte(groups):
-    """MPI's own broadcast."""
-    checks = 1 + (sum(groups) * MEGABYTE >= LARGE)  # the second that all have the memory
-    rounds = mpi_rounds.broadcast(sum(groups), 0, MEGABYTE)
-    return [agreement(groups)] * checks + [in_mpi(groups, rounds)]
+    """MPI's own broadcast. The ranks' messages differ in size, so many ranks gather the records."""
+    n = sum(groups)
+    differing = [in_mpi(groups, mpi_rounds.all_gather([WHOLE] * n))] if n > FEW_RANKS else []
+    checks = 2 * (n * MEGABYTE >= LARGE)  # that all have the memory, and have read the message
+    rounds = in_mpi(groups, mpi_rounds.broadcast(n, 0, MEGABYTE))
+    return [agreement(groups), *differing, rounds, *[agreement(groups)] * checks]
 
 
 def unsharded(groups, nbytes):

@@ -126,15 +126,7 @@ def any_rank(flag: Any) -> bool:
         raise TypeError(
             f"{current_call()}: flag is {flag!r}; it must be True or False, as of `count > 0`"
         )
-    communicator, own = connect(), bool(flag)
-
-    def write(message: np.ndarray[Any, Any]) -> None:
-        message[0] = own
-
-    return any(
-        bool(message[0])
-        for message in communicator.exchange(signature_of(current_call()), 1, write)
-    )
+    return bool(connect().highest(bool(flag)))
 
 
 def barrier() -> None:

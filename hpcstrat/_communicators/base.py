@@ -278,11 +278,13 @@ class Communicator(CheckedExchange):
             TypeError: the object cannot be pickled.
         """
         with self.raise_together():
-            message = _message(obj if self.rank == root else None)
             signature = signature_of(current_call(), f"root={root}")
-            return records.load_object(
-                self.exchange(signature, message.nbytes, message.write)[root]
-            )
+            if self.rank == root:
+                message = _message(obj)
+                messages = self.exchange(signature, message.nbytes, message.write)
+            else:
+                messages = self.exchange(signature)
+            return records.load_object(messages[root])
 
 
 def _check_no_objects(arrays: Sequence[Array]) -> None:

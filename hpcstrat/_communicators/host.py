@@ -58,6 +58,18 @@ class HostCommunicator(Communicator):
         Sums are in rank order or, between hosts, in that of `reduction.reduce_by_hosts`.
         """
 
+    def highest(self, number: int) -> int:
+        """The highest of the ranks' numbers, each of 0 to 255. Collective."""
+        if self.has_many_ranks:
+            (highest,) = self.reduce_arrays((), [np.array([number], np.uint8)], ReduceOp.MAX)
+            return int(highest[0])
+
+        def write(message: Bytes) -> None:
+            message[0] = number
+
+        messages = self.exchange(signature_of(current_call()), 1, write)
+        return max([int(message[0]) for message in messages])
+
     def background(self) -> Background[HostCommunicator] | None:
         """What makes exchanges while the program computes; `None` where that gains nothing.
 
@@ -107,7 +119,7 @@ class HostCommunicator(Communicator):
     def reduce_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
     ) -> list[Array]:
-        check_on_host(arrays)
+        _check_on_host(arrays)
         layout, signature = layout_and_signature_of(must_match, arrays)
         out = self.new_buffer(layout.nbytes, signature)
         try:
@@ -128,7 +140,7 @@ class HostCommunicator(Communicator):
     def gather_arrays(
         self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
     ) -> list[Array]:
-        check_on_host(arrays)
+        _check_on_host(arrays)
         kinds = [array.dtype for array in arrays]
         # Shapes travel in the message and not in the signature: they may differ along the axis, and
         # are compared when all are here.
@@ -147,7 +159,7 @@ class HostCommunicator(Communicator):
     def broadcast_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
     ) -> list[Array]:
-        check_on_host(arrays)
+        _check_on_host(arrays)
         layout, signature = layout_and_signature_of(must_match, arrays)
         if self.rank == root:
             messages = self.exchange(
@@ -208,7 +220,7 @@ class HostCommunicator(Communicator):
             for rank in everyone
         ]
         for item in outgoing:
-            check_on_host(list(item.to.values()))
+            _check_on_host(list(item.to.values()))
         received = self.exchange_sections(
             signature_of(current_call(), *must_match),
             [nbytes for nbytes, _ in sections],
@@ -279,12 +291,7 @@ class HostCommunicator(Communicator):
         return self.exchange(signature, sizes[self.rank], write)
 
 
-def check_on_host(arrays: Sequence[Array]) -> None:
-    """Checks that none of the arrays is on a GPU.
-
-    Raises:
-        TypeError: one is.
-    """
+def _check_on_host(arrays: Sequence[Array]) -> None:
     for array in arrays:
         if not isinstance(array, np.ndarray):
             raise TypeError(

@@ -10,10 +10,10 @@ import numpy as np
 from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.checked_exchange import Write
-from hpcstrat._communicators.host import HostCommunicator, check_on_host, layout_and_signature_of
+from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.point_to_point import PointToPoint, pieces
 from hpcstrat._core.span import WAITING, span
-from hpcstrat._core.types import Array, Bytes
+from hpcstrat._core.types import Bytes
 from hpcstrat._memory.layout import GROUP_ALIGNMENT, Sections, sections_in
 
 FEW_RANKS = 16
@@ -121,24 +121,6 @@ class MpiCommunicator(HostCommunicator):
         self._all_gather(messages)
         return messages.all()
 
-    def broadcast_arrays(
-        self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
-    ) -> list[Array]:
-        check_on_host(arrays)
-        layout, signature = layout_and_signature_of(must_match, arrays)
-        message = self.new_buffer(layout.nbytes, signature)
-        if self.rank == root:
-            layout.write(message, arrays)
-        self.exchange(signature)
-        try:
-            with self.calls.waiting:
-                for piece in pieces(message, self.LARGEST):
-                    self._comm.Bcast(piece, root=root)
-        except BaseException as error:  # such as a signal's: the others may wait for this rank
-            self.calls.mark_interrupted(error)
-            raise
-        return layout.views(message)
-
     def _reserve(self, nbytes: int) -> None:
         """Makes room for sections of `nbytes` bytes, to send and to receive.
 
@@ -155,13 +137,15 @@ class MpiCommunicator(HostCommunicator):
             self._send_buffer, self._receive_buffer = buffers
         except MemoryError as error:
             self._send_buffer = np.empty(0, np.uint8)
-            problem = f"rank {self.rank}: {error}"
+            problem = str(error) or repr(error)
         # A rank without the memory would raise while the others wait for it in MPI. For small
         # messages the check would cost more than it is worth.
         if wanted < self.CHECKED_BYTES:
             if problem:
-                raise MemoryError(f"no memory for a message between replicas: {problem}")
-        elif problems := [text for text in self._comm.allgather(problem) if text]:
+                raise MemoryError(
+                    f"no memory for a message between replicas: rank {self.rank}: {problem}"
+                )
+        elif problems := list_by_rank(enumerate(self._comm.allgather(problem))):
             # On all ranks, which then check again together.
             self._send_buffer = self._receive_buffer = np.empty(0, np.uint8)
             self.calls.note_shared_error()
@@ -172,11 +156,13 @@ class MpiCommunicator(HostCommunicator):
 
         The sizes are all ranks'.
         """
-        if sections.starts[-1] + sections.sizes[-1] <= self.LARGEST:
+        roots = [rank for rank, size in enumerate(sections.sizes) if size]
+        if len(roots) > 1 and sections.starts[-1] + sections.sizes[-1] <= self.LARGEST:
             self._comm.Allgatherv(self._in_place, sections.for_mpi())
             return
-        for root, section in enumerate(sections.all()):
-            for piece in pieces(section, self.LARGEST):
+        # Of one rank's message MPI would otherwise make a ring, one rank after the other.
+        for root in roots:
+            for piece in pieces(sections.of(root), self.LARGEST):
                 self._comm.Bcast(piece, root=root)
 
     def exchange_sections(

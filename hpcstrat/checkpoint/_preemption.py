@@ -11,7 +11,6 @@ from types import FrameType
 from typing import Any, final
 
 from hpcstrat._calls.collective import collective
-from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call
 from hpcstrat._process import job_files
@@ -100,21 +99,12 @@ class PreemptionHandler:
                 f"{current_call()} was called inside a replica function; call it outside "
                 "Strategy.run"
             )
-        noted = self._noted
-
-        def write(message: Any) -> None:
-            message[0] = noted
-
-        # One byte per rank: signal numbers are at most 64.
-        numbers = [
-            int(message[0])
-            for message in communicator.exchange(signature_of(current_call()), 1, write)
-        ]
         # One rank's signal is enough: Slurm may signal the ranks at different moments, and all must
-        # save the same step.
-        if not any(numbers):
+        # save the same step. Signal numbers are at most 64.
+        number = communicator.highest(self._noted)
+        if not number:
             return
-        self._noted = max(numbers)
+        self._noted = number
         self._save()
         if communicator.rank == 0:
             name = {known.value: known.name for known in signal.Signals}.get(
