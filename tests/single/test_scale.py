@@ -19,8 +19,24 @@ CALLS = [
 UNEVEN = [(1, 2), (4, 2, 1, 4), (1, 1, 5), (2, 3, 3, 1), (2, 3, 1, 4, 5, 6)]
 QUICK = [(3,), (1,) * 2, (1,) * 3, (2,) * 5, (1,) * 17, (3,) * 8, *UNEVEN]
 LARGE = [(8,) * 12, (8,) * 16, (1,) * 128, (8,) * 128]
-GROUPS = [*QUICK, *[pytest.param(groups, marks=pytest.mark.slow) for groups in LARGE]]
 ids = lambda groups: f"{len(groups)} hosts of {sorted({*groups})} ranks"  # noqa: E731
+
+
+def cases(names, most=1024):
+    """Each name with each of the hosts, of up to so many ranks; the largest take minutes."""
+    marks = [pytest.mark.slow, pytest.mark.timeout(600)]
+    return pytest.mark.parametrize(
+        ("name", "groups"),
+        [
+            pytest.param(
+                name, groups, marks=marks if groups in LARGE else (), id=f"{name}-{ids(groups)}"
+            )
+            for name in names
+            for groups in (*QUICK, *LARGE)
+            # A thousand sharded plans, each of a thousand parts, take 6 GB of memory.
+            if sum(groups) <= (128 if name == "sharded" else most)
+        ],
+    )
 
 
 @pytest.fixture
@@ -66,8 +82,7 @@ def sum_of_hosts(sums):
     return sums[0]
 
 
-@pytest.mark.parametrize("groups", GROUPS, ids=ids)
-@pytest.mark.parametrize("name", STEPS)
+@cases(STEPS, most=128)
 def test_a_step_sends_what_the_formula_says(modules, name, groups):
     _, formulas, simulation = modules
     assert [*simulation.STEPS] == STEPS
@@ -90,8 +105,7 @@ def test_a_step_sends_what_the_formula_says(modules, name, groups):
 
 
 @pytest.mark.parametrize("megabytes", [4, pytest.param(400, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("groups", GROUPS, ids=ids)
-@pytest.mark.parametrize("name", STEPS)
+@cases(STEPS)
 def test_a_large_step_sends_what_the_formula_says(modules, name, groups, megabytes):
     """Without memory for its elements."""
     _, formulas, simulation = modules
@@ -103,8 +117,7 @@ def test_a_large_step_sends_what_the_formula_says(modules, name, groups, megabyt
         assert simulation.costs(calls, hosts) == expected
 
 
-@pytest.mark.parametrize("groups", GROUPS, ids=ids)
-@pytest.mark.parametrize("name", CALLS)
+@cases(CALLS)
 def test_a_call_sends_what_the_formula_says(modules, name, groups):
     _, formulas, simulation = modules
     assert [*simulation.CALLS] == CALLS
