@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators import nccl_start
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
@@ -23,9 +22,8 @@ from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.call_name import call_named
 from hpcstrat._core.ranks import join_by_rank
-from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._process.worlds import World
 from hpcstrat._watchdog.channels import StatusChannel, share_memory_channel
@@ -114,11 +112,7 @@ def _check_versions(communicator: HostCommunicator) -> None:
         "HPCSTRAT_TIMELINE": settings.timeline() or "not set",
     }
     with call_named("connecting the ranks"):
-        try:
-            communicator.exchange(signature_of(current_call(), *own.items()))
-            return
-        except ReplicaMismatchError:  # only now does every rank need to know all versions
-            by_rank = communicator.all_gather_obj(own)
+        by_rank = communicator.all_gather_differing_obj(own)
     problems = [
         f"{name} is {join_by_rank(enumerate(other[name] for other in by_rank))}"
         for name in own
