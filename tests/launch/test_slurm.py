@@ -254,7 +254,7 @@ class Job:
 
 
 class Cluster:
-    """A Slurm of eight nodes.
+    """A Slurm of two nodes, or eight.
 
     Attributes:
         folder: jobs are submitted from it; it has the folders of the checkout.
@@ -310,12 +310,11 @@ class Cluster:
             )
 
 
-@pytest.fixture(scope="module")
-def configuration():
-    """The configuration file of a Slurm that runs for all tests of this file."""
-    slurm = LocalSlurm(
-        "-N", "8", "--cpus", "32", "--gpus", "4", "sh", "-c", "echo $SLURM_CONF; exec sleep 1000"
-    )
+@contextlib.contextmanager
+def running(nodes):
+    """A block in which a Slurm of some nodes runs; gives its configuration file."""
+    options = ["-N", str(nodes), "--cpus", "32", "--gpus", "4"]
+    slurm = LocalSlurm(*options, "sh", "-c", "echo $SLURM_CONF; exec sleep 3000")
     try:
         yield slurm.first_line()
         assert slurm.end(signal.SIGTERM) == (143, [])
@@ -323,9 +322,22 @@ def configuration():
         slurm.close()
 
 
+@pytest.fixture(scope="module")
+def configuration():
+    """The configuration file of a Slurm that runs for all tests of this file."""
+    with running(2) as configuration:
+        yield configuration
+
+
 @pytest.fixture
 def cluster(launch, configuration, tmp_path):
     return Cluster(configuration, tmp_path, launch.open_mpi)
+
+
+@pytest.fixture
+def cluster_of_eight(launch, tmp_path):
+    with running(8) as configuration:
+        yield Cluster(configuration, tmp_path, launch.open_mpi)
 
 
 launches = pytest.mark.parametrize("launcher", ["srun", "mpirun"])
@@ -421,9 +433,9 @@ def submit_to_eight_nodes(cluster, *arguments, attempts=3, **options):
 
 
 @pytest.mark.timeout(3 * LONG)
-def test_eight_nodes_learn(cluster):
+def test_eight_nodes_learn(cluster_of_eight):
     # The last of the batches, too, has elements for all ranks.
-    job, outcome = submit_to_eight_nodes(cluster, "--epochs", "4", "--batch-size", "96")
+    job, outcome = submit_to_eight_nodes(cluster_of_eight, "--epochs", "4", "--batch-size", "96")
     assert outcome == ("COMPLETED", 0, 0)
     assert learns(job, replicas=32) >= 0.9
     assert [line.split(":")[0] for line in job.lines if line.startswith("epoch ")] == [
@@ -432,8 +444,10 @@ def test_eight_nodes_learn(cluster):
 
 
 @pytest.mark.timeout(3 * LONG)
-def test_a_rank_of_eight_nodes_dies(cluster):
-    job, outcome = submit_to_eight_nodes(cluster, program=DIES_ON_N5, HPCSTRAT_OUTPUT="all")
+def test_a_rank_of_eight_nodes_dies(cluster_of_eight):
+    job, outcome = submit_to_eight_nodes(
+        cluster_of_eight, program=DIES_ON_N5, HPCSTRAT_OUTPUT="all"
+    )
     assert outcome[0] == "FAILED" and outcome[1] != 0
     starts = [line for line in job.lines if line.startswith("rank ")]
     assert sorted(starts) == sorted(
@@ -442,7 +456,9 @@ def test_a_rank_of_eight_nodes_dies(cluster):
     )
     assert "ends" not in job.lines
     # The launcher ends the others before hpcstrat can report.
-    assert re.search("n5: task 17: Killed" if cluster.open_mpi else "RUNNING AT n5", job.log)
+    assert re.search(
+        "n5: task 17: Killed" if cluster_of_eight.open_mpi else "RUNNING AT n5", job.log
+    )
 
 
 @launches
