@@ -228,14 +228,18 @@ class Job:
 
     def end(self, seconds=SECONDS):
         """Waits for the job's end: its state, its exit status and the number of its restarts."""
-        self._wait(
-            lambda: not self._ask("squeue", "--noheader", f"--jobs={self.number}"), "end", seconds
-        )
+        self._wait(self._has_ended, "end", seconds)
         facts = self._ask("scontrol", "show", "job", str(self.number))
         print(self.log)  # pytest shows it if the test fails
         found = re.search(r"JobState=(\w+).* Restarts=(\d+).* ExitCode=(\d+)", facts, re.DOTALL)
         assert found is not None, facts
         return found[1], int(found[3]), int(found[2])
+
+    def _has_ended(self):
+        try:
+            return not self._ask("squeue", "--noheader", f"--jobs={self.number}")
+        except subprocess.CalledProcessError:  # it gives up where the machine is too busy
+            return False
 
     def signal(self, *options):
         self._ask("scancel", *options, str(self.number))
@@ -455,10 +459,9 @@ def test_a_rank_of_eight_nodes_dies(cluster_of_eight):
         for rank in range(32)
     )
     assert "ends" not in job.lines
-    # The launcher ends the others before hpcstrat can report.
-    assert re.search(
-        "n5: task 17: Killed" if cluster_of_eight.open_mpi else "RUNNING AT n5", job.log
-    )
+    # The launcher ends the others before hpcstrat can report; srun may name some of them with it.
+    report = "n5: tasks? (17|16-)" if cluster_of_eight.open_mpi else "RUNNING AT n5"
+    assert re.search(report, job.log)
 
 
 @launches
