@@ -107,14 +107,14 @@ EDGES = [
 """Sizes beside those at which a transport may take another way."""
 
 
-def test_sums_of_float32_are_in_rank_order_on_every_rank(ordered, place):
-    n = ordered.size
+def test_sums_of_float32_are_in_rank_order_on_every_rank(ordered, place, request):
+    n, is_hosts = ordered.size, request.node.callspec.params["ordered"] == "hosts of one rank"
     for size in [0, 1, 3, *EDGES, 2**17 + 77]:
         parts = [
             np.random.default_rng([size, rank]).standard_normal(size, np.float32)
             for rank in range(n)
         ]
-        expected = functools.reduce(np.add, parts)
+        expected = sum_of_hosts(parts) if is_hosts else sum_in_order(parts)
         mine = place.xp.asarray(parts[ordered.rank])
         assert ordered.all_reduce([mine], SUM)[0].tobytes() == expected.tobytes(), size
         if size not in EDGES:
@@ -508,14 +508,19 @@ def test_the_order_of_sums(monkeypatch, name):
         parts = [np.random.default_rng(r).standard_normal(size, np.float32) for r in range(n)]
         ranks = iter(parts)
         of_hosts = [sum_in_order([next(ranks) for _ in range(count)]) for count in hosts if count]
-        if len(of_hosts) == 4:
-            of_hosts = [of_hosts[0] + of_hosts[1], of_hosts[2] + of_hosts[3]]
-        check_bits = sum_in_order(of_hosts).tobytes()
+        check_bits = sum_of_hosts(of_hosts).tobytes()
         assert communicator.all_reduce([parts[rank]], SUM)[0].tobytes() == check_bits
 
 
 def sum_in_order(arrays):
     return functools.reduce(np.add, arrays)
+
+
+def sum_of_hosts(arrays):
+    """Neighbors first, then the neighbors of these sums."""
+    while len(arrays) > 1:
+        arrays = [sum_in_order(arrays[i : i + 2]) for i in range(0, len(arrays), 2)]
+    return arrays[0]
 
 
 @pytest.mark.parametrize("difference", [-1, 0, 1])
