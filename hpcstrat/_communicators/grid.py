@@ -38,14 +38,15 @@ class Grid:
     """
 
     def __init__(self, host_of: Sequence[int]) -> None:
-        self.hosts: list[list[int]] = [
-            [rank for rank, other in enumerate(host_of) if other == host]
-            for host in dict.fromkeys(host_of)
-        ]
+        members: dict[int, list[int]] = {}
+        for rank, host in enumerate(host_of):
+            members.setdefault(host, []).append(rank)
+        self.hosts: list[list[int]] = [*members.values()]
+        self._peers = {rank: ranks for ranks in self.hosts for rank in ranks}
 
     def peers(self, rank: int) -> list[int]:
         """The ranks of this rank's host, itself included: its column."""
-        return next(host for host in self.hosts if rank in host)
+        return self._peers[rank]
 
     def servers(self, rank: int) -> list[int]:
         """The rank of each host that serves this rank: its row."""
