@@ -19,11 +19,15 @@ CALLS = [
 UNEVEN = [(1, 2), (4, 2, 1, 4), (1, 1, 5), (2, 3, 3, 1), (2, 3, 1, 4, 5, 6)]
 QUICK = [(3,), (1,) * 2, (1,) * 3, (2,) * 5, (1,) * 17, (3,) * 8, *UNEVEN]
 LARGE = [(8,) * 12, (8,) * 16, (1,) * 128, (8,) * 128]
-ids = lambda groups: f"{len(groups)} hosts of {sorted({*groups})} ranks"  # noqa: E731
+
+
+def ids(groups):
+    """In words; those of 128 hosts take minutes, so `.ci/run` leaves them to the night."""
+    return f"{len(groups)} hosts of {sorted({*groups})} ranks{', nightly' * (len(groups) >= 128)}"
 
 
 def cases(names, most=1024):
-    """Each name with each of the hosts, of up to so many ranks; the largest take minutes."""
+    """Each name with each of the hosts, of up to so many ranks."""
     marks = [pytest.mark.slow, pytest.mark.timeout(600)]
     return pytest.mark.parametrize(
         ("name", "groups"),
