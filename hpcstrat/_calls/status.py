@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import json
 import os
 import sys
 import sysconfig
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import NamedTuple
 
@@ -74,6 +77,24 @@ class RankStatus(NamedTuple):
         return cls(*fields)
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """A block in which the stacks of other threads may be read.
+
+    Before Python 3.12 an allocation may collect garbage, and a destructor let another thread run
+    while Python lists the threads' frames: a deadlock (python/cpython#106883).
+    """
+    was_enabled = sys.version_info < (3, 12) and gc.isenabled()
+    if was_enabled:
+        gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_no_collection()
 def user_frame_of(thread: int) -> str:
     """Where a thread is in the user's program; if it has ended, where the main thread is."""
     frames = sys._current_frames()
@@ -87,6 +108,7 @@ def user_frame() -> str:
     return _location_of(sys._getframe())
 
 
+@_no_collection()
 def user_frame_in_call(thread: int) -> str | None:
     """Where in the user's program a thread is in a call of the library; `None` if it is in none.
 

@@ -375,6 +375,21 @@ def test_the_place_is_a_line_of_the_program():
     assert found[0] in [f"{os.path.relpath(__file__)}:{line + i} in {name}" for i in (1, 2)]
 
 
+def test_no_garbage_is_collected_while_stacks_are_read(monkeypatch):
+    """Before Python 3.12 a deadlock; a program that has switched it off finds it off."""
+    seen, look = [], sys._current_frames
+    monkeypatch.setattr(sys, "_current_frames", lambda: (seen.append(gc.isenabled()), look())[1])
+    for switch in (gc.enable, gc.disable):
+        switch()
+        was_enabled = gc.isenabled()
+        thread = threading.Thread(target=user_frame_of, args=(MAIN,))
+        thread.start()
+        thread.join()
+        assert gc.isenabled() == was_enabled
+    gc.enable()
+    assert seen == [sys.version_info >= (3, 12), False]
+
+
 def test_looking_for_the_place_keeps_nothing_alive():
     class Large:
         pass
