@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,9 +82,9 @@ class MpiCommunicator(HostCommunicator):
         duplicate._messages.sleep()
         return duplicate
 
+    @abc.abstractmethod
     def _duplicate(self) -> MpiCommunicator:
         """Another communicator of the same ranks. Collective."""
-        raise NotImplementedError
 
     # ---- records
 
