@@ -1,5 +1,6 @@
 """Shows files of the whole repository on the site, and adapts the links between them."""
 
+import importlib.metadata
 import os
 import pathlib
 import re
@@ -12,6 +13,7 @@ from mkdocs.structure.toc import AnchorLink
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = (
+    "README.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
     "benchmarks/README.md",
@@ -19,11 +21,20 @@ PAGES = (
     "slurm/README.md",
     "tests/conformance/README.md",
 )
-LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")
+LINK = re.compile(r'(?:(?<=\]\()|(?<=src=")|(?<=srcset="))(?!\w+:|#)[^)#\s"]+')
 NAMES = re.compile(r"<td.*?</td>|<h[2-6] .*?</h[2-6]>", re.DOTALL)
 CODE = re.compile(r"<code>.*?</code>|<span class=\"doc doc-object-name.*?</span>", re.DOTALL)
 TEXT = re.compile(r"(?<=>)[^<]+")
 LAYERS = "<!-- the layers of pyproject.toml -->"
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Takes the addresses of repository and site from `pyproject.toml`, if it has any."""
+    pairs = importlib.metadata.metadata("hpcstrat").get_all("Project-URL") or []
+    urls = dict(pair.split(", ", 1) for pair in pairs)
+    config.repo_url = urls.get("Repository")
+    config.site_url = urls.get("Documentation")
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -1,5 +1,6 @@
 """Every code block of the documentation runs and prints what the page shows; all names exist."""
 
+import importlib.metadata
 import os
 import re
 import shlex
@@ -57,7 +58,7 @@ def test_there_are_blocks_of_all_pages():
         "slurm/README.md",
         "benchmarks/README.md",
     } <= BLOCKS.keys()
-    for name in "index", "model", "moving", "hangs", "checkpoints", "performance":
+    for name in "getting_started", "model", "moving", "hangs", "checkpoints", "performance":
         assert BLOCKS[f"docs/{name}.md"]
 
 
@@ -177,6 +178,16 @@ def test_commands_of_the_readme():
         'pip install ".[mpich,test]" && launch/test',
     ):
         assert f"\n{command}\n" in text
+
+
+def test_addresses_are_those_of_the_package():
+    """`[project.urls]` is the one place that knows them; what cannot read it says the same."""
+    pairs = importlib.metadata.metadata("hpcstrat").get_all("Project-URL") or []
+    urls = dict(pair.split(", ", 1) for pair in pairs)
+    found = re.findall(r"https?://\S*hpcstrat[^\s)>\"`]*", (ROOT / "README.md").read_text())
+    assert set(found) <= set(urls.values())
+    cited = re.findall(r"^repository-code: (\S+)", (ROOT / "CITATION.cff").read_text(), re.M)
+    assert cited == [url for name, url in urls.items() if name == "Repository"]
 
 
 def test_files_that_pages_name_exist():
