@@ -157,6 +157,15 @@ class Options(_OptionGroup):
     strategy with several workers refuses it. The order of elements is always kept, whatever
     `deterministic` is. The groups are `autotune`, `experimental_distribute`,
     `experimental_optimization` and `threading`.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> options = hs.data.Options()
+        >>> options.experimental_distribute.auto_shard_policy = hs.data.AutoShardPolicy.OFF
+        >>> dataset = hs.data.Dataset.range(5).batch(8).with_options(options)
+        >>> options.experimental_distribute.shard_policy = hs.data.AutoShardPolicy.OFF
+        Traceback (most recent call last):
+        AttributeError: Options.experimental_distribute has no attribute 'shard_policy'; ...
     """
 
     def __init__(self) -> None:
@@ -175,7 +184,16 @@ class Options(_OptionGroup):
         super().__setattr__(attribute, value)
 
     def merge(self, options: Options) -> Options:
-        """A copy of these options, overridden by those that are set in `options`."""
+        """A copy of these options, overridden by those that are set in `options`.
+
+        Examples:
+            >>> ours, theirs = hs.data.Options(), hs.data.Options()
+            >>> ours.deterministic, ours.experimental_slack = True, True
+            >>> theirs.deterministic = False
+            >>> merged = ours.merge(theirs)
+            >>> merged.deterministic, merged.experimental_slack
+            (False, True)
+        """
         merged = Options()
         for source in (self, options):
             for name in _ATTRIBUTES:
@@ -238,6 +256,11 @@ class InputContext:
 
         Raises:
             ValueError: `global_batch_size` is not a multiple of the number of replicas.
+
+        Examples:
+            >>> context = hs.data.InputContext(num_input_pipelines=2, num_replicas_in_sync=4)
+            >>> context.get_per_replica_batch_size(256)
+            64
         """
         share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:

@@ -223,7 +223,16 @@ class ResumableDataset(Resumable):
 
 @final
 class Optional:
-    """An element, or none because the iteration is over: the result of `get_next_as_optional`."""
+    """An element, or none because the iteration is over: the result of `get_next_as_optional`.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> iterator = iter(hs.data.Dataset.range(3).batch(2))
+        >>> while (batch := iterator.get_next_as_optional()).has_value():
+        ...     print(batch.get_value())
+        [0 1]
+        [2]
+    """
 
     def __init__(self, values: tuple[Any] | tuple[()], spec: Callable[[], Any]) -> None:
         self._values = values
@@ -231,21 +240,37 @@ class Optional:
 
     @staticmethod
     def from_value(value: Any) -> Optional:
-        """An `Optional` with the element `value`, a nest of arrays.
+        """An `Optional` with the element `value`, a nest of arrays or array-likes.
 
         Raises:
             TypeError: a leaf cannot become an array.
+
+        Examples:
+            >>> hs.data.Optional.from_value({"x": [1.5, 2.5]})
+            Optional({'x': array([1.5, 2.5], dtype=float32)})
         """
         element = _elements.as_element(value)
         return Optional((element,), lambda: _elements.spec_of(element))
 
     @staticmethod
     def empty(element_spec: Any) -> Optional:
-        """An `Optional` without an element; `element_spec` describes the missing element."""
+        """An `Optional` without an element; `element_spec` describes the missing element.
+
+        Examples:
+            >>> nothing = hs.data.Optional.empty(hs.TensorSpec((2,)))
+            >>> nothing, nothing.element_spec
+            (Optional(), TensorSpec(shape=(2,), dtype=float32, name=None))
+        """
         return Optional((), lambda: element_spec)
 
     def has_value(self) -> bool:
-        """Whether there is an element."""
+        """Whether there is an element.
+
+        Examples:
+            >>> iterator = iter(hs.data.Dataset.range(1))
+            >>> [iterator.get_next_as_optional().has_value() for _ in range(3)]
+            [True, False, False]
+        """
         return bool(self._values)
 
     def get_value(self) -> Any:
@@ -253,6 +278,11 @@ class Optional:
 
         Raises:
             ValueError: there is no element.
+
+        Examples:
+            >>> hs.data.Optional.empty(None).get_value()
+            Traceback (most recent call last):
+            ValueError: Optional.get_value: there is no element; ask has_value() first
         """
         if not self._values:
             raise ValueError("Optional.get_value: there is no element; ask has_value() first")
@@ -260,7 +290,12 @@ class Optional:
 
     @property
     def element_spec(self) -> Any:
-        """The element's nest of `TensorSpec`."""
+        """The element's nest of `TensorSpec`, with or without an element.
+
+        Examples:
+            >>> hs.data.Optional.from_value(np.zeros((2, 3))).element_spec
+            TensorSpec(shape=(2, 3), dtype=float64, name=None)
+        """
         return self._spec()
 
     def __repr__(self) -> str:

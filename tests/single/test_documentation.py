@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 from internals import settings
 from public_api import PUBLIC_MODULES, public_names
@@ -26,9 +27,15 @@ NAMES = [
     for name in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
 ]
 MODULES = [
-    name
+    importlib.import_module(name)
     for _, name, _ in pkgutil.walk_packages(hs.__path__, "hpcstrat.")
     if not name.endswith("__main__")
+]
+# Classes of which every public method and property has an example.
+SHOWN_BY_EXAMPLES = [
+    "hpcstrat.data.InputContext",
+    "hpcstrat.data.Optional",
+    "hpcstrat.data.Options",
 ]
 
 
@@ -133,29 +140,50 @@ def test_the_reference_has_what_modules_export():
 
 
 def examples():
-    """(name, example) of all docstrings with examples."""
-    finder = doctest.DocTestFinder(exclude_empty=True)
-    found = [test for name in MODULES for test in finder.find(importlib.import_module(name))]
-    # Names that appear as the package's own are not found in the files that define them.
-    for name, thing in public_names(with_methods=False).items():
-        namespace = dict(vars(importlib.import_module(name.rpartition(".")[0])))
-        found += finder.find(thing, name, module=False, globs=namespace)
-    return {test.name: test for test in found if test.examples}
+    """The examples, by the `id` of what they show: classes inherit methods with their examples."""
+    finder = doctest.DocTestFinder(exclude_empty=True, recurse=False)
+    things = public_names()
+    for module in MODULES:
+        for name, thing in vars(module).items():
+            if inspect.isfunction(thing) and thing.__module__ == module.__name__:
+                things[f"{thing.__module__}.{name}"] = thing
+    found = {}
+    # The shortest name is that of the class that defines a method: `Strategy.run`.
+    for name, thing in sorted(things.items(), key=lambda item: len(item[0])):
+        home = max(
+            (module for module in [hs, *MODULES] if name.startswith(f"{module.__name__}.")),
+            key=lambda module: len(module.__name__),
+        )
+        # Methods are shown below their class, whose example has the imports.
+        namespace = {"np": np, "hs": hs, **vars(home)}
+        tests = finder.find(thing, name, module=False, globs=namespace)
+        if tests and tests[0].examples:
+            found.setdefault(id(thing), tests[0])
+    return found
 
 
-TESTS = examples()
+EXAMPLES = examples()
 
 
 def test_the_methods_of_tensorflows_documentation_have_examples():
     methods = ["run", "reduce", "gather", "experimental_distribute_values_from_function"]
     methods += ["experimental_distribute_dataset", "distribute_datasets_from_function"]
-    assert all(">>>" in getattr(hs.Strategy, name).__doc__ for name in methods)
+    assert all(id(getattr(hs.Strategy, name)) in EXAMPLES for name in methods)
 
 
-@pytest.mark.parametrize("name", TESTS)
-def test_examples_run(name):
-    report = []
-    doctest.DocTestRunner(optionflags=doctest.REPORT_NDIFF).run(TESTS[name], out=report.append)
+@pytest.mark.parametrize("name", SHOWN_BY_EXAMPLES)
+def test_every_method_has_an_example(name):
+    things = {
+        inner: thing for inner, thing in public_names().items() if inner.startswith(f"{name}.")
+    }
+    assert things
+    assert [inner for inner, thing in things.items() if id(thing) not in EXAMPLES] == []
+
+
+@pytest.mark.parametrize("example", EXAMPLES.values(), ids=lambda example: example.name)
+def test_examples_run(example):
+    report, flags = [], doctest.REPORT_NDIFF | doctest.ELLIPSIS
+    doctest.DocTestRunner(optionflags=flags).run(example, out=report.append)
     assert not report, "".join(report)
 
 
