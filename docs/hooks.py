@@ -18,6 +18,7 @@ PAGES = (
     "CONTRIBUTING.md",
     "benchmarks/README.md",
     "examples/README.md",
+    "examples/ported/README.md",
     "slurm/README.md",
     "tests/conformance/README.md",
 )

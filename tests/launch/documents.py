@@ -18,7 +18,10 @@ ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *(ROOT / folder / "README.md" for folder in ("examples", "slurm", "benchmarks")),
+    *(
+        ROOT / folder / "README.md"
+        for folder in ("examples", "examples/ported", "slurm", "benchmarks")
+    ),
 ]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 

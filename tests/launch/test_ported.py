@@ -1,0 +1,154 @@
+"""The ported programs of examples/ported print what the originals print, on any number of ranks.
+
+A new port is a folder, a row in `PORTS`, a row in the table of examples/ported/README.md, and, if
+it has a picture.py, its picture in docs/gallery.
+"""
+
+import ast
+import dataclasses
+import difflib
+import importlib.util
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDER = ROOT / "examples" / "ported"
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Port:
+    """A folder of `examples/ported`, with `before.py`, `after.py` and perhaps `picture.py`.
+
+    Attributes:
+        name: the folder's.
+        rel: how far the printed numbers may be apart, relatively.
+        why: the reason for that.
+        abs: how far, absolutely, for numbers near zero.
+        on_gpus: whether it computes with NumPy or CuPy; `before.py` then takes `--gpu`.
+        needs: a module without which neither program runs.
+        recorded: whether `before.py` needs a package that the tests do not install. What it
+            printed is in `before.txt`, below a line with the package's version.
+        options: of both programs.
+    """
+
+    name: str
+    rel: float
+    why: str
+    abs: float = 0
+    on_gpus: bool = True
+    needs: str | None = None
+    recorded: bool = False
+    options: tuple[str, ...] = ()
+
+    def path(self, name):
+        return FOLDER / self.name / name
+
+
+PORTS = [
+    Port("kmeans", rel=1e-6, abs=2e-6, why="six decimals are printed; the sums' order differs"),
+]
+
+
+def cases():
+    """Each port on 2 or 3 ranks, in turn; at night alone and on the other numbers of ranks."""
+    found = []
+    for i, port in enumerate(PORTS):
+        quick = (2, 3)[i % 2]
+        name = "-".join(filter(None, [port.name, port.needs]))
+        for gpus in ("CPU", "GPU")[: 1 + port.on_gpus]:
+            found.append(pytest.param(gpus, port, [quick], id=f"{name}-{gpus}"))
+            rest, slow = [None, 1, 5 - quick, 4], pytest.mark.slow
+            found.append(pytest.param(gpus, port, rest, id=f"{name}-{gpus}-nightly", marks=slow))
+    return found
+
+
+def skip_unless_it_runs(port):
+    if port.needs is not None and importlib.util.find_spec(port.needs) is None:
+        pytest.skip(f"{port.needs} is not installed")
+
+
+def original(launch, port, are_seen):
+    """What the original prints: one process."""
+    if port.recorded:
+        return port.path("before.txt").read_text().partition("\n")[2]
+    options = ["--gpu"] if are_seen else []
+    result = launch(port.path("before.py"), None, *port.options, *options, gpus=are_seen)
+    assert result.status == 0
+    return result.stdout
+
+
+@pytest.mark.parametrize(("gpus", "port", "counts"), cases(), indirect=["gpus"])
+def test_a_port_prints_what_the_original_prints(launch, gpus, port, counts):
+    skip_unless_it_runs(port)
+    are_seen, numbers = gpus
+    before = original(launch, port, are_seen)
+    expected = [float(number) for number in NUMBER.findall(before)]
+    assert expected
+    for ranks in [ranks for ranks in counts if ranks in numbers] or [1]:
+        result = launch(port.path("after.py"), ranks, *port.options, gpus=are_seen, env=ONE_THREAD)
+        assert (result.status, result.leftovers) == (0, [])
+        assert "Warning" not in result.stderr
+        assert NUMBER.sub("#", result.stdout) == NUMBER.sub("#", before)
+        found = [float(number) for number in NUMBER.findall(result.stdout)]
+        assert found == pytest.approx(expected, rel=port.rel, abs=port.abs), port.why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "port",
+    [
+        pytest.param(port, id=f"{port.name}-nightly")
+        for port in PORTS
+        if port.path("picture.py").exists()
+    ],
+)
+def test_pictures_of_the_gallery(launch, port, tmp_path):
+    """docs/gallery has two of each, light and dark; the gallery's command draws it again."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    skip_unless_it_runs(port)
+    pictures = sorted((ROOT / "docs" / "gallery").glob(f"ported-{port.name}-*"))
+    assert [path.stem.rpartition("-")[2] for path in pictures] == ["dark", "light"]
+    assert all(path.stat().st_size < 60_000 for path in pictures if path.suffix == ".svg")
+    drawn = tmp_path / f"drawn{pictures[0].suffix}"
+    result = launch(FOLDER / "draw.py", 4, port.name, drawn, *port.options, env=ONE_THREAD)
+    assert (result.status, result.leftovers) == (0, [])
+    assert "Warning" not in result.stderr
+    assert drawn.stat().st_size > 1000
+
+
+def program_lines(path):
+    """A program's lines without the docstring at its top and without empty lines."""
+    source = path.read_text()
+    first = ast.parse(source).body[0]
+    return [line for line in source.splitlines()[first.end_lineno :] if line.strip()]
+
+
+def row(name):
+    """The numbers in the README's row: lines before, lines after, and those changed."""
+    before, after = (program_lines(FOLDER / name / f"{one}.py") for one in ("before", "after"))
+    changes = [
+        (j2 - j1, i2 - i1)
+        for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(
+            None, before, after, autojunk=False
+        ).get_opcodes()
+        if tag != "equal"
+    ]
+    added, removed = map(sum, zip(*changes, strict=True))
+    return f"{len(before)} | {len(after)} | +{added} -{removed}"
+
+
+def test_the_table_has_every_port_and_counts_its_lines():
+    names = {path.parent.name for path in FOLDER.glob("*/after.py")}
+    assert sorted(port.name for port in PORTS) == sorted(names)
+    rows = re.findall(
+        r"^\| \[`(\w+)`\]\(\1/after\.py\) \| [^|]+ \| (\d+ \| \d+ \| \+\d+ -\d+) \|",
+        (FOLDER / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    assert dict(rows) == {name: row(name) for name in names}
+    longest = max(FOLDER.rglob("*.py"), key=lambda path: path.read_text().count("\n"))
+    assert longest.read_text().count("\n") < 150, longest
