@@ -64,7 +64,7 @@ def main():
     def simulate():
         context = hs.get_replica_context()
         random = context.random_generator(options.seed)
-        paths = options.paths // n + (context.replica_id_in_sync_group < options.paths % n)
+        paths = options.paths // n + (hs.replica_id() < options.paths % n)
         moves = VOLATILITY * math.sqrt(step) * random.standard_normal((paths, DATES))
         logs = math.log(SPOT) + xp.cumsum(moves + (RATE - VOLATILITY**2 / 2) * step, axis=1)
         discount = math.exp(-RATE * YEARS)

@@ -152,6 +152,32 @@ def test_command(launch, block, tmp_path):
         assert block.prints(result.stdout) == expected
 
 
+@pytest.mark.slow
+def test_pytest_on_several_ranks_prints_one_report(launch, tmp_path):
+    """By docs/debugging.md's `conftest.py`; a failure on another rank is shown as well."""
+    pytest.importorskip("pytest_mpi", reason="pytest-mpi is not installed")
+    files = [block for block in BLOCKS["docs/debugging.md"] if "file" in block.says]
+    for block in files:
+        (tmp_path / block.says["file"]).write_text(block.text)
+    failing = "import hpcstrat as hs\ndef test_one(): pass\ndef test_two(): assert hs.rank() != 1\n"
+    (tmp_path / "test_failing.py").write_text(failing)
+    for name, status, passed, shown in (("mean", 0, 2, 0), ("failing", 1, 2, 1)):
+        command = f"""
+            import os, sys
+            path = {str(tmp_path / f"test_{name}.py")!r}
+            options = "-m", "pytest", "-p", "hpcstrat", "-p", "no:cacheprovider", "--with-mpi", path
+            os.execv(sys.executable, [sys.executable, *options])
+        """
+        result = launch(command, 3, timeout=60)
+        assert result.status == status
+        assert re.findall(r"(\d+) passed in", result.stdout) == [str(passed)]
+        assert result.stderr.count("assert 1 != 1") == shown
+        assert (
+            len(re.findall(r"^\[rank 1\] .*test_failing.py::test_two$", result.stderr, re.M))
+            == shown
+        )
+
+
 def check_words(commands):
     """Bash accepts the commands; the files that they name exist and take their options."""
     subprocess.run(["bash", "-n"], input=commands, text=True, check=True)
