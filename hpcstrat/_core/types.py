@@ -185,6 +185,15 @@ class ValueContext:
     Attributes:
         replica_id_in_sync_group: the index of the replica.
         num_replicas_in_sync: the number of replicas.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> def offset(context):
+        ...     return 10.0 * context.replica_id_in_sync_group / context.num_replicas_in_sync
+        >>> print(hs.CentralStorageStrategy().experimental_distribute_values_from_function(offset))
+        0.0
+        >>> offset(hs.ValueContext(replica_id_in_sync_group=3, num_replicas_in_sync=4))
+        7.5
     """
 
     replica_id_in_sync_group: int = 0
@@ -199,6 +208,13 @@ class RunOptions:
         experimental_enable_dynamic_batch_size: batches may differ in size.
         experimental_bucketizing_dynamic_shape: sizes are rounded up to a few different sizes.
         experimental_xla_options: options of a compiler.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> options = hs.RunOptions(experimental_enable_dynamic_batch_size=False)
+        >>> strategy.run(lambda x: x + 1, args=(3,), options=options)
+        4
     """
 
     experimental_enable_dynamic_batch_size: bool = True

@@ -245,6 +245,17 @@ class InputContext:
         num_input_pipelines: the number of pipelines that feed the replicas: one per worker.
         input_pipeline_id: the index of this pipeline.
         num_replicas_in_sync: the total number of replicas of all workers.
+
+    Examples:
+        What the second of two workers gets, for its two replicas:
+
+        >>> import hpcstrat as hs
+        >>> def pipeline(context):
+        ...     dataset = hs.data.Dataset.range(16)
+        ...     dataset = dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
+        ...     return dataset.batch(context.get_per_replica_batch_size(8))
+        >>> print(*pipeline(hs.InputContext(2, input_pipeline_id=1, num_replicas_in_sync=4)))
+        [1 3] [5 7] [ 9 11] [13 15]
     """
 
     num_input_pipelines: int = 1
@@ -295,6 +306,14 @@ class InputOptions:
             addition to the next batch.
         even_batches: deprecated: `True` is the default behaviour, which splits every batch evenly;
             instead of `False`, set `AutoShardPolicy.OFF` in the dataset's options.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> three_ahead = hs.InputOptions(experimental_per_replica_buffer_size=3)
+        >>> dataset = hs.data.Dataset.range(5).batch(2)
+        >>> print(*strategy.experimental_distribute_dataset(dataset, three_ahead))
+        [0 1] [2 3] [4]
     """
 
     experimental_fetch_to_device: bool | None = None

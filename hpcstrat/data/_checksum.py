@@ -12,6 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat._core import nests
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.ranks import join_by_rank
+from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat.data import _elements
 
 # A sample must be cheap compared with a first epoch, and yet show a shuffle, a cast or an offset.
@@ -58,6 +61,24 @@ class PipelineChecksum:
         self.value = zlib.crc32(nests.describe(structure).encode(), self.value)
         for leaf in leaves:
             self.value = of_array(np.asarray(leaf), self.value)
+
+
+def require_equal_arrays(of_worker: Sequence[tuple[int, list[tuple[str, int]]]]) -> None:
+    """Compares the checksums of a worker's ranks, given as pairs of a rank and its arrays'."""
+    ranks, contents = zip(*of_worker, strict=True)
+    for checksums in zip(*contents, strict=True):
+        if len(set(checksums)) > 1:
+            seen = join_by_rank(
+                (rank, f"{checksum:08x}")
+                for rank, (_, checksum) in zip(ranks, checksums, strict=True)
+            )
+            raise ReplicaMismatchError(
+                f"{current_call()}: the ranks have different arrays in {checksums[0][0]}, with "
+                f"checksums {seen}. Every rank must have the same data in the same order; each "
+                "replica then gets its share. Draw, shuffle and split with a seed that all ranks "
+                "share, such as np.random.default_rng(0) or train_test_split(..., random_state=0), "
+                "or send rank 0's arrays to all: hs.broadcast_object(arrays)"
+            )
 
 
 def of_array(array: np.ndarray[Any, Any], value: int = 0) -> int:

@@ -2,35 +2,22 @@
 
 from __future__ import annotations
 
-import glob
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
-import numpy as np
-import numpy.typing as npt
-
 from hpcstrat._core import nests
-from hpcstrat._core.types import TensorSpec
-from hpcstrat.data import _combining, _elements, _sources
-from hpcstrat.data._arguments import (
-    Options,
-    function_of,
-    path_of,
-    refuse_second,
-    seed_of,
-    weights_of,
-    whole,
-)
+from hpcstrat.data import _combining
+from hpcstrat.data._arguments import Options, function_of, seed_of, weights_of, whole
 from hpcstrat.data._functions import check_node
 from hpcstrat.data._indexing import Annotated, Counted, options_of
-from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
+from hpcstrat.data._making import SourceDataset
+from hpcstrat.data._node import INFINITE, EpochPass, Node, ShuffleState
 from hpcstrat.data._resuming import DatasetIterator, length
-from hpcstrat.data._saving import SavableDataset
 
 
 @final
-class Dataset(SavableDataset):
+class Dataset(SourceDataset):
     """A pipeline that yields elements: nests of NumPy arrays or, without dimensions, NumPy scalars.
 
     Make a dataset with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or
@@ -43,117 +30,23 @@ class Dataset(SavableDataset):
     element receives the members of a tuple as separate arguments.
 
     An argument of the wrong type, such as text for a size, is a TypeError that names both.
+
+    Examples:
+        >>> import numpy as np
+        >>> import hpcstrat as hs
+        >>> x, y = np.linspace(0, 1, 5), np.array([0, 0, 1, 1, 1])
+        >>> dataset = hs.data.Dataset.from_tensor_slices((x, y)).shuffle(5, seed=1)
+        >>> for points, labels in dataset.map(lambda x, y: (2 * x, y)).batch(2):
+        ...     print(points, labels)
+        [2. 0.] [1 0]
+        [0.5 1. ] [0 1]
+        [1.5] [1]
     """
 
-    def __init__(self, node: Node | None = None) -> None:
-        if not isinstance(node, Node):
-            raise TypeError(
-                "Dataset: make one with range, from_tensors, from_tensor_slices, from_generator or "
-                "zip"
-            )
-        super().__init__(node)
-
-    @staticmethod
-    def range(
-        *args: int, output_type: npt.DTypeLike = np.int64, name: str | None = None
-    ) -> Dataset:
-        """The integers `range(*args)`, each a scalar of dtype `output_type`.
-
-        Raises:
-            TypeError: an argument is not an int.
-            ValueError: the step is 0.
-        """
-        bounds = [whole(number, "Dataset.range", "an argument") for number in args]
-        return Dataset(_sources.Integers(range(*bounds), output_type))
-
-    @staticmethod
-    def counter(
-        start: int = 0, step: int = 1, dtype: npt.DTypeLike = np.int64, name: str | None = None
-    ) -> Dataset:
-        """The integers `start`, `start + step` and so on without end, each a scalar of `dtype`."""
-        first = whole(start, "Dataset.counter", "start")
-        return Dataset(_sources.Counter(first, whole(step, "Dataset.counter", "step"), dtype))
-
-    @staticmethod
-    def from_tensors(tensors: Any, name: str | None = None) -> Dataset:
-        """One element: the nest of arrays `tensors`.
-
-        Raises:
-            TypeError: a leaf cannot become an array, or `name` is not a string.
-        """
-        refuse_second(name, "from_tensors")
-        return Dataset(_sources.Tensors(tensors))
-
-    @staticmethod
-    def from_tensor_slices(tensors: Any, name: str | None = None) -> Dataset:
-        """The slices of a nest of arrays of shapes `(n, ...)`: n elements.
-
-        The arrays are not copied, so do not change them while the dataset is used. A `numpy.memmap`
-        stays on disk, and so does an array in a file (h5py, zarr, netCDF4): whatever can be
-        indexed, has a shape and a dtype, and shares no memory. Its rows are read when they are
-        needed, consecutive rows of a batch together, and each replica reads only its own. A read
-        may fail on one rank, so ranks compare their steps, as with functions.
-
-        Raises:
-            TypeError: a leaf cannot become an array, or `name` is not a string.
-            ValueError: a leaf has no dimensions, or first dimensions differ.
-        """
-        refuse_second(name, "from_tensor_slices")
-        return Dataset(_sources.Slices(tensors))
-
-    @staticmethod
-    def from_generator(
-        generator: Callable[..., Iterable[Any]],
-        output_types: Any = None,
-        output_shapes: Any = None,
-        args: tuple[Any, ...] | None = None,
-        output_signature: Any = None,
-        name: str | None = None,
-    ) -> Dataset:
-        """The elements that a generator function yields; each iteration calls the function once.
-
-        Args:
-            generator: a function that returns an iterable. Under a strategy it runs on every rank
-                and must yield the same elements on all.
-            output_types: a nest of dtypes, to which the elements' leaves are converted.
-            output_shapes: a nest of shapes, which the leaves must have; `None` for sizes that vary.
-            args: arrays or array-likes, with which `generator` is called.
-            output_signature: a nest of `TensorSpec`, instead of types and shapes. Without either,
-                elements are taken as they come.
-            name: ignored; accepted for compatibility with TensorFlow.
-
-        Raises:
-            TypeError: `generator` is not a function, both a signature and types or shapes are
-                given, or only shapes.
-            ValueError: while iterating: an element does not match.
-        """
-        call = "Dataset.from_generator"
-        if not callable(generator):
-            raise TypeError(
-                f"{call}: generator is {type(generator).__name__}; it must be a function that "
-                "returns an iterator, because each iteration calls it again (pass `f`, not `f()`)"
-            )
-        if output_signature is not None and not (output_types is None and output_shapes is None):
-            raise TypeError(
-                f"{call}: output_signature replaces output_types and output_shapes; pass one or "
-                "the other"
-            )
-        if output_shapes is not None:
-            if output_types is None:
-                raise TypeError(
-                    f"{call}: output_shapes came without output_types; pass both, or an "
-                    "output_signature"
-                )
-            types, structure = _elements.flatten(output_types)
-            shapes: list[Any] = structure.flatten_up_to(output_shapes)
-            output_signature = structure.unflatten(map(TensorSpec, shapes, types))
-        for spec in [] if output_signature is None else _elements.flatten(output_signature)[0]:
-            if not isinstance(spec, TensorSpec):
-                raise TypeError(
-                    f"{call}: output_signature has a leaf {spec!r}; each must be a TensorSpec"
-                )
-        arrays = tuple(map(_elements.as_element, args or ()))
-        return Dataset(_sources.generated(generator, arrays, output_types, output_signature))
+    def __init__(self, *args: Any) -> None:
+        raise TypeError(
+            "Dataset: make one with range, from_tensors, from_tensor_slices, from_generator or zip"
+        )
 
     @staticmethod
     def zip(*args: Any, datasets: Any = None, name: str | None = None) -> Dataset:
@@ -167,6 +60,15 @@ class Dataset(SavableDataset):
 
         Raises:
             TypeError: a leaf is not a `Dataset`, there is no leaf, or both arguments are given.
+
+        Examples:
+            >>> numbers = hs.data.Dataset.counter()
+            >>> words = hs.data.Dataset.from_tensor_slices(["once", "upon", "a"])
+            >>> for element in hs.data.Dataset.zip({"number": numbers, "word": words}):
+            ...     print(element["number"], element["word"])
+            0 once
+            1 upon
+            2 a
         """
         if args and datasets is not None:
             raise TypeError(
@@ -177,7 +79,7 @@ class Dataset(SavableDataset):
         if not leaves:
             raise TypeError("Dataset.zip: there is no dataset; pass a nest with at least one")
         nodes = [check_node(leaf, "Dataset.zip") for leaf in leaves]
-        return Dataset(_combining.Zip(nodes, structure))
+        return Dataset._of(_combining.Zip(nodes, structure))
 
     @staticmethod
     def sample_from_datasets(
@@ -203,6 +105,12 @@ class Dataset(SavableDataset):
                 numbers.
             ValueError: there are no datasets, or `weights` has another length, a negative number,
                 or only zeros.
+
+        Examples:
+            >>> low, high = hs.data.Dataset.range(5), hs.data.Dataset.range(100, 105)
+            >>> mixed = hs.data.Dataset.sample_from_datasets([low, high], weights=[3, 1], seed=0)
+            >>> print(*mixed)
+            0 1 2 3 100 101 4 102 103 104
         """
         call = "Dataset.sample_from_datasets"
         nodes = _nodes_of(datasets, call)
@@ -213,7 +121,7 @@ class Dataset(SavableDataset):
             )
         numbers = None if weights is None else weights_of(weights, call, len(nodes))
         shuffle = ShuffleState(seed_of(seed, call), bool(rerandomize_each_iteration))
-        return Dataset(_combining.Sample(nodes, numbers, shuffle, bool(stop_on_empty_dataset)))
+        return Dataset._of(_combining.Sample(nodes, numbers, shuffle, bool(stop_on_empty_dataset)))
 
     @staticmethod
     def choose_from_datasets(
@@ -231,49 +139,30 @@ class Dataset(SavableDataset):
             TypeError: an item is not a `Dataset`, or their elements do not match.
             ValueError: there are no datasets. While iterating: a choice is not the index of a
                 dataset.
+
+        Examples:
+            >>> low, high = hs.data.Dataset.range(5), hs.data.Dataset.range(100, 105)
+            >>> turns = hs.data.Dataset.from_tensor_slices([0, 0, 1]).repeat()
+            >>> print(*hs.data.Dataset.choose_from_datasets([low, high], turns))
+            0 1 100 2 3 101 4
         """
         call = "Dataset.choose_from_datasets"
         nodes = _nodes_of(datasets, call)
         choice = check_node(choice_dataset, call)
-        return Dataset(_combining.Choose(nodes, choice, bool(stop_on_empty_dataset)))
-
-    @staticmethod
-    def list_files(
-        file_pattern: Any,
-        shuffle: bool | None = None,
-        seed: int | None = None,
-        name: str | None = None,
-    ) -> Dataset:
-        """The names of the matching files, as strings. All ranks must find the same files.
-
-        Args:
-            file_pattern: a pattern as `glob.glob` takes it, or several.
-            shuffle: whether the order is random, and different in each iteration; `None` means
-                `True`. If not, it is sorted.
-            seed: the seed of the shuffle.
-            name: ignored; accepted for compatibility with TensorFlow.
-
-        Raises:
-            ValueError: no file matches.
-        """
-        call = "Dataset.list_files"
-        several = isinstance(file_pattern, Iterable) and not isinstance(file_pattern, str)
-        patterns = [
-            path_of(pattern, call, "file_pattern")
-            for pattern in (file_pattern if several else [file_pattern])
-        ]
-        seed = seed_of(seed, call)
-        names = sorted(name for pattern in patterns for name in glob.glob(pattern))
-        if not names:
-            raise ValueError(f"{call}: no file matches {', '.join(patterns)}")
-        files = Dataset.from_tensor_slices(np.array(names))
-        return files if shuffle is False else files.shuffle(UNKNOWN, seed)
+        return Dataset._of(_combining.Choose(nodes, choice, bool(stop_on_empty_dataset)))
 
     def with_options(self, options: Options, name: str | None = None) -> Dataset:
         """The same elements, with these options added to those of the dataset; see `Options`.
 
         Raises:
             TypeError: `options` is not an `Options`.
+
+        Examples:
+            >>> first, second = hs.data.Options(), hs.data.Options()
+            >>> first.deterministic, second.experimental_slack = True, False
+            >>> dataset = hs.data.Dataset.range(8).with_options(first).with_options(second)
+            >>> dataset.options().deterministic, dataset.options().experimental_slack
+            (True, False)
         """
         if not isinstance(options, Options):
             raise TypeError(
@@ -281,13 +170,19 @@ class Dataset(SavableDataset):
                 "hpcstrat.data.Options"
             )
         options = Options().merge(options)
-        return Dataset(Annotated(self._node, f"with_options({options})", options))
+        return Dataset._of(Annotated(self._node, f"with_options({options})", options))
 
     def apply(self, transformation_func: Callable[[Dataset], Dataset]) -> Dataset:
         """The dataset `transformation_func(self)`.
 
         Raises:
             TypeError: it is not a `Dataset`.
+
+        Examples:
+            >>> def every_other(dataset):
+            ...     return dataset.shard(2, index=0)
+            >>> print(*hs.data.Dataset.range(10).apply(every_other).apply(every_other))
+            0 4 8
         """
         made = function_of(transformation_func, "Dataset.apply", "transformation_func")(self)
         if not isinstance(made, Dataset):
@@ -302,6 +197,11 @@ class Dataset(SavableDataset):
 
         Raises:
             ValueError: there is no element, or a second one.
+
+        Examples:
+            >>> dataset = hs.data.Dataset.range(6).map(lambda x: x * x)
+            >>> dataset.batch(len(dataset)).get_single_element()
+            array([ 0,  1,  4,  9, 16, 25])
         """
         elements = [*itertools.islice(self._node.elements(EpochPass()), 2)]
         if len(elements) != 1:
@@ -313,11 +213,26 @@ class Dataset(SavableDataset):
         return elements[0]
 
     def options(self) -> Options:
-        """A copy of the options of this dataset and of the datasets it was made from."""
+        """A copy of the options of this dataset and of the datasets it was made from.
+
+        Examples:
+            >>> options = hs.data.Options()
+            >>> options.experimental_distribute.auto_shard_policy = hs.data.AutoShardPolicy.OFF
+            >>> dataset = hs.data.Dataset.range(8).with_options(options).batch(4)
+            >>> print(dataset.options().experimental_distribute.auto_shard_policy.name)
+            OFF
+        """
         return options_of(self._node)
 
     def cardinality(self) -> int:
-        """The number of elements; -1 if it is infinite, -2 if it is unknown."""
+        """The number of elements; -1 if it is infinite, -2 if it is unknown.
+
+        Examples:
+            >>> ten = hs.data.Dataset.range(10)
+            >>> datasets = [ten.batch(4), ten.repeat(), ten.filter(lambda x: x > 3)]
+            >>> [dataset.cardinality() for dataset in datasets]
+            [3, -1, -2]
+        """
         return self._node.cardinality()
 
     @property
@@ -327,11 +242,24 @@ class Dataset(SavableDataset):
         The dtype of strings has the length of the longest string that is known; other elements may
         be shorter or longer. To find the spec, the function of `map` is called on the first
         element, and a generator without a signature is started.
+
+        Examples:
+            >>> five = hs.data.Dataset.range(5)
+            >>> five.batch(2).element_spec
+            TensorSpec(shape=(None,), dtype=int64, name=None)
+            >>> five.batch(2, drop_remainder=True).element_spec
+            TensorSpec(shape=(2,), dtype=int64, name=None)
         """
         return self._node.spec()
 
     def as_numpy_iterator(self) -> DatasetIterator:
-        """The same as `iter`: elements are nests of NumPy arrays anyway."""
+        """The same as `iter`: elements are nests of NumPy arrays anyway.
+
+        Examples:
+            >>> iterator = hs.data.Dataset.range(5).batch(2).as_numpy_iterator()
+            >>> next(iterator)
+            array([0, 1])
+        """
         return iter(self)
 
     def __iter__(self) -> DatasetIterator:
@@ -359,6 +287,12 @@ def assert_cardinality(expected_cardinality: int) -> Callable[[Dataset], Dataset
 
     Raises:
         ValueError: the number is less than -1.
+
+    Examples:
+        >>> odd = hs.data.Dataset.range(6).filter(lambda x: x % 2 == 1)
+        >>> three = odd.apply(hs.data.assert_cardinality(3))
+        >>> odd.cardinality(), three.cardinality(), len(three.batch(2))
+        (-2, 3, 2)
     """
     count = whole(expected_cardinality, "assert_cardinality", "expected_cardinality")
     if count < INFINITE:
@@ -366,7 +300,7 @@ def assert_cardinality(expected_cardinality: int) -> Callable[[Dataset], Dataset
             f"assert_cardinality: expected_cardinality is {count}; it must be at least 0, or "
             "INFINITE_CARDINALITY, which is -1"
         )
-    return lambda dataset: Dataset(Counted(check_node(dataset, "assert_cardinality"), count))
+    return lambda dataset: Dataset._of(Counted(check_node(dataset, "assert_cardinality"), count))
 
 
 def _nodes_of(datasets: Any, call: str) -> list[Node]:

@@ -21,7 +21,7 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
-from hpcstrat.data._checksum import PipelineChecksum
+from hpcstrat.data._checksum import PipelineChecksum, require_equal_arrays
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
 from hpcstrat.data._resuming import DatasetIterator, ResumableDataset, length
 from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
@@ -35,6 +35,18 @@ class DistributedDataset(ResumableDataset):
 
     Strategies make them. They can be iterated over repeatedly but not transformed: transform the
     dataset before you distribute it. Iterating is collective: all ranks take the same steps.
+
+    Examples:
+        With one replica; of two, the first gets `[0 1]` and `[4 5]`, and the sums are the same:
+
+        >>> import hpcstrat as hs
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> dataset = hs.data.Dataset.range(7).batch(4)
+        >>> for x in strategy.experimental_distribute_dataset(dataset):
+        ...     sums = strategy.run(lambda x: x.sum(), args=(x,))
+        ...     print(x, strategy.reduce("SUM", sums, axis=None))
+        [0 1 2 3] 6
+        [4 5 6] 15
     """
 
     def __init__(
@@ -59,6 +71,14 @@ class DistributedDataset(ResumableDataset):
         """A step's nest of `PerReplicaSpec`, or of `TensorSpec` if there is one replica.
 
         A first dimension that may differ between replicas or steps is `None`.
+
+        Examples:
+            With one replica; with two, it is `PerReplicaSpec(shape=(2,), ...)`:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> batches = hs.data.Dataset.range(8).batch(4, drop_remainder=True)
+            >>> strategy.experimental_distribute_dataset(batches).element_spec
+            TensorSpec(shape=(4,), dtype=int64, name=None)
         """
         spec, size, steps = self._node.spec(), self._communicator.size, self._node.cardinality()
         if size == 1:
@@ -78,7 +98,14 @@ class DistributedDataset(ResumableDataset):
 
     @property
     def cardinality(self) -> int:
-        """The number of steps; -1 if infinite, -2 if unknown, as with several workers' datasets."""
+        """The number of steps; -1 if infinite, -2 if unknown, as with several workers' datasets.
+
+        Examples:
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> batches = hs.data.Dataset.range(7).batch(4)
+            >>> strategy.experimental_distribute_dataset(batches).cardinality
+            2
+        """
         count, size = self._node.cardinality(), self._communicator.size
         if self._workers.count > 1:
             return UNKNOWN
@@ -150,7 +177,7 @@ class DistributedDataset(ResumableDataset):
                 f"its share:{seen}"
             )
         for of_worker in workers.group_by_worker(list(enumerate(contents))):
-            _require_equal_arrays(of_worker)
+            require_equal_arrays(of_worker)
         # All take the seeds and rounds of the worker's first rank: shuffles without a seed may
         # differ, and a rank may have iterated on its own.
         rounds = {}
@@ -163,27 +190,20 @@ class DistributedDataset(ResumableDataset):
         return f"{self._call}({self._node!r})"
 
 
-def _require_equal_arrays(of_worker: Sequence[tuple[int, list[tuple[str, int]]]]) -> None:
-    """Compares the checksums of a worker's ranks, given as pairs of a rank and its arrays'."""
-    ranks, contents = zip(*of_worker, strict=True)
-    for checksums in zip(*contents, strict=True):
-        if len(set(checksums)) > 1:
-            seen = join_by_rank(
-                (rank, f"{checksum:08x}")
-                for rank, (_, checksum) in zip(ranks, checksums, strict=True)
-            )
-            raise ReplicaMismatchError(
-                f"{current_call()}: the ranks have different arrays in {checksums[0][0]}, with "
-                f"checksums {seen}. Every rank must have the same data in the same order; each "
-                "replica then gets its share. Draw, shuffle and split with a seed that all ranks "
-                "share, such as np.random.default_rng(0) or train_test_split(..., random_state=0), "
-                "or send rank 0's arrays to all: hs.broadcast_object(arrays)"
-            )
-
-
 @final
 class DistributedIterator(DatasetIterator):
-    """One iteration over a `DistributedDataset`."""
+    """One iteration over a `DistributedDataset`.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> batches = strategy.experimental_distribute_dataset(hs.data.Dataset.range(9).batch(3))
+        >>> iterator = iter(batches)
+        >>> print(next(iterator), next(iterator))
+        [0 1 2] [3 4 5]
+        >>> print(*iterator)
+        [6 7 8]
+    """
 
     def __init__(self, dataset: DistributedDataset, epoch: EpochPass, taken: int) -> None:
         self._dataset = dataset
@@ -208,7 +228,14 @@ class DistributedIterator(DatasetIterator):
 
     @property
     def element_spec(self) -> Any:
-        """As `DistributedDataset.element_spec`."""
+        """As `DistributedDataset.element_spec`.
+
+        Examples:
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> batches = hs.data.Dataset.range(3).batch(2)
+            >>> iter(strategy.experimental_distribute_dataset(batches)).element_spec
+            TensorSpec(shape=(None,), dtype=int64, name=None)
+        """
         return self._dataset.element_spec
 
     @span(INPUT, "next batch")

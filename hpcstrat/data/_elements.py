@@ -28,6 +28,11 @@ class DatasetSpec(TensorSpec):
 
     Attributes:
         element_spec: the nest of specifications of its elements.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> hs.data.Dataset.range(6).window(2).element_spec
+        DatasetSpec(TensorSpec(shape=(), dtype=int64, name=None))
     """
 
     __slots__ = ("element_spec",)

@@ -20,6 +20,13 @@ _CYCLE_LENGTH = 16
 class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
     """The transformations of `Dataset` that take a function."""
 
+    @classmethod
+    def _of(cls, node: Node) -> Self:
+        """The dataset of a pipeline; the constructor is not for programs, which know no nodes."""
+        dataset = cls.__new__(cls)
+        ResumableDataset.__init__(dataset, node)
+        return dataset
+
     def map(
         self,
         map_func: Callable[..., Any],
@@ -43,10 +50,17 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
         Raises:
             ValueError: `num_parallel_calls` is neither positive nor `AUTOTUNE`.
             TypeError: while iterating: a leaf cannot become an array.
+
+        Examples:
+            >>> pairs = hs.data.Dataset.from_tensor_slices(([1, 2, 3], [10, 20, 30]))
+            >>> print(*pairs.map(lambda x, y: x + y))
+            11 22 33
+            >>> print(*pairs.batch(2).map(np.dot))
+            50 90
         """
         function = function_of(map_func, "Dataset.map", "map_func")
         threads = thread_count(num_parallel_calls, "Dataset.map") or 1
-        return type(self)(_mapping.Map(self._node, function, threads, type(self)))
+        return self._of(_mapping.Map(self._node, function, threads, self._of))
 
     def flat_map(self, map_func: Callable[..., MappableDataset], name: str | None = None) -> Self:
         """The elements of the datasets that `map_func` makes, one dataset after the other.
@@ -62,9 +76,15 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
 
         Raises:
             TypeError: while iterating: `map_func` did not return a `Dataset`.
+
+        Examples:
+            >>> def countdown(start):
+            ...     return hs.data.Dataset.range(start, 0, -1)
+            >>> print(*hs.data.Dataset.range(1, 4).flat_map(countdown))
+            1 2 1 3 2 1
         """
         function, of = self._maker(map_func, "Dataset.flat_map")
-        return type(self)(_mapping.Interleave(self._node, f"flat_map({of})", function))
+        return self._of(_mapping.Interleave(self._node, f"flat_map({of})", function))
 
     def interleave(
         self,
@@ -90,6 +110,15 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
         Raises:
             ValueError: a length, or `num_parallel_calls` if not `AUTOTUNE`, is not positive.
             TypeError: while iterating: `map_func` did not return a `Dataset`.
+
+        Examples:
+            >>> def thrice(number):
+            ...     return hs.data.Dataset.from_tensors(number).repeat(3)
+            >>> four = hs.data.Dataset.range(4)
+            >>> print(*four.interleave(thrice, cycle_length=2))
+            0 1 0 1 0 1 2 3 2 3 2 3
+            >>> print(*four.interleave(thrice, cycle_length=2, block_length=2))
+            0 0 1 1 0 1 2 2 3 3 2 3
         """
         call = "Dataset.interleave"
         function, of = self._maker(map_func, call)
@@ -98,7 +127,7 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
         block = positive(block_length, call, "block_length")
         threads = thread_count(num_parallel_calls, call)
         text = f"interleave({of}, {cycle}, {block})"
-        return type(self)(_mapping.Interleave(self._node, text, function, cycle, block, threads))
+        return self._of(_mapping.Interleave(self._node, text, function, cycle, block, threads))
 
     @staticmethod
     def _maker(
@@ -136,9 +165,16 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
             TypeError: a leaf of the state cannot become an array. While iterating: `scan_func` did
                 not return a pair.
             ValueError: while iterating: the structure of the state changed.
+
+        Examples:
+            >>> def running_mean(state, x):
+            ...     count, total = state[0] + 1, state[1] + x
+            ...     return (count, total), total / count
+            >>> print(*hs.data.Dataset.range(5).scan((0, 0.0), running_mean))
+            0.0 0.5 1.0 1.5 2.0
         """
         function = function_of(scan_func, "Dataset.scan", "scan_func")
-        return type(self)(_mapping.Scan(self._node, initial_state, function))
+        return self._of(_mapping.Scan(self._node, initial_state, function))
 
     def reduce(
         self, initial_state: Any, reduce_func: Callable[[Any, Any], Any], name: str | None = None
@@ -157,14 +193,26 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
         Raises:
             TypeError: a leaf of a state cannot become an array.
             ValueError: the structure of the state changed.
+
+        Examples:
+            >>> print(hs.data.Dataset.range(1, 6).reduce(1, lambda product, x: product * x))
+            120
         """
         function = function_of(reduce_func, "Dataset.reduce", "reduce_func")
         return _mapping.reduce(self._node, initial_state, function)
 
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> Self:
-        """The elements for which `predicate` is true. Every rank loads all elements."""
+        """The elements for which `predicate` is true. Every rank loads all elements.
+
+        Examples:
+            >>> pairs = hs.data.Dataset.from_tensor_slices(([1, 2, 3], ["a", "b", "c"]))
+            >>> for number, word in pairs.filter(lambda number, word: number != 2):
+            ...     print(number, word)
+            1 a
+            3 c
+        """
         function = function_of(predicate, "Dataset.filter", "predicate")
-        return type(self)(_mapping.Filter(self._node, function))
+        return self._of(_mapping.Filter(self._node, function))
 
 
 def node_of(dataset: MappableDataset) -> Node:

@@ -147,11 +147,22 @@ class DatasetIterator(Resumable):
 
         Raises:
             StopIteration: the pass is over.
+
+        Examples:
+            >>> iterator = iter(hs.data.Dataset.range(3).batch(2))
+            >>> print(iterator.get_next(), iterator.get_next())
+            [0 1] [2]
         """
         return next(self)
 
     def get_next_as_optional(self) -> Optional:
-        """The next element, as `next` returns it; an empty `Optional` if the pass is over."""
+        """The next element, as `next` returns it; an empty `Optional` if the pass is over.
+
+        Examples:
+            >>> iterator = iter(hs.data.Dataset.range(3).batch(2))
+            >>> [iterator.get_next_as_optional() for _ in range(3)]
+            [Optional(array([0, 1])), Optional(array([2])), Optional()]
+        """
         try:
             return Optional((next(self),), lambda: self.element_spec)
         except StopIteration:

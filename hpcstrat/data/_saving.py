@@ -44,10 +44,16 @@ class SavableDataset(TransformableDataset):
                 The text of both decides, `repr(dataset)`, and checksums of samples of arrays: these
                 have the names of functions, and not what they do.
             Exception: as `save`, and `load`.
+
+        Examples:
+            >>> calls = []
+            >>> dataset = hs.data.Dataset.range(3).map(lambda x: calls.append(x) or x * x).cache()
+            >>> print(*dataset, "then", *dataset, "by", len(calls), "calls")
+            0 1 4 then 0 1 4 by 3 calls
         """
         del name
         if not filename:
-            return type(self)(_indexing.cache(self._node))
+            return self._of(_indexing.cache(self._node))
         path = path_of(filename, current_call(), "filename")
         if self._node.cardinality() == INFINITE:
             raise ValueError(
@@ -60,7 +66,7 @@ class SavableDataset(TransformableDataset):
             communicator.exchange(signature_of(current_call(), "loaded", path))
         # Files do not tell batches from other arrays.
         batch_sizes = self._node.batch_sizes
-        return type(self)(_indexing.Annotated(kept, "cache()", batch_sizes=batch_sizes))
+        return self._of(_indexing.Annotated(kept, "cache()", batch_sizes=batch_sizes))
 
     @names_call("Dataset.save")
     def save(
@@ -92,6 +98,14 @@ class SavableDataset(TransformableDataset):
             OSError: the file system's error.
             ReplicaMismatchError: the ranks' pipelines, their arrays, or the paths differ.
             Exception: whatever a function of the pipeline raised.
+
+        Examples:
+            >>> import tempfile
+            >>> squares = hs.data.Dataset.range(5).map(lambda x: x * x)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     squares.save(f"{folder}/squares")
+            ...     print(*hs.data.Dataset.load(f"{folder}/squares").batch(2))
+            [0 1] [4 9] [16]
         """
         refuse_arguments(
             current_call(),
@@ -154,7 +168,16 @@ class SavableDataset(TransformableDataset):
             NotImplementedError: `compression` or `reader_func` is given.
             FileNotFoundError: there is no saved dataset at `path`.
             ValueError: its files are damaged, or have another format.
+
+        Examples:
+            >>> import tempfile
+            >>> odd = hs.data.Dataset.range(6).filter(lambda x: x % 2 == 1)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     odd.save(f"{folder}/odd")
+            ...     loaded = hs.data.Dataset.load(f"{folder}/odd")
+            >>> odd.cardinality(), loaded.cardinality()
+            (-2, 3)
         """
         del element_spec
         refuse_arguments(current_call(), compression=compression, reader_func=reader_func)
-        return cls(_files.load(path_of(path, current_call())))
+        return cls._of(_files.load(path_of(path, current_call())))

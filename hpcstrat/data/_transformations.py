@@ -39,9 +39,16 @@ class TransformableDataset(MappableDataset):
         Raises:
             ValueError: `batch_size` is not positive. While iterating: elements differ in structure,
                 shape or dtype.
+
+        Examples:
+            >>> five = hs.data.Dataset.range(5)
+            >>> print(*five.batch(2))
+            [0 1] [2 3] [4]
+            >>> print(*five.batch(2, drop_remainder=True))
+            [0 1] [2 3]
         """
         size = positive(batch_size, "Dataset.batch", "batch_size")
-        return type(self)(_batching.Batch(self._node, (size,), bool(drop_remainder)))
+        return self._of(_batching.Batch(self._node, (size,), bool(drop_remainder)))
 
     def padded_batch(
         self,
@@ -69,10 +76,19 @@ class TransformableDataset(MappableDataset):
             ValueError: `batch_size` is not positive. While iterating: elements differ in structure,
                 dtype or number of dimensions, exceed the padded shape, or do not match the nests.
             TypeError: while iterating: a padding value cannot be converted to the leaf's dtype.
+
+        Examples:
+            >>> rows = hs.data.Dataset.range(1, 5).map(lambda n: np.full(n, n))
+            >>> for batch in rows.padded_batch(2, padding_values=-1):
+            ...     print(batch)
+            [[ 1 -1]
+             [ 2  2]]
+            [[ 3  3  3 -1]
+             [ 4  4  4  4]]
         """
         size = positive(batch_size, "Dataset.padded_batch", "batch_size")
         padding = padded_shapes, padding_values
-        return type(self)(_batching.Batch(self._node, (size,), bool(drop_remainder), padding))
+        return self._of(_batching.Batch(self._node, (size,), bool(drop_remainder), padding))
 
     def rebatch(
         self, batch_size: int | Sequence[int], drop_remainder: bool = False, name: str | None = None
@@ -86,13 +102,20 @@ class TransformableDataset(MappableDataset):
 
         Raises:
             ValueError: a size is not positive. While iterating: as `unbatch`.
+
+        Examples:
+            >>> batches = hs.data.Dataset.range(8).batch(4)
+            >>> print(*batches.rebatch(3))
+            [0 1 2] [3 4 5] [6 7]
+            >>> print(*batches.rebatch([1, 2]))
+            [0] [1 2] [3] [4 5] [6] [7]
         """
         sizes = batch_size if isinstance(batch_size, (list, tuple, np.ndarray)) else [batch_size]
         sizes = tuple([positive(size, "Dataset.rebatch", "batch_size") for size in sizes])
         if not sizes:
             raise ValueError("Dataset.rebatch: batch_size has no sizes; pass one or more")
         rows = _batching.Unbatch(self._node)
-        return type(self)(_batching.Batch(rows, sizes, bool(drop_remainder)))
+        return self._of(_batching.Batch(rows, sizes, bool(drop_remainder)))
 
     def unbatch(self, name: str | None = None) -> Self:
         """The rows of the elements: arrays of shape `(n, ...)` become n elements of shape `(...)`.
@@ -101,8 +124,15 @@ class TransformableDataset(MappableDataset):
 
         Raises:
             ValueError: while iterating: a leaf has no dimensions, or first dimensions differ.
+
+        Examples:
+            >>> pairs = hs.data.Dataset.from_tensors(([[1, 2], [3, 4]], ["a", "b"]))
+            >>> for row, word in pairs.unbatch():
+            ...     print(row, word)
+            [1 2] a
+            [3 4] b
         """
-        return type(self)(_batching.Unbatch(self._node))
+        return self._of(_batching.Unbatch(self._node))
 
     def window(
         self,
@@ -127,18 +157,33 @@ class TransformableDataset(MappableDataset):
 
         Raises:
             ValueError: `size`, `shift` or `stride` is not positive.
+
+        Examples:
+            >>> windows = hs.data.Dataset.range(7).window(3, shift=2)
+            >>> print(*windows.flat_map(lambda window: window.batch(3)))
+            [0 1 2] [2 3 4] [4 5 6] [6]
+            >>> windows = hs.data.Dataset.range(7).window(3, shift=1, stride=2, drop_remainder=True)
+            >>> print(*windows.flat_map(lambda window: window.batch(3)))
+            [0 2 4] [1 3 5] [2 4 6]
         """
         size = positive(size, "Dataset.window", "size")
         shift = size if shift is None else positive(shift, "Dataset.window", "shift")
         stride = positive(stride, "Dataset.window", "stride")
         drops = bool(drop_remainder)
-        return type(self)(_batching.Window(self._node, size, shift, stride, drops, type(self)))
+        return self._of(_batching.Window(self._node, size, shift, stride, drops, self._of))
 
     def shard(self, num_shards: int, index: int, name: str | None = None) -> Self:
         """Every `num_shards`-th element, starting at `index`.
 
         Raises:
             ValueError: `num_shards` is not positive, or `index` is not in `[0, num_shards)`.
+
+        Examples:
+            >>> for index in range(3):
+            ...     print(*hs.data.Dataset.range(8).shard(num_shards=3, index=index))
+            0 3 6
+            1 4 7
+            2 5
         """
         call = "Dataset.shard"
         num_shards, index = whole(num_shards, call, "num_shards"), whole(index, call, "index")
@@ -147,16 +192,22 @@ class TransformableDataset(MappableDataset):
                 f"{call}: index is {index}; it must be in [0, {num_shards}), below num_shards"
             )
         text = f"shard({num_shards}, {index})"
-        return type(self)(_indexing.Slice(self._node, text, index, step=num_shards))
+        return self._of(_indexing.Slice(self._node, text, index, step=num_shards))
 
     def repeat(self, count: int | None = None, name: str | None = None) -> Self:
         """All elements, `count` times; without end if `count` is `None` or negative.
 
         Without a count, it ends after a round without elements; directly after `shuffle`, only if
         the first round has none.
+
+        Examples:
+            >>> print(*hs.data.Dataset.range(3).shuffle(3, seed=1).repeat(3))
+            0 1 2 2 0 1 0 1 2
+            >>> print(*hs.data.Dataset.range(3).repeat(2).batch(4))
+            [0 1 2 0] [1 2]
         """
         count = -1 if count is None else max(-1, whole(count, "Dataset.repeat", "count"))
-        return type(self)(_indexing.Repeat(self._node, count))
+        return self._of(_indexing.Repeat(self._node, count))
 
     def shuffle(
         self,
@@ -179,6 +230,13 @@ class TransformableDataset(MappableDataset):
 
         Raises:
             ValueError: `buffer_size` is not positive, or means the whole of an infinite dataset.
+
+        Examples:
+            >>> dataset = hs.data.Dataset.range(8).shuffle(8, seed=1)
+            >>> print(*dataset, "then", *dataset)
+            5 0 1 4 2 6 3 7 then 6 1 4 0 3 2 5 7
+            >>> print(*hs.data.Dataset.range(8).shuffle(2, seed=1))
+            1 0 2 4 5 6 3 7
         """
         buffer_size = whole(buffer_size, "Dataset.shuffle", "buffer_size")
         if buffer_size < 1 and buffer_size != UNKNOWN:
@@ -193,19 +251,30 @@ class TransformableDataset(MappableDataset):
             )
         seed = seed_of(seed, "Dataset.shuffle")
         reshuffle = bool(reshuffle_each_iteration)
-        return type(self)(_indexing.Shuffle(self._node, buffer_size, seed, reshuffle))
+        return self._of(_indexing.Shuffle(self._node, buffer_size, seed, reshuffle))
 
     def take(self, count: int, name: str | None = None) -> Self:
-        """The first `count` elements; all if there are fewer, or if `count` is negative."""
+        """The first `count` elements; all if there are fewer, or if `count` is negative.
+
+        Examples:
+            >>> print(*hs.data.Dataset.counter().take(3))
+            0 1 2
+        """
         count = whole(count, "Dataset.take", "count")
         stop = count if count >= 0 else None
-        return type(self)(_indexing.Slice(self._node, f"take({count})", stop=stop))
+        return self._of(_indexing.Slice(self._node, f"take({count})", stop=stop))
 
     def skip(self, count: int, name: str | None = None) -> Self:
-        """The elements after the first `count`; none if `count` is negative."""
+        """The elements after the first `count`; none if `count` is negative.
+
+        Examples:
+            >>> samples = hs.data.Dataset.range(10)
+            >>> print(*samples.take(7), "to train,", *samples.skip(7), "to test")
+            0 1 2 3 4 5 6 to train, 7 8 9 to test
+        """
         count = whole(count, "Dataset.skip", "count")
         stop = None if count >= 0 else 0
-        return type(self)(_indexing.Slice(self._node, f"skip({count})", max(0, count), stop))
+        return self._of(_indexing.Slice(self._node, f"skip({count})", max(0, count), stop))
 
     def concatenate(self, dataset: Self, name: str | None = None) -> Self:
         """The elements, then those of `dataset`.
@@ -214,15 +283,28 @@ class TransformableDataset(MappableDataset):
             TypeError: `dataset` is not a `Dataset`, or its elements differ in structure, dtype or
                 number of dimensions; strings may differ in length. If functions or generators make
                 elements, it is raised while iterating, when each rank makes each dataset's first.
+
+        Examples:
+            >>> low, high = hs.data.Dataset.range(3), hs.data.Dataset.range(10, 12)
+            >>> print(*low.concatenate(high).batch(2))
+            [0 1] [ 2 10] [11]
         """
-        return type(self)(
+        return self._of(
             _combining.Concatenate(self._node, check_node(dataset, "Dataset.concatenate"))
         )
 
     def enumerate(self, start: int = 0, name: str | None = None) -> Self:
-        """Pairs of a count, an int64 scalar that starts at `start`, and the element."""
+        """Pairs of a count, an int64 scalar that starts at `start`, and the element.
+
+        Examples:
+            >>> words = hs.data.Dataset.from_tensor_slices(["to", "be"])
+            >>> for number, word in words.enumerate(start=1):
+            ...     print(number, word)
+            1 to
+            2 be
+        """
         start = whole(start, "Dataset.enumerate", "start")
-        return type(self)(_combining.Enumerate(self._node, start))
+        return self._of(_combining.Enumerate(self._node, start))
 
     def prefetch(self, buffer_size: int | None, name: str | None = None) -> Self:
         """The same elements; as the last transformation, it has a thread prepare them ahead.
@@ -236,6 +318,11 @@ class TransformableDataset(MappableDataset):
 
         Raises:
             ValueError: `buffer_size` is less than -1.
+
+        Examples:
+            >>> dataset = hs.data.Dataset.range(5).map(lambda x: x * x).batch(2)
+            >>> print(*dataset.prefetch(hs.data.AUTOTUNE))
+            [0 1] [4 9] [16]
         """
         buffer_size = AUTOTUNE if buffer_size is None else buffer_size
         buffer_size = whole(buffer_size, "Dataset.prefetch", "buffer_size")
@@ -246,4 +333,4 @@ class TransformableDataset(MappableDataset):
             )
         ahead = _indexing.PREFETCHED if buffer_size < 0 else buffer_size
         text = f"prefetch({buffer_size})"
-        return type(self)(_indexing.Annotated(self._node, text, prefetched=ahead))
+        return self._of(_indexing.Annotated(self._node, text, prefetched=ahead))

@@ -392,7 +392,7 @@ def test_mixtures_in_one_batch_keep_their_order():
 
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="make one with"):
-        Dataset([1, 2])  # pyright: ignore[reportArgumentType]
+        Dataset([1, 2])
     ten = Dataset.range(10)
     for wrong in (0, -1):
         with pytest.raises(ValueError, match=r"Dataset\.batch: batch_size is"):
@@ -1083,13 +1083,13 @@ class Negated(_node.Transformation):
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_new_transformation_takes_what_is_true_of_its_input(batch_size):
     def make():
-        return Dataset(Negated(Dataset.range(10).shuffle(10, seed=1)._node, "negated()"))
+        return Dataset._of(Negated(Dataset.range(10).shuffle(10, seed=1)._node, "negated()"))
 
     expected = [-x for x in items(Dataset.range(10).shuffle(10, seed=1))]
     dataset = make()
     assert repr(dataset).endswith(".negated()") and len(dataset) == 10
     assert items(dataset.batch(batch_size)) == batches(expected, batch_size)
-    of_batches = Dataset(Negated(Dataset.range(4).batch(2)._node, "negated()"))
+    of_batches = Dataset._of(Negated(Dataset.range(4).batch(2)._node, "negated()"))
     strategy = hs.CentralStorageStrategy(["CPU:0"])
     assert items(strategy.experimental_distribute_dataset(of_batches)) == [[0, -1], [-2, -3]]
     iterator = iter(make())

@@ -33,6 +33,9 @@ MODULES = [
 ]
 # Classes of which every public method and property has an example.
 SHOWN_BY_EXAMPLES = [
+    "hpcstrat.data.Dataset",
+    "hpcstrat.data.DistributedDataset",
+    "hpcstrat.data.DistributedIterator",
     "hpcstrat.data.InputContext",
     "hpcstrat.data.Optional",
     "hpcstrat.data.Options",
