@@ -247,6 +247,8 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     }
     reference = "".join(text for name, text in pages.items() if name.startswith("api/"))
     assert [name for name in NAMES if f'id="{name}"' not in reference] == []
+    # Names that are on no page, which docs/public_names.py replaces.
+    assert re.findall(r'<span title="(hpcstrat\S*\._\S*)"', reference) == []
     # ">>>" outside "Examples:" becomes this.
     assert "<blockquote>" not in reference
     # Loads from elsewhere, which need a network.
