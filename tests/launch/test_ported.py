@@ -50,6 +50,9 @@ class Port:
 
 PORTS = [
     Port("kmeans", rel=1e-6, abs=2e-6, why="six decimals are printed; the sums' order differs"),
+    Port("gmm", rel=1e-6, abs=2e-6, why="six decimals are printed; the sums' order differs"),
+    Port("cg", rel=2e-3, why="four digits are printed, of an error that rounding changes"),
+    Port("monte_carlo", rel=0.3, why="four standard errors of an error that samples show"),
 ]
 
 

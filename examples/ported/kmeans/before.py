@@ -1,4 +1,4 @@
-"""k-means of points in the plane, after CuPy's examples/kmeans (github.com/cupy/cupy, MIT licence).
+"""k-means of points in the plane, after CuPy's examples/kmeans (github.com/cupy/cupy, MIT).
 
     python examples/ported/kmeans/before.py
 

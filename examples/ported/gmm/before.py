@@ -1,0 +1,84 @@
+"""A mixture of two Gaussians, after CuPy's gmm example (github.com/cupy/cupy, MIT).
+
+    python examples/ported/gmm/before.py
+
+Expectation maximization finds the means, variances and weights of two clouds of points, and says
+which cloud a point is from. There are a tenth of the original's points.
+"""
+
+import argparse
+import math
+
+import numpy as np
+
+
+def log_joint(xp, points, means, variances, weights):
+    """The logarithm of each component's weight times its density, of shape (n, components)."""
+    squares = ((points[:, None] - means) ** 2 / variances).sum(axis=2)
+    return xp.log(weights) - (squares + xp.log(2 * math.pi * variances).sum(axis=1)) / 2
+
+
+def fit(xp, points, means, variances, max_iter, tol):
+    """The components' means and variances, of shape (components, 2), and their weights."""
+    weights = xp.full(len(means), 1 / len(means))
+    last = -math.inf
+    for _ in range(max_iter):
+        joint = log_joint(xp, points, means, variances, weights)
+        logs = xp.log(xp.exp(joint).sum(axis=1))
+        shares = xp.exp(joint - logs[:, None])
+        sums = logs.sum(), shares.sum(axis=0), shares.T @ points, shares.T @ points**2
+        likelihood, counts, firsts, seconds = sums
+        weights = counts / counts.sum()
+        means = firsts / counts[:, None]
+        variances = seconds / counts[:, None] - means**2
+        likelihood = float(likelihood / counts.sum())
+        if abs(likelihood - last) < tol:
+            break
+        last = likelihood
+    return means, variances, weights
+
+
+def hits(xp, points, clouds, *model):
+    """1 for each point that is said to be from its cloud, else 0: of shape (n,)."""
+    return (log_joint(xp, points, *model).argmax(axis=1) == clouds).astype(np.float64)
+
+
+def make_clouds(random, num):
+    """Points of two clouds, and the clouds' numbers."""
+    first = random.normal(3, [1, 2], size=(num, 2))
+    second = random.normal(-3, [2, 1], size=(num, 2))
+    return np.concatenate([first, second]), np.repeat([0, 1], num)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="A mixture of two Gaussians.")
+    parser.add_argument("--num", type=int, default=50_001, help="points in each cloud")
+    parser.add_argument("--max-iter", type=int, default=30)
+    parser.add_argument("--tol", type=float, default=1e-3)
+    parser.add_argument("--gpu", action="store_true", help="compute with CuPy")
+    options = parser.parse_args()
+    if options.gpu:
+        import cupy as xp
+    else:
+        xp = np
+
+    random = np.random.default_rng(0)
+    points, clouds = make_clouds(random, options.num)
+    test_points, test_clouds = make_clouds(random, 100)
+    means = np.stack([random.normal(3, [1, 2]), random.normal(-3, [2, 1])])
+    begin = xp.asarray(means), xp.asarray(random.random((2, 2)))
+
+    train = xp.asarray(points), xp.asarray(clouds)
+    test = xp.asarray(test_points), xp.asarray(test_clouds)
+    model = fit(xp, train[0], *begin, options.max_iter, options.tol)
+    for name, data in ("training", train), ("test", test):
+        accuracy = hits(xp, *data, *model).mean()
+        print(f"{name} accuracy: {100 * float(accuracy):.4f} %")
+    means, variances, weights = model
+    for i, (x, y) in enumerate(means.tolist()):
+        print(f"component {i}: weight {float(weights[i]):.6f}, mean ({x:.6f}, {y:.6f})")
+    return test_points, test_clouds, means, variances
+
+
+if __name__ == "__main__":
+    main()
