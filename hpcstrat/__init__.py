@@ -1,6 +1,6 @@
 """The Strategy API of `tf.distribute` for NumPy and CuPy: `mpirun -n 4 python train.py`."""
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from hpcstrat import checkpoint as checkpoint
 from hpcstrat import cluster_resolver as cluster_resolver
@@ -9,7 +9,9 @@ from hpcstrat import data as data
 from hpcstrat import losses as losses
 from hpcstrat import metrics as metrics
 from hpcstrat import optimizers as optimizers
+from hpcstrat._core.other_names import RENAMED as _RENAMED
 from hpcstrat._core.other_names import missing_in_module as _missing_in_module
+from hpcstrat._core.other_names import warn_renamed as _warn_renamed
 from hpcstrat._core.public import set_module as _set_module
 from hpcstrat._core.public import set_owners as _set_owners
 from hpcstrat._core.types import IndexedSlices as IndexedSlices
@@ -22,7 +24,6 @@ from hpcstrat._core.values import Mirrored as Mirrored
 from hpcstrat._core.values import PerReplica as PerReplica
 from hpcstrat._process import failure as _failure
 from hpcstrat._process import settings as _settings
-from hpcstrat._program import agree as agree
 from hpcstrat._program import any_rank as any_rank
 from hpcstrat._program import asnumpy as asnumpy
 from hpcstrat._program import barrier as barrier
@@ -33,7 +34,6 @@ from hpcstrat._program import is_lead as is_lead
 from hpcstrat._program import local_rank as local_rank
 from hpcstrat._program import local_size as local_size
 from hpcstrat._program import on_lead as on_lead
-from hpcstrat._program import patience as patience
 from hpcstrat._program import progress as progress
 from hpcstrat._program import rank as rank
 from hpcstrat._program import size as size
@@ -72,17 +72,20 @@ from hpcstrat.data import InputReplicationMode as InputReplicationMode
 from hpcstrat.data import RunOptions as RunOptions
 from hpcstrat.data import ValueContext as ValueContext
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from hpcstrat import torch as torch
 
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     if name == "torch":  # not before a program asks for it
         import hpcstrat.torch
 
         return hpcstrat.torch
+    if (new := _RENAMED["hpcstrat"].get(name)) is not None:
+        _warn_renamed(f"hpcstrat.{name}", f"hpcstrat.{new}")
+        return globals()[new]
     raise _missing_in_module(__name__, name)
 
 

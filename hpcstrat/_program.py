@@ -16,7 +16,7 @@ from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect, find_connected
 from hpcstrat._core import nests
 from hpcstrat._core.arrays import host_copy
-from hpcstrat._core.call_name import current_call, names_call, warn_renamed
+from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.values import DistributedValues
 from hpcstrat._process import launchers, worlds
 from hpcstrat._variable.variable import Variable
@@ -230,18 +230,3 @@ def function(fn: Any = None, **options: Any) -> Any:
     if fn is not None and not callable(fn):
         raise TypeError(f"function: fn is {fn!r}; pass a function, as `@function` does")
     return (lambda inner: inner) if fn is None else fn
-
-
-# Names from before 0.1.0, which programs may still use.
-
-
-def agree(flag: Any) -> bool:
-    """Deprecated: the former name of `any_rank`."""
-    warn_renamed("hpcstrat.agree", "hpcstrat.any_rank")
-    return any_rank(flag)
-
-
-def patience(seconds: float) -> AbstractContextManager[None]:
-    """Deprecated: the former name of `extend_timeout`."""
-    warn_renamed("hpcstrat.patience", "hpcstrat.extend_timeout")
-    return extend_timeout(seconds)

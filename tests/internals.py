@@ -37,10 +37,10 @@ from hpcstrat._communicators.reduction import (
 )
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
-from hpcstrat._core import call_name, device_names, gpu, nests
+from hpcstrat._core import device_names, gpu, nests, other_names
 from hpcstrat._core.arrays import as_native, is_numeric
 from hpcstrat._core.call_name import call_named, current_call
-from hpcstrat._core.other_names import INSTEAD, Missing
+from hpcstrat._core.other_names import INSTEAD, RENAMED, Missing
 from hpcstrat._core.ranks import join_by_rank, list_by_rank, ranges_in_words, ranks_in_words
 from hpcstrat._core.span import COMMUNICATION, RUN, UPDATE, WAITING
 from hpcstrat._core.values import select

@@ -21,7 +21,6 @@ from hpcstrat._process import reports
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OWN = ("hpcstrat", "tqdm")  # packages whose lines are not the program's
-_warned: set[str] = set()
 # Not that of another rank, which ends in "(found by rank 0)": its traceback is there.
 _WRONG_ARGUMENTS = re.compile(r"\(\) (takes|missing|got an unexpected keyword) .*[^)]$")
 
@@ -149,16 +148,6 @@ def warn_together(message: str, category: type[Warning], is_lead: bool) -> None:
     elif _is_error(message, category, _module(frame.f_globals), frame.f_lineno):
         # The other ranks stay silent, since one warning is enough, but must raise if the lead does.
         raise category(message)
-
-
-def warn_renamed(old: str, new: str) -> None:
-    """Warns, once per process, that a function has a new name.
-
-    Call it directly in the function of the old name.
-    """
-    if old not in _warned:
-        _warned.add(old)
-        warnings.warn(f"{old} is now called {new}; use that", DeprecationWarning, stacklevel=3)
 
 
 def _module(names: dict[str, object]) -> str:

@@ -6,6 +6,7 @@ One table for the whole package; its words appear in the errors only.
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 ONE_EACH = (
@@ -258,6 +259,15 @@ INSTEAD: dict[str, dict[str, str]] = {
 }
 """By the class or module that lacks the name."""
 
+RENAMED: dict[str, dict[str, str]] = {
+    "hpcstrat": {"agree": "any_rank", "patience": "extend_timeout"},
+    "Strategy": {
+        "experimental_run_v2": "run",
+        "experimental_distribute_datasets_from_function": "distribute_datasets_from_function",
+    },
+}
+"""Deprecated names, which work, warn and are not listed: by class or module, and the new name."""
+
 FUNCTION = "a function"
 ARGUMENTS: dict[str, dict[str, str]] = {
     "Strategy.reduce": {
@@ -308,18 +318,31 @@ class Missing:
         raise _error(owner.__name__, self._name, self._instead)
 
 
+class Renamed(Missing):
+    """A method by its deprecated name."""
+
+    __slots__ = ()
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        cls, _, new = self._instead.rpartition(".")
+        warn_renamed(f"{cls}.{self._name}", self._instead)
+        return getattr(owner if instance is None else instance, new)
+
+
 def refuse_other_names(cls: type) -> None:
-    """Sets the attributes that a class lacks, if the table has any of its name."""
+    """Sets the attributes that a class lacks or had, if the tables have any of its name."""
     names = INSTEAD.get(cls.__name__, {})
     for name, instead in names.items():
         if name not in vars(cls):
             setattr(cls, name, Missing(name, instead))
+    for name, new in RENAMED.get(cls.__name__, {}).items():
+        setattr(cls, name, Renamed(name, f"{cls.__name__}.{new}"))
     if names:
         cls.__dir__ = _list_attributes  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _list_attributes(self: object) -> list[str]:
-    """What `dir` shows, and completion offers: not what is missing."""
+    """What `dir` shows, and completion offers: neither missing nor deprecated names."""
     cls = type(self)
     names = object.__dir__(self)
     return [n for n in names if not isinstance(inspect.getattr_static(cls, n, None), Missing)]
@@ -331,6 +354,16 @@ def missing_in_module(module: str, name: str) -> AttributeError:
     if instead is None:
         return AttributeError(f"module {module!r} has no attribute {name!r}")
     return _error(module, name, instead)
+
+
+_warned: set[str] = set()
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Warns the caller's caller, once per process, that a public name has changed."""
+    if old not in _warned:
+        _warned.add(old)
+        warnings.warn(f"{old} is now called {new}; use that", DeprecationWarning, stacklevel=3)
 
 
 def _error(owner: str, name: str, instead: str) -> AttributeError:

@@ -14,7 +14,7 @@ from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import nests
-from hpcstrat._core.call_name import current_call, names_call, warn_renamed
+from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.span import RUN, Details, span
 from hpcstrat._core.types import RunOptions
 from hpcstrat._core.values import select
@@ -231,16 +231,6 @@ class Strategy(InputMethods, ValueMethods):
             raise
         finally:
             contexts.current.set(before)
-
-    def experimental_run_v2(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Calls `run`, by its name in TensorFlow 2.0."""
-        warn_renamed("Strategy.experimental_run_v2", "Strategy.run")
-        return self.run(fn, args, kwargs)
 
 
 class Scope:

@@ -9,7 +9,7 @@ from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import ManyValues, signature_of
 from hpcstrat._core import nests
 from hpcstrat._core.arrays import host_copy
-from hpcstrat._core.call_name import current_call, names_call, warn_renamed
+from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.gpu import is_on_gpu
 from hpcstrat._core.values import DistributedValues, PerReplica
 from hpcstrat._replicas.contexts import check_cross_replica, require_cross_replica
@@ -201,16 +201,6 @@ class InputMethods:
         from hpcstrat.data._device_prefetch import prefetch_to_gpu
 
         return prefetch_to_gpu(self._group.stream, 1 + options.experimental_per_replica_buffer_size)
-
-    def experimental_distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Calls `distribute_datasets_from_function`, by its older name."""
-        warn_renamed(
-            "Strategy.experimental_distribute_datasets_from_function",
-            "Strategy.distribute_datasets_from_function",
-        )
-        return self.distribute_datasets_from_function(dataset_fn, options)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
         """A dataset of slices of a nest of arrays, all of one size along their first dimension."""

@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 import pytest
-from internals import settings
+from internals import RENAMED, settings
 from public_api import PUBLIC_MODULES, public_names
 
 import hpcstrat as hs
@@ -119,11 +119,23 @@ def test_every_name_has_one_stability():
         f"::: hpcstrat.{name}\n" in f"{(REFERENCE[0].parent / where).read_text()}\n"
         for name, where, _ in links
     )
-    deprecated = re.findall(
-        r"^\| \[`(\w+)`\]", page.partition("\n## Deprecated\n")[2], re.MULTILINE
-    )
-    old = [name for name in NAMES if (inspect.getdoc(find(name)) or "").startswith("Deprecated: ")]
-    assert sorted(f"hpcstrat.{name}" for name in deprecated) == sorted(old)
+
+
+def test_deprecated_names_are_listed_once_and_hidden():
+    page = (ROOT / "docs" / "compatibility.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| `([\w.]+)` \|$", page, re.MULTILINE)
+    in_order = {
+        f"{owner}.{old}".removeprefix("hpcstrat."): f"{owner}.{new}".removeprefix("hpcstrat.")
+        for owner, names in RENAMED.items()
+        for old, new in names.items()
+    }
+    assert dict(rows) == in_order
+    starred = {}
+    exec("from hpcstrat import *", starred)
+    shown = {*dir(hs), *starred, *dir(hs.OneDeviceStrategy("CPU:0"))}
+    assert {"any_rank", "run", "Strategy"} <= shown
+    hidden = {old for names in RENAMED.values() for old in names}
+    assert shown & {"Any", "TYPE_CHECKING", *hidden} == set()
 
 
 def test_the_reference_has_what_modules_export():
