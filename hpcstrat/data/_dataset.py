@@ -29,7 +29,7 @@ class Dataset(SourceDataset):
     namedtuples and dataclasses make nests, in which `None` stays as it is. A function of an
     element receives the members of a tuple as separate arguments.
 
-    An argument of the wrong type, such as text for a size, is a TypeError that names both.
+    An argument of the wrong type, such as text for a size, raises a TypeError that names it.
 
     Examples:
         >>> import numpy as np
@@ -59,7 +59,7 @@ class Dataset(SourceDataset):
             name: ignored; accepted for compatibility with TensorFlow.
 
         Raises:
-            TypeError: a leaf is not a `Dataset`, there is no leaf, or both arguments are given.
+            TypeError: a leaf is not a `Dataset`, the nest is empty, or both arguments are given.
 
         Examples:
             >>> numbers = hs.data.Dataset.counter()
@@ -176,7 +176,7 @@ class Dataset(SourceDataset):
         """The dataset `transformation_func(self)`.
 
         Raises:
-            TypeError: it is not a `Dataset`.
+            TypeError: the function returns something other than a `Dataset`.
 
         Examples:
             >>> def every_other(dataset):
@@ -196,7 +196,7 @@ class Dataset(SourceDataset):
         """The only element: a nest of NumPy arrays. Not collective.
 
         Raises:
-            ValueError: there is no element, or a second one.
+            ValueError: there is not exactly one element.
 
         Examples:
             >>> dataset = hs.data.Dataset.range(6).map(lambda x: x * x)

@@ -98,7 +98,7 @@ class DistributedDataset(ResumableDataset):
 
     @property
     def cardinality(self) -> int:
-        """The number of steps; -1 if infinite, -2 if unknown, as with several workers' datasets.
+        """The number of steps; -1 if infinite, -2 if unknown, as it is with several workers.
 
         Examples:
             >>> strategy = hs.CentralStorageStrategy()

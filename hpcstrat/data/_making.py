@@ -171,8 +171,8 @@ class SourceDataset(SavableDataset):
 
         Args:
             file_pattern: a pattern as `glob.glob` takes it, or several.
-            shuffle: whether the order is random, and different in each iteration; `None` means
-                `True`. If not, it is sorted.
+            shuffle: whether the order is random, and different in each iteration, or sorted; `None`
+                means `True`.
             seed: the seed of the shuffle.
             name: ignored; accepted for compatibility with TensorFlow.
 

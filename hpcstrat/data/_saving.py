@@ -41,8 +41,8 @@ class SavableDataset(TransformableDataset):
 
         Raises:
             ValueError: the dataset is infinite, or the folder has the elements of another pipeline.
-                The text of both decides, `repr(dataset)`, and checksums of samples of arrays: these
-                have the names of functions, and not what they do.
+                Pipelines are compared by `repr(dataset)`, which has the names of functions but not
+                their code, and by checksums of samples of arrays.
             Exception: as `save`, and `load`.
 
         Examples:
@@ -86,7 +86,7 @@ class SavableDataset(TransformableDataset):
         Args:
             path: the folder, on a file system that all ranks see.
             compression: must be `None`: `load` maps the files into memory.
-            shard_func: must be `None`: there are no shards.
+            shard_func: must be `None`: each leaf has one file.
             checkpoint_args: must be `None`.
 
         Raises:
