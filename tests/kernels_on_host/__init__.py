@@ -22,6 +22,7 @@ import tempfile
 
 import numpy as np
 
+_byte_bounds = getattr(np.lib, "array_utils", np).byte_bounds  # NumPy 1.26 has it elsewhere
 _FOLDER = pathlib.Path(__file__).parent
 # No contraction: the code computes what it says. No errno: loops are vectorized.
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
@@ -265,7 +266,7 @@ class _Range(ctypes.Structure):
 
     @classmethod
     def of(cls, array, word, is_written, name):
-        low, high = np.lib.array_utils.byte_bounds(array)
+        low, high = _byte_bounds(array)
         return cls(low, high - low, word, is_written, name.encode())
 
 

@@ -59,11 +59,14 @@ def test_the_spec_of_a_function_of_windows_is_known_without_a_window(n):
     )
     pairs = Dataset.from_tensor_slices({"x": np.ones((n, 3)), "y": np.arange(n)}).window(2)
     rows = pairs.map(
-        lambda w: {"x": next(iter(w["x"])), "n": w["y"].reduce(0, lambda count, y: count + 1)}
+        lambda w: {
+            "x": next(iter(w["x"])),
+            "n": w["y"].reduce(np.int32(0), lambda count, y: count + np.int32(1)),
+        }
     )
     assert rows.element_spec == {"x": TensorSpec((3,), np.float64), "n": TensorSpec((), np.int32)}
     of_windows = windows.window(2).map(
-        lambda outer: outer.reduce(0.0, lambda count, window: count + 1)
+        lambda outer: outer.reduce(np.float32(0), lambda count, window: count + np.float32(1))
     )
     assert of_windows.element_spec == TensorSpec((), np.float32)
 

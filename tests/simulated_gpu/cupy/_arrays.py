@@ -4,6 +4,7 @@ import numpy as np
 
 from . import _checker, _memory, _streams, _transfers
 
+byte_bounds = getattr(np.lib, "array_utils", np).byte_bounds  # NumPy 1.26 has it elsewhere
 _REFUSED = "Implicit conversion to a NumPy array is not allowed. Please use `.get()` to construct a NumPy array explicitly."
 _KINDS = "?bhilqBHILQefdFD"
 
@@ -85,7 +86,7 @@ class ndarray:
                 f"{_checker.shown(_checker.place())} on {queue.name}; copy it there first"
             )
         if self._range is None:
-            low, high = np.lib.array_utils.byte_bounds(self.host)
+            low, high = byte_bounds(self.host)
             self._range = low - block.ptr, high - block.ptr
         block.history.access(queue, *self._range, writes)
 

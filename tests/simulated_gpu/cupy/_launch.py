@@ -3,7 +3,7 @@
 import numpy as np
 
 from . import _memory, _streams, _transfers
-from ._arrays import DlpackCapsule, check_dtype, ndarray
+from ._arrays import DlpackCapsule, byte_bounds, check_dtype, ndarray
 
 _SCALARS = (bool, int, float, complex, np.generic)
 
@@ -216,7 +216,7 @@ def from_dlpack(value, *, device=None, copy=None):
     array = capsule.array
     if not array.size:
         return array.view()
-    low, high = np.lib.array_utils.byte_bounds(array.host)
+    low, high = byte_bounds(array.host)
     memory = _memory.UnownedMemory(low, high - low, capsule)  # keeps the array alive
     return ndarray(
         array.shape, array.dtype, _memory.MemoryPointer(memory, array.data.ptr - low), array.strides
