@@ -26,6 +26,7 @@ LINK = re.compile(r'(?:(?<=\]\()|(?<=src=")|(?<=srcset="))(?!\w+:|#)[^)#\s"]+')
 NAMES = re.compile(r"<td.*?</td>|<h[2-6] .*?</h[2-6]>", re.DOTALL)
 CODE = re.compile(r"<code>.*?</code>|<span class=\"doc doc-object-name.*?</span>", re.DOTALL)
 TEXT = re.compile(r"(?<=>)[^<]+")
+ON_THE_SITE = re.compile(r"<!-- on the site: (.*?) -->", re.DOTALL)
 LAYERS = "<!-- the layers of pyproject.toml -->"
 
 
@@ -51,7 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Adapts links to the site, which has no `docs/`, and fills in the layers."""
+    """Adapts links to the site, which has no `docs/`, and shows what only it does."""
     place = page.file.src_uri
     path = os.path.relpath(page.file.abs_src_path or "", ROOT)
 
@@ -60,7 +61,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             target(path, link[0]).removeprefix("docs/"), os.path.dirname(place) or "."
         )
 
-    return LINK.sub(moved, markdown.replace(LAYERS, layers()))
+    markdown = ON_THE_SITE.sub(r"\1", markdown).replace(LAYERS, layers())
+    return LINK.sub(moved, markdown)
 
 
 def layers() -> str:
