@@ -32,6 +32,7 @@ class Port:
         needs: a module without which neither program runs.
         recorded: whether `before.py` needs a package that the tests do not install. What it
             printed is in `before.txt`, below a line with the package's version.
+        mpi4py: whether `before.py` is an mpi4py program, which computes with NumPy only.
         options: of both programs.
     """
 
@@ -42,6 +43,7 @@ class Port:
     on_gpus: bool = True
     needs: str | None = None
     recorded: bool = False
+    mpi4py: bool = False
     options: tuple[str, ...] = ()
 
     def path(self, name):
@@ -53,6 +55,20 @@ PORTS = [
     Port("gmm", rel=1e-6, abs=2e-6, why="six decimals are printed; the sums' order differs"),
     Port("cg", rel=2e-3, why="four digits are printed, of an error that rounding changes"),
     Port("monte_carlo", rel=0.3, why="four standard errors of an error that samples show"),
+    Port("jacobi", mpi4py=True, rel=0, why="each point is computed by the same operations"),
+    Port(
+        "matrix_product",
+        mpi4py=True,
+        rel=1e-12,
+        abs=2e-9,
+        why="nine decimals are printed; the sums' order differs",
+    ),
+    Port(
+        "molecular_dynamics",
+        rel=0,
+        abs=2e-9,
+        why="nine decimals are printed; the sums' order differs",
+    ),
 ]
 
 
@@ -78,7 +94,7 @@ def original(launch, port, are_seen):
     """What the original prints: one process."""
     if port.recorded:
         return port.path("before.txt").read_text().partition("\n")[2]
-    options = ["--gpu"] if are_seen else []
+    options = ["--gpu"] if are_seen and not port.mpi4py else []
     result = launch(port.path("before.py"), None, *port.options, *options, gpus=are_seen)
     assert result.status == 0
     return result.stdout
@@ -98,6 +114,17 @@ def test_a_port_prints_what_the_original_prints(launch, gpus, port, counts):
         assert NUMBER.sub("#", result.stdout) == NUMBER.sub("#", before)
         found = [float(number) for number in NUMBER.findall(result.stdout)]
         assert found == pytest.approx(expected, rel=port.rel, abs=port.abs), port.why
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "port", [pytest.param(port, id=f"{port.name}-nightly") for port in PORTS if port.mpi4py]
+)
+def test_an_mpi4py_program_prints_the_same_on_any_number_of_ranks(launch, port):
+    """What it prints alone is what hpcstrat's is compared with."""
+    alone = original(launch, port, are_seen=False)
+    result = launch(port.path("before.py"), 3, *port.options, env=ONE_THREAD)
+    assert (result.status, result.stdout, result.leftovers) == (0, alone, [])
 
 
 @pytest.mark.slow
