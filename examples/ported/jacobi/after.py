@@ -16,7 +16,7 @@ import hpcstrat as hs
 def relax(xp, plate, rows, tolerance):
     """This replica's rows of the relaxed plate, and all changes."""
     replica = hs.get_replica_context()
-    part = xp.asarray(plate[rows.start : rows.stop + 2])  # with a row above and a row below
+    part = xp.array(plate[rows.start : rows.stop + 2])  # with a row above and a row below
     changes = []
     while not changes or changes[-1] > tolerance:
         above, below = replica.neighbor_exchange(to_left=part[1], to_right=part[-2])
