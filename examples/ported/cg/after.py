@@ -36,7 +36,7 @@ def solve(xp, a, b, tol, max_iter):
 
 def main():
     parser = argparse.ArgumentParser(description="Conjugate gradients.")
-    parser.add_argument("--num", type=int, default=501, help="equations")
+    parser.add_argument("--num", type=int, default=503, help="equations")
     parser.add_argument("--tol", type=float, default=0.1)
     parser.add_argument("--max-iter", type=int, default=5000)
     options = parser.parse_args()

@@ -52,7 +52,7 @@ def make_clouds(random, num):
 
 def main():
     parser = argparse.ArgumentParser(description="A mixture of two Gaussians.")
-    parser.add_argument("--num", type=int, default=50_001, help="points in each cloud")
+    parser.add_argument("--num", type=int, default=50_003, help="points in each cloud")
     parser.add_argument("--max-iter", type=int, default=30)
     parser.add_argument("--tol", type=float, default=1e-3)
     parser.add_argument("--gpu", action="store_true", help="compute with CuPy")

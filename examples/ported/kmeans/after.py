@@ -32,7 +32,7 @@ def fit(xp, points, centres, max_iter):
 def main():
     parser = argparse.ArgumentParser(description="k-means of points in the plane.")
     parser.add_argument("--n-clusters", type=int, default=2)
-    parser.add_argument("--num", type=int, default=50_001, help="points in each cloud")
+    parser.add_argument("--num", type=int, default=50_003, help="points in each cloud")
     parser.add_argument("--max-iter", type=int, default=20)
     options = parser.parse_args()
     strategy = hs.CentralStorageStrategy()
