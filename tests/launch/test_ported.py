@@ -76,6 +76,7 @@ PORTS = [
         rel=1e-12,
         abs=2e-9,
         why="nine decimals are printed; the sums' order differs",
+        few=("--shape", "3", "2", "2"),
     ),
     Port(
         "molecular_dynamics",
