@@ -39,7 +39,7 @@ from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
 from hpcstrat._core import device_names, gpu, nests, other_names
 from hpcstrat._core.arrays import as_native, is_numeric
-from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.call_name import call_named, current_call, warn_together
 from hpcstrat._core.other_names import INSTEAD, RENAMED, Missing
 from hpcstrat._core.ranks import join_by_rank, list_by_rank, ranges_in_words, ranks_in_words
 from hpcstrat._core.span import COMMUNICATION, RUN, UPDATE, WAITING

@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from internals import Workers, call_name, distribute_dataset, distribute_from_function, reports
+from internals import Workers, distribute_dataset, distribute_from_function, reports, warn_together
 from public_api import begins_with_a_call
 from thread_ranks import on_ranks, parts
 
@@ -138,9 +138,9 @@ def test_the_other_ranks_raise_where_the_lead_does(filter, raises):
             warnings.filterwarnings(**filter)
             if raises:
                 with pytest.raises(UserWarning, match="of all ranks"):
-                    call_name.warn_together("of all ranks", UserWarning, is_lead)
+                    warn_together("of all ranks", UserWarning, is_lead)
             else:
-                call_name.warn_together("of all ranks", UserWarning, is_lead)
+                warn_together("of all ranks", UserWarning, is_lead)
         assert len(caught) == (is_lead and not raises and filter["action"] != "ignore")
 
 
