@@ -87,15 +87,19 @@ PORTS = [
 ]
 
 
+QUICK = "jacobi", "kmeans"  # on the CPU, what `launch/test` runs without --all
+
+
 def cases():
     """Each port on 2 or 3 ranks, in turn; at night alone and on the other numbers of ranks."""
-    found = []
+    found, slow = [], pytest.mark.slow
     for i, port in enumerate(PORTS):
         quick = (2, 3)[i % 2]
         name = "-".join(filter(None, [port.name, port.needs]))
         for gpus in ("CPU", "GPU")[: 1 + port.on_gpus]:
-            found.append(pytest.param(gpus, port, [quick], id=f"{name}-{gpus}"))
-            rest, slow = [None, 1, 5 - quick, 4], pytest.mark.slow
+            marks = [slow] * (gpus == "CPU" and port.name not in QUICK)
+            found.append(pytest.param(gpus, port, [quick], id=f"{name}-{gpus}", marks=marks))
+            rest = [None, 1, 5 - quick, 4]
             found.append(pytest.param(gpus, port, rest, id=f"{name}-{gpus}-nightly", marks=slow))
     return found
 
