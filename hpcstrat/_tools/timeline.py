@@ -96,6 +96,7 @@ def _shown(ranks: Sequence[Rank]) -> list[Rank]:
 
 def _show(ranks: Sequence[Rank], sentences: Sequence[str]) -> None:
     console = Console(markup=False, emoji=False)
+    console.width = max(console.width, 100)  # a narrow terminal would cut the names of the kinds
     kinds = [kind for kind in KINDS if any(rank.shares[kind] >= 0.0005 for rank in ranks)]
     title = "Median step in ms, and the shares of its time in %"
     if len(ranks) > _MOST:
