@@ -27,8 +27,8 @@ class Optimizer(metaclass=_options.OptimizerType):
     """Changes variables by their gradients.
 
     Args:
-        learning_rate: a number of at least 0, or a callable that returns it; called without
-            arguments or with the number of steps done.
+        learning_rate: a number of at least 0; or a variable, or a callable that returns it, which
+            are read in each step. It is called without arguments or with the number of steps done.
         global_clipnorm: the largest norm of all gradients together, summed over the replicas;
             larger gradients are scaled down. `None`: no limit.
         name: a name; by default the class's.
@@ -133,13 +133,14 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate as it was set: a number or a callable."""
+        """The learning rate as it was set: a number, a variable or a callable."""
         return self._learning_rate
 
     @learning_rate.setter
     def learning_rate(self, value: LearningRate) -> None:
         self._rate_after = _options.rate_function(type(self).__name__, value)
-        self._constant_rate: float | None = None if callable(value) else self._rate_after(0)
+        may_change = callable(value) or isinstance(value, Variable)
+        self._constant_rate: float | None = None if may_change else self._rate_after(0)
         self._learning_rate = value
 
     @property

@@ -12,10 +12,11 @@ import numpy as np
 
 from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import constructor_signature
+from hpcstrat._variable.variable import Variable
 from hpcstrat.optimizers import _names
 from hpcstrat.optimizers._steps import BY_OPTION, UpdateStep, overrides
 
-LearningRate: TypeAlias = "float | Callable[[], float] | Callable[[int], float]"
+LearningRate: TypeAlias = "float | Variable | Callable[[], float] | Callable[[int], float]"
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _CLIPPING = ("global_clipnorm", "clipnorm", "clipvalue")
@@ -157,7 +158,7 @@ def rate_function(owner: str, rate: LearningRate) -> Callable[[int], float]:
     """A learning rate as a function of the number of steps done."""
     if not callable(rate):
         constant = not_negative(owner, "learning_rate", rate)
-        return lambda _: constant
+        return (lambda _: float(rate)) if isinstance(rate, Variable) else lambda _: constant
     # A parameter with a default is the callable's own, such as a factor, and not the step.
     takes_step = any(
         parameter.default is parameter.empty and parameter.kind in _POSITIONAL

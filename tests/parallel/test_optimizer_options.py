@@ -211,6 +211,21 @@ def test_weights_decay_by_the_learning_rate(strategy):
     close(v.numpy(), by_hand(lambda g, value: g + 0.1 * value)[-1])
 
 
+def test_a_variable_is_a_learning_rate_that_can_be_assigned(strategy):
+    v, optimizer = model(strategy)
+    with strategy.scope():
+        rate = hs.Variable(0.0)
+    optimizer.learning_rate = rate
+    value = START
+    for step in range(4):
+        rate.assign(2.0**-step)
+        strategy.run(
+            lambda step=step: optimizer.apply_gradients([(strategy.xp.asarray(own(step)[0]), v)])
+        )
+        value = value - 2.0**-step * own(step)[1]
+    close(v.numpy(), value)
+
+
 def test_a_decay_can_be_set_later(strategy):
     v, optimizer = model(strategy)
     optimizer.weight_decay = 0.1
