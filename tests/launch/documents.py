@@ -1,11 +1,11 @@
 """The code blocks of the documentation, and the invisible comments above them on how they run.
 
-<!-- file: first.py -->    a program's name, by which later commands on the page start it
+<!-- file: first.py -->    a program's name, by which other programs and commands on the page find it
 <!-- continues -->         the program continues the previous one
 <!-- needs: torch -->      a requirement: a module, or one of `NEEDS`
 <!-- not run: the reason -->
 <!-- fails -->             a command whose output is on standard error; its exit status is not 0
-<!-- ranks: 3 -->          a program or an output for this number of ranks only
+<!-- ranks: 2 3 -->        a program or an output for these numbers of ranks only
 <!-- any order -->         the lines of an output come in any order
 """
 
@@ -74,7 +74,7 @@ class Block:
         if (
             self.output is None
             or "not run" in self.output.says
-            or self.output.says.get("ranks", str(ranks)) != str(ranks)
+            or str(ranks) not in self.output.says.get("ranks", str(ranks)).split()
         ):
             return None
         return self.output.text

@@ -34,7 +34,7 @@ def programs():
     found = []
     for page in BLOCKS.values():
         for block in [block for block in page if block.language == "python"]:
-            numbers = [int(block.says["ranks"])] if "ranks" in block.says else RANKS
+            numbers = [int(n) for n in block.says["ranks"].split()] if "ranks" in block.says else RANKS
             for ranks in numbers:
                 is_slow = block.page != "README.md" or ranks != numbers[-1]
                 found.append(
@@ -43,6 +43,12 @@ def programs():
                     )
                 )
     return found
+
+
+def write_files(page, folder):
+    for block in BLOCKS[page]:
+        if "file" in block.says:
+            (folder / block.says["file"]).write_text(block.text)
 
 
 def skip_unless_it_runs(block: Block):
@@ -81,11 +87,9 @@ def test_code_stands_in_blocks_of_a_known_language():
 def test_program(launch, block, ranks, gpus):
     skip_unless_it_runs(block)
     are_seen, numbers = gpus
-    program = block.text
-    if "file" in block.says:
-        program = launch.folder / block.says["file"]
-        program.write_text(block.text)
-    if ranks not in numbers:
+    write_files(block.page, launch.folder)
+    program = launch.folder / block.says["file"] if "file" in block.says else block.text
+    if are_seen and ranks not in numbers:
         pytest.skip(f"{ranks} ranks have too few GPUs")
     result = launch(program, ranks, gpus=are_seen, timeout=120 if are_seen else 90)
     assert (result.status, result.stderr, result.leftovers) == (0, "", [])
@@ -132,9 +136,7 @@ def test_command(launch, block, tmp_path):
         (folder / name).chmod(0o755)
     for name in FOLDERS:
         (tmp_path / name).symlink_to(ROOT / name)
-    for other in BLOCKS[block.page]:
-        if "file" in other.says:
-            (tmp_path / other.says["file"]).write_text(other.text)
+    write_files(block.page, tmp_path)
     script = tmp_path / "commands.sh"
     script.write_text(f"set -euo pipefail\n{block.text}")
     path = f"{folder}:{os.environ['PATH']}"
