@@ -12,7 +12,7 @@ import pytest
 from documents import BLOCKS, PAGES, ROOT, Block
 
 FOLDERS = ("examples", "benchmarks", "launch", "slurm", "tests", "docs")
-RANKS = 1, 3
+RANKS = "1 3"
 SECONDS = re.compile(r"\d+ s\b")
 
 
@@ -34,13 +34,12 @@ def programs():
     found = []
     for page in BLOCKS.values():
         for block in [block for block in page if block.language == "python"]:
-            numbers = [int(n) for n in block.says["ranks"].split()] if "ranks" in block.says else RANKS
+            numbers = [int(n) for n in block.says.get("ranks", RANKS).split()]
             for ranks in numbers:
                 is_slow = block.page != "README.md" or ranks != numbers[-1]
+                case = f"{block}-{ranks}-{block.says.get('needs', '')}".rstrip("-")
                 found.append(
-                    pytest.param(
-                        block, ranks, id=f"{block}-{ranks}", marks=[pytest.mark.slow] * is_slow
-                    )
+                    pytest.param(block, ranks, id=case, marks=[pytest.mark.slow] * is_slow)
                 )
     return found
 
