@@ -2,9 +2,9 @@
 
     mpirun -n 4 python examples/ported/kmeans/after.py
 
-Each replica has a part of the points. Three lines communicate inside `fit`: its sums become those
-of all points, and it ends when no replica's points have moved. The rest hands the points out and
-collects their labels; `--gpu` is gone, because the strategy finds the GPUs.
+Each replica has a part of the points. Two lines of `fit` communicate: its sums become those of all
+points, and it ends when no replica's points have moved. The rest hands the points out and collects
+their labels; `--gpu` is gone, because the strategy finds the GPUs.
 """
 
 import argparse

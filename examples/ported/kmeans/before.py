@@ -2,7 +2,8 @@
 
     python examples/ported/kmeans/before.py
 
-Two clouds of normally distributed points; Lloyd's method from points drawn at random.
+Two clouds of normally distributed points; Lloyd's method from points drawn at random. There are
+more points than in the original, in 2 instead of 30,000 dimensions.
 """
 
 import argparse

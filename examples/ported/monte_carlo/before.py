@@ -3,7 +3,8 @@
     python examples/ported/monte_carlo/before.py
 
 The mean of discounted payoffs over random prices at the time of exercise, compared with the
-formula of Black and Scholes.
+formula of Black and Scholes. There are fewer options and samples than in the original, and array
+operations in place of its kernel.
 """
 
 import argparse
