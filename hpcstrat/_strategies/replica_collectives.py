@@ -136,7 +136,7 @@ class ReplicaCollectives(abc.ABC):
                 of NumPy's `cumsum`, and the last replica has the result of `all_reduce`.
 
         Returns:
-            A nest like `value`. Without `inclusive` the first replica has the neutral elements: 0
+            A nest like `value`. Without `inclusive` the first replica has the neutral elements, 0
             for sums, the highest or infinity for minima, the lowest or -infinity for maxima.
 
         Raises:

@@ -125,9 +125,9 @@ class ValueMethods:
             value: any value.
 
         Returns:
-            For a `PerReplica` value, a tuple of its components in replica order, on every rank: all
-            replicas' or, in a `MultiWorkerMirroredStrategy`, those of this host's replicas. For a
-            nest with such leaves, a tuple of nests. For any other value, `(value,)`. Arrays of
+            For a `PerReplica` value, a tuple of its components in replica order, on every rank.
+            They are all replicas' or, in a `MultiWorkerMirroredStrategy`, those of this host's. For
+            a nest with such leaves, a tuple of nests. For any other value, `(value,)`. Arrays of
             other libraries become NumPy's or CuPy's.
 
         Raises:

@@ -45,7 +45,8 @@ class WritableByRows(ReadableAsArray):
             name: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
-            An array of shape `(*indices.shape, *shape[1:])`.
+            An array with a row for each index, of shape
+            `(*indices.shape, *shape[1:])`.
 
         Raises:
             ValueError: an index is out of range, or is not an integer.
@@ -64,7 +65,8 @@ class WritableByRows(ReadableAsArray):
             name: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
-            An array of shape `(*indices.shape[:-1], *shape[k:])`.
+            An array with an entry for each index, of shape
+            `(*indices.shape[:-1], *shape[k:])`.
 
         Raises:
             ValueError: an index is out of range or is not an integer, or k is more than the number

@@ -105,7 +105,7 @@ class CheckpointManager:
         Collective: all ranks call this.
 
         Returns:
-            The file's path, or `"the snapshot in memory"`; `None` if there is neither: then
+            The file's path, or `"the snapshot in memory"`, or `None` if there is neither; then
             nothing has changed.
 
         Raises:

@@ -188,7 +188,7 @@ class MappableDataset(ResumableDataset, _elements.DatasetLeaf):
             name: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
-            The last state: a nest of NumPy arrays and scalars. NumPy's rules may change its dtypes.
+            The last state, a nest of NumPy arrays and scalars. NumPy's rules may change its dtypes.
 
         Raises:
             TypeError: a leaf of a state cannot become an array.

@@ -374,9 +374,9 @@ class Optimizer(metaclass=_options.OptimizerType):
             variables: trainable variables of one strategy, each once.
 
         Returns:
-            A list: for each variable an array of its shape and dtype on this replica's device,
-            zeros at first. Its method `ready` starts the sum of gradients that are complete while
-            you compute the others.
+            A list of arrays, one for each variable, of its shape and dtype, on this replica's
+            device, zeros at first. Its method `ready` starts the sum of gradients that are
+            complete while you compute the others.
 
         Raises:
             ValueError: no variable; a variable occurs twice or cannot be changed by optimizers.

@@ -73,7 +73,7 @@ class UpdateStep:
             optimizer: the optimizer.
 
         Returns:
-            The pairs to go on with. `None`: this call changes no variable, on any replica.
+            The pairs to go on with, or `None` if this call changes no variable, on any replica.
         """
         return grads_and_vars
 
