@@ -84,6 +84,37 @@ PORTS = [
         abs=2e-9,
         why="nine decimals are printed; the sums' order differs",
     ),
+    Port(
+        "tf_custom_training",
+        recorded=True,
+        rel=1e-4,
+        abs=2e-5,
+        why="five decimals are printed; 92 steps in 32 bits, and Adam divides by small gradients",
+    ),
+    Port(
+        "torch_ddp_series",
+        needs="torch",
+        on_gpus=False,
+        rel=1e-5,
+        abs=2e-6,
+        why="six decimals are printed; 256 steps in 32 bits towards one minimum",
+    ),
+    Port(
+        "torch_gpt",
+        needs="torch",
+        on_gpus=False,
+        rel=0,
+        abs=2e-6,
+        why="six decimals are printed; 200 steps in 64 bits",
+    ),
+    Port(
+        "jax_mnist",
+        needs="jax",
+        on_gpus=False,
+        rel=1e-4,
+        abs=2e-6,
+        why="six decimals are printed; 96 steps in 32 bits",
+    ),
 ]
 
 
@@ -115,7 +146,7 @@ def original(launch, port, are_seen, options):
         return port.path("before.txt").read_text().partition("\n")[2]
     if are_seen and not port.mpi4py:
         options = [*options, "--gpu"]
-    result = launch(port.path("before.py"), None, *options, gpus=are_seen)
+    result = launch(port.path("before.py"), None, *options, gpus=are_seen, env=ONE_THREAD)
     assert result.status == 0
     return result.stdout
 
