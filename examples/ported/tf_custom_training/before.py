@@ -11,7 +11,7 @@ import os
 import tempfile
 
 import numpy as np
-import tensorflow as tf  # pyright: ignore[reportMissingImports]
+import tensorflow as tf  # pyright: ignore[reportMissingModuleSource]
 from sklearn.datasets import load_digits
 
 EPOCHS = 4
