@@ -41,6 +41,20 @@ class UpdateRule(NamedTuple):
         kernel_constants: the constants of the kernel, in its order.
         norms: the norms of whole variables that it needs. Then `apply` takes a whole variable, and
             the kernel's constants are those of `norms.rule_with`.
+
+    Examples:
+        SGD as a function of flat arrays, which `Optimizer.update_rule` returns:
+
+        >>> class Plain(hs.optimizers.Optimizer):
+        ...     slots = {}
+        ...     def update_rule(self, learning_rate, step):
+        ...         def apply(value, gradient, slots, scratch):
+        ...             value -= np.multiply(gradient, learning_rate, out=scratch)
+        ...         return hs.optimizers.UpdateRule(apply, {"learning_rate": learning_rate})
+        >>> optimizer, w = Plain(0.5), hs.Variable(np.zeros((1, 2)))
+        >>> optimizer.apply_gradients([(np.array([[2.0, 4.0]]), w)])
+        >>> w.numpy()
+        array([[-1., -2.]])
     """
 
     apply: Apply

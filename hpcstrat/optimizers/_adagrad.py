@@ -28,6 +28,18 @@ class Adagrad(Optimizer):
     Raises:
         ValueError: a number is negative or not finite.
         TypeError: an argument is not a number.
+
+    Examples:
+        Each element's rate falls with the squares of its own gradients:
+
+        >>> w = hs.Variable(np.zeros(2))
+        >>> optimizer = hs.optimizers.Adagrad(1.0, initial_accumulator_value=7.0, epsilon=0.0)
+        >>> optimizer.apply_gradients([(np.array([3.0, 0.0]), w)])  # sqrt(7 + 9) is 4
+        >>> w.numpy()
+        array([-0.75,  0.  ])
+        >>> optimizer.apply_gradients([(np.array([3.0, 3.0]), w)])  # sqrt(16 + 9), sqrt(7 + 9)
+        >>> w.numpy()
+        array([-1.35, -0.75])
     """
 
     def __init__(
@@ -76,6 +88,23 @@ class RMSprop(Optimizer):
     Raises:
         ValueError: rho or momentum is not from 0 to 1, or another number is negative or not finite.
         TypeError: an argument is not a number.
+
+    Examples:
+        The first step is `learning_rate / sqrt(1 - rho)`, whatever the gradient's size:
+
+        >>> def two_steps(**arguments):
+        ...     w, steps = hs.Variable(np.zeros(1)), []
+        ...     optimizer = hs.optimizers.RMSprop(1.0, rho=0.75, epsilon=0.0, **arguments)
+        ...     for _ in range(2):
+        ...         optimizer.apply_gradients([(np.full(1, 5.0), w)])
+        ...         steps.append(round(float(w[0]), 3))
+        ...     return steps
+        >>> two_steps()
+        [-2.0, -3.512]
+        >>> two_steps(centered=True)  # divides by sqrt(0.25 - 0.25**2) first, not by sqrt(0.25)
+        [-2.309, -4.325]
+        >>> two_steps(momentum=0.5)  # the second adds half of the first
+        [-2.0, -4.512]
     """
 
     def __init__(
@@ -140,6 +169,17 @@ class Adadelta(Optimizer):
     Raises:
         ValueError: rho is not from 0 to 1, or another number is negative or not finite.
         TypeError: an argument is not a number.
+
+    Examples:
+        No step depends on the gradient's scale, and the first ones are about `sqrt(epsilon)`:
+
+        >>> w = hs.Variable(np.zeros(2))
+        >>> optimizer = hs.optimizers.Adadelta(1.0, rho=0.75, epsilon=1e-6)
+        >>> for _ in range(2):
+        ...     optimizer.apply_gradients([(np.array([1.0, 1000.0]), w)])
+        ...     print(w.numpy().round(6))
+        [-0.002 -0.002]
+        [-0.004138 -0.004138]
     """
 
     def __init__(

@@ -55,6 +55,31 @@ class Adam(_Moments):
     Raises:
         ValueError: a decay is out of range, or another number is negative or not finite.
         TypeError: an argument is not a number.
+
+    Examples:
+        The first step has the size of the learning rate unless the gradient is small next to
+        `epsilon`:
+
+        >>> def one_step(*arguments, **options):
+        ...     w = hs.Variable(np.zeros(2))
+        ...     optimizer = hs.optimizers.Adam(*arguments, **options)
+        ...     optimizer.apply_gradients([(np.array([100.0, -0.01]), w)])
+        ...     return w.numpy().round(4)
+        >>> one_step(0.1)
+        array([-0.1,  0.1])
+        >>> one_step(0.1, epsilon=1e-3)  # the second sqrt(v) is 0.0003
+        array([-0.1  ,  0.024])
+
+        `beta_1` says how long old gradients last, here after the sign has changed:
+
+        >>> def turn(beta_1):
+        ...     w = hs.Variable(np.zeros(1))
+        ...     optimizer = hs.optimizers.Adam(0.1, beta_1=beta_1)
+        ...     for gradient in 1.0, 1.0, -1.0:
+        ...         optimizer.apply_gradients([(np.array([gradient]), w)])
+        ...     return w.numpy().round(3)
+        >>> turn(0.9), turn(0.0)
+        (array([-0.226]), array([-0.1]))
     """
 
     @staticmethod
@@ -95,6 +120,15 @@ class AdamW(Adam):
         ValueError: a decay of a moment is out of range, or another number is negative or not
             finite.
         TypeError: an argument is not a number.
+
+    Examples:
+        Where the gradient is 0, only the decay is left, by `1 - learning_rate * weight_decay`:
+
+        >>> w = hs.Variable(np.array([8.0, -8.0]))
+        >>> optimizer = hs.optimizers.AdamW(0.5, weight_decay=0.5)
+        >>> optimizer.apply_gradients([(np.zeros(2), w)])
+        >>> w.numpy()
+        array([ 6., -6.])
     """
 
     def __init__(
@@ -128,6 +162,17 @@ class Adamax(_Moments):
     Raises:
         ValueError: a decay is out of range, or another number is negative or not finite.
         TypeError: an argument is not a number.
+
+    Examples:
+        It divides by the largest gradient so far, which decays: 8, 4 and 2.
+
+        >>> w, steps = hs.Variable(np.zeros(1)), []
+        >>> optimizer = hs.optimizers.Adamax(1.0, beta_1=0.0, beta_2=0.5)
+        >>> for gradient in 8.0, 1.0, 1.0:
+        ...     optimizer.apply_gradients([(np.array([gradient]), w)])
+        ...     steps.append(w.numpy().round(4))
+        >>> steps
+        [array([-1.]), array([-1.25]), array([-1.75])]
     """
 
     @staticmethod
@@ -167,6 +212,19 @@ class Nadam(_Moments):
     Raises:
         ValueError: a decay is out of range, or another number is negative or not finite.
         TypeError: an argument is not a number.
+
+    Examples:
+        It looks a step ahead, so it follows a change of sign sooner than Adam:
+
+        >>> for kind in hs.optimizers.Adam, hs.optimizers.Nadam:
+        ...     w, optimizer = hs.Variable(np.zeros(1)), kind(0.1, beta_1=0.9)
+        ...     for gradient in 1.0, -1.0:
+        ...         optimizer.apply_gradients([(np.array([gradient]), w)])
+        ...         print(kind.__name__, w.numpy().round(3))
+        Adam [-0.1]
+        Adam [-0.095]
+        Nadam [-0.106]
+        Nadam [-0.039]
     """
 
     # The number of steps in the product, beta_1, and the product.
@@ -174,7 +232,12 @@ class Nadam(_Moments):
 
     @property
     def momentum_product(self) -> float:
-        """`U_t` of the next step t."""
+        """`U_t` of the next step t.
+
+        Examples:
+            >>> round(hs.optimizers.Nadam(beta_1=0.5).momentum_product, 3)  # 0.5 (1 - 0.96 / 2)
+            0.26
+        """
         done, beta_1, product = self._product
         if done > self.iterations or beta_1 != self.beta_1:  # restored, or changed
             done, product = 0, 1.0

@@ -77,6 +77,16 @@ class GradientBuffers(list[Any]):
             RuntimeError: called outside of a replica function.
             ReplicaMismatchError: the replicas mark different buffers. Nothing has started.
             MemoryError: cannot allocate the sums on some rank.
+
+        Examples:
+            >>> a, b, optimizer = hs.Variable([1.0]), hs.Variable([2.0]), hs.optimizers.SGD(1.0)
+            >>> d_a, d_b = buffers = optimizer.gradient_buffers([a, b])
+            >>> d_b[...] = 0.5
+            >>> buffers.ready(d_b)  # of the last layer; the others follow
+            >>> d_a[...] = 0.25
+            >>> optimizer.apply_gradients(zip(buffers, [a, b]))
+            >>> a.numpy(), b.numpy()
+            (array([0.75], dtype=float32), array([1.5], dtype=float32))
         """
         plan, variables = self._plan, self._variables_of(buffers)
         marked = plan.marked

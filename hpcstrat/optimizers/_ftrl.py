@@ -45,6 +45,26 @@ class Ftrl(Optimizer):
     Raises:
         ValueError: a number is out of range.
         TypeError: an argument is not a number.
+
+    Examples:
+        The first step from 0, by each of its arguments; `l1_regularization_strength` keeps an
+        element at exactly 0 where the gradient is smaller:
+
+        >>> def one_step(**options):
+        ...     w = hs.Variable(np.zeros(2))
+        ...     optimizer = hs.optimizers.Ftrl(1.0, initial_accumulator_value=0.0, **options)
+        ...     optimizer.apply_gradients([(np.array([4.0, 1.0]), w)])
+        ...     return w.numpy()
+        >>> one_step()  # each gradient divided by its size
+        array([-1., -1.])
+        >>> one_step(l1_regularization_strength=2.0)
+        array([-0.5,  0. ])
+        >>> one_step(l2_regularization_strength=2.0)  # 4 / (4 + 2 * 2) and 1 / (1 + 2 * 2)
+        array([-0.5, -0.2])
+        >>> one_step(beta=1.0)
+        array([-0.8, -0.5])
+        >>> one_step(learning_rate_power=0.0)  # plain gradient descent
+        array([-4., -1.])
     """
 
     def __init__(
@@ -87,7 +107,12 @@ class Ftrl(Optimizer):
 
     @property
     def takes_root(self) -> bool | None:
-        """Whether squares of gradients count by their root; `None`: they do not count."""
+        """Whether squares of gradients count by their root; `None`: they do not count.
+
+        Examples:
+            >>> hs.optimizers.Ftrl().takes_root
+            True
+        """
         return _TAKES_ROOT[self.learning_rate_power]
 
     @staticmethod

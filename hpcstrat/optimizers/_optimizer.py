@@ -6,24 +6,22 @@ import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat._calls.records import signature_of
 from hpcstrat._core.call_name import current_call, enter_call, leave_call, names_call
-from hpcstrat._core.types import FIRST_REPLICA, ReduceOp
-from hpcstrat._replicas import contexts
-from hpcstrat._replicas.contexts import InReplica
+from hpcstrat._core.types import FIRST_REPLICA
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._variable.variable import Variable, state_of
-from hpcstrat.optimizers import _composition, _gradients, _options
+from hpcstrat._variable.variable import Variable
+from hpcstrat.optimizers import _apply, _composition, _gradients, _options
 from hpcstrat.optimizers._buffers import GradientBuffers, check_marked, end_marks
+from hpcstrat.optimizers._configured import Configured
 from hpcstrat.optimizers._options import CommonOptions, LearningRate
-from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, list_variables, plan_key
+from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, list_variables
 from hpcstrat.optimizers._steps import BY_OPTION, EMA, UpdateStep, overrides
 
 if TYPE_CHECKING:
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Unpack
 
 
-class Optimizer(metaclass=_options.OptimizerType):
+class Optimizer(Configured, metaclass=_options.OptimizerType):
     """Changes variables by their gradients.
 
     Args:
@@ -87,7 +85,12 @@ class Optimizer(metaclass=_options.OptimizerType):
     @property
     @abc.abstractmethod
     def slots(self) -> Mapping[str, float]:
-        """Initial values of the slots by name: arrays of each variable's shape and dtype."""
+        """Initial values of the slots by name: arrays of each variable's shape and dtype.
+
+        Examples:
+            >>> hs.optimizers.Adam().slots
+            {'m': 0.0, 'v': 0.0}
+        """
 
     @staticmethod
     def formula(value: Any, gradient: Any, *slots: Any, **numbers: Any) -> Any:
@@ -109,6 +112,10 @@ class Optimizer(metaclass=_options.OptimizerType):
 
         Returns:
             The new value, or a tuple of it and the new value of each slot.
+
+        Examples:
+            >>> hs.optimizers.SGD.formula(5.0, 2.0, learning_rate=0.5, momentum=0.0, nesterov=False)
+            4.0
         """
         raise NotImplementedError("an optimizer must have a `formula` or its own `update_rule`")
 
@@ -116,41 +123,38 @@ class Optimizer(metaclass=_options.OptimizerType):
         """The update of step number `step`, counted from 1; by default from `formula`.
 
         Called in every step. Override it for what a formula cannot express.
+
+        Examples:
+            >>> hs.optimizers.SGD(0.5).update_rule(0.25, step=3).constants["learning_rate"]
+            0.25
         """
         return self._formula.rule(self, learning_rate, step)
 
     @property
     def all_slots(self) -> dict[str, float | None]:
-        """`slots`, and those of its steps; `None` for a slot that starts as the variable."""
+        """`slots`, and those of its steps; `None` for a slot that starts as the variable.
+
+        Examples:
+            >>> hs.optimizers.Adam(use_ema=True).all_slots
+            {'m': 0.0, 'v': 0.0, 'ema': None}
+        """
         return _composition.join_slots(type(self).__name__, self.slots, self._steps)
 
     # ---- properties
 
     @property
     def iterations(self) -> int:
-        """The number of steps done."""
+        """The number of steps done.
+
+        Examples:
+            >>> optimizer = hs.optimizers.SGD(gradient_accumulation_steps=2)
+            >>> w = hs.Variable(np.zeros(1))
+            >>> for _ in range(5):  # two pairs, and one more
+            ...     optimizer.apply_gradients([(np.ones(1), w)])
+            >>> optimizer.iterations
+            2
+        """
         return self._state.iterations
-
-    @property
-    def learning_rate(self) -> Any:
-        """The learning rate as it was set: a number, a variable or a callable."""
-        return self._learning_rate
-
-    @learning_rate.setter
-    def learning_rate(self, value: LearningRate) -> None:
-        self._rate_after = _options.rate_function(type(self).__name__, value)
-        may_change = callable(value) or isinstance(value, Variable)
-        self._constant_rate: float | None = None if may_change else self._rate_after(0)
-        self._learning_rate = value
-
-    @property
-    def lr(self) -> Any:
-        """`learning_rate`, by its name in Keras 2."""
-        return self.learning_rate
-
-    @lr.setter
-    def lr(self, value: LearningRate) -> None:
-        self.learning_rate = value
 
     def __setattr__(self, name: str, value: Any) -> None:
         _options.set_attribute(self, name, value, super().__setattr__)
@@ -163,30 +167,31 @@ class Optimizer(metaclass=_options.OptimizerType):
         arguments = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"{type(self).__name__}({arguments})"
 
-    def get_config(self) -> dict[str, Any]:
-        """The arguments for `from_config`, as JSON can hold them; without steps and slots.
-
-        Raises:
-            ValueError: it has `steps`, or a learning rate that is a function of the program.
-        """
-        return _options.config_of(self)
-
-    @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
-    ) -> Self:
-        """A new optimizer from what `get_config` returned; `custom_objects`: schedules by name."""
-        return cls(**_options.arguments_in(cls.__name__, config, custom_objects))
-
     @property
     def variables(self) -> list[OptimizerVariable]:
-        """What it keeps between steps: the number of steps, the learning rate, and each slot."""
+        """What it keeps between steps: the number of steps, the learning rate, and each slot.
+
+        Examples:
+            >>> optimizer, w = hs.optimizers.Adam(0.5), hs.Variable(np.zeros(2), name="w")
+            >>> optimizer.apply_gradients([(np.ones(2), w)])
+            >>> for each in optimizer.variables:
+            ...     print(each.name, each.numpy().round(3))
+            Adam/iterations 1
+            Adam/learning_rate 0.5
+            Adam/m/w [0.1 0.1]
+            Adam/v/w [0.001 0.001]
+        """
         rate = float(self._rate_after(self._state.iterations))
         return list_variables(self._state, self.name, rate, list(self.all_slots))
 
     @property
     def ema_overwrites(self) -> float | None:
-        """1 if the next step overwrites variables by their averages, else 0; `None`: none does."""
+        """1 if the next step overwrites variables by their averages, else 0; `None`: none does.
+
+        Examples:
+            >>> hs.optimizers.SGD(use_ema=True, ema_overwrite_frequency=2).ema_overwrites
+            0.0
+        """
         frequency = self.ema_overwrite_frequency
         return None if frequency is None else float((self.iterations + 1) % frequency == 0)
 
@@ -221,6 +226,21 @@ class Optimizer(metaclass=_options.OptimizerType):
             ReplicaMismatchError: the replicas pass gradients of different variables, or have
                 different learning rates.
             RuntimeError: this line runs in another strategy than the variables'.
+
+        Examples:
+            Each replica passes its share, 6 divided by their number; the step is 6 on any number:
+
+            >>> strategy = hs.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     table, optimizer = hs.Variable(np.ones((3, 2))), hs.optimizers.SGD(1.0)
+            >>> def step():
+            ...     values = np.full((1, 2), 6.0) / strategy.num_replicas_in_sync
+            ...     optimizer.apply_gradients([(hs.IndexedSlices(values, [2]), table)])
+            >>> strategy.run(step)
+            >>> table.numpy()
+            array([[ 1.,  1.],
+                   [ 1.,  1.],
+                   [-5., -5.]])
         """
         outer = enter_call(f"{self.name}.apply_gradients")
         try:
@@ -232,85 +252,12 @@ class Optimizer(metaclass=_options.OptimizerType):
                 check_marked(state, pairs, are_summed)
             if self._collecting and pairs:
                 pairs = _composition.collect(self, self._collecting, pairs)
-            if pairs is not None and not self._apply_as_before(pairs, are_summed):
-                self._apply(pairs, are_summed)
+            if pairs is not None and not _apply.apply_as_before(self, pairs, are_summed):
+                _apply.apply(self, pairs, are_summed)
             if state.marked is not None:
                 end_marks(state)
         finally:
             leave_call(outer)
-
-    def _apply_as_before(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> bool:
-        """The fast path: arrays in a replica, known variables, no step that transforms them.
-
-        It only leaves out checks whose outcome is known. Returns `False`, and has done nothing, for
-        any other step.
-        """
-        context, state = contexts.current.get(), self._state
-        if are_summed or type(context) is not InReplica or self._transforming:
-            return False
-        group = context.group
-        try:
-            gradients, variables = zip(*pairs, strict=True)
-        except (TypeError, ValueError):  # not pairs
-            return False
-        plan = state.plans.get((id(group), *map(id, variables)))  # inlines `plan_key`
-        if plan is None or not plan.fits(gradients):
-            return False
-        rate = self._constant_rate
-        try:
-            rate = float(self._rate_after(state.iterations)) if rate is None else rate
-            rule = self.update_rule(rate, state.iterations + 1)
-        except Exception:  # the slow path gets it too, and raises it on all ranks
-            return False
-        try:
-            group.storage.update(plan, gradients, ReduceOp.SUM, rule)
-            state.iterations += 1
-        except BaseException as error:  # a signal's may come between these two lines
-            group.storage.mark_interrupted(error, plan.order.blocks)
-            raise
-        return True
-
-    def _apply(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
-        """Any step: checks the gradients, sums them over the replicas, clips them, and updates."""
-        _gradients.check_pairs(pairs)
-        if not pairs:
-            contexts.group().communicator.exchange(signature_of(current_call(), "no variable"))
-            return
-        group, state = _gradients.group_of_variable(pairs[0][1], "to"), self._state
-        with group.communicator.raise_together():
-            gradients, dense, sparse = _gradients.prepare_pairs(pairs)
-            variables = [*dense, *(v for _, v in sparse)]
-            if not variables:
-                _gradients.refuse_no_gradient(group, len(pairs))
-            if sparse or plan_key(group, dense) not in state.plans:
-                _gradients.check_variables(group, variables)
-            rate = float(self._rate_after(state.iterations))
-            step, clipped = state.iterations + 1, self._formula_of_clipped
-            clipping = self._clipping if sparse else []  # rows are clipped before the update
-            rule = clipped.rule(self, rate, step) if clipping else self.update_rule(rate, step)
-            _gradients.check_norms(rule, sparse)
-        are_summed = are_summed or not isinstance(contexts.context(), InReplica)
-        if are_summed:
-            group.communicator.require_equal(gradients)
-        rows = [_gradients.sum_rows(group, slices, v, are_summed) for slices, v in sparse]
-        if steps := self._transforming or clipping:
-            if not are_summed:
-                gradients = group.communicator.all_reduce(gradients, ReduceOp.SUM)
-                are_summed = True
-            gradients, rows = _composition.transform(self, steps, group, variables, gradients, rows)
-        try:  # all variables and the number of steps change, or nothing does
-            if dense:
-                plan = state.plan_of(group, dense, self.name, self.all_slots)
-                op = FIRST_REPLICA if are_summed else ReduceOp.SUM
-                group.storage.update(plan, gradients, op, rule)
-            for (_, v), (indices, values) in zip(sparse, rows, strict=True):
-                state.make_slots([v], self.name, self.all_slots)
-                slots = state.slots[id(v)][1]
-                group.storage.update_rows(state_of(v).block, slots, indices, values, rule)
-            state.iterations += 1
-        except BaseException as error:
-            group.storage.mark_interrupted(error, [state_of(v).block for v in variables])
-            raise
 
     def minimize(
         self,
@@ -332,6 +279,13 @@ class Optimizer(metaclass=_options.OptimizerType):
         Raises:
             TypeError: `loss` is not a function, or returns something else; a tape.
             ValueError: there are more gradients than variables, or fewer; or as `apply_gradients`.
+
+        Examples:
+            >>> w = hs.Variable(np.array([3.0]))
+            >>> def loss_and_gradients():
+            ...     return float((w**2).sum()), [2 * w]
+            >>> hs.optimizers.SGD(0.25).minimize(loss_and_gradients, [w]), w.numpy()
+            (9.0, array([1.5]))
         """
         variables, call = list(var_list), f"{self.name}.minimize"
         value, gradients = _gradients.compute_gradients(call, loss, len(variables), tape)
@@ -344,6 +298,14 @@ class Optimizer(metaclass=_options.OptimizerType):
 
         Raises:
             ValueError: the optimizer was made without `use_ema` and keeps no averages.
+
+        Examples:
+            >>> optimizer = hs.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.75)
+            >>> w = hs.Variable(np.array([8.0]))
+            >>> optimizer.apply_gradients([(np.array([4.0]), w)])
+            >>> optimizer.finalize_variable_values([w])  # 0.75 * 8 + 0.25 * 4
+            >>> w.numpy()
+            array([7.])
         """
         if not self.use_ema:
             raise ValueError(
@@ -382,6 +344,15 @@ class Optimizer(metaclass=_options.OptimizerType):
             ValueError: no variable; a variable occurs twice or cannot be changed by optimizers.
             MemoryError: cannot allocate them on some rank.
             ReplicaMismatchError: the replicas pass different variables.
+
+        Examples:
+            >>> x, w = np.array([[1.0, 2.0], [3.0, 4.0]]), hs.Variable(np.zeros(2))
+            >>> optimizer = hs.optimizers.SGD(1.0)
+            >>> (buffer,) = buffers = optimizer.gradient_buffers([w])
+            >>> _ = np.matmul(x.T, np.ones(2), out=buffer)
+            >>> optimizer.apply_gradients(zip(buffers, [w]))
+            >>> w.numpy()
+            array([-4., -6.])
         """
         variables = list(variables)
         group, state = _gradients.agree_on_group(variables), self._state

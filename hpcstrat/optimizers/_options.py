@@ -43,6 +43,62 @@ class CommonOptions(TypedDict, total=False):
             `apply_gradients`, by the mean of the gradients since the last update. The other calls
             add up on each replica and do not communicate.
         steps: steps of your own, which come before these options.
+
+    Examples:
+        What the clipping options leave of gradients of norms 5 and 12, by one step of SGD:
+
+        >>> def one_step(**options):
+        ...     v, w = hs.Variable(np.zeros(2)), hs.Variable(np.zeros(1))
+        ...     optimizer = hs.optimizers.SGD(1.0, **options)
+        ...     optimizer.apply_gradients([(np.array([-3.0, -4.0]), v), (np.array([-12.0]), w)])
+        ...     return v.numpy(), w.numpy()
+        >>> one_step()
+        (array([3., 4.]), array([12.]))
+        >>> one_step(clipnorm=10.0)  # each variable by itself
+        (array([3., 4.]), array([10.]))
+        >>> one_step(clipvalue=3.5)  # each element by itself
+        (array([3. , 3.5]), array([3.5]))
+
+        Weight decay, of the value before the step:
+
+        >>> v = hs.Variable(np.array([8.0]))
+        >>> optimizer = hs.optimizers.SGD(0.5, weight_decay=0.25)
+        >>> optimizer.apply_gradients([(np.array([2.0]), v)])
+        >>> v.numpy()  # 8 - 0.5 * 0.25 * 8 - 0.5 * 2
+        array([6.])
+
+        The average starts at 8 and goes halfway to 4, then to 0. In the second case the second
+        step overwrites the variable by it:
+
+        >>> def two_steps(**options):
+        ...     v = hs.Variable(np.array([8.0]))
+        ...     optimizer = hs.optimizers.SGD(1.0, use_ema=True, ema_momentum=0.5, **options)
+        ...     for _ in range(2):
+        ...         optimizer.apply_gradients([(np.array([4.0]), v)])
+        ...     return v.numpy(), optimizer.variables[-1].numpy()
+        >>> two_steps()
+        (array([0.]), array([3.]))
+        >>> two_steps(ema_overwrite_frequency=2)
+        (array([3.]), array([3.]))
+
+        Three calls make one step, by the mean of three gradients:
+
+        >>> v = hs.Variable(np.zeros(1))
+        >>> optimizer = hs.optimizers.SGD(1.0, gradient_accumulation_steps=3)
+        >>> for gradient in 1.0, 2.0, 6.0:
+        ...     optimizer.apply_gradients([(np.array([gradient]), v)])
+        ...     print(optimizer.iterations, v.numpy())
+        0 [0.]
+        0 [0.]
+        1 [-3.]
+
+        A step of your own sees the gradients before they are clipped:
+
+        >>> class Double(hs.optimizers.UpdateStep):
+        ...     def transform(self, grads_and_vars, optimizer):
+        ...         return [(2 * gradient, v) for gradient, v in grads_and_vars]
+        >>> one_step(steps=[Double()], clipvalue=7.0)
+        (array([6., 7.]), array([7.]))
     """
 
     clipnorm: float | None
@@ -63,6 +119,17 @@ class OptimizerOptions(CommonOptions, total=False):
             larger gradients are scaled down. Excludes `clipnorm` and `clipvalue`, which exclude
             each other too.
         name: a name; by default the class's.
+
+    Examples:
+        Gradients of norms 5 and 12 have a norm of 13 together, and both are halved:
+
+        >>> v, w = hs.Variable(np.zeros(2)), hs.Variable(np.zeros(1))
+        >>> optimizer = hs.optimizers.SGD(1.0, global_clipnorm=6.5, name="halved")
+        >>> optimizer.apply_gradients([(np.array([-3.0, -4.0]), v), (np.array([-12.0]), w)])
+        >>> v.numpy(), w.numpy()
+        (array([1.5, 2. ]), array([6.]))
+        >>> optimizer.variables[0].name
+        'halved/iterations'
     """
 
     global_clipnorm: float | None

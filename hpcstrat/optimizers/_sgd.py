@@ -32,6 +32,21 @@ class SGD(Optimizer):
     Raises:
         ValueError: momentum is not from 0 to 1, or the learning rate is negative or not finite.
         TypeError: the learning rate is not a number.
+
+    Examples:
+        Two steps with a gradient of 1, without momentum and with:
+
+        >>> def two_steps(optimizer):
+        ...     w = hs.Variable(np.zeros(1))
+        ...     for _ in range(2):
+        ...         optimizer.apply_gradients([(np.ones(1), w)])
+        ...     return w.numpy()
+        >>> two_steps(hs.optimizers.SGD(1.0))
+        array([-2.])
+        >>> two_steps(hs.optimizers.SGD(1.0, momentum=0.5))  # 1, then 1 + 0.5
+        array([-2.5])
+        >>> two_steps(hs.optimizers.SGD(1.0, momentum=0.5, nesterov=True))  # 1 + 0.5, then 1 + 0.75
+        array([-3.25])
     """
 
     def __init__(
@@ -84,6 +99,18 @@ class Lion(Optimizer):
     Raises:
         ValueError: a decay is out of range, or the learning rate is negative or not finite.
         TypeError: an argument is not a number.
+
+    Examples:
+        A step has one length; its sign is that of nine parts momentum and one part gradient:
+
+        >>> w = hs.Variable(np.zeros(3))
+        >>> optimizer = hs.optimizers.Lion(0.5, beta_1=0.9, beta_2=0.75)
+        >>> optimizer.apply_gradients([(np.array([4.0, 0.01, -4.0]), w)])  # m = g / 4 after it
+        >>> w.numpy()
+        array([-0.5, -0.5,  0.5])
+        >>> optimizer.apply_gradients([(np.full(3, -2.0), w)])  # 0.9 * 1 - 0.1 * 2 > 0
+        >>> w.numpy()
+        array([-1.,  0.,  1.])
     """
 
     def __init__(

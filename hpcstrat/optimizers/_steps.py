@@ -62,6 +62,22 @@ class UpdateStep:
 
         They are arrays of each variable's shape and dtype. No two slots of an optimizer have the
         same name.
+
+        Examples:
+            A count of the steps in which an element's gradient was not 0:
+
+            >>> class Count(hs.optimizers.UpdateStep):
+            ...     @property
+            ...     def slots(self):
+            ...         return {"count": 0.0}
+            ...     @staticmethod
+            ...     def formula(update, value, gradient, count):
+            ...         return update(value, gradient), count + np.absolute(np.sign(gradient))
+            >>> optimizer, w = hs.optimizers.SGD(1.0, steps=[Count()]), hs.Variable(np.zeros(2))
+            >>> for gradient in [0.0, 3.0], [1.0, 3.0]:
+            ...     optimizer.apply_gradients([(np.array(gradient), w)])
+            >>> optimizer.variables[-1].numpy()
+            array([1., 2.])
         """
         return {}
 
@@ -74,6 +90,19 @@ class UpdateStep:
 
         Returns:
             The pairs to go on with, or `None` if this call changes no variable, on any replica.
+
+        Examples:
+            >>> class EverySecond(hs.optimizers.UpdateStep):
+            ...     calls = 0
+            ...     def collect(self, grads_and_vars, optimizer):
+            ...         self.calls += 1
+            ...         return grads_and_vars if self.calls % 2 == 0 else None
+            >>> optimizer = hs.optimizers.SGD(1.0, steps=[EverySecond()])
+            >>> w = hs.Variable(np.zeros(1))
+            >>> for gradient in 1.0, 2.0, 4.0, 8.0:
+            ...     optimizer.apply_gradients([(np.array([gradient]), w)])
+            >>> w.numpy(), optimizer.iterations
+            (array([-10.]), 2)
         """
         return grads_and_vars
 
@@ -92,6 +121,16 @@ class UpdateStep:
         Returns:
             As many pairs, with the same variables in the same order and gradients of the same
             kinds; equal on all ranks.
+
+        Examples:
+            >>> class Centralize(hs.optimizers.UpdateStep):
+            ...     def transform(self, grads_and_vars, optimizer):
+            ...         return [(gradient - gradient.mean(), v) for gradient, v in grads_and_vars]
+            >>> optimizer = hs.optimizers.SGD(1.0, steps=[Centralize()])
+            >>> w = hs.Variable(np.zeros(2))
+            >>> optimizer.apply_gradients([(np.array([1.0, 5.0]), w)])
+            >>> w.numpy()
+            array([ 2., -2.])
         """
         return grads_and_vars
 
@@ -112,6 +151,21 @@ class UpdateStep:
 
         Returns:
             The new value, or a tuple of it and the new value of each of this step's slots.
+
+        Examples:
+            Cautious updates: no step against the gradient, whatever the momentum.
+
+            >>> class Cautious(hs.optimizers.UpdateStep):
+            ...     @staticmethod
+            ...     def formula(update, value, gradient):
+            ...         new = update(value, gradient)
+            ...         return np.where((new - value) * gradient < 0, new, value)
+            >>> optimizer = hs.optimizers.SGD(1.0, momentum=0.5, steps=[Cautious()])
+            >>> w = hs.Variable(np.zeros(2))
+            >>> for gradient in [4.0, 4.0], [1.0, -1.0]:
+            ...     optimizer.apply_gradients([(np.array(gradient), w)])
+            >>> w.numpy()  # 4 + 3, and 4 alone: 0.5 * 4 - 1 goes up the slope
+            array([-7., -4.])
         """
         return update(value, gradient)
 

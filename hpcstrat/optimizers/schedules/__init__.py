@@ -59,7 +59,12 @@ class LearningRateSchedule(abc.ABC):
         """The learning rate after `step` steps; the same on all ranks."""
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments that make it, for JSON: by default the fields of a dataclass."""
+        """The arguments that make it, for JSON: by default the fields of a dataclass.
+
+        Examples:
+            >>> hs.optimizers.schedules.PiecewiseConstantDecay([10], [0.1, 0.01]).get_config()
+            {'boundaries': [10], 'values': [0.1, 0.01], 'name': None}
+        """
         if not dataclasses.is_dataclass(self):
             raise NotImplementedError(
                 f"{type(self).__name__}.get_config: your own schedule must return the dict of its "
@@ -69,7 +74,13 @@ class LearningRateSchedule(abc.ABC):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """A schedule of this class, from what `get_config` returned."""
+        """A schedule of this class, from what `get_config` returned.
+
+        Examples:
+            >>> config = hs.optimizers.schedules.CosineDecay(1.0, decay_steps=20).get_config()
+            >>> hs.optimizers.schedules.CosineDecay.from_config(config)(10)
+            0.5
+        """
         return cls(**config)
 
 
@@ -81,6 +92,14 @@ class ExponentialDecay(LearningRateSchedule):
 
     Raises:
         ValueError: `decay_steps` is not positive.
+
+    Examples:
+        >>> rate = hs.optimizers.schedules.ExponentialDecay(0.8, decay_steps=10, decay_rate=0.5)
+        >>> [round(rate(step), 3) for step in (0, 5, 10, 20)]
+        [0.8, 0.566, 0.4, 0.2]
+        >>> stairs = hs.optimizers.schedules.ExponentialDecay(0.8, 10, 0.5, staircase=True)
+        >>> [stairs(step) for step in (0, 9, 10, 20)]
+        [0.8, 0.8, 0.4, 0.2]
     """
 
     initial_learning_rate: float
@@ -105,7 +124,12 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     """`values[i]` up to and including step `boundaries[i]`, and the last value after that.
 
     Raises:
-        ValueError: `values` has not one more item than `boundaries`.
+        ValueError: `values` does not have exactly one item more than `boundaries`.
+
+    Examples:
+        >>> rate = hs.optimizers.schedules.PiecewiseConstantDecay([10, 20], [0.1, 0.05, 0.01])
+        >>> [rate(step) for step in (0, 10, 11, 20, 21)]
+        [0.1, 0.1, 0.05, 0.05, 0.01]
     """
 
     boundaries: Sequence[int]
@@ -133,6 +157,18 @@ class PolynomialDecay(LearningRateSchedule):
 
     Raises:
         ValueError: `decay_steps` is not positive.
+
+    Examples:
+        >>> PolynomialDecay = hs.optimizers.schedules.PolynomialDecay
+        >>> line = PolynomialDecay(1.0, decay_steps=10, end_learning_rate=0.5)
+        >>> [line(step) for step in (0, 5, 10, 15)]
+        [1.0, 0.75, 0.5, 0.5]
+        >>> curve = PolynomialDecay(1.0, decay_steps=10, end_learning_rate=0.0, power=2.0)
+        >>> [curve(step) for step in (0, 5, 10, 15)]
+        [1.0, 0.25, 0.0, 0.0]
+        >>> again = PolynomialDecay(1.0, decay_steps=10, end_learning_rate=0.0, cycle=True)
+        >>> [again(step) for step in (0, 5, 10, 15)]  # after step 10 as with decay_steps=20
+        [1.0, 0.5, 0.0, 0.25]
     """
 
     initial_learning_rate: float
@@ -162,6 +198,14 @@ class InverseTimeDecay(LearningRateSchedule):
 
     Raises:
         ValueError: `decay_steps` is not positive.
+
+    Examples:
+        >>> rate = hs.optimizers.schedules.InverseTimeDecay(1.0, decay_steps=10, decay_rate=1.0)
+        >>> [round(rate(step), 3) for step in (0, 5, 10, 30)]
+        [1.0, 0.667, 0.5, 0.25]
+        >>> stairs = hs.optimizers.schedules.InverseTimeDecay(1.0, 10, 1.0, staircase=True)
+        >>> [stairs(step) for step in (0, 9, 10, 30)]
+        [1.0, 1.0, 0.5, 0.25]
     """
 
     initial_learning_rate: float
@@ -190,6 +234,17 @@ class CosineDecay(LearningRateSchedule):
 
     Raises:
         ValueError: `decay_steps` is not positive.
+
+    Examples:
+        >>> rate = hs.optimizers.schedules.CosineDecay(1.0, decay_steps=20, alpha=0.5)
+        >>> [round(rate(step), 3) for step in (0, 5, 10, 20, 30)]
+        [1.0, 0.927, 0.75, 0.5, 0.5]
+
+        Four steps of warm-up from 0 to 1, then the decay from 1 to 0 in 8 steps:
+
+        >>> rate = hs.optimizers.schedules.CosineDecay(0.0, 8, warmup_target=1.0, warmup_steps=4)
+        >>> [round(rate(step), 3) for step in range(0, 13, 2)]
+        [0.0, 0.5, 1.0, 0.854, 0.5, 0.146, 0.0]
     """
 
     initial_learning_rate: float
@@ -222,6 +277,13 @@ class CosineDecayRestarts(LearningRateSchedule):
 
     Raises:
         ValueError: `first_decay_steps` is not positive, or `t_mul` is less than 1.
+
+    Examples:
+        Periods of 4, 8 and 16 steps, from 1, 0.5 and 0.25:
+
+        >>> rate = hs.optimizers.schedules.CosineDecayRestarts(1.0, 4, t_mul=2.0, m_mul=0.5)
+        >>> [round(rate(step), 3) for step in range(0, 13, 2)]
+        [1.0, 0.5, 0.5, 0.427, 0.25, 0.073, 0.25]
     """
 
     initial_learning_rate: float
