@@ -38,7 +38,6 @@ from hpcstrat._program import progress as progress
 from hpcstrat._program import rank as rank
 from hpcstrat._program import size as size
 from hpcstrat._replicas.contexts import in_cross_replica_context as in_cross_replica_context
-from hpcstrat._strategies.base import ReplicaContext as ReplicaContext
 from hpcstrat._strategies.base import Strategy as Strategy
 from hpcstrat._strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from hpcstrat._strategies.communication import (
@@ -60,6 +59,7 @@ from hpcstrat._strategies.extended import StrategyExtended as StrategyExtended
 from hpcstrat._strategies.mirrored import MirroredStrategy as MirroredStrategy
 from hpcstrat._strategies.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from hpcstrat._strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from hpcstrat._strategies.replica_context import ReplicaContext as ReplicaContext
 from hpcstrat._variable.options import VariableAggregation as VariableAggregation
 from hpcstrat._variable.options import VariableSynchronization as VariableSynchronization
 from hpcstrat._variable.options import variable_creator_scope as variable_creator_scope

@@ -1,4 +1,4 @@
-"""Strategy, its scope, and the context of its replicas."""
+"""Strategy and its scope."""
 
 from __future__ import annotations
 
@@ -8,17 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
-import numpy as np
-
-from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._core import nests
-from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.call_name import names_call
 from hpcstrat._core.span import RUN, Details, span
 from hpcstrat._core.types import RunOptions
 from hpcstrat._core.values import select
-from hpcstrat._process import worlds
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (
     AcrossReplicas,
@@ -26,10 +21,10 @@ from hpcstrat._replicas.contexts import (
     check_arguments,
     require_cross_replica,
 )
-from hpcstrat._replicas.group import Lifetime, ReplicaGroup, default_group
+from hpcstrat._replicas.group import Lifetime, ReplicaGroup
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.input import InputMethods
-from hpcstrat._strategies.replica_collectives import ReplicaCollectives
+from hpcstrat._strategies.replica_context import ReplicaContext
 from hpcstrat._strategies.transfer import (
     check_same_structure,
     explain_arguments,
@@ -260,119 +255,6 @@ class Scope:
             )
         self._entered.pop()
         contexts.current.reset(token)
-
-
-class ReplicaContext(ReplicaCollectives):
-    """Tells a replica function which replica it is, and lets it communicate with the others.
-
-    `hpcstrat.get_replica_context()` returns it inside `Strategy.run`.
-    """
-
-    __slots__ = ("_across", "_group", "_strategy")
-
-    def __init__(self, strategy: Strategy, across: AcrossReplicas) -> None:
-        self._strategy = strategy
-        self._across = across
-        self._group = across.group
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that runs this replica."""
-        return self._strategy
-
-    @property
-    def replica_id_in_sync_group(self) -> int:
-        """The index of this replica, from 0 to `num_replicas_in_sync - 1`."""
-        return self._group.communicator.rank
-
-    @property
-    def rank(self) -> int:
-        """`replica_id_in_sync_group`, by its short name."""
-        return self._group.communicator.rank
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas."""
-        return self._group.communicator.size
-
-    @property
-    def devices(self) -> tuple[str, ...]:
-        """The device of this replica, as a tuple of one canonical string."""
-        return (str(self._group.device),)
-
-    @names_call("ReplicaContext.merge_call")
-    def merge_call(
-        self,
-        merge_fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Runs `merge_fn(strategy, *args, **kwargs)` in the cross-replica context.
-
-        Collective: all replicas call this.
-
-        Args:
-            merge_fn: the function to run on every rank, with the leaves of `args` and `kwargs` as
-                `PerReplica` values.
-            args: positional arguments, a tuple of nests.
-            kwargs: keyword arguments, nests.
-
-        Returns:
-            This replica's component of the result of `merge_fn`.
-
-        Raises:
-            RuntimeError: called outside the replica context, or outside every strategy with several
-                ranks.
-            TypeError: `merge_fn` is not callable, or `args` is not a tuple or list.
-        """
-        self._require()
-        check_arguments(merge_fn, args)
-        # `args` and `kwargs` as one nest: it is flattened and compared once.
-        given = (tuple(args), dict(kwargs or {}))
-        leaves, structure = nests.flatten(given)
-        # The function runs only after all replicas have called this with nests of one structure.
-        self._group.communicator.exchange(signature_of(current_call(), nests.describe(structure)))
-        merged_args, merged_kwargs = regroup(self._group, given) if leaves else given
-        before = contexts.current.get()
-        try:
-            contexts.current.set(self._across)
-            result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
-        finally:
-            contexts.current.set(before)
-        return select(result)
-
-    def random_generator(self, seed: int) -> Any:
-        """A random generator for this replica: `numpy.random.Generator`, or CuPy's on a GPU.
-
-        One seed gives each replica an independent stream, and the same streams in every run of the
-        program.
-        """
-        xp = self._group.xp
-        own = np.random.SeedSequence(entropy=seed, spawn_key=(self.replica_id_in_sync_group,))
-        if xp is np:
-            return np.random.default_rng(own)
-        return xp.random.default_rng(int(own.generate_state(1, np.uint64)[0]))
-
-    def _require(self) -> None:
-        here = contexts.context()
-        # Outside every scope each process is the only replica of the default strategy.
-        is_own = self._group is default_group() if here is None else here.owner is self
-        if not is_own:
-            raise RuntimeError(
-                f"{current_call()} was called outside of its replica context; call it inside the "
-                "function that Strategy.run runs"
-            )
-        # The default strategy has one replica: a sum would silently be this rank's own value.
-        if here is None and (ranks := worlds.size()) > 1:
-            raise RuntimeError(
-                f"{current_call()} was called outside of Strategy.run, where each of the {ranks} "
-                "ranks is alone; call it inside the function that strategy.run runs, or use "
-                "strategy.reduce and strategy.gather"
-            )
-
-    def __repr__(self) -> str:
-        index, count = self.replica_id_in_sync_group, self.num_replicas_in_sync
-        return f"ReplicaContext(replica {index} of {count})"
 
 
 def group_of(strategy: Strategy) -> ReplicaGroup:

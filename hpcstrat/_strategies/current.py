@@ -10,7 +10,8 @@ from hpcstrat._core.types import MaybeNone
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import default_group
-from hpcstrat._strategies.base import ReplicaContext, Scope, Strategy
+from hpcstrat._strategies.base import Scope, Strategy
+from hpcstrat._strategies.replica_context import ReplicaContext
 from hpcstrat._variable.options import creators
 
 
