@@ -118,7 +118,16 @@ def set_outside_scopes(context: AcrossReplicas | None) -> None:
 
 
 def in_cross_replica_context() -> bool:
-    """Whether the caller runs in the cross-replica context of a strategy."""
+    """Whether the caller runs in the cross-replica context of a strategy.
+
+    Examples:
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> with strategy.scope():
+        ...     print(hs.in_cross_replica_context(), strategy.run(hs.in_cross_replica_context))
+        True False
+        >>> hs.in_cross_replica_context()
+        False
+    """
     return isinstance(context(), AcrossReplicas)
 
 

@@ -64,7 +64,16 @@ def default_strategy() -> Strategy:
 
 
 def get_strategy() -> Strategy:
-    """The current strategy; outside every scope the default strategy, which has one replica."""
+    """The current strategy; outside every scope the default strategy, which has one replica.
+
+    Examples:
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> with strategy.scope():
+        ...     hs.get_strategy() is strategy
+        True
+        >>> hs.get_strategy().num_replicas_in_sync
+        1
+    """
     context = contexts.context()
     if context is None:
         return default_strategy()
@@ -76,7 +85,16 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Whether the current strategy is another than the default strategy."""
+    """Whether the current strategy is another than the default strategy.
+
+    Examples:
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> with strategy.scope():
+        ...     hs.has_strategy()
+        True
+        >>> hs.has_strategy()
+        False
+    """
     return contexts.group() is not default_group()
 
 
@@ -87,6 +105,16 @@ def replica_id() -> int:
 
     Raises:
         RuntimeError: called outside of replica functions.
+
+    Examples:
+        With one replica; two would return 0 and 1:
+
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> strategy.run(hs.replica_id)
+        0
+        >>> hs.replica_id()
+        Traceback (most recent call last):
+        RuntimeError: replica_id was called outside of replica functions, ...
     """
     context = contexts.context()
     if not isinstance(context, InReplica):
@@ -102,6 +130,14 @@ def get_replica_context() -> ReplicaContext | MaybeNone:
 
     Outside every scope it is the default strategy's, whose collective methods raise if there are
     several ranks.
+
+    Examples:
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> strategy.run(lambda: hs.get_replica_context().num_replicas_in_sync)
+        1
+        >>> with strategy.scope():
+        ...     print(hs.get_replica_context())
+        None
     """
     context = contexts.context()
     if context is None:
@@ -117,6 +153,15 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
 
     Raises:
         RuntimeError: called inside a scope or a replica.
+
+    Examples:
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> hs.experimental_set_strategy(strategy)
+        >>> hs.get_strategy() is strategy
+        True
+        >>> hs.experimental_set_strategy(None)
+        >>> hs.has_strategy()
+        False
     """
     contexts.set_outside_scopes(
         None if strategy is None or strategy is default_strategy() else strategy._across

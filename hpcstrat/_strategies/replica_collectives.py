@@ -41,10 +41,21 @@ class ReplicaCollectives(abc.ABC):
             of integers over several replicas are `float32` for up to 16 bits, `float64` for more.
 
         Raises:
-            RuntimeError: called outside the replica context, or outside every strategy while there
-                are several ranks.
+            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
+                is allowed.
             TypeError: a leaf is not a numeric array, or its dtype does not support the reduction.
             ReplicaMismatchError: shapes or dtypes differ between replicas.
+
+        Examples:
+            With one replica; two would get `[2. 4.]` and 6:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> def step():
+            ...     given = {"gradient": np.array([1.0, 2.0]), "count": 3}
+            ...     return hs.get_replica_context().all_reduce("SUM", given)
+            >>> totals = strategy.run(step)
+            >>> print(totals["gradient"], totals["count"])
+            [1. 2.] 3
         """
         del options
         return reduction.all_reduce(self._group.communicator, reduce_op, value)
@@ -64,10 +75,20 @@ class ReplicaCollectives(abc.ABC):
             A nest like `value`, the same on every replica.
 
         Raises:
-            RuntimeError: called outside the replica context, or outside every strategy while there
-                are several ranks.
+            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
+                is allowed.
             NotImplementedError: a leaf is an `IndexedSlices`.
             ReplicaMismatchError: the shapes do not match; the message lists every replica's.
+
+        Examples:
+            With one replica; with two, which have 1 and 2 rows, each would get 3 rows:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> def step():
+            ...     context = hs.get_replica_context()
+            ...     return context.all_gather(np.full((1 + context.rank, 2), context.rank), axis=0)
+            >>> print(strategy.run(step))
+            [[0 0]]
         """
         del options
         return exchange.all_gather(self._group.communicator, value, axis)
@@ -86,11 +107,22 @@ class ReplicaCollectives(abc.ABC):
             A new nest like `value`, the same on every replica.
 
         Raises:
-            RuntimeError: called outside the replica context, or outside every strategy while there
-                are several ranks.
+            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
+                is allowed.
             TypeError: a leaf is not a numeric array.
             ValueError: replica `root` does not exist.
             ReplicaMismatchError: shapes, dtypes or `root` differ between replicas.
+
+        Examples:
+            With any number of replicas, the numbers that replica 0 draws:
+
+            >>> strategy = hs.OneDeviceStrategy("CPU:0")
+            >>> def step():
+            ...     context = hs.get_replica_context()
+            ...     drawn = context.random_generator(seed=7).integers(100, size=4)
+            ...     return context.broadcast(drawn, root=0)
+            >>> print(strategy.run(step))
+            [30 79 20  5]
         """
         return exchange.broadcast(self._group.communicator, value, root)
 
@@ -113,12 +145,21 @@ class ReplicaCollectives(abc.ABC):
             A nest like `value`, with the dtypes of `all_reduce`.
 
         Raises:
-            RuntimeError: called outside the replica context, or outside every strategy while there
-                are several ranks.
+            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
+                is allowed.
             TypeError: a leaf is not a numeric array, its dtype does not support the reduction, or
                 `axis` is not an int.
             ValueError: an array does not have that axis.
             ReplicaMismatchError: shapes, dtypes or arguments differ between replicas.
+
+        Examples:
+            With one replica; of two, the first would get `[0 2 4]` and the second `[6 8]`:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> def step():
+            ...     return hs.get_replica_context().reduce_scatter("SUM", np.arange(5))
+            >>> print(strategy.run(step))
+            [0 1 2 3 4]
         """
         return exchange.reduce_scatter(self._group.communicator, reduce_op, value, axis)
 
@@ -140,12 +181,23 @@ class ReplicaCollectives(abc.ABC):
             for sums, the highest or infinity for minima, the lowest or -infinity for maxima.
 
         Raises:
-            RuntimeError: called outside the replica context, or outside every strategy while there
-                are several ranks.
+            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
+                is allowed.
             TypeError: a leaf is not a numeric array, its dtype does not support the reduction, or
                 `inclusive` is not a bool.
             ValueError: `reduce_op` is another operation.
             ReplicaMismatchError: shapes, dtypes or arguments differ between replicas.
+
+        Examples:
+            The offset of this replica's rows, and of the next one's; a second replica with 4 rows
+            would print `4 8`:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> def step(rows):
+            ...     context = hs.get_replica_context()
+            ...     print(context.scan("SUM", rows), context.scan("SUM", rows, inclusive=True))
+            >>> strategy.run(step, args=(4,))
+            0 4
         """
         return exchange.scan(self._group.communicator, reduce_op, value, inclusive)
 
@@ -162,12 +214,24 @@ class ReplicaCollectives(abc.ABC):
             A list of the values that the replicas sent to this replica, in replica order.
 
         Raises:
-            RuntimeError: called outside the replica context, or outside every strategy while there
-                are several ranks.
+            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
+                is allowed.
             TypeError: a leaf is not a numeric array.
             ValueError: `values` does not have one value per replica, or they differ in structure or
                 dtypes.
             ReplicaMismatchError: structures or dtypes differ between replicas.
+
+        Examples:
+            From rows to columns. Two replicas, with a row each, would get half of the columns of
+            both rows:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> def transpose(rows):
+            ...     context = hs.get_replica_context()
+            ...     columns = np.array_split(rows, context.num_replicas_in_sync, axis=1)
+            ...     return np.concatenate(context.all_to_all(columns))
+            >>> print(strategy.run(transpose, args=(np.arange(4).reshape(1, 4),)))
+            [[0 1 2 3]]
         """
         return exchange.all_to_all(self._group.communicator, values)
 
@@ -192,9 +256,21 @@ class ReplicaCollectives(abc.ABC):
             neighbor that does not exist.
 
         Raises:
-            RuntimeError: called outside the replica context, or outside every strategy while there
-                are several ranks.
+            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
+                is allowed.
             TypeError: a leaf is not a numeric array.
             ReplicaMismatchError: structures, dtypes or `periodic` differ between replicas.
+
+        Examples:
+            One replica has no neighbor, or, in a periodic grid, is its own:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> def edges(periodic):
+            ...     part = np.array([1.0, 2.0, 3.0])
+            ...     return hs.get_replica_context().neighbor_exchange(part[:1], part[-1:], periodic)
+            >>> print(*strategy.run(edges, args=(False,)))
+            None None
+            >>> print(*strategy.run(edges, args=(True,)))
+            [3.] [1.]
         """
         return exchange.neighbor_exchange(self._group.communicator, to_left, to_right, periodic)

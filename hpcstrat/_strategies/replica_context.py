@@ -26,6 +26,19 @@ class ReplicaContext(ReplicaCollectives):
     """Tells a replica function which replica it is, and lets it communicate with the others.
 
     `hpcstrat.get_replica_context()` returns it inside `Strategy.run`.
+
+    Examples:
+        With one replica; of two, the second prints `1 of 2` and the sum is 3:
+
+        >>> import hpcstrat as hs
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> def step():
+        ...     context = hs.get_replica_context()
+        ...     print(context.rank, "of", context.num_replicas_in_sync)
+        ...     return context.all_reduce("SUM", 1 + context.rank)
+        >>> print(strategy.run(step))
+        0 of 1
+        1
     """
 
     __slots__ = ("_across", "_group", "_strategy")
@@ -37,27 +50,67 @@ class ReplicaContext(ReplicaCollectives):
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that runs this replica."""
+        """The strategy that runs this replica.
+
+        Examples:
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> strategy.run(lambda: hs.get_replica_context().strategy is strategy)
+            True
+        """
         return self._strategy
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """The index of this replica, from 0 to `num_replicas_in_sync - 1`."""
+        """The index of this replica, from 0 to `num_replicas_in_sync - 1`.
+
+        Examples:
+            With one replica; two would return 0 and 1:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> strategy.run(lambda: hs.get_replica_context().replica_id_in_sync_group)
+            0
+        """
         return self._group.communicator.rank
 
     @property
     def rank(self) -> int:
-        """`replica_id_in_sync_group`, by its short name."""
+        """`replica_id_in_sync_group`, by its short name.
+
+        Examples:
+            This replica's files; of two, the first would read `a.npy` and `c.npy`:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> def names():
+            ...     context = hs.get_replica_context()
+            ...     return ["a.npy", "b.npy", "c.npy"][context.rank :: context.num_replicas_in_sync]
+            >>> print(*strategy.run(names))
+            a.npy b.npy c.npy
+        """
         return self._group.communicator.rank
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas."""
+        """The number of replicas.
+
+        Examples:
+            Each replica's share of a loss; the sum of the shares is the mean loss, 0.5:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> share = strategy.run(lambda: 0.5 / hs.get_replica_context().num_replicas_in_sync)
+            >>> print(strategy.reduce("SUM", share, axis=None))
+            0.5
+        """
         return self._group.communicator.size
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of this replica, as a tuple of one canonical string."""
+        """The device of this replica, as a tuple of one canonical string.
+
+        Examples:
+            >>> strategy = hs.OneDeviceStrategy("CPU:0")
+            >>> strategy.run(lambda: hs.get_replica_context().devices)
+            ('/job:localhost/replica:0/task:0/device:CPU:0',)
+        """
         return (str(self._group.device),)
 
     @names_call("ReplicaContext.merge_call")
@@ -81,9 +134,21 @@ class ReplicaContext(ReplicaCollectives):
             This replica's component of the result of `merge_fn`.
 
         Raises:
-            RuntimeError: called outside the replica context, or outside every strategy with several
-                ranks.
+            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
+                is allowed.
             TypeError: `merge_fn` is not callable, or `args` is not a tuple or list.
+
+        Examples:
+            With several replicas `value` is a `PerReplica`, and each gets the sum of all:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> def total(strategy, value):
+            ...     return strategy.reduce("SUM", value, axis=0)
+            >>> def step(value):
+            ...     return hs.get_replica_context().merge_call(total, args=(value,))
+            >>> parts = strategy.scatter(np.array([1.0, 2.0, 3.0]))
+            >>> print(strategy.run(step, args=(parts,)))
+            6.0
         """
         self._require()
         check_arguments(merge_fn, args)
@@ -106,6 +171,15 @@ class ReplicaContext(ReplicaCollectives):
 
         One seed gives each replica an independent stream, and the same streams in every run of the
         program.
+
+        Examples:
+            Each replica has its own numbers, and the same ones each time it asks:
+
+            >>> strategy = hs.OneDeviceStrategy("CPU:0")
+            >>> def noise():
+            ...     return hs.get_replica_context().random_generator(seed=7).integers(100, size=4)
+            >>> print(strategy.run(noise), strategy.run(noise))
+            [30 79 20  5] [30 79 20  5]
         """
         xp = self._group.xp
         own = np.random.SeedSequence(entropy=seed, spawn_key=(self.replica_id_in_sync_group,))

@@ -33,6 +33,7 @@ MODULES = [
 ]
 # Classes of which every public method and property has an example.
 SHOWN_BY_EXAMPLES = [
+    "hpcstrat.ReplicaContext",
     "hpcstrat.data.Dataset",
     "hpcstrat.data.DistributedDataset",
     "hpcstrat.data.DistributedIterator",
