@@ -41,8 +41,8 @@ class ReplicaCollectives(abc.ABC):
             of integers over several replicas are `float32` for up to 16 bits, `float64` for more.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
-                is allowed.
+            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
+                are allowed.
             TypeError: a leaf is not a numeric array, or its dtype does not support the reduction.
             ReplicaMismatchError: shapes or dtypes differ between replicas.
 
@@ -75,8 +75,8 @@ class ReplicaCollectives(abc.ABC):
             A nest like `value`, the same on every replica.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
-                is allowed.
+            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
+                are allowed.
             NotImplementedError: a leaf is an `IndexedSlices`.
             ReplicaMismatchError: the shapes do not match; the message lists every replica's.
 
@@ -107,8 +107,8 @@ class ReplicaCollectives(abc.ABC):
             A new nest like `value`, the same on every replica.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
-                is allowed.
+            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
+                are allowed.
             TypeError: a leaf is not a numeric array.
             ValueError: replica `root` does not exist.
             ReplicaMismatchError: shapes, dtypes or `root` differ between replicas.
@@ -145,8 +145,8 @@ class ReplicaCollectives(abc.ABC):
             A nest like `value`, with the dtypes of `all_reduce`.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
-                is allowed.
+            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
+                are allowed.
             TypeError: a leaf is not a numeric array, its dtype does not support the reduction, or
                 `axis` is not an int.
             ValueError: an array does not have that axis.
@@ -181,8 +181,8 @@ class ReplicaCollectives(abc.ABC):
             for sums, the highest or infinity for minima, the lowest or -infinity for maxima.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
-                is allowed.
+            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
+                are allowed.
             TypeError: a leaf is not a numeric array, its dtype does not support the reduction, or
                 `inclusive` is not a bool.
             ValueError: `reduce_op` is another operation.
@@ -214,8 +214,8 @@ class ReplicaCollectives(abc.ABC):
             A list of the values that the replicas sent to this replica, in replica order.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
-                is allowed.
+            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
+                are allowed.
             TypeError: a leaf is not a numeric array.
             ValueError: `values` does not have one value per replica, or they differ in structure or
                 dtypes.
@@ -256,8 +256,8 @@ class ReplicaCollectives(abc.ABC):
             neighbor that does not exist.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
-                is allowed.
+            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
+                are allowed.
             TypeError: a leaf is not a numeric array.
             ReplicaMismatchError: structures, dtypes or `periodic` differ between replicas.
 

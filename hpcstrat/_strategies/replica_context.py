@@ -134,8 +134,8 @@ class ReplicaContext(ReplicaCollectives):
             This replica's component of the result of `merge_fn`.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, a call outside all scopes
-                is allowed.
+            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
+                are allowed.
             TypeError: `merge_fn` is not callable, or `args` is not a tuple or list.
 
         Examples:
