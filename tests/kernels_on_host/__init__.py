@@ -19,10 +19,11 @@ import re
 import shutil
 import subprocess
 import tempfile
+from typing import Any
 
 import numpy as np
 
-_byte_bounds = getattr(np.lib, "array_utils", np).byte_bounds  # NumPy 1.26 has it elsewhere
+_array_utils: Any = getattr(np.lib, "array_utils", np)  # NumPy 1.26 has its functions elsewhere
 _FOLDER = pathlib.Path(__file__).parent
 # No contraction: the code computes what it says. No errno: loops are vectorized.
 FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno")
@@ -266,7 +267,7 @@ class _Range(ctypes.Structure):
 
     @classmethod
     def of(cls, array, word, is_written, name):
-        low, high = _byte_bounds(array)
+        low, high = _array_utils.byte_bounds(array)
         return cls(low, high - low, word, is_written, name.encode())
 
 
