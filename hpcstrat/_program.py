@@ -29,7 +29,14 @@ _HOUR = 3600.0  # seconds
 
 
 def rank() -> int:
-    """This process's index among all ranks, 0..size-1. Starts nothing."""
+    """This process's index among all ranks, 0..size-1. Starts nothing.
+
+    Examples:
+        With one rank; each of two writes its own file, `part-0.txt` and `part-1.txt`:
+
+        >>> f"part-{hs.rank()}.txt"
+        'part-0.txt'
+    """
     if (world := worlds.find()) is not None:
         return world.rank
     launcher = launchers.find()
@@ -37,7 +44,14 @@ def rank() -> int:
 
 
 def size() -> int:
-    """The number of ranks. Starts nothing, unless the launcher does not tell."""
+    """The number of ranks. Starts nothing, unless the launcher does not tell.
+
+    Examples:
+        With one rank; of two, rank 0 reads `a.txt` and `c.txt`, rank 1 reads `b.txt`:
+
+        >>> ["a.txt", "b.txt", "c.txt"][hs.rank() :: hs.size()]
+        ['a.txt', 'b.txt', 'c.txt']
+    """
     return worlds.size()
 
 
@@ -45,17 +59,36 @@ def local_rank() -> int:
     """This process's index among the ranks of its host, 0..local_size-1.
 
     Starts nothing, as `size`.
+
+    Examples:
+        The GPU that a rank gets by default, the first on each host for the host's first rank:
+
+        >>> f"GPU:{hs.local_rank()}"
+        'GPU:0'
     """
     return worlds.local()[0]
 
 
 def local_size() -> int:
-    """The number of ranks on this host. Starts nothing, unless the launcher does not tell."""
+    """The number of ranks on this host. Starts nothing, unless the launcher does not tell.
+
+    Examples:
+        The cores of a host with 16, for each of its ranks:
+
+        >>> 16 // hs.local_size()
+        16
+    """
     return worlds.local()[1]
 
 
 def is_lead() -> bool:
-    """Whether this is rank 0. Starts nothing."""
+    """Whether this is rank 0. Starts nothing.
+
+    Examples:
+        >>> if hs.is_lead():
+        ...     print("written once, whatever the number of ranks")
+        written once, whatever the number of ranks
+    """
     return rank() == 0
 
 
@@ -79,6 +112,16 @@ def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
     Raises:
         Exception: the function's own exception on rank 0, raised on every rank.
         TypeError: its result cannot be pickled.
+
+    Examples:
+        Rank 0 writes a file and every rank reads it afterwards; all get the path:
+
+        >>> import pathlib, tempfile
+        >>> def download():
+        ...     path = pathlib.Path(tempfile.mkdtemp()) / "numbers.npy"
+        ...     np.save(path, np.arange(4))
+        ...     return path
+        >>> np.load(hs.on_lead(download)).sum() == 6
     """
     communicator, result = connect(), None
     if communicator.rank == 0:
@@ -100,6 +143,12 @@ def broadcast_object(obj: Any) -> Any:
 
     Raises:
         TypeError: the object cannot be pickled.
+
+    Examples:
+        All ranks get rank 0's choice, whatever they pass themselves:
+
+        >>> hs.broadcast_object({"seed": 7, "host": f"of rank {hs.rank()}"})
+        {'seed': 7, 'host': 'of rank 0'}
     """
     return connect().broadcast_obj(obj)
 
@@ -116,6 +165,16 @@ def any_rank(flag: Any) -> bool:
     Raises:
         TypeError: it is something else, such as a distributed value.
         ValueError: it is an array of several elements.
+
+    Examples:
+        A loop that all ranks leave in the same step, as soon as one of them has too large an error:
+
+        >>> errors = [0.1, 0.2, 0.7, 0.3]
+        >>> for step, error in enumerate(errors):
+        ...     if hs.any_rank(error > 0.5):
+        ...         break
+        >>> step
+        2
     """
     # Python finds nearly everything true, such as "no" and an object whose attribute was meant. A
     # distributed value raises its own error, in `bool`.
@@ -130,7 +189,13 @@ def any_rank(flag: Any) -> bool:
 
 
 def barrier() -> None:
-    """Waits until every rank has arrived here. Collective: all ranks call this."""
+    """Waits until every rank has arrived here. Collective: all ranks call this.
+
+    Examples:
+        >>> if hs.is_lead():
+        ...     table = np.arange(4)  # such as a file that other ranks wait for
+        >>> hs.barrier()
+    """
     # Without the wrapper of other calls, whose cost would show: nothing here can fail on one rank
     # alone.
     connect().exchange(signature_of("barrier"))
@@ -150,6 +215,18 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
 
     Raises:
         ValueError: `seconds` is negative or not a number.
+
+    Examples:
+        The others wait for rank 0, here for an hour more:
+
+        >>> with hs.extend_timeout(3600):
+        ...     if hs.is_lead():
+        ...         print("evaluated")
+        evaluated
+        >>> hs.barrier()
+        >>> hs.extend_timeout(-1)
+        Traceback (most recent call last):
+        ValueError: extend_timeout: seconds is -1; it must be a number from 0 up
     """
     try:
         number = float(seconds)
@@ -176,6 +253,10 @@ def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item
 
     Raises:
         TypeError: `iterable` cannot be iterated over.
+
+    Examples:
+        >>> sum(hs.progress(range(5), desc="steps"))
+        10
     """
     if not hasattr(type(iterable), "__iter__") and not hasattr(type(iterable), "__getitem__"):
         raise TypeError(
@@ -200,6 +281,10 @@ def asnumpy(x: Any) -> Any:
 
     Raises:
         TypeError: a leaf is an array without values, such as a sparse tensor.
+
+    Examples:
+        >>> nest = hs.asnumpy({"weights": hs.Variable([1.0, 2.0]), "step": 3, "name": "first"})
+        >>> nest["weights"], nest["step"].dtype.kind, nest["name"]
     """
     return nests.map_leaves(_asnumpy, x)
 
@@ -225,6 +310,13 @@ def function(fn: Any = None, **options: Any) -> Any:
 
     Raises:
         TypeError: `fn` is not callable.
+
+    Examples:
+        >>> @hs.function(jit_compile=True)
+        ... def double(x):
+        ...     return 2 * x
+        >>> double(21)
+        42
     """
     del options
     if fn is not None and not callable(fn):
