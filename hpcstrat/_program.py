@@ -29,7 +29,7 @@ _HOUR = 3600.0  # seconds
 
 
 def rank() -> int:
-    """This process's index among all ranks, 0..size-1. Starts nothing.
+    """This process's index among all ranks, 0..size-1. Does not start MPI.
 
     Examples:
         With one rank; each of two writes its own file, `part-0.txt` and `part-1.txt`:
@@ -44,7 +44,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """The number of ranks. Starts nothing, unless the launcher does not tell.
+    """The number of ranks. Starts MPI only if the launcher does not tell.
 
     Examples:
         With one rank; of two, rank 0 reads `a.txt` and `c.txt`, rank 1 reads `b.txt`:
@@ -58,7 +58,7 @@ def size() -> int:
 def local_rank() -> int:
     """This process's index among the ranks of its host, 0..local_size-1.
 
-    Starts nothing, as `size`.
+    Starts MPI only if the launcher does not tell.
 
     Examples:
         The GPU that a rank gets by default, the first on each host for the host's first rank:
@@ -70,7 +70,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """The number of ranks on this host. Starts nothing, unless the launcher does not tell.
+    """The number of ranks on this host. Starts MPI only if the launcher does not tell.
 
     Examples:
         The cores of a host with 16, for each of its ranks:
@@ -82,7 +82,7 @@ def local_size() -> int:
 
 
 def is_lead() -> bool:
-    """Whether this is rank 0. Starts nothing.
+    """Whether this is rank 0. Does not start MPI.
 
     Examples:
         >>> if hs.is_lead():
@@ -99,7 +99,7 @@ def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
     Collective: all ranks call this.
 
     For work that one process must do while all others wait: a download, a file, an evaluation. They
-    wait an hour longer than elsewhere before they report that rank 0 does not come.
+    wait an hour longer than elsewhere before they report that rank 0 is missing.
 
     Args:
         fn: must make no collective call, since only rank 0 runs it.
@@ -114,14 +114,14 @@ def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         TypeError: its result cannot be pickled.
 
     Examples:
-        Rank 0 writes a file and every rank reads it afterwards; all get the path:
+        One download, whose result all ranks get:
 
-        >>> import pathlib, tempfile
-        >>> def download():
-        ...     path = pathlib.Path(tempfile.mkdtemp()) / "numbers.npy"
-        ...     np.save(path, np.arange(4))
-        ...     return path
-        >>> np.load(hs.on_lead(download)).sum() == 6
+        >>> def download(url):
+        ...     print("by rank 0 alone:", url)
+        ...     return {"rows": 150}
+        >>> hs.on_lead(download, "https://example.org/flowers.csv")
+        by rank 0 alone: https://example.org/flowers.csv
+        {'rows': 150}
     """
     communicator, result = connect(), None
     if communicator.rank == 0:
@@ -192,9 +192,14 @@ def barrier() -> None:
     """Waits until every rank has arrived here. Collective: all ranks call this.
 
     Examples:
+        All ranks read a value only after rank 0 has written it:
+
+        >>> notes = []
         >>> if hs.is_lead():
-        ...     table = np.arange(4)  # such as a file that other ranks wait for
+        ...     notes.append("ready")  # in a program, a file
         >>> hs.barrier()
+        >>> notes
+        ['ready']
     """
     # Without the wrapper of other calls, whose cost would show: nothing here can fail on one rank
     # alone.
@@ -207,8 +212,8 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
     If a rank does not arrive where others wait, they report it after `HPCSTRAT_STALL_SECONDS` (60)
     and end the job after `HPCSTRAT_TIMEOUT_SECONDS` (600). Use this around work that is known to
     take long on one rank, such as `if hs.is_lead(): evaluate()`: while that rank is inside, both
-    come `seconds` later. It starts nothing and does not communicate; before the first strategy or
-    collective call it has no effect.
+    come `seconds` later. It does not start MPI and does not communicate; before the first strategy
+    or collective call it has no effect.
 
     Args:
         seconds: a number, not negative; `math.inf` for no limit.
@@ -283,8 +288,8 @@ def asnumpy(x: Any) -> Any:
         TypeError: a leaf is an array without values, such as a sparse tensor.
 
     Examples:
-        >>> nest = hs.asnumpy({"weights": hs.Variable([1.0, 2.0]), "step": 3, "name": "first"})
-        >>> nest["weights"], nest["step"].dtype.kind, nest["name"]
+        >>> hs.asnumpy({"weights": hs.Variable([1.0, 2.0]), "step": 3, "name": "first"})
+        {'weights': array([1., 2.], dtype=float32), 'step': array(3), 'name': 'first'}
     """
     return nests.map_leaves(_asnumpy, x)
 

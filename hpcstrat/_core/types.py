@@ -31,7 +31,19 @@ class ReplicaMismatchError(ValueError):
 
 
 class ReduceOp(enum.Enum):
-    """How values of several replicas become one. `MIN` and `MAX` go beyond TensorFlow."""
+    """How values of several replicas become one. `MIN` and `MAX` go beyond TensorFlow.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> parts = strategy.scatter(np.array([1.0, 2.0, 6.0]))
+        >>> for op in hs.ReduceOp:
+        ...     print(op.name, strategy.reduce(op, parts, axis=0))
+        SUM 9.0
+        MEAN 3.0
+        MIN 1.0
+        MAX 6.0
+    """
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -108,6 +120,14 @@ class TensorSpec:
         shape: a tuple of ints; `None` is a size that is not known.
         dtype: the NumPy dtype.
         name: a name, or `None`.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> spec = hs.data.Dataset.range(5).batch(2).element_spec
+        >>> spec
+        TensorSpec(shape=(None,), dtype=int64, name=None)
+        >>> spec == hs.TensorSpec([None], "int64"), spec == hs.TensorSpec([2], "int64")
+        (True, False)
     """
 
     __slots__ = ("dtype", "name", "shape")
@@ -140,7 +160,15 @@ class TensorSpec:
 
 
 class PerReplicaSpec(TensorSpec):
-    """The specification of one replica's component of a distributed value."""
+    """The specification of one replica's component of a distributed value.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> hs.PerReplicaSpec([2, 3], "float32")
+        PerReplicaSpec(shape=(2, 3), dtype=float32, name=None)
+        >>> hs.PerReplicaSpec([2, 3]) == hs.TensorSpec([2, 3])
+        False
+    """
 
     __slots__ = ()
 
@@ -152,6 +180,18 @@ class IndexedSlices:
         values: array of shape `(k, ...)`.
         indices: integer array of shape `(k,)`; an index may occur several times.
         dense_shape: the shape of the whole array, or `None`.
+
+    Examples:
+        The gradient of the rows 3 and 0 of an embedding with 5 rows:
+
+        >>> import numpy as np
+        >>> import hpcstrat as hs
+        >>> with hs.OneDeviceStrategy("CPU:0").scope():
+        ...     table = hs.Variable(np.zeros((5, 2)))
+        >>> gradient = hs.IndexedSlices(np.ones((2, 2)), np.array([3, 0]), dense_shape=(5, 2))
+        >>> hs.optimizers.SGD(0.5).apply_gradients([(gradient, table)])
+        >>> print(table.numpy()[:, 0])
+        [-0.5  0.   0.  -0.5  0. ]
     """
 
     __slots__ = ("dense_shape", "indices", "values")
@@ -163,12 +203,23 @@ class IndexedSlices:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of the whole array, or `None` if it was not given."""
+        """The shape of the whole array, or `None` if it was not given.
+
+        Examples:
+            >>> slices = hs.IndexedSlices(np.ones((2, 3)), np.array([4, 0]), dense_shape=(9, 3))
+            >>> slices.shape, slices.values.shape
+            ((9, 3), (2, 3))
+        """
         return None if self.dense_shape is None else tuple(int(n) for n in self.dense_shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype of `values`."""
+        """The dtype of `values`.
+
+        Examples:
+            >>> hs.IndexedSlices(np.ones((2, 3), np.float32), np.array([4, 0])).dtype
+            dtype('float32')
+        """
         return self.values.dtype
 
     def __repr__(self) -> str:

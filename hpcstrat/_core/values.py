@@ -21,6 +21,17 @@ class DistributedValues:
     Operators never communicate, so none can work on the whole value: truth, comparison, arithmetic,
     conversion, indexing, iteration and array functions raise `TypeError`. A distributed value is
     hashed by identity, and can be copied and pickled.
+
+    Examples:
+        What replica 0 of 2 has; `Strategy.run` and others return such values:
+
+        >>> import hpcstrat as hs
+        >>> value = hs.PerReplica(3.0, 0, 2)
+        >>> print(value)
+        PerReplica(replica 0 of 2: 3.0)
+        >>> value + 1
+        Traceback (most recent call last):
+        TypeError: PerReplica.__add__: this is one value per replica; reduce it first: ...
     """
 
     __slots__ = ("_component", "_replica_id", "_replicas")
@@ -67,13 +78,29 @@ for _name in _REFUSED.split():
 
 
 class PerReplica(DistributedValues):
-    """A value that may differ between replicas."""
+    """A value that may differ between replicas.
+
+    Examples:
+        What replica 1 of 2 has of the results of `strategy.run(lambda: 10 * hs.replica_id())`:
+
+        >>> import hpcstrat as hs
+        >>> hs.PerReplica(10, 1, 2)
+        PerReplica(replica 1 of 2: 10)
+    """
 
     __slots__ = ()
 
 
 class Mirrored(DistributedValues):
-    """A value that is equal on all replicas, each of which holds a copy."""
+    """A value that is equal on all replicas, each of which holds a copy.
+
+    Examples:
+        What replica 1 of 2 has of a sum that `StrategyExtended.reduce_to` sent to all replicas:
+
+        >>> import hpcstrat as hs
+        >>> hs.Mirrored(3.0, 1, 2)
+        Mirrored(replica 1 of 2: 3.0)
+    """
 
     __slots__ = ()
 

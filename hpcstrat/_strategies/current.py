@@ -64,7 +64,7 @@ def default_strategy() -> Strategy:
 
 
 def get_strategy() -> Strategy:
-    """The current strategy; outside every scope the default strategy, which has one replica.
+    """The current strategy; outside all scopes the default strategy, which has one replica.
 
     Examples:
         >>> strategy = hs.CentralStorageStrategy()
@@ -85,7 +85,7 @@ def get_strategy() -> Strategy:
 
 
 def has_strategy() -> bool:
-    """Whether the current strategy is another than the default strategy.
+    """Whether a strategy other than the default strategy is current.
 
     Examples:
         >>> strategy = hs.CentralStorageStrategy()
@@ -99,12 +99,12 @@ def has_strategy() -> bool:
 
 
 def replica_id() -> int:
-    """The index of this replica, in a replica function. Starts nothing.
+    """The index of this replica, in a replica function. Does not start MPI.
 
     It is `get_replica_context().replica_id_in_sync_group`.
 
     Raises:
-        RuntimeError: called outside of replica functions.
+        RuntimeError: called outside a replica function.
 
     Examples:
         With one replica; two would return 0 and 1:
@@ -128,7 +128,7 @@ def replica_id() -> int:
 def get_replica_context() -> ReplicaContext | MaybeNone:
     """This replica's context; None in the cross-replica context.
 
-    Outside every scope it is the default strategy's, whose collective methods raise if there are
+    Outside all scopes it is the default strategy's, whose collective methods raise if there are
     several ranks.
 
     Examples:
@@ -149,7 +149,7 @@ def get_replica_context() -> ReplicaContext | MaybeNone:
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Makes `strategy` current outside every scope; None restores the default strategy.
+    """Makes `strategy` current outside all scopes; None restores the default strategy.
 
     Raises:
         RuntimeError: called inside a scope or a replica.

@@ -59,6 +59,14 @@ def variable_creator_scope(variable_creator: Callable[..., Any]) -> Iterator[Non
 
     `next_creator(**kwargs)` makes the variable, or calls the creator of the next outer scope; the
     innermost creator is called first. `kwargs` are the arguments of `Variable`.
+
+    Examples:
+        >>> def in_model(next_creator, **kwargs):
+        ...     return next_creator(**{**kwargs, "name": f"model/{kwargs['name']}"})
+        >>> with hs.variable_creator_scope(in_model):
+        ...     bias = hs.Variable(0.0, name="bias")
+        >>> bias.name
+        'model/bias'
     """
     token = creators.set((*creators.get(), variable_creator))
     try:

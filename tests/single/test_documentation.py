@@ -33,6 +33,7 @@ MODULES = [
 ]
 # Classes of which every public method and property has an example.
 SHOWN_BY_EXAMPLES = [
+    "hpcstrat.IndexedSlices",
     "hpcstrat.ReplicaContext",
     "hpcstrat.data.Dataset",
     "hpcstrat.data.DistributedDataset",
@@ -183,6 +184,13 @@ def examples():
 
 
 EXAMPLES = examples()
+
+
+def test_every_function_of_the_package_has_an_example():
+    functions = {name: thing for name, thing in vars(hs).items() if inspect.isfunction(thing)}
+    shown = {name for name, thing in functions.items() if id(thing) in EXAMPLES}
+    assert {"rank", "on_lead", "get_replica_context", "variable_creator_scope"} <= shown
+    assert {name for name in functions if not name.startswith("_")} - shown == set()
 
 
 def test_the_methods_of_tensorflows_documentation_have_examples():
