@@ -1,10 +1,10 @@
-"""A variable used as an array: arithmetic, array methods, Python numbers, array protocols."""
+"""A variable read as an array: its value, arithmetic, Python numbers, array protocols."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, final
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,6 @@ from hpcstrat._core.types import Array
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._variable.state import VariableState, in_replica_of
-
-Axis: TypeAlias = "int | Sequence[int] | None"
 
 
 @final
@@ -56,42 +54,87 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape."""
+        """The shape.
+
+        Examples:
+            >>> hs.Variable(np.zeros((2, 3))).shape
+            (2, 3)
+        """
         return self._state.block.view.shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """The dtype, which never changes."""
+        """The dtype, which never changes.
+
+        Examples:
+            As in TensorFlow, Python floats become `float32`; arrays keep theirs:
+
+            >>> hs.Variable([1.0, 2.0]).dtype, hs.Variable(np.array([1.0, 2.0])).dtype
+            (dtype('float32'), dtype('float64'))
+        """
         return self._state.block.view.dtype
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions."""
+        """The number of dimensions.
+
+        Examples:
+            >>> hs.Variable(np.zeros((2, 3))).ndim
+            2
+        """
         return self._state.block.view.ndim
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """The number of elements.
+
+        Examples:
+            >>> hs.Variable(np.zeros((2, 3))).size
+            6
+        """
         return self._state.block.view.size
 
     @property
     def itemsize(self) -> int:
-        """The bytes of one element."""
+        """The bytes of one element.
+
+        Examples:
+            >>> hs.Variable(np.zeros(3, np.float32)).itemsize
+            4
+        """
         return self._state.block.view.itemsize
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements."""
+        """The bytes of all elements.
+
+        Examples:
+            >>> hs.Variable(np.zeros(3, np.float32)).nbytes
+            12
+        """
         return self._state.block.view.nbytes
 
     def get_shape(self) -> tuple[int, ...]:
-        """Returns `shape`, by TensorFlow's other name."""
+        """Returns `shape`, by TensorFlow's other name.
+
+        Examples:
+            >>> hs.Variable(np.zeros((2, 3))).get_shape()
+            (2, 3)
+        """
         return self.shape
 
     def ref(self) -> VariableReference:
         """A hashable reference to this variable, for sets and dict keys.
 
         `==` between variables compares their elements.
+
+        Examples:
+            >>> v, w = hs.Variable([1.0, 2.0]), hs.Variable([1.0, 2.0])
+            >>> v == w, v.ref() == w.ref()
+            (array([ True,  True]), False)
+            >>> names = {v.ref(): "v", w.ref(): "w"}
+            >>> names[w.ref()], w.ref().deref() is w
+            ('w', True)
         """
         return VariableReference(self)
 
@@ -109,6 +152,19 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         Raises:
             RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of
                 several replicas.
+
+        Examples:
+            A view in a replica function, which an update changes, and a copy elsewhere:
+
+            >>> strategy = hs.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     v = hs.Variable(np.zeros(2), aggregation="SUM")
+            >>> def step():
+            ...     view, copy = v.value(), v.read_value()
+            ...     v.assign_add(np.ones(2))
+            ...     return view.flags.writeable, view.copy(), copy
+            >>> strategy.run(step)
+            (False, array([1., 1.]), array([0., 0.]))
         """
         state, context = self._state, contexts.current.get()
         view = state.block.view
@@ -194,118 +250,16 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     def __format__(self, format_spec: str) -> str:
         return format(gpu.to_host(self._read_in_place()), format_spec) if format_spec else str(self)
 
-    def item(self, *index: Any) -> Any:
-        """The only element, or the element at `index`, as a Python number."""
-        # CuPy's own `item` takes no index.
-        return gpu.to_host(self._read_in_place()).item(*index)
-
-    def tolist(self) -> Any:
-        """The elements as Python numbers, in nested lists."""
-        return self._read_in_place().tolist()
-
-    # ---- other shapes and dtypes: views in a replica context, copies elsewhere, as `value()`
-
-    @property
-    def T(self) -> Array:
-        """The array with its axes in reverse order."""
-        return self.value().T
-
-    def transpose(self, *axes: Any) -> Array:
-        """The array with its axes in this order; in reverse order by default."""
-        return self.value().transpose(*axes)
-
-    def reshape(self, *shape: Any, **options: Any) -> Array:
-        """The array in another shape."""
-        return self.value().reshape(*shape, **options)
-
-    def ravel(self, order: Any = "C") -> Array:
-        """The elements in one dimension."""
-        return self.value().ravel(order)
-
-    def squeeze(self, axis: Axis = None) -> Array:
-        """The array without its dimensions of size 1."""
-        return self.value().squeeze(axis)
-
-    def astype(self, dtype: npt.DTypeLike, copy: bool = True) -> Array:
-        """The array in another dtype; with `copy=False`, `value()` if it has that dtype already."""
-        # With `copy=False` NumPy may return storage itself; `value()` returns it as it should be.
-        array = self._read_in_place().astype(dtype, copy=copy)
-        return self.value() if array is self._state.block.view else array
-
-    def copy(self) -> Array:
-        """A copy of the array, also in a replica context."""
-        return self._read_in_place().copy()
-
-    def flatten(self, order: Any = "C") -> Array:
-        """A copy of the elements in one dimension."""
-        return self._read_in_place().flatten(order)
-
-    # ---- reductions, by the NumPy or CuPy methods of the same names
-
-    def sum(
-        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
-    ) -> Any:
-        """The sum of the elements."""
-        return self._read_in_place().sum(axis, dtype, out, **options)
-
-    def prod(
-        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
-    ) -> Any:
-        """The product of the elements."""
-        return self._read_in_place().prod(axis, dtype, out, **options)
-
-    def mean(
-        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
-    ) -> Any:
-        """The mean of the elements."""
-        return self._read_in_place().mean(axis, dtype, out, **options)
-
-    def std(
-        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
-    ) -> Any:
-        """The standard deviation of the elements."""
-        return self._read_in_place().std(axis, dtype, out, **options)
-
-    def var(
-        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
-    ) -> Any:
-        """The variance of the elements."""
-        return self._read_in_place().var(axis, dtype, out, **options)
-
-    def max(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """The largest element."""
-        return self._read_in_place().max(axis, out, **options)
-
-    def min(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """The smallest element."""
-        return self._read_in_place().min(axis, out, **options)
-
-    def argmax(self, axis: int | None = None, out: Any = None, **options: Any) -> Any:
-        """The index of the largest element."""
-        return self._read_in_place().argmax(axis, out=out, **options)
-
-    def argmin(self, axis: int | None = None, out: Any = None, **options: Any) -> Any:
-        """The index of the smallest element."""
-        return self._read_in_place().argmin(axis, out=out, **options)
-
-    def any(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """Whether any element is true."""
-        return self._read_in_place().any(axis, out, **options)
-
-    def all(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """Whether all elements are true."""
-        return self._read_in_place().all(axis, out, **options)
-
-    def dot(self, other: Any, out: Any = None) -> Any:
-        """The product with another array or variable, by the rules of `numpy.dot`."""
-        factor = other._read_in_place() if isinstance(other, ReadableAsArray) else other
-        return self._read_in_place().dot(factor, out)
-
     # ---- other libraries: read-only views in a replica context, copies elsewhere
 
     @property
     def device(self) -> str:
-        """The canonical string of the device that holds it; for a mirror, the replica's own."""
+        """The canonical string of the device that holds it; for a mirror, the replica's own.
+
+        Examples:
+            >>> hs.Variable(0.0).device
+            '/job:localhost/replica:0/task:0/device:CPU:0'
+        """
         return str(self._state.group.variable_device)
 
     def __array__(self, dtype: npt.DTypeLike | None = None, copy: bool | None = None) -> Array:

@@ -15,7 +15,19 @@ from hpcstrat._core.types import FIRST_REPLICA, Aggregation, ReduceOp
 
 
 class VariableSynchronization(enum.Enum):
-    """When the replicas' writes to a variable are aggregated."""
+    """When the replicas' writes to a variable are aggregated.
+
+    Examples:
+        `ON_READ` keeps a value per replica. The others keep one value, which each write changes:
+
+        >>> with hs.MirroredStrategy().scope():
+        ...     mean = hs.Variable(0.0, synchronization="ON_READ", aggregation="MEAN")
+        ...     weight = hs.Variable(0.0)
+        >>> mean.synchronization, weight.synchronization
+        (<VariableSynchronization.ON_READ: 'ON_READ'>, <VariableSynchronization.AUTO: 'AUTO'>)
+        >>> mean.trainable, weight.trainable
+        (False, True)
+    """
 
     AUTO = "AUTO"
     NONE = "NONE"
@@ -24,7 +36,15 @@ class VariableSynchronization(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the values that replicas write to a variable are combined into one."""
+    """How the values that replicas write to a variable are combined into one.
+
+    Examples:
+        When three replicas add 1, 2 and 4, `SUM` adds 7, `MEAN` 7 / 3 and `ONLY_FIRST_REPLICA` 1;
+        `NONE` raises `ValueError`. The name of a member does as well:
+
+        >>> hs.Variable(0.0, aggregation="MEAN").aggregation
+        <VariableAggregation.MEAN: 'MEAN'>
+    """
 
     NONE = "NONE"
     SUM = "SUM"

@@ -1,28 +1,26 @@
-"""Reads and writes rows and elements of a variable by their indices, without copying all of it."""
+"""Writes rows and elements of a variable by their indices, without copying all of it."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, TypeVar
 
 import numpy as np
 
 from hpcstrat._communicators.reduction import check_reducible, mean_dtype
-from hpcstrat._core.arrays import as_read_only
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, IndexedSlices, ReduceOp
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica, InUpdate
 from hpcstrat._update.rows import combine_rows, row_view
-from hpcstrat._variable.array import ReadableAsArray
 from hpcstrat._variable.options import NO_AGGREGATION, OPERATIONS, VariableAggregation
+from hpcstrat._variable.row_reads import ReadableByRows
 from hpcstrat._variable.writing import RULES, SCATTERS, Scatter, as_castable_value
 
 _Variable = TypeVar("_Variable", bound="WritableByRows")
 
 
-class WritableByRows(ReadableAsArray):
-    """The part of `Variable` that reads and writes its rows.
+class WritableByRows(ReadableByRows):
+    """The part of `Variable` that writes its rows.
 
     Each `scatter_...` is collective, as `assign` is. In the cross-replica context it takes one
     value, the same on all ranks. In a replica context the replicas' rows are combined as in
@@ -34,55 +32,6 @@ class WritableByRows(ReadableAsArray):
     __slots__ = ("aggregation",)
 
     aggregation: VariableAggregation
-
-    # ---- reading
-
-    def sparse_read(self, indices: Any, name: str | None = None) -> Any:
-        """A copy of the rows at these indices. Never communicates.
-
-        Args:
-            indices: integers of any shape, each in `0..shape[0]-1`.
-            name: ignored; accepted for compatibility with TensorFlow.
-
-        Returns:
-            An array with a row for each index, of shape
-            `(*indices.shape, *shape[1:])`.
-
-        Raises:
-            ValueError: an index is out of range, or is not an integer.
-            RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of
-                several replicas.
-        """
-        del name
-        with call_named(f"Variable.sparse_read of {self.name!r}"):
-            return self._take(self._as_indices(indices)[..., None])
-
-    def gather_nd(self, indices: Any, name: str | None = None) -> Any:
-        """A copy of the elements, or parts, at these indices. Never communicates.
-
-        Args:
-            indices: integers of shape `(..., k)`; each row is an index into the first k dimensions.
-            name: ignored; accepted for compatibility with TensorFlow.
-
-        Returns:
-            An array with an entry for each index, of shape
-            `(*indices.shape[:-1], *shape[k:])`.
-
-        Raises:
-            ValueError: an index is out of range or is not an integer, or k is more than the number
-                of dimensions.
-            RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of
-                several replicas.
-        """
-        del name
-        with call_named(f"Variable.gather_nd of {self.name!r}"):
-            return self._take(self._as_indices(indices))
-
-    def _take(self, indices: Array) -> Any:
-        array = self._read_in_place()
-        with self._state.group.on_stream():
-            rows, shape = self._rows(indices)
-            return row_view(array, len(shape))[rows].reshape((*indices.shape[:-1], *shape))[()]
 
     # ---- writing
 
@@ -112,6 +61,14 @@ class WritableByRows(ReadableAsArray):
             NotImplementedError: the variable is `ON_READ`.
             RuntimeError: the variable belongs to another strategy than the caller's.
             ReplicaMismatchError: the replicas' calls differ.
+
+        Examples:
+            >>> table = hs.Variable(np.zeros((3, 2)))
+            >>> rows = hs.IndexedSlices(np.array([[1.0, 2.0], [10.0, 20.0], [5.0, 5.0]]), [2, 2, 0])
+            >>> table.scatter_add(rows).numpy()
+            array([[ 5.,  5.],
+                   [ 0.,  0.],
+                   [11., 22.]])
         """
         return self._scatter("scatter_add", sparse_delta)
 
@@ -121,7 +78,13 @@ class WritableByRows(ReadableAsArray):
         use_locking: bool = False,
         name: str | None = None,
     ) -> _Variable:
-        """Subtracts values from some rows; otherwise as `scatter_add`. Collective."""
+        """Subtracts values from some rows; otherwise as `scatter_add`. Collective.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_sub(hs.IndexedSlices([1.0, 1.0], [0, 2])).numpy()
+            array([0., 2., 3.])
+        """
         return self._scatter("scatter_sub", sparse_delta)
 
     def scatter_mul(
@@ -130,7 +93,13 @@ class WritableByRows(ReadableAsArray):
         use_locking: bool = False,
         name: str | None = None,
     ) -> _Variable:
-        """Multiplies some rows by values; otherwise as `scatter_add`. Collective."""
+        """Multiplies some rows by values; otherwise as `scatter_add`. Collective.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_mul(hs.IndexedSlices([3.0, 5.0], [2, 2])).numpy()  # 4 * 3 * 5
+            array([ 1.,  2., 60.])
+        """
         return self._scatter("scatter_mul", sparse_delta)
 
     def scatter_div(
@@ -142,6 +111,11 @@ class WritableByRows(ReadableAsArray):
         """Divides some rows by values; otherwise as `scatter_add`. Collective.
 
         The values must not be 0, and the variable must not be of integers.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_div(hs.IndexedSlices(2.0, [1, 2])).numpy()
+            array([1., 1., 2.])
         """
         return self._scatter("scatter_div", sparse_delta)
 
@@ -151,7 +125,13 @@ class WritableByRows(ReadableAsArray):
         use_locking: bool = False,
         name: str | None = None,
     ) -> _Variable:
-        """Takes the minimum of some rows and values; otherwise as `scatter_update`. Collective."""
+        """Takes the minimum of some rows and values; otherwise as `scatter_update`. Collective.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_min(hs.IndexedSlices([3.0, 3.0], [1, 2])).numpy()
+            array([1., 2., 3.])
+        """
         return self._scatter("scatter_min", sparse_delta)
 
     def scatter_max(
@@ -160,7 +140,13 @@ class WritableByRows(ReadableAsArray):
         use_locking: bool = False,
         name: str | None = None,
     ) -> _Variable:
-        """Takes the maximum of some rows and values; otherwise as `scatter_update`. Collective."""
+        """Takes the maximum of some rows and values; otherwise as `scatter_update`. Collective.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_max(hs.IndexedSlices([3.0, 3.0], [1, 2])).numpy()
+            array([1., 3., 4.])
+        """
         return self._scatter("scatter_max", sparse_delta)
 
     def scatter_update(
@@ -174,6 +160,11 @@ class WritableByRows(ReadableAsArray):
         If an index occurs several times, its last value is used. In a replica context the
         aggregation must be `ONLY_FIRST_REPLICA`; with `SUM` and `MEAN` it raises
         `NotImplementedError`, as in TensorFlow.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_update(hs.IndexedSlices([7.0, 8.0, 9.0], [0, 2, 2])).numpy()
+            array([7., 2., 9.])
         """
         return self._scatter("scatter_update", sparse_delta)
 
@@ -186,19 +177,42 @@ class WritableByRows(ReadableAsArray):
             indices: integers of shape `(..., k)`; each row is an index into the first k dimensions.
             updates: an array of shape `(*indices.shape[:-1], *shape[k:])`.
             name: ignored; accepted for compatibility with TensorFlow.
+
+        Examples:
+            >>> table = hs.Variable(np.zeros((2, 3)))
+            >>> table.scatter_nd_add([[0, 1], [1, 2]], [5.0, 7.0]).numpy()  # elements
+            array([[0., 5., 0.],
+                   [0., 0., 7.]])
+            >>> table.scatter_nd_add([[1]], [[1.0, 1.0, 1.0]]).numpy()  # a row
+            array([[0., 5., 0.],
+                   [1., 1., 8.]])
         """
         return self._scatter("scatter_nd_add", IndexedSlices(updates, indices))
 
     def scatter_nd_sub(
         self: _Variable, indices: Any, updates: Any, name: str | None = None
     ) -> _Variable:
-        """Subtracts values from elements, or parts; otherwise as `scatter_nd_add`. Collective."""
+        """Subtracts values from elements, or parts; otherwise as `scatter_nd_add`. Collective.
+
+        Examples:
+            >>> table = hs.Variable(np.ones((2, 3)))
+            >>> table.scatter_nd_sub([[0, 1], [0, 1], [1, 2]], [1.0, 2.0, 1.0]).numpy()
+            array([[ 1., -2.,  1.],
+                   [ 1.,  1.,  0.]])
+        """
         return self._scatter("scatter_nd_sub", IndexedSlices(updates, indices))
 
     def scatter_nd_update(
         self: _Variable, indices: Any, updates: Any, name: str | None = None
     ) -> _Variable:
-        """Sets elements, or parts; otherwise as `scatter_nd_add`, `scatter_update`. Collective."""
+        """Sets elements, or parts; otherwise as `scatter_nd_add`, `scatter_update`. Collective.
+
+        Examples:
+            >>> table = hs.Variable(np.ones((2, 3)))
+            >>> table.scatter_nd_update([[0, 1], [1, 2]], [5.0, 7.0]).numpy()
+            array([[1., 5., 1.],
+                   [1., 1., 7.]])
+        """
         return self._scatter("scatter_nd_update", IndexedSlices(updates, indices))
 
     def _scatter(self: _Variable, method: str, slices: Any) -> _Variable:
@@ -318,36 +332,3 @@ class WritableByRows(ReadableAsArray):
             raise ValueError(f"{current_call()}: a value is 0; divide by other numbers")
         values = group.xp.broadcast_to(values, wanted).reshape(rows.size, *shape)
         return rows, group.xp.ascontiguousarray(values)
-
-    def _as_indices(self, indices: Any) -> Array:
-        """`indices` as an array of `int64` on the variable's device."""
-        group = self._state.group
-        array = as_read_only(current_call(), indices, group.stream is not None)
-        if array.dtype.kind not in "iu" and array.size:
-            raise ValueError(
-                f"{current_call()}: the indices are of dtype {array.dtype}; pass integers"
-            )
-        with group.on_stream():
-            return (array if group.stream is None else group.stream.here(array)).astype(np.int64)
-
-    def _rows(self, indices: Array) -> tuple[Array, tuple[int, ...]]:
-        """The flat row numbers of indices of shape `(..., k)`, and the shape of a row.
-
-        A row number counts over the first k dimensions, flattened into one.
-        """
-        shape, depth = self.shape, indices.shape[-1]
-        if depth > len(shape):
-            raise ValueError(
-                f"{current_call()}: indices of {depth} dimensions, and the variable has shape "
-                f"{shape}; pass at most {len(shape)}"
-            )
-        count = math.prod(indices.shape[:-1])
-        rows = self._state.group.xp.zeros(count, np.int64)
-        for index, size in zip(indices.reshape(count, depth).T, shape, strict=False):
-            if count and not 0 <= int(index.min()) <= int(index.max()) < size:
-                raise ValueError(
-                    f"{current_call()}: an index is not in 0..{size - 1}; all must be, because the "
-                    f"variable has shape {shape}"
-                )
-            rows = rows * size + index
-        return rows, shape[depth:]

@@ -11,11 +11,12 @@ import numpy.typing as npt
 from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import call_named, current_call, enter_call, leave_call, names_call
-from hpcstrat._core.types import FIRST_REPLICA, Array, MaybeNone, parse_choice
+from hpcstrat._core.call_name import call_named, current_call, names_call
+from hpcstrat._core.types import FIRST_REPLICA, Array, parse_choice
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica, InUpdate, require_cross_replica
 from hpcstrat._replicas.group import default_group
+from hpcstrat._variable.assign import Assignable
 from hpcstrat._variable.options import (
     NO_AGGREGATION,
     OPERATIONS,
@@ -23,12 +24,11 @@ from hpcstrat._variable.options import (
     VariableSynchronization,
     VariableType,
 )
-from hpcstrat._variable.rows import WritableByRows
 from hpcstrat._variable.state import VariableState
-from hpcstrat._variable.writing import RULES, as_initial_value, as_written_value, share_out
+from hpcstrat._variable.writing import RULES, as_initial_value
 
 
-class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
+class Variable(Assignable, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
     """An array in the strategy's storage, which replicas read, write and update together.
 
     A variable acts as its array in arithmetic, and has the methods of an array.
@@ -176,6 +176,13 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
 
         Raises:
             AttributeError: it was made outside every scope, as in TensorFlow.
+
+        Examples:
+            >>> strategy = hs.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     v = hs.Variable(0.0)
+            >>> v.distribute_strategy is strategy
+            True
         """
         if self._state.group is default_group():
             raise AttributeError(
@@ -195,6 +202,17 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         Raises:
             ValueError: an `ON_READ` variable of aggregation `NONE` is read in the cross-replica
                 context.
+
+        Examples:
+            Each replica counts by itself, and a read adds up what all have counted:
+
+            >>> strategy = hs.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     count = hs.Variable(0, synchronization="ON_READ", aggregation="SUM")
+            >>> for _ in range(3):
+            ...     _ = strategy.run(lambda: count.assign_add(2))
+            >>> int(count.read_value()) // strategy.num_replicas_in_sync
+            6
         """
         if not self._state.needs_aggregation_to_read():
             return self._state.block.view.copy()
@@ -202,7 +220,15 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
             return self._aggregate()
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """A copy of the value in host memory. Collective where `read_value` is."""
+        """A copy of the value in host memory. Collective where `read_value` is.
+
+        Examples:
+            >>> v = hs.Variable([1.0, 2.0])
+            >>> before = v.numpy()
+            >>> _ = v.assign([3.0, 4.0])
+            >>> before, v.numpy()
+            (array([1., 2.], dtype=float32), array([3., 4.], dtype=float32))
+        """
         value = self._state.block.view
         if self._state.needs_aggregation_to_read():
             with call_named("Variable.numpy"):
@@ -213,131 +239,6 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
         is_per_replica = self._state.needs_aggregation_to_read()
         value = "one value per replica" if is_per_replica else repr(self._state.block.view)
         return f"Variable({self.name!r}, shape={self.shape}, dtype={self.dtype.name}, {value})"
-
-    # ---- writing
-
-    def assign(
-        self,
-        value: Any,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-    ) -> Variable | MaybeNone:
-        """Sets the variable.
-
-        Collective: all ranks call it. In a replica context the replicas' values are aggregated
-        first.
-
-        Args:
-            value: an array, a number or a sequence, of exactly the variable's shape, whose dtype
-                casts safely. In a replica context a Python number is aggregated as an array is:
-                with `SUM`, over all replicas.
-            use_locking: ignored; accepted for compatibility with TensorFlow.
-            name: ignored; accepted for compatibility with TensorFlow.
-            read_value: whether to return the variable.
-
-        Returns:
-            The variable; `None` without `read_value`.
-
-        Raises:
-            ValueError: a wrong shape; a dtype that does not cast safely; a `PerReplica` value; an
-                aggregation of `NONE` in a replica context. The variable is unchanged.
-            RuntimeError: the variable belongs to another strategy than the caller's.
-            ReplicaMismatchError: the replicas' calls differ.
-        """
-        del use_locking, name
-        self._write("assign", value)
-        return self if read_value else None
-
-    def assign_add(
-        self,
-        value: Any = None,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-        *,
-        delta: Any = None,
-    ) -> Variable | MaybeNone:
-        """Adds `value` to the variable; otherwise as `assign`. Collective.
-
-        `delta` is TensorFlow's name of `value` for a variable outside every scope.
-        """
-        del use_locking, name
-        self._write("assign_add", delta if value is None else value)
-        return self if read_value else None
-
-    def assign_sub(
-        self,
-        value: Any = None,
-        use_locking: bool = False,
-        name: str | None = None,
-        read_value: bool = True,
-        *,
-        delta: Any = None,
-    ) -> Variable | MaybeNone:
-        """Subtracts `value`, or `delta`, from the variable; otherwise as `assign_add`."""
-        del use_locking, name
-        self._write("assign_sub", delta if value is None else value)
-        return self if read_value else None
-
-    def _write(self, verb: str, value: Any) -> None:
-        outer = enter_call(f"Variable.{verb} of {self.name!r}")
-        try:
-            state, context = self._state, contexts.context()
-            if isinstance(context, InUpdate):
-                self._write_in_update(context, verb, value)
-                return
-            state.require_writable()
-            if state.is_on_read:
-                self._write_own(verb, value)
-            else:
-                self._write_common(verb, value, is_replica=isinstance(context, InReplica))
-        finally:
-            leave_call(outer)
-
-    def _write_in_update(self, update: InUpdate, verb: str, value: Any) -> None:
-        """Writes in the function of `StrategyExtended.update`, on this rank alone."""
-        update.require_writable(self)
-        state = self._state
-        state.storage.local.write(state.block, self._as_written(verb, value), RULES[verb])
-
-    def _write_common(self, verb: str, value: Any, is_replica: bool) -> None:
-        """Writes a variable that all replicas share."""
-        state, communicator = self._state, self._state.group.communicator
-        # Each replica writes a value, and these are aggregated. The cross-replica context writes
-        # one value, the same on all ranks.
-        is_aggregated = is_replica and state.group.requires_aggregation
-        with communicator.raise_together():
-            op = self._write_operation() if is_aggregated else FIRST_REPLICA
-            new = self._as_written(verb, value)
-        if not is_aggregated:
-            communicator.require_equal([new])
-        state.storage.update(state.plan_alone(), [new], op, RULES[verb])
-
-    def _write_own(self, verb: str, value: Any) -> None:
-        """Writes an `ON_READ` variable, of which each replica has its own value."""
-        state, group = self._state, self._state.group
-        if isinstance(contexts.context(), InReplica) or group.communicator.size == 1:
-            state.storage.local.write(state.block, self._as_written(verb, value), RULES[verb])
-            return
-        # One value for all replicas. Reading must return it, even if reading sums over replicas.
-        is_sum = self.aggregation is VariableAggregation.SUM
-        with group.communicator.raise_together():
-            if is_sum and verb != "assign":
-                raise ValueError(
-                    f"{current_call()}: how a change is divided among the replicas of an ON_READ "
-                    "variable that sums is not defined in the cross-replica context; use assign, "
-                    "or write it in a replica context"
-                )
-            new = self._as_written(verb, value)
-            if is_sum:
-                new = share_out(new, group.communicator.size)
-        group.communicator.require_equal([new])
-        with group.communicator.change():
-            # The root's value, so that all replicas have the same bits even if ranks computed
-            # slightly different values.
-            new = group.communicator.broadcast_obj(gpu.to_host(new), group.root)
-            state.storage.local.write(state.block, new, RULES[verb])
 
     # ---- help
 
@@ -354,11 +255,6 @@ class Variable(WritableByRows, metaclass=VariableType):  # pyright: ignore[repor
                 own = group.communicator.broadcast_obj(gpu.to_host(array))
                 return group.xp.asarray(own)
         return group.communicator.all_reduce([array], op)[0]
-
-    def _as_written(self, verb: str, value: Any) -> Array:
-        return as_written_value(
-            verb, value, self.shape, self.dtype, self._state.group.stream is not None
-        )
 
 
 def state_of(variable: Variable) -> VariableState:

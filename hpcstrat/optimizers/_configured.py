@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 class Configured:
     """The part of `Optimizer` that has its learning rate and its config."""
 
+    def __init__(self, learning_rate: LearningRate) -> None:
+        self.learning_rate = learning_rate
+
     @property
     def learning_rate(self) -> Any:
         """The learning rate as it was set: a number, a variable or a callable.

@@ -64,7 +64,7 @@ class Optimizer(Configured, metaclass=_options.OptimizerType):
         self._has_own_rule = type(self).update_rule is not Optimizer.update_rule
         if self._has_own_rule:
             _options.check_without_formula(owner, options)
-        self.learning_rate = learning_rate
+        super().__init__(learning_rate)
         self._state = OptimizerState(self.gradient_accumulation_steps)
         self._compose()
 

@@ -35,6 +35,7 @@ MODULES = [
 SHOWN_BY_EXAMPLES = [
     "hpcstrat.IndexedSlices",
     "hpcstrat.ReplicaContext",
+    "hpcstrat.Variable",
     "hpcstrat.data.Dataset",
     "hpcstrat.data.DistributedDataset",
     "hpcstrat.data.DistributedIterator",
