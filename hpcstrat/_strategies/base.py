@@ -48,6 +48,17 @@ class Strategy(InputMethods, ValueMethods):
     Construct one of the subclasses. All ranks must call the methods marked collective, in the same
     order. Code at the top level of the script does so automatically, because every rank runs the
     same lines.
+
+    Examples:
+        A program with one replica or any number of them. All print the sum of 0, 1, 2, 3 and 4:
+
+        >>> import numpy as np
+        >>> import hpcstrat as hs
+        >>> with hs.CentralStorageStrategy() as strategy:
+        ...     parts = strategy.scatter(np.arange(5))
+        ...     sums = strategy.run(lambda part: part.sum(), args=(parts,))
+        ...     print(strategy.reduce("SUM", sums, axis=None))
+        10
     """
 
     def __init__(self, group: ReplicaGroup | None = None) -> None:
@@ -71,22 +82,49 @@ class Strategy(InputMethods, ValueMethods):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas."""
+        """The number of replicas.
+
+        Examples:
+            The global batch size for 32 elements per replica, with one replica:
+
+            >>> 32 * hs.CentralStorageStrategy().num_replicas_in_sync
+            32
+        """
         return self._group.communicator.size
 
     @property
     def cluster_resolver(self) -> Any:
-        """None: this strategy has one worker."""
+        """None: this strategy has one worker.
+
+        Examples:
+            >>> print(hs.CentralStorageStrategy().cluster_resolver)
+            None
+            >>> hs.MultiWorkerMirroredStrategy().cluster_resolver.task_type
+            'worker'
+        """
         return None
 
     @property
     def extended(self) -> StrategyExtended:
-        """More methods, for libraries built on strategies."""
+        """More methods, for libraries built on strategies.
+
+        Examples:
+            >>> hs.OneDeviceStrategy("CPU:0").extended.worker_devices
+            ('/job:localhost/replica:0/task:0/device:CPU:0',)
+        """
         return self._extended
 
     @property
     def xp(self) -> ModuleType:
-        """The array module of this rank's device: `numpy` or `cupy`."""
+        """The array module of this rank's device: `numpy` or `cupy`.
+
+        Examples:
+            On a GPU the same line returns an array of CuPy:
+
+            >>> strategy = hs.OneDeviceStrategy("CPU:0")
+            >>> type(strategy.xp.zeros(3))
+            <class 'numpy.ndarray'>
+        """
         return self._group.xp
 
     def __repr__(self) -> str:
@@ -105,6 +143,13 @@ class Strategy(InputMethods, ValueMethods):
 
         Raises:
             RuntimeError: entered inside a replica function or the scope of another strategy.
+
+        Examples:
+            >>> strategy = hs.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     weights = hs.Variable(np.ones(2))
+            >>> weights.distribute_strategy is strategy
+            True
         """
         return Scope(self, self._across)
 
@@ -113,6 +158,18 @@ class Strategy(InputMethods, ValueMethods):
         """Closes the strategy; its variables can still be read. Collective.
 
         Closing it again does nothing.
+
+        Examples:
+            `with` closes the strategy too, unless its block raises:
+
+            >>> strategy = hs.MirroredStrategy()
+            >>> with strategy, strategy.scope():
+            ...     step = hs.Variable(3)
+            >>> print(step.numpy())
+            3
+            >>> strategy.run(lambda: 1)
+            Traceback (most recent call last):
+            RuntimeError: Strategy.run was called on a strategy that is closed; make another
         """
         group = self._group
         if not group.lifetime.is_closed:

@@ -38,6 +38,16 @@ class CentralStorageStrategy(Strategy):
             parameter device is the host's memory.
         RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on
             several hosts, or MPI or NCCL cannot start.
+
+    Examples:
+        Computes and stores variables on the CPU, on a host with GPUs too:
+
+        >>> import hpcstrat as hs
+        >>> strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size(), parameter_device="CPU:0")
+        >>> strategy
+        CentralStorageStrategy(1 replica on CPU:0)
+        >>> strategy.extended.parameter_devices
+        ('/job:localhost/replica:0/task:0/device:CPU:0',)
     """
 
     @names_call("CentralStorageStrategy")

@@ -29,6 +29,22 @@ class StrategyExtended(UpdateMethods):
 
     All ranks call the methods marked collective, in the cross-replica context or outside every
     scope.
+
+    Examples:
+        A step of gradient descent, with one replica; with more, the same value is subtracted once:
+
+        >>> import numpy as np
+        >>> import hpcstrat as hs
+        >>> strategy = hs.OneDeviceStrategy("CPU:0")
+        >>> with strategy.scope():
+        ...     weights = hs.Variable(np.ones(2))
+        >>> gradients = strategy.run(lambda: np.array([0.25, 0.5]))
+        >>> mean = strategy.extended.reduce_to("MEAN", gradients, destinations=weights)
+        >>> def descend(variable, gradient):
+        ...     variable.assign_sub(gradient)
+        >>> strategy.extended.update(weights, descend, args=(mean,))
+        >>> print(weights.numpy())
+        [0.75 0.5 ]
     """
 
     def __init__(self, across: AcrossReplicas, run: Callable[..., Any]) -> None:
@@ -40,32 +56,66 @@ class StrategyExtended(UpdateMethods):
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The canonical string of each replica's device."""
+        """The canonical string of each replica's device.
+
+        Examples:
+            With one replica; there is a string for each:
+
+            >>> hs.MirroredStrategy(["CPU:0"]).extended.worker_devices
+            ('/job:localhost/replica:0/task:0/device:CPU:0',)
+        """
         return tuple(str(device) for device in self._group.devices)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The canonical string of the device that stores variables, in a tuple."""
+        """The canonical string of the device that stores variables, in a tuple.
+
+        Examples:
+            One string, with any number of replicas:
+
+            >>> hs.CentralStorageStrategy(["CPU:0"] * hs.size()).extended.parameter_devices
+            ('/job:localhost/replica:0/task:0/device:CPU:0',)
+        """
         return (str(self._group.parameter_device),)
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this worker should write checkpoints."""
+        """Whether this worker should write checkpoints.
+
+        Examples:
+            >>> hs.CentralStorageStrategy().extended.should_checkpoint
+            True
+        """
         return True
 
     @property
     def should_save_summary(self) -> bool:
-        """Whether this worker should write summaries."""
+        """Whether this worker should write summaries.
+
+        Examples:
+            >>> hs.CentralStorageStrategy().extended.should_save_summary
+            True
+        """
         return True
 
     @property
     def experimental_require_static_shapes(self) -> bool:
-        """False: shapes may differ between steps."""
+        """False: shapes may differ between steps.
+
+        Examples:
+            >>> hs.CentralStorageStrategy().extended.experimental_require_static_shapes
+            False
+        """
         return False
 
     @property
     def experimental_between_graph(self) -> bool:
-        """False: all workers run the same program."""
+        """False: all workers run the same program.
+
+        Examples:
+            >>> hs.CentralStorageStrategy().extended.experimental_between_graph
+            False
+        """
         return False
 
     # ---- replicas
@@ -77,7 +127,13 @@ class StrategyExtended(UpdateMethods):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Calls `Strategy.run`, by its older name."""
+        """Calls `Strategy.run`, by its older name.
+
+        Examples:
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> strategy.extended.call_for_each_replica(lambda x: 2 * x, args=(21,))
+            42
+        """
         require_cross_replica(self._group)
         return self._run(fn, args, kwargs)
 
@@ -101,6 +157,14 @@ class StrategyExtended(UpdateMethods):
             RuntimeError: called inside a replica function or the scope of another strategy.
             ValueError: unsupported `destinations`, or the sum over several replicas of a plain
                 value other than zero.
+
+        Examples:
+            With one replica; two would have the sum 3.0:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> value = strategy.run(lambda: 1.0 + hs.replica_id())
+            >>> print(strategy.extended.reduce_to("SUM", value, destinations="CPU:0"))
+            1.0
         """
         del options
         return self._reduce(reduce_op, [(value, destinations)])[0]
@@ -112,7 +176,17 @@ class StrategyExtended(UpdateMethods):
         value_destination_pairs: Sequence[tuple[Any, Any]],
         options: Any = None,
     ) -> list[Any]:
-        """Reduces (value, destinations) pairs as `reduce_to`, in one message. Collective."""
+        """Reduces (value, destinations) pairs as `reduce_to`, in one message. Collective.
+
+        Examples:
+            With one replica; two would have `6 2.0`:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> count, loss = strategy.run(lambda: (3, 1.0))
+            >>> pairs = [(count, "CPU:0"), (loss, "CPU:0")]
+            >>> print(*strategy.extended.batch_reduce_to("SUM", pairs))
+            3 1.0
+        """
         del options
         return self._reduce(reduce_op, list(value_destination_pairs))
 
@@ -141,6 +215,13 @@ class StrategyExtended(UpdateMethods):
         Raises:
             RuntimeError: called inside a replica function or the scope of another strategy.
             ValueError: unsupported `destinations`.
+
+        Examples:
+            All ranks get the values of the first replica's rank:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> strategy.extended.broadcast_to({"seed": 7, "rank": hs.rank()}, destinations="CPU:0")
+            {'seed': 7, 'rank': 0}
         """
         group = self._group
         with group.on_stream():
@@ -174,7 +255,13 @@ class StrategyExtended(UpdateMethods):
         )
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """The device for values shared by several variables: the parameter device."""
+        """The device for values shared by several variables: the parameter device.
+
+        Examples:
+            >>> strategy = hs.OneDeviceStrategy("CPU:0")
+            >>> strategy.extended.non_slot_devices([])
+            ('/job:localhost/replica:0/task:0/device:CPU:0',)
+        """
         del var_list
         return self.parameter_devices
 
@@ -190,6 +277,15 @@ class StrategyExtended(UpdateMethods):
         Raises:
             RuntimeError: entered outside the strategy's scope.
             ValueError: entered with a variable of another strategy.
+
+        Examples:
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> with strategy.scope():
+            ...     weights = hs.Variable(np.ones(2))
+            ...     with strategy.extended.colocate_vars_with(weights):
+            ...         slot = hs.Variable(np.zeros(2))
+            >>> slot.device == weights.device
+            True
         """
         return self._colocate(colocate_with_variable)
 
@@ -209,13 +305,41 @@ class StrategyExtended(UpdateMethods):
         yield
 
     def variable_created_in_scope(self, v: Variable) -> bool:
-        """Whether the variable was made in this strategy's scope."""
+        """Whether the variable was made in this strategy's scope.
+
+        Examples:
+            >>> strategy, other = hs.CentralStorageStrategy(), hs.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     weights = hs.Variable(np.ones(2))
+            >>> [s.extended.variable_created_in_scope(weights) for s in (strategy, other)]
+            [True, False]
+        """
         return state_of(v).group is self._group
 
     def value_container(self, value: Any) -> Any:
-        """The container that holds `value`: `value` itself, since variables have no components."""
+        """The container that holds `value`: `value` itself, since variables have no components.
+
+        Examples:
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> with strategy.scope():
+            ...     weights = hs.Variable(np.ones(2))
+            >>> strategy.extended.value_container(weights) is weights
+            True
+        """
         return value
 
     def read_var(self, v: Variable) -> Any:
-        """A copy of the variable's value, as by `Variable.read_value`. Collective where that is."""
+        """A copy of the variable's value, as by `Variable.read_value`. Collective where that is.
+
+        Examples:
+            A later write does not change the copy:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> with strategy.scope():
+            ...     weights = hs.Variable(np.ones(2))
+            >>> copy = strategy.extended.read_var(weights)
+            >>> _ = weights.assign(np.zeros(2))
+            >>> print(copy)
+            [1. 1.]
+        """
         return v.read_value()

@@ -203,7 +203,17 @@ class InputMethods:
         return prefetch_to_gpu(self._group.stream, 1 + options.experimental_per_replica_buffer_size)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
-        """A dataset of slices of a nest of arrays, all of one size along their first dimension."""
+        """A dataset of slices of a nest of arrays, all of one size along their first dimension.
+
+        Examples:
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> arrays = np.arange(6).reshape(3, 2), np.array([0, 1, 0])
+            >>> dataset = strategy.experimental_make_numpy_dataset(arrays).batch(2)
+            >>> for x, y in dataset:
+            ...     print(x.tolist(), y)
+            [[0, 1], [2, 3]] [0 1]
+            [[4, 5]] [0]
+        """
         return Dataset.from_tensor_slices(numpy_input)
 
 

@@ -40,6 +40,13 @@ class MirroredStrategy(Strategy):
         ValueError: a string does not name a device, or the list does not have one entry per rank.
         RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on
             several hosts, or MPI or NCCL cannot start.
+
+    Examples:
+        On a host without GPUs, or with GPUs that should not be used, each rank names its CPU:
+
+        >>> import hpcstrat as hs
+        >>> hs.MirroredStrategy(["CPU:0"] * hs.size())
+        MirroredStrategy(1 replica on CPU:0)
     """
 
     _takes_pipeline_per_replica = True
@@ -81,6 +88,16 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             not a bool, or `communication_options` is something else.
         RuntimeError: the resolver's number of workers is not the number of hosts, there are more
             ranks than GPUs on a host, or MPI or NCCL cannot start.
+
+    Examples:
+        With one rank on one host; with 8 ranks on each of 2 hosts, there would be 16 replicas:
+
+        >>> import hpcstrat as hs
+        >>> strategy = hs.MultiWorkerMirroredStrategy()
+        >>> strategy.num_replicas_in_sync
+        1
+        >>> strategy.cluster_resolver.task_id
+        0
     """
 
     _takes_pipeline_per_replica = False
@@ -123,7 +140,15 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """The resolver that was passed, or an `MPIClusterResolver`."""
+        """The resolver that was passed, or an `MPIClusterResolver`.
+
+        Examples:
+            The first and only worker of a job on one host:
+
+            >>> resolver = hs.MultiWorkerMirroredStrategy().cluster_resolver
+            >>> resolver.task_type, resolver.task_id, resolver.cluster_spec().num_tasks("worker")
+            ('worker', 0, 1)
+        """
         return self._resolver
 
 

@@ -60,6 +60,18 @@ class UpdateMethods:
             TypeError: `fn` is not callable, or `args` is not a tuple or list.
             RuntimeError: called inside a replica function or the scope of another strategy.
             Exception: whatever `fn` raised, on every rank.
+
+        Examples:
+            The update runs where the variable is stored; all ranks get its result:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> with strategy.scope():
+            ...     weights = hs.Variable(np.array([1.0, 2.0]))
+            >>> def decay(variable, factor):
+            ...     variable.assign(factor * variable.value())
+            ...     return variable.value().sum()
+            >>> print(strategy.extended.update(weights, decay, args=(0.5,)), weights.numpy())
+            1.5 [0.5 1. ]
         """
         if not isinstance(var, Variable) or state_of(var).group is not self._group:
             raise ValueError(
@@ -81,6 +93,19 @@ class UpdateMethods:
         """Runs `fn(*args, **kwargs)` on the `non_slot_devices`; otherwise as `update`. Collective.
 
         The first variable among the arguments, if any, takes the place of `var`.
+
+        Examples:
+            A count of steps, increased once whatever the number of replicas:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> with strategy.scope():
+            ...     steps = hs.Variable(0)
+            >>> devices = strategy.extended.non_slot_devices([steps])
+            >>> def count(variable):
+            ...     variable.assign_add(1)
+            >>> strategy.extended.update_non_slot(devices, count, args=(steps,))
+            >>> print(steps.numpy())
+            1
         """
         del colocate_with
         check_arguments(fn, args)

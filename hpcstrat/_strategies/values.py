@@ -133,6 +133,15 @@ class ValueMethods:
         Raises:
             TypeError: a component cannot be pickled, and so cannot be sent between ranks.
             ReplicaMismatchError: the replicas' values have different structures.
+
+        Examples:
+            With one replica; two would have `({'rank': 0}, {'rank': 1})`, on both ranks:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> strategy.experimental_local_results(strategy.run(lambda: {"rank": hs.replica_id()}))
+            ({'rank': 0},)
+            >>> strategy.experimental_local_results("any other value")
+            ('any other value',)
         """
         leaves, structure = nests.flatten(value)
         indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
@@ -231,6 +240,10 @@ class ValueMethods:
 
         Raises:
             ValueError: `logical_device_id` is not 0.
+
+        Examples:
+            >>> hs.CentralStorageStrategy().experimental_assign_to_logical_device(np.arange(3), 0)
+            array([0, 1, 2])
         """
         if not 0 <= logical_device_id < _LOGICAL_DEVICES:
             raise ValueError(
@@ -251,6 +264,12 @@ class ValueMethods:
         Raises:
             ValueError: the number of entries is not the number of dimensions, their product is not
                 the number of logical devices, or an entry does not divide its dimension.
+
+        Examples:
+            >>> image = np.zeros((1, 28, 28))
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> strategy.experimental_split_to_logical_devices(image, [1, 1, 1]) is image
+            True
         """
         call = "Strategy.experimental_split_to_logical_devices"
         shape = np.shape(tensor)
@@ -274,7 +293,12 @@ class ValueMethods:
         return tensor
 
     def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """Returns `tensor`, which is already on every logical device of the replica."""
+        """Returns `tensor`, which is already on every logical device of the replica.
+
+        Examples:
+            >>> hs.CentralStorageStrategy().experimental_replicate_to_logical_devices(np.arange(3))
+            array([0, 1, 2])
+        """
         return tensor
 
 

@@ -33,8 +33,14 @@ MODULES = [
 ]
 # Classes of which every public method and property has an example.
 SHOWN_BY_EXAMPLES = [
+    "hpcstrat.CentralStorageStrategy",
     "hpcstrat.IndexedSlices",
+    "hpcstrat.MirroredStrategy",
+    "hpcstrat.MultiWorkerMirroredStrategy",
+    "hpcstrat.OneDeviceStrategy",
     "hpcstrat.ReplicaContext",
+    "hpcstrat.Strategy",
+    "hpcstrat.StrategyExtended",
     "hpcstrat.Variable",
     "hpcstrat.data.Dataset",
     "hpcstrat.data.DistributedDataset",
