@@ -289,6 +289,9 @@ def test_the_site_is_built_without_a_warning(tmp_path):
     assert [name for name in NAMES if f'id="{name}"' not in reference] == []
     # Names that are on no page, which docs/public_names.py replaces.
     assert re.findall(r'<span title="(hpcstrat\S*\._\S*)"', reference) == []
+    # A list right below a line of text goes on with its paragraph, unlike on GitHub.
+    prose = {name: re.sub(r"<pre.*?</pre>", "", text, flags=re.S) for name, text in pages.items()}
+    assert [name for name, text in prose.items() if re.search(r"\n(?:[-*]|\d\.) ", text)] == []
     # ">>>" outside "Examples:" becomes this.
     assert "<blockquote>" not in reference
     # Loads from elsewhere, which need a network.
