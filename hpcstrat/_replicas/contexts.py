@@ -84,7 +84,7 @@ _get_group: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
 
 # A context variable, so that each thread of the program has its own, and a new thread has none.
 current: ContextVar[Context | None] = ContextVar("hpcstrat_context", default=None)
-"""The context; None outside every strategy."""
+"""The context; None outside all scopes."""
 
 # One for the process, not per thread, as in TensorFlow: the context of every line outside scopes.
 _set_by_user: AcrossReplicas | None = None
@@ -97,7 +97,7 @@ def context() -> Context | None:
 
 
 def group() -> ReplicaGroup:
-    """The replicas of the caller's strategy; outside every scope, of the default strategy."""
+    """The replicas of the caller's strategy; outside all scopes, of the default strategy."""
     here = context()
     return default_group() if here is None else here.group
 
@@ -132,7 +132,7 @@ def in_cross_replica_context() -> bool:
 
 
 def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
-    """Refuses a call outside the cross-replica context of this group, except outside every scope.
+    """Refuses a call outside the cross-replica context of this group, except outside all scopes.
 
     Args:
         group: the replicas of the strategy that the call belongs to.

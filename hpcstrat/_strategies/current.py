@@ -1,4 +1,4 @@
-"""The current strategy, and the default strategy, which is current outside every scope."""
+"""The current strategy, and the default strategy, which is current outside all scopes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hpcstrat._variable.options import creators
 
 @final
 class DefaultStrategy(Strategy):
-    """The strategy outside every scope: each process is a single replica. Does not start MPI."""
+    """The strategy outside all scopes: each process is a single replica. Does not start MPI."""
 
     def __init__(self) -> None:
         super().__init__(default_group())
@@ -25,7 +25,7 @@ class DefaultStrategy(Strategy):
     def scope(self) -> Scope:
         """A context manager in which no variable of another strategy can be made.
 
-        Otherwise it changes nothing: outside every scope this strategy is current.
+        Otherwise it changes nothing: outside all scopes this strategy is current.
         """
         return _DefaultScope(self, self._across)
 
@@ -59,7 +59,7 @@ def _require_default(next_creator: Callable[..., Any], **arguments: Any) -> Any:
 # Always the same object: programs may keep it, and compare `get_strategy()` with it by identity.
 @functools.cache
 def default_strategy() -> Strategy:
-    """The strategy that is current outside every scope, with one replica."""
+    """The strategy that is current outside all scopes, with one replica."""
     return DefaultStrategy()
 
 

@@ -27,8 +27,8 @@ from hpcstrat._variable.variable import Variable, state_of
 class StrategyExtended(UpdateMethods):
     """Methods of a strategy that programs rarely need, as `Strategy.extended`.
 
-    All ranks call the methods marked collective, in the cross-replica context or outside every
-    scope.
+    All ranks call the methods marked collective, in the cross-replica context or outside all
+    scopes.
 
     Examples:
         A step of gradient descent, with one replica; with more, the same value is subtracted once:
@@ -329,7 +329,7 @@ class StrategyExtended(UpdateMethods):
         return value
 
     def read_var(self, v: Variable) -> Any:
-        """A copy of the variable's value, as by `Variable.read_value`. Collective where that is.
+        """A copy of the variable's value, as by `Variable.read_value`. Collective whenever that is.
 
         Examples:
             A later write does not change the copy:

@@ -47,8 +47,8 @@ class InputMethods:
             options: see `InputOptions`.
 
         Returns:
-            A re-iterable of nests of `PerReplica`; with one replica, of plain values. On a GPU the
-            arrays are CuPy's, and the next batches are copied there in advance, unless the options
+            A re-iterable of nests of `PerReplica`; with one replica, of plain values. On a GPU they
+            are CuPy arrays, and the next batches are copied there in advance, unless the options
             say otherwise.
 
         Raises:
@@ -100,7 +100,7 @@ class InputMethods:
 
         Raises:
             TypeError: `dataset_fn` does not return a dataset.
-            NotImplementedError: the options ask for `PER_REPLICA` in another strategy than
+            NotImplementedError: the options ask for `PER_REPLICA` in a strategy other than
                 `MirroredStrategy`.
             ValueError: the options contradict each other.
 
@@ -140,7 +140,7 @@ class InputMethods:
                 dtypes and samples of the contents are compared; with `HPCSTRAT_CHECK=1` all of the
                 contents.
             axis: the axis; a negative one counts from the end.
-            return_indices: whether to return too which elements along `axis` each replica has.
+            return_indices: whether to also return which elements along `axis` each replica has.
 
         Returns:
             A nest like `value` of `PerReplica`; with one replica, of arrays. Of S elements along
@@ -203,7 +203,7 @@ class InputMethods:
         return prefetch_to_gpu(self._group.stream, 1 + options.experimental_per_replica_buffer_size)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
-        """A dataset of slices of a nest of arrays, all of one size along their first dimension.
+        """`Dataset.from_tensor_slices`: the slices of a nest of arrays along their first dimension.
 
         Examples:
             >>> strategy = hs.CentralStorageStrategy()

@@ -33,10 +33,10 @@ class MirroredStrategy(Strategy):
         cross_device_ops: `None` or a `CrossDeviceOps`, which changes nothing.
         shard_updates: whether each replica keeps the optimizers' slots for its part of all elements
             only, and updates that part, as PyTorch's `ZeroRedundancyOptimizer` and DeepSpeed's ZeRO
-            stage 1 do. On the CPU the result has the same bits.
+            stage 1 do. On the CPU the result is the same, bit for bit.
 
     Raises:
-        TypeError: `shard_updates` is not a bool, or `cross_device_ops` is something else.
+        TypeError: `shard_updates` is not a bool, or `cross_device_ops` has another type.
         ValueError: a string does not name a device, or the list does not have one entry per rank.
         RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on
             several hosts, or MPI or NCCL cannot start.
@@ -85,7 +85,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
 
     Raises:
         TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`, `shard_updates` is
-            not a bool, or `communication_options` is something else.
+            not a bool, or `communication_options` has another type.
         RuntimeError: the resolver's number of workers is not the number of hosts, there are more
             ranks than GPUs on a host, or MPI or NCCL cannot start.
 

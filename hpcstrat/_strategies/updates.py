@@ -92,7 +92,7 @@ class UpdateMethods:
     ) -> Any:
         """Runs `fn(*args, **kwargs)` on the `non_slot_devices`; otherwise as `update`. Collective.
 
-        The first variable among the arguments, if any, takes the place of `var`.
+        The first variable among the arguments, if any, plays the role of `var`.
 
         Examples:
             A count of steps, increased once whatever the number of replicas:

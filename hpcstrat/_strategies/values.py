@@ -126,9 +126,9 @@ class ValueMethods:
 
         Returns:
             For a `PerReplica` value, a tuple of its components in replica order, on every rank.
-            They are all replicas' or, in a `MultiWorkerMirroredStrategy`, those of this host's. For
-            a nest with such leaves, a tuple of nests. For any other value, `(value,)`. Arrays of
-            other libraries become NumPy's or CuPy's.
+            These are the components of all replicas or, in a `MultiWorkerMirroredStrategy`, of this
+            host's replicas. For a nest with such leaves, a tuple of nests. For any other value,
+            `(value,)`. Arrays of other libraries become NumPy or CuPy arrays.
 
         Raises:
             TypeError: a component cannot be pickled, and so cannot be sent between ranks.
@@ -255,7 +255,7 @@ class ValueMethods:
     def experimental_split_to_logical_devices(
         self, tensor: Any, partition_dimensions: Sequence[int]
     ) -> Any:
-        """Returns `tensor`, undivided, for the replica's only logical device.
+        """Returns `tensor` whole, because a replica has one logical device.
 
         Args:
             tensor: an array.
