@@ -37,7 +37,7 @@ class UpdateRule(NamedTuple):
         constants: the numbers in `apply`, by name; the learning rate at least. Ranks whose
             constants differ raise `ReplicaMismatchError`, which names them.
         kernel: the same update as NumPy's calls, in C and in CUDA C++. Updates of whole variables,
-            and all on a GPU, use it instead of `apply` if it is there.
+            and all on a GPU, use it instead of `apply` if it is given.
         kernel_constants: the constants of the kernel, in its order.
         norms: the norms of whole variables that it needs. Then `apply` takes a whole variable, and
             the kernel's constants are those of `norms.rule_with`.

@@ -118,7 +118,7 @@ class GradientBuffers(list[Any]):
             if id(buffer) not in variables:
                 raise ValueError(
                     f"{current_call()}: argument {i} of {len(buffers)}, of type "
-                    f"{type(buffer).__name__}, is none of these buffers; pass the arrays that "
+                    f"{type(buffer).__name__}, is not one of these buffers; pass the arrays that "
                     "gradient_buffers returned, not views or copies"
                 )
         return sorted([variables[id(buffer)] for buffer in buffers])

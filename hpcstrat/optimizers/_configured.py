@@ -21,7 +21,7 @@ class Configured:
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate as it was set: a number, a variable or a callable.
+        """The learning rate as you set it: a number, a variable or a callable.
 
         Examples:
             >>> w = hs.Variable(np.zeros(1))

@@ -29,7 +29,7 @@ def unknown_arguments(owner: str, unknown: Sequence[str], known: Sequence[str]) 
 
 
 def unknown_attribute(owner: str, name: str, known: Sequence[str]) -> AttributeError:
-    """The error for an attribute that is set and that an optimizer of class `owner` has not."""
+    """The error for an attribute that is set but that optimizers of class `owner` lack."""
     return AttributeError(
         f"{owner}: {name} is not an attribute{_nearest(name, known)} It has {', '.join(known)}; "
         "your own class sets others in its __init__"

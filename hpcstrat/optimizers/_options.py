@@ -273,8 +273,8 @@ def set_attribute(
         raise _names.unknown_attribute(owner, name, known)
     if name in _FIXED and "_formula" in own and value != own[name]:
         raise AttributeError(
-            f"{owner}: {name} is {own[name]!r} for good; pass {name}={value!r} to a new optimizer "
-            "instead"
+            f"{owner}: {name} is {own[name]!r} and cannot change; pass {name}={value!r} to a new "
+            "optimizer instead"
         )
     before = list(optimizer.all_slots) if "_state" in own and own["_state"].slots else None
     previous = None if before is None else getattr(optimizer, name)

@@ -519,9 +519,9 @@ def test_numbers_that_change_between_steps(strategy):
             0.9,
             r"SGD: momentum is 0\.0, and the slots are made: \[\]; .* \['momentum'\]",
         ),
-        ("use_ema", True, r"SGD: use_ema is False for good; pass use_ema=True to a new optimizer"),
-        ("ema_overwrite_frequency", 1, "SGD: ema_overwrite_frequency is None for good"),
-        ("gradient_accumulation_steps", 2, "SGD: gradient_accumulation_steps is None for good"),
+        ("use_ema", True, r"SGD: use_ema is False and cannot change; pass use_ema=True"),
+        ("ema_overwrite_frequency", 1, "SGD: ema_overwrite_frequency is None and cannot change"),
+        ("gradient_accumulation_steps", 2, "gradient_accumulation_steps is None and cannot change"),
     ],
     ids=[
         "misspelt",

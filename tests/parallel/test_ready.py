@@ -353,7 +353,7 @@ WRONG = {
     "slices": (
         lambda m: m.buffers.ready(m.buffers[1], hs.IndexedSlices(m.buffers[0], m.buffers[2])),
         ValueError,
-        "argument 2 of 2, of type IndexedSlices, is none of these buffers",
+        "argument 2 of 2, of type IndexedSlices, is not one of these buffers",
     ),
     "one twice": (
         lambda m: m.buffers.ready(m.buffers[1], m.buffers[1]),

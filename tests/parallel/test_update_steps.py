@@ -379,7 +379,9 @@ def test_wrong_steps():
     with pytest.raises(TypeError, match=r"SGD: steps has <class .*; each must be an instance"):
         hs.optimizers.SGD(steps=wrong)
     optimizer: Any = hs.optimizers.SGD(steps=[L1(0.5)])
-    with pytest.raises(AttributeError, match=r"SGD: steps is \(<.*L1 object.*for good; pass steps"):
+    with pytest.raises(
+        AttributeError, match=r"SGD: steps is \(<.*L1 object.* and cannot change; pass"
+    ):
         optimizer.steps = []
     with pytest.raises(ValueError, match="SGD: a config cannot hold steps"):
         optimizer.get_config()
