@@ -348,7 +348,7 @@ WRONG = {
     "a view": (
         lambda m: m.buffers.ready(m.buffers[0][:]),
         ValueError,
-        r"argument 1 of 1, of type .*ndarray, is none",
+        r"argument 1 of 1, of type .*ndarray, is not one",
     ),
     "slices": (
         lambda m: m.buffers.ready(m.buffers[1], hs.IndexedSlices(m.buffers[0], m.buffers[2])),
