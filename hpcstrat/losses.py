@@ -37,6 +37,13 @@ def compute_average_loss(
         ValueError: the losses have no dimension, the weights do not fit them, or the batch size is
             negative.
         RuntimeError: called in the cross-replica context.
+
+    Examples:
+        >>> losses = np.array([1.0, 2.0, 6.0])  # this replica's, of a global batch of 6
+        >>> print(hs.losses.compute_average_loss(losses, global_batch_size=6))
+        1.5
+        >>> print(hs.losses.compute_average_loss(losses, [1, 1, 0], global_batch_size=6))
+        0.5
     """
     call = "compute_average_loss"
     replicas = _replicas(call)
@@ -76,6 +83,11 @@ def scale_regularization_loss(regularization_loss: Any) -> Any:
     Raises:
         TypeError: the loss is not a number.
         RuntimeError: called in the cross-replica context.
+
+    Examples:
+        >>> w = np.array([0.5, -0.5])
+        >>> print(hs.losses.scale_regularization_loss(0.1 * w**2))  # with one replica
+        0.05
     """
     call = "scale_regularization_loss"
     replicas = _replicas(call)

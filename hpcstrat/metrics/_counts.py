@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat._core.types import Array
-from hpcstrat.metrics._means import as_classes
-from hpcstrat.metrics._metric import PairMetric, as_numbers
+from hpcstrat.metrics._metric import PairMetric, as_classes, as_numbers
 
 
 class CountMetric(PairMetric):
@@ -43,7 +42,12 @@ class CountMetric(PairMetric):
     def _bins(self, xp: Any, true: Any, predicted: Any) -> Any:
         """The bin of each pair of a label and a prediction, by the functions of `xp`."""
 
-    def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
+    def combine(self, totals: np.ndarray[Any, Any]) -> Any:
+        """Computes the result from the counts in the bins.
+
+        Raises:
+            ValueError: one bin counts what is invalid, and has counted some.
+        """
         if totals[-1]:
             raise ValueError(
                 f"{type(self).__name__}.result: update_state was passed arrays in which "
@@ -79,6 +83,12 @@ class ConfusionMatrix(CountMetric):
         >>> print(matrix.result())
         [[0.3 0.3]
          [0.3 0.1]]
+
+        >>> pixels = hs.metrics.ConfusionMatrix(num_classes=2, ignore_class=255)
+        >>> pixels.update_state([0, 1, 255], [0, 0, 1])
+        >>> print(pixels.result())
+        [[1. 0.]
+         [1. 0.]]
     """
 
     _INVALID = (
@@ -139,6 +149,11 @@ class MeanIoU(ConfusionMatrix):
         >>> iou.update_state([0, 0, 1, 1], [0, 1, 0, 1])
         >>> print(f"{iou.result():.4f}")
         0.3333
+
+        >>> scores = hs.metrics.MeanIoU(num_classes=2, sparse_y_pred=False, axis=0)
+        >>> scores.update_state([0, 1, 1], [[0.9, 0.8, 0.1], [0.1, 0.2, 0.9]])
+        >>> print(scores.result())
+        0.5
     """
 
     def __init__(

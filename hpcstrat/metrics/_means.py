@@ -1,4 +1,4 @@
-"""Means of values: Mean and Sum; errors and accuracies, which are means over predictions."""
+"""Means of values: Mean and Sum, and errors, which are means over predictions."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._core.types import Array
-from hpcstrat.metrics._metric import Metric, PairMetric, as_numbers, as_pair, as_weights
+from hpcstrat.metrics._metric import Metric, PairMetric, as_numbers, as_weights
 
 _SCALARS = (float, int, np.float64, np.float32)
 """The types of most losses."""
@@ -34,7 +33,8 @@ class _WeightedMean(Metric):
         else:
             self._add(_sum, values, as_weights(call, sample_weight, values.shape))
 
-    def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
+    def combine(self, totals: np.ndarray[Any, Any]) -> Any:
+        """Computes the weighted mean; 0 before the first value."""
         total, count = totals
         return total / count if count else np.float64(0.0)
 
@@ -59,6 +59,12 @@ class _ValueMean(_WeightedMean):
         Raises:
             TypeError: an argument is not an array of numbers.
             ValueError: the weights do not fit the values.
+
+        Examples:
+            >>> loss = hs.metrics.Mean()
+            >>> loss.update_state([1.0, 2.0, 6.0], sample_weight=[1, 1, 0])  # without the last
+            >>> print(loss.result())
+            1.5
         """
         self._add_values(values, sample_weight)
 
@@ -76,9 +82,18 @@ class Mean(_ValueMean):
 
 
 class Sum(_ValueMean):
-    """The sum of all values, each times its weight."""
+    """The sum of all values, each times its weight.
 
-    def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
+    Examples:
+        >>> import hpcstrat as hs
+        >>> total = hs.metrics.Sum()
+        >>> total.update_state([[1.0, 2.0], [3.0, 4.0]], sample_weight=[1, 10])  # per row
+        >>> print(total.result())
+        73.0
+    """
+
+    def combine(self, totals: np.ndarray[Any, Any]) -> Any:
+        """Takes the weighted sum."""
         return totals[0]
 
 
@@ -114,7 +129,15 @@ class MeanMetricWrapper(_WeightedMean):
         self._fn = functools.partial(fn, **kwargs)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments for `from_config`, with the function itself."""
+        """The arguments for `from_config`, with the function itself.
+
+        Examples:
+            >>> def near(y_true, y_pred, within):
+            ...     return abs(y_true - y_pred) < within
+            >>> metric = hs.metrics.MeanMetricWrapper(near, within=0.1)
+            >>> {name: value for name, value in metric.get_config().items() if name != "fn"}
+            {'name': 'near', 'dtype': 'float64', 'within': 0.1}
+        """
         return {**super().get_config(), "fn": self._fn.func, **self._fn.keywords}
 
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
@@ -125,6 +148,12 @@ class MeanMetricWrapper(_WeightedMean):
         Raises:
             TypeError: the values or the weights are not numbers.
             ValueError: the weights do not fit the values.
+
+        Examples:
+            >>> bias = hs.metrics.MeanMetricWrapper(lambda true, pred: pred - true, name="bias")
+            >>> bias.update_state(np.zeros(3), np.array([1.0, 2.0, -9.0]), sample_weight=[1, 1, 0])
+            >>> print(bias.result())
+            1.5
         """
         self._add_values(self._fn(y_true, y_pred), sample_weight)
 
@@ -149,14 +178,30 @@ def _errors(true: Any, predicted: Any) -> Any:
 
 
 class MeanAbsoluteError(PairMean):
-    """The mean of the absolute errors, `|y_true - y_pred|`."""
+    """The mean of the absolute errors, `|y_true - y_pred|`.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> error = hs.metrics.MeanAbsoluteError()
+        >>> error.update_state([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 8.0])
+        >>> print(error.result())
+        1.0
+    """
 
     def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
         return abs(_errors(true, predicted))
 
 
 class MeanSquaredError(PairMean):
-    """The mean of the squared errors, `(y_true - y_pred)**2`."""
+    """The mean of the squared errors, `(y_true - y_pred)**2`.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> error = hs.metrics.MeanSquaredError()
+        >>> error.update_state([1.0, 2.0, 3.0, 4.0], [1.0, 2.0, 3.0, 8.0])
+        >>> print(error.result())
+        4.0
+    """
 
     def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
         return _errors(true, predicted) ** 2
@@ -173,179 +218,6 @@ class RootMeanSquaredError(MeanSquaredError):
         2.0
     """
 
-    def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
-        return np.sqrt(super()._combine(totals))
-
-
-# ---- accuracies: the fraction of correct predictions, by several definitions of correct
-
-
-class Accuracy(PairMean):
-    """The fraction of predictions that equal their labels.
-
-    Examples:
-        >>> import hpcstrat as hs
-        >>> accuracy = hs.metrics.Accuracy()
-        >>> accuracy.update_state([1, 2, 3, 4], [0, 2, 3, 4])
-        >>> print(accuracy.result())
-        0.75
-    """
-
-    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
-        return true == predicted
-
-
-class BinaryAccuracy(PairMean):
-    """The fraction of predictions that equal their labels, 0 or 1, after a threshold.
-
-    Args:
-        name: the metric's name.
-        dtype: the dtype of `result`, `float64` by default.
-        threshold: predictions above it count as 1, others as 0.
-
-    Examples:
-        >>> import hpcstrat as hs
-        >>> accuracy = hs.metrics.BinaryAccuracy()
-        >>> accuracy.update_state([1, 1, 0, 0], [0.98, 1.0, 0.0, 0.6])
-        >>> print(accuracy.result())
-        0.75
-    """
-
-    def __init__(
-        self,
-        name: str | None = None,
-        dtype: npt.DTypeLike | None = None,
-        threshold: float = 0.5,
-    ) -> None:
-        super().__init__(name, dtype)
-        self.threshold: float = float(threshold)
-
-    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
-        return true == (predicted > rounded_for(self.threshold, predicted.dtype))
-
-
-class _ClassAccuracy(PairMean):
-    """For predictions of shape `(..., classes)`; labels are class indices or one-hot."""
-
-    _is_one_hot = False
-
-    def _check(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
-        if self._is_one_hot:
-            true, predicted = as_pair(call, y_true, y_pred)
-        else:
-            true, predicted = as_numbers(call, "y_true", y_true), as_numbers(call, "y_pred", y_pred)
-            if true.ndim == predicted.ndim and true.shape[-1:] == (1,):
-                true = true[..., 0]
-            if true.shape != predicted.shape[:-1]:
-                raise ValueError(
-                    f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; y_pred "
-                    "must have one more dimension, the scores of the classes, and y_true the "
-                    "indices of the correct classes"
-                )
-        if not predicted.ndim or not predicted.shape[-1]:
-            raise ValueError(
-                f"{call}: y_pred has shape {predicted.shape}; its last dimension must be that of "
-                "classes"
-            )
-        return true, predicted, predicted.shape[:-1]
-
-    def _labels(self, true: Any) -> Any:
-        return true.argmax(axis=-1) if self._is_one_hot else true
-
-
-class SparseCategoricalAccuracy(_ClassAccuracy):
-    """The fraction of predictions whose largest score is the label's; labels are class indices.
-
-    `y_pred` has shape `(..., classes)`, probabilities or logits; `y_true` lacks the last dimension,
-    or has size 1 there.
-
-    Examples:
-        >>> import hpcstrat as hs
-        >>> accuracy = hs.metrics.SparseCategoricalAccuracy()
-        >>> accuracy.update_state([2, 1], [[0.1, 0.6, 0.3], [0.05, 0.95, 0.0]])
-        >>> print(accuracy.result())
-        0.5
-    """
-
-    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
-        return predicted.argmax(axis=-1) == self._labels(true)
-
-
-class CategoricalAccuracy(SparseCategoricalAccuracy):
-    """The fraction of predictions whose largest score is the label's; labels are one-hot.
-
-    `y_true` has the shape of `y_pred`, `(..., classes)`.
-    """
-
-    _is_one_hot = True
-
-
-class SparseTopKCategoricalAccuracy(_ClassAccuracy):
-    """The fraction of predictions with fewer than `k` scores above the label's.
-
-    Labels are class indices. `y_pred` has shape `(..., classes)`; `y_true` lacks the last
-    dimension, or has size 1 there. Predictions with a score that is not finite are wrong.
-
-    Args:
-        k: the number of the largest scores that count.
-        name: the metric's name.
-        dtype: the dtype of `result`, `float64` by default.
-
-    Raises:
-        ValueError: `k` is less than 1.
-
-    Examples:
-        >>> import hpcstrat as hs
-        >>> accuracy = hs.metrics.SparseTopKCategoricalAccuracy(k=2)
-        >>> accuracy.update_state([2, 1], [[0.1, 0.6, 0.3], [0.5, 0.1, 0.4]])
-        >>> print(accuracy.result())
-        0.5
-    """
-
-    def __init__(
-        self, k: int = 5, name: str | None = None, dtype: npt.DTypeLike | None = None
-    ) -> None:
-        if k < 1:
-            raise ValueError(f"{type(self).__name__}: k is {k!r}; it must be at least 1")
-        super().__init__(name, dtype)
-        self.k: int = k
-
-    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
-        label, is_class = as_classes(self._labels(true), predicted.shape[-1])
-        place = xp.where(is_class, label, 0)[..., None]
-        of_label = xp.take_along_axis(predicted, place, axis=-1)
-        is_known = is_class & xp.isfinite(predicted).all(axis=-1)
-        return is_known & ((predicted > of_label).sum(axis=-1) < self.k)
-
-
-class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
-    """The fraction of predictions with fewer than `k` scores above the label's.
-
-    Labels are one-hot, of the shape of `y_pred`.
-
-    Args:
-        k: the number of the largest scores that count.
-        name: the metric's name.
-        dtype: the dtype of `result`, `float64` by default.
-
-    Raises:
-        ValueError: `k` is less than 1.
-    """
-
-    _is_one_hot = True
-
-
-def as_classes(values: Any, classes: int) -> tuple[Any, Any]:
-    """Class indices as integers, and where they are of classes: whole, and below `classes`."""
-    with np.errstate(invalid="ignore"):  # NaN, on the host
-        index = values.astype(np.int64, copy=False)
-    return index, (index == values) & (index >= 0) & (index < classes)
-
-
-def rounded_for(thresholds: Any, dtype: np.dtype[Any]) -> Any:
-    """Thresholds as `float32` if predictions have 16 or 32 bits, as in Keras, else as `float64`."""
-    return (
-        np.float32(thresholds)
-        if dtype.kind == "f" and dtype.itemsize < 8
-        else np.float64(thresholds)
-    )
+    def combine(self, totals: np.ndarray[Any, Any]) -> Any:
+        """Computes the root of the mean."""
+        return np.sqrt(super().combine(totals))

@@ -39,6 +39,12 @@ class Metric(abc.ABC):
     Attributes:
         name: the metric's name.
         totals: an `ON_READ` variable that sums: each replica's own totals.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> loss, area = hs.metrics.Mean(name="loss"), hs.metrics.AUC()
+        >>> print(loss.name, area.name, loss([1.0, 3.0]))  # updates, returns
+        loss auc 2.0
     """
 
     def __init__(
@@ -71,10 +77,27 @@ class Metric(abc.ABC):
 
     @abc.abstractmethod
     def update_state(self, *args: Any, **kwargs: Any) -> None:
-        """Adds to this replica's totals. For a replica function; never communicates."""
+        """Adds to this replica's totals. For a replica function; never communicates.
+
+        Examples:
+            >>> loss = hs.metrics.Mean()
+            >>> loss.update_state([1.0, 3.0])  # two examples
+            >>> loss.update_state([5.0])
+            >>> print(loss.result(), loss.totals.numpy())  # sum and count
+            3.0 [9. 3.]
+        """
 
     def result(self) -> Any:
-        """The metric over all replicas, on the host. Collective: all ranks call this."""
+        """The metric over all replicas, on the host. Collective: all ranks call this.
+
+        Examples:
+            >>> loss = hs.metrics.Mean(dtype="float32")
+            >>> print(loss.result())  # before the first update
+            0.0
+            >>> loss.update_state([1.0, 2.0])
+            >>> print(loss.result(), loss.result().dtype)
+            1.5 float32
+        """
         context = contexts.context()
         if isinstance(context, contexts.InUpdate) and context.group.communicator.size > 1:
             # In an update the totals would be this replica's only.
@@ -89,12 +112,35 @@ class Metric(abc.ABC):
             totals = self.totals.numpy()
         # An overflow is inf on all ranks, instead of an exception on a rank that enabled it.
         with np.errstate(all="ignore"):
-            return np.asarray(self._combine(totals)).astype(self._dtype)[()]
+            return np.asarray(self.combine(totals)).astype(self._dtype)[()]
+
+    @abc.abstractmethod
+    def combine(self, totals: np.ndarray[Any, Any]) -> Any:
+        """Computes the result from the sum of all replicas' totals, on the host. For subclasses.
+
+        Examples:
+            >>> class Largest(hs.metrics.Mean):  # of the mean and 1
+            ...     def combine(self, totals):
+            ...         return max(1.0, super().combine(totals))
+            >>> largest = Largest()
+            >>> largest.update_state([0.25, 0.75])
+            >>> print(largest.result())
+            1.0
+        """
 
     def reset_state(self) -> None:
         """Resets to zero.
 
         Collective in the cross-replica context; in a replica context, for this replica only.
+
+        Examples:
+            >>> loss = hs.metrics.Mean()
+            >>> for epoch in range(2):
+            ...     loss.update_state([epoch + 1.0, epoch + 2.0])
+            ...     print(loss.result())
+            ...     loss.reset_state()
+            1.5
+            2.5
         """
         self.totals.assign(np.zeros(self.totals.shape))
 
@@ -109,6 +155,14 @@ class Metric(abc.ABC):
             TypeError: a metric is of another class.
             ValueError: its totals have another shape, or it belongs to another strategy. Nothing
                 has changed.
+
+        Examples:
+            >>> first, second = hs.metrics.Mean(), hs.metrics.Mean()
+            >>> first.update_state([1.0, 2.0, 3.0])
+            >>> second.update_state([10.0])
+            >>> first.merge_state([second])
+            >>> print(first.result())  # of four values
+            4.0
         """
         call, metrics = f"{type(self).__name__}.merge_state", list(metrics)
         state = variable.state_of(self.totals)
@@ -132,13 +186,23 @@ class Metric(abc.ABC):
 
     @property
     def variables(self) -> list[Variable]:
-        """What it keeps: its totals."""
+        """What it keeps: its totals.
+
+        Examples:
+            >>> matrix = hs.metrics.ConfusionMatrix(num_classes=2)
+            >>> matrix.variables[0].shape  # 2 x 2 counts, one of ignored and one of invalid pairs
+            (6,)
+        """
         return [self.totals]
 
     def get_config(self) -> dict[str, Any]:
         """The arguments for `from_config`, which JSON can hold unless one is a function.
 
         Besides `name` and `dtype` those of `__init__` that are attributes of the same names.
+
+        Examples:
+            >>> hs.metrics.BinaryAccuracy(threshold=0.7).get_config()
+            {'name': 'binary_accuracy', 'dtype': 'float64', 'threshold': 0.7}
         """
         names = inspect.signature(type(self)).parameters
         own = {name: value for name, value in vars(self).items() if name in names}
@@ -146,17 +210,19 @@ class Metric(abc.ABC):
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """A new metric of this class, from what `get_config` returned. In the strategy's scope."""
+        """A new metric of this class, from what `get_config` returned. In the strategy's scope.
+
+        Examples:
+            >>> config = hs.metrics.TopKCategoricalAccuracy(k=2).get_config()
+            >>> hs.metrics.TopKCategoricalAccuracy.from_config(config).k
+            2
+        """
         return cls(**config)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(name={self.name!r})"
 
     # ---- for subclasses
-
-    @abc.abstractmethod
-    def _combine(self, totals: np.ndarray[Any, Any]) -> Any:
-        """Computes the result from the sum of all replicas' totals."""
 
     def _add(self, compute: Callable[..., Any], *given: Any) -> None:
         """Adds `compute(xp, *given)` to this replica's totals, on its GPU if an array is on one.
@@ -223,6 +289,15 @@ class PairMetric(Metric):
             TypeError: an argument is not an array of numbers.
             ValueError: the shapes do not fit; or labels or predictions are out of range, for which
                 `result` raises if they are on a GPU.
+
+        Examples:
+            A weight for each example, where an example has several values:
+
+            >>> error = hs.metrics.MeanAbsoluteError()
+            >>> y_true, y_pred = np.zeros((2, 3)), np.array([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
+            >>> error.update_state(y_true, y_pred, sample_weight=[3.0, 1.0])
+            >>> print(error.result())  # (3 * 1 + 1 * 2) / (3 + 1)
+            1.25
         """
         call = f"{type(self).__name__}.update_state"
         true, predicted, shape = self._check(call, y_true, y_pred)
@@ -302,3 +377,19 @@ def as_weights(call: str, sample_weight: Any, shape: tuple[int, ...]) -> Any:
             f"{call}: sample_weight has shape {weights.shape} and the values {shape}; pass a "
             "weight for each value, or for each index of their first dimensions"
         ) from error
+
+
+def as_classes(values: Any, classes: int) -> tuple[Any, Any]:
+    """Class indices as integers, and where they are of classes: whole, and below `classes`."""
+    with np.errstate(invalid="ignore"):  # NaN, on the host
+        index = values.astype(np.int64, copy=False)
+    return index, (index == values) & (index >= 0) & (index < classes)
+
+
+def rounded_for(thresholds: Any, dtype: np.dtype[Any]) -> Any:
+    """Thresholds as `float32` if predictions have 16 or 32 bits, as in Keras, else as `float64`."""
+    return (
+        np.float32(thresholds)
+        if dtype.kind == "f" and dtype.itemsize < 8
+        else np.float64(thresholds)
+    )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat.metrics._counts import CountMetric
-from hpcstrat.metrics._means import rounded_for
+from hpcstrat.metrics._metric import rounded_for
 
 
 def _ratio(part: Any, whole: Any) -> Any:
@@ -115,6 +115,13 @@ class TruePositives(AtThresholds):
 
     Raises:
         ValueError: a threshold is not between 0 and 1.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> positives = hs.metrics.TruePositives(thresholds=[0.3, 0.7])  # a count for each
+        >>> positives.update_state([0, 1, 1, 1], [0.9, 0.2, 0.5, 0.8])
+        >>> print(positives.result())
+        [2. 1.]
     """
 
     def _number(self, counts: _Counts) -> Any:
@@ -125,6 +132,13 @@ class FalsePositives(AtThresholds):
     """The number of negative labels that were predicted as positive.
 
     The arguments are those of `TruePositives`.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> positives = hs.metrics.FalsePositives()
+        >>> positives.update_state([0, 0, 0, 1], [0.9, 0.2, 0.6, 0.8])
+        >>> print(positives.result())
+        2.0
     """
 
     def _number(self, counts: _Counts) -> Any:
@@ -135,6 +149,13 @@ class TrueNegatives(AtThresholds):
     """The number of negative labels that were predicted as negative.
 
     The arguments are those of `TruePositives`.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> negatives = hs.metrics.TrueNegatives()
+        >>> negatives.update_state([0, 0, 0, 1], [0.9, 0.2, 0.6, 0.8])
+        >>> print(negatives.result())
+        1.0
     """
 
     def _number(self, counts: _Counts) -> Any:
@@ -145,6 +166,13 @@ class FalseNegatives(AtThresholds):
     """The number of positive labels that were predicted as negative.
 
     The arguments are those of `TruePositives`.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> negatives = hs.metrics.FalseNegatives()
+        >>> negatives.update_state([0, 1, 1, 1], [0.9, 0.2, 0.5, 0.8])
+        >>> print(negatives.result())  # 0.2, and 0.5, which is not above 0.5
+        2.0
     """
 
     def _number(self, counts: _Counts) -> Any:
@@ -212,6 +240,19 @@ class AUC(ThresholdMetric):
         >>> auc.update_state([0, 0, 1, 1], [0.0, 0.5, 0.3, 0.9])
         >>> print(auc.result())
         0.75
+
+        Each option:
+
+        >>> def area(**options):
+        ...     auc = hs.metrics.AUC(**options)
+        ...     auc.update_state([0, 0, 1, 1], [0.1, 0.4, 0.35, 0.8])
+        ...     return round(float(auc.result()), 4)
+        >>> area(), area(curve="PR"), area(num_thresholds=3)  # 0, 0.5 and 1
+        (0.75, 0.7973, 0.75)
+        >>> area(thresholds=[0.5]), area(thresholds=[0.5], from_logits=True)
+        (0.75, 0.5)
+        >>> [area(num_thresholds=3, summation_method=how) for how in ("minoring", "majoring")]
+        [0.5, 1.0]
     """
 
     _needs_probabilities = True
@@ -249,7 +290,13 @@ class AUC(ThresholdMetric):
         self._has_own_thresholds = thresholds is not None
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments for `from_config`."""
+        """The arguments for `from_config`.
+
+        Examples:
+            >>> config = hs.metrics.AUC(thresholds=[0.25, 0.5]).get_config()
+            >>> config["thresholds"], config["curve"]
+            ([0.25, 0.5], 'ROC')
+        """
         own = self.thresholds[1:-1] if self._has_own_thresholds else None
         return {**super().get_config(), "thresholds": own}
 

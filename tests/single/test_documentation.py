@@ -48,6 +48,7 @@ SHOWN_BY_EXAMPLES = [
     "hpcstrat.data.InputContext",
     "hpcstrat.data.Optional",
     "hpcstrat.data.Options",
+    "hpcstrat.metrics.Metric",
     "hpcstrat.optimizers.GradientBuffers",
     "hpcstrat.optimizers.Optimizer",
     "hpcstrat.optimizers.UpdateStep",
@@ -215,12 +216,13 @@ def test_every_method_has_an_example(name):
     assert [inner for inner, thing in things.items() if id(thing) not in EXAMPLES] == []
 
 
-def test_every_optimizer_and_schedule_has_an_example_of_its_own():
-    names = [name for name in NAMES if name.startswith("hpcstrat.optimizers.")]
+@pytest.mark.parametrize("module", ["losses", "metrics", "optimizers"])
+def test_every_optimizer_schedule_metric_and_loss_has_an_example_of_its_own(module):
+    names = [name for name in NAMES if name.startswith(f"hpcstrat.{module}.")]
+    assert names
     # Programs on its page subclass it.
-    assert [name for name in names if id(find(name)) not in EXAMPLES] == [
-        "hpcstrat.optimizers.Optimizer"
-    ]
+    without = {"hpcstrat.optimizers.Optimizer"}
+    assert {name for name in names if id(find(name)) not in EXAMPLES} <= without
 
 
 @pytest.mark.parametrize("example", EXAMPLES.values(), ids=lambda example: example.name)

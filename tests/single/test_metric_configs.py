@@ -82,7 +82,7 @@ def test_a_metric_of_the_program_extends_its_config():
         def update_state(self, values):
             raise NotImplementedError
 
-        def _combine(self, totals):
+        def combine(self, totals):
             return totals[0]
 
         def get_config(self):
