@@ -80,6 +80,17 @@ class Checkpoint:
             TypeError: an object cannot be saved, or `path` is not a path.
             ValueError: an optimizer's variable is not among the objects, or `keep` is not positive.
             ReplicaMismatchError: the ranks save different things.
+
+        Examples:
+            >>> import os, tempfile
+            >>> step = hs.Variable(0)
+            >>> checkpoint = hs.checkpoint.Checkpoint(step=step)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     for number in 1, 2, 3:
+            ...         _ = step.assign(number)
+            ...         path = checkpoint.save(f"{folder}/model", keep=2)
+            ...     print(sorted(os.listdir(folder)))  # of steps 3 and 2
+            ['model', 'model.1']
         """
         path = check_path(path)
         save_to_file(objects_of(self), path, check_keep(keep), blocking)
@@ -93,6 +104,18 @@ class Checkpoint:
 
         Raises:
             OSError: the file system refused; all ranks raise. The previous file is whole.
+
+        Examples:
+            >>> import os, tempfile
+            >>> w = hs.Variable(1.0)
+            >>> checkpoint = hs.checkpoint.Checkpoint(w=w)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = checkpoint.save(f"{folder}/model", blocking=False)
+            ...     _ = w.assign(2.0)  # the file holds 1.0
+            ...     checkpoint.sync()
+            ...     restored = checkpoint.restore(path)
+            >>> print(w.numpy())
+            1.0
         """
         communicator = connect()
         finish_background()
@@ -124,6 +147,16 @@ class Checkpoint:
             RuntimeError: called inside a replica function, or in the scope of another strategy.
             TypeError: an object cannot be restored, or `path` is not a path.
             ReplicaMismatchError: the ranks restore different things.
+
+        Examples:
+            >>> import tempfile
+            >>> w, b = hs.Variable(1.0), hs.Variable(2.0)
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = hs.checkpoint.Checkpoint(w=w).save(f"{folder}/model")
+            ...     _ = w.assign(5.0)
+            ...     both = hs.checkpoint.Checkpoint(w=w, b=b)
+            ...     print(both.restore(path, partial=True).missing, w.numpy())
+            ('b',) 1.0
         """
         path = check_path(path)
         return restore_from(objects_of(self), path, lambda: open_file(path), partial)[0]

@@ -95,7 +95,14 @@ class CheckpointManager:
 
     @property
     def steps(self) -> int:
-        """The number of steps that the program has done, including those before it was restored."""
+        """The number of steps that the program has done, including those before it was restored.
+
+        Examples:
+            >>> manager = hs.checkpoint.CheckpointManager(hs.checkpoint.Checkpoint(), "model")
+            >>> manager.step()
+            >>> manager.steps
+            1
+        """
         return self._steps
 
     @collective("CheckpointManager.restore_or_initialize", communicator_of=lambda _: connect())
@@ -111,6 +118,21 @@ class CheckpointManager:
         Raises:
             Exception: what `Checkpoint.restore` raises. A damaged snapshot is skipped, and so is a
                 damaged file if there is a snapshot.
+
+        Examples:
+            The same lines start a program and start it again:
+
+            >>> import tempfile
+            >>> w = hs.Variable(0.0)
+            >>> def train(path):
+            ...     manager = hs.checkpoint.CheckpointManager(hs.checkpoint.Checkpoint(w=w), path)
+            ...     found = manager.restore_or_initialize() is not None
+            ...     w.assign_add(1.0)
+            ...     path = manager.save()
+            ...     return found
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     print(train(f"{folder}/model"), train(f"{folder}/model"), w.numpy())
+            False True 2.0
         """
         finish_background()  # it may write this very file
         communicator, root = connect(), self._prepare()
@@ -137,6 +159,19 @@ class CheckpointManager:
             SystemExit: a signal was received, and the checkpoint is saved; see `PreemptionHandler`.
             RuntimeError: called inside a replica function.
             Exception: what `Checkpoint.save` raises.
+
+        Examples:
+            >>> import os, tempfile
+            >>> checkpoint = hs.checkpoint.Checkpoint(w=hs.Variable(0.0))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = f"{folder}/model"
+            ...     manager = hs.checkpoint.CheckpointManager(checkpoint, path, every=2)
+            ...     for _ in range(3):
+            ...         manager.step()
+            ...         print(manager.steps, os.listdir(folder))
+            1 []
+            2 ['model']
+            3 ['model']
         """
         if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
             raise RuntimeError(
@@ -169,6 +204,14 @@ class CheckpointManager:
 
         Raises:
             Exception: what `Checkpoint.save` raises.
+
+        Examples:
+            >>> import os, tempfile
+            >>> checkpoint = hs.checkpoint.Checkpoint(w=hs.Variable(0.0))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     manager = hs.checkpoint.CheckpointManager(checkpoint, f"{folder}/model")
+            ...     print(os.path.basename(manager.save()))
+            model
         """
         self._save()
         return self._path

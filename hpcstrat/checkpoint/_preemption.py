@@ -78,6 +78,14 @@ class PreemptionHandler:
         """Whether this rank has received a signal, or `check` learnt of a signal on another rank.
 
         May differ between ranks.
+
+        Examples:
+            >>> import signal
+            >>> checkpoint = hs.checkpoint.Checkpoint()
+            >>> with hs.checkpoint.PreemptionHandler(checkpoint, "model") as handler:
+            ...     signal.raise_signal(signal.SIGUSR1)  # as Slurm sends it
+            ...     print(handler.is_preempted)
+            True
         """
         return bool(self._noted)
 
@@ -92,6 +100,14 @@ class PreemptionHandler:
                 `exit_status`.
             RuntimeError: called inside a replica function.
             Exception: what `Checkpoint.save` raises.
+
+        Examples:
+            >>> checkpoint = hs.checkpoint.Checkpoint()
+            >>> with hs.checkpoint.PreemptionHandler(checkpoint, "model") as handler:
+            ...     for step in range(2):
+            ...         handler.check()  # no signal: returns
+            >>> print(step)
+            1
         """
         communicator = connect()
         if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
@@ -126,7 +142,16 @@ class PreemptionHandler:
         raise SystemExit(self._exit_status)
 
     def close(self) -> None:
-        """Restores the previous handlers, unless the ranks exit: then signals stay ignored."""
+        """Restores the previous handlers, unless the ranks exit: then signals stay ignored.
+
+        Examples:
+            >>> import signal
+            >>> before = signal.getsignal(signal.SIGTERM)
+            >>> handler = hs.checkpoint.PreemptionHandler(hs.checkpoint.Checkpoint(), "model")
+            >>> handler.close()
+            >>> signal.getsignal(signal.SIGTERM) == before
+            True
+        """
         if not self._leaves:
             for number, previous in self._previous.items():
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)

@@ -51,7 +51,12 @@ class ClusterSpec:
         return f"ClusterSpec({dict(sorted(self.as_dict().items()))})"
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
-        """For each job its tasks' addresses: a list, or a dict by number if some are missing."""
+        """For each job its tasks' addresses: a list, or a dict by number if some are missing.
+
+        Examples:
+            >>> hs.cluster_resolver.ClusterSpec({"worker": {0: "n1:1", 1: "n2:1"}}).as_dict()
+            {'worker': ['n1:1', 'n2:1']}
+        """
         return {
             job: [*tasks.values()] if [*tasks] == [*range(len(tasks))] and tasks else dict(tasks)
             for job, tasks in self._jobs.items()
@@ -59,7 +64,12 @@ class ClusterSpec:
 
     @property
     def jobs(self) -> list[str]:
-        """The names of the jobs."""
+        """The names of the jobs.
+
+        Examples:
+            >>> hs.cluster_resolver.ClusterSpec({"worker": ["n1:1"], "ps": ["n2:1"]}).jobs
+            ['worker', 'ps']
+        """
         return list(self._jobs)
 
     def num_tasks(self, job_name: str) -> int:
@@ -67,6 +77,10 @@ class ClusterSpec:
 
         Raises:
             ValueError: there is no such job.
+
+        Examples:
+            >>> hs.cluster_resolver.ClusterSpec({"ps": {3: "n9:1"}}).num_tasks("ps")
+            1
         """
         return len(self._job(job_name))
 
@@ -75,6 +89,10 @@ class ClusterSpec:
 
         Raises:
             ValueError: there is no such job.
+
+        Examples:
+            >>> hs.cluster_resolver.ClusterSpec({"ps": {3: "n9:1", 1: "n7:1"}}).task_indices("ps")
+            [1, 3]
         """
         return [*self._job(job_name)]
 
@@ -83,6 +101,10 @@ class ClusterSpec:
 
         Raises:
             ValueError: there is no such job, or no such task in it.
+
+        Examples:
+            >>> hs.cluster_resolver.ClusterSpec({"ps": {3: "n9:1"}}).task_address("ps", 3)
+            'n9:1'
         """
         tasks = self._job(job_name)
         if task_index not in tasks:
@@ -97,6 +119,10 @@ class ClusterSpec:
 
         Raises:
             ValueError: there is no such job.
+
+        Examples:
+            >>> hs.cluster_resolver.ClusterSpec({"ps": {1: "n7:1"}}).job_tasks("ps")
+            [None, 'n7:1']
         """
         tasks = self._job(job_name)
         return [tasks.get(number) for number in range(max(tasks, default=-1) + 1)]

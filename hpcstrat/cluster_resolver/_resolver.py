@@ -59,7 +59,13 @@ class ClusterResolver(abc.ABC):
 
     @abc.abstractmethod
     def cluster_spec(self) -> ClusterSpec:
-        """The jobs and the addresses of their tasks, as they are now."""
+        """The jobs and the addresses of their tasks, as they are now.
+
+        Examples:
+            >>> spec = hs.cluster_resolver.ClusterSpec({"worker": ["n1:1", "n2:1"]})
+            >>> hs.cluster_resolver.SimpleClusterResolver(spec).cluster_spec()
+            ClusterSpec({'worker': ['n1:1', 'n2:1']})
+        """
 
     def master(
         self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None
@@ -73,6 +79,14 @@ class ClusterResolver(abc.ABC):
 
         Raises:
             ValueError: there is no such task.
+
+        Examples:
+            >>> class TwoHosts(hs.cluster_resolver.ClusterResolver):
+            ...     def cluster_spec(self):
+            ...         return hs.cluster_resolver.ClusterSpec({"worker": ["n1:1", "n2:1"]})
+            >>> resolver = TwoHosts("worker", 1, rpc_layer="grpc")
+            >>> resolver.master(), resolver.master(task_id=0, rpc_layer="http")
+            ('grpc://n2:1', 'http://n1:1')
         """
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
@@ -92,6 +106,13 @@ class ClusterResolver(abc.ABC):
             task_type: the task's job; by default this process's.
             task_id: its index in the job; by default this process's.
             config_proto: unused; TensorFlow has it.
+
+        Examples:
+            >>> class OneHost(hs.cluster_resolver.ClusterResolver):
+            ...     def cluster_spec(self):
+            ...         return hs.cluster_resolver.ClusterSpec({"worker": ["n1:1", "n2:1"]})
+            >>> OneHost("worker", 0).num_accelerators("worker", 1)["GPU"]  # another task's: unknown
+            0
         """
         # Another task's GPUs are on a host that this process cannot ask.
         is_own = task_type in (None, self.task_type) and task_id in (None, self.task_id)
@@ -101,7 +122,13 @@ class ClusterResolver(abc.ABC):
 
     @property
     def environment(self) -> str | None:
-        """Where the program runs, such as `"google"` in TensorFlow; empty unless passed."""
+        """Where the program runs, such as `"google"` in TensorFlow; empty unless passed.
+
+        Examples:
+            >>> spec = hs.cluster_resolver.ClusterSpec({"worker": ["n1:1"]})
+            >>> hs.cluster_resolver.SimpleClusterResolver(spec, environment="google").environment
+            'google'
+        """
         return self._environment
 
 

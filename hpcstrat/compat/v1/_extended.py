@@ -46,6 +46,15 @@ class MultiStepContext:
 
         Raises:
             ValueError: there is no `reduce_op` in a replica context.
+
+        Examples:
+            >>> strategy = hs.compat.v1.MirroredStrategy()
+            >>> context = hs.compat.v1.MultiStepContext()
+            >>> with strategy.scope():
+            ...     for step in 1, 2:
+            ...         context.set_last_step_output("loss", strategy.run(lambda: step / 2), "SUM")
+            >>> print(context.last_step_outputs["loss"])
+            1.0
         """
         context = get_replica_context()
         if context is None:
@@ -62,7 +71,15 @@ class MultiStepContext:
         self.last_step_outputs[name] = output
 
     def set_non_tensor_output(self, name: str, output: Any) -> None:
-        """Sets an output of any type. Collective in a replica context."""
+        """Sets an output of any type. Collective in a replica context.
+
+        Examples:
+            >>> context = hs.compat.v1.MultiStepContext()
+            >>> strategy = hs.compat.v1.MirroredStrategy()
+            >>> strategy.run(lambda: context.set_non_tensor_output("names", "of this replica"))
+            >>> context.non_tensor_outputs  # of one replica
+            {'names': ('of this replica',)}
+        """
         context = get_replica_context()
         if context is not None:
             output = context.merge_call(
@@ -98,6 +115,18 @@ class StrategyExtendedV1(StrategyExtended):
             ValueError: `iterations` is less than 1.
             RuntimeError: called inside a replica function or the scope of another strategy.
             StopIteration: the iterator has fewer elements; the steps before have been run.
+
+        Examples:
+            >>> strategy = hs.compat.v1.MirroredStrategy()
+            >>> iterator = strategy.make_dataset_iterator(hs.data.Dataset.range(6).batch(2))
+            >>> iterator.initialize()
+            >>> def step(context, batch):
+            ...     total = strategy.run(np.sum, args=(batch,))
+            ...     context.set_last_step_output("total", total, "SUM")
+            >>> extended = strategy.extended
+            >>> context = extended.experimental_run_steps_on_iterator(step, iterator, iterations=2)
+            >>> print(context.last_step_outputs["total"])  # of the second batch, [2 3]
+            5
         """
         del initial_loop_values
         require_cross_replica(self._group)

@@ -23,7 +23,17 @@ class DistributedInputIterator:
         self._iterator: Any = None
 
     def initialize(self) -> None:
-        """Goes to the first element. Call it before `get_next`, and again to start over."""
+        """Goes to the first element. Call it before `get_next`, and again to start over.
+
+        Examples:
+            >>> strategy = hs.compat.v1.MirroredStrategy()
+            >>> iterator = strategy.make_dataset_iterator(hs.data.Dataset.range(2).batch(1))
+            >>> for epoch in range(2):
+            ...     iterator.initialize()  # starts over
+            ...     print(iterator.get_next())
+            [0]
+            [0]
+        """
         self._iterator = iter(self._dataset)
 
     def get_next(self) -> Any:
@@ -32,6 +42,13 @@ class DistributedInputIterator:
         Raises:
             RuntimeError: `initialize` has not been called.
             StopIteration: the iteration is over.
+
+        Examples:
+            >>> strategy = hs.compat.v1.MirroredStrategy()
+            >>> iterator = strategy.make_dataset_iterator(hs.data.Dataset.range(4).batch(2))
+            >>> iterator.initialize()
+            >>> print(iterator.get_next(), iterator.get_next())
+            [0 1] [2 3]
         """
         if self._iterator is None:
             raise RuntimeError(
@@ -50,11 +67,24 @@ class _V1Methods(Strategy):
 
     @property
     def extended(self) -> StrategyExtendedV1:
-        """More methods, for libraries built on strategies."""
+        """More methods, for libraries built on strategies.
+
+        Examples:
+            >>> type(hs.compat.v1.MirroredStrategy().extended)
+            <class 'hpcstrat.compat.v1.StrategyExtended'>
+        """
         return self._extended
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedInputIterator:
-        """An iterator over a dataset batched by the global batch size. Collective."""
+        """An iterator over a dataset batched by the global batch size. Collective.
+
+        Examples:
+            >>> strategy = hs.compat.v1.MirroredStrategy()
+            >>> iterator = strategy.make_dataset_iterator(hs.data.Dataset.range(6).batch(3))
+            >>> iterator.initialize()
+            >>> print(strategy.experimental_run(lambda x: x.sum(), iterator))
+            3
+        """
         return DistributedInputIterator(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
@@ -74,6 +104,15 @@ class _V1Methods(Strategy):
 
         Raises:
             ValueError: a mode other than `PER_WORKER`.
+
+        Examples:
+            >>> strategy = hs.compat.v1.MirroredStrategy()
+            >>> def input_fn(context):
+            ...     return hs.data.Dataset.range(8).batch(8 // context.num_replicas_in_sync)
+            >>> iterator = strategy.make_input_fn_iterator(input_fn)
+            >>> iterator.initialize()
+            >>> print(iterator.get_next())
+            [0 1 2 3 4 5 6 7]
         """
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(
@@ -98,21 +137,46 @@ class _V1Methods(Strategy):
 
         Raises:
             StopIteration: the iterator has no further element.
+
+        Examples:
+            >>> strategy = hs.compat.v1.MirroredStrategy()
+            >>> strategy.experimental_run(lambda: "no iterator, no argument")
+            'no iterator, no argument'
         """
         return self.run(fn, args=() if input_iterator is None else (input_iterator.get_next(),))
 
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None
     ) -> Any:
-        """`Strategy.reduce`, elementwise over the replicas unless told. Collective."""
+        """`Strategy.reduce`, elementwise over the replicas unless told. Collective.
+
+        Examples:
+            >>> strategy = hs.compat.v1.MirroredStrategy()
+            >>> print(strategy.reduce("SUM", strategy.run(lambda: np.arange(3))))  # axis=None
+            [0 1 2]
+        """
         return super().reduce(reduce_op, value, axis)
 
     def update_config_proto(self, config_proto: Any) -> Any:
-        """A deep copy of `config_proto`: a strategy has nothing to set in it."""
+        """A deep copy of `config_proto`: a strategy has nothing to set in it.
+
+        Examples:
+            >>> config = {"allow_growth": True}
+            >>> hs.compat.v1.MirroredStrategy().update_config_proto(config) is config
+            False
+        """
         return copy.deepcopy(config_proto)
 
     def experimental_make_numpy_dataset(self, numpy_input: Any, session: Any = None) -> Dataset:
-        """A dataset of the slices of a nest of arrays along their first, equal dimension."""
+        """A dataset of the slices of a nest of arrays along their first, equal dimension.
+
+        Examples:
+            >>> strategy = hs.compat.v1.MirroredStrategy()
+            >>> for element in strategy.experimental_make_numpy_dataset(np.array([3, 5])):
+            ...     print(element)
+            3
+            5
+        """
         del session
         return super().experimental_make_numpy_dataset(numpy_input)
 
