@@ -74,6 +74,19 @@ def outputs(shown, engine):
     return re.findall(rf"^\[stdout:{engine}\] (.*)$", shown, re.MULTILINE)
 
 
+def run_until_all_have_printed(cells, code):
+    """What the cell shows, once it shows lines of all three engines.
+
+    On a busy machine ipyparallel ends a cell before all that the engines print has come.
+    """
+    shown = ""
+    for _ in range(5):
+        shown = cells.run(code)
+        if all(outputs(shown, engine) for engine in range(3)):
+            return shown
+    raise AssertionError(f"no output of some engines: {shown}")
+
+
 def test_one_replica(notebook):
     cells = notebook()
     assert cells.run(IN_KERNEL.text) + "\n" == IN_KERNEL.output.text
@@ -103,9 +116,10 @@ def test_engines(notebook):
 
     # The gate works in later cells too, though IPython replaces the stream's `write` in each.
     for _ in range(2):
-        shown = cells.run(
+        shown = run_until_all_have_printed(
+            cells,
             "%%px\nprint('top', hs.rank())\nnone = strategy.run(lambda: print('replica', "
-            "hs.rank()))"
+            "hs.rank()))",
         )
         assert [outputs(shown, rank)[-1] for rank in (1, 2)] == ["replica 1", "replica 2"]
         assert (
