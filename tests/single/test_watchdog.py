@@ -221,8 +221,11 @@ def test_a_note_of_any_text_fits(text):
 
 
 @pytest.fixture
-def watch():
-    """Makes watchdogs on mocked channels; they end with the test."""
+def watch(monkeypatch):
+    """Makes watchdogs on mocked channels; they end with the test.
+
+    Before `monkeypatch` does, which gives them back what ends the job.
+    """
     channels = []
 
     def make(channel, calls=None):
@@ -232,6 +235,8 @@ def watch():
     yield make
     for channel in channels:
         channel.is_over.set()
+    for channel in channels:
+        assert channel.has_ended.wait(60)
 
 
 MAIN = threading.main_thread().ident or 0
@@ -244,6 +249,7 @@ class Alone(StatusChannel):
         self.trouble = trouble
         self.statuses: list[RankStatus | None] = []
         self.is_over = threading.Event()
+        self.has_ended = threading.Event()
 
     def publish(self, status) -> list[RankStatus | None] | None:
         self.statuses.append(status)
@@ -253,7 +259,8 @@ class Alone(StatusChannel):
 
     def wait(self, seconds):
         if self.is_over.wait(seconds):
-            threading.Event().wait()  # a watchdog never ends
+            self.has_ended.set()
+            threading.Event().wait()  # a watchdog's thread never returns
 
     @property
     def dead(self):
