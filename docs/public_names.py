@@ -123,7 +123,10 @@ class PublicNames(griffe.Extension):
         """What stands for a name in a signature."""
         above, _, short = path.rpartition(".")
         if path in self.public:
-            return griffe.ExprName(short, self.package[self.public[path].partition(".")[2]].parent)
+            module, _, public = self.public[path].rpartition(".")
+            return griffe.ExprName(
+                public, self.package[module.partition(".")[2]] if "." in module else self.package
+            )
         if above in self.public:
             return f"{above.rpartition('.')[2]}.{short}"  # of an enumeration
         if not self.is_private(path):
