@@ -58,7 +58,10 @@ def start():
 
 @pytest.fixture
 def compiler(tmp_path, monkeypatch):
-    """A compiler that hangs while a file `hangs` exists. It records its pid and its child's."""
+    """A compiler that hangs while a file `hangs` exists. It records its pid and its child's.
+
+    It has read its source then, so the process that started it is in the block that ends it.
+    """
 
     class Compiler:
         hangs = tmp_path / "hangs"
@@ -83,13 +86,14 @@ def compiler(tmp_path, monkeypatch):
 
     path = tmp_path / "cc"
     path.write_text(f"""#!/bin/sh
+cat >source.c
 if [ -e {Compiler.hangs} ]; then
     sleep 1000 &
     echo $$ $! >>{Compiler.noted}
     while [ -e {Compiler.hangs} ]; do sleep 0.05; done
     kill $!
 fi
-exec {library_cache.compiler()} "$@"
+exec {library_cache.compiler()} "$@" <source.c
 """)
     path.chmod(0o700)
     monkeypatch.setenv("CC", os.fspath(path))
