@@ -61,7 +61,6 @@ from hpcstrat._process import (
     failure,
     guard,
     heap,
-    job_end,
     job_files,
     launchers,
     mpi,

@@ -34,6 +34,8 @@ import contextlib
 import faulthandler
 import functools
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -42,15 +44,21 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hpcstrat._process import guard, job_files, launchers, mpi, output, reports
-from hpcstrat._process.job_end import JobEnd, must_abort
 from hpcstrat._process.job_files import JobMemory, State
 
-# Seconds that a rank waits, so that the cause of its exception is reported first.
-_CONSEQUENCE_DELAY = 1.0
-# Seconds that the other ranks give rank 0.
-_LEAD_DELAY = 0.3
+_CONSEQUENCE_DELAY = 1.0  # seconds that a rank waits, so that the cause is reported first
+_LEAD_DELAY = 0.3  # seconds that the other ranks give rank 0
+_FORWARD_DELAY = 0.1  # seconds that mpirun gets to pass on what was printed, before MPI's message
+_ABORT_SECONDS = 5.0  # that MPI gets to end the job; then this rank ends itself, even in C code
+_PMI_SECONDS = 3.0  # that the launcher gets for an answer
+_PMI = "PMI_FD"  # the variable with the connection to a launcher that speaks PMI, as MPICH's
 
-_job = JobEnd()
+before_the_end: list[Callable[[], None]] = []
+"""Called when this rank ends the job, by the thread that does."""
+
+_process = 0  # this rank's; 0 if it has no others to end
+_rank = 0
+_is_connected = False
 _latest_hook: Callable[..., object] | None = None
 
 
@@ -71,7 +79,7 @@ def install_at_import() -> None:
         if not launcher.alone or job_files.find() is not None:
             _install_hook()
         if not launcher.alone:
-            _job.set_rank(launcher.rank)
+            _set_rank(launcher.rank)
             sys.exit = _Leave(sys.exit)
             for name in {"exit", "quit"} & vars(builtins).keys():  # the site's
                 setattr(builtins, name, _Leave(getattr(builtins, name)))
@@ -85,7 +93,7 @@ def install_when_connected(rank: int) -> None:
     """
     if sys.excepthook is not _latest_hook:  # the program has set its own since
         _install_hook()
-    _job.set_rank(rank, is_connected=True)
+    _set_rank(rank, is_connected=True)
     _tell_launcher(lambda memory: memory.note_connected(rank))
     # Python survives a failed thread. Other ranks would hang: they wait for that thread's calls.
     threading.excepthook = functools.partial(_report_of_thread, threading.excepthook)
@@ -94,6 +102,13 @@ def install_when_connected(rank: int) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed
             # A duplicate: if the program closes its own, that number may become its data's file.
             faulthandler.enable(os.dup(sys.__stderr__.fileno()))
+
+
+def _set_rank(rank: int, is_connected: bool = False) -> None:
+    """From now on this process is this rank."""
+    global _process, _rank, _is_connected
+    _process, _rank, _is_connected = os.getpid(), rank, is_connected
+    reports.tag_with(rank)
 
 
 # ---- uncaught exceptions
@@ -123,8 +138,8 @@ def _report(error: BaseException | None, show: Callable[[], object], ends: bool)
     if error is not None:
         for explain in reports.explanations:
             explain(error)
-    if not ends or not _job.can_end_others():
-        if not _job.process:  # a rank alone
+    if not ends or not _can_end_others():
+        if not _process:  # a rank alone
             _tell_launcher_of(error)
         with reports.reporting():
             show()
@@ -138,8 +153,8 @@ def _report(error: BaseException | None, show: Callable[[], object], ends: bool)
         _tell_launcher_of(error)
         shown = output.take_hidden_errors() + shown
     reports.say(shown)
-    if must_abort():
-        _job.abort(1)
+    if _must_abort():
+        _abort(1)
 
 
 def mark_as_consequence(error: BaseException) -> None:
@@ -149,7 +164,7 @@ def mark_as_consequence(error: BaseException) -> None:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    MPI = mpi.find() if _job.is_connected else None
+    MPI = mpi.find() if _is_connected else None
     return (MPI is not None and isinstance(error, MPI.Exception)) or getattr(
         error, "_hpcstrat_consequence", False
     )
@@ -194,16 +209,16 @@ class _Leave:
 
 def _end_after_exit(status: object) -> None:
     """Ends all ranks if this one leaves early: the others would wait."""
-    if not _job.can_end_others():
+    if not _can_end_others():
         return
-    _tell_launcher(lambda memory: memory.note_failure(_job.rank, f"sys.exit({status!r})"))
+    _tell_launcher(lambda memory: memory.note_failure(_rank, f"sys.exit({status!r})"))
     text = output.take_hidden_errors()
-    if text or not _job.is_connected:
+    if text or not _is_connected:
         # Open MPI's launcher may crash if a rank ends while another connects to it.
         _let_rank_0_speak()
-    if not _job.is_connected and must_abort():
+    if not _is_connected and _must_abort():
         end_job(
-            f"{text}hpcstrat: the job ends: rank {_job.rank} left the program by "
+            f"{text}hpcstrat: the job ends: rank {_rank} left the program by "
             f"sys.exit({status!r}) before the ranks were connected; look at what it printed last",
             status if isinstance(status, int) else 1,
         )
@@ -213,7 +228,7 @@ def _end_after_exit(status: object) -> None:
 
 def _let_rank_0_speak() -> None:
     """Gives rank 0 time to end the job, so that it alone reports what all ranks would."""
-    if _job.rank > 0:
+    if _rank > 0:
         time.sleep(_LEAD_DELAY)
 
 
@@ -229,15 +244,73 @@ def end_job(message: str, status: int = 1, consequence: bool = False) -> NoRetur
     if consequence:
         time.sleep(_CONSEQUENCE_DELAY)
     reports.say(message)
-    _job.abort(status)
+    _abort(status)
 
 
 def end_rank(message: str) -> NoReturn:
     """Ends this rank when its launcher, which could end the others, is gone."""
     reports.say(message)
-    _job.clean_up()
+    _clean_up()
     guard.unlink_segments(os.getpid(), guard.OPEN_MPI)  # which Open MPI leaves to its launcher
     os._exit(1)
+
+
+def _can_end_others() -> bool:
+    """Whether this process can end others: it is the rank's own, and MPI has not ended."""
+    MPI = mpi.find()
+    # A forked child must not end its parent's job.
+    return os.getpid() == _process and (MPI is None or not MPI.Is_finalized())
+
+
+def _abort(status: int) -> NoReturn:
+    """Ends all ranks, or this process if it is alone; the status is never 0."""
+    status = status or 1
+    _clean_up()
+    if _can_end_others():
+        time.sleep(_FORWARD_DELAY)
+        if (MPI := mpi.find()) is not None:
+            _abort_mpi(MPI, status)
+        elif _PMI in os.environ:
+            with contextlib.suppress(OSError, ValueError):
+                _abort_pmi(int(os.environ[_PMI]), status)
+    os._exit(status)  # a non-zero status makes other launchers end the others
+
+
+def _clean_up() -> None:
+    """Saves what others have asked to save, and removes what MPI would leave behind."""
+    for call in before_the_end:
+        with contextlib.suppress(Exception):
+            call()
+    guard.unlink_segments(os.getpid())  # after an abort MPICH's stays in /dev/shm
+
+
+def _must_abort() -> bool:
+    """Whether an exit status alone might not end the others.
+
+    MPI does not end them, nor does a launcher that ignores the status of a process that has not
+    started MPI, as MPICH's does.
+    """
+    return mpi.find() is not None or _PMI in os.environ
+
+
+def _abort_mpi(MPI: Any, status: int) -> None:
+    # Only the thread that started MPI may call it, unless it was started for any thread.
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main and MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        return
+    # Open MPI waits for its launcher, maybe forever.
+    if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        signal.setitimer(signal.ITIMER_REAL, _ABORT_SECONDS)
+    MPI.COMM_WORLD.Abort(status)
+
+
+def _abort_pmi(connection: int, status: int) -> None:
+    """Says what MPI says to the launcher as it starts, and then as it aborts."""
+    os.write(connection, b"cmd=init pmi_version=1 pmi_subversion=1\n")
+    if select.select([connection], [], [], _PMI_SECONDS)[0]:
+        os.read(connection, 1 << 10)
+    os.write(connection, f"cmd=abort exitcode={status}\n".encode())
+    select.select([connection], [], [], _PMI_SECONDS)  # the launcher kills this process, too
 
 
 # ---- what the launcher is told
@@ -245,14 +318,14 @@ def end_rank(message: str) -> NoReturn:
 
 def note_left() -> None:
     """Tells the launcher that this rank leaves in order: what ends it later ends no other rank."""
-    _tell_launcher(lambda memory: memory.note_left(_job.rank))
+    _tell_launcher(lambda memory: memory.note_left(_rank))
 
 
 def _tell_launcher_of(error: BaseException | None) -> None:
     if error is not None:
         state = State.INTERRUPTED if isinstance(error, KeyboardInterrupt) else State.FAILED
         text = reports.summarize(error)
-        _tell_launcher(lambda memory: memory.note_failure(_job.rank, text, state))
+        _tell_launcher(lambda memory: memory.note_failure(_rank, text, state))
 
 
 def _tell_launcher(tell: Callable[[JobMemory], None]) -> None:

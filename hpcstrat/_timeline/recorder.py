@@ -18,7 +18,7 @@ from hpcstrat._communicators.connection import when_connected, when_left
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.span import record_to
-from hpcstrat._process import job_end, reports, worlds
+from hpcstrat._process import failure, reports, worlds
 from hpcstrat._timeline.gpu_spans import GpuSpans
 from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
 
@@ -64,7 +64,7 @@ def _start_recording(path: str, communicator: HostCommunicator) -> None:
     record_to(recorder)
     atexit.register(recorder.close)  # before what was registered before
     os.register_at_fork(after_in_child=recorder.stop)
-    job_end.before_the_end.append(functools.partial(recorder.close, is_failing=True))
+    failure.before_the_end.append(functools.partial(recorder.close, is_failing=True))
 
 
 @names_call("HPCSTRAT_TIMELINE, the end")

@@ -13,7 +13,7 @@ from slow import slow_but
 
 START = """
     import os, signal, sys, threading, time
-    from hpcstrat._process import failure, job_end, worlds
+    from hpcstrat._process import failure, worlds
 
     world = worlds.start()
     last = world.rank == world.size - 1
@@ -39,7 +39,7 @@ def test_an_uncaught_exception_ends_all_ranks(launch, ranks, thread):
         START
         + """
     if "OMPI_COMM_WORLD_SIZE" in os.environ:
-        job_end._FORWARD_DELAY = 2  # its mpirun says "MPI_ABORT" itself, and on a busy machine reads late
+        failure._FORWARD_DELAY = 2  # its mpirun says "MPI_ABORT" itself, and on a busy machine reads late
 
     def fail():
         raise ValueError("the cause\\nin two lines")

@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 import pytest
 import simulated_gpu
-from internals import driver, gpu, job_end
+from internals import driver, failure, gpu
 from strategies import STRATEGIES
 
 import hpcstrat as hs
@@ -171,7 +171,7 @@ class _Ranks:
             )
             os.makedirs(self.folder, exist_ok=True)
             config.option.basetemp = os.path.join(self.folder, f"rank{self.comm.rank}")
-        job_end.before_the_end.append(self.print_captured)
+        failure.before_the_end.append(self.print_captured)
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self):

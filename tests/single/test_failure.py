@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from internals import failure, job_end
+from internals import failure
 
 
 @pytest.mark.parametrize("status", [None, 0, 3, "why", (1, 2)])
@@ -54,11 +54,11 @@ def test_only_the_exit_that_ends_the_program_is_told(status, ends):
 
 def test_the_launcher_is_asked_for_the_end(monkeypatch):
     """In the words of PMI, version 1."""
-    monkeypatch.setattr(job_end, "_PMI_SECONDS", 0.1)
+    monkeypatch.setattr(failure, "_PMI_SECONDS", 0.1)
     rank, launcher = socket.socketpair()
     with rank, launcher:
         launcher.send(b"cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1\n")
-        job_end._abort_pmi(rank.fileno(), 3)
+        failure._abort_pmi(rank.fileno(), 3)
         assert launcher.recv(1 << 10).decode().splitlines() == [
             "cmd=init pmi_version=1 pmi_subversion=1",
             "cmd=abort exitcode=3",
