@@ -69,7 +69,7 @@ from hpcstrat._process import (
     settings,
     worlds,
 )
-from hpcstrat._process.job_files import Failure, State
+from hpcstrat._process.job_files import Note, State
 from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers

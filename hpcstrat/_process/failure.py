@@ -44,7 +44,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hpcstrat._process import guard, job_files, launchers, mpi, output, reports
-from hpcstrat._process.job_files import JobMemory, State
+from hpcstrat._process.job_files import State
 
 _CONSEQUENCE_DELAY = 1.0  # seconds that a rank waits, so that the cause is reported first
 _LEAD_DELAY = 0.3  # seconds that the other ranks give rank 0
@@ -75,7 +75,7 @@ def install_at_import() -> None:
     # First the end of all ranks, so that an error of what follows, here or in a later import, ends
     # them: they wait in the start of MPI, or soon will.
     if not launchers.is_child():
-        _tell_launcher(lambda memory: memory.note_rank(launcher.rank))
+        _tell_launcher(State.STARTED, rank=launcher.rank)
         if not launcher.alone or job_files.find() is not None:
             _install_hook()
         if not launcher.alone:
@@ -94,7 +94,7 @@ def install_when_connected(rank: int) -> None:
     if sys.excepthook is not _latest_hook:  # the program has set its own since
         _install_hook()
     _set_rank(rank, is_connected=True)
-    _tell_launcher(lambda memory: memory.note_connected(rank))
+    _tell_launcher(State.CONNECTED)
     # Python survives a failed thread. Other ranks would hang: they wait for that thread's calls.
     threading.excepthook = functools.partial(_report_of_thread, threading.excepthook)
     # A segmentation fault prints Python's traceback, unless the user has arranged that.
@@ -211,7 +211,7 @@ def _end_after_exit(status: object) -> None:
     """Ends all ranks if this one leaves early: the others would wait."""
     if not _can_end_others():
         return
-    _tell_launcher(lambda memory: memory.note_failure(_rank, f"sys.exit({status!r})"))
+    _tell_launcher(State.FAILED, f"sys.exit({status!r})")
     text = output.take_hidden_errors()
     if text or not _is_connected:
         # Open MPI's launcher may crash if a rank ends while another connects to it.
@@ -318,17 +318,16 @@ def _abort_pmi(connection: int, status: int) -> None:
 
 def note_left() -> None:
     """Tells the launcher that this rank leaves in order: what ends it later ends no other rank."""
-    _tell_launcher(lambda memory: memory.note_left(_rank))
+    _tell_launcher(State.LEFT)
 
 
 def _tell_launcher_of(error: BaseException | None) -> None:
     if error is not None:
         state = State.INTERRUPTED if isinstance(error, KeyboardInterrupt) else State.FAILED
-        text = reports.summarize(error)
-        _tell_launcher(lambda memory: memory.note_failure(_rank, text, state))
+        _tell_launcher(state, reports.summarize(error))
 
 
-def _tell_launcher(tell: Callable[[JobMemory], None]) -> None:
+def _tell_launcher(state: State, text: str = "", rank: int | None = None) -> None:
     with contextlib.suppress(Exception):
         if (memory := job_files.find()) is not None:
-            tell(memory)
+            memory.note(_rank if rank is None else rank, state, text)

@@ -49,32 +49,18 @@ class Note(NamedTuple):
     """What a rank has noted.
 
     Attributes:
+        rank: the rank.
         process: its process id.
         state: how far it has come.
         time: when it failed, by `time.monotonic`; 0 if it did not.
         text: the exception's type, message and place.
     """
 
+    rank: int
     process: int
     state: State
     time: float
     text: str
-
-
-class Failure(NamedTuple):
-    """What ended the program on a rank.
-
-    Attributes:
-        rank: the rank.
-        text: the exception's type, message and place.
-        time: when it was reported, by `time.monotonic`.
-        state: how the program ended.
-    """
-
-    rank: int
-    text: str
-    time: float
-    state: State = State.FAILED
 
 
 class JobMemory:
@@ -111,23 +97,21 @@ class JobMemory:
 
     # ---- what ranks write
 
-    def note_rank(self, rank: int) -> None:
-        """Notes that this process is this rank."""
-        self._write_rank(rank, State.STARTED)
+    def note(self, rank: int, state: State, text: str = "") -> None:
+        """Notes that this process is this rank, how far it has come, and what ends it.
 
-    def note_connected(self, rank: int) -> None:
-        """Notes that other ranks depend on this one from now on."""
-        self._write_rank(rank, State.CONNECTED)
-
-    def note_left(self, rank: int) -> None:
-        """Notes that this rank has left the program with the others: none depends on it now."""
-        if (note := self.note_of(rank)) is not None and note.state == State.CONNECTED:
-            self._write_rank(rank, State.LEFT)
-
-    def note_failure(self, rank: int, text: str, state: State = State.FAILED) -> None:
-        """Notes what ends the program on this rank."""
-        encoded = text.encode(errors="replace")[: _RANK_BYTES - _RANK.size]
-        self._write_rank(rank, state, time.monotonic(), encoded)
+        Only a rank that is connected leaves: others have failed, or no rank depended on them.
+        """
+        if state == State.LEFT:
+            note = self.note_of(rank)
+            if note is None or note.state != State.CONNECTED:
+                return
+        at = _RANKS_AT + rank * _RANK_BYTES
+        if at < len(self._control):
+            encoded = text.encode(errors="replace")[: _RANK_BYTES - _RANK.size]
+            self._control[at + _RANK.size : at + _RANK.size + len(encoded)] = encoded
+            when = time.monotonic() if state >= State.FAILED else 0.0
+            _RANK.pack_into(self._control, at, os.getpid(), state, when, len(encoded))
 
     def note_step(self, number: int) -> None:
         """Notes that the program has done this step. Only one rank calls this."""
@@ -148,20 +132,17 @@ class JobMemory:
             return None
         process, state, when, length = _RANK.unpack_from(self._control, at)
         text = self._control[at + _RANK.size : at + _RANK.size + length].decode(errors="replace")
-        return Note(process, State(state), when, text) if process else None
+        return Note(rank, process, State(state), when, text) if process else None
 
     def notes(self, ranks: int) -> dict[int, Note]:
         """The note of each rank that runs on this host and has imported the library."""
         notes = {rank: self.note_of(rank) for rank in range(ranks)}
         return {rank: note for rank, note in notes.items() if note is not None}
 
-    def first_failure(self, ranks: int) -> Failure | None:
-        """The first report of an end of the program, if any."""
-        notes = self.notes(ranks).items()
-        failures = [
-            Failure(rank, note.text, note.time, note.state) for rank, note in notes if note.time
-        ]
-        return min(failures, key=lambda failure: failure.time, default=None)
+    def first_failure(self, ranks: int) -> Note | None:
+        """The first note of an end of the program, if any."""
+        failures = [note for note in self.notes(ranks).values() if note.time]
+        return min(failures, key=lambda note: note.time, default=None)
 
     def forget_ranks(self) -> None:
         """Forgets the ranks of the previous start, and how many steps they did.
@@ -171,12 +152,6 @@ class JobMemory:
         number, _ = self.steps()
         _STEPS.pack_into(self._control, _STEPS_AT, number, 0)
         self._control[_RANKS_AT:] = bytes(len(self._control) - _RANKS_AT)
-
-    def _write_rank(self, rank: int, state: State, when: float = 0.0, text: bytes = b"") -> None:
-        at = _RANKS_AT + rank * _RANK_BYTES
-        if at < len(self._control):
-            self._control[at + _RANK.size : at + _RANK.size + len(text)] = text
-            _RANK.pack_into(self._control, at, os.getpid(), state, when, len(text))
 
 
 def create(ranks: int, has_snapshots: bool) -> JobMemory:

@@ -138,7 +138,7 @@ class PreemptionHandler:
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         if (memory := job_files.find()) is not None:
-            memory.note_failure(communicator.rank, "", job_files.State.PREEMPTED)
+            memory.note(communicator.rank, job_files.State.PREEMPTED)
         raise SystemExit(self._exit_status)
 
     def close(self) -> None:

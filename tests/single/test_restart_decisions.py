@@ -3,13 +3,13 @@
 import hypothesis
 import hypothesis.strategies as st
 import pytest
-from internals import Decision, Ended, Failure, Policy, State, decide
+from internals import Decision, Ended, Note, Policy, State, decide
 
 KILLED, SEGFAULT = 9, 139
 
 
 def ended(status, step=0, did_steps=False, text=None, state=State.FAILED, **more):
-    failure = None if text is None else Failure(0, text, 1.0, state)
+    failure = None if text is None else Note(0, 1, state, 1.0, text)
     return Ended(status, 4, step, did_steps, failure, None, **more)
 
 
@@ -173,12 +173,13 @@ def test_what_was_not_asked_to_end_is_restarted_whatever_the_status(status, text
 
 
 failures = st.builds(
-    Failure,
-    st.integers(0, 3),
-    st.sampled_from(["", "ValueError: 3", "ValueError: 4"]),
-    st.just(1.0),
+    Note,
+    rank=st.integers(0, 3),
+    process=st.just(1),
+    text=st.sampled_from(["", "ValueError: 3", "ValueError: 4"]),
+    time=st.just(1.0),
     # Mostly failures, so that histories become long.
-    st.sampled_from([State.FAILED] * 8 + [State.INTERRUPTED, State.PREEMPTED]),
+    state=st.sampled_from([State.FAILED] * 8 + [State.INTERRUPTED, State.PREEMPTED]),
 )
 ends_of_a_start = st.builds(
     Ended,

@@ -76,7 +76,7 @@ def failing(text, first=1, last=0, rank=0, state=State.FAILED):
 
     def note(memory):
         steps(first, last)(memory)
-        memory.note_failure(rank, text, state)
+        memory.note(rank, state, text)
 
     return note
 
@@ -134,10 +134,10 @@ def connected(*left):
     def note(memory):
         steps(1, 5)(memory)
         for rank in range(2):
-            memory.note_rank(rank)
-            memory.note_connected(rank)
+            memory.note(rank, State.STARTED)
+            memory.note(rank, State.CONNECTED)
         for rank in left:
-            memory.note_left(rank)
+            memory.note(rank, State.LEFT)
 
     return note
 
@@ -300,7 +300,7 @@ def test_restarts_where_processes_cannot_be_watched(monkeypatch, capfd, error):
         raise OSError(error, "no pidfd")
 
     def note(memory):
-        memory.note_rank(0)
+        memory.note(0, State.STARTED)
         time.sleep(0.1)  # the watch finds it
 
     if error is None:
@@ -321,12 +321,12 @@ def test_the_rank_that_dies_first_is_named(capfd, monkeypatch):
     from hpcstrat._process import job_files
     rank = int(sys.argv[1])
     memory = job_files.find()
-    memory.note_rank(rank)
+    memory.note(rank, job_files.State.STARTED)
     sys.stdin.read()
     if rank == 1:
         os._exit(9)
     if rank == 2:
-        memory.note_failure(rank, "ConnectionError: rank 1 is gone")
+        memory.note(rank, job_files.State.FAILED, "ConnectionError: rank 1 is gone")
     """
     seen, alive = threading.Semaphore(0), threading.Semaphore(0)
 

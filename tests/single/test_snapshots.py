@@ -159,14 +159,16 @@ def test_only_the_launchers_memory_is_found(memory, tmp_path):
 def test_what_ranks_note_is_read(memory, monkeypatch):
     assert memory.steps() == (0, 0) and memory.notes(4) == {} and memory.first_failure(4) is None
     rank = found(memory.environment)
-    rank.note_rank(3)
+    rank.note(3, State.STARTED)
     rank.note_step(41)
     rank.note_step(42)
-    assert memory.steps() == (42, 2) and memory.notes(4) == {3: (os.getpid(), State.STARTED, 0, "")}
+    assert memory.steps() == (42, 2) and memory.notes(4) == {
+        3: (3, os.getpid(), State.STARTED, 0, "")
+    }
     assert memory.first_failure(4) is None
-    rank.note_failure(3, "ValueError: later")
-    rank.note_failure(2, "é" * 2000)
-    rank.note_failure(10**6, "nobody's")
+    rank.note(3, State.FAILED, "ValueError: later")
+    rank.note(2, State.FAILED, "é" * 2000)
+    rank.note(10**6, State.FAILED, "nobody's")
     first = memory.first_failure(4)
     assert (first.rank, first.text) == (3, "ValueError: later")
     memory.forget_ranks()
@@ -180,13 +182,13 @@ def test_a_rank_leaves_in_order_only_from_among_the_others(memory):
         (State.FAILED, State.FAILED),
         (State.PREEMPTED, State.PREEMPTED),
     ]:
-        rank.note_rank(1)
-        rank.note_left(1)
+        rank.note(1, State.STARTED)
+        rank.note(1, State.LEFT)
         assert memory.note_of(1).state == State.STARTED
-        rank.note_connected(1)
+        rank.note(1, State.CONNECTED)
         if state is not None:
-            rank.note_failure(1, "an error", state)
-        rank.note_left(1)
+            rank.note(1, state, "an error")
+        rank.note(1, State.LEFT)
         assert memory.note_of(1).state == after
 
 

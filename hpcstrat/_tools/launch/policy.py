@@ -8,7 +8,7 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpcstrat._process.job_files import Failure, State
+from hpcstrat._process.job_files import Note, State
 
 # Before a restart, by the number of early ends in a row.
 _PAUSES_SECONDS = (0, 2, 4, 8)
@@ -33,7 +33,7 @@ class Ended(NamedTuple):
     ranks: int  # how many there were
     step: int  # the number of the last known step
     did_steps: bool  # since the start
-    failure: Failure | None  # the exception that ended it; `None` if a rank died without one
+    failure: Note | None  # the exception that ended it; `None` if a rank died without one
     dead: int | None  # the rank that died first, or left without the others, if it is just one
     is_incomplete: bool = False  # a rank left while others depended on it, but the status was 0
     signal: int = 0  # which the launcher was sent to end the job
