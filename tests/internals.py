@@ -57,7 +57,6 @@ from hpcstrat._memory.intervals import Interval, Shard, divide_up, round_up, run
 from hpcstrat._memory.layout import Layout, PackKernel, layout_of
 from hpcstrat._memory.segment import available_memory, make_private_segment, physical_memory
 from hpcstrat._process import (
-    driver,
     failure,
     guard,
     heap,

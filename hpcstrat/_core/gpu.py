@@ -1,10 +1,12 @@
-"""GPUs of this process, through CuPy: the stream that a strategy works on, pinned host memory."""
+"""GPUs of this process: which it may use, the stream that a strategy works on, pinned memory."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import importlib.util
+import os
 import sys
 import weakref
 from collections import defaultdict, deque
@@ -12,6 +14,22 @@ from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
+
+# CUDA's stub of the library, which is not a driver, and a driver that finds no device.
+_NO_GPU = {34, 100}
+_MPS = (
+    "look at the log of the MPS daemon, in CUDA_MPS_LOG_DIRECTORY, and restart it: "
+    "`echo quit | nvidia-cuda-mps-control`, or let `hpcstrat run --share-gpu` start one"
+)
+_REMEDIES = {
+    2: "end the processes that fill its memory: nvidia-smi shows them",
+    802: "on hosts with NVSwitch, start the fabric manager: `systemctl start nvidia-fabricmanager`",
+    803: "libcuda and the kernel's module have different versions: reboot after an update of the "
+    "driver, and give containers the host's libcuda",
+    804: "take the folder of CUDA's compatibility package (cuda/compat) out of LD_LIBRARY_PATH",
+    **dict.fromkeys((805, 806, 807, 808, 809), _MPS),
+}
+_ANY_REMEDY = "see what nvidia-smi and the kernel's log (`dmesg`) say"
 
 
 def load_cupy(wanted_by: str) -> Any:
@@ -238,3 +256,54 @@ _computing: set[int] = set()
 def to_host(array: Any) -> Any:
     """A NumPy copy of a CuPy array, after the current stream's work; anything else unchanged."""
     return array.get() if is_on_gpu(array) else array
+
+
+# ---- NVIDIA's driver, without CUDA or CuPy
+
+
+class DriverError(RuntimeError):
+    """There is a driver, and it does not start."""
+
+
+@functools.cache
+def visible_gpus() -> tuple[str, ...]:
+    """The unique id of each GPU that this process may use, in CUDA's order; none without a driver.
+
+    It opens no context on any GPU.
+
+    Raises:
+        DriverError: there is a driver, and it does not start. It may do so later: nothing is kept.
+    """
+    # A user who hides all GPUs wants none, whatever state they are in.
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return ()
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ()
+    count = ctypes.c_int()
+    status = driver.cuInit(0)
+    if status in _NO_GPU:
+        return ()
+    _check(driver, "cuInit", status)
+    _check(driver, "cuDeviceGetCount", driver.cuDeviceGetCount(ctypes.byref(count)))
+    # The second version gives the parts of a divided GPU (MIG) different ids.
+    ask = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+    ids = []
+    for ordinal in range(count.value):
+        device, uuid = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+        _check(driver, "cuDeviceGet", driver.cuDeviceGet(ctypes.byref(device), ordinal))
+        _check(driver, "cuDeviceGetUuid", ask(ctypes.byref(uuid), device))
+        ids.append(bytes(uuid).hex())
+    return tuple(ids)
+
+
+def _check(driver: ctypes.CDLL, call: str, status: int) -> None:
+    if status:
+        name = ctypes.c_char_p()
+        driver.cuGetErrorName(status, ctypes.byref(name))
+        text = "an error without a name" if name.value is None else name.value.decode()
+        raise DriverError(
+            f"NVIDIA's driver does not start: {call} fails with {text} ({status}); "
+            f"{_REMEDIES.get(status, _ANY_REMEDY)}"
+        )

@@ -11,7 +11,7 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import choose_device_communicator, connect, connect_devices
 from hpcstrat._core import device_names, gpu
 from hpcstrat._core.call_name import current_call, warn_together
-from hpcstrat._process import driver, launchers, worlds
+from hpcstrat._process import launchers, worlds
 
 
 def place_on_one_host(
@@ -125,8 +125,8 @@ def _place(
 
 def _visible_gpus() -> tuple[str, ...]:
     try:
-        return driver.visible_gpus()
-    except driver.DriverError as error:
+        return gpu.visible_gpus()
+    except gpu.DriverError as error:
         raise RuntimeError(
             f"{current_call()}: {error}. To compute on the CPU anyway, name it, as in "
             "compute_devices=['CPU:0', ...], or set CUDA_VISIBLE_DEVICES to nothing"
@@ -154,7 +154,7 @@ def _make_current_early(compute_devices: Sequence[str] | None) -> None:
     if worlds.find() is not None or launcher is None or launcher.local_rank is None:
         return
     with contextlib.suppress(Exception):
-        visible = driver.visible_gpus()
+        visible = gpu.visible_gpus()
         if not visible or not gpu.has_cupy():
             return
         number = launcher.local_rank

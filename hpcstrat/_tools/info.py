@@ -25,7 +25,7 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.ranks import join_by_rank, ranges_in_words, ranks_in_words
-from hpcstrat._process import driver, launchers, mpi, settings
+from hpcstrat._process import launchers, mpi, settings
 from hpcstrat._tools.launch import mpiexec
 from hpcstrat._update import compiled
 from hpcstrat.optimizers import SGD
@@ -356,8 +356,8 @@ def _cuda_version(number: int) -> str:
 def _gpu_names() -> tuple[list[str], str]:
     """The names of the visible GPUs, and why there are none."""
     try:
-        visible = driver.visible_gpus()
-    except driver.DriverError as error:
+        visible = gpu.visible_gpus()
+    except gpu.DriverError as error:
         return [], str(error)
     names = ["GPU"] * len(visible)
     if visible and gpu.has_cupy():
@@ -373,7 +373,7 @@ def _gpu_error(local_rank: int) -> str:
         return ""
     try:
         cupy = gpu.load_cupy("info")
-        cupy.cuda.Device(local_rank % len(driver.visible_gpus())).use()
+        cupy.cuda.Device(local_rank % len(gpu.visible_gpus())).use()
         square = cupy.arange(4.0).reshape(2, 2)  # a kernel, which CuPy compiles for this GPU
         float((square @ square).sum())  # by cuBLAS
     except Exception as error:

@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from hpcstrat._communicators.connection import connect
+from hpcstrat._core import gpu
 from hpcstrat._core.call_name import names_call
-from hpcstrat._process import driver, worlds
+from hpcstrat._process import worlds
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
 
 
@@ -337,7 +338,7 @@ def _hosts() -> list[tuple[str, int]]:
     """The name and GPUs of each host, in the order of their first ranks. Collective, once."""
     communicator = connect()
     with communicator.raise_together():
-        by_rank = communicator.all_gather_obj((socket.gethostname(), driver.visible_gpus()))
+        by_rank = communicator.all_gather_obj((socket.gethostname(), gpu.visible_gpus()))
     # By unique id: ranks may see the same GPUs, or each only its own if the launcher hides others.
     hosts: dict[int, tuple[str, set[str]]] = {}
     for host, (name, visible) in zip(worlds.start().hosts, by_rank, strict=True):
@@ -364,4 +365,4 @@ def visible_gpus() -> int:
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     if listed is not None:
         return len([name for name in listed.split(",") if name.strip() not in ("", "-1")])
-    return len(driver.visible_gpus())
+    return len(gpu.visible_gpus())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
-from hpcstrat._process import driver
+from hpcstrat._core import gpu
 from hpcstrat.data._node import EpochPass, FailedElement, unwrap, with_failures
 
 Submit: TypeAlias = Callable[..., "Future[Any]"]
@@ -140,9 +140,9 @@ def _current_place() -> Callable[[], contextlib.AbstractContextManager[Any]]:
     """A context manager that makes the now current GPU and stream current in another thread."""
     cupy = sys.modules.get("cupy")
     try:
-        if cupy is None or not driver.visible_gpus():
+        if cupy is None or not gpu.visible_gpus():
             return contextlib.nullcontext
-    except driver.DriverError:  # CPU strategies must work without a driver
+    except gpu.DriverError:  # CPU strategies must work without a driver
         return contextlib.nullcontext
     device, stream = cupy.cuda.Device(), cupy.cuda.get_current_stream()
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import simulated_gpu
-from internals import driver, gpu
+from internals import gpu
 from launcher import Launcher
 
 _RANKS = [None, 1, 2, 3, 4]  # None: without mpirun
@@ -58,7 +58,7 @@ def gpus(request):
         return False, _RANKS
     if simulated_gpu.is_wanted():
         return True, _RANKS
-    count = len(driver.visible_gpus()) if gpu.has_cupy() else 0
+    count = len(gpu.visible_gpus()) if gpu.has_cupy() else 0
     if count == 0:
         missing = "there is no GPU, or no CuPy"
         if os.environ.get("HPCSTRAT_TEST_GPU") == "1":

@@ -5,7 +5,7 @@ import pathlib
 from types import SimpleNamespace
 
 import pytest
-from internals import check, compiled, driver, gpu, info
+from internals import check, compiled, gpu, info
 from slow import slow_but
 
 import hpcstrat
@@ -332,7 +332,7 @@ def test_one_kernel_is_tried_on_the_ranks_gpu(monkeypatch, fails):
 
     cuda = SimpleNamespace(Device=lambda i: SimpleNamespace(use=lambda: used.append(i)))
     monkeypatch.setattr(gpu, "has_cupy", lambda: True)
-    monkeypatch.setattr(driver, "visible_gpus", lambda: ("a", "b"))
+    monkeypatch.setattr(gpu, "visible_gpus", lambda: ("a", "b"))
     monkeypatch.setattr(
         gpu, "load_cupy", lambda wanted_by: SimpleNamespace(arange=arange, cuda=cuda)
     )

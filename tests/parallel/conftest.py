@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 import pytest
 import simulated_gpu
-from internals import driver, failure, gpu
+from internals import failure, gpu
 from strategies import STRATEGIES
 
 import hpcstrat as hs
@@ -106,7 +106,7 @@ def place(request):
         yield Place("CPU", np, ["CPU:0"] * size)
         return
     # A launcher may show each rank only its own GPU.
-    count = len({gpu for gpus in MPI.COMM_WORLD.allgather(driver.visible_gpus()) for gpu in gpus})
+    count = len(set().union(*MPI.COMM_WORLD.allgather(gpu.visible_gpus())))
     is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
     if count == 0:
         missing = "there is no GPU"

@@ -12,7 +12,8 @@ import time
 from contextlib import AbstractContextManager
 from typing import Any
 
-from hpcstrat._process import driver, launchers
+from hpcstrat._core import gpu
+from hpcstrat._process import launchers
 from hpcstrat._tools.launch import mpiexec, restarts
 from hpcstrat._tools.launch.job import Job, from_input, python_command
 from hpcstrat._tools.launch.mpiexec import LaunchError
@@ -128,8 +129,8 @@ def _default_ranks() -> int:
             )
         return int(tasks)
     try:
-        gpus = len(driver.visible_gpus())
-    except driver.DriverError as error:
+        gpus = len(gpu.visible_gpus())
+    except gpu.DriverError as error:
         raise LaunchError(f"{error}; -n N starts N ranks nevertheless") from None
     ranks = gpus or mpiexec.physical_cores()
     each = "GPU" if gpus else "core"
