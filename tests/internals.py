@@ -59,10 +59,8 @@ from hpcstrat._memory.segment import available_memory, make_private_segment, phy
 from hpcstrat._process import (
     failure,
     guard,
-    heap,
     job_files,
     launchers,
-    mpi,
     output,
     reports,
     settings,

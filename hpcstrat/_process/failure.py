@@ -43,7 +43,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hpcstrat._process import guard, job_files, launchers, mpi, output, reports
+from hpcstrat._process import guard, job_files, launchers, output, reports
 from hpcstrat._process.job_files import State
 
 _CONSEQUENCE_DELAY = 1.0  # seconds that a rank waits, so that the cause is reported first
@@ -164,7 +164,7 @@ def mark_as_consequence(error: BaseException) -> None:
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    MPI = mpi.find() if _is_connected else None
+    MPI = _started_mpi() if _is_connected else None
     return (MPI is not None and isinstance(error, MPI.Exception)) or getattr(
         error, "_hpcstrat_consequence", False
     )
@@ -255,9 +255,15 @@ def end_rank(message: str) -> NoReturn:
     os._exit(1)
 
 
+def _started_mpi() -> Any:
+    """The module `mpi4py.MPI` if MPI has been started, else None."""
+    MPI = sys.modules.get("mpi4py.MPI")
+    return MPI if MPI is not None and MPI.Is_initialized() else None
+
+
 def _can_end_others() -> bool:
     """Whether this process can end others: it is the rank's own, and MPI has not ended."""
-    MPI = mpi.find()
+    MPI = _started_mpi()
     # A forked child must not end its parent's job.
     return os.getpid() == _process and (MPI is None or not MPI.Is_finalized())
 
@@ -268,7 +274,7 @@ def _abort(status: int) -> NoReturn:
     _clean_up()
     if _can_end_others():
         time.sleep(_FORWARD_DELAY)
-        if (MPI := mpi.find()) is not None:
+        if (MPI := _started_mpi()) is not None:
             _abort_mpi(MPI, status)
         elif _PMI in os.environ:
             with contextlib.suppress(OSError, ValueError):
@@ -290,7 +296,7 @@ def _must_abort() -> bool:
     MPI does not end them, nor does a launcher that ignores the status of a process that has not
     started MPI, as MPICH's does.
     """
-    return mpi.find() is not None or _PMI in os.environ
+    return _started_mpi() is not None or _PMI in os.environ
 
 
 def _abort_mpi(MPI: Any, status: int) -> None:

@@ -21,7 +21,7 @@ from hpcstrat._memory.allocator import private_memory
 from hpcstrat._memory.blocks import Block, Cuts
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat._memory.layout import layout_of
-from hpcstrat._process.heap import keep_freed_memory
+from hpcstrat._process.settings import keep_freed_memory
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks, flat, writer_of
 from hpcstrat._storage.plan import MessageOrder, MessagePool, Plan

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from hpcstrat._process import reports, worlds
+from hpcstrat._process import reports
 
 GPU_TRACKS = 1000
 """The numbers of the GPU's tracks start here, after those of the threads."""
@@ -69,7 +69,7 @@ class TraceFile:
             labels = {
                 "process_name": {"name": f"rank {rank} of {size} on {socket.gethostname()}"},
                 "process_sort_index": {"sort_index": rank},
-                "process_labels": {"labels": f"hpcstrat; cores: {worlds.own_cores().bit_count()}"},
+                "process_labels": {"labels": f"hpcstrat; cores: {len(os.sched_getaffinity(0))}"},
             }
             self.append(self.label(kind, 0, values) for kind, values in labels.items())
         except OSError as error:

@@ -25,7 +25,7 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.ranks import join_by_rank, ranges_in_words, ranks_in_words
-from hpcstrat._process import launchers, mpi, settings
+from hpcstrat._process import launchers, settings, worlds
 from hpcstrat._tools.launch import mpiexec
 from hpcstrat._update import compiled
 from hpcstrat.optimizers import SGD
@@ -325,7 +325,7 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name.lower())
     try:
-        vendor, version = mpi.load().get_vendor()
+        vendor, version = worlds.load_mpi().get_vendor()
         versions["MPI"] = f"{vendor} {'.'.join(map(str, version))}"
     except (ImportError, RuntimeError) as error:
         versions["MPI"] = f"not usable: {str(error).splitlines()[0]}"

@@ -8,7 +8,7 @@ import sys
 import textwrap
 
 import pytest
-from internals import mpi
+from internals import worlds
 from slow import slow_but
 
 START = """
@@ -251,7 +251,7 @@ def test_too_little_shared_memory(launch, launch_on_tmpfs, ranks, options):
 
     Mounting a private `/dev/shm` needs a mount namespace, which root may have.
     """
-    if options == "ro" and mpi.load().get_vendor() < ("MPICH", (5,)):
+    if options == "ro" and worlds.load_mpi().get_vendor() < ("MPICH", (5,)):
         pytest.skip("MPICH before 5 may use another folder, or not, by how it was built")
     result = launch_on_tmpfs(
         "import hpcstrat as hs\nhs.CentralStorageStrategy()\nhs.barrier()\n", ranks, options
@@ -308,11 +308,11 @@ def test_shared_memory_that_becomes_too_little_for_a_rank_ends_the_job(launch, l
     program = """
         import os, sys, time
         import hpcstrat as hs
-        from hpcstrat._process import mpi
+        from hpcstrat._process import worlds
 
         if hs.rank() == 1:
             time.sleep(1)
-            mpi._is_mpi_starting = lambda: False  # as where the system shows no other process
+            worlds._is_mpi_starting = lambda: False  # as where the system shows no other process
         hs.CentralStorageStrategy()
     """
     result = launch_on_tmpfs(program, 2, "size=26m")

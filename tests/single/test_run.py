@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from internals import LaunchError, mpi, mpiexec, python_command
+from internals import LaunchError, mpiexec, python_command, worlds
 
 VERSIONS = {
     "Open MPI": "mpiexec (Open MPI) 5.0.8",
@@ -32,7 +32,7 @@ def host(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "prefix", str(tmp_path / "nowhere"))
         monkeypatch.setattr(mpiexec, "_find_libraries", lambda: [])
         fake = types.SimpleNamespace(get_vendor=lambda: (library, (5, 0, 1)))
-        monkeypatch.setattr(mpi, "load", lambda: fake)
+        monkeypatch.setattr(worlds, "load_mpi", lambda: fake)
         return folders
 
     return make
@@ -110,7 +110,7 @@ def test_no_mpi(host, monkeypatch, error, missing):
     def load():
         raise error
 
-    monkeypatch.setattr(mpi, "load", load)
+    monkeypatch.setattr(worlds, "load_mpi", load)
     with pytest.raises(
         LaunchError, match=f"^{missing} is missing. `pip install .*The error was: {error}"
     ):

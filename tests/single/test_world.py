@@ -9,7 +9,7 @@ import time
 import types
 
 import pytest
-from internals import Launcher, guard, launchers, leftovers, mpi, reports, worlds
+from internals import Launcher, guard, launchers, leftovers, reports, worlds
 
 
 @pytest.fixture
@@ -93,15 +93,17 @@ def test_another_mpis_launcher_is_known_before_mpi_starts(
         started.append,
         lambda: (vendor, (5, 0)),
     )
-    monkeypatch.setattr(mpi, "_speaks_pmix", lambda: False)  # of the library that is really loaded
+    monkeypatch.setattr(
+        worlds, "_speaks_pmix", lambda: False
+    )  # of the library that is really loaded
     launched(monkeypatch, size, name=launcher)
     if refused:
         with pytest.raises(
             RuntimeError, match=r"which mpi4py loads\) is another: .* Start with the mpirun of"
         ):
-            mpi.start(fake)
+            worlds._start_mpi(fake)
     else:
-        mpi.start(fake)
+        worlds._start_mpi(fake)
     assert started == ([] if refused else [3])
 
 
@@ -112,8 +114,8 @@ def test_mpich_that_speaks_pmix_may_be_started_by_it(fake, monkeypatch):
         lambda level: None,
     )
     launched(monkeypatch, 2)
-    monkeypatch.setattr(mpi, "_speaks_pmix", lambda: True)
-    mpi.start(fake)
+    monkeypatch.setattr(worlds, "_speaks_pmix", lambda: True)
+    worlds._start_mpi(fake)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +134,9 @@ def test_without_shared_memory(fake, monkeypatch, tmp_path, vendor, version, ref
             RuntimeError,
             match=r"shm does not exist, and MPI \(MPICH 5\.0\.2\) does not start .*shm-size",
         ):
-            mpi.start(fake)
+            worlds._start_mpi(fake)
     else:
-        mpi.start(fake)
+        worlds._start_mpi(fake)
     assert started == ([] if refused else [3])
 
 
@@ -148,9 +150,9 @@ def test_the_users_thread_level_of_mpi4py_stays(fake, monkeypatch):
     monkeypatch.setattr(launchers, "find", lambda: None)
     monkeypatch.setattr(mpi4py.rc, "initialize", True)
     monkeypatch.setattr(mpi4py.rc, "thread_level", "serialized")
-    mpi.start(fake)
+    worlds._start_mpi(fake)
     monkeypatch.setattr(mpi4py.rc, "threads", False)
-    mpi.start(fake)
+    worlds._start_mpi(fake)
     assert started == ["serialized", "alone"]
 
 

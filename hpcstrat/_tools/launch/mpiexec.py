@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from hpcstrat._process import launchers, mpi, worlds
+from hpcstrat._process import launchers, settings, worlds
 
 FOLDER = pathlib.Path(__file__).parent
 _VERSION_SECONDS = 10
@@ -95,8 +95,8 @@ class Mpiexec(NamedTuple):
         """The variables that it and `ranks` ranks get."""
         if self.vendor is _SLURM:  # which decides which cores of which node a task gets
             return {"SLURM_NTASKS": str(ranks), **self.mpirun}
-        cores = worlds.share_of_cores([worlds.own_cores()] * ranks, 0)
-        return worlds.thread_variables(cores)
+        cores = settings.share_of_cores([os.sched_getaffinity(0)] * ranks, 0)
+        return settings.thread_variables(cores)
 
 
 def in_allocation() -> bool:
@@ -129,7 +129,7 @@ def find(named: str | None = None) -> Mpiexec:
             another MPI.
     """
     try:
-        MPI = mpi.load()
+        MPI = worlds.load_mpi()
     except (ImportError, RuntimeError) as error:
         is_without = isinstance(error, ModuleNotFoundError)
         missing = "mpi4py" if is_without else "an MPI library that mpi4py can load"
