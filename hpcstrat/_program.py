@@ -17,7 +17,7 @@ from hpcstrat._communicators.connection import connect, find_connected
 from hpcstrat._core import nests
 from hpcstrat._core.arrays import host_copy
 from hpcstrat._core.call_name import current_call, names_call
-from hpcstrat._core.values import DistributedValues
+from hpcstrat._core.types import DistributedValues
 from hpcstrat._process import launchers, worlds
 from hpcstrat._variable.variable import Variable
 

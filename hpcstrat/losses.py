@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hpcstrat._core import arrays, gpu
-from hpcstrat._core.other_names import missing_in_module as _missing_in_module
+from hpcstrat._core.public_names import missing_in_module as _missing_in_module
 from hpcstrat._core.types import Array
 from hpcstrat._replicas import contexts
 

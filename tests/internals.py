@@ -37,13 +37,20 @@ from hpcstrat._communicators.reduction import (
 )
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
-from hpcstrat._core import device_names, gpu, nests, other_names
+from hpcstrat._core import device_names, gpu, nests, public_names
 from hpcstrat._core.arrays import as_native, is_numeric
-from hpcstrat._core.call_name import call_named, current_call, warn_together
-from hpcstrat._core.other_names import INSTEAD, RENAMED, Missing
-from hpcstrat._core.ranks import join_by_rank, list_by_rank, ranges_in_words, ranks_in_words
+from hpcstrat._core.call_name import (
+    call_named,
+    current_call,
+    join_by_rank,
+    list_by_rank,
+    ranges_in_words,
+    ranks_in_words,
+    warn_together,
+)
+from hpcstrat._core.public_names import INSTEAD, RENAMED, Missing
 from hpcstrat._core.span import COMMUNICATION, RUN, UPDATE, WAITING
-from hpcstrat._core.values import select
+from hpcstrat._core.types import select
 from hpcstrat._memory import layout, segment
 from hpcstrat._memory.allocator import (
     ALIGNMENT,
@@ -62,7 +69,6 @@ from hpcstrat._process import (
     job_files,
     launchers,
     output,
-    reports,
     settings,
     worlds,
 )

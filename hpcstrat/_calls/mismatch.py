@@ -8,7 +8,7 @@ from typing import NamedTuple, NoReturn
 
 from hpcstrat._calls.records import LEAVING, CallDescription
 from hpcstrat._calls.status import user_frame
-from hpcstrat._core.ranks import join_by_rank, list_by_rank, ranks_in_words
+from hpcstrat._core.call_name import join_by_rank, list_by_rank, ranks_in_words
 from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat._process import failure
 

@@ -22,8 +22,7 @@ from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._communicators.staged import StagedCommunicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import call_named
-from hpcstrat._core.ranks import join_by_rank
+from hpcstrat._core.call_name import call_named, join_by_rank
 from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._process.worlds import World
 from hpcstrat._watchdog.channels import StatusChannel, share_memory_channel

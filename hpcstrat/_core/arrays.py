@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._core import gpu
-from hpcstrat._core.types import Array
-from hpcstrat._core.values import DistributedValues, refuse
+from hpcstrat._core.types import Array, DistributedValues, refuse
 
 PLAIN = (np.ndarray, np.generic, bool, int, float, complex, str, bytes, list, tuple, type(None))
 """Types that NumPy accepts directly; they are not another library's arrays."""

@@ -1,4 +1,4 @@
-"""Names the public call that is running, for errors, and warns at the program's own line.
+"""What messages name: the public call that is running, the program's line, ranks in words.
 
 A public method names itself here once. Messages, signatures and spans of everything that it calls
 ask for that name, so no layer in between carries it. It is a context variable because each thread
@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, TypeVar, cast, final
 
-from hpcstrat._core.other_names import ARGUMENTS, FUNCTION
-from hpcstrat._process import reports
+from hpcstrat._core.public_names import ARGUMENTS, FUNCTION
+from hpcstrat._process import output
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OWN = ("hpcstrat", "tqdm")  # packages whose lines are not the program's
 # Not that of another rank, which ends in "(found by rank 0)": its traceback is there.
 _WRONG_ARGUMENTS = re.compile(r"\(\) (takes|missing|got an unexpected keyword) .*[^)]$")
+_MOST = 8
+"""Items of a list and ranges of a line that are shown; the others are counted."""
+# Words with a digit: numbers, checksums, names such as v17. Not the line in train.py:12.
+_NUMBERS = re.compile(r"(?<![:\w])\w*\d\w*")
 
 _call: ContextVar[str] = ContextVar("hpcstrat_call", default="hpcstrat")
 
@@ -92,7 +97,7 @@ def explain_arguments(error: BaseException) -> None:
             if part in text:
                 error.args = (f"{text}; {instead}",)
     elif FUNCTION in known and _WRONG_ARGUMENTS.search(text) and _is_of_our_line(error):
-        reports.add_note(error, f"{current_call()}: {known[FUNCTION]}")
+        output.add_note(error, f"{current_call()}: {known[FUNCTION]}")
 
 
 def refuses_arguments(
@@ -165,3 +170,55 @@ def _is_error(message: str, category: type[Warning], module: str, line: int) -> 
         ):
             return action == "error"
     return False
+
+
+# ---- ranks in words, for however many there are
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-255, 257-511` or `ranks 0, 2, 5` of one rank or more."""
+    return f"rank{'s' * (len(ranks) > 1)} {ranges_in_words(ranks)}"
+
+
+def ranges_in_words(numbers: Iterable[int]) -> str:
+    """`0-3, 6` of 0, 1, 2, 3 and 6. Of many ranges the first, and how many numbers more."""
+    ranges: list[list[int]] = []
+    for _, group in itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        found = [number for _, number in group]
+        ranges += [found] if len(found) > 2 else [[number] for number in found]
+    shown = [f"{a}-{more[-1]}" if more else str(a) for a, *more in ranges[:_MOST]]
+    left_out = sum(map(len, ranges[_MOST:]))
+    return ", ".join(shown) + (f" and {left_out} more" if left_out else "")
+
+
+def list_by_rank(
+    said: Iterable[tuple[int, str]], form: str = "{ranks}: {text}", most: int = _MOST
+) -> list[str]:
+    """One item for the ranks that say the same, in the order of the first of them.
+
+    If very many differ, one of each kind comes before others of it; kinds differ in more than
+    numbers. So the one rank that makes another call is not lost among hundreds that make the same
+    call with numbers of their own.
+
+    Args:
+        said: ranks in ascending order, and what each says; one that says nothing is left out.
+        form: how an item looks.
+        most: how many items are shown; a last one counts the others.
+    """
+    groups: dict[str, list[int]] = {}
+    for rank, text in said:
+        if text:
+            groups.setdefault(text, []).append(rank)
+    if len(groups) > most:
+        kinds = {_NUMBERS.sub("", text): text for text in reversed(groups)}
+        shown = set(list(dict.fromkeys([*reversed(kinds.values()), *groups]))[:most])
+        others = [rank for text, ranks in groups.items() if text not in shown for rank in ranks]
+        left_out = f"{len(groups) - most} more"
+        groups = {text: ranks for text, ranks in groups.items() if text in shown}
+        groups[left_out] = others
+    return [form.format(ranks=ranks_in_words(ranks), text=text) for text, ranks in groups.items()]
+
+
+def join_by_rank(said: Iterable[tuple[int, str]]) -> str:
+    """The same in a sentence: `(3,) on ranks 0-2; (4,) on rank 3`."""
+    return "; ".join(list_by_rank(said, "{text} on {ranks}"))

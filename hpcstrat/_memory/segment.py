@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat._core.ranks import list_by_rank
+from hpcstrat._core.call_name import list_by_rank
 from hpcstrat._memory.intervals import round_up
 
 

@@ -43,7 +43,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hpcstrat._process import guard, job_files, launchers, output, reports
+from hpcstrat._process import guard, job_files, launchers, output
 from hpcstrat._process.job_files import State
 
 _CONSEQUENCE_DELAY = 1.0  # seconds that a rank waits, so that the cause is reported first
@@ -108,7 +108,7 @@ def _set_rank(rank: int, is_connected: bool = False) -> None:
     """From now on this process is this rank."""
     global _process, _rank, _is_connected
     _process, _rank, _is_connected = os.getpid(), rank, is_connected
-    reports.tag_with(rank)
+    output.tag_with(rank)
 
 
 # ---- uncaught exceptions
@@ -136,15 +136,15 @@ def _report_of_thread(
 def _report(error: BaseException | None, show: Callable[[], object], ends: bool) -> None:
     """Prints an uncaught exception, as `show` does, and ends all ranks if it `ends` them."""
     if error is not None:
-        for explain in reports.explanations:
+        for explain in output.explanations:
             explain(error)
     if not ends or not _can_end_others():
         if not _process:  # a rank alone
             _tell_launcher_of(error)
-        with reports.reporting():
+        with output.reporting():
             show()
         return
-    shown = reports.capture(show, error)
+    shown = output.capture(show, error)
     is_consequence = _is_consequence(error)
     if is_consequence:
         time.sleep(_CONSEQUENCE_DELAY)
@@ -152,7 +152,7 @@ def _report(error: BaseException | None, show: Callable[[], object], ends: bool)
     if not is_consequence:
         _tell_launcher_of(error)
         shown = output.take_hidden_errors() + shown
-    reports.say(shown)
+    output.say(shown)
     if _must_abort():
         _abort(1)
 
@@ -223,7 +223,7 @@ def _end_after_exit(status: object) -> None:
             status if isinstance(status, int) else 1,
         )
     if text:  # the others' next call ends them, or the launcher, because of this status
-        reports.say(text)
+        output.say(text)
 
 
 def _let_rank_0_speak() -> None:
@@ -243,13 +243,13 @@ def end_job(message: str, status: int = 1, consequence: bool = False) -> NoRetur
     """
     if consequence:
         time.sleep(_CONSEQUENCE_DELAY)
-    reports.say(message)
+    output.say(message)
     _abort(status)
 
 
 def end_rank(message: str) -> NoReturn:
     """Ends this rank when its launcher, which could end the others, is gone."""
-    reports.say(message)
+    output.say(message)
     _clean_up()
     guard.unlink_segments(os.getpid(), guard.OPEN_MPI)  # which Open MPI leaves to its launcher
     os._exit(1)
@@ -330,7 +330,7 @@ def note_left() -> None:
 def _tell_launcher_of(error: BaseException | None) -> None:
     if error is not None:
         state = State.INTERRUPTED if isinstance(error, KeyboardInterrupt) else State.FAILED
-        _tell_launcher(state, reports.summarize(error))
+        _tell_launcher(state, output.summarize(error))
 
 
 def _tell_launcher(state: State, text: str = "", rank: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Standard streams that read like one program's: what shows of each rank, in whole lines.
+"""What a rank prints: standard streams that read like one program's, and reports of its failure.
 
 | what is written              | standard output        | standard error                           |
 |------------------------------|------------------------|------------------------------------------|
@@ -17,22 +17,31 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
-from hpcstrat._process import launchers, reports
+from hpcstrat._process import launchers
 
 _LOG_VARIABLE = "_HPCSTRAT_LOG"  # the file of this rank, where a launcher keeps one
 _HIDDEN_CHARACTERS = 1 << 14  # the last of the hidden text, which are kept
+_PRINT_SECONDS = 3.0  # that the launcher gets to take what is printed
+_HAS_NOTES = sys.version_info >= (3, 11)
 
 _mode: str | None = None  # HPCSTRAT_OUTPUT, once the streams are replaced
 _hides = False  # whether this rank hides what it prints outside a replica context
 _errors: _ErrorStream | None = None
+_tag = ""  # in front of each line, under several ranks
+_reporting = threading.local()
+
+explanations: list[Callable[[BaseException], None]] = []
+"""Functions that add notes to exceptions of other libraries, if the program does not catch them."""
 
 
 def _no_context() -> bool:
@@ -156,7 +165,7 @@ class _Stream:
                 file.write(text)
         except OSError as error:
             os.environ.pop(_LOG_VARIABLE, None)  # so this is reported once
-            reports.say(
+            say(
                 f"hpcstrat: the log {path} cannot be written any more, and the program continues: "
                 f"{error.strerror}. Name a folder on a disk that has room"
             )
@@ -191,7 +200,7 @@ class _ErrorStream(_Stream):
     def _shows(self) -> bool:
         if (
             super()._shows()
-            or reports.is_reporting()
+            or is_reporting()
             or sys.exc_info()[0] is not None
             or os.getpid() != self._process  # a forked child
         ):
@@ -217,3 +226,97 @@ def _logs_error(frame: FrameType | None) -> bool:
                 return record.levelno >= logging.ERROR
         frame = frame.f_back
     return False
+
+
+# ---- what a rank reports: in one piece, tagged with the rank
+
+
+def tag_with(rank: int) -> None:
+    """From now on every line that is reported names this rank."""
+    global _tag
+    _tag = f"[rank {rank}] "
+
+
+def tag(text: str) -> str:
+    """The text's lines, each prefixed with the rank if there are several."""
+    return "".join(f"{_tag}{line}\n" for line in text.splitlines())
+
+
+def say(text: str) -> None:
+    """Prints the text, tagged, or gives up: a launcher that reads nothing must not block a rank."""
+    lines = tag(text)
+    printing = threading.Thread(target=_print, args=(lines,), name="hpcstrat-print", daemon=True)
+    try:
+        printing.start()
+    except RuntimeError:  # no more threads, or Python ends
+        _print(lines)
+    else:
+        # A thread that still writes is left behind: the end of the job matters more.
+        printing.join(_PRINT_SECONDS)
+
+
+def _print(lines: str) -> None:
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    # The program may have replaced or closed them; rather on standard output than nowhere.
+    for stream in (sys.stderr, sys.__stderr__, sys.__stdout__):
+        with contextlib.suppress(Exception), reporting():
+            stream.write(lines)  # pyright: ignore[reportOptionalMemberAccess]
+            stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
+            return
+
+
+@contextlib.contextmanager
+def reporting() -> Iterator[None]:
+    """A block in which all that this thread writes to standard error is shown, on any rank."""
+    before = is_reporting()
+    _reporting.is_on = True
+    try:
+        yield
+    finally:
+        _reporting.is_on = before
+
+
+def is_reporting() -> bool:
+    """Whether this thread reports a failure."""
+    return getattr(_reporting, "is_on", False)
+
+
+# ---- the text of an error
+
+
+def summarize(error: BaseException) -> str:
+    """The error's type, message and place."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = os.path.dirname(__file__)
+    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(own)), None)
+    text = "".join(traceback.format_exception_only(error)).strip()
+    if frame is None:
+        return text
+    return f"{text}, at {os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
+
+
+def capture(show: Callable[[], object], error: BaseException | None) -> str:
+    """What `show` prints to standard error, or the plain traceback if it prints nothing."""
+    text = io.StringIO()
+    # Captured, to be printed in one piece with the rank in front of each line: the ranks share one
+    # standard error.
+    with contextlib.suppress(Exception), contextlib.redirect_stderr(text):
+        show()
+    shown = text.getvalue()
+    if not shown.strip() and error is not None:
+        shown = "".join(traceback.format_exception(error))
+    if not _HAS_NOTES:  # though the package exceptiongroup makes Python 3.10 show them too
+        notes = [f"{note}\n" for note in getattr(error, "__notes__", ())]
+        shown += "".join(note for note in notes if note not in shown)
+    return shown
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """`BaseException.add_note`, once; Python 3.10 lacks it, so `capture` shows the note there."""
+    if note in getattr(error, "__notes__", ()):
+        return
+    if _HAS_NOTES:
+        error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        vars(error).setdefault("__notes__", []).append(note)

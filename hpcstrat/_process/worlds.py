@@ -1,4 +1,4 @@
-"""The MPI world: MPI's library is loaded, compared with the launcher, and only then started; once."""
+"""The MPI world: the library is compared with the launcher, started once, and tells the ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from hpcstrat._process import failure, guard, launchers, reports, settings
+from hpcstrat._process import failure, guard, launchers, output, settings
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -200,7 +200,7 @@ def _check_process() -> None:
     )
     # Its parent would replace each such process that fails, without end.
     if launchers.is_importing_child():
-        reports.say(text)
+        output.say(text)
         os.kill(os.getppid(), signal.SIGTERM)
         os._exit(1)
     raise RuntimeError(text)

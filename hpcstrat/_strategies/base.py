@@ -12,8 +12,7 @@ from hpcstrat._communicators.connection import disconnect_devices, keep_connecte
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.span import RUN, Details, span
-from hpcstrat._core.types import RunOptions
-from hpcstrat._core.values import select
+from hpcstrat._core.types import RunOptions, select
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (
     AcrossReplicas,

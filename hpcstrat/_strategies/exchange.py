@@ -11,8 +11,7 @@ from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherabl
 from hpcstrat._communicators.reduction import REDUCTIONS, check_reducible, reduce_rows
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import Array, IndexedSlices, ReduceOp
-from hpcstrat._core.values import DistributedValues, component_of
+from hpcstrat._core.types import Array, DistributedValues, IndexedSlices, ReduceOp, component_of
 from hpcstrat._strategies.leaves import (
     as_numeric,
     check_axis,

@@ -9,8 +9,7 @@ from typing import Any
 from hpcstrat._calls.collective import collective
 from hpcstrat._core import device_names, nests
 from hpcstrat._core.call_name import current_call, names_call
-from hpcstrat._core.types import IndexedSlices, ReduceOp
-from hpcstrat._core.values import DistributedValues, Mirrored
+from hpcstrat._core.types import DistributedValues, IndexedSlices, Mirrored, ReduceOp
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (
     AcrossReplicas,

@@ -11,7 +11,7 @@ from hpcstrat._core import nests
 from hpcstrat._core.arrays import host_copy
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.gpu import is_on_gpu
-from hpcstrat._core.values import DistributedValues, PerReplica
+from hpcstrat._core.types import DistributedValues, PerReplica
 from hpcstrat._replicas.contexts import check_cross_replica, require_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.leaves import as_numeric, check_axis

@@ -10,7 +10,7 @@ import numpy as np
 from hpcstrat._calls.records import signature_of
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import current_call, names_call
-from hpcstrat._core.values import select
+from hpcstrat._core.types import select
 from hpcstrat._process import worlds
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas, check_arguments

@@ -20,11 +20,16 @@ from hpcstrat._core.arrays import (
     host_copy,
     is_foreign,
 )
-from hpcstrat._core.call_name import current_call, names_call, refuses_arguments
-from hpcstrat._core.ranks import join_by_rank
-from hpcstrat._core.types import IndexedSlices, ReplicaMismatchError
-from hpcstrat._core.values import DistributedValues, PerReplica, component_of, refuse
-from hpcstrat._process import reports
+from hpcstrat._core.call_name import current_call, join_by_rank, names_call, refuses_arguments
+from hpcstrat._core.types import (
+    DistributedValues,
+    IndexedSlices,
+    PerReplica,
+    ReplicaMismatchError,
+    component_of,
+    refuse,
+)
+from hpcstrat._process import output
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._variable.variable import Variable
 from hpcstrat.data._checksum import of_array
@@ -75,7 +80,7 @@ def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
     if isinstance(error, Exception) and any(
         np.shape(part)[:1] == (0,) for part in parts if hasattr(part, "shape")
     ):
-        reports.add_note(
+        output.add_note(
             error,
             f"{current_call()}: this replica's part of the batch has no elements: the batch had "
             "too few for all replicas. Drop it by Dataset.batch(..., drop_remainder=True), or "
@@ -89,7 +94,7 @@ def explain_arguments(
     """Adds a note if a replica function does not take the arguments that it was called with."""
     if isinstance(error, TypeError) and refuses_arguments(error, fn, args, kwargs or {}):
         given = f"{len(args)} positional argument{'s' * (len(args) != 1)}"
-        reports.add_note(
+        output.add_note(
             error,
             f"{_CALL}: fn was given {given}, the members of args. args=(batch,) passes a batch as "
             "one argument, a tuple or not; args=batch passes the members of a tuple as separate "

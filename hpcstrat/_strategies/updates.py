@@ -8,7 +8,7 @@ from typing import Any, cast
 from hpcstrat._calls.collective import collective
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.values import PerReplica, component_of
+from hpcstrat._core.types import PerReplica, component_of
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (
     AcrossReplicas,

@@ -13,8 +13,7 @@ from hpcstrat._calls.records import signature_of
 from hpcstrat._core import nests
 from hpcstrat._core.arrays import as_array
 from hpcstrat._core.call_name import current_call, names_call
-from hpcstrat._core.types import ReduceOp, ValueContext
-from hpcstrat._core.values import DistributedValues, PerReplica, component_of
+from hpcstrat._core.types import DistributedValues, PerReplica, ReduceOp, ValueContext, component_of
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas, check_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup

@@ -18,7 +18,7 @@ from hpcstrat._communicators.connection import when_connected, when_left
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.span import record_to
-from hpcstrat._process import failure, reports, worlds
+from hpcstrat._process import failure, output, worlds
 from hpcstrat._timeline.gpu_spans import GpuSpans
 from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
 
@@ -163,7 +163,7 @@ class TimelineRecorder:
             return None
         self._left -= 1
         if not self._left and self._file.rank == 0:
-            reports.say(
+            output.say(
                 f"hpcstrat: the timeline {self._file.path} is full, and what comes now is not "
                 "recorded; record fewer steps"
             )
@@ -253,7 +253,7 @@ class TimelineRecorder:
         except OSError as error:
             # A full disk must not end the program that the timeline describes.
             self._is_open = False
-            reports.say(
+            output.say(
                 f"hpcstrat: the timeline {file.path} cannot be written any more, and the "
                 f"program continues: {error}. Name a file on a disk that has room"
             )

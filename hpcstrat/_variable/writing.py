@@ -11,9 +11,8 @@ import numpy.typing as npt
 
 from hpcstrat._core.arrays import as_array, as_native, as_read_only, has_own_dtype, is_numeric
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import Array, as_dtype
-from hpcstrat._core.values import DistributedValues
-from hpcstrat._process.reports import add_note, explanations
+from hpcstrat._core.types import Array, DistributedValues, as_dtype
+from hpcstrat._process.output import add_note, explanations
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._update.rows import LAST, MAXIMUM, MINIMUM, PRODUCT, SUM, Combination
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 
 from hpcstrat._calls.state import CallState
 from hpcstrat._calls.status import RankStatus, user_frame, user_frame_of
-from hpcstrat._core.ranks import ranks_in_words
-from hpcstrat._process import failure, guard, launchers, reports, settings
+from hpcstrat._core.call_name import ranks_in_words
+from hpcstrat._process import failure, guard, launchers, output, settings
 from hpcstrat._watchdog.channels import StatusChannel
 from hpcstrat._watchdog.stall_detector import (
     SETTLING_SECONDS,
@@ -141,7 +141,7 @@ class Watchdog:
                 what = f"{type(error).__name__}: {error}"
                 if what not in reported and len(reported) < _MOST_OWN_ERRORS:
                     reported.add(what)
-                    reports.say(
+                    output.say(
                         f"hpcstrat: the watchdog hit an internal error and continues: {what}; "
                         "check whether the program causes it"
                     )
@@ -198,7 +198,7 @@ class Watchdog:
         if diagnosis.reporter == self._rank or not self._channel.every_rank_sees_all:
             if diagnosis.ends:
                 failure.end_job(diagnosis.text)
-            reports.say(diagnosis.text)
+            output.say(diagnosis.text)
         elif diagnosis.ends:
             # The reporter may be stuck, for example in C code that holds the interpreter lock.
             time.sleep(_GRACE_SECONDS)
@@ -228,9 +228,9 @@ def waiting_for_all(what: str) -> Iterator[None]:
         f"(HPCSTRAT_TIMEOUT_SECONDS), at {location}: not all ranks have come; all must create a "
         "strategy"
     )
-    steps = [(timeout_seconds + _GUARD_SECONDS, reports.tag(end))]
+    steps = [(timeout_seconds + _GUARD_SECONDS, output.tag(end))]
     if stall_seconds < timeout_seconds:
-        steps.insert(0, (stall_seconds, reports.tag(report)))
+        steps.insert(0, (stall_seconds, output.tag(report)))
     is_done = threading.Event()
     deadline = time.monotonic() + timeout_seconds
 

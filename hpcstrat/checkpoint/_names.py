@@ -10,8 +10,7 @@ import optree
 from hpcstrat._calls.records import ManyValues, new_signature
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core import nests
-from hpcstrat._core.call_name import current_call
-from hpcstrat._core.ranks import ranks_in_words
+from hpcstrat._core.call_name import current_call, ranks_in_words
 from hpcstrat._memory.blocks import Block
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, default_group

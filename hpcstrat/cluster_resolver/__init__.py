@@ -1,6 +1,6 @@
 """The tasks of a job, and which task this process is; as `tf.distribute.cluster_resolver`."""
 
-from hpcstrat._core.public import set_module as _set_module
+from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec as ClusterSpec
 from hpcstrat.cluster_resolver._environment import SlurmClusterResolver as SlurmClusterResolver
 from hpcstrat.cluster_resolver._environment import (

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat._core import nests
-from hpcstrat._core.call_name import current_call
-from hpcstrat._core.ranks import join_by_rank
+from hpcstrat._core.call_name import current_call, join_by_rank
 from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat.data import _elements
 

@@ -11,11 +11,16 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._core.call_name import call_named, current_call, names_call, warn_together
-from hpcstrat._core.ranks import join_by_rank, list_by_rank
+from hpcstrat._core.call_name import (
+    call_named,
+    current_call,
+    join_by_rank,
+    list_by_rank,
+    names_call,
+    warn_together,
+)
 from hpcstrat._core.span import INPUT, span
-from hpcstrat._core.types import PerReplicaSpec, ReplicaMismatchError
-from hpcstrat._core.values import PerReplica
+from hpcstrat._core.types import PerReplica, PerReplicaSpec, ReplicaMismatchError
 from hpcstrat._process import settings
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica

@@ -9,7 +9,7 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._core.call_name import refuses_arguments
-from hpcstrat._process import reports
+from hpcstrat._process import output
 from hpcstrat.data import _elements
 from hpcstrat.data._node import (
     UNKNOWN,
@@ -221,7 +221,7 @@ def _call(
     except TypeError as error:
         if refuses_arguments(error, function, args, {}):
             count = f"{len(args)} argument{'s' * (len(args) > 1)}"
-            reports.add_note(error, f"{call}: {argument} was given {count}; {given}")
+            output.add_note(error, f"{call}: {argument} was given {count}; {given}")
         raise
     except StopIteration as error:  # it would look like the end of the dataset
         raise RuntimeError(

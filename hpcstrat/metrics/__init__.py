@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat._core.other_names import missing_in_module as _missing_in_module
-from hpcstrat._core.public import set_module as _set_module
+from hpcstrat._core.public_names import missing_in_module as _missing_in_module
+from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat.metrics._accuracies import Accuracy as Accuracy
 from hpcstrat.metrics._accuracies import BinaryAccuracy as BinaryAccuracy
 from hpcstrat.metrics._accuracies import CategoricalAccuracy as CategoricalAccuracy

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat._core.other_names import missing_in_module as _missing_in_module
-from hpcstrat._core.public import set_module as _set_module
+from hpcstrat._core.public_names import missing_in_module as _missing_in_module
+from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat._update.rule import UpdateRule as UpdateRule
 from hpcstrat.optimizers._adagrad import Adadelta as Adadelta
 from hpcstrat.optimizers._adagrad import Adagrad as Adagrad

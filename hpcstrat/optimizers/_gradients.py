@@ -10,8 +10,7 @@ import numpy as np
 from hpcstrat._calls.records import signature_of
 from hpcstrat._core.arrays import as_read_only
 from hpcstrat._core.call_name import call_named, current_call
-from hpcstrat._core.types import Array, IndexedSlices
-from hpcstrat._core.values import DistributedValues
+from hpcstrat._core.types import Array, DistributedValues, IndexedSlices
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._update.rows import combine_rows
 from hpcstrat._update.rule import UpdateRule

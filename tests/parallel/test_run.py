@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import other_names
+from internals import public_names
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -319,7 +319,7 @@ def test_nests_from_a_function_that_differ(strategy):
 
 
 def test_old_names_warn_once_a_process(strategy, monkeypatch):
-    monkeypatch.setattr(other_names, "_warned", set())
+    monkeypatch.setattr(public_names, "_warned", set())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -341,7 +341,7 @@ def test_old_names_warn_once_a_process(strategy, monkeypatch):
 
 
 def test_old_names_of_functions_warn_and_do_the_same(monkeypatch):
-    monkeypatch.setattr(other_names, "_warned", set())
+    monkeypatch.setattr(public_names, "_warned", set())
     with pytest.warns(
         DeprecationWarning, match=r"hpcstrat.agree is now called hpcstrat.any_rank"
     ) as caught:

@@ -7,7 +7,7 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import reports
+from internals import output
 from mpi4py import MPI
 from slow import slow_but
 from strategies import STRATEGIES, strategies_for
@@ -305,7 +305,7 @@ def test_an_assignment_to_an_index_says_what_to_write(strategy, xp):
     for call in (lambda: strategy.run(write)), across, outside:
         with pytest.raises(AttributeError) as caught:
             call()
-        for explain in reports.explanations:
+        for explain in output.explanations:
             explain(caught.value)
         (note,) = getattr(caught.value, "__notes__", [])
         assert "v.scatter_nd_update(indices, values)" in note

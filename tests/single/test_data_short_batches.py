@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from internals import Workers, distribute_dataset, distribute_from_function, reports, warn_together
+from internals import Workers, distribute_dataset, distribute_from_function, output, warn_together
 from public_api import begins_with_a_call
 from thread_ranks import on_ranks, parts
 
@@ -164,13 +164,13 @@ def test_even_batches_is_deprecated(even, last):
 @pytest.mark.parametrize("has_notes", [True, False])
 def test_notes_show_with_the_error_that_ends_the_job(monkeypatch, has_notes):
     """Python 3.10 has no notes."""
-    if has_notes and not reports._HAS_NOTES:
+    if has_notes and not output._HAS_NOTES:
         pytest.skip("Python 3.10 has no notes")
-    monkeypatch.setattr(reports, "_HAS_NOTES", has_notes)
+    monkeypatch.setattr(output, "_HAS_NOTES", has_notes)
     error = ValueError("wrong")
-    reports.add_note(error, "the first")
-    reports.add_note(error, "the second")
+    output.add_note(error, "the first")
+    output.add_note(error, "the second")
     assert getattr(error, "__notes__", None) == ["the first", "the second"]
-    shown = reports.capture(lambda: None, error)
+    shown = output.capture(lambda: None, error)
     for note in ("the first\n", "the second\n"):
         assert shown.count(note) == 1

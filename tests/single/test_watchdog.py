@@ -26,7 +26,7 @@ from internals import (
     Watchdog,
     _program,
     failure,
-    reports,
+    output,
     user_frame_of,
     watchdog,
 )
@@ -272,7 +272,7 @@ class Alone(StatusChannel):
 
 def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
     said, ended = [], []
-    monkeypatch.setattr(reports, "say", said.append)
+    monkeypatch.setattr(output, "say", said.append)
     monkeypatch.setattr(failure, "end_job", ended.append)
     monkeypatch.setenv("HPCSTRAT_STALL_SECONDS", "0.04")
     channel = Alone(OSError("Stale file handle"))

@@ -9,7 +9,7 @@ import time
 import types
 
 import pytest
-from internals import Launcher, guard, launchers, leftovers, reports, worlds
+from internals import Launcher, guard, launchers, leftovers, output, worlds
 
 
 @pytest.fixture
@@ -302,9 +302,9 @@ def test_a_process_that_is_killed_in_a_guarded_block_leaves_no_segment():
 
 
 def test_messages_are_tagged_under_several_ranks_only(monkeypatch, capsys):
-    reports.say("one\ntwo")
-    monkeypatch.setattr(reports, "_tag", "[rank 3] ")
-    reports.say("one\ntwo\n")
+    output.say("one\ntwo")
+    monkeypatch.setattr(output, "_tag", "[rank 3] ")
+    output.say("one\ntwo\n")
     assert capsys.readouterr().err == "one\ntwo\n[rank 3] one\n[rank 3] two\n"
 
 
@@ -314,13 +314,13 @@ def test_a_stream_that_nobody_reads_keeps_no_rank_from_its_end(monkeypatch):
             threading.Event().wait()
 
     monkeypatch.setattr(sys, "stderr", Full())
-    monkeypatch.setattr(reports, "_PRINT_SECONDS", 0.1)
-    printing = threading.Thread(target=reports.say, args=("it ends",), daemon=True)
+    monkeypatch.setattr(output, "_PRINT_SECONDS", 0.1)
+    printing = threading.Thread(target=output.say, args=("it ends",), daemon=True)
     printing.start()
     printing.join(20)
     assert not printing.is_alive()
 
 
 def test_a_hook_that_prints_nothing_leaves_the_traceback(monkeypatch, capsys):
-    assert "ValueError: lost?" in reports.capture(lambda: None, ValueError("lost?"))
+    assert "ValueError: lost?" in output.capture(lambda: None, ValueError("lost?"))
     assert capsys.readouterr().err == ""

@@ -4,7 +4,7 @@ import sys
 import threading
 
 import pytest
-from internals import output, reports
+from internals import output
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_standard_error(as_rank, monkeypatch):
         raise ValueError
     except ValueError:
         print("handled", file=sys.stderr)
-    with reports.reporting():
+    with output.reporting():
         print("reported", file=sys.stderr)
     monkeypatch.setattr(output, "replica_context", lambda: True)
     print("in a context", file=sys.stderr)

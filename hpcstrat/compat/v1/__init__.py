@@ -1,6 +1,6 @@
 """The strategies with the methods of `tf.compat.v1.distribute`."""
 
-from hpcstrat._core.public import set_module as _set_module
+from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat._core.types import ReduceOp as ReduceOp
 from hpcstrat.compat.v1._extended import MultiStepContext as MultiStepContext
 from hpcstrat.compat.v1._extended import StrategyExtendedV1 as StrategyExtended
