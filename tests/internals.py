@@ -54,12 +54,12 @@ from hpcstrat._core.types import select
 from hpcstrat._memory import layout, segment
 from hpcstrat._memory.allocator import (
     ALIGNMENT,
+    Block,
     RangeAllocator,
     SlabAllocator,
     gpu_memory,
     private_memory,
 )
-from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import Interval, Shard, divide_up, round_up, runs
 from hpcstrat._memory.layout import Layout, PackKernel, layout_of
 from hpcstrat._memory.segment import available_memory, make_private_segment, physical_memory

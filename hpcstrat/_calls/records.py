@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat._memory.blocks import VariableId
+from hpcstrat._memory.allocator import VariableId
 
 RECORD = 256
 """Bytes of one rank's record."""

@@ -1,4 +1,4 @@
-"""Allocation of memory: ranges of a segment, and slabs where no segment can be reserved."""
+"""Variables' blocks, and what allocates them: ranges of a segment, or slabs of memory."""
 
 from __future__ import annotations
 
@@ -9,15 +9,118 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, Bytes
-from hpcstrat._memory.blocks import Block, block_of, size_of
 from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._memory.segment import Segment, make_private_segment
+
+Cuts: TypeAlias = tuple[int, ...]
+"""The element at which each rank's part of a variable starts, in rank order, and the last end."""
+
+
+class VariableId(NamedTuple):
+    """A variable in the signature of a call; see `Block`."""
+
+    name: str
+    number: int
+    storage: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+class Block:
+    """The memory of one variable, or of one slot of an optimizer.
+
+    Attributes:
+        array: the data; only storage writes it.
+        view: the same data for readers; read-only if the array library can mark it so.
+        memory: its bytes in its memory.
+        number: creation index in its storage, from 1; equal on all ranks, as are the next two.
+        storage: creation index of its storage, from 1.
+        name: of the variable, in quotes, or of an optimizer's slot.
+        copy: the block that `view` is from, where a rank reads a copy on its GPU; else `None`.
+        cuts: how it is split over the ranks, where `array` is only this rank's part, flat; else
+            `None`.
+        checksum: of `array` after the last change that the storage knows of, where it checks;
+            else `None`.
+        interrupted_by: the call that an exception interrupted while it changed `array`, which is
+            then deleted; else empty.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "array",
+        "checksum",
+        "copy",
+        "cuts",
+        "interrupted_by",
+        "memory",
+        "name",
+        "number",
+        "storage",
+        "view",
+    )
+
+    def __init__(self, array: Array, view: Array, memory: Interval) -> None:
+        self.array: Array = array
+        self.view: Array = view
+        self.memory: Interval = memory
+        self.number: int = 0
+        self.storage: int = 0
+        self.name: str = ""
+        self.copy: Block | None = None
+        self.cuts: Cuts | None = None
+        self.checksum: int | None = None
+        self.interrupted_by: str = ""
+
+    def identity(self) -> VariableId:
+        """What must be equal on all ranks for this to be the same variable."""
+        return VariableId(self.name, self.number, self.storage, self.array.dtype, self.array.shape)
+
+    # The attributes are deleted rather than set to None, so that every read raises and no reader
+    # has to check a flag.
+    def mark_interrupted(self, call: str) -> None:
+        """Forbids reading the elements, which an exception in `call` left changed in part."""
+        if not self.interrupted_by:
+            self.interrupted_by = call
+            del self.array, self.view
+
+    def __getattr__(self, name: str) -> Any:
+        # Called only for a missing attribute, so normal reads cost nothing.
+        if name in ("array", "view") and self.interrupted_by:
+            raise RuntimeError(
+                f"Variable: an exception interrupted {self.interrupted_by}, which was changing it, "
+                "so its value may be partly old and partly new; make it again, and restore a "
+                "checkpoint. To save when a signal comes, use checkpoint.PreemptionHandler"
+            )
+        raise AttributeError(f"a block has no {name}")
+
+
+def block_of(part: Array, start: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
+    """A block over some bytes, which are from `start` on in their memory."""
+    # A program must not write to a variable behind the library's back. On the host NumPy forbids
+    # it; CuPy has no such flag.
+    readable = part if gpu.is_on_gpu(part) else read_only(part)
+    # Two arrays over the same bytes: storage writes through one, and programs get the other.
+    array, view = [memory.view(dtype).reshape(shape) for memory in (part, readable)]
+    return Block(array, view, Interval(start, start + part.size))
+
+
+def read_only(part: Bytes) -> Bytes:
+    """An array over the same bytes that NumPy lets no program make writable again."""
+    # Over a read-only buffer: `setflags(write=True)` could undo a flag.
+    return np.asarray(part.data.toreadonly())
+
+
+def size_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    """Bytes of an array."""
+    # In 64 bits, whatever NumPy's default integer is.
+    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+
 
 ALIGNMENT = 256
 """Every variable starts at a multiple of this many bytes, which suits matrix products."""

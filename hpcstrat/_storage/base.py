@@ -14,7 +14,7 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import UPDATE, Details, span
 from hpcstrat._core.types import Aggregation, Array, Bytes, ReduceOp
-from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.allocator import Block, Cuts
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, writer_of
 from hpcstrat._storage.plan import Plan

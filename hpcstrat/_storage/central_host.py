@@ -15,7 +15,7 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
-from hpcstrat._memory.blocks import Block, Cuts, block_of, size_of
+from hpcstrat._memory.allocator import Block, Cuts, block_of, size_of
 from hpcstrat._memory.intervals import Interval, divide_up
 from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.local import LocalBlocks

@@ -11,8 +11,7 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
-from hpcstrat._memory.allocator import ALIGNMENT
-from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.allocator import ALIGNMENT, Block
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.device_memory import local_blocks
 from hpcstrat._storage.device_plan import DevicePlan

@@ -11,8 +11,7 @@ import numpy as np
 from hpcstrat._core import gpu
 from hpcstrat._core.span import UPDATE, span
 from hpcstrat._core.types import Array, Bytes
-from hpcstrat._memory.allocator import ALIGNMENT, SlabAllocator, gpu_memory, host_memory
-from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.allocator import ALIGNMENT, Block, SlabAllocator, gpu_memory, host_memory
 from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._memory.layout import Layout
 from hpcstrat._storage.device_plan import DevicePlan

@@ -17,8 +17,7 @@ from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.reduction import reduce_in_chunks
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
-from hpcstrat._memory.allocator import private_memory
-from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.allocator import Block, Cuts, private_memory
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat._memory.layout import layout_of
 from hpcstrat._process.settings import keep_freed_memory

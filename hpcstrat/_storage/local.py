@@ -13,8 +13,7 @@ from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._core import gpu
 from hpcstrat._core.span import UPDATE, Details, span
 from hpcstrat._core.types import Array, Bytes
-from hpcstrat._memory.allocator import ALIGNMENT, PrivateMemory, SlabAllocator
-from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.allocator import ALIGNMENT, Block, PrivateMemory, SlabAllocator
 from hpcstrat._memory.intervals import Interval, Shard
 from hpcstrat._memory.layout import Layout
 from hpcstrat._memory.segment import Segment

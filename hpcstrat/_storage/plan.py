@@ -13,7 +13,7 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.reduction import part_of_rank
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes
-from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.allocator import Block
 from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._update.rule import NO_CONSTANTS

@@ -7,8 +7,7 @@ from typing import final
 
 from hpcstrat._communicators.device import Move, RankSlice
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
-from hpcstrat._memory.allocator import ALIGNMENT
-from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts
 from hpcstrat._storage.device import MirroredDeviceStorage
 from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.plan import MessageOrder

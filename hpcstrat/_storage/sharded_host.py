@@ -11,7 +11,7 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.reduction import reduce_in_chunks
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
-from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.allocator import Block, Cuts
 from hpcstrat._memory.intervals import runs
 from hpcstrat._storage.host import MirroredHostStorage
 from hpcstrat._storage.plan import MessageOrder, Plan

@@ -12,7 +12,7 @@ from hpcstrat._communicators.device import RankSlice
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array, ReduceOp
-from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.allocator import Block, Cuts
 from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._storage.plan import MessageOrder

@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array
-from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.allocator import Block
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import Context, InReplica, InUpdate
 from hpcstrat._replicas.group import ReplicaGroup, default_group

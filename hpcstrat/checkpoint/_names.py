@@ -11,7 +11,7 @@ from hpcstrat._calls.records import ManyValues, new_signature
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import current_call, ranks_in_words
-from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.allocator import Block
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, default_group
 from hpcstrat._storage.base import Storage

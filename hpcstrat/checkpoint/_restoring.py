@@ -12,7 +12,7 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
-from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.allocator import Block
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._replicas.group import UpdatesOn
 from hpcstrat._storage.local import PART, flat

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcstrat._core.call_name import call_named
 from hpcstrat._core.types import Bytes
-from hpcstrat._memory.blocks import Block, Cuts
+from hpcstrat._memory.allocator import Block, Cuts
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.plan import Plan
