@@ -7,7 +7,7 @@ import numpy as np
 
 from hpcstrat._memory import allocator, segment
 from hpcstrat._storage.local import LocalBlocks
-from hpcstrat._update.host_update import HostUpdate
+from hpcstrat._update.update import HostUpdate
 
 LARGE = 1 << 18  # arrays of more bytes than this have no pages
 SMALL = 1 << 10  # except for parts of up to this many bytes, such as records

@@ -83,8 +83,7 @@ from hpcstrat._storage.device import MirroredDeviceStorage
 from hpcstrat._storage.factory import make_replica_storage
 from hpcstrat._storage.host import MirroredHostStorage
 from hpcstrat._storage.local import PART, host_parts
-from hpcstrat._storage.plan import MessageOrder
-from hpcstrat._storage.shards import cuts_of, rank_parts_of, rank_slices
+from hpcstrat._storage.plan import MessageOrder, cuts_of, rank_parts_of, rank_slices
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
 from hpcstrat._strategies.reduction import _reduce_own
@@ -110,8 +109,7 @@ from hpcstrat._tools.timeline_shares import (
 )
 from hpcstrat._update import compiled, device_kernels, device_norms, library_cache, rows
 from hpcstrat._update.device_update import apply_on_gpu
-from hpcstrat._update.host_update import HostUpdate
-from hpcstrat._update.update import chunks_of
+from hpcstrat._update.update import HostUpdate, chunks_of
 from hpcstrat._watchdog import host_channels, watchdog
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
 from hpcstrat._watchdog.host_channels import MemberChannel, RootChannel

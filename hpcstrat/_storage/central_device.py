@@ -12,7 +12,7 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import Block
 from hpcstrat._storage.device import DeviceStorage
-from hpcstrat._storage.device_plan import DevicePlan
+from hpcstrat._storage.plan import DevicePlan
 from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
 

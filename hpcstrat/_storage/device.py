@@ -13,10 +13,8 @@ from hpcstrat._core.span import COMMUNICATION, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT, Block
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.device_memory import local_blocks
-from hpcstrat._storage.device_plan import DevicePlan
-from hpcstrat._storage.local import on_stream
-from hpcstrat._storage.plan import MessageOrder, MessagePool, Plan
+from hpcstrat._storage.local import local_blocks, on_stream
+from hpcstrat._storage.plan import DevicePlan, MessageOrder, MessagePool, Plan
 from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
 

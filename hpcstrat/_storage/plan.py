@@ -5,19 +5,23 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.device import Move, RankSlice
 from hpcstrat._communicators.reduction import part_of_rank
-from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes
-from hpcstrat._memory.allocator import Block
-from hpcstrat._memory.intervals import Interval, Shard, runs
-from hpcstrat._memory.layout import Layout, layout_of
-from hpcstrat._update.rule import NO_CONSTANTS
-from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace, Update, keep_per_message
+from hpcstrat._core import gpu
+from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
+from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts
+from hpcstrat._memory.intervals import Interval, Shard, round_up, runs
+from hpcstrat._memory.layout import Layout, PackKernel, layout_of, packings_of
+from hpcstrat._update.rows import row_view, update_rows
+from hpcstrat._update.rule import NO_CONSTANTS, UpdateRule
+from hpcstrat._update.update import NOTHING_IN_PLACE, Chunk, InPlace, Update, keep_per_message
 
 T = TypeVar("T")
 
@@ -289,3 +293,265 @@ class MessagePool:
             self._memory = self._allocate(plan.nbytes, signature)
         plan.take(self._memory)
         self._plans.add(plan)
+
+
+_UNIT = 256
+"""Parts start at multiples of this many elements: on a GPU, at multiples of 256 bytes."""
+
+
+def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[Cuts]:
+    """Splits all elements of a dtype into equal parts; the last part takes the remainder.
+
+    Of fewer than `_UNIT` elements per rank, the last rank has all.
+
+    The variables are in order of creation, and each starts at a multiple of `alignment` bytes.
+    """
+    # All elements are split, not each variable: ranks have equal parts, whatever the variables'
+    # sizes, and a part is one range of memory and of a message.
+    shapes = tuple([v.array.shape for v in variables])
+    dtypes = tuple([v.array.dtype for v in variables])
+    layout = layout_of(shapes, dtypes, alignment)
+    cuts: list[Cuts] = [()] * len(variables)
+    for group in layout.groups:
+        part = group.elements // size // _UNIT * _UNIT
+        for i in group.members:
+            first, stop = group.within(layout.bytes_of(i))
+            starts = [min(max(rank * part, first), stop) for rank in range(size)]
+            cuts[i] = tuple([start - first for start in (*starts, stop)])
+    return cuts
+
+
+class RankPart(NamedTuple):
+    """A rank's shards of all variables, and the message that consists of these.
+
+    Attributes:
+        layout: the layout of the message; it has every variable, perhaps without elements.
+        shards: the shards in it, and in the memory of the variables and slots.
+        in_whole: the same shards in the message of all elements. Their `memory` is their bytes in
+            the message of `layout`, so that `runs` merges what is contiguous in both.
+    """
+
+    layout: Layout
+    shards: list[Shard]
+    in_whole: list[Shard]
+
+
+def rank_parts_of(
+    order: MessageOrder, slots: Sequence[Sequence[Block]], rank: int
+) -> list[RankPart]:
+    """Each rank's part, given this rank's parts of the slots, by variable.
+
+    The order is one without slots: parts of slots have other shapes.
+    """
+    dtypes = tuple([block.array.dtype for block in order.blocks])
+    cuts = [of_variable[0].cuts or () for of_variable in slots]
+    rank_parts = []
+    for peer in range(len(cuts[0]) - 1):
+        elements = [Interval(*of_variable[peer : peer + 2]) for of_variable in cuts]
+        layout = layout_of(
+            tuple([(part.size,) for part in elements]), dtypes, order.layout.alignment
+        )
+        shards, in_whole = [], []
+        for variable in order.shards:
+            i = variable.variable
+            shard, place = variable.part(elements[i]), layout.bytes_of(i)
+            own = [slot.memory for slot in slots[i]] if peer == rank else []
+            shards.append(shard._replace(message=place, memory=(*shard.memory, *own)))
+            in_whole.append(shard._replace(memory=(place,)))
+        rank_parts.append(RankPart(layout, shards, in_whole))
+    return rank_parts
+
+
+def rank_slices(order: MessageOrder, rank_parts: Sequence[RankPart]) -> list[list[RankSlice]]:
+    """For each dtype of the message, which of its elements belong to which rank."""
+    slices: list[list[RankSlice]] = [[] for _ in order.layout.groups]
+    dtypes = [group.dtype for group in order.layout.groups]
+    for rank, part in enumerate(rank_parts):
+        for run in runs(part.in_whole, order.layout.alignment):
+            k = dtypes.index(run.dtype)
+            elements = order.layout.groups[k].within(run.message)
+            own = part.layout.groups[k].within(run.memory[0])
+            slices[k].append(RankSlice(rank, elements, own))
+    return slices
+
+
+def add_up_norms(communicator: Communicator, sums: Array) -> Array:
+    """The sums over whole variables: the ranks' sums over their parts, added in rank order."""
+    with call_named(f"{current_call()}: norms"):
+        return communicator.all_reduce([sums], ReduceOp.SUM)[0]
+
+
+def update_rows_in_shards(
+    communicator: Communicator,
+    blocks: Sequence[Block],
+    rows: Array,
+    gradient: Array,
+    rule: UpdateRule,
+) -> None:
+    """`update_rows` with split slots: each rank updates its elements and gets all new values.
+
+    Collective.
+    """
+    variable, *slots = blocks
+    cuts = slots[0].cuts
+    assert cuts is not None
+    xp = gpu.array_module(rows)
+    columns = int(np.prod(gradient.shape[1:], dtype=np.int64))
+    elements = (rows[:, np.newaxis] * columns + xp.arange(columns)).reshape(-1)
+    # Sorted by rank, in the order in which the new values are gathered.
+    owners = sum((elements >= cut).astype(np.int64) for cut in cuts[1:-1])
+    order = xp.argsort(owners, kind="stable")
+    elements, gradient = elements[order], gradient.reshape(-1)[order]
+    start, stop = cuts[communicator.rank : communicator.rank + 2]
+    own = xp.flatnonzero((elements >= start) & (elements < stop))
+    part = variable.array.reshape(-1)[start:stop]
+    update_rows([part, *[slot.array for slot in slots]], elements[own] - start, gradient[own], rule)
+    with call_named(f"{current_call()}: new rows"):
+        (new,) = communicator.all_gather([part[elements[own] - start]], 0)
+    row_view(variable.array, 0)[elements] = new
+
+
+PIECE = 1 << 24
+"""Bytes of new values that one call sends. Ranks need not agree on where a run of variables in
+memory ends: only pieces in which one does are copied to the message."""
+
+
+class Transfer(NamedTuple):
+    """New values of one dtype, as one call sends or receives them.
+
+    Attributes:
+        flat: the array that is sent or received: the variables in place where they are contiguous,
+            else a part of the message.
+        parts: in the latter case, each run of the variables and its part of `flat`.
+    """
+
+    flat: Array
+    parts: list[tuple[Array, Array]]
+
+
+@final
+class DevicePlan(Plan):
+    """A plan with the flat message of its updates on this rank's device, and views of its parts.
+
+    If slots are split over the ranks, a second message follows it: this rank's part.
+
+    Args:
+        order: see `Plan`. Its message has the same gaps as the memory, so that a run of variables
+            is also a run of the message.
+        update: see `Plan`.
+        readable: the runs of the variables that this rank reads.
+        rank_parts: each rank's, where slots are split.
+        rank: this rank.
+
+    Attributes:
+        readable: as above; with `transfers`, unused where each rank updates all.
+        message: the message of the gradients, in the memory that the plan has taken.
+        gradients: the message by dtype.
+        own_message: the message by which this rank updates its shards: the same, or its part.
+        own_gradients: that message by dtype.
+        slices: for each dtype of the message, the elements of each rank; empty if none is split.
+        transfers: how new values reach the other ranks: in the same pieces on all ranks or, where
+            slots are split, one per dtype.
+        reductions: the sums of all gradients, prepared by the storage in the first step.
+        sharing: the calls that send new values, likewise.
+    """
+
+    def __init__(
+        self,
+        order: MessageOrder,
+        update: Update,
+        readable: Sequence[Chunk],
+        rank_parts: Sequence[RankPart] = (),
+        rank: int = 0,
+    ) -> None:
+        super().__init__(order, update)
+        self.readable = readable
+        self._own_layout = rank_parts[rank].layout if rank_parts else None
+        self.slices: list[list[RankSlice]] = rank_slices(order, rank_parts) if rank_parts else []
+        self._packings: list[PackKernel] = []  # on a GPU
+        self._drop()
+
+    def _drop(self) -> None:
+        self.message: Array = None
+        self.own_message: Array = None
+        self.gradients: list[Array] = []
+        self.own_gradients: list[Array] = []
+        self.transfers: list[Transfer] = []
+        self.reductions: list[Move] | None = None
+        self.sharing: list[Move] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both messages."""
+        whole = self.order.layout.nbytes
+        if self._own_layout is None:
+            return whole
+        # With the gap after this rank's last element: if parts are equal, a reduce-scatter writes a
+        # whole part, also for a rank whose last variable ends before.
+        return round_up(whole, ALIGNMENT) + round_up(self._own_layout.nbytes, ALIGNMENT)
+
+    def take(self, memory: Array) -> None:
+        """Makes both messages and all views of them, in some bytes on this rank's device."""
+        super().take(memory)
+        layout = self.order.layout
+        self.message = self.own_message = memory[: layout.nbytes]
+        self.gradients = self.own_gradients = [group.of(self.message) for group in layout.groups]
+        if self._own_layout is not None:
+            self.own_message = memory[round_up(layout.nbytes, ALIGNMENT) : self.nbytes]
+            self.own_gradients = [group.of(self.own_message) for group in self._own_layout.groups]
+        # Kernels, views and addresses are made once: a steady step only launches.
+        if not self._packings and gpu.is_on_gpu(memory):
+            self._packings = packings_of(layout)
+        self.transfers, self.reductions, self.sharing = [], None, None
+        for group, whole in zip(layout.groups, self.gradients, strict=True):
+            runs = [
+                (value, group.within(shard.message))
+                for shard, value, _ in self.readable
+                if shard.dtype == group.dtype
+            ]
+            everything = Interval(0, group.elements)
+            # Slices of the ranks are of all elements.
+            pieces = [everything] if self.slices else everything.split(PIECE // whole.itemsize)
+            self.transfers += [_transfer(piece, whole, runs) for piece in pieces]
+
+    def forget_message(self) -> None:
+        """See `Plan.forget_message`."""
+        super().forget_message()
+        self._drop()
+
+    def pack(self, values: Sequence[Array], is_reduced: bool) -> list[Array]:
+        """Copies values on this rank's device to the message.
+
+        Returns:
+            For each dtype the flat array with the values: a part of the message or, if they are
+            reduced over the ranks before they are used, perhaps the array that was passed. If all
+            are in the message, it is the list `gradients` itself: then prepared reductions fit.
+        """
+        if not self._packings:
+            self.order.write(self.message, values)
+            return self.gradients
+        arrays, sources = list(values), self.gradients
+        for index, group in enumerate(self.order.layout.groups):
+            for i in group.members:
+                # The packing kernel copies words, and converts nothing.
+                if arrays[i].dtype != group.dtype:
+                    arrays[i] = arrays[i].astype(group.dtype)
+            first = arrays[group.members[0]]
+            # A single gradient is its own message: NCCL reads it in place, which saves the copy.
+            if is_reduced and len(group.members) == 1 and first.flags.c_contiguous:
+                sources = [*sources[:index], first.reshape(-1), *sources[index + 1 :]]
+            else:
+                self._packings[index](arrays, self.message)
+        return sources
+
+
+def _transfer(piece: Interval, whole: Array, runs: Sequence[tuple[Array, Interval]]) -> Transfer:
+    """The transfer of some elements of a dtype, whose variables are in these runs."""
+    parts = [
+        (value[both.shift(-elements.start).slice], whole[both.slice])
+        for value, elements in runs
+        if (both := elements & piece)
+    ]
+    if len(parts) == 1 and parts[0][0].size == piece.size:
+        return Transfer(parts[0][0], [])
+    return Transfer(whole[piece.slice], parts)

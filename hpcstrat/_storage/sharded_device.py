@@ -9,9 +9,13 @@ from hpcstrat._communicators.device import Move, RankSlice
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts
 from hpcstrat._storage.device import MirroredDeviceStorage
-from hpcstrat._storage.device_plan import DevicePlan
-from hpcstrat._storage.plan import MessageOrder
-from hpcstrat._storage.shards import cuts_of, rank_parts_of, update_rows_in_shards
+from hpcstrat._storage.plan import (
+    DevicePlan,
+    MessageOrder,
+    cuts_of,
+    rank_parts_of,
+    update_rows_in_shards,
+)
 from hpcstrat._update.rule import UpdateRule
 
 

@@ -14,8 +14,9 @@ from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, Reduc
 from hpcstrat._memory.allocator import Block, Cuts
 from hpcstrat._memory.intervals import runs
 from hpcstrat._storage.host import MirroredHostStorage
-from hpcstrat._storage.plan import MessageOrder, Plan
-from hpcstrat._storage.shards import (
+from hpcstrat._storage.plan import (
+    MessageOrder,
+    Plan,
     RankPart,
     add_up_norms,
     cuts_of,

@@ -1,17 +1,334 @@
-"""Updates on a GPU: one kernel per run of elements, on the current stream."""
+"""Updates on a GPU: one kernel per run of elements, on the current stream, and passes for norms."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, TypeAlias, final
+
+import numpy as np
 
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, ReduceOp
-from hpcstrat._memory.intervals import Shard
-from hpcstrat._update.device_kernels import update_kernel
-from hpcstrat._update.device_norms import DeviceNorms, passes_of
-from hpcstrat._update.rule import UpdateRule
+from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._update.rule import Kernel, Norms, UpdateRule
 from hpcstrat._update.update import NOTHING_IN_PLACE, Chunk, InPlace, Update, keep_per_message
+
+LANES = 32
+"""Threads per strip of a variable, which read neighbouring elements."""
+
+_FIND_ROW = """
+ptrdiff_t low = 0, high = variables - 1;
+while (low < high) {  // the last variable that starts at this element or before
+    const ptrdiff_t middle = (low + high + 1) / 2;
+    if (starts[2 * middle] <= i) low = middle; else high = middle - 1;
+}
+const ptrdiff_t row = starts[2 * low + 1];
+"""
+_ADD_SQUARES = """
+const ptrdiff_t row = strips[i / {lanes} * 3 + 2];
+{constants}
+{zeros}
+const ptrdiff_t stop = strips[i / {lanes} * 3 + 1];
+for (ptrdiff_t k = strips[i / {lanes} * 3] + i % {lanes}; k < stop; k += {lanes}) {{
+    {body}
+}}
+{results}
+"""
+
+
+def _taken(
+    kernel: Kernel, dtype: np.dtype[Any], has_rows: bool
+) -> tuple[str, list[str], list[str]]:
+    """What it computes with, the parameters of its constants, and what reads these.
+
+    They are passed, or in `numbers`, a row for each variable.
+    """
+    computed, constants = "float" if dtype.itemsize == 2 else "T", kernel.constants
+    places = [f"given_{name}" for name in constants]
+    if has_rows:
+        places = [f"numbers[row * {len(constants)} + {k}]" for k in range(len(constants))]
+    reads = [
+        f"const {computed} {name} = ({computed}){place};"
+        for name, place in zip(constants, places, strict=True)
+    ]
+    return computed, [] if has_rows else [f"float64 given_{name}" for name in constants], reads
+
+
+@functools.cache
+def update_kernel(kernel: Kernel, dtype: np.dtype[Any], has_rows: bool = False) -> Any:
+    """The update of each element."""
+    computed, parameters, reads = _taken(kernel, dtype, has_rows)
+    changed = ("value", *kernel.slots)
+    body = [f"{computed} {name} = ({computed})given_{name};" for name in ("gradient", *changed)]
+    after = [f"given_{name} = (T){name};" for name in changed]
+    rows = "raw float64 numbers, raw int64 starts, int64 variables" if has_rows else ""
+    return gpu.load_cupy("an update").ElementwiseKernel(
+        ", ".join(filter(None, ["T given_gradient", *parameters, rows])),
+        ", ".join(f"T given_{name}" for name in changed),
+        "\n".join([_FIND_ROW if has_rows else "", *reads, *body, kernel.body, *after]),
+        f"hpcstrat_{kernel.name}",
+        no_return=True,
+    )
+
+
+@functools.cache
+def squares_kernel(kernel: Kernel, dtype: np.dtype[Any], has_rows: bool) -> Any:
+    """The sums of the squares of each term, of some elements of a strip."""
+    computed, parameters, reads = _taken(kernel, dtype, has_rows)
+    arrays, terms = ("gradient", "value", *kernel.slots), range(len(kernel.terms))
+    square = "(double)term_{0} * (double)term_{0}"
+    if dtype.kind == "c":
+        parts = [f"(double)term_{{0}}.{part}() * term_{{0}}.{part}()" for part in ("real", "imag")]
+        square = " + ".join(parts)
+    body = [
+        *[f"{computed} {name} = ({computed})given_{name}[k];" for name in arrays],
+        *[f"{computed} term_{j};" for j in terms],
+        kernel.body,
+        *[f"sum_{j} += {square.format(j)};" for j in terms],
+    ]
+    taken = ["raw T given_gradient", *parameters, *["raw float64 numbers"][:has_rows]]
+    taken += [f"raw T given_{name}" for name in arrays[1:]]
+    return gpu.load_cupy("an update").ElementwiseKernel(
+        ", ".join([*taken, "raw int64 strips"]),
+        "raw float64 sums",
+        _ADD_SQUARES.format(
+            lanes=LANES,
+            constants="\n".join(reads),
+            zeros="\n".join(f"double sum_{j} = 0;" for j in terms),
+            body="\n".join(body),
+            results="\n".join(f"sums[i * {len(terms)} + {j}] = sum_{j};" for j in terms),
+        ),
+        f"hpcstrat_{kernel.name}",
+        no_return=True,
+    )
+
+
+STRIP = 256 * LANES
+"""The most elements of a strip."""
+
+Operands: TypeAlias = "Sequence[tuple[Array, Array, Sequence[Array]]]"
+"""Of each run of variables the gradient, the value and the slots."""
+_Table: TypeAlias = "Sequence[Sequence[int]]"
+
+# `table`, for each result: its first sum, the end, and the step.
+_ADD = """
+const ptrdiff_t place = i / terms, term = i % terms;
+double sum = 0;
+for (ptrdiff_t k = table[3 * place]; k < table[3 * place + 1]; k += table[3 * place + 2])
+    sum += sums[k * terms + term];
+out[place * width + term] = sum;
+"""
+# `table`, for each row and term: its first sum and the end.
+_NORM = """
+double square_{term} = 0;
+for (ptrdiff_t k = table[{at}]; k < table[{at} + 1]; ++k)
+    square_{term} += sums[k * width + {term}];
+const double norm_{norm} = sqrt(square_{term});
+norms[i * columns + {norm}] = norm_{norm};
+"""
+
+
+class _Run(NamedTuple):
+    """What kernels take of a run of variables."""
+
+    strips: Array  # of each strip the first element, the end, and the row of its numbers
+    starts: Array  # of each variable the first element, and the row of its numbers
+    variables: int  # those in `starts`
+    sums: Interval  # the sums that its threads leave
+
+
+class _Pass(NamedTuple):
+    """The kernels of a pass for norms, and what they take."""
+
+    squares: list[tuple[Any, Array, Array, int]]  # of each run the kernel, strips, sums, threads
+    fewer: tuple[Any, ...]  # what `add_kernel` takes, to the memory of the result
+    to_variables: tuple[Any, ...]  # the same: sums per variable, which the ranks then add up
+    summed: Array  # the result of that, a row for each variable
+    compute: Any
+    of_compute: tuple[Any, ...]
+    results: tuple[Array, Array]  # the norms, and the numbers of the next kernel
+
+
+class DeviceNorms:
+    """The norms of some variables, and the update that depends on them.
+
+    Args:
+        chunks: the runs of the variables.
+        shards: this rank's part of each variable.
+        passes: the passes for norms; see `passes_of`.
+        last: the update.
+        is_split: whether other ranks have other parts.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        shards: Sequence[Shard],
+        passes: Sequence[Norms],
+        last: UpdateRule,
+        is_split: bool,
+    ) -> None:
+        self._xp = gpu.load_cupy("an update")
+        # If all norms are over all variables, these have the same numbers.
+        is_global = all(all(norms.are_global) for norms in passes)
+        self._rows = 1 if is_global else len(shards)
+        self._runs: list[_Run] = []
+        self._sums_of = [Interval(0, 0)] * len(shards)  # the sums of each variable
+        self._count = 0
+        for run, _, _ in chunks:
+            strips, starts, first = [], [], self._count
+            for shard in shards:
+                if not (shard.elements and run.message & shard.message):
+                    continue
+                row = 0 if is_global else shard.variable
+                start = (shard.message.start - run.message.start) // run.dtype.itemsize
+                own = [*Interval(start, start + shard.elements.size).split(STRIP)]
+                strips += [(*strip, row) for strip in own]
+                starts.append((start, row))
+                sums = Interval(0, LANES * len(own)).shift(self._count)
+                self._sums_of[shard.variable] = sums
+                self._count = sums.stop
+            starts = starts[:1] if is_global else starts
+            tables = self._on_gpu(strips), self._on_gpu(starts)
+            self._runs.append(_Run(*tables, len(starts), Interval(first, self._count)))
+        dtypes = [run.dtype for run, _, _ in chunks]
+        self._passes = self._prepare(dtypes, passes, last, is_split)
+        self._updates = [update_kernel(kernel_in(last), dtype, True) for dtype in dtypes]
+
+    def _on_gpu(self, rows: Sequence[Sequence[int]]) -> Array:
+        return self._xp.asarray(np.array(rows, np.int64).reshape(-1))
+
+    def _prepare(
+        self,
+        dtypes: Sequence[np.dtype[Any]],
+        passes: Sequence[Norms],
+        last: UpdateRule,
+        is_split: bool,
+    ) -> list[_Pass]:
+        kernels = [*[kernel_in(norms.first) for norms in passes], kernel_in(last)]
+        columns = sum(len(norms.are_global) for norms in passes)
+        found = self._xp.zeros(self._rows * columns)
+        done, prepared = 0, list[_Pass]()
+        for norms, kernel, following in zip(passes, kernels, kernels[1:], strict=False):
+            terms, variables = len(norms.are_global), len(self._sums_of)
+            groups, to_variables, table = self._tables(norms.are_global, is_split)
+            sums, few = self._xp.zeros(self._count * terms), self._xp.zeros(len(groups) * terms)
+            summed = self._xp.zeros((variables, norms.size))
+            squares = [
+                (
+                    squares_kernel(kernel, dtype, has_rows=bool(done)),
+                    run.strips,
+                    sums[run.sums.scale(terms).slice],
+                    run.sums.size,
+                )
+                for run, dtype in zip(self._runs, dtypes, strict=True)
+            ]
+            prepared.append(
+                _Pass(
+                    squares,
+                    (sums, self._on_gpu(groups), terms, terms, few),
+                    (few, self._on_gpu(to_variables), terms, norms.size, summed.reshape(-1)),
+                    summed,
+                    numbers_kernel(norms.numbers.code, done, terms, len(norms.numbers.given())),
+                    (self._on_gpu(table), norms.size if is_split else terms, columns),
+                    (found, self._xp.zeros(self._rows * len(following.constants))),
+                )
+            )
+            done += terms
+        return prepared
+
+    def _tables(self, are_global: tuple[bool, ...], is_split: bool) -> tuple[_Table, ...]:
+        """How sums are added up: to fewer; these to each variable's; to the norms of each row."""
+        variables, groups, fewer = self._sums_of, [], list[Interval]()
+        if all(are_global):
+            variables = [Interval(0, self._count), *[Interval(0, 0)] * (len(variables) - 1)]
+        for sums in variables:
+            # As many threads as each of them adds up, so that both steps take equally long.
+            step = math.isqrt(max(sums.size - 1, 0)) + 1 if sums else 0
+            fewer.append(Interval(len(groups), len(groups) + step))
+            groups += [(sums.start + k, sums.stop, step) for k in range(step)]
+        parts = [Interval(k, k + 1) for k in range(len(fewer))] if is_split else fewer
+        whole = Interval(0, parts[-1].stop)
+        table = [
+            whole if is_global else parts[row]
+            for row in range(self._rows)
+            for is_global in are_global
+        ]
+        return groups, [(*some, 1) for some in fewer], table
+
+    def run(
+        self,
+        passes: Sequence[Norms],
+        operands: Operands,
+        add_up: Callable[[Array], Array] | None,
+    ) -> None:
+        """Applies a rule that has these passes, with any numbers; see `Update.run`."""
+        constants: tuple[Any, ...] = passes[0].first.kernel_constants
+        add = add_kernel()
+        for this, norms in zip(self._passes, passes, strict=True):
+            for (square, *tables, threads), (gradient, value, slots) in zip(
+                this.squares, operands, strict=True
+            ):
+                square(gradient, *constants, value, *slots, *tables, size=threads)
+            sums = this.fewer[-1]
+            add(*this.fewer, size=sums.size)
+            if add_up is not None:
+                terms = len(norms.are_global)
+                add(*this.to_variables, size=len(self._sums_of) * terms)
+                sums = add_up(this.summed).reshape(-1)
+            given = norms.numbers.given()
+            this.compute(sums, *this.of_compute, *given, *this.results, size=self._rows)
+            constants = this.results[1:]
+        for update, run, (gradient, value, slots) in zip(
+            self._updates, self._runs, operands, strict=True
+        ):
+            update(gradient, *constants, run.starts, run.variables, value, *slots)
+
+
+def passes_of(rule: UpdateRule) -> tuple[list[Norms], UpdateRule]:
+    """The passes for norms that a rule takes, and the update, without their numbers."""
+    passes: list[Norms] = []
+    while (norms := rule.norms) is not None:
+        passes.append(norms)
+        rule = norms.rule_with([1.0] * len(norms.are_global))
+    return passes, rule
+
+
+def kernel_in(rule: UpdateRule) -> Kernel:
+    """The kernel of a rule that a formula made: only these take norms."""
+    assert rule.kernel is not None
+    return rule.kernel
+
+
+@functools.cache
+def add_kernel() -> Any:
+    return gpu.load_cupy("an update").ElementwiseKernel(
+        "raw float64 sums, raw int64 table, int64 terms, int64 width",
+        "raw float64 out",
+        _ADD,
+        "hpcstrat_add",
+        no_return=True,
+    )
+
+
+@functools.cache
+def numbers_kernel(code: str, done: int, terms: int, given: int) -> Any:
+    """The norms of a pass, after `done` earlier ones, and the numbers that depend on them."""
+    numbers = [f"float64 given_{k}" for k in range(given)]
+    earlier = [f"const double norm_{k} = norms[i * columns + {k}];" for k in range(done)]
+    own = [
+        _NORM.format(term=term, norm=done + term, at=f"2 * (i * {terms} + {term})")
+        for term in range(terms)
+    ]
+    return gpu.load_cupy("an update").ElementwiseKernel(
+        ", ".join(["raw float64 sums, raw int64 table, int64 width, int64 columns", *numbers]),
+        "raw float64 norms, raw float64 numbers",
+        "\n".join([*earlier, *own, code]),
+        "hpcstrat_norms",
+        no_return=True,
+    )
 
 
 @final

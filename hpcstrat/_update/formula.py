@@ -1,23 +1,281 @@
-"""An update that is written once, as a function, and traced to kernels and numbers."""
+"""A formula: an update that is written once, as a function, and traced to kernels and numbers."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from hpcstrat._core.arrays import as_number
-from hpcstrat._update.rule import NO_CONSTANTS, Norms, NumbersOfNorms, UpdateRule
+from hpcstrat._update.rule import NO_CONSTANTS, Kernel, Norms, NumbersOfNorms, UpdateRule
 from hpcstrat._update.symbols import (
+    CONDITION,
     ELEMENT,
+    NORMS,
     NUMBER,
+    NUMPY,
+    ON_ELEMENTS,
+    ON_NUMBERS,
+    ON_NUMBERS_IN_C,
     Symbol,
     global_norm,
 )
-from hpcstrat._update.trace import Traced, compile_pass, getter, layers_of
+
+Evaluate: TypeAlias = Callable[[Sequence[float]], tuple[float, ...]]
+"""From the numbers that change from step to step to a kernel's constants."""
+Bind: TypeAlias = Callable[[Sequence[float]], Evaluate]
+"""Binds the numbers that stay: what depends on them alone is computed once."""
+Place: TypeAlias = tuple[str, int]
+"""Where an operand is: its kind, and its index among the arrays or numbers of this kind."""
+
+
+class Traced(NamedTuple):
+    """A traced pass.
+
+    Attributes:
+        kernel: its kernel.
+        bind: computes the kernel's constants.
+        code: computes them from norms on a GPU; see `NumbersOfNorms`.
+        bind_given: computes the numbers that `code` is given.
+    """
+
+    kernel: Kernel
+    bind: Bind
+    code: str
+    bind_given: Bind
+
+
+def _is_computed(symbol: Symbol) -> bool:
+    return symbol.function is not None and symbol.function not in NORMS
+
+
+def layers_of(results: Sequence[Symbol]) -> list[list[Symbol]]:
+    """The norms that the results take, those that these take, and so on; some several times."""
+    layers: list[list[Symbol]] = []
+    while norms := [symbol for symbol in _in_order(results) if symbol.function in NORMS]:
+        layers.append(norms)
+        results = [norm.operands[0] for norm in norms]
+    return layers
+
+
+def _in_order(results: Sequence[Symbol]) -> list[Symbol]:
+    """The results and all that they depend on, each once and after its operands.
+
+    What is in a norm is left out: it belongs to the first pass.
+    """
+    order: dict[int, Symbol] = {}
+
+    def visit(symbol: Symbol) -> None:
+        if id(symbol) in order:
+            return
+        if _is_computed(symbol):
+            for operand in symbol.operands:
+                visit(operand)
+        order[id(symbol)] = symbol
+
+    for result in reversed(results):  # slots first: the new value often depends on them
+        visit(result)
+    return list(order.values())
+
+
+def compile_pass(
+    name: str,
+    given: Sequence[Symbol],
+    stay: Sequence[Symbol],
+    changing: Sequence[Symbol],
+    norms: Sequence[Symbol],
+    results: Sequence[Symbol],
+    has_terms: bool = False,
+) -> Traced:
+    """The kernel of these results, and what computes its constants, in float64.
+
+    Given are the gradient, the value and the slots; the formula's numbers that stay, and those that
+    change from step to step; and norms. The results are the new value and slots, or the terms of
+    other norms.
+    """
+    whole = _in_order(results)
+    order = [symbol for symbol in whole if symbol.kind != NUMBER and symbol.function is not None]
+    taken = {id(operand) for symbol in order for operand in symbol.operands}
+    numbers = [symbol for symbol in whole if symbol.kind == NUMBER and id(symbol) in taken]
+    literals = [
+        number
+        for number in whole
+        if number.function is None and isinstance(number.operands[0], float)
+    ]
+    computed = [symbol for symbol in whole if symbol.kind == NUMBER and _is_computed(symbol)]
+    changing = [*changing, *norms]
+    # Symbols compare by identity.
+    once = [symbol for symbol in computed if not any(one in changing for one in symbol.inputs())]
+    often = [symbol for symbol in computed if symbol not in once]
+    numbered = [*stay, *literals, *once, *changing, *often]
+    places = {id(symbol): i for i, symbol in enumerate(numbered)}
+    constants = [symbol.operands[0] for symbol in literals]
+
+    def steps_of(symbols: Sequence[Symbol]) -> list[tuple[Any, Any]]:
+        """What computes each symbol from the values before it."""
+        return [
+            (
+                ON_NUMBERS[symbol.function],
+                getter(operator.itemgetter, [places[id(operand)] for operand in symbol.operands]),
+            )
+            for symbol in symbols
+        ]
+
+    steps_once, steps = steps_of(once), steps_of(often)
+
+    def binder(wanted: Sequence[Symbol]) -> Bind:
+        pick = getter(operator.itemgetter, [places[id(number)] for number in wanted])
+
+        def bind(numbers: Sequence[float]) -> Evaluate:
+            bound = [*numbers, *constants]
+            for function, operands in steps_once:
+                bound.append(function(*operands(bound)))
+
+            def evaluate(now: Sequence[float]) -> tuple[float, ...]:
+                values = [*bound, *now]
+                for function, operands in steps:
+                    values.append(function(*operands(values)))
+                return pick(values)
+
+            return evaluate
+
+        return bind
+
+    kernel = _kernel_of(name, given, order, numbers, results, has_terms)
+    late = [symbol for symbol in often if any(one in norms for one in symbol.inputs())]
+    code, passed = _numbers_in_c(norms, late, numbers)
+    return Traced(kernel, binder(numbers), code, binder(passed))
+
+
+def _numbers_in_c(
+    norms: Sequence[Symbol], late: Sequence[Symbol], numbers: Sequence[Symbol]
+) -> tuple[str, list[Symbol]]:
+    """The code of `NumbersOfNorms`, and the numbers that are given to it.
+
+    These are computed as on a host: exponentials on a GPU may have other last bits.
+    """
+    texts = {id(norm): f"norm_{i}" for i, norm in enumerate(norms)}
+    texts |= {id(symbol): f"late_{i}" for i, symbol in enumerate(late)}
+    taken = [*[operand for symbol in late for operand in symbol.operands], *numbers]
+    given = [*{id(symbol): symbol for symbol in taken if id(symbol) not in texts}.values()]
+    texts |= {id(symbol): f"given_{i}" for i, symbol in enumerate(given)}
+    lines = []
+    for symbol in late:
+        operands = [texts[id(operand)] for operand in symbol.operands]
+        computed = ON_NUMBERS_IN_C[symbol.function].format(*operands)
+        lines.append(f"const auto {texts[id(symbol)]} = {computed};")
+    count = len(numbers)
+    for i, number in enumerate(numbers):
+        lines.append(f"numbers[i * {count} + {i}] = {texts[id(number)]};")
+    return "\n".join(lines), given
+
+
+def getter(kind: Callable[..., Any], keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that gets these attributes or items, of which there may be one or none."""
+    if len(keys) > 1:
+        return kind(*keys)
+    getters = [kind(key) for key in keys]
+    return lambda thing: tuple([get(thing) for get in getters])
+
+
+_kernels: dict[tuple[Any, ...], Kernel] = {}
+
+
+def _kernel_of(
+    name: str,
+    given: Sequence[Symbol],
+    order: Sequence[Symbol],
+    numbers: Sequence[Symbol],
+    results: Sequence[Symbol],
+    has_terms: bool,
+) -> Kernel:
+    """The kernel of these operations on elements, which take these numbers."""
+    texts = {id(symbol): symbol.operands[0] for symbol in given}
+    texts |= {id(number): f"number_{i}" for i, number in enumerate(numbers)}
+    lines = []
+    for i, symbol in enumerate(order):
+        operands = [texts[id(operand)] for operand in symbol.operands]
+        lines.append(f"const auto step_{i} = {ON_ELEMENTS[symbol.function].format(*operands)};")
+        texts[id(symbol)] = f"step_{i}"
+    if has_terms:
+        lines += [f"term_{i} = {texts[id(term)]};" for i, term in enumerate(results)]
+    else:
+        # All are read before any is written: a new slot may be another slot's old value.
+        lines += [f"const auto new_{i} = {texts[id(new)]};" for i, new in enumerate(results)]
+        lines += [f"{old.operands[0]} = new_{i};" for i, old in enumerate(given[1:])]
+    key = (
+        name,
+        tuple(slot.operands[0] for slot in given[2:]),
+        tuple(f"number_{i}" for i in range(len(numbers))),
+        "\n".join(lines),
+    )
+    if key not in _kernels:
+        _kernels[key] = Kernel(*key, *_steps(given, order, numbers, results, has_terms))
+    return _kernels[key]
+
+
+def _steps(
+    given: Sequence[Symbol],
+    order: Sequence[Symbol],
+    numbers: Sequence[Symbol],
+    results: Sequence[Symbol],
+    has_terms: bool,
+) -> tuple[list[tuple[Any, ...]], dict[str, int], list[int]]:
+    """The steps of a kernel, its numbers of arrays, and its terms.
+
+    There are as few arrays as possible: together they should fit in cache. The gradient is
+    overwritten, and a new value or slot goes to its place in storage, its home, as soon as the old
+    content is no longer needed. For norms, nothing that was given changes.
+    """
+    uses = collections.Counter(id(operand) for symbol in order for operand in symbol.operands)
+    uses.update(map(id, results))  # needed to the end
+    if has_terms:
+        uses.update(map(id, given))
+    places: dict[int, Place] = {id(symbol): (ELEMENT, i) for i, symbol in enumerate(given)}
+    places |= {id(number): (NUMBER, i) for i, number in enumerate(numbers)}
+    homes = {} if has_terms else {id(new): i for i, new in enumerate(results, 1)}
+    in_storage = [(ELEMENT, i) for i in range(1, len(given))]
+    arrays = {ELEMENT: len(given), CONDITION: 0}
+    free: list[Place] = [] if uses[id(given[0])] else [(ELEMENT, 0)]
+    steps: list[tuple[Any, ...]] = []
+
+    def new_place(kind: str) -> Place:
+        arrays[kind] += 1
+        return kind, arrays[kind] - 1
+
+    for symbol in order:
+        taken = [places[id(operand)] for operand in symbol.operands]
+        for operand, place in zip(symbol.operands, taken, strict=True):
+            uses[id(operand)] -= 1
+            if not uses[id(operand)] and place[0] != NUMBER and place not in in_storage:
+                free.append(place)
+        home = homes.get(id(symbol))
+        reusable = [place for place in free if place[0] == symbol.kind]
+        if home is not None and not uses[id(given[home])]:
+            out = (ELEMENT, home)
+        elif reusable:
+            out = reusable[-1]
+            free.remove(out)
+        else:
+            out = new_place(symbol.kind)
+        places[id(symbol)] = out
+        steps.append((NUMPY.get(symbol.function, symbol.function), *taken, out))
+    found = [places[id(result)] for result in results]
+    if has_terms:
+        return steps, arrays, [i for _, i in found]
+    moved = [(place, home) for place, home in zip(found, in_storage, strict=True) if place != home]
+    for i, (place, home) in enumerate(moved):
+        if place in in_storage:  # another's home, which its new content might overwrite first
+            moved[i] = new_place(ELEMENT), home
+            steps.append((np.positive, place, moved[i][0]))
+    return [*steps, *[(np.positive, place, home) for place, home in moved]], arrays, []
+
 
 RuleOf: TypeAlias = Callable[[Sequence[float]], UpdateRule]
 """The rule of a step, from the numbers that change."""

@@ -16,14 +16,19 @@ rules are elementwise. Norms of variables need to know where these end: chunks a
 from __future__ import annotations
 
 import abc
+import bisect
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, final
 
-from hpcstrat._communicators.reduction import CHUNK
+import numpy as np
+
+from hpcstrat._communicators.reduction import CHUNK, accumulator, reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard, runs
-from hpcstrat._update.rule import UpdateRule
+from hpcstrat._update import compiled
+from hpcstrat._update.rule import Kernel, Norms, UpdateRule, scalars, sums_of_squares
 
 T = TypeVar("T")
 InPlace: TypeAlias = Mapping[int, tuple[Interval, Array]]
@@ -139,3 +144,248 @@ class Update(abc.ABC):
             [message[shard.message.slice].view(shard.dtype) for message in messages]
             for shard, _, _ in self._chunks
         ]
+
+
+Scratch: TypeAlias = "dict[np.dtype[Any], list[Array]]"
+"""Memory to work in, the same for all updates of a storage. Of each dtype, the first array is for
+reduced gradients. Allocated once: new arrays for each chunk would not be in cache, and cost page
+faults."""
+BoundChunk: TypeAlias = tuple[Array, list[Callable[[], Any]], list[Array]]
+"""Of a chunk, the array for its reduced gradient; calls that apply a rule; the terms of norms."""
+
+
+@final
+class HostUpdate(Update):
+    """An update in host memory.
+
+    Args:
+        chunks: of at most `CHUNK` elements; see `chunks_of`.
+        shards: see `Update`.
+        scratch: memory to work in.
+        rank: which of the messages is this rank's.
+        compiles: whether by compiled loops, where the rule and all dtypes have one.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        shards: Sequence[Shard],
+        scratch: Scratch,
+        rank: int = 0,
+        compiles: bool = False,
+    ) -> None:
+        super().__init__(chunks, shards)
+        self._of_variables: dict[int, HostUpdate] = {}
+        self._scratch = scratch
+        self._rank = rank
+        self._compiles = compiles
+        # These have chunks of their own. A small gradient costs less to copy than to read in place.
+        self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
+        self.may_be_in_place = bool(self._large)
+        # By kernel: its calls, and the numbers that they read in place, which each step overwrites.
+        self._rule: UpdateRule | None = None  # the last
+        self._bound: list[BoundChunk] = []
+        self._numbers: dict[np.dtype[Any], Array] = {}
+        self._kept: dict[Kernel | None, tuple[list[BoundChunk], dict[np.dtype[Any], Array]]] = {}
+        if compiles:
+            self._prepare_table()
+
+    def _prepare_table(self) -> None:
+        """Finds what loops take of the chunks: a step fills in only the messages' addresses."""
+        self._fixed = compiled.table([(value, *slots) for _, value, slots in self._chunks])
+        in_chunks = [shard for shard, _, _ in self._chunks]
+        self._starts = np.array([shard.message.start for shard in in_chunks], np.int64)
+        # Where they start in a gradient that is read in place, in bytes.
+        self._starts_in_gradient = np.array(
+            [shard.elements.start * shard.dtype.itemsize for shard in in_chunks], np.int64
+        )
+        self._variables = np.array([shard.variable for shard in in_chunks], np.intp)
+        self._dtypes: list[tuple[np.dtype[Any], Interval]] = []
+        stop = 0
+        for dtype in dict.fromkeys(shard.dtype for shard in self._shards):
+            start, stop = stop, stop + sum(shard.dtype == dtype for shard in in_chunks)
+            self._dtypes.append((dtype, Interval(start, stop)))
+
+    def in_place(self, gradients: Sequence[Array]) -> InPlace:
+        """Large gradients that are as the messages would have them."""
+        in_place = {}
+        for shard in self._large:
+            gradient = gradients[shard.variable]
+            # A strided or cast gradient has to be copied in any case, so it goes through the
+            # message. A read-only array may be a variable, which other ranks update meanwhile.
+            flags = gradient.flags
+            if flags.c_contiguous and flags.writeable and gradient.dtype == shard.dtype:
+                in_place[shard.variable] = shard.elements, gradient.reshape(-1)
+        return in_place
+
+    def forget_messages(self) -> None:
+        """See `Update.forget_messages`."""
+        super().forget_messages()
+        for update in self._of_variables.values():
+            update.forget_messages()
+
+    def run(
+        self,
+        rule: UpdateRule,
+        messages: Sequence[Array],
+        op: ReduceOp = ReduceOp.SUM,
+        in_place: InPlace = NOTHING_IN_PLACE,
+        add_up: Callable[[Array], Array] | None = None,
+    ) -> None:
+        """See `Update.run`."""
+        # For norms over all variables, chunks need not end where variables do.
+        updates: Mapping[int, HostUpdate] = {0: self}
+        rules = [rule]
+        while (norms := rules[0].norms) is not None:
+            if len(rules) == 1 and not all(norms.are_global):
+                updates, rules = self._of_each_variable(), rules * len(self._shards)
+            # As many columns in every pass, as a shared array of central storage has.
+            squares = np.zeros((len(self._shards), norms.size))
+            count = len(norms.are_global)
+            for i, update in updates.items():
+                update.apply(_norms_of(rules[i]).first, messages, op, in_place, squares[i, :count])
+            # A norm needs all elements of a variable, some of them on other ranks, so nothing can
+            # be updated before. The gradients are reduced again: a copy would cost as much memory.
+            sums = (squares if add_up is None else add_up(squares))[:, :count]
+            sums = np.where(norms.are_global, sums.sum(axis=0), sums)
+            roots = np.sqrt(sums[: len(rules)]).tolist()
+            rules = [_norms_of(rule).rule_with(own) for rule, own in zip(rules, roots, strict=True)]
+        for i, update in updates.items():
+            update.apply(rules[i], messages, op, in_place)
+
+    def _of_each_variable(self) -> dict[int, HostUpdate]:
+        """The update of each variable of which this rank has a shard."""
+        if not self._of_variables:
+            self._of_variables = {
+                shard.variable: HostUpdate(
+                    _chunks_in(shard, self._chunks),
+                    [shard],
+                    self._scratch,
+                    self._rank,
+                    self._compiles,
+                )
+                for shard in self._shards
+                if shard.elements
+            }
+        return self._of_variables
+
+    def apply(
+        self,
+        rule: UpdateRule,
+        messages: Sequence[Array],
+        op: ReduceOp,
+        in_place: InPlace,
+        out: Array | None = None,
+    ) -> None:
+        """Reduces the messages, and applies a rule that takes no norms.
+
+        A pass for norms adds the sum of squares of each term to `out`.
+        """
+        # Loops sum in rank order, like NumPy. Other operations are rare, on small variables.
+        loops = self._loops(rule) if self._compiles and op is ReduceOp.SUM else []
+        if loops:
+            table = self._table(messages, in_place)
+            for loop, chunks in loops:
+                sums = loop(table[chunks.slice], len(messages), rule.kernel_constants)
+                if out is not None:
+                    for of_chunk in sums:  # one by one: NumPy's sum has another order
+                        out += of_chunk
+            return
+        if rule is not self._rule:
+            self._bind(rule)
+        all_parts = keep_per_message(self._parts, messages, self._parts_of)
+        if in_place:
+            all_parts = self._with_in_place(all_parts, in_place)
+        for k, (gradient, calls, terms) in enumerate(self._bound):
+            reduce_chunk(gradient, all_parts[k], op)
+            for call in calls:
+                call()
+            if out is not None:
+                out += sums_of_squares(terms)
+
+    def _loops(self, rule: UpdateRule) -> list[tuple[compiled.Loop, Interval]]:
+        """The loop of each dtype, and its chunks; empty unless all of them have one."""
+        # All or none: half an update in C and half in NumPy would need the bookkeeping of both, for
+        # a rare case.
+        loops = []
+        for dtype, chunks in self._dtypes:
+            if (loop := compiled.loop(rule, dtype)) is None:
+                return []
+            loops.append((loop, chunks))
+        return loops
+
+    def _table(self, messages: Sequence[Array], in_place: InPlace) -> compiled.Table:
+        """The chunks with these messages, as the loops take them."""
+        addresses = np.array([message.ctypes.data for message in messages], np.int64)
+        table = np.concatenate([self._fixed, addresses + self._starts[:, None]], axis=1)
+        column = self._fixed.shape[1] + self._rank  # messages come last in a row
+        for variable, (_, gradient) in in_place.items():
+            here = self._variables == variable
+            table[here, column] = gradient.ctypes.data + self._starts_in_gradient[here]
+        return table
+
+    def _bind(self, rule: UpdateRule) -> None:
+        """Prepares a rule for each chunk, unless only its numbers differ from an earlier one."""
+        kernel = rule.kernel
+        if kernel is None or kernel not in self._kept:
+            self._numbers = {}
+            self._bound = [self._bind_chunk(rule, value, slots) for _, value, slots in self._chunks]
+            self._kept[kernel] = self._bound, self._numbers
+        self._bound, self._numbers = self._kept[kernel]
+        for numbers in self._numbers.values():
+            numbers[:] = rule.kernel_constants
+        self._rule = rule
+
+    def _bind_chunk(self, rule: UpdateRule, value: Array, slots: tuple[Array, ...]) -> BoundChunk:
+        kernel, wide = rule.kernel, accumulator(value.dtype)
+        gradient, scratch = self._arrays(value.dtype, 2, value.size)
+        if kernel is None:
+            call = functools.partial(rule.apply, value, gradient, slots, scratch)
+            return gradient, [call], []
+        if wide not in self._numbers:
+            self._numbers[wide] = np.empty(len(kernel.constants), wide)
+        numbers, take = scalars(self._numbers[wide]), functools.partial(self._take, value.size)
+        return gradient, *kernel.bind(value, gradient, slots, numbers, take)
+
+    def _arrays(self, dtype: np.dtype[Any], count: int, size: int) -> list[Array]:
+        """This many arrays from the scratch memory."""
+        arrays = self._scratch.setdefault(dtype, [])
+        arrays += [np.empty(CHUNK, dtype) for _ in range(count - len(arrays))]
+        return [array[:size] for array in arrays[:count]]
+
+    def _take(self, size: int, dtype: np.dtype[Any], count: int) -> list[Array]:
+        """Arrays for a kernel to work in: not that of the gradient."""
+        return self._arrays(dtype, 1 + count, size)[1:]
+
+    def _with_in_place(self, all_parts: list[list[Array]], in_place: InPlace) -> list[list[Array]]:
+        """The chunks' gradients, this rank's own from where they are."""
+        all_parts = list(all_parts)
+        for k, (shard, _, _) in enumerate(self._chunks):
+            if shard.variable in in_place:
+                _, own = in_place[shard.variable]
+                all_parts[k] = list(all_parts[k])
+                all_parts[k][self._rank] = own[shard.elements.slice]
+        return all_parts
+
+
+def _chunks_in(shard: Shard, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The chunks of a shard, cut where other variables end and start."""
+
+    def start_of(chunk: Chunk) -> int:
+        return chunk[0].message.start
+
+    # Its first chunk may have started before it.
+    first = bisect.bisect_right(chunks, shard.message.start, key=start_of) - 1
+    stop = bisect.bisect_left(chunks, shard.message.stop, key=start_of)
+    cut = []
+    for whole, value, slots in chunks[first:stop]:
+        both = shard.within(whole.message)
+        start = (both.message.start - whole.message.start) // both.dtype.itemsize
+        here = slice(start, start + both.elements.size)
+        cut.append((both, value[here], tuple([slot[here] for slot in slots])))
+    return cut
+
+
+def _norms_of(rule: UpdateRule) -> Norms:
+    assert rule.norms is not None
+    return rule.norms
