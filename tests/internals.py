@@ -77,7 +77,7 @@ from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers
 from hpcstrat._storage import base as storage
-from hpcstrat._storage import device_memory, device_plan
+from hpcstrat._storage import local, plan
 from hpcstrat._storage.central_device import CentralDeviceStorage
 from hpcstrat._storage.device import MirroredDeviceStorage
 from hpcstrat._storage.factory import make_replica_storage
@@ -107,8 +107,9 @@ from hpcstrat._tools.timeline_shares import (
     read,
     share_out,
 )
-from hpcstrat._update import compiled, device_kernels, device_norms, library_cache, rows
+from hpcstrat._update import compiled, device_update, library_cache, rows
 from hpcstrat._update.device_update import apply_on_gpu
+from hpcstrat._update.rule import sums_of_squares
 from hpcstrat._update.update import HostUpdate, chunks_of
 from hpcstrat._watchdog import host_channels, watchdog
 from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel

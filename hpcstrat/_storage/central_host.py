@@ -125,7 +125,7 @@ class CentralHostStorage(HostStorage):
         rule: UpdateRule,
     ) -> None:
         communicator, order = self.communicator, plan.order
-        add_up = None if rule.norms is None else self._prepare_sums(plan, rule.norms.size)
+        add_up = None if rule.norms is None else self._prepare_sums(plan, rule.norms.most)
         in_place = NOTHING_IN_PLACE
         if values is None:
             communicator.exchange(signature)

@@ -154,25 +154,24 @@ class _Pass(NamedTuple):
 class DeviceNorms:
     """The norms of some variables, and the update that depends on them.
 
+    A pass is three kernels, and a fourth where ranks have parts of variables. 32 threads add up the
+    squares of each strip of a variable, and leave as many sums; fewer threads add up these; and one
+    thread per variable adds up the rest, and computes the numbers of the next kernel, which reads
+    them from memory. Gaps between variables are in no strip.
+
     Args:
         chunks: the runs of the variables.
         shards: this rank's part of each variable.
-        passes: the passes for norms; see `passes_of`.
-        last: the update.
+        norms: the norms, with any numbers.
         is_split: whether other ranks have other parts.
     """
 
     def __init__(
-        self,
-        chunks: Sequence[Chunk],
-        shards: Sequence[Shard],
-        passes: Sequence[Norms],
-        last: UpdateRule,
-        is_split: bool,
+        self, chunks: Sequence[Chunk], shards: Sequence[Shard], norms: Norms, is_split: bool
     ) -> None:
         self._xp = gpu.load_cupy("an update")
         # If all norms are over all variables, these have the same numbers.
-        is_global = all(all(norms.are_global) for norms in passes)
+        is_global = all(map(all, norms.are_global))
         self._rows = 1 if is_global else len(shards)
         self._runs: list[_Run] = []
         self._sums_of = [Interval(0, 0)] * len(shards)  # the sums of each variable
@@ -194,31 +193,30 @@ class DeviceNorms:
             tables = self._on_gpu(strips), self._on_gpu(starts)
             self._runs.append(_Run(*tables, len(starts), Interval(first, self._count)))
         dtypes = [run.dtype for run, _, _ in chunks]
-        self._passes = self._prepare(dtypes, passes, last, is_split)
-        self._updates = [update_kernel(kernel_in(last), dtype, True) for dtype in dtypes]
+        self._passes = self._prepare(dtypes, norms, is_split)
+        self._updates = [update_kernel(norms.kernels[-1], dtype, True) for dtype in dtypes]
+        # Of the last step: its norms, and what they say is given to kernels.
+        self._last: Norms | None = None
+        self._constants: tuple[float, ...] = ()
+        self._given: list[tuple[float, ...]] = []
 
     def _on_gpu(self, rows: Sequence[Sequence[int]]) -> Array:
         return self._xp.asarray(np.array(rows, np.int64).reshape(-1))
 
     def _prepare(
-        self,
-        dtypes: Sequence[np.dtype[Any]],
-        passes: Sequence[Norms],
-        last: UpdateRule,
-        is_split: bool,
+        self, dtypes: Sequence[np.dtype[Any]], norms: Norms, is_split: bool
     ) -> list[_Pass]:
-        kernels = [*[kernel_in(norms.first) for norms in passes], kernel_in(last)]
-        columns = sum(len(norms.are_global) for norms in passes)
+        columns = sum(map(len, norms.are_global))
         found = self._xp.zeros(self._rows * columns)
         done, prepared = 0, list[_Pass]()
-        for norms, kernel, following in zip(passes, kernels, kernels[1:], strict=False):
-            terms, variables = len(norms.are_global), len(self._sums_of)
-            groups, to_variables, table = self._tables(norms.are_global, is_split)
+        for k, are_global in enumerate(norms.are_global):
+            terms, variables = len(are_global), len(self._sums_of)
+            groups, to_variables, table = self._tables(are_global, is_split)
             sums, few = self._xp.zeros(self._count * terms), self._xp.zeros(len(groups) * terms)
-            summed = self._xp.zeros((variables, norms.size))
+            summed = self._xp.zeros((variables, norms.most))
             squares = [
                 (
-                    squares_kernel(kernel, dtype, has_rows=bool(done)),
+                    squares_kernel(norms.kernels[k], dtype, has_rows=k > 0),
                     run.strips,
                     sums[run.sums.scale(terms).slice],
                     run.sums.size,
@@ -229,11 +227,11 @@ class DeviceNorms:
                 _Pass(
                     squares,
                     (sums, self._on_gpu(groups), terms, terms, few),
-                    (few, self._on_gpu(to_variables), terms, norms.size, summed.reshape(-1)),
+                    (few, self._on_gpu(to_variables), terms, norms.most, summed.reshape(-1)),
                     summed,
-                    numbers_kernel(norms.numbers.code, done, terms, len(norms.numbers.given())),
-                    (self._on_gpu(table), norms.size if is_split else terms, columns),
-                    (found, self._xp.zeros(self._rows * len(following.constants))),
+                    numbers_kernel(norms.codes[k], done, terms, len(norms.given_of(k))),
+                    (self._on_gpu(table), norms.most if is_split else terms, columns),
+                    (found, self._xp.zeros(self._rows * len(norms.kernels[k + 1].constants))),
                 )
             )
             done += terms
@@ -259,15 +257,15 @@ class DeviceNorms:
         return groups, [(*some, 1) for some in fewer], table
 
     def run(
-        self,
-        passes: Sequence[Norms],
-        operands: Operands,
-        add_up: Callable[[Array], Array] | None,
+        self, norms: Norms, operands: Operands, add_up: Callable[[Array], Array] | None
     ) -> None:
-        """Applies a rule that has these passes, with any numbers; see `Update.run`."""
-        constants: tuple[Any, ...] = passes[0].first.kernel_constants
+        """Makes the update of a rule with these norms, of which only numbers may be others."""
+        if norms is not self._last:
+            self._last, self._constants = norms, norms.constants_of(0, ())
+            self._given = [*map(norms.given_of, range(len(self._passes)))]
+        constants: tuple[Any, ...] = self._constants
         add = add_kernel()
-        for this, norms in zip(self._passes, passes, strict=True):
+        for this, given in zip(self._passes, self._given, strict=True):
             for (square, *tables, threads), (gradient, value, slots) in zip(
                 this.squares, operands, strict=True
             ):
@@ -275,31 +273,14 @@ class DeviceNorms:
             sums = this.fewer[-1]
             add(*this.fewer, size=sums.size)
             if add_up is not None:
-                terms = len(norms.are_global)
-                add(*this.to_variables, size=len(self._sums_of) * terms)
+                add(*this.to_variables, size=this.summed.shape[0] * this.fewer[2])
                 sums = add_up(this.summed).reshape(-1)
-            given = norms.numbers.given()
             this.compute(sums, *this.of_compute, *given, *this.results, size=self._rows)
             constants = this.results[1:]
         for update, run, (gradient, value, slots) in zip(
             self._updates, self._runs, operands, strict=True
         ):
             update(gradient, *constants, run.starts, run.variables, value, *slots)
-
-
-def passes_of(rule: UpdateRule) -> tuple[list[Norms], UpdateRule]:
-    """The passes for norms that a rule takes, and the update, without their numbers."""
-    passes: list[Norms] = []
-    while (norms := rule.norms) is not None:
-        passes.append(norms)
-        rule = norms.rule_with([1.0] * len(norms.are_global))
-    return passes, rule
-
-
-def kernel_in(rule: UpdateRule) -> Kernel:
-    """The kernel of a rule that a formula made: only these take norms."""
-    assert rule.kernel is not None
-    return rule.kernel
 
 
 @functools.cache
@@ -357,14 +338,12 @@ class DeviceUpdate(Update):
             for gradient, value, slots in operands:
                 apply_on_gpu(rule, value, gradient, slots)
             return
-        passes, last = passes_of(rule)
         # All but the numbers that change from step to step.
-        key = last.kernel, *[(each.first.kernel, *each[:2], each.numbers.code) for each in passes]
+        key = rule.norms[:3]
         if key not in self._norms:
-            self._norms[key] = DeviceNorms(
-                self._chunks, self._shards, passes, last, add_up is not None
-            )
-        self._norms[key].run(passes, operands, add_up)
+            is_split = add_up is not None
+            self._norms[key] = DeviceNorms(self._chunks, self._shards, rule.norms, is_split)
+        self._norms[key].run(rule.norms, operands, add_up)
 
 
 def apply_on_gpu(rule: UpdateRule, value: Array, gradient: Array, slots: Sequence[Array]) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from hpcstrat._core.arrays import as_number
-from hpcstrat._update.rule import NO_CONSTANTS, Kernel, Norms, NumbersOfNorms, UpdateRule
+from hpcstrat._update.rule import Kernel, Norms, UpdateRule
 from hpcstrat._update.symbols import (
     CONDITION,
     ELEMENT,
@@ -40,15 +40,24 @@ class Traced(NamedTuple):
 
     Attributes:
         kernel: its kernel.
+        are_global: of a pass for norms; see `Norms`.
         bind: computes the kernel's constants.
-        code: computes them from norms on a GPU; see `NumbersOfNorms`.
+        code: computes them from norms on a GPU; see `Norms.codes`.
         bind_given: computes the numbers that `code` is given.
     """
 
     kernel: Kernel
+    are_global: tuple[bool, ...]
     bind: Bind
     code: str
     bind_given: Bind
+
+
+_Bound: TypeAlias = tuple[
+    Kernel, Evaluate, dict[str, float], Callable[[Sequence[float]], Norms] | None
+]
+"""An update with the numbers that stay: its kernel, what computes the kernel's constants, the
+numbers on which the ranks must agree, and what makes the norms that it takes."""
 
 
 def _is_computed(symbol: Symbol) -> bool:
@@ -84,21 +93,23 @@ def _in_order(results: Sequence[Symbol]) -> list[Symbol]:
     return list(order.values())
 
 
-def compile_pass(
+def _compile(
     name: str,
     given: Sequence[Symbol],
     stay: Sequence[Symbol],
     changing: Sequence[Symbol],
     norms: Sequence[Symbol],
     results: Sequence[Symbol],
-    has_terms: bool = False,
 ) -> Traced:
     """The kernel of these results, and what computes its constants, in float64.
 
     Given are the gradient, the value and the slots; the formula's numbers that stay, and those that
-    change from step to step; and norms. The results are the new value and slots, or the terms of
-    other norms.
+    change from step to step; and norms. The results are the new value and slots, or other norms.
     """
+    are_global = tuple([one.function is global_norm for one in results if one.function in NORMS])
+    has_terms = bool(are_global)
+    if has_terms:
+        results = [norm.operands[0] for norm in results]
     whole = _in_order(results)
     order = [symbol for symbol in whole if symbol.kind != NUMBER and symbol.function is not None]
     taken = {id(operand) for symbol in order for operand in symbol.operands}
@@ -150,13 +161,13 @@ def compile_pass(
     kernel = _kernel_of(name, given, order, numbers, results, has_terms)
     late = [symbol for symbol in often if any(one in norms for one in symbol.inputs())]
     code, passed = _numbers_in_c(norms, late, numbers)
-    return Traced(kernel, binder(numbers), code, binder(passed))
+    return Traced(kernel, are_global, binder(numbers), code, binder(passed))
 
 
 def _numbers_in_c(
     norms: Sequence[Symbol], late: Sequence[Symbol], numbers: Sequence[Symbol]
 ) -> tuple[str, list[Symbol]]:
-    """The code of `NumbersOfNorms`, and the numbers that are given to it.
+    """The code for `Norms.codes`, and the numbers that are given to it.
 
     These are computed as on a host: exponentials on a GPU may have other last bits.
     """
@@ -277,8 +288,6 @@ def _steps(
     return [*steps, *[(np.positive, place, home) for place, home in moved]], arrays, []
 
 
-RuleOf: TypeAlias = Callable[[Sequence[float]], UpdateRule]
-"""The rule of a step, from the numbers that change."""
 _CHANGING = ("learning_rate", "step")
 """The numbers of a formula that may change in every step; all others stay for a while."""
 
@@ -311,9 +320,10 @@ class Formula:
         self._names = (*attributes, *readers)
         self._readers = tuple(readers.values())
         self._attributes_of = getter(operator.attrgetter, attributes)
-        self._traced: dict[tuple[Any, ...], Callable[[Sequence[float]], RuleOf]] = {}
-        # Of the last step: the numbers that stay and the rule with these; what changed, the rule.
-        self._bound: tuple[tuple[Any, ...], RuleOf] | None = None
+        self._traced: dict[tuple[Any, ...], list[Traced]] = {}
+        # Of the last step: numbers that stay, and what is bound to them; what changed, the rule.
+        self._values: tuple[Any, ...] | None = None
+        self._bound: _Bound
         self._last: tuple[tuple[float, ...], UpdateRule] | None = None
 
     def rule(self, optimizer: Any, learning_rate: float, step: int) -> UpdateRule:
@@ -329,15 +339,26 @@ class Formula:
         values = self._attributes_of(optimizer)
         if self._readers:
             values += tuple([read() for read in self._readers])
-        if self._bound is None or self._bound[0] != values:
-            self._bound = values, self._bind(values, tuple(optimizer.all_slots))
-            self._last = None
+        if values != self._values:
+            self._bound = self._bind(values, tuple(optimizer.all_slots))
+            self._values, self._last = values, None
         changing = (learning_rate, step if self._takes_step else 0)
         if self._last is None or self._last[0] != changing:
-            self._last = changing, self._bound[1]([*map(float, changing)])
+            kernel, evaluate, stay, norms_of = self._bound
+            now = tuple(map(float, changing))
+            constants = dict(zip(self._changing, now, strict=False)) | stay
+            if norms_of is None:
+                numbers = evaluate(now)
+                apply = functools.partial(kernel.apply, numbers)
+                rule = UpdateRule(apply, constants, kernel, numbers)
+            else:
+                norms = norms_of(now)
+                rule = UpdateRule(norms.apply, constants, kernel, norms=norms)
+            self._last = changing, rule
         return self._last[1]
 
-    def _bind(self, values: Sequence[Any], slots: tuple[str, ...]) -> RuleOf:
+    def _bind(self, values: Sequence[Any], slots: tuple[str, ...]) -> _Bound:
+        """What the numbers of a step are taken from, with these that stay."""
         named = dict(zip(self._names, values, strict=True))
         options = {
             name: value for name, value in named.items() if value is None or isinstance(value, bool)
@@ -351,12 +372,17 @@ class Formula:
         key = (*options.items(), *slots)
         if key not in self._traced:
             self._traced[key] = self._trace(slots, tuple(numbers), options)
-        return self._traced[key](tuple(numbers.values()))
+        passes = self._traced[key]
+        given = tuple(numbers.values())
+        norms_of = None if len(passes) == 1 else _bind_norms(passes, given)
+        # The ranks must agree on the options, too.
+        agreed = {name: float(value) for name, value in options.items() if value is not None}
+        return passes[-1].kernel, passes[-1].bind(given), numbers | agreed, norms_of
 
     def _trace(
         self, slots: Sequence[str], names: Sequence[str], options: Mapping[str, bool | None]
-    ) -> Callable[[Sequence[float]], RuleOf]:
-        """The update with these slots and options, as a function of the numbers that stay."""
+    ) -> list[Traced]:
+        """The passes for norms, and then the update, with these slots and options."""
         given = [
             Symbol(ELEMENT, None, name)
             for name in ("gradient", "value", *[f"slot_{name}" for name in slots])
@@ -376,63 +402,33 @@ class Formula:
         changing, stay = [symbols[n] for n in _CHANGING], [symbols[n] for n in names]
         # Norms need all elements of a variable before any can change: passes before the update,
         # which change nothing. A pass may depend on the norms of those before.
-        passes: list[tuple[Traced, tuple[bool, ...]]] = []
+        passes: list[Traced] = []
         norms: list[Symbol] = []
         for layer in reversed(layers_of(results)):
             if new := [norm for norm in layer if norm not in norms]:
-                terms = [norm.operands[0] for norm in new]
-                first = compile_pass(f"{name}_norms", given, stay, changing, norms, terms, True)
-                passes.append((first, tuple([norm.function is global_norm for norm in new])))
+                passes.append(_compile(f"{name}_norms", given, stay, changing, norms, new))
                 norms += new
-        last = compile_pass(name, given, stay, changing, norms, results)
-        most = max([len(are_global) for _, are_global in passes], default=0)
-        # The ranks must agree on the options, too.
-        agreed = {name: float(value) for name, value in options.items() if value is not None}
-
-        def bind_rule(numbers: Sequence[float]) -> RuleOf:
-            stay = dict(zip(names, numbers, strict=True)) | agreed
-            kernel, values_of = last.kernel, last.bind(numbers)
-
-            def rule(changing: Sequence[float], roots: Sequence[float] = ()) -> UpdateRule:
-                values = values_of((*changing, *roots))
-                constants = dict(zip(self._changing, changing, strict=False)) | stay
-                return UpdateRule(
-                    functools.partial(kernel.apply, values), constants, kernel, values
-                )
-
-            following = last
-            for first, are_global in reversed(passes):
-                rule = _after_norms(numbers, most, are_global, first, following, rule)
-                following = first
-            return rule
-
-        return bind_rule
+        return [*passes, _compile(name, given, stay, changing, norms, results)]
 
 
-def _after_norms(
-    numbers: Sequence[float],
-    most: int,
-    are_global: tuple[bool, ...],
-    first: Traced,
-    following: Traced,
-    rule: Callable[..., UpdateRule],
-) -> Callable[..., UpdateRule]:
-    """The rule that makes a pass for these norms, and goes on with another."""
-    kernel, values_of = first.kernel, first.bind(numbers)
-    given_of = following.bind_given(numbers)
+def _bind_norms(
+    passes: Sequence[Traced], numbers: Sequence[float]
+) -> Callable[[Sequence[float]], Norms]:
+    """The norms of a step, from the numbers that change; bound to those that stay."""
+    constants = [each.bind(numbers) for each in passes]
+    given = [each.bind_given(numbers) for each in passes[1:]]
+    kernels = tuple([each.kernel for each in passes])
+    are_global = tuple([each.are_global for each in passes[:-1]])
+    codes = tuple([each.code for each in passes[1:]])
 
-    def rule_with_norms(changing: Sequence[float], roots: Sequence[float] = ()) -> UpdateRule:
-        values = values_of((*changing, *roots))
-        first_pass = UpdateRule(
-            functools.partial(kernel.apply, values), NO_CONSTANTS, kernel, values
-        )
+    def norms_of(now: Sequence[float]) -> Norms:
+        def constants_of(k: int, norms: Sequence[float]) -> tuple[float, ...]:
+            return constants[k]((*now, *norms))
 
-        def rule_with(found: Sequence[float]) -> UpdateRule:
-            return rule(changing, (*roots, *found))
+        def given_of(k: int) -> tuple[float, ...]:
+            # They are independent of norms.
+            return given[k]((*now, *[1.0] * sum(map(len, are_global[: k + 1]))))
 
-        # Of norms these are independent.
-        given = functools.partial(given_of, (*changing, *roots, *[1.0] * len(are_global)))
-        on_gpu = NumbersOfNorms(following.code, given)
-        return Norms(most, are_global, first_pass, rule_with, on_gpu).rule()
+        return Norms(kernels, are_global, codes, constants_of, given_of)
 
-    return rule_with_norms
+    return norms_of

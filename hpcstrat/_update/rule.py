@@ -40,7 +40,7 @@ class UpdateRule(NamedTuple):
             and all on a GPU, use it instead of `apply` if it is given.
         kernel_constants: the constants of the kernel, in its order.
         norms: the norms of whole variables that it needs. Then `apply` takes a whole variable, and
-            the kernel's constants are those of `norms.rule_with`.
+            the kernel's constants are those of `norms.constants_of`.
 
     Examples:
         SGD as a function of flat arrays, which `Optimizer.update_rule` returns:
@@ -64,53 +64,48 @@ class UpdateRule(NamedTuple):
     norms: Norms | None = None
 
 
-class NumbersOfNorms(NamedTuple):
-    """The constants of a kernel that follows a pass for norms.
-
-    Attributes:
-        code: statements in CUDA C++ that compute row `i` of `numbers`, in float64, from `norm_0`,
-            `norm_1` and so on, of all passes up to this, and from `given_0` and so on.
-        given: returns the numbers that depend on no norm.
-    """
-
-    code: str
-    given: Callable[[], tuple[float, ...]]
-
-
 class Norms(NamedTuple):
     """The norms over variables that an update of their elements depends on.
 
-    They take a pass over all elements, which changes nothing. A rank that has only a part of the
-    elements sums its own, and the ranks add their sums. Squares are summed in float64.
+    They are found in passes over all elements, which change nothing; a pass may depend on the norms
+    of those before. A rank that has only a part of the elements sums its own, and the ranks add
+    their sums. Squares are summed in float64.
 
     Attributes:
-        size: the number of norms, or that of a later pass if it has more.
-        are_global: for each norm, whether it is over all variables of the update, or over each.
-        first: the pass; `apply` returns the term of each norm.
-        rule_with: returns the update of a variable that has these norms. It may take other norms,
-            which depend on these.
-        numbers: what a GPU computes the constants of the next kernel with.
+        kernels: of each pass, whose terms are those of its norms; then of the update.
+        are_global: for each pass, whether each of its norms is over all variables of the update, or
+            over each.
+        codes: for each pass, statements in CUDA C++ that compute row `i` of `numbers`, the
+            constants of the next kernel, in float64, from `norm_0`, `norm_1` and so on, of all
+            passes up to this, and from `given_0` and so on.
+        constants_of: returns the constants of a kernel from the norms of all passes before.
+        given_of: returns the numbers that the code of a pass is given.
     """
 
-    size: int
-    are_global: tuple[bool, ...]
-    first: UpdateRule
-    rule_with: Callable[[Sequence[float]], UpdateRule]
-    numbers: NumbersOfNorms
+    kernels: tuple[Kernel, ...]
+    are_global: tuple[tuple[bool, ...], ...]
+    codes: tuple[str, ...]
+    constants_of: Callable[[int, Sequence[float]], tuple[float, ...]]
+    given_of: Callable[[int], tuple[float, ...]]
 
-    def rule(self) -> UpdateRule:
-        """The update of variables whose norms are not known yet."""
-        return self.rule_with([1.0] * len(self.are_global))._replace(
-            apply=self._apply, kernel_constants=(), norms=self
-        )
+    @property
+    def most(self) -> int:
+        """The norms of the pass that has most."""
+        return max(map(len, self.are_global))
 
-    def _apply(self, value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
-        roots = np.sqrt(self.sums(value, gradient, slots)).tolist()
-        self.rule_with(roots).apply(value, gradient, slots, scratch)
+    def rule_of(self, k: int, found: Sequence[float]) -> UpdateRule:
+        """The rule of a pass or, after all, of the update, from the norms of the passes before."""
+        kernel, numbers = self.kernels[k], self.constants_of(k, found)
+        apply = functools.partial(kernel.apply, numbers)
+        return UpdateRule(apply, NO_CONSTANTS, kernel, numbers)
 
-    def sums(self, value: Array, gradient: Array, slots: Sequence[Array]) -> Array:
-        """The sum of the squares of each term, from NumPy arrays."""
-        return sums_of_squares(self.first.apply(value, gradient, slots, gradient))
+    def apply(self, value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
+        """`UpdateRule.apply`, to a whole variable, as if there were no other."""
+        found: list[float] = []
+        for k in range(len(self.are_global)):
+            terms = self.rule_of(k, found).apply(value, gradient, slots, scratch)
+            found += np.sqrt(sums_of_squares(terms)).tolist()
+        self.rule_of(len(self.are_global), found).apply(value, gradient, slots, scratch)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

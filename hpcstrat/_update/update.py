@@ -28,7 +28,7 @@ from hpcstrat._communicators.reduction import CHUNK, accumulator, reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._update import compiled
-from hpcstrat._update.rule import Kernel, Norms, UpdateRule, scalars, sums_of_squares
+from hpcstrat._update.rule import Kernel, UpdateRule, scalars, sums_of_squares
 
 T = TypeVar("T")
 InPlace: TypeAlias = Mapping[int, tuple[Interval, Array]]
@@ -233,25 +233,30 @@ class HostUpdate(Update):
         add_up: Callable[[Array], Array] | None = None,
     ) -> None:
         """See `Update.run`."""
+        norms = rule.norms
+        if norms is None:
+            self.one_pass(rule, messages, op, in_place)
+            return
         # For norms over all variables, chunks need not end where variables do.
         updates: Mapping[int, HostUpdate] = {0: self}
-        rules = [rule]
-        while (norms := rules[0].norms) is not None:
-            if len(rules) == 1 and not all(norms.are_global):
-                updates, rules = self._of_each_variable(), rules * len(self._shards)
+        found: list[list[float]] = [[]]  # of each update, its norms so far
+        for k, are_global in enumerate(norms.are_global):
+            if len(found) == 1 and not all(are_global):
+                updates, found = self._of_each_variable(), found * len(self._shards)
             # As many columns in every pass, as a shared array of central storage has.
-            squares = np.zeros((len(self._shards), norms.size))
-            count = len(norms.are_global)
+            squares, count = np.zeros((len(self._shards), norms.most)), len(are_global)
             for i, update in updates.items():
-                update.apply(_norms_of(rules[i]).first, messages, op, in_place, squares[i, :count])
+                first = norms.rule_of(k, found[i])
+                update.one_pass(first, messages, op, in_place, squares[i, :count])
             # A norm needs all elements of a variable, some of them on other ranks, so nothing can
             # be updated before. The gradients are reduced again: a copy would cost as much memory.
             sums = (squares if add_up is None else add_up(squares))[:, :count]
-            sums = np.where(norms.are_global, sums.sum(axis=0), sums)
-            roots = np.sqrt(sums[: len(rules)]).tolist()
-            rules = [_norms_of(rule).rule_with(own) for rule, own in zip(rules, roots, strict=True)]
+            sums = np.where(are_global, sums.sum(axis=0), sums)
+            roots = np.sqrt(sums[: len(found)]).tolist()
+            found = [before + own for before, own in zip(found, roots, strict=True)]
         for i, update in updates.items():
-            update.apply(rules[i], messages, op, in_place)
+            last = norms.rule_of(len(norms.are_global), found[i])
+            update.one_pass(last, messages, op, in_place)
 
     def _of_each_variable(self) -> dict[int, HostUpdate]:
         """The update of each variable of which this rank has a shard."""
@@ -269,7 +274,7 @@ class HostUpdate(Update):
             }
         return self._of_variables
 
-    def apply(
+    def one_pass(
         self,
         rule: UpdateRule,
         messages: Sequence[Array],
@@ -384,8 +389,3 @@ def _chunks_in(shard: Shard, chunks: Sequence[Chunk]) -> list[Chunk]:
         here = slice(start, start + both.elements.size)
         cut.append((both, value[here], tuple([slot[here] for slot in slots])))
     return cut
-
-
-def _norms_of(rule: UpdateRule) -> Norms:
-    assert rule.norms is not None
-    return rule.norms

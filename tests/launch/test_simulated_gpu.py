@@ -69,7 +69,7 @@ BUGS = {
     "updates on whatever stream is current": (
         [
             (
-                "_storage/device_memory.py",
+                "_storage/local.py",
                 "        self.current = stream.current\n",
                 "",
             )
@@ -128,7 +128,7 @@ BUGS = {
     "parts of a checkpoint are read before they have arrived": (
         [
             (
-                "_storage/device_memory.py",
+                "_storage/local.py",
                 "get(out=pinned[: here.size])",
                 "get(out=pinned[: here.size], blocking=False)",
             )
@@ -138,7 +138,7 @@ BUGS = {
     "a master copy on the host is changed while it is copied": (
         [
             (
-                "_storage/device_memory.py",
+                "_storage/local.py",
                 "self._stream.synchronize()  # an earlier write may still be on its way to the GPU\n"
                 "            rule",
                 "pass\n            rule",
@@ -169,7 +169,7 @@ BUGS = {
     "a part of the gradients goes over what is sent": (
         [
             (
-                "_storage/device_plan.py",
+                "_storage/plan.py",
                 "memory[round_up(layout.nbytes, ALIGNMENT) : self.nbytes]",
                 "memory",
             )

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import contexts, device_memory, device_plan, gpu, gpu_memory
+from internals import contexts, gpu, gpu_memory, local
+from internals import plan as plan_of_storage
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -169,7 +170,7 @@ def scattered(count, collector):
 @pytest.mark.parametrize("collector", [0, N - 1])
 @pytest.mark.parametrize("piece", [1 << 8, 1 << 24])
 def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector, piece, monkeypatch):
-    monkeypatch.setattr(device_plan, "PIECE", piece)
+    monkeypatch.setattr(plan_of_storage, "PIECE", piece)
     variables = scattered(12, collector)
     starts = [
         v._state.block.memory.start - variables[0]._state.block.memory.start for v in variables
@@ -193,10 +194,10 @@ def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector, piece
 
 
 def test_new_values_go_through_the_message_only_where_memory_ends(strategy, xp, monkeypatch):
-    monkeypatch.setattr(device_plan, "PIECE", 1 << 12)
-    plans, take = [], device_plan.DevicePlan.take
+    monkeypatch.setattr(plan_of_storage, "PIECE", 1 << 12)
+    plans, take = [], plan_of_storage.DevicePlan.take
     monkeypatch.setattr(
-        device_plan.DevicePlan,
+        plan_of_storage.DevicePlan,
         "take",
         lambda plan, memory: (plans.append(plan), take(plan, memory)),
     )
@@ -218,7 +219,7 @@ def test_new_values_go_through_the_message_only_where_memory_ends(strategy, xp, 
 
 @pytest.mark.parametrize("holes", [0, 2])
 def test_a_master_copy_on_the_host_is_copied_by_one_call_per_run(place, monkeypatch, holes):
-    copied, fill = [], device_memory.fill
+    copied, fill = [], local.fill
 
     def counted(array, value):
         copied.append(array.nbytes)
@@ -229,7 +230,7 @@ def test_a_master_copy_on_the_host_is_copied_by_one_call_per_run(place, monkeypa
         made = [hs.Variable(np.zeros(1 + 50 * i, np.float32)) for i in range(9)]
         variables = [v for i, v in enumerate(made) if i % 4 or i == 0 or not holes]
         optimizer = hs.optimizers.SGD(0.5)
-        monkeypatch.setattr(device_memory, "fill", counted)
+        monkeypatch.setattr(local, "fill", counted)
         strategy.run(
             lambda: optimizer.apply_gradients(
                 [(strategy.xp.full(v.shape, i * (RANK + 1.0)), v) for i, v in enumerate(variables)]

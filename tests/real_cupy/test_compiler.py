@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from internals import (
     accumulator,
-    device_kernels,
-    device_norms,
+    device_update,
     layout,
     rows,
 )
@@ -48,21 +47,18 @@ def text(kernel, name, arguments):
 def kernels_of(rule, dtype):
     """The kernels of an update, each with arguments for it."""
     numbers, table = array(3, np.float64), array(3, np.int64)
-    passes, last = device_norms.passes_of(rule)
-    update = device_norms.kernel_in(last)
-    given = [array(3, dtype) for _ in range(2 + len(update.slots))]
-    done = 0
-    for norms in passes:
-        first = norms.first
-        constants = [numbers] if done else first.kernel_constants
-        kernel = device_kernels.squares_kernel(device_norms.kernel_in(first), dtype, bool(done))
+    given = [array(3, dtype) for _ in range(2 + len(rule.kernel.slots))]
+    constants, norms, done = rule.kernel_constants, rule.norms, 0
+    for k, are_global in enumerate(() if norms is None else norms.are_global):
+        constants = [numbers] if done else norms.constants_of(0, ())
+        kernel = device_update.squares_kernel(norms.kernels[k], dtype, bool(done))
         yield kernel, [given[0], *constants, *given[1:], table, numbers]
-        terms, passed = len(norms.are_global), norms.numbers.given()
-        kernel = device_norms.numbers_kernel(norms.numbers.code, done, terms, len(passed))
+        terms, passed = len(are_global), norms.given_of(k)
+        kernel = device_update.numbers_kernel(norms.codes[k], done, terms, len(passed))
         yield kernel, [numbers, table, 1, 1, *passed, numbers, numbers]
         done += terms
-    constants = [numbers, table, 1] if passes else last.kernel_constants
-    kernel = device_kernels.update_kernel(update, dtype, bool(passes))
+        constants = [numbers, table, 1]
+    kernel = device_update.update_kernel(rule.kernel, dtype, bool(done))
     yield kernel, [given[0], *constants, *given[1:]]
 
 
@@ -82,7 +78,7 @@ def sources():
                     text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
                 )
     numbers, table = array(3, np.float64), array(3, np.int64)
-    texts.append(text(device_norms.add_kernel(), "add", [numbers, table, 1, 1, numbers]))
+    texts.append(text(device_update.add_kernel(), "add", [numbers, table, 1, 1, numbers]))
     for itemsize in layout._WORDS:
         code = layout._kernel(itemsize).code
         texts.append(code.replace("copy_arrays(", f"copy_arrays_{itemsize}("))

@@ -7,7 +7,7 @@ import stat
 
 import numpy as np
 import pytest
-from internals import compiled, library_cache, reduce_chunk
+from internals import compiled, library_cache, reduce_chunk, sums_of_squares
 from package_kernels import DTYPES, optimizers_of
 from slow import slow_but
 
@@ -54,9 +54,10 @@ def test_a_loop_gives_the_bits_of_the_operations(dtype, name):
     with np.errstate(all="ignore"):
         for step, messages in itertools.product((1, 5), (1, 2, 3)):
             rule = optimizer.update_rule(0.1, step)
-            norms, sums = rule.norms, []
+            first, norms, sums = rule, rule.norms, []
             if norms is not None:
-                rule = norms.rule_with([0.5] * norms.size)
+                first = norms.rule_of(0, ())
+                rule = norms.rule_of(1, [0.5] * norms.most)
             loop = compiled.loop(rule, dtype)
             assert loop is not None
             rows, expected = [], []
@@ -71,15 +72,17 @@ def test_a_loop_gives_the_bits_of_the_operations(dtype, name):
                 gradient = np.empty_like(value)
                 reduce_chunk(gradient, arrays[count:], ReduceOp.SUM)
                 if norms is not None:
-                    sums.append(norms.sums(value, gradient, slots).tolist())
+                    sums.append(
+                        sums_of_squares(first.apply(value, gradient, slots, gradient)).tolist()
+                    )
                 rule.apply(value, gradient, slots, np.empty_like(value))
                 rows.append(arrays)
                 expected.append([value, *slots, *(array.copy() for array in arrays[count:])])
             if norms is not None:
-                first = compiled.loop(norms.first, dtype)
-                assert first is not None
-                constants = norms.first.kernel_constants
-                assert first(compiled.table(rows), messages, constants).tolist() == sums
+                loop_of_first = compiled.loop(first, dtype)
+                assert loop_of_first is not None
+                found = loop_of_first(compiled.table(rows), messages, first.kernel_constants)
+                assert found.tolist() == sums
             loop(compiled.table(rows), messages, rule.kernel_constants)
             for found, wanted in zip(rows, expected, strict=True):
                 assert [array.tobytes() for array in found] == [array.tobytes() for array in wanted]

@@ -12,8 +12,7 @@ from internals import (
     Shard,
     accumulator,
     apply_on_gpu,
-    device_kernels,
-    device_norms,
+    device_update,
     gpu,
     layout,
     layout_of,
@@ -88,8 +87,8 @@ def cupy():
         patch.setattr(gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(gpu, "array_module", lambda *arrays: module)
         caches = (
-            *(device_kernels.update_kernel, device_kernels.squares_kernel),
-            *(device_norms.numbers_kernel, device_norms.add_kernel),
+            *(device_update.update_kernel, device_update.squares_kernel),
+            *(device_update.numbers_kernel, device_update.add_kernel),
             *(rows._kernel, layout._kernel),
         )
         for cache in caches:
@@ -136,10 +135,9 @@ def update(optimizer, step, value, gradient, slots):
         return
     every = Interval(0, value.size)
     shard = Shard(0, value.dtype, every, every.scale(value.itemsize), ())
-    passes, last = device_norms.passes_of(update)
     chunks = [(shard, value, tuple(slots))]
-    norms = device_norms.DeviceNorms(chunks, [shard], passes, last, is_split=False)
-    norms.run(passes, [(gradient.copy(), value, slots)], None)
+    norms = device_update.DeviceNorms(chunks, [shard], update.norms, is_split=False)
+    norms.run(update.norms, [(gradient.copy(), value, slots)], None)
 
 
 def operations(optimizer, step, value, gradient, slots):

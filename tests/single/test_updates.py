@@ -25,6 +25,7 @@ from internals import (
     cuts_of,
     rank_parts_of,
     rank_slices,
+    sums_of_squares,
 )
 from package_kernels import optimizers_of
 
@@ -116,6 +117,11 @@ def bits_of(blocks, slots):
     ]
 
 
+def sums_of_norms(norms, value, gradient, slots):
+    """The sums of squares of the first pass."""
+    return sums_of_squares(norms.rule_of(0, ()).apply(value, gradient, slots, gradient))
+
+
 def momentum():
     return optimizers_of(DTYPES[0])["SGD with momentum"].update_rule(0.1, 1)
 
@@ -165,13 +171,13 @@ def test_norms_of_variables_that_are_split(kind, variables, ranks, seed):
         order.write(message, own)
     totals = [sum_in_order([of_rank[i] for of_rank in gradients]) for i in range(len(blocks))]
     sums = [
-        rule.norms.sums(block.array, total.copy(), [slot.array for slot in of_block])
+        sums_of_norms(rule.norms, block.array, total.copy(), [slot.array for slot in of_block])
         for block, total, of_block in zip(blocks, totals, slots, strict=True)
     ]
     expected = []
     for block, total, of_block, of_variable in zip(blocks, totals, slots, sums, strict=True):
         value, states = block.array.copy(), [slot.array.copy() for slot in of_block]
-        whole = rule.norms.rule_with(np.sqrt(of_variable).tolist())
+        whole = rule.norms.rule_of(1, np.sqrt(of_variable).tolist())
         whole.apply(value, total, states, np.empty_like(value))
         expected.append([array.astype(np.float64) for array in (value, *states)])
 
