@@ -49,7 +49,8 @@ def kernels_of(rule, dtype):
     numbers, table = array(3, np.float64), array(3, np.int64)
     given = [array(3, dtype) for _ in range(2 + len(rule.kernel.slots))]
     constants, norms, done = rule.kernel_constants, rule.norms, 0
-    for k, are_global in enumerate(() if norms is None else norms.are_global):
+    for k, are_global in enumerate(norms.are_global if norms else ()):
+        assert norms is not None
         constants = [numbers] if done else norms.constants_of(0, ())
         kernel = device_update.squares_kernel(norms.kernels[k], dtype, bool(done))
         yield kernel, [given[0], *constants, *given[1:], table, numbers]
