@@ -26,7 +26,6 @@ from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named
 from hpcstrat._storage.host import MirroredHostStorage
-from hpcstrat._storage.sharded_host import ShardedHostStorage
 from hpcstrat._update.rule import UpdateRule
 
 
@@ -44,8 +43,8 @@ CALLS = {
     "broadcast of 1 MB": lambda of: of.broadcast([np.full(1 << 17, of.rank + 1.0)], 0),
 }
 """For names of `formulas.CALLS` the call of a communicator."""
-STEPS = {"unsharded": MirroredHostStorage, "sharded": ShardedHostStorage}
-"""For names of `formulas.STEPS` the storage."""
+STEPS = {"unsharded": False, "sharded": True}
+"""For names of `formulas.STEPS`, whether slots are split over the ranks."""
 MOMENTUM, RUNS = 0.5, 2
 
 
@@ -93,7 +92,7 @@ def step(name, hosts, gradients, is_unbacked=False):
     job = Job(hosts, is_unbacked)
 
     def program(comm, host_comm):
-        storage = STEPS[name](connect(comm.Dup(), host_comm))
+        storage = MirroredHostStorage(connect(comm.Dup(), host_comm), STEPS[name])
         job.record(comm, False)
         with call_named("simulated step"):
             variable = storage.create(np.zeros(gradients[comm.rank].shape, np.float32))

@@ -78,8 +78,7 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers
 from hpcstrat._storage import base as storage
 from hpcstrat._storage import local, plan
-from hpcstrat._storage.central_device import CentralDeviceStorage
-from hpcstrat._storage.device import MirroredDeviceStorage
+from hpcstrat._storage.device import CentralDeviceStorage, MirroredDeviceStorage
 from hpcstrat._storage.factory import make_replica_storage
 from hpcstrat._storage.host import MirroredHostStorage
 from hpcstrat._storage.local import PART, host_parts

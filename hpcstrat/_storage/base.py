@@ -11,6 +11,7 @@ import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.checked_exchange import checksum
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import UPDATE, Details, span
 from hpcstrat._core.types import Aggregation, Array, Bytes, ReduceOp
@@ -18,6 +19,7 @@ from hpcstrat._memory.allocator import Block, Cuts
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, writer_of
 from hpcstrat._storage.plan import Plan
+from hpcstrat._update.rows import update_rows, update_rows_in_shards
 from hpcstrat._update.rule import UpdateRule
 
 FEWEST_BYTES = 1 << 20
@@ -154,12 +156,28 @@ class Storage(abc.ABC):
             for block in blocks:
                 block.mark_interrupted(current_call())
 
-    @abc.abstractmethod
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
-        """Raises if the program has written to what a rank reads of the variables."""
+        """Raises if the program has written to what a rank reads of the variables.
 
-    def _note_change(self, blocks: Sequence[Block]) -> None:  # noqa: B027
+        On a host checksums are compared, because NumPy's `at` writes to read-only arrays, too.
+        """
+        with self.communicator.raise_together():
+            for block in blocks:
+                # Cleared at once, so that a foreign write is reported once and not at every later
+                # update.
+                seen, block.checksum = block.checksum, None
+                if seen not in (None, checksum(block.array)):
+                    raise RuntimeError(
+                        f"{current_call()}: since the last update something else wrote to the "
+                        f"memory of a variable of shape {block.array.shape} and dtype "
+                        f"{block.array.dtype.name} (HPCSTRAT_CHECK); pass functions that write in "
+                        "place, such as np.add.at, a copy: read_value() instead of value()"
+                    )
+
+    def _note_change(self, blocks: Sequence[Block]) -> None:
         """Notes that an update has changed the variables, on all ranks."""
+        for block in blocks:
+            block.checksum = checksum(block.array)
 
     @abc.abstractmethod
     def _update(
@@ -255,10 +273,17 @@ class Storage(abc.ABC):
             self.mark_interrupted(error, blocks)
             raise
 
-    @abc.abstractmethod
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
-    ) -> None: ...
+    ) -> None:
+        """Each rank updates all rows or, if slots are split, those elements whose slots it has."""
+        local = self.local
+        with local.current():
+            rows, gradient = local.here(rows), local.here(gradient)
+            if blocks[-1].cuts is None:
+                update_rows([block.array for block in blocks], rows, gradient, rule)
+            else:
+                update_rows_in_shards(self.communicator, blocks, rows, gradient, rule)
 
     def all_parts(self, block: Block) -> Iterator[Bytes]:
         """The `local.parts` of all ranks, in rank order, of a block that is split over them.

@@ -17,7 +17,8 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.allocator import Block, Cuts, block_of, size_of
 from hpcstrat._memory.intervals import Interval, divide_up
-from hpcstrat._storage.host import HostStorage
+from hpcstrat._process.settings import keep_freed_memory
+from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks
 from hpcstrat._storage.plan import MessageOrder, Plan
 from hpcstrat._update.rows import update_rows
@@ -26,7 +27,7 @@ from hpcstrat._update.update import NOTHING_IN_PLACE
 
 
 @final
-class CentralHostStorage(HostStorage):
+class CentralHostStorage(Storage):
     """One copy for all ranks of a host.
 
     All ranks allocate by the same rule from the same reports, so they need not tell each other
@@ -42,6 +43,7 @@ class CentralHostStorage(HostStorage):
     communicator: SharedMemoryCommunicator
 
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
+        keep_freed_memory()  # here, where a program begins to make gradients on the host
         super().__init__(communicator, LocalBlocks(communicator.rank, lambda: communicator.segment))
         self._dead: deque[int] = deque()  # numbers of blocks, not yet reported
         self._reports: Counter[int] = Counter()  # number of a block -> ranks that reported it

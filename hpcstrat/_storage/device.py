@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Collection, Iterable, Sequence
+from typing import final
 
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.device import DeviceCommunicator, Move
+from hpcstrat._communicators.device import DeviceCommunicator, Move, RankSlice
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
-from hpcstrat._memory.allocator import ALIGNMENT, Block
+from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import local_blocks, on_stream
-from hpcstrat._storage.plan import DevicePlan, MessageOrder, MessagePool, Plan
-from hpcstrat._update.rows import update_rows
+from hpcstrat._storage.plan import (
+    DevicePlan,
+    MessageOrder,
+    MessagePool,
+    Plan,
+    cuts_of,
+    rank_parts_of,
+)
+from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
 
 
@@ -38,6 +45,8 @@ class DeviceStorage(Storage):
     """
 
     communicator: DeviceCommunicator
+    _reduces_to: int | None = None
+    """The rank that needs the reduced gradients; `None` if all do."""
 
     def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:
         # Ranks on CPUs and on GPUs can be replicas of one strategy, so memory is chosen per rank.
@@ -80,6 +89,9 @@ class DeviceStorage(Storage):
         with self.local.current():
             copies = [block.view for block in blocks]
             self.communicator.require_equal(copies, ": the copies that the ranks read")
+
+    def _note_change(self, blocks: Sequence[Block]) -> None:
+        """Notes nothing: the ranks' copies are compared instead."""
 
     # ---- updates
 
@@ -140,30 +152,98 @@ class DeviceStorage(Storage):
                 values[i] = self.local.here(value)
         return plan.pack(values, is_reduced)
 
-    def _reduce_message(self, plan: DevicePlan, sources: Sequence[Array], op: Aggregation) -> None:
-        """Reduces all values in the message, or given as `DevicePlan.pack` returns them."""
-        for source, gradient in zip(sources, plan.gradients, strict=True):
-            self._reduce(source, gradient, op)
-
-    @abc.abstractmethod
     def _prepare_reductions(self, plan: DevicePlan) -> list[Move]:
         """The sums of all gradients in the message, for `DeviceCommunicator.launch`."""
+        communicator, gradients = self.communicator, plan.gradients
+        if plan.slices:
+            each = zip(gradients, plan.own_gradients, plan.slices, strict=True)
+            prepared = [communicator.prepare_reduce_scatter(*of_dtype) for of_dtype in each]
+        else:
+            prepared = [
+                communicator.prepare_reduce(gradient, ReduceOp.SUM, self._reduces_to)
+                for gradient in gradients
+            ]
+        return [move for of_dtype in prepared for move in of_dtype]
+
+    def _reduce_message(self, plan: DevicePlan, sources: Sequence[Array], op: Aggregation) -> None:
+        """Reduces all values in the message, or given as `DevicePlan.pack` returns them."""
+        communicator = self.communicator
+        for k, source in enumerate(sources):
+            if not plan.slices:
+                self._reduce(source, plan.gradients[k], op)
+            elif op is ReduceOp.SUM:
+                communicator.reduce_scatter_flat(source, plan.own_gradients[k], plan.slices[k])
+            else:
+                # Only optimizers' variables have slots, and optimizers use no other `op`.
+                assert op is FIRST_REPLICA
+                communicator.broadcast_flat(source, 0)
+                for rank, elements, own in plan.slices[k]:
+                    if rank == communicator.rank:
+                        plan.own_gradients[k][own.slice] = source[elements.slice]
 
     def _sum_parts(self, plan: DevicePlan, variables: Iterable[int]) -> None:
         """Sums the gradients of some variables in the message, where the update reads them."""
-        for array in plan.order.views_of(variables, plan.message):
-            self._reduce(array, array, ReduceOp.SUM)
+        for k, parts in enumerate(plan.order.parts_of(variables)):
+            for part in parts:
+                if plan.slices:
+                    slices = [
+                        RankSlice(rank, both, both.shift(own.start - elements.start))
+                        for rank, elements, own in plan.slices[k]
+                        if (both := elements & part)
+                    ]
+                    self.communicator.reduce_scatter_flat(
+                        plan.gradients[k], plan.own_gradients[k], slices
+                    )
+                else:
+                    array = plan.gradients[k][part.slice]
+                    self._reduce(array, array, ReduceOp.SUM)
 
-    @abc.abstractmethod
     def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
         """Reduces a flat array to where updates read it; by `FIRST_REPLICA` in place only."""
+        communicator, root = self.communicator, self._reduces_to
+        if op is FIRST_REPLICA:
+            if root != 0:  # the first replica is rank 0
+                communicator.broadcast_flat(out, 0)
+        elif root is None:
+            communicator.all_reduce_flat(source, out, op)
+        else:
+            communicator.reduce_flat(source, out, op, root)
 
     def _add_up(self, sums: Array) -> Array:
         """The sums over whole variables, from those over this rank's shards; see `Update.run`."""
+        flat = sums.reshape(-1)
+        self.communicator.all_reduce_flat(flat, flat, ReduceOp.SUM)
         return sums
 
     def _share(self, plan: DevicePlan) -> None:
-        """Sends new values to the ranks that have not computed them."""
+        """Sends new values to the ranks that have not computed them.
+
+        What is contiguous in a rank's memory is sent or received in place. That may differ from
+        rank to rank, because memory is freed at different moments; pieces may not.
+        """
+        if self._reduces_to is None and not plan.slices:  # every rank has computed all
+            return
+        # One call for all variables: a message's latency counts more than its bytes.
+        if plan.sharing is None:
+            transfers = plan.transfers()
+            plan.copies = [copy for _, copies in transfers for copy in copies]
+            plan.sharing = self._prepare_sharing(plan, [piece for piece, _ in transfers])
+        if self.updates_here:
+            for value, part in plan.copies:
+                part[...] = value
+        self.communicator.launch("the new values", plan.sharing)
+        if plan.slices or not self.updates_here:
+            for value, part in plan.copies:
+                value[...] = part
+
+    def _prepare_sharing(self, plan: DevicePlan, pieces: Sequence[Array]) -> list[Move]:
+        communicator = self.communicator
+        if plan.slices:
+            pairs = zip(pieces, plan.slices, strict=True)
+            prepared = [communicator.prepare_all_gather(*pair) for pair in pairs]
+        else:
+            prepared = [communicator.prepare_broadcast(piece, self._root) for piece in pieces]
+        return [move for of_piece in prepared for move in of_piece]
 
     # ---- sums of marked gradients, while the program computes others
 
@@ -187,25 +267,92 @@ def _may_overlap(array: Array, memory: Array) -> bool:
     )
 
 
+@final
 class MirroredDeviceStorage(DeviceStorage):
     """Each rank stores and updates all variables; with one replica there is one copy.
 
     The same steps on the same sums keep the copies equal.
+
+    If slots are split, each rank stores only its part of them, and makes only these updates: one
+    reduce-scatter of the gradients, one fused kernel, one all-gather of the new values. Each
+    element is updated by one rank, so copies stay equal even where some ranks compute on CPUs.
+    Variables without slots are updated by each rank: their plans have no `slices`.
+
+    Args:
+        communicator: the ranks.
+        root: the rank whose initial values count.
+        splits: whether slots are split over the ranks.
     """
 
-    def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
-        if op is FIRST_REPLICA:
-            self.communicator.broadcast_flat(out, 0)
-        else:
-            self.communicator.all_reduce_flat(source, out, op)
+    def __init__(self, communicator: DeviceCommunicator, root: int, splits: bool = False) -> None:
+        super().__init__(communicator, root)
+        self._splits = splits
 
-    def _prepare_reductions(self, plan: DevicePlan) -> list[Move]:
-        prepare = self.communicator.prepare_reduce
-        return [move for g in plan.gradients for move in prepare(g, ReduceOp.SUM, None)]
+    def split(self, variables: Sequence[Block]) -> Sequence[Cuts | None]:
+        """An equal part of all elements per rank."""
+        if not self._splits:
+            return super().split(variables)
+        return cuts_of(variables, self.communicator.size, ALIGNMENT)
+
+    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
+        """The plan of updates, of which each rank makes all, or its part if slots are split."""
+        if not (self._splits and any(slots)):
+            return super().plan(variables, slots)
+        rank = self.communicator.rank
+        order = MessageOrder(variables, [()] * len(variables), ALIGNMENT)
+        rank_parts = rank_parts_of(order, order.to_message(slots), rank)
+        own = rank_parts[rank]
+        update = self.local.new_update(own.layout, own.shards)
+        return DevicePlan(order, update, self.local.runs_to_read(order), rank_parts, rank)
+
+
+@final
+class CentralDeviceStorage(DeviceStorage):
+    """Only the parameter rank updates variables and has their slots; every rank reads a copy.
+
+    An update: each rank packs its gradients into one flat message; one reduction per dtype to the
+    parameter rank; one fused kernel per run of variables there; one call that broadcasts the new
+    values. All of it is queued on the strategy's stream, and the host does not wait, unless the
+    master copy is in host memory.
+    """
+
+    has_all_blocks = False
+
+    def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:
+        super().__init__(communicator, root, on_host)
+        self._reduces_to = root
+        self.updates_here = communicator.rank == root
+
+    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
+        """The plan of updates, with slots on the parameter rank only."""
+        return super().plan(variables, slots if self.updates_here else [()] * len(variables))
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
     ) -> None:
+        variable, arrays = blocks[0], [block.array for block in blocks]
         with self.local.current():
-            arrays = [block.array for block in blocks]
-            update_rows(arrays, self.local.here(rows), self.local.here(gradient), rule)
+            rows, gradient = self.local.here(rows), self.local.here(gradient)
+            if self.updates_here and variable.copy is not None:
+                # The master copy is in host memory, and only the new rows travel to the GPU.
+                host_rows = gpu.to_host(rows)
+                update_rows(arrays, host_rows, gpu.to_host(gradient), rule)
+                new = self.local.here(row_view(variable.array, gradient.ndim - 1)[host_rows])
+            else:
+                if self.updates_here:
+                    update_rows(arrays, rows, gradient, rule)
+                new = row_view(variable.array, gradient.ndim - 1)[rows]
+            self.communicator.broadcast_flat(new.reshape(-1), self._root)
+            row_view((variable.copy or variable).array, gradient.ndim - 1)[rows] = new
+
+    def publish(self, blocks: Sequence[Block]) -> None:
+        """Broadcasts the parameter rank's values."""
+        if blocks:
+            self.communicator.exchange(
+                signature_of(current_call(), "publish", *[block.identity() for block in blocks])
+            )
+            with self.local.current():
+                for block in blocks:
+                    self.communicator.broadcast_flat(
+                        (block.copy or block).array.reshape(-1), self._root
+                    )

@@ -26,15 +26,10 @@ def make_replica_storage(
     is_split = shard_updates and communicator.size > 1
     if isinstance(communicator, DeviceCommunicator):
         from hpcstrat._storage.device import MirroredDeviceStorage
-        from hpcstrat._storage.sharded_device import ShardedDeviceStorage
 
-        return (ShardedDeviceStorage if is_split else MirroredDeviceStorage)(communicator, root)
+        return MirroredDeviceStorage(communicator, root, is_split)
     assert isinstance(communicator, HostCommunicator)
-    if is_split:
-        from hpcstrat._storage.sharded_host import ShardedHostStorage
-
-        return ShardedHostStorage(communicator)
-    return MirroredHostStorage(communicator)
+    return MirroredHostStorage(communicator, is_split)
 
 
 def make_central_storage(communicator: Communicator, root: int, on_host: bool = False) -> Storage:
@@ -49,7 +44,7 @@ def make_central_storage(communicator: Communicator, root: int, on_host: bool = 
         TypeError: the ranks share no memory.
     """
     if isinstance(communicator, DeviceCommunicator):
-        from hpcstrat._storage.central_device import CentralDeviceStorage
+        from hpcstrat._storage.device import CentralDeviceStorage
 
         return CentralDeviceStorage(communicator, root, on_host and communicator.rank == root)
     if isinstance(communicator, SharedMemoryCommunicator):

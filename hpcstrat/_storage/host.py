@@ -1,21 +1,19 @@
-"""Storage in host memory: what all kinds have in common, and a copy of variables on each replica.
-
-With one replica it is the only copy.
-"""
+"""Storage in host memory with a copy of the variables on each replica; one replica has the only."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Collection, Sequence
+from typing import final
 
 import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.background import Background
-from hpcstrat._communicators.checked_exchange import checksum
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.reduction import reduce_in_chunks
-from hpcstrat._core.call_name import current_call
+from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import Block, Cuts, private_memory
 from hpcstrat._memory.intervals import divide_up
@@ -23,49 +21,32 @@ from hpcstrat._memory.layout import layout_of
 from hpcstrat._process.settings import keep_freed_memory
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks, flat, writer_of
-from hpcstrat._storage.plan import MessageOrder, MessagePool, Plan
-from hpcstrat._update.rows import update_rows
+from hpcstrat._storage.plan import MessageOrder, MessagePool, Plan, RankPart, cuts_of, rank_parts_of
 from hpcstrat._update.rule import UpdateRule
+from hpcstrat._update.update import chunks_of
 
 
-class HostStorage(Storage):
-    """Storage whose blocks are in host memory, where each rank reads and writes them in place."""
-
-    def __init__(self, communicator: HostCommunicator, local: LocalBlocks) -> None:
-        keep_freed_memory()  # here, where a program begins to make gradients on the host
-        super().__init__(communicator, local)
-
-    def _check_unchanged(self, blocks: Sequence[Block]) -> None:
-        """Compares checksums, because NumPy's `at` writes to read-only arrays, too."""
-        with self.communicator.raise_together():
-            for block in blocks:
-                # Cleared at once, so that a foreign write is reported once and not at every later
-                # update.
-                seen, block.checksum = block.checksum, None
-                if seen not in (None, checksum(block.array)):
-                    raise RuntimeError(
-                        f"{current_call()}: since the last update something else wrote to the "
-                        f"memory of a variable of shape {block.array.shape} and dtype "
-                        f"{block.array.dtype.name} (HPCSTRAT_CHECK); pass functions that write in "
-                        "place, such as np.add.at, a copy: read_value() instead of value()"
-                    )
-
-    def _note_change(self, blocks: Sequence[Block]) -> None:
-        """Notes the new checksums."""
-        for block in blocks:
-            block.checksum = checksum(block.array)
-
-
-class MirroredHostStorage(HostStorage):
+@final
+class MirroredHostStorage(Storage):
     """Each rank stores and updates all variables, in its private memory.
 
     The same steps on the same sums keep the copies equal.
+
+    If slots are split, each rank stores only its part of them, and makes only these updates: it
+    sends the other ranks the gradients of their parts, sums those of its own in rank order, and
+    updates it; then all ranks get all new values. Variables without slots are updated by each rank.
+
+    Args:
+        communicator: the ranks.
+        splits: whether slots are split over the ranks.
     """
 
     communicator: HostCommunicator
 
-    def __init__(self, communicator: HostCommunicator) -> None:
+    def __init__(self, communicator: HostCommunicator, splits: bool = False) -> None:
+        keep_freed_memory()  # here, where a program begins to make gradients on the host
         super().__init__(communicator, LocalBlocks(communicator.rank, private_memory))
+        self._splits = splits
         self._messages = MessagePool(communicator.new_buffer)
         # Several threads may write variables made outside every scope; the scratch memory is
         # shared.
@@ -92,10 +73,25 @@ class MirroredHostStorage(HostStorage):
         self.communicator.require_memory(nbytes, signature_of(current_call(), "slot", nbytes))
         return super()._create_slot(variable, value, cuts)
 
+    def split(self, variables: Sequence[Block]) -> Sequence[Cuts | None]:
+        """An equal part of all elements per rank."""
+        return (
+            cuts_of(variables, self.communicator.size) if self._splits else super().split(variables)
+        )
+
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
-        """The plan of updates, with all elements on each rank."""
-        order = MessageOrder(variables, slots)
-        return Plan(order, self.local.new_update(order.layout, order.shards))
+        """The plan of updates, of which each rank makes all, or its part if slots are split."""
+        local, rank = self.local, self.communicator.rank
+        if not (self._splits and any(slots)):
+            order = MessageOrder(variables, slots)
+            return Plan(order, local.new_update(order.layout, order.shards))
+        order = MessageOrder(variables, [()] * len(variables))
+        rank_parts = rank_parts_of(order, order.to_message(slots), rank)
+        own = rank_parts[rank]
+        plan = Plan(order, local.new_update(own.layout, own.shards), rank_parts, rank)
+        # What is contiguous is copied together.
+        plan.values = [chunks_of(local.memory, part.shards, sys.maxsize) for part in rank_parts]
+        return plan
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in one message, which several replicas copy as a whole to send it."""
@@ -118,6 +114,9 @@ class MirroredHostStorage(HostStorage):
     ) -> None:
         communicator = self.communicator
         with self._lock:
+            if plan.own is not None:
+                self._update_part(signature, plan, plan.own, values, op, rule)
+                return
             if plan.taken is None:
                 self._messages.lend(plan, signature)
             if communicator.size > 1:
@@ -158,10 +157,76 @@ class MirroredHostStorage(HostStorage):
             return communicator.exchange(signature, layout.nbytes, write)[0]
         return communicator.exchange(signature)[0]  # only the first replica's values count
 
-    def _update_rows(
-        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    def _update_part(
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        own: RankPart,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
     ) -> None:
-        update_rows([block.array for block in blocks], rows, gradient, rule)
+        """Updates this rank's part, and gets the other ranks' new values."""
+        communicator, rank = self.communicator, self.communicator.rank
+        messages = self._messages_of(signature, plan, values, op)
+        if rule.norms is not None:
+            # The norms are exchanged between two passes over the gradients. Summed first, these
+            # outlive the messages.
+            sums = plan.make_sums()
+            for group in own.layout.groups:
+                reduce_in_chunks(group.of(sums), [*map(group.of, messages)], ReduceOp.SUM)
+            messages = [sums]
+
+        def add_up(sums: Array) -> Array:
+            with call_named(f"{current_call()}: norms"):
+                return communicator.all_reduce([sums], ReduceOp.SUM)[0]
+
+        def write(message: Bytes) -> None:
+            for shard, value, _ in plan.values[rank]:
+                message[shard.message.slice].view(shard.dtype)[...] = value
+
+        plan.update.run(rule, messages, add_up=add_up)
+        plan.update.forget_messages()  # they end with this call
+        new = communicator.gather_sections(
+            signature_of(f"{current_call()}: values"),
+            [part.layout.nbytes for part in plan.rank_parts],
+            write,
+        )
+        for of_rank, message in enumerate(new):
+            if of_rank != rank:
+                for shard, value, _ in plan.values[of_rank]:
+                    value[...] = message[shard.message.slice].view(shard.dtype)
+
+    def _messages_of(
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+    ) -> list[Bytes]:
+        """Messages whose sum is the gradients, or new values, of this rank's shards."""
+        communicator = self.communicator
+        if plan.started:
+            return [self._sums_of_marked(signature, plan)]
+        given = plan.order.layout.views(plan.buffer_messages[0]) if values is None else values
+        flat = [array.reshape(-1) for array in given]
+        layouts = [part.layout for part in plan.rank_parts]
+
+        def write(rank: int, message: Bytes) -> None:
+            for shard in plan.rank_parts[rank].shards:
+                if shard.elements:  # most ranks have no part of most variables
+                    gradient = flat[shard.variable][shard.elements.slice]
+                    message[shard.message.slice].view(shard.dtype)[...] = gradient
+
+        if op is ReduceOp.SUM:
+            return communicator.sum_sections(signature, layouts, write)
+        # Only optimizers' variables have slots, and optimizers use no other `op`.
+        assert op is FIRST_REPLICA
+        if communicator.rank == 0:
+            sizes = [layout.nbytes for layout in layouts]
+            return communicator.exchange_sections(signature, sizes, write)[:1]
+        nothing = [0] * communicator.size
+        return communicator.exchange_sections(signature, nothing, lambda _, __: None)[:1]
 
     # ---- sums of marked gradients, while the program computes others
 

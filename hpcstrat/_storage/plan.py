@@ -10,17 +10,15 @@ from typing import Any, NamedTuple, TypeVar, final
 import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import Move, RankSlice
 from hpcstrat._communicators.reduction import part_of_rank
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import call_named, current_call
-from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes
 from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts
 from hpcstrat._memory.intervals import Interval, Shard, round_up, runs
 from hpcstrat._memory.layout import Layout, PackKernel, layout_of, packings_of
-from hpcstrat._update.rows import row_view, update_rows
-from hpcstrat._update.rule import NO_CONSTANTS, UpdateRule
+from hpcstrat._update.rule import NO_CONSTANTS
 from hpcstrat._update.update import NOTHING_IN_PLACE, Chunk, InPlace, Update, keep_per_message
 
 T = TypeVar("T")
@@ -142,8 +140,12 @@ class Plan:
     Args:
         order: the variables, and where they are in the message.
         update: what happens to this rank's shards of them.
+        rank_parts: each rank's part, where slots are split over the ranks.
+        rank: this rank.
 
     Attributes:
+        own: this rank's part, where slots are split.
+        values: there, on hosts, for each rank its shards of the variables in memory.
         taken: the memory of its message, lent by a `MessagePool` or its own; `None` until then,
             and in central storage on a host. There, several hosts' messages are sums in it.
         buffers: arrays for the variables' gradients, in the order of the call, or `None`.
@@ -155,9 +157,18 @@ class Plan:
         norm_sums: per rank and variable, for updates with norms in central storage on a host.
     """
 
-    def __init__(self, order: MessageOrder, update: Update) -> None:
+    def __init__(
+        self,
+        order: MessageOrder,
+        update: Update,
+        rank_parts: Sequence[RankPart] = (),
+        rank: int = 0,
+    ) -> None:
         self.order = order
         self.update = update
+        self.rank_parts = rank_parts
+        self.own: RankPart | None = rank_parts[rank] if rank_parts else None
+        self.values: list[list[Chunk]] = []
         self.taken: Array = None
         self.buffers: list[Array] | None = None
         self.buffer_messages: list[Array] = []
@@ -214,7 +225,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes that `take` or `make_sums` needs."""
-        return self.order.layout.nbytes
+        return (self.own or self.order).layout.nbytes
 
     def take(self, memory: Array) -> None:
         """Takes memory of at least `nbytes` bytes for the message."""
@@ -258,12 +269,22 @@ class Plan:
         """What is summed for some variables, on hosts, and where the sums are.
 
         Returns:
-            Flat views of the buffers, for each rank that gets sums of its own, here for all ranks
+            Flat views of the buffers, for each rank that gets sums of its own, or for all ranks
             together; and views of `sums`, for this rank.
         """
-        variables, sums = list(variables), self.make_sums()
-        sources = self.order.views_of(variables, self.buffer_messages[0])
-        return [sources], self.order.views_of(variables, sums)
+        wanted, buffers, sums = set(variables), self.buffer_messages[0], self.make_sums()
+        if self.own is None:
+            return [self.order.views_of(wanted, buffers)], self.order.views_of(wanted, sums)
+
+        def runs_of(part: RankPart) -> list[Shard]:
+            return runs(shard for shard in part.in_whole if shard.variable in wanted)
+
+        sources = [
+            [buffers[run.message.slice].view(run.dtype) for run in runs_of(part)]
+            for part in self.rank_parts
+        ]
+        own = [sums[run.memory[0].slice].view(run.dtype) for run in runs_of(self.own)]
+        return sources, own
 
 
 @final
@@ -375,58 +396,9 @@ def rank_slices(order: MessageOrder, rank_parts: Sequence[RankPart]) -> list[lis
     return slices
 
 
-def add_up_norms(communicator: Communicator, sums: Array) -> Array:
-    """The sums over whole variables: the ranks' sums over their parts, added in rank order."""
-    with call_named(f"{current_call()}: norms"):
-        return communicator.all_reduce([sums], ReduceOp.SUM)[0]
-
-
-def update_rows_in_shards(
-    communicator: Communicator,
-    blocks: Sequence[Block],
-    rows: Array,
-    gradient: Array,
-    rule: UpdateRule,
-) -> None:
-    """`update_rows` with split slots: each rank updates its elements and gets all new values.
-
-    Collective.
-    """
-    variable, *slots = blocks
-    cuts = slots[0].cuts
-    assert cuts is not None
-    xp = gpu.array_module(rows)
-    columns = int(np.prod(gradient.shape[1:], dtype=np.int64))
-    elements = (rows[:, np.newaxis] * columns + xp.arange(columns)).reshape(-1)
-    # Sorted by rank, in the order in which the new values are gathered.
-    owners = sum((elements >= cut).astype(np.int64) for cut in cuts[1:-1])
-    order = xp.argsort(owners, kind="stable")
-    elements, gradient = elements[order], gradient.reshape(-1)[order]
-    start, stop = cuts[communicator.rank : communicator.rank + 2]
-    own = xp.flatnonzero((elements >= start) & (elements < stop))
-    part = variable.array.reshape(-1)[start:stop]
-    update_rows([part, *[slot.array for slot in slots]], elements[own] - start, gradient[own], rule)
-    with call_named(f"{current_call()}: new rows"):
-        (new,) = communicator.all_gather([part[elements[own] - start]], 0)
-    row_view(variable.array, 0)[elements] = new
-
-
 PIECE = 1 << 24
 """Bytes of new values that one call sends. Ranks need not agree on where a run of variables in
 memory ends: only pieces in which one does are copied to the message."""
-
-
-class Transfer(NamedTuple):
-    """New values of one dtype, as one call sends or receives them.
-
-    Attributes:
-        flat: the array that is sent or received: the variables in place where they are contiguous,
-            else a part of the message.
-        parts: in the latter case, each run of the variables and its part of `flat`.
-    """
-
-    flat: Array
-    parts: list[tuple[Array, Array]]
 
 
 @final
@@ -438,22 +410,19 @@ class DevicePlan(Plan):
     Args:
         order: see `Plan`. Its message has the same gaps as the memory, so that a run of variables
             is also a run of the message.
-        update: see `Plan`.
+        update, rank_parts, rank: see `Plan`.
         readable: the runs of the variables that this rank reads.
-        rank_parts: each rank's, where slots are split.
-        rank: this rank.
 
     Attributes:
-        readable: as above; with `transfers`, unused where each rank updates all.
+        readable: as above.
         message: the message of the gradients, in the memory that the plan has taken.
         gradients: the message by dtype.
         own_message: the message by which this rank updates its shards: the same, or its part.
         own_gradients: that message by dtype.
         slices: for each dtype of the message, the elements of each rank; empty if none is split.
-        transfers: how new values reach the other ranks: in the same pieces on all ranks or, where
-            slots are split, one per dtype.
         reductions: the sums of all gradients, prepared by the storage in the first step.
         sharing: the calls that send new values, likewise.
+        copies: what is copied between the variables and the message before and after these calls.
     """
 
     def __init__(
@@ -464,9 +433,8 @@ class DevicePlan(Plan):
         rank_parts: Sequence[RankPart] = (),
         rank: int = 0,
     ) -> None:
-        super().__init__(order, update)
+        super().__init__(order, update, rank_parts, rank)
         self.readable = readable
-        self._own_layout = rank_parts[rank].layout if rank_parts else None
         self.slices: list[list[RankSlice]] = rank_slices(order, rank_parts) if rank_parts else []
         self._packings: list[PackKernel] = []  # on a GPU
         self._drop()
@@ -476,34 +444,43 @@ class DevicePlan(Plan):
         self.own_message: Array = None
         self.gradients: list[Array] = []
         self.own_gradients: list[Array] = []
-        self.transfers: list[Transfer] = []
         self.reductions: list[Move] | None = None
         self.sharing: list[Move] | None = None
+        self.copies: list[tuple[Array, Array]] = []
 
     @property
     def nbytes(self) -> int:
         """Bytes of both messages."""
         whole = self.order.layout.nbytes
-        if self._own_layout is None:
+        if self.own is None:
             return whole
         # With the gap after this rank's last element: if parts are equal, a reduce-scatter writes a
         # whole part, also for a rank whose last variable ends before.
-        return round_up(whole, ALIGNMENT) + round_up(self._own_layout.nbytes, ALIGNMENT)
+        return round_up(whole, ALIGNMENT) + round_up(self.own.layout.nbytes, ALIGNMENT)
 
     def take(self, memory: Array) -> None:
-        """Makes both messages and all views of them, in some bytes on this rank's device."""
+        """Makes both messages and their views, in some bytes on this rank's device."""
+        self._drop()
         super().take(memory)
         layout = self.order.layout
         self.message = self.own_message = memory[: layout.nbytes]
         self.gradients = self.own_gradients = [group.of(self.message) for group in layout.groups]
-        if self._own_layout is not None:
+        if self.own is not None:
             self.own_message = memory[round_up(layout.nbytes, ALIGNMENT) : self.nbytes]
-            self.own_gradients = [group.of(self.own_message) for group in self._own_layout.groups]
+            self.own_gradients = [group.of(self.own_message) for group in self.own.layout.groups]
         # Kernels, views and addresses are made once: a steady step only launches.
         if not self._packings and gpu.is_on_gpu(memory):
             self._packings = packings_of(layout)
-        self.transfers, self.reductions, self.sharing = [], None, None
-        for group, whole in zip(layout.groups, self.gradients, strict=True):
+
+    def transfers(self) -> list[tuple[Array, list[tuple[Array, Array]]]]:
+        """How new values reach other ranks: for each call the flat array that it sends or receives.
+
+        That is the variables in place where they are contiguous, else a part of the message; then
+        with each run of the variables and its part of the array. The pieces are the same on all
+        ranks or, where slots are split, there is one per dtype.
+        """
+        transfers = []
+        for group, whole in zip(self.order.layout.groups, self.gradients, strict=True):
             runs = [
                 (value, group.within(shard.message))
                 for shard, value, _ in self.readable
@@ -512,7 +489,17 @@ class DevicePlan(Plan):
             everything = Interval(0, group.elements)
             # Slices of the ranks are of all elements.
             pieces = [everything] if self.slices else everything.split(PIECE // whole.itemsize)
-            self.transfers += [_transfer(piece, whole, runs) for piece in pieces]
+            for piece in pieces:
+                parts = [
+                    (value[both.shift(-elements.start).slice], whole[both.slice])
+                    for value, elements in runs
+                    if (both := elements & piece)
+                ]
+                if len(parts) == 1 and parts[0][0].size == piece.size:
+                    transfers.append((parts[0][0], []))
+                else:
+                    transfers.append((whole[piece.slice], parts))
+        return transfers
 
     def forget_message(self) -> None:
         """See `Plan.forget_message`."""
@@ -543,15 +530,3 @@ class DevicePlan(Plan):
             else:
                 self._packings[index](arrays, self.message)
         return sources
-
-
-def _transfer(piece: Interval, whole: Array, runs: Sequence[tuple[Array, Interval]]) -> Transfer:
-    """The transfer of some elements of a dtype, whose variables are in these runs."""
-    parts = [
-        (value[both.shift(-elements.start).slice], whole[both.slice])
-        for value, elements in runs
-        if (both := elements & piece)
-    ]
-    if len(parts) == 1 and parts[0][0].size == piece.size:
-        return Transfer(parts[0][0], [])
-    return Transfer(whole[piece.slice], parts)

@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core import gpu
+from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array
+from hpcstrat._memory.allocator import Block
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.rule import UpdateRule
 
@@ -118,3 +121,33 @@ def update_rows(arrays: Sequence[Array], rows: Array, gradient: Array, rule: Upd
         rule.apply(value, gradient, slots, np.empty_like(gradient))
     for array, new in zip(arrays, values, strict=True):
         array[rows] = new
+
+
+def update_rows_in_shards(
+    communicator: Communicator,
+    blocks: Sequence[Block],
+    rows: Array,
+    gradient: Array,
+    rule: UpdateRule,
+) -> None:
+    """`update_rows` with split slots: each rank updates its elements and gets all new values.
+
+    Collective.
+    """
+    variable, *slots = blocks
+    cuts = slots[0].cuts
+    assert cuts is not None
+    xp = gpu.array_module(rows)
+    columns = int(np.prod(gradient.shape[1:], dtype=np.int64))
+    elements = (rows[:, np.newaxis] * columns + xp.arange(columns)).reshape(-1)
+    # Sorted by rank, in the order in which the new values are gathered.
+    owners = sum((elements >= cut).astype(np.int64) for cut in cuts[1:-1])
+    order = xp.argsort(owners, kind="stable")
+    elements, gradient = elements[order], gradient.reshape(-1)[order]
+    start, stop = cuts[communicator.rank : communicator.rank + 2]
+    own = xp.flatnonzero((elements >= start) & (elements < stop))
+    part = variable.array.reshape(-1)[start:stop]
+    update_rows([part, *[slot.array for slot in slots]], elements[own] - start, gradient[own], rule)
+    with call_named(f"{current_call()}: new rows"):
+        (new,) = communicator.all_gather([part[elements[own] - start]], 0)
+    row_view(variable.array, 0)[elements] = new

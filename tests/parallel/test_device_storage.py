@@ -211,8 +211,9 @@ def test_new_values_go_through_the_message_only_where_memory_ends(strategy, xp, 
     )
     (plan,) = {id(plan): plan for plan in plans}.values()
     # Pieces of 1024 elements; the fifth and the ninth are in two ranges.
-    assert [flat.size for flat, _ in plan.transfers] == [1024] * 12 + [192]
-    assert [i for i, (_, parts) in enumerate(plan.transfers) if parts] == [4, 8]
+    transfers = plan.transfers()
+    assert [flat.size for flat, _ in transfers] == [1024] * 12 + [192]
+    assert [i for i, (_, parts) in enumerate(transfers) if parts] == [4, 8]
     for i, v in enumerate(variables):
         check(v, -(SUM + i * N))
 
