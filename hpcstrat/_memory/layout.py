@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from hpcstrat._core import gpu
-from hpcstrat._core.types import Bytes
+from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.intervals import Interval, divide_up, round_up
 
 GROUP_ALIGNMENT = 16
@@ -98,6 +98,13 @@ def layout_of(
 ) -> Layout:
     """The layout of arrays of these shapes and dtypes, each at a multiple of `alignment` bytes."""
     return Layout(shapes, dtypes, alignment)
+
+
+def layout_of_arrays(arrays: Iterable[Array], alignment: int = 1) -> Layout:
+    """The layout of arrays like these."""
+    arrays = list(arrays)
+    shapes, dtypes = [array.shape for array in arrays], [array.dtype for array in arrays]
+    return layout_of(tuple(shapes), tuple(dtypes), alignment)
 
 
 def _view(message: Any, shape: tuple[int, ...], dtype: np.dtype[Any], start: int) -> Any:

@@ -301,5 +301,7 @@ class Storage(abc.ABC):
                     messages = communicator.exchange(signature, part.size, writer_of(part))
                 yield messages[rank][: here.size]
 
-    def publish(self, blocks: Sequence[Block]) -> None:  # noqa: B027
+    def publish(self, blocks: Sequence[Block]) -> None:
         """Makes the parameter rank's writes readable everywhere, if ranks did not all write."""
+        for block in blocks:  # other ranks wrote too: there is nothing to compare with
+            block.checksum = None

@@ -17,7 +17,7 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes
 from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts
 from hpcstrat._memory.intervals import Interval, Shard, round_up, runs
-from hpcstrat._memory.layout import Layout, PackKernel, layout_of, packings_of
+from hpcstrat._memory.layout import Layout, PackKernel, layout_of, layout_of_arrays, packings_of
 from hpcstrat._update.rule import NO_CONSTANTS
 from hpcstrat._update.update import NOTHING_IN_PLACE, Chunk, InPlace, Update, keep_per_message
 
@@ -55,11 +55,8 @@ class MessageOrder:
         self._order = sorted(range(len(variables)), key=lambda i: variables[i].number)
         self.is_of_call: bool = self._order == [*range(len(variables))]
         self.blocks: list[Block] = self.to_message(variables)
-        self.layout: Layout = layout_of(
-            tuple([block.array.shape for block in self.blocks]),
-            tuple([block.array.dtype for block in self.blocks]),
-            alignment,
-        )
+        arrays = [block.array for block in self.blocks]
+        self.layout: Layout = layout_of_arrays(arrays, alignment)
         memory = [
             tuple([block.memory for block in (variable, *of_variable)])
             for variable, of_variable in zip(self.blocks, self.to_message(slots), strict=True)
@@ -329,9 +326,7 @@ def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[C
     """
     # All elements are split, not each variable: ranks have equal parts, whatever the variables'
     # sizes, and a part is one range of memory and of a message.
-    shapes = tuple([v.array.shape for v in variables])
-    dtypes = tuple([v.array.dtype for v in variables])
-    layout = layout_of(shapes, dtypes, alignment)
+    layout = layout_of_arrays([variable.array for variable in variables], alignment)
     cuts: list[Cuts] = [()] * len(variables)
     for group in layout.groups:
         part = group.elements // size // _UNIT * _UNIT

@@ -9,7 +9,7 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import device_names
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn
-from hpcstrat._storage.factory import (
+from hpcstrat._storage import (
     make_central_storage,
     make_replica_storage,
 )

@@ -11,7 +11,7 @@ from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.device_names import Device
 from hpcstrat._process import worlds
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn
-from hpcstrat._storage.factory import (
+from hpcstrat._storage import (
     make_central_storage,
     make_replica_storage,
 )

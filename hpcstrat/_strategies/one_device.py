@@ -7,7 +7,7 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core import device_names
 from hpcstrat._core.call_name import current_call
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._storage.factory import make_replica_storage
+from hpcstrat._storage import make_replica_storage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import place_on_one_host
 

@@ -199,9 +199,9 @@ BUGS = {
     "new values come from the wrong rank": (
         [
             (
-                "_storage/central_device.py",
-                "prepare(flat, self._root)",
-                "prepare(flat, 0)",
+                "_storage/device.py",
+                "prepare_broadcast(piece, self._root)",
+                "prepare_broadcast(piece, 0)",
             )
         ],
         "Not equal to tolerance",
