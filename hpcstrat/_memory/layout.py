@@ -175,7 +175,9 @@ class PackKernel:
     def __init__(self, layout: Layout, group: DtypeGroup) -> None:
         self._ascontiguous = gpu.load_cupy("packing").ascontiguousarray
         self._kernel = _kernel(group.dtype.itemsize)
-        self._launches: list[_Launch] = []
+        # Of each launch: the arrays that it copies, their first bytes in the message, the addresses
+        # in its argument, that argument in the form in which it is passed, and the blocks.
+        self._launches: list[tuple[list[int], Array, Array, Array, Array, tuple[int]]] = []
         members = [i for i in group.members if layout.sizes[i]]
         for first in range(0, len(members), ENTRIES):
             batch = members[first : first + ENTRIES]
@@ -188,7 +190,7 @@ class PackKernel:
             grid = min(divide_up(int(lengths.sum()), _BLOCK), _LARGEST_GRID)
             offsets = np.array([layout.starts[i] for i in batch], np.uint64)
             table = words.view(_TABLE).reshape(())
-            self._launches.append(_Launch(batch, offsets, sources, targets, table, (grid,)))
+            self._launches.append((batch, offsets, sources, targets, table, (grid,)))
 
     def __call__(self, arrays: Sequence[Any], message: Any) -> None:
         """Copies the group's members among `arrays`, which are all arrays of the layout.
@@ -216,17 +218,6 @@ class PackKernel:
             np.add(offsets, message.data.ptr, out=sources)
             targets[:] = [arrays[i].data.ptr for i in members]
             self._kernel(grid, (_BLOCK,), (table,))
-
-
-class _Launch(NamedTuple):
-    """One launch."""
-
-    members: list[int]  # the indices of the arrays that it copies
-    offsets: np.ndarray[Any, Any]  # their first bytes in the message
-    sources: np.ndarray[Any, Any]  # addresses in its argument, in which only they change
-    targets: np.ndarray[Any, Any]
-    table: np.ndarray[Any, Any]  # the argument, in the form in which it is passed
-    grid: tuple[int]  # blocks of threads
 
 
 def packings_of(layout: Layout) -> list[PackKernel]:

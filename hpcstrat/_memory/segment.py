@@ -7,31 +7,24 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from hpcstrat._core.call_name import list_by_rank
 from hpcstrat._memory.intervals import round_up
 
-
-class _Controller(NamedTuple):
-    """The files of one version of control groups."""
-
-    folder: str  # where the hierarchy is mounted
-    limit: str  # the file with the bytes that a group and its subgroups may use
-    usage: str  # the file with the bytes they use, including cached files
-    cached: tuple[str, str]  # the fields of `memory.stat` for these, which the system drops first
-
-
-_V2_FILES = ("memory.max", "memory.current", ("inactive_file", "active_file"))
-_V1 = _Controller(
+# Of each version of control groups: where the hierarchy is mounted, the file with the bytes that a
+# group and its subgroups may use, that with the bytes they use, and the fields of `memory.stat` for
+# cached files, which count as used, but which the system drops before it refuses memory.
+_V1 = (
     "sys/fs/cgroup/memory",
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
-_V2 = (_Controller("sys/fs/cgroup", *_V2_FILES), _Controller("sys/fs/cgroup/unified", *_V2_FILES))
+_V2 = ("sys/fs/cgroup", "memory.max", "memory.current", ("inactive_file", "active_file"))
+_UNIFIED = ("sys/fs/cgroup/unified", *_V2[1:])
 
 
 def physical_memory() -> int:
@@ -63,22 +56,18 @@ def _read_free_in_groups(root: Path) -> Iterator[int]:
         # have a hierarchy per controller.
         if controllers and "memory" not in controllers.split(","):
             continue
-        for controller in (_V1,) if controllers else _V2:
-            # A container may show the group's path on the host, but mount the group at the root.
-            parts = [part for part in path.split("/") if part and part != ".."]
+        # A container may show the group's path on the host, but mount the group at the root.
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for folder, limit, usage, cached in (_V1,) if controllers else (_V2, _UNIFIED):
             for length in range(len(parts), -1, -1):
-                yield from _read_free(root.joinpath(controller.folder, *parts[:length]), controller)
-
-
-def _read_free(group: Path, controller: _Controller) -> Iterator[int]:
-    try:
-        limit = int((group / controller.limit).read_text())
-        usage = int((group / controller.usage).read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no such group here, or "max"
-        return
-    # Cached files count as used, but the kernel drops them before it refuses memory.
-    yield limit - usage + sum(int(stat.get(name, 0)) for name in controller.cached)
+                group = root.joinpath(folder, *parts[:length])
+                try:
+                    left = int((group / limit).read_text()) - int((group / usage).read_text())
+                    fields = (group / "memory.stat").read_text().splitlines()
+                    stat = dict(field.split() for field in fields)
+                except (OSError, ValueError):  # no such group here, or "max"
+                    continue
+                yield left + sum(int(stat.get(name, 0)) for name in cached)
 
 
 def reservable(nbytes: int, part: int = 2) -> tuple[int, str]:

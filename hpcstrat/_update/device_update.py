@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -130,27 +130,6 @@ norms[i * columns + {norm}] = norm_{norm};
 """
 
 
-class _Run(NamedTuple):
-    """What kernels take of a run of variables."""
-
-    strips: Array  # of each strip the first element, the end, and the row of its numbers
-    starts: Array  # of each variable the first element, and the row of its numbers
-    variables: int  # those in `starts`
-    sums: Interval  # the sums that its threads leave
-
-
-class _Pass(NamedTuple):
-    """The kernels of a pass for norms, and what they take."""
-
-    squares: list[tuple[Any, Array, Array, int]]  # of each run the kernel, strips, sums, threads
-    fewer: tuple[Any, ...]  # what `add_kernel` takes, to the memory of the result
-    to_variables: tuple[Any, ...]  # the same: sums per variable, which the ranks then add up
-    summed: Array  # the result of that, a row for each variable
-    compute: Any
-    of_compute: tuple[Any, ...]
-    results: tuple[Array, Array]  # the norms, and the numbers of the next kernel
-
-
 class DeviceNorms:
     """The norms of some variables, and the update that depends on them.
 
@@ -173,9 +152,12 @@ class DeviceNorms:
         # If all norms are over all variables, these have the same numbers.
         is_global = all(map(all, norms.are_global))
         self._rows = 1 if is_global else len(shards)
-        self._runs: list[_Run] = []
         self._sums_of = [Interval(0, 0)] * len(shards)  # the sums of each variable
         self._count = 0
+        runs = list[tuple[np.dtype[Any], Array, Interval]]()  # of each its strips and its sums
+        self._updates = list[
+            tuple[Any, Array, int]
+        ]()  # of each run the kernel and where rows start
         for run, _, _ in chunks:
             strips, starts, first = [], [], self._count
             for shard in shards:
@@ -190,11 +172,13 @@ class DeviceNorms:
                 self._sums_of[shard.variable] = sums
                 self._count = sums.stop
             starts = starts[:1] if is_global else starts
-            tables = self._on_gpu(strips), self._on_gpu(starts)
-            self._runs.append(_Run(*tables, len(starts), Interval(first, self._count)))
-        dtypes = [run.dtype for run, _, _ in chunks]
-        self._passes = self._prepare(dtypes, norms, is_split)
-        self._updates = [update_kernel(norms.kernels[-1], dtype, True) for dtype in dtypes]
+            runs.append((run.dtype, self._on_gpu(strips), Interval(first, self._count)))
+            update = update_kernel(norms.kernels[-1], run.dtype, True)
+            self._updates.append((update, self._on_gpu(starts), len(starts)))
+        found = self._xp.zeros(self._rows * sum(map(len, norms.are_global)))
+        self._passes = [
+            self._prepare(k, norms, runs, found, is_split) for k in range(len(norms.are_global))
+        ]
         # Of the last step: its norms, and what they say is given to kernels.
         self._last: Norms | None = None
         self._constants: tuple[float, ...] = ()
@@ -204,38 +188,59 @@ class DeviceNorms:
         return self._xp.asarray(np.array(rows, np.int64).reshape(-1))
 
     def _prepare(
-        self, dtypes: Sequence[np.dtype[Any]], norms: Norms, is_split: bool
-    ) -> list[_Pass]:
-        columns = sum(map(len, norms.are_global))
-        found = self._xp.zeros(self._rows * columns)
-        done, prepared = 0, list[_Pass]()
-        for k, are_global in enumerate(norms.are_global):
-            terms, variables = len(are_global), len(self._sums_of)
-            groups, to_variables, table = self._tables(are_global, is_split)
-            sums, few = self._xp.zeros(self._count * terms), self._xp.zeros(len(groups) * terms)
-            summed = self._xp.zeros((variables, norms.most))
-            squares = [
-                (
-                    squares_kernel(norms.kernels[k], dtype, has_rows=k > 0),
-                    run.strips,
-                    sums[run.sums.scale(terms).slice],
-                    run.sums.size,
-                )
-                for run, dtype in zip(self._runs, dtypes, strict=True)
-            ]
-            prepared.append(
-                _Pass(
-                    squares,
-                    (sums, self._on_gpu(groups), terms, terms, few),
-                    (few, self._on_gpu(to_variables), terms, norms.most, summed.reshape(-1)),
-                    summed,
-                    numbers_kernel(norms.codes[k], done, terms, len(norms.given_of(k))),
-                    (self._on_gpu(table), norms.most if is_split else terms, columns),
-                    (found, self._xp.zeros(self._rows * len(norms.kernels[k + 1].constants))),
-                )
+        self,
+        k: int,
+        norms: Norms,
+        runs: Sequence[tuple[np.dtype[Any], Array, Interval]],
+        found: Array,
+        is_split: bool,
+    ) -> Callable[..., tuple[Array]]:
+        """Pass `k`, which adds its norms to those that were `found`.
+
+        It takes its constants, the numbers that are given to its code, the operands, and `add_up`.
+        It returns the constants of the next kernel.
+        """
+        xp, rows, are_global = self._xp, self._rows, norms.are_global[k]
+        terms, columns = len(are_global), found.size // rows
+        of_groups, of_variables, of_rows = self._tables(are_global, is_split)
+        groups, to_variables, table = map(self._on_gpu, (of_groups, of_variables, of_rows))
+        sums, few = xp.zeros(self._count * terms), xp.zeros(len(of_groups) * terms)
+        # What the ranks add up has as many columns in every pass.
+        width = norms.most if is_split else terms
+        summed = xp.zeros((len(of_variables), width))
+        numbers = xp.zeros(rows * len(norms.kernels[k + 1].constants))
+        squares = [
+            (
+                squares_kernel(norms.kernels[k], dtype, has_rows=k > 0),
+                strips,
+                sums[of_run.scale(terms).slice],
+                of_run.size,
             )
-            done += terms
-        return prepared
+            for dtype, strips, of_run in runs
+        ]
+        add, flat = add_kernel(), summed.reshape(-1)
+        done = sum(map(len, norms.are_global[:k]))
+        compute = numbers_kernel(norms.codes[k], done, terms, len(norms.given_of(k)))
+
+        def run(
+            constants: Sequence[Any],
+            given: Sequence[float],
+            operands: Operands,
+            add_up: Callable[[Array], Array] | None,
+        ) -> tuple[Array]:
+            for (square, *of_run, threads), (gradient, value, slots) in zip(
+                squares, operands, strict=True
+            ):
+                square(gradient, *constants, value, *slots, *of_run, size=threads)
+            add(sums, groups, terms, terms, few, size=few.size)
+            total = few
+            if add_up is not None:
+                add(few, to_variables, terms, width, flat, size=len(of_variables) * terms)
+                total = add_up(summed).reshape(-1)
+            compute(total, table, width, columns, *given, found, numbers, size=rows)
+            return (numbers,)
+
+        return run
 
     def _tables(self, are_global: tuple[bool, ...], is_split: bool) -> tuple[_Table, ...]:
         """How sums are added up: to fewer; these to each variable's; to the norms of each row."""
@@ -264,23 +269,10 @@ class DeviceNorms:
             self._last, self._constants = norms, norms.constants_of(0, ())
             self._given = [*map(norms.given_of, range(len(self._passes)))]
         constants: tuple[Any, ...] = self._constants
-        add = add_kernel()
-        for this, given in zip(self._passes, self._given, strict=True):
-            for (square, *tables, threads), (gradient, value, slots) in zip(
-                this.squares, operands, strict=True
-            ):
-                square(gradient, *constants, value, *slots, *tables, size=threads)
-            sums = this.fewer[-1]
-            add(*this.fewer, size=sums.size)
-            if add_up is not None:
-                add(*this.to_variables, size=this.summed.shape[0] * this.fewer[2])
-                sums = add_up(this.summed).reshape(-1)
-            this.compute(sums, *this.of_compute, *given, *this.results, size=self._rows)
-            constants = this.results[1:]
-        for update, run, (gradient, value, slots) in zip(
-            self._updates, self._runs, operands, strict=True
-        ):
-            update(gradient, *constants, run.starts, run.variables, value, *slots)
+        for run, given in zip(self._passes, self._given, strict=True):
+            constants = run(constants, given, operands, add_up)
+        for (update, *rows), (gradient, value, slots) in zip(self._updates, operands, strict=True):
+            update(gradient, *constants, *rows, value, *slots)
 
 
 @functools.cache

@@ -20,9 +20,7 @@ from hpcstrat._update.symbols import (
     NORMS,
     NUMBER,
     NUMPY,
-    ON_ELEMENTS,
-    ON_NUMBERS,
-    ON_NUMBERS_IN_C,
+    OPERATIONS,
     Symbol,
     global_norm,
 )
@@ -132,7 +130,7 @@ def _compile(
         """What computes each symbol from the values before it."""
         return [
             (
-                ON_NUMBERS[symbol.function],
+                OPERATIONS[symbol.function][1],
                 getter(operator.itemgetter, [places[id(operand)] for operand in symbol.operands]),
             )
             for symbol in symbols
@@ -179,7 +177,7 @@ def _numbers_in_c(
     lines = []
     for symbol in late:
         operands = [texts[id(operand)] for operand in symbol.operands]
-        computed = ON_NUMBERS_IN_C[symbol.function].format(*operands)
+        computed = OPERATIONS[symbol.function][0].format(*operands)
         lines.append(f"const auto {texts[id(symbol)]} = {computed};")
     count = len(numbers)
     for i, number in enumerate(numbers):
@@ -212,7 +210,7 @@ def _kernel_of(
     lines = []
     for i, symbol in enumerate(order):
         operands = [texts[id(operand)] for operand in symbol.operands]
-        lines.append(f"const auto step_{i} = {ON_ELEMENTS[symbol.function].format(*operands)};")
+        lines.append(f"const auto step_{i} = {OPERATIONS[symbol.function][0].format(*operands)};")
         texts[id(symbol)] = f"step_{i}"
     if has_terms:
         lines += [f"term_{i} = {texts[id(term)]};" for i, term in enumerate(results)]

@@ -14,42 +14,6 @@ from hpcstrat._core.types import Array
 
 ELEMENT, CONDITION, NUMBER = "element", "condition", "number"
 
-# The operations with the same bits in NumPy, in C++ and on every processor: IEEE 754 defines their
-# rounding. NumPy's exp or log depend on the processor.
-ON_ELEMENTS: dict[Any, str] = {
-    np.add: "{} + {}",
-    np.subtract: "{} - {}",
-    np.multiply: "{} * {}",
-    np.divide: "{} / {}",
-    np.negative: "-{}",
-    np.sqrt: "sqrt({})",
-    np.square: "{0} * {0}",
-    np.absolute: "fabs({})",
-    np.sign: "{0} > 0 ? 1 : {0} < 0 ? -1 : {0} == 0 ? 0 : {0}",
-    np.maximum: "{0} > {1} || {0} != {0} ? {0} : {1}",
-    np.minimum: "{0} < {1} || {0} != {0} ? {0} : {1}",
-    np.less: "{} < {}",
-    np.less_equal: "{} <= {}",
-    np.greater: "{} > {}",
-    np.greater_equal: "{} >= {}",
-    np.where: "{} ? {} : {}",
-}
-_COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
-
-
-def _choose(condition: Array, a: Array, b: Array, out: Array) -> None:
-    out[...] = np.where(condition, a, b)
-
-
-# Of two zeros with different signs, NumPy's own maximum takes one that depends on the processor and
-# on the place in the array.
-NUMPY: dict[Any, Callable[..., Any]] = {
-    np.where: _choose,
-    np.maximum: lambda a, b, out: _choose((a > b) | (a != a), a, b, out),
-    np.minimum: lambda a, b, out: _choose((a < b) | (a != a), a, b, out),
-}
-"""What computes operations whose function in NumPy takes no array for the result, or differs."""
-
 
 def _as_numpy(function: Callable[..., float], ufunc: Any) -> Callable[..., float]:
     """Python's function, which is faster, with NumPy's result where Python's raises.
@@ -67,34 +31,48 @@ def _as_numpy(function: Callable[..., float], ufunc: Any) -> Callable[..., float
     return compute
 
 
-ON_NUMBERS: dict[Any, Callable[..., Any]] = {
-    np.add: operator.add,
-    np.subtract: operator.sub,
-    np.multiply: operator.mul,
-    np.divide: _as_numpy(operator.truediv, np.divide),
-    np.negative: operator.neg,
-    np.power: _as_numpy(math.pow, np.power),  # `**` makes complex numbers
-    np.square: lambda x: x * x,
-    np.absolute: abs,
-    np.maximum: lambda a, b: a if a > b or a != a else b,  # unlike `max`, nan if either is
-    np.minimum: lambda a, b: a if a < b or a != a else b,
-    np.sqrt: _as_numpy(math.sqrt, np.sqrt),
-    np.exp: _as_numpy(math.exp, np.exp),
-    np.log: _as_numpy(math.log, np.log),
-    np.less: operator.lt,
-    np.less_equal: operator.le,
-    np.greater: operator.gt,
-    np.greater_equal: operator.ge,
-    np.where: lambda condition, a, b: a if condition else b,
+OPERATIONS: dict[Any, tuple[str, Callable[..., Any] | None]] = {
+    np.add: ("{} + {}", operator.add),
+    np.subtract: ("{} - {}", operator.sub),
+    np.multiply: ("{} * {}", operator.mul),
+    np.divide: ("{} / {}", _as_numpy(operator.truediv, np.divide)),
+    np.negative: ("-{}", operator.neg),
+    np.sqrt: ("sqrt({})", _as_numpy(math.sqrt, np.sqrt)),
+    np.square: ("{0} * {0}", lambda x: x * x),
+    np.absolute: ("fabs({})", abs),
+    np.sign: ("{0} > 0 ? 1 : {0} < 0 ? -1 : {0} == 0 ? 0 : {0}", None),
+    # Unlike Python's `max`, nan if either is.
+    np.maximum: ("{0} > {1} || {0} != {0} ? {0} : {1}", lambda a, b: a if a > b or a != a else b),
+    np.minimum: ("{0} < {1} || {0} != {0} ? {0} : {1}", lambda a, b: a if a < b or a != a else b),
+    np.less: ("{} < {}", operator.lt),
+    np.less_equal: ("{} <= {}", operator.le),
+    np.greater: ("{} > {}", operator.gt),
+    np.greater_equal: ("{} >= {}", operator.ge),
+    np.where: ("{} ? {} : {}", lambda condition, a, b: a if condition else b),
+    np.power: ("pow({}, {})", _as_numpy(math.pow, np.power)),  # `**` makes complex numbers
+    np.exp: ("exp({})", _as_numpy(math.exp, np.exp)),
+    np.log: ("log({})", _as_numpy(math.log, np.log)),
 }
+"""NumPy's functions in C, and of Python's numbers."""
+# Those with the same bits in NumPy, in C++ and on every processor: IEEE 754 defines their rounding.
+# NumPy's exp or log depend on the processor; on a GPU they are of numbers that depend on norms.
+_ON_ELEMENTS = OPERATIONS.keys() - {np.power, np.exp, np.log}
+_ON_NUMBERS = {function for function, (_, of_numbers) in OPERATIONS.items() if of_numbers}
+_COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
 
 
-# On a GPU only numbers that depend on norms.
-ON_NUMBERS_IN_C: dict[Any, str] = ON_ELEMENTS | {
-    np.power: "pow({}, {})",
-    np.exp: "exp({})",
-    np.log: "log({})",
+def _choose(condition: Array, a: Array, b: Array, out: Array) -> None:
+    out[...] = np.where(condition, a, b)
+
+
+# Of two zeros with different signs, NumPy's own maximum takes one that depends on the processor and
+# on the place in the array.
+NUMPY: dict[Any, Callable[..., Any]] = {
+    np.where: _choose,
+    np.maximum: lambda a, b, out: _choose((a > b) | (a != a), a, b, out),
+    np.minimum: lambda a, b, out: _choose((a < b) | (a != a), a, b, out),
 }
+"""What computes operations whose function in NumPy takes no array for the result, or differs."""
 
 
 def _operator(function: Any) -> Callable[..., Symbol]:
@@ -200,9 +178,9 @@ def _apply(function: Any, *arguments: Any) -> Symbol:
             )
         operands.append(argument)
     if all(operand.kind == NUMBER for operand in operands):
-        table, kind = ON_NUMBERS, NUMBER
+        known, kind = _ON_NUMBERS, NUMBER
     else:
-        table, kind = ON_ELEMENTS, CONDITION if function in _COMPARISONS else ELEMENT
+        known, kind = _ON_ELEMENTS, CONDITION if function in _COMPARISONS else ELEMENT
         wanted = (
             [CONDITION, ELEMENT, ELEMENT] if function is np.where else [ELEMENT] * len(operands)
         )
@@ -211,8 +189,8 @@ def _apply(function: Any, *arguments: Any) -> Symbol:
                 _refuse(
                     f"numpy.{function.__name__} takes {of}s, and one operand is {_article(operand)}"
                 )
-    if function not in table:
-        names = ", ".join(sorted(known.__name__ for known in table))
+    if function not in known:
+        names = ", ".join(sorted(each.__name__ for each in known))
         _refuse(
             f"numpy.{function.__name__} of {kind}s cannot be compiled to the same bits everywhere; "
             f"take {names}"
