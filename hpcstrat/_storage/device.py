@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import final
 
+import numpy as np
+
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.device import DeviceCommunicator, Move, RankSlice
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.span import COMMUNICATION, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
-from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts
+from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts, SlabAllocator
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.local import local_blocks, on_stream
+from hpcstrat._storage.local import LocalBlocks, OnGpu, OnHostOfGpu, on_stream
 from hpcstrat._storage.plan import (
     DevicePlan,
     MessageOrder,
@@ -50,9 +52,15 @@ class DeviceStorage(Storage):
 
     def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:
         # Ranks on CPUs and on GPUs can be replicas of one strategy, so memory is chosen per rank.
-        local = local_blocks(communicator.rank, communicator.stream, on_host)
+        stream, rank = communicator.stream, communicator.rank
+        if stream is None:
+            # In slabs, where variables are aligned as they are on the other ranks' GPUs.
+            memory = SlabAllocator(lambda nbytes: np.empty(nbytes, np.uint8))
+            local = LocalBlocks(rank, lambda: memory)
+        else:
+            local = OnHostOfGpu(rank, stream) if on_host else OnGpu(rank, stream)
         super().__init__(communicator, local)
-        self.stream = local.stream
+        self.stream = stream
         self._root = root
         self._messages = MessagePool(lambda nbytes, _: local.zeros(nbytes))
 

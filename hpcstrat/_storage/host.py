@@ -249,7 +249,9 @@ class MirroredHostStorage(Storage):
         own = rank_parts[rank]
         plan = Plan(order, local.new_update(own.layout, own.shards), rank_parts, rank)
         # What is contiguous is copied together.
-        plan.values = [chunks_of(local.memory, part.shards, sys.maxsize) for part in rank_parts]
+        plan.values = [
+            chunks_of(local.memory.part, part.shards, sys.maxsize) for part in rank_parts
+        ]
         return plan
 
     def make_buffers(self, plan: Plan) -> None:
@@ -373,7 +375,8 @@ class MirroredHostStorage(Storage):
 
         def write(rank: int, message: Bytes) -> None:
             for shard in plan.rank_parts[rank].shards:
-                if shard.elements:  # most ranks have no part of most variables
+                # Most ranks have no part of most variables; some send nothing.
+                if shard.elements and message.size:
                     gradient = flat[shard.variable][shard.elements.slice]
                     message[shard.message.slice].view(shard.dtype)[...] = gradient
 
@@ -381,11 +384,8 @@ class MirroredHostStorage(Storage):
             return communicator.sum_sections(signature, layouts, write)
         # Only optimizers' variables have slots, and optimizers use no other `op`.
         assert op is FIRST_REPLICA
-        if communicator.rank == 0:
-            sizes = [layout.nbytes for layout in layouts]
-            return communicator.exchange_sections(signature, sizes, write)[:1]
-        nothing = [0] * communicator.size
-        return communicator.exchange_sections(signature, nothing, lambda _, __: None)[:1]
+        sizes = [layout.nbytes if communicator.rank == 0 else 0 for layout in layouts]
+        return communicator.exchange_sections(signature, sizes, write)[:1]
 
     # ---- sums of marked gradients, while the program computes others
 

@@ -138,7 +138,7 @@ class LocalBlocks:
         """
         # Compiling takes half a second, which small updates never make up for.
         is_compiled = self._compiles and sum(layout.sizes) >= compiled.FEWEST
-        chunks = chunks_of(self.memory, shards)
+        chunks = chunks_of(self.memory.part, shards)
         return HostUpdate(chunks, shards, self._scratch, rank, is_compiled)
 
     def zeros(self, nbytes: int) -> Array:
@@ -149,7 +149,7 @@ class LocalBlocks:
         """The runs of variables, or of their copies, that programs read on this rank."""
         blocks = [block.copy or block for block in order.blocks]
         shards = [of._replace(memory=(blocks[of.variable].memory,)) for of in order.shards]
-        return chunks_of(self.readable, shards, sys.maxsize, ALIGNMENT)
+        return chunks_of(self.readable.part, shards, sys.maxsize, ALIGNMENT)
 
     @span(UPDATE, on_stream("update"))
     def run(
@@ -219,7 +219,7 @@ class OnGpu(LocalBlocks):
 
     def new_update(self, layout: Layout, shards: Sequence[Shard], rank: int = 0) -> Update:
         """An update of whole runs, each by one kernel."""
-        return DeviceUpdate(chunks_of(self.memory, shards, sys.maxsize, ALIGNMENT), shards)
+        return DeviceUpdate(chunks_of(self.memory.part, shards, sys.maxsize, ALIGNMENT), shards)
 
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """See `LocalBlocks.write`."""
@@ -303,18 +303,3 @@ class OnHostOfGpu(OnGpu):
         # Variables that lie in a row are copied by one call.
         for _, copy, (master,) in plan.readable:
             fill(copy, master)
-
-
-def local_blocks(rank: int, stream: gpu.Stream | None, on_host: bool) -> LocalBlocks:
-    """The blocks of a rank of which others, or this one, compute on GPUs.
-
-    Args:
-        rank: the rank.
-        stream: its stream; `None` if it computes on the CPU.
-        on_host: whether it stores and updates variables in host memory, also if it has a stream.
-    """
-    if stream is None:
-        # In slabs, where variables are aligned as they are on the other ranks' GPUs.
-        memory = SlabAllocator(lambda nbytes: np.empty(nbytes, np.uint8))
-        return LocalBlocks(rank, lambda: memory)
-    return OnHostOfGpu(rank, stream) if on_host else OnGpu(rank, stream)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,27 +31,18 @@ combined = (T)total;
 """
 
 
-class Combination(NamedTuple):
-    """How several values of a row become a single one.
-
-    Attributes:
-        ufunc: NumPy's function of two values; `None` takes the last value.
-        code: the same in CUDA C++, of `total` and `next`.
-    """
-
-    ufunc: np.ufunc | None
-    code: str
-
-
-SUM = Combination(np.add, "total + next")
-PRODUCT = Combination(np.multiply, "total * next")
-MINIMUM = Combination(np.minimum, "next < total || next != next ? next : total")
-MAXIMUM = Combination(np.maximum, "next > total || next != next ? next : total")
-LAST = Combination(None, "next")
+IN_CUDA: dict[np.ufunc | None, str] = {
+    np.add: "total + next",
+    np.multiply: "total * next",
+    np.minimum: "next < total || next != next ? next : total",
+    np.maximum: "next > total || next != next ? next : total",
+    None: "next",
+}
+"""How two values of a row are combined, in CUDA C++; `None` takes the last."""
 
 
 def combine_rows(
-    indices: Array, values: Array, combination: Combination = SUM
+    indices: Array, values: Array, combination: np.ufunc | None = np.add
 ) -> tuple[Array, Array]:
     """The distinct rows, ascending, and for each row its values, combined in their order.
 
@@ -62,7 +53,7 @@ def combine_rows(
         indices: integers of shape `(k,)`, not negative.
         values: of shape `(k, ...)`, C-contiguous, on the same device. 16-bit floats are combined in
             `float32`.
-        combination: how several values of a row are combined.
+        combination: how several values of a row are combined; see `IN_CUDA`.
     """
     xp = gpu.array_module(indices)
     # Stable, so that equal rows keep their order, and the results have the same bits on every rank
@@ -75,28 +66,28 @@ def combine_rows(
     if xp is np:
         if not rows.size:
             return rows, values
-        if combination.ufunc is None:
+        if combination is None:
             return rows, values[order[np.append(starts[1:], order.size) - 1]]
         with np.errstate(all="ignore"):  # as in the update
-            reduced = combination.ufunc.reduceat(
+            reduced = combination.reduceat(
                 values[order], starts, axis=0, dtype=accumulator(values.dtype)
             )
             return rows, reduced.astype(values.dtype, copy=False)
     combined = xp.empty((rows.size, *values.shape[1:]), values.dtype)
     columns = combined.size // max(rows.size, 1)
-    kernel = _kernel(combination.code, accumulator(values.dtype) != values.dtype)
+    kernel = _kernel(combination, accumulator(values.dtype) != values.dtype)
     kernel(values, order, starts, columns, rows.size, indices.size, combined)
     return rows, combined
 
 
 @functools.cache
-def _kernel(code: str, is_short: bool) -> Any:
+def _kernel(combination: np.ufunc | None, is_short: bool) -> Any:
     """One thread per element of the result: the same bits in every run, and on every rank."""
     return gpu.load_cupy("a sparse gradient").ElementwiseKernel(
         "raw T values, raw int64 order, raw int64 starts, int64 columns, int64 segments, int64 "
         "rows",
         "T combined",
-        _COMBINE.format(wide="float" if is_short else "T", combined=code),
+        _COMBINE.format(wide="float" if is_short else "T", combined=IN_CUDA[combination]),
         "hpcstrat_combine_rows",
         no_return=True,
     )

@@ -20,7 +20,7 @@ import bisect
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, TypeVar, final
 
 import numpy as np
 
@@ -37,26 +37,21 @@ in its message, and the whole gradient, flat."""
 NOTHING_IN_PLACE: InPlace = MappingProxyType({})
 
 
-class Memory(Protocol):
-    """Memory that contains variables."""
-
-    def part(self, start: int, stop: int, /) -> Array:
-        """The bytes between two addresses in one block or in contiguous blocks, as a flat array."""
-        ...
-
-
 Chunk: TypeAlias = tuple[Shard, Array, tuple[Array, ...]]
 """Elements that are updated together: which, and where they are in storage: of the variables, and
 of each slot."""
 
 
 def chunks_of(
-    memory: Memory, shards: Sequence[Shard], count: int = CHUNK, alignment: int = 1
+    part_of_memory: Callable[[int, int], Array],
+    shards: Sequence[Shard],
+    count: int = CHUNK,
+    alignment: int = 1,
 ) -> list[Chunk]:
     """The chunks of some shards. No chunk has elements of a large shard and of another one.
 
     Args:
-        memory: the memory of the shards.
+        part_of_memory: returns the bytes between two addresses as a flat array.
         shards: in the order of the message.
         count: the most elements of a chunk; a shard that has as many is large.
         alignment: see `runs`.
@@ -64,7 +59,7 @@ def chunks_of(
     chunks: list[Chunk] = []
     for run in runs(shards, alignment, count):
         for shard in run.split(count):
-            value, *slots = [memory.part(*place).view(shard.dtype) for place in shard.memory]
+            value, *slots = [part_of_memory(*place).view(shard.dtype) for place in shard.memory]
             chunks.append((shard, value, tuple(slots)))
     return chunks
 

@@ -14,7 +14,6 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, DistributedValues, as_dtype
 from hpcstrat._process.output import add_note, explanations
 from hpcstrat._storage.base import UpdateRule
-from hpcstrat._update.rows import LAST, MAXIMUM, MINIMUM, PRODUCT, SUM, Combination
 
 
 def _assign(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
@@ -39,25 +38,25 @@ class Scatter(NamedTuple):
 
     Attributes:
         rule: how a value changes its row.
-        combination: how several values for one row are combined before that.
+        combination: how several values for one row are combined before that; `None` takes the last.
         kinds: the kinds of dtypes that it takes.
         is_sum: whether the variable's aggregation may combine the values of several replicas.
     """
 
     rule: UpdateRule
-    combination: Combination
+    combination: np.ufunc | None
     kinds: str
     is_sum: bool = True
 
 
 SCATTERS = {
-    "update": Scatter(RULES["assign"], LAST, "biufcV", is_sum=False),
-    "add": Scatter(RULES["assign_add"], SUM, "iufcV"),
-    "sub": Scatter(RULES["assign_sub"], SUM, "iufcV"),
-    "mul": Scatter(_by(np.multiply), PRODUCT, "iufcV"),
-    "div": Scatter(_by(np.divide), PRODUCT, "fcV"),
-    "min": Scatter(_by(np.minimum), MINIMUM, "iufV", is_sum=False),
-    "max": Scatter(_by(np.maximum), MAXIMUM, "iufV", is_sum=False),
+    "update": Scatter(RULES["assign"], None, "biufcV", is_sum=False),
+    "add": Scatter(RULES["assign_add"], np.add, "iufcV"),
+    "sub": Scatter(RULES["assign_sub"], np.add, "iufcV"),
+    "mul": Scatter(_by(np.multiply), np.multiply, "iufcV"),
+    "div": Scatter(_by(np.divide), np.multiply, "fcV"),
+    "min": Scatter(_by(np.minimum), np.minimum, "iufV", is_sum=False),
+    "max": Scatter(_by(np.maximum), np.maximum, "iufV", is_sum=False),
 }
 """How each `scatter_...` and `scatter_nd_...` changes rows, by the last word of its name."""
 

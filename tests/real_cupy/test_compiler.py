@@ -72,9 +72,9 @@ def sources():
             for kernel, arguments in kernels_of(optimizer.update_rule(0.1, 1), dtype):
                 texts.append(text(kernel, f"kernel_{len(texts)}", arguments))
         arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
-        for combination in rows.SUM, rows.PRODUCT, rows.MINIMUM, rows.MAXIMUM, rows.LAST:
-            if dtype.kind != "c" or combination not in (rows.MINIMUM, rows.MAXIMUM):
-                kernel = rows._kernel(combination.code, accumulator(dtype) != dtype)
+        for combination in rows.IN_CUDA:
+            if dtype.kind != "c" or combination not in (np.minimum, np.maximum):
+                kernel = rows._kernel(combination, accumulator(dtype) != dtype)
                 texts.append(
                     text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
                 )
