@@ -102,21 +102,16 @@ def parse_all(compute_devices: Sequence[str] | None, size: int) -> list[Device] 
     return [parse(text) for text in compute_devices]
 
 
-def place(
-    devices: list[Device] | None, seen: Sequence[Sequence[str]], shares: bool
-) -> list[Device]:
-    """The device of each rank of a host: as named, or GPU i for rank i, or the CPU.
+def place(seen: Sequence[Sequence[str]], shares: bool) -> list[Device]:
+    """The device of each rank of a host: GPU i for rank i, or the CPU.
 
     Args:
-        devices: the devices that the user named.
         seen: for each rank, the unique ids of the GPUs that its process sees.
         shares: whether several ranks may compute on one GPU.
 
     Raises:
         RuntimeError: more ranks than GPUs.
     """
-    if devices is not None:
-        return devices
     if not any(seen):
         return [CPU] * len(seen)
     # The launcher has shown each rank its own GPU, so there is nothing left to choose.
@@ -151,7 +146,7 @@ def place_on_hosts(
         ranks_of.setdefault(host, []).append(rank)
     placed: dict[int, Device] = {}
     for host, ranks in ranks_of.items():
-        devices = place(None, [seen[rank] for rank in ranks], shares)
+        devices = place([seen[rank] for rank in ranks], shares)
         placed |= {
             rank: device._replace(worker=host) for rank, device in zip(ranks, devices, strict=True)
         }

@@ -101,11 +101,6 @@ def _join(node: Structure, members: list[str]) -> str:
     return text if kind is dict else f"{kind.__qualname__}({text})"
 
 
-def unflatten(structure: Structure, leaves: Iterable[Any]) -> Any:
-    """The nest of this structure with these leaves."""
-    return structure.unflatten(leaves)
-
-
 def leaf(cls: _Class) -> _Class:
     """A class decorator: instances of the dataclass are leaves, because each is a single value."""
     _leaf_types.add(cls)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import enum
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -91,19 +90,15 @@ def parse_choice(choices: type[_Choice], given: Any, call: str, argument: str) -
     """
     if isinstance(given, choices):
         return given
-    if isinstance(given, str) and (member := _find_member(choices, given)) is not None:
-        return cast("_Choice", member)
+    if isinstance(given, str):
+        try:
+            return choices[given.upper()]
+        except KeyError:
+            pass
     names = ", ".join(f"{choices.__name__}.{name}" for name in choices.__members__)
     raise ValueError(
         f"{call}: {argument} is {given!r}; it must be one of {names}, or such a name as a string"
     )
-
-
-@functools.lru_cache(maxsize=256)
-def _find_member(choices: type[enum.Enum], name: str) -> enum.Enum | None:
-    # Cached, because `__members__` is a new object each time, and programs pass "SUM" and "MEAN" in
-    # every step.
-    return choices.__members__.get(name.upper())
 
 
 def as_dtype(call: str, dtype: npt.DTypeLike) -> np.dtype[Any]:

@@ -59,13 +59,8 @@ def find() -> Launcher | None:
         RuntimeError: a variable is not as launchers set it.
     """
     if (size := _number("OMPI_COMM_WORLD_SIZE")) is not None:
-        return Launcher(
-            "mpirun of Open MPI",
-            _rank("OMPI_COMM_WORLD_RANK", size),
-            size,
-            _number("OMPI_COMM_WORLD_LOCAL_RANK"),
-            _number("OMPI_COMM_WORLD_LOCAL_SIZE"),
-        )
+        local = _number("OMPI_COMM_WORLD_LOCAL_RANK"), _number("OMPI_COMM_WORLD_LOCAL_SIZE")
+        return Launcher("mpirun of Open MPI", _rank("OMPI_COMM_WORLD_RANK", size), size, *local)
     step_size = _step_number("SLURM_STEP_NUM_TASKS")
     if (size := _number("PMI_SIZE")) is not None:
         rank = _rank("PMI_RANK", size)

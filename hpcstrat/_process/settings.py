@@ -107,6 +107,7 @@ def warn_of_unknown() -> None:
 # ---- memory that a step frees
 
 
+@functools.cache  # once a process: what the program sets later stays
 def keep_freed_memory() -> None:
     """Lets glibc keep up to 1 GiB of freed memory; leaves other allocators and settings alone.
 
@@ -115,18 +116,12 @@ def keep_freed_memory() -> None:
     """
     # Otherwise glibc returns large arrays to the system at once, and the next step pays for their
     # pages again, which costs up to a third of a step.
-    if is_on("HPCSTRAT_KEEP_MEMORY", default=True):
-        _set_thresholds()
-
-
-@functools.cache  # once a process: what the program sets later stays
-def _set_thresholds() -> None:
-    if platform.libc_ver()[0] != "glibc" or _user_decides():
-        return
-    mallopt = ctypes.CDLL(None).mallopt
-    # The first stops glibc from adapting both. One that it refuses changes nothing.
-    mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
-    mallopt(_TRIM_THRESHOLD, _KEPT)
+    is_wanted = is_on("HPCSTRAT_KEEP_MEMORY", default=True)
+    if is_wanted and platform.libc_ver()[0] == "glibc" and not _user_decides():
+        mallopt = ctypes.CDLL(None).mallopt
+        # The first stops glibc from adapting both. One that it refuses changes nothing.
+        mallopt(_MMAP_THRESHOLD, _LARGEST_IN_HEAP)
+        mallopt(_TRIM_THRESHOLD, _KEPT)
 
 
 def _user_decides() -> bool:

@@ -92,17 +92,15 @@ def _place(
             _warn_of_missing_cupy(is_lead=control.rank == 0)
             seen = [()] * control.size
         shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        if is_one_host:
-            devices = device_names.place(named, seen, shares)
-            ordinal = device_names.ordinal(devices[control.rank], control.rank, seen)
+        if named is not None:
+            devices = named
+        elif is_one_host:
+            devices = device_names.place(seen, shares)
         else:
             devices = device_names.place_on_hosts(world.hosts, seen, shares)
-            on_host = [
-                seen[rank]
-                for rank, host in enumerate(world.hosts)
-                if host == world.hosts[world.rank]
-            ]
-            ordinal = device_names.ordinal(devices[control.rank], world.local_rank, on_host)
+        own_host = world.hosts[world.rank]
+        on_host = [gpus for gpus, host in zip(seen, world.hosts, strict=True) if host == own_host]
+        ordinal = device_names.ordinal(devices[control.rank], world.local_rank, on_host)
         # By unique id from here on, because an ordinal may mean another GPU in another process.
         own = "" if ordinal is None else seen[control.rank][ordinal]
         gpus = tuple(control.all_gather_differing_obj(own, *map(str, devices)))
