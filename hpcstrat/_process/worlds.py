@@ -10,8 +10,6 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import numpy as np
-
 from hpcstrat._process import failure, guard, launchers, output, settings
 
 if TYPE_CHECKING:
@@ -44,7 +42,6 @@ class World:
         local_rank: this rank's index among those of its host.
         local_size: the number of ranks on this host.
         hosts: for each rank the index of its host, in order of first appearance.
-        launcher: what started the ranks; None for a process started by hand.
         seed: 64 bits of entropy, the same on every rank.
     """
 
@@ -55,7 +52,6 @@ class World:
     local_rank: int = 0
     local_size: int = 1
     hosts: tuple[int, ...] = (0,)
-    launcher: launchers.Launcher | None = None
     seed: int = field(default_factory=_entropy, repr=False)
 
 
@@ -88,20 +84,19 @@ def find() -> World | None:
 
 def size() -> int:
     """The number of ranks. Starts nothing, unless the launcher does not tell."""
-    if _world is not None:
-        return _world.size
-    launcher = launchers.find()
-    if launcher is None:
-        return 1
+    if _world is None:
+        if (launcher := launchers.find()) is None:
+            return 1
+        if launcher.size is not None:
+            return launcher.size
     # A bare PMIx launcher does not tell; only MPI knows.
-    return start().size if launcher.size is None else launcher.size
+    return start().size
 
 
 def local() -> tuple[int, int]:
     """This rank's index on its host, and the number of ranks there. Starts nothing, as `size`."""
-    launcher = launchers.find()
     if _world is None:
-        if launcher is None:
+        if (launcher := launchers.find()) is None:
             return 0, 1
         if launcher.local_rank is not None and launcher.local_size is not None:
             return launcher.local_rank, launcher.local_size
@@ -117,14 +112,14 @@ def _connect() -> World:
         launchers.mark_children()
     MPI = _load_mpi(launcher)
     if MPI is None:
-        return World(launcher=launcher)
+        return World()
     if MPI.Is_finalized():
         if launcher is not None and not launcher.alone:
             raise RuntimeError(
                 "hpcstrat cannot connect the ranks: MPI was finalised already "
                 f"({launcher.describe()}). Make the first strategy before MPI.Finalize()."
             )
-        return World(launcher=launcher)
+        return World()
     _start_mpi(MPI)
     size = MPI.COMM_WORLD.size
     if size == 1:  # Open MPI's segment stays without an mpirun to clean up, even after a good end
@@ -143,10 +138,7 @@ def _connect() -> World:
     if size > 1:
         failure.install_when_connected(comm.rank)
     shares = host_comm.allgather((comm.rank, os.sched_getaffinity(0)))
-    own = np.array([shares[0][0], _entropy()], np.uint64)
-    # In one exchange, as numbers: the first rank of each rank's host, and rank 0's entropy.
-    gathered = np.empty((size, 2), np.uint64)
-    comm.Allgather(own, gathered)
+    leads = comm.allgather(shares[0][0])  # the first rank of each rank's host
     # MPICH would leave its segment behind after an abort or a kill. Without a name the system frees
     # it.
     if host_comm.rank == 0:  # by now every rank has mapped it
@@ -156,7 +148,6 @@ def _connect() -> World:
         settings.limit_blas_threads(
             settings.share_of_cores([cores for _, cores in shares], host_comm.rank)
         )
-    leads = [int(lead) for lead in gathered[:, 0]]
     index = {lead: host for host, lead in enumerate(dict.fromkeys(leads))}
     return World(
         rank=comm.rank,
@@ -166,8 +157,7 @@ def _connect() -> World:
         local_rank=host_comm.rank,
         local_size=host_comm.size,
         hosts=tuple(index[lead] for lead in leads),
-        launcher=launcher,
-        seed=int(gathered[0, 1]),
+        seed=comm.bcast(_entropy()),
     )
 
 
