@@ -9,11 +9,8 @@ from hpcstrat import data as data
 from hpcstrat import losses as losses
 from hpcstrat import metrics as metrics
 from hpcstrat import optimizers as optimizers
-from hpcstrat._core.public_names import RENAMED as _RENAMED
-from hpcstrat._core.public_names import missing_in_module as _missing_in_module
 from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat._core.public_names import set_owners as _set_owners
-from hpcstrat._core.public_names import warn_renamed as _warn_renamed
 from hpcstrat._core.types import DistributedValues as DistributedValues
 from hpcstrat._core.types import IndexedSlices as IndexedSlices
 from hpcstrat._core.types import Mirrored as Mirrored
@@ -77,19 +74,7 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-
-def __getattr__(name: str) -> _typing.Any:
-    if name == "torch":  # not before a program asks for it
-        import hpcstrat.torch
-
-        return hpcstrat.torch
-    if (new := _RENAMED["hpcstrat"].get(name)) is not None:
-        _warn_renamed(f"hpcstrat.{name}", f"hpcstrat.{new}")
-        return globals()[new]
-    raise _missing_in_module(__name__, name)
-
-
-_set_module(globals())
+_set_module(globals(), "torch")  # which takes long
 _set_owners()
 _failure.install_at_import()
 _settings.warn_of_unknown()

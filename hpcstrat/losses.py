@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from hpcstrat._core import arrays, gpu
-from hpcstrat._core.public_names import missing_in_module as _missing_in_module
+from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat._core.types import Array
 from hpcstrat._replicas import contexts
 
@@ -353,7 +353,4 @@ def _as_floats(
     return y, x.astype(np.float32) if dtype.itemsize == 2 else x, dtype
 
 
-if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
-
-    def __getattr__(name: str) -> Any:
-        raise _missing_in_module(__name__, name)
+_set_module(globals())

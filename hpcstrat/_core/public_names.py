@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
+import sys
 import warnings
 from types import FunctionType
 from typing import Any
@@ -271,7 +274,7 @@ class Renamed(Missing):
 
     def __get__(self, instance: object, owner: type) -> Any:
         cls, _, new = self._instead.rpartition(".")
-        warn_renamed(f"{cls}.{self._name}", self._instead)
+        _warn_renamed(f"{cls}.{self._name}", self._instead)
         return getattr(owner if instance is None else instance, new)
 
 
@@ -294,18 +297,10 @@ def _list_attributes(self: object) -> list[str]:
     return [n for n in names if not isinstance(inspect.getattr_static(cls, n, None), Missing)]
 
 
-def missing_in_module(module: str, name: str) -> AttributeError:
-    """The error for a name that a module does not have."""
-    instead = INSTEAD[module].get(name)
-    if instead is None:
-        return AttributeError(f"module {module!r} has no attribute {name!r}")
-    return _error(module, name, instead)
-
-
 _warned: set[str] = set()
 
 
-def warn_renamed(old: str, new: str) -> None:
+def _warn_renamed(old: str, new: str) -> None:
     """Warns the caller's caller, once per process, that a public name has changed."""
     if old not in _warned:
         _warned.add(old)
@@ -323,21 +318,38 @@ def _error(owner: str, name: str, instead: str) -> AttributeError:
 _classes: list[type] = []
 
 
-def set_module(namespace: dict[str, Any]) -> None:
+def set_module(namespace: dict[str, Any], *late: str) -> None:
     """Gives what a public module exports the module's name, for `repr`, tracebacks and pickles.
+
+    From now on a name that the module lacks raises what to write instead.
 
     Args:
         namespace: `globals()` of the module, after its last import.
+        *late: names of modules in it that are imported when a program asks for them.
     """
+    module = namespace["__name__"]
+    namespace["__getattr__"] = functools.partial(_get_missing, module, late)
     for name, value in namespace.items():
         if name.startswith("_") or not (inspect.isclass(value) or inspect.isfunction(value)):
             continue
         if _is_private(value):
-            value.__module__ = namespace["__name__"]
+            value.__module__ = module
             value.__name__ = value.__qualname__ = name
             if inspect.isclass(value):
                 _classes.append(value)
                 refuse_other_names(value)
+
+
+def _get_missing(module: str, late: tuple[str, ...], name: str) -> Any:
+    """What a public module has by this name, which is not among its globals."""
+    if name in late:
+        return importlib.import_module(f"{module}.{name}")
+    if (new := RENAMED.get(module, {}).get(name)) is not None:
+        _warn_renamed(f"{module}.{name}", f"{module}.{new}")
+        return getattr(sys.modules[module], new)
+    if (instead := INSTEAD.get(module, {}).get(name)) is not None:
+        raise _error(module, name, instead)
+    raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
 def set_owners() -> None:

@@ -1,8 +1,5 @@
 """Input pipelines: datasets, and how they are distributed over replicas."""
 
-from typing import TYPE_CHECKING, Any
-
-from hpcstrat._core.public_names import missing_in_module as _missing_in_module
 from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat._core.types import RunOptions as RunOptions
 from hpcstrat._core.types import ValueContext as ValueContext
@@ -41,8 +38,3 @@ __all__ = [
 ]
 
 _set_module(globals())
-
-if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
-
-    def __getattr__(name: str) -> Any:
-        raise _missing_in_module(__name__, name)

@@ -1,8 +1,5 @@
 """Metrics: each replica keeps its own totals, and `result` combines them."""
 
-from typing import TYPE_CHECKING, Any
-
-from hpcstrat._core.public_names import missing_in_module as _missing_in_module
 from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat.metrics._accuracies import Accuracy as Accuracy
 from hpcstrat.metrics._accuracies import BinaryAccuracy as BinaryAccuracy
@@ -30,8 +27,3 @@ from hpcstrat.metrics._thresholds import TrueNegatives as TrueNegatives
 from hpcstrat.metrics._thresholds import TruePositives as TruePositives
 
 _set_module(globals())
-
-if not TYPE_CHECKING:  # hidden from type checkers: they report an unknown name by themselves
-
-    def __getattr__(name: str) -> Any:
-        raise _missing_in_module(__name__, name)

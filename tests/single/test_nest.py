@@ -29,6 +29,10 @@ class Plain:
     b: list[Any]
 
 
+def unflatten(structure, leaves):
+    return structure.unflatten(leaves)  # a nest of any type
+
+
 def pair(first, second):
     made = object.__new__(Pair)
     made.first, made.second = first, second
@@ -39,7 +43,7 @@ def test_leaves_in_a_fixed_order():
     nest = {"b": 1, "a": [2, (3, None)], "c": Point({"y": 4, "x": 5}, "text")}
     leaves, structure = nests.flatten(nest)
     assert leaves == [2, 3, None, 1, 5, 4, "text"]
-    assert structure.unflatten(leaves) == nest
+    assert unflatten(structure, leaves) == nest
     assert nests.flatten({"c": nest["c"], "a": nest["a"], "b": 1})[1] == structure
 
 
@@ -51,14 +55,14 @@ def test_leaves_in_a_fixed_order():
 def test_what_is_no_nest_is_a_leaf(leaf):
     leaves, structure = nests.flatten(leaf)
     assert len(leaves) == 1 and leaves[0] is leaf
-    assert structure.unflatten(["new"]) == "new"
+    assert unflatten(structure, ["new"]) == "new"
 
 
 @pytest.mark.parametrize("empty", [[], {}, (), [[], {}], {"a": ()}], ids=str)
 def test_empty_nests(empty):
     leaves, structure = nests.flatten(empty)
     assert leaves == []
-    assert structure.unflatten([]) == empty
+    assert unflatten(structure, []) == empty
 
 
 def test_types_of_containers_are_kept():
@@ -82,7 +86,7 @@ def test_dataclasses_are_nests_and_not_made_through_their_init():
     nest = {"p": pair(1, [2, Frozen(3)]), "q": Plain(4, [5])}
     leaves, structure = nests.flatten(nest)
     assert leaves == [1, 2, 3, 4, 5]
-    found = structure.unflatten(["a", "b", "c", "d", "e"])
+    found = unflatten(structure, ["a", "b", "c", "d", "e"])
     assert (found["p"].first, found["p"].second[1], found["q"]) == (
         "a",
         Frozen("c"),
@@ -216,7 +220,7 @@ def test_subclasses_of_dict_are_nests(nest):
     in_order = isinstance(nest, collections.OrderedDict)
     assert leaves == ([1, 2] if in_order else [2, 1])
     marks = [object(), object()]
-    (found,) = structure.unflatten(marks)
+    (found,) = unflatten(structure, marks)
     assert type(found) is type(nest) and dict(found) == dict(
         zip("ba" if in_order else "ab", marks, strict=True)
     )
