@@ -40,6 +40,10 @@ from hpcstrat._communicators.staged import StagedCommunicator
 from hpcstrat._core import device_names, gpu, nests, public_names
 from hpcstrat._core.arrays import as_native, is_numeric
 from hpcstrat._core.call_name import (
+    COMMUNICATION,
+    RUN,
+    UPDATE,
+    WAITING,
     call_named,
     current_call,
     join_by_rank,
@@ -49,7 +53,6 @@ from hpcstrat._core.call_name import (
     warn_together,
 )
 from hpcstrat._core.public_names import INSTEAD, RENAMED, Missing
-from hpcstrat._core.span import COMMUNICATION, RUN, UPDATE, WAITING
 from hpcstrat._core.types import select
 from hpcstrat._memory import layout, segment
 from hpcstrat._memory.allocator import (

@@ -15,8 +15,7 @@ from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators import reduction
 from hpcstrat._communicators.checked_exchange import CheckedExchange
 from hpcstrat._core.arrays import as_native
-from hpcstrat._core.call_name import current_call, join_by_rank
-from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, join_by_rank, span
 from hpcstrat._core.types import Array, ReduceOp, ReplicaMismatchError
 
 

@@ -16,8 +16,7 @@ from hpcstrat._calls.mismatch import RankReport
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._calls.state import CallState
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import current_call
-from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, span
 from hpcstrat._core.types import Array, Bytes, ReplicaMismatchError
 from hpcstrat._process import settings
 from hpcstrat._watchdog.watchdog import Watchdog

@@ -15,7 +15,7 @@ from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.rail import Rail
 from hpcstrat._communicators.reduction import accumulator, reduce_by_hosts, reduce_in_chunks
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.call_name import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.intervals import Interval, divide_up
 from hpcstrat._memory.layout import Layout, Sections, layout_of_sections, sections_in

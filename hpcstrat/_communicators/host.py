@@ -17,8 +17,7 @@ from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.reduction import reduce_in_chunks
-from hpcstrat._core.call_name import current_call
-from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.layout import Layout, layout_of, layout_of_sections
 from hpcstrat._memory.segment import LARGE, check_available

@@ -13,8 +13,7 @@ from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.point_to_point import PointToPoint, pieces
-from hpcstrat._core.call_name import list_by_rank
-from hpcstrat._core.span import WAITING, span
+from hpcstrat._core.call_name import WAITING, list_by_rank, span
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.layout import GROUP_ALIGNMENT, Sections, sections_in
 

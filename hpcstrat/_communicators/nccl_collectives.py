@@ -14,8 +14,7 @@ from hpcstrat._communicators.nccl_types import dtype_to_reduce, operation_of, re
 from hpcstrat._communicators.reduction import REDUCTIONS
 from hpcstrat._communicators.run_ahead import RunAhead
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import current_call
-from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, span
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import Layout

@@ -13,8 +13,7 @@ from hpcstrat._communicators.base import Outgoing, check_gatherable
 from hpcstrat._communicators.device import DeviceCommunicator, RankSlice
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import call_named
-from hpcstrat._core.span import COMMUNICATION, Details, span
+from hpcstrat._core.call_name import COMMUNICATION, Details, call_named, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.layout import layout_of
 

@@ -43,13 +43,8 @@ _reporting = threading.local()
 explanations: list[Callable[[BaseException], None]] = []
 """Functions that add notes to exceptions of other libraries, if the program does not catch them."""
 
-
-def _no_context() -> bool:
-    return False
-
-
-replica_context: Callable[[], bool] = _no_context
-"""Whether this thread is in the context of one of several replicas. Set from above."""
+replica_context: Callable[[], bool] = bool  # False, until it is set from above
+"""Whether this thread is in the context of one of several replicas."""
 
 
 def install() -> None:

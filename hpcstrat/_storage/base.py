@@ -12,8 +12,7 @@ import numpy as np
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.checked_exchange import checksum
-from hpcstrat._core.call_name import current_call
-from hpcstrat._core.span import UPDATE, Details, span
+from hpcstrat._core.call_name import UPDATE, Details, current_call, span
 from hpcstrat._core.types import Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import Block, Cuts
 from hpcstrat._memory.intervals import Interval

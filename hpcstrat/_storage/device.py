@@ -10,8 +10,7 @@ import numpy as np
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.device import DeviceCommunicator, Move, RankSlice
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import current_call
-from hpcstrat._core.span import COMMUNICATION, span
+from hpcstrat._core.call_name import COMMUNICATION, current_call, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts, SlabAllocator
 from hpcstrat._storage.base import Storage

@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcstrat._communicators.checked_exchange import Write
 from hpcstrat._core import gpu
-from hpcstrat._core.span import UPDATE, Details, span
+from hpcstrat._core.call_name import UPDATE, Details, span
 from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.allocator import (
     ALIGNMENT,

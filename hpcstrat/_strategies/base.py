@@ -10,8 +10,7 @@ from typing import Any
 
 from hpcstrat._communicators.connection import disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._core.call_name import names_call
-from hpcstrat._core.span import RUN, Details, span
+from hpcstrat._core.call_name import RUN, Details, names_call, span
 from hpcstrat._core.types import RunOptions, select
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (

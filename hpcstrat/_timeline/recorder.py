@@ -16,8 +16,7 @@ from typing import Any, final
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import when_connected, when_left
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._core.call_name import names_call
-from hpcstrat._core.span import record_to
+from hpcstrat._core.call_name import names_call, record_to
 from hpcstrat._process import failure, output, worlds
 from hpcstrat._timeline.gpu_spans import GpuSpans
 from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
@@ -144,7 +143,7 @@ class TimelineRecorder:
     def start(self, category: str, name: str, nbytes: int | None, stream: Any) -> Span | None:
         """Opens a span of this thread, and of a GPU's stream; `None` if it is not recorded.
 
-        The arguments are those of `hpcstrat._core.span`: a category, and `Details`.
+        The arguments are those of `hpcstrat._core.call_name`: a category, and `Details`.
         """
         if not self._is_open:
             return None

@@ -31,7 +31,7 @@ _FIRST = b'{"name": "process_name", "ph": "M", "pid": '  # each rank first write
 class Span:
     """A period of a thread's time, and of a GPU's, in nanoseconds of this process's clock."""
 
-    category: str  # a constant of `hpcstrat._core.span`
+    category: str  # a constant of `hpcstrat._core.call_name`
     name: str
     nbytes: int | None  # that this rank sends; `None` if it sends nothing
     track: int  # the number of its thread

@@ -8,8 +8,7 @@ from typing import Any, final
 from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
-from hpcstrat._core.call_name import current_call, names_call
-from hpcstrat._core.span import CHECKPOINT, span
+from hpcstrat._core.call_name import CHECKPOINT, current_call, names_call, span
 from hpcstrat.checkpoint._compatibility import Restored
 from hpcstrat.checkpoint._names import CheckpointObjects
 from hpcstrat.checkpoint._restoring import open_file, restore_from
