@@ -88,6 +88,22 @@ class Window:
             _update(weight, velocity, total)
 
 
+class _CompiledAdam:
+    """The library's compiled loop over rows of memory: the weights, both slots, the messages."""
+
+    def __init__(self, memory, messages):
+        self._adam, self._steps = hs.optimizers.Adam(ADAM_RATE), 0
+        rule = self._adam.update_rule(ADAM_RATE, 1)
+        self._numbers = np.array(rule.kernel_constants)
+        bind = compiled.loop(rule, np.dtype(np.float32))
+        self._update, _ = bind(compiled.table([list(memory)]), messages, self._numbers)
+
+    def step(self):
+        self._steps += 1
+        self._numbers[:] = self._adam.update_rule(ADAM_RATE, self._steps).kernel_constants
+        self._update()
+
+
 class WindowAdam:
     """As Window, but Adam, by the library's compiled loop. What the library adds is overhead."""
 
@@ -107,16 +123,13 @@ class WindowAdam:
                 weight[...] = value
         COMM.Barrier()
         first, last = (size * rank // COMM.size for rank in (COMM.rank, COMM.rank + 1))
-        self._table = compiled.table([list(memory[:, first:last])])
-        self._adam, self._steps = hs.optimizers.Adam(ADAM_RATE), 0
+        self._adam = _CompiledAdam(memory[:, first:last], COMM.size)
 
     def step(self, gradients):
         for place, value in zip(self._places, gradients, strict=True):
             place[...] = value
-        self._steps += 1
-        rule = self._adam.update_rule(ADAM_RATE, self._steps)
         COMM.Barrier()
-        compiled.loop(rule, np.dtype(np.float32))(self._table, COMM.size, rule.kernel_constants)
+        self._adam.step()
         COMM.Barrier()
 
 
@@ -131,13 +144,10 @@ class AllReduceAdam:
         for weight, value in zip(self.weights, start, strict=True):
             weight[...] = value
         self._sum = memory[3]
-        self._table = compiled.table([list(memory)])
-        self._adam, self._steps = hs.optimizers.Adam(ADAM_RATE), 0
+        self._adam = _CompiledAdam(memory, 1)
 
     def step(self, gradients):
         for place, value in zip(self._places, gradients, strict=True):
             place[...] = value
         COMM.Allreduce(MPI.IN_PLACE, self._sum)
-        self._steps += 1
-        rule = self._adam.update_rule(ADAM_RATE, self._steps)
-        compiled.loop(rule, np.dtype(np.float32))(self._table, 1, rule.kernel_constants)
+        self._adam.step()

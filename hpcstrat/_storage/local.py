@@ -136,10 +136,10 @@ class LocalBlocks:
 
         Of several messages, this rank's is the one at index `rank`.
         """
-        # Compiling takes half a second, which small updates never make up for.
-        is_compiled = self._compiles and sum(layout.sizes) >= compiled.FEWEST
+        is_large = sum(layout.sizes) >= compiled.FEWEST
+        after = 0 if is_large else compiled.FEWEST_PASSES
         chunks = chunks_of(self.memory.part, shards)
-        return HostUpdate(chunks, shards, self._scratch, rank, is_compiled)
+        return HostUpdate(chunks, shards, self._scratch, rank, after if self._compiles else None)
 
     def zeros(self, nbytes: int) -> Array:
         """New memory for messages, on this rank's device."""

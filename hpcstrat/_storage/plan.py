@@ -19,7 +19,14 @@ from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts
 from hpcstrat._memory.intervals import Interval, Shard, round_up, runs
 from hpcstrat._memory.layout import Layout, PackKernel, layout_of, layout_of_arrays, packings_of
 from hpcstrat._update.rule import NO_CONSTANTS
-from hpcstrat._update.update import NOTHING_IN_PLACE, Chunk, InPlace, Update, keep_per_message
+from hpcstrat._update.update import (
+    NOTHING_IN_PLACE,
+    Chunk,
+    InPlace,
+    PerMessage,
+    Update,
+    keep_per_message,
+)
 
 T = TypeVar("T")
 
@@ -72,7 +79,7 @@ class MessageOrder:
             for group in self.layout.groups
             for i in group.members
         ]
-        self._views: dict[tuple[int, int], tuple[Array, list[Array]]] = {}
+        self._views: PerMessage[list[Array]] = {}
 
     def to_message(self, values: Sequence[T]) -> list[T]:
         """What belongs to the variables, by variable, from the order of the call."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -21,14 +22,20 @@ from hpcstrat._update.library_cache import compiler, load_library
 from hpcstrat._update.rule import LANES, Kernel, UpdateRule, sums_of_squares
 
 FEWEST = 100_000
-"""The fewest elements of an update worth compiling: it takes half a second, once per machine."""
+"""The fewest elements of an update worth compiling at once: it takes half a second, once per
+machine."""
+FEWEST_PASSES = 1_000
+"""Passes after which smaller updates are compiled, too. These gain microseconds in each step."""
 
 Table: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 """One row per chunk: its number of elements, then its addresses in the variable, in each slot and
 in each message. Messages are summed in this order."""
-Loop: TypeAlias = Callable[[Table, int, Sequence[float]], Array]
-"""Takes a table, the number of messages, and the rule's numbers. Returns each row's sum of the
-squares of each term of norms."""
+Bound: TypeAlias = tuple[Callable[[], None], Array]
+"""A call that updates chunks, and its result: each row's sum of the squares of each term of
+norms."""
+Loop: TypeAlias = Callable[[Table, int, Array], Bound]
+"""Binds a table, the number of messages, and an array of float64 with the rule's numbers, which
+each call reads."""
 
 # BLOCK: eight buffers of this many elements fit in the fastest cache. One or two messages are read
 # in place: a loop that reads several streams at once is faster than copying one of them first.
@@ -181,14 +188,17 @@ def load(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     function.argtypes, function.restype = (pointer, count, count, pointer, pointer), None
 
-    def run(table: Table, messages: int, numbers: Sequence[float]) -> Array:
-        given, sums = np.array(numbers, np.float64), np.empty((len(table), terms))
-        function(table.ctypes.data, len(table), messages, given.ctypes.data, sums.ctypes.data)
-        return sums
+    def bind(table: Table, messages: int, numbers: Array) -> Bound:
+        sums = np.empty((len(table), terms))
+        # Pointers keep their arrays. Finding addresses in each step would cost as much as NumPy's
+        # operations on a small update.
+        given, to_sums = (array.ctypes.data_as(pointer) for array in (numbers, sums))
+        rows = table.ctypes.data_as(pointer)
+        return functools.partial(function, rows, len(table), messages, given, to_sums), sums
 
-    if not _matches_numpy(run, rule, kernel, dtype):
+    if not _matches_numpy(bind, rule, kernel, dtype):
         raise OSError(f"{compiler()}: the code for {kernel.name} computes other values than NumPy")
-    return run
+    return bind
 
 
 def _source(kernel: Kernel, dtype: str) -> str:
@@ -236,7 +246,7 @@ def table(chunks: Sequence[Sequence[Array]]) -> Table:
     return np.array(rows, np.int64).reshape(len(rows), len(rows[0]) if rows else 1)
 
 
-def _matches_numpy(run: Loop, rule: UpdateRule, kernel: Kernel, dtype: np.dtype[Any]) -> bool:
+def _matches_numpy(bind: Loop, rule: UpdateRule, kernel: Kernel, dtype: np.dtype[Any]) -> bool:
     """Whether the loop computes the bits of the NumPy operations, except for NaN payloads."""
     random = np.random.default_rng(0)
     special = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-6, 6e4)
@@ -251,11 +261,12 @@ def _matches_numpy(run: Loop, rule: UpdateRule, kernel: Kernel, dtype: np.dtype[
             arrays.append(numbers.astype(dtype))
         *changed, first, second = arrays
         copies = [array.copy() for array in changed]
-        sums = run(table([(*changed, first, second)]), 2, rule.kernel_constants)[0]
+        call, sums = bind(table([(*changed, first, second)]), 2, np.array(rule.kernel_constants))
+        call()
         gradient = np.empty_like(first)
         reduce_chunk(gradient, [first, second], ReduceOp.SUM)
         terms = kernel.apply(rule.kernel_constants, copies[0], gradient, copies[1:])
-        found = [sums, *[array.astype(np.float64) for array in changed]]
+        found = [sums[0], *[array.astype(np.float64) for array in changed]]
         wanted = [sums_of_squares(terms), *[array.astype(np.float64) for array in copies]]
     return all(
         np.array_equal(one, other, equal_nan=True)

@@ -64,8 +64,11 @@ def chunks_of(
     return chunks
 
 
+PerMessage: TypeAlias = dict[tuple[int, int], tuple[Sequence[Array], T]]
+
+
 def keep_per_message(
-    kept: dict[tuple[int, int], tuple[Array, T]],
+    kept: PerMessage[T],
     messages: Sequence[Array],
     make: Callable[[Sequence[Array]], T],
 ) -> T:
@@ -76,12 +79,12 @@ def keep_per_message(
         messages: of all ranks; the first one stands for all.
         make: makes it.
     """
-    # By id, because arrays have no hash; each message is kept, so that no other gets its id.
+    # By id, because arrays have no hash; messages are kept, so that no other gets their ids.
     key = id(messages[0]), len(messages)
     if key not in kept:
         if len(kept) == 3:  # `SharedMemoryCommunicator`: two records, a mailbox before it grew
             kept.clear()
-        kept[key] = messages[0], make(messages)
+        kept[key] = messages, make(messages)
     return kept[key][1]
 
 
@@ -99,7 +102,7 @@ class Update(abc.ABC):
     def __init__(self, chunks: Sequence[Chunk], shards: Sequence[Shard]) -> None:
         self._chunks = chunks
         self._shards = shards
-        self._parts: dict[tuple[int, int], tuple[Array, list[list[Array]]]] = {}
+        self._parts: PerMessage[list[list[Array]]] = {}
         self.may_be_in_place: bool = False
 
     def forget_messages(self) -> None:
@@ -145,6 +148,8 @@ Scratch: TypeAlias = "dict[np.dtype[Any], list[Array]]"
 """Memory to work in, the same for all updates of a storage. Of each dtype, the first array is for
 reduced gradients. Allocated once: new arrays for each chunk would not be in cache, and cost page
 faults."""
+BoundLoops: TypeAlias = "tuple[list[compiled.Loop], Array, PerMessage[list[compiled.Bound]]]"
+"""Of a kernel, the loop of each dtype; their numbers; the loops bound to messages."""
 BoundChunk: TypeAlias = tuple[Array, list[Callable[[], Any]], list[Array]]
 """Of a chunk, the array for its reduced gradient; calls that apply a rule; the terms of norms."""
 
@@ -158,7 +163,8 @@ class HostUpdate(Update):
         shards: see `Update`.
         scratch: memory to work in.
         rank: which of the messages is this rank's.
-        compiles: whether by compiled loops, where the rule and all dtypes have one.
+        compile_after: passes until loops are compiled, where the rule and all dtypes have one;
+            `None` for never.
     """
 
     def __init__(
@@ -167,13 +173,15 @@ class HostUpdate(Update):
         shards: Sequence[Shard],
         scratch: Scratch,
         rank: int = 0,
-        compiles: bool = False,
+        compile_after: int | None = None,
     ) -> None:
         super().__init__(chunks, shards)
         self._of_variables: dict[int, HostUpdate] = {}
         self._scratch = scratch
         self._rank = rank
-        self._compiles = compiles
+        self._compile_after = compile_after
+        self._passes = 0
+        self._loops: CompiledChunks | None = None
         # These have chunks of their own. A small gradient costs less to copy than to read in place.
         self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
         self.may_be_in_place = bool(self._large)
@@ -182,24 +190,6 @@ class HostUpdate(Update):
         self._bound: list[BoundChunk] = []
         self._numbers: dict[np.dtype[Any], Array] = {}
         self._kept: dict[Kernel | None, tuple[list[BoundChunk], dict[np.dtype[Any], Array]]] = {}
-        if compiles:
-            self._prepare_table()
-
-    def _prepare_table(self) -> None:
-        """Finds what loops take of the chunks: a step fills in only the messages' addresses."""
-        self._fixed = compiled.table([(value, *slots) for _, value, slots in self._chunks])
-        in_chunks = [shard for shard, _, _ in self._chunks]
-        self._starts = np.array([shard.message.start for shard in in_chunks], np.int64)
-        # Where they start in a gradient that is read in place, in bytes.
-        self._starts_in_gradient = np.array(
-            [shard.elements.start * shard.dtype.itemsize for shard in in_chunks], np.int64
-        )
-        self._variables = np.array([shard.variable for shard in in_chunks], np.intp)
-        self._dtypes: list[tuple[np.dtype[Any], Interval]] = []
-        stop = 0
-        for dtype in dict.fromkeys(shard.dtype for shard in self._shards):
-            start, stop = stop, stop + sum(shard.dtype == dtype for shard in in_chunks)
-            self._dtypes.append((dtype, Interval(start, stop)))
 
     def in_place(self, gradients: Sequence[Array]) -> InPlace:
         """Large gradients that are as the messages would have them."""
@@ -216,6 +206,8 @@ class HostUpdate(Update):
     def forget_messages(self) -> None:
         """See `Update.forget_messages`."""
         super().forget_messages()
+        if self._loops is not None:
+            self._loops.forget_messages()
         for update in self._of_variables.values():
             update.forget_messages()
 
@@ -262,7 +254,7 @@ class HostUpdate(Update):
                     [shard],
                     self._scratch,
                     self._rank,
-                    self._compiles,
+                    self._compile_after,
                 )
                 for shard in self._shards
                 if shard.elements
@@ -281,16 +273,13 @@ class HostUpdate(Update):
 
         A pass for norms adds the sum of squares of each term to `out`.
         """
+        self._passes += 1
         # Loops sum in rank order, like NumPy. Other operations are rare, on small variables.
-        loops = self._loops(rule) if self._compiles and op is ReduceOp.SUM else []
-        if loops:
-            table = self._table(messages, in_place)
-            for loop, chunks in loops:
-                sums = loop(table[chunks.slice], len(messages), rule.kernel_constants)
-                if out is not None:
-                    for of_chunk in sums:  # one by one: NumPy's sum has another order
-                        out += of_chunk
-            return
+        if op is ReduceOp.SUM and self._is_compiled():
+            if self._loops is None:
+                self._loops = CompiledChunks(self._chunks, self._shards, self._rank)
+            if self._loops.run(rule, messages, in_place, out):
+                return
         if rule is not self._rule:
             self._bind(rule)
         all_parts = keep_per_message(self._parts, messages, self._parts_of)
@@ -303,26 +292,8 @@ class HostUpdate(Update):
             if out is not None:
                 out += sums_of_squares(terms)
 
-    def _loops(self, rule: UpdateRule) -> list[tuple[compiled.Loop, Interval]]:
-        """The loop of each dtype, and its chunks; empty unless all of them have one."""
-        # All or none: half an update in C and half in NumPy would need the bookkeeping of both, for
-        # a rare case.
-        loops = []
-        for dtype, chunks in self._dtypes:
-            if (loop := compiled.loop(rule, dtype)) is None:
-                return []
-            loops.append((loop, chunks))
-        return loops
-
-    def _table(self, messages: Sequence[Array], in_place: InPlace) -> compiled.Table:
-        """The chunks with these messages, as the loops take them."""
-        addresses = np.array([message.ctypes.data for message in messages], np.int64)
-        table = np.concatenate([self._fixed, addresses + self._starts[:, None]], axis=1)
-        column = self._fixed.shape[1] + self._rank  # messages come last in a row
-        for variable, (_, gradient) in in_place.items():
-            here = self._variables == variable
-            table[here, column] = gradient.ctypes.data + self._starts_in_gradient[here]
-        return table
+    def _is_compiled(self) -> bool:
+        return self._compile_after is not None and self._passes > self._compile_after
 
     def _bind(self, rule: UpdateRule) -> None:
         """Prepares a rule for each chunk, unless only its numbers differ from an earlier one."""
@@ -366,6 +337,83 @@ class HostUpdate(Update):
                 all_parts[k] = list(all_parts[k])
                 all_parts[k][self._rank] = own[shard.elements.slice]
         return all_parts
+
+
+@final
+class CompiledChunks:
+    """Compiled loops over the chunks of an update, bound to their addresses.
+
+    Args:
+        chunks: see `HostUpdate`.
+        shards: see `Update`.
+        rank: which of the messages is this rank's.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], shards: Sequence[Shard], rank: int) -> None:
+        self._fixed = compiled.table([(value, *slots) for _, value, slots in chunks])
+        self._column = self._fixed.shape[1] + rank  # messages come last in a row
+        in_chunks = [shard for shard, _, _ in chunks]
+        self._starts = np.array([shard.message.start for shard in in_chunks], np.int64)
+        # Where they start in a gradient that is read in place, in bytes.
+        self._starts_in_gradient = np.array(
+            [shard.elements.start * shard.dtype.itemsize for shard in in_chunks], np.int64
+        )
+        self._variables = np.array([shard.variable for shard in in_chunks], np.intp)
+        self._dtypes: list[tuple[np.dtype[Any], Interval]] = []
+        stop = 0
+        for dtype in dict.fromkeys(shard.dtype for shard in shards):
+            start, stop = stop, stop + sum(shard.dtype == dtype for shard in in_chunks)
+            self._dtypes.append((dtype, Interval(start, stop)))
+        self._rule: UpdateRule | None = None  # the last
+        self._of_kernels: dict[Kernel | None, BoundLoops | None] = {}
+
+    def run(
+        self, rule: UpdateRule, messages: Sequence[Array], in_place: InPlace, out: Array | None
+    ) -> bool:
+        """See `HostUpdate.one_pass`. Returns `False`, having done nothing, if a loop is missing."""
+        if rule.kernel not in self._of_kernels:
+            # All or none: half an update in C and half in NumPy would need the bookkeeping of both,
+            # for a rare case.
+            found = [compiled.loop(rule, dtype) for dtype, _ in self._dtypes]
+            loops = [loop for loop in found if loop is not None]
+            numbers = np.empty(len(rule.kernel_constants))
+            bound = (loops, numbers, {}) if len(loops) == len(found) else None
+            self._of_kernels[rule.kernel] = bound
+        of_kernel = self._of_kernels[rule.kernel]
+        if of_kernel is None:
+            return False
+        loops, numbers, kept = of_kernel
+        if rule is not self._rule:
+            numbers[:], self._rule = rule.kernel_constants, rule
+
+        def bind(messages: Sequence[Array]) -> list[compiled.Bound]:
+            table = self._table(messages, in_place)
+            return [
+                loop(table[chunks.slice], len(messages), numbers)
+                for loop, (_, chunks) in zip(loops, self._dtypes, strict=True)
+            ]
+
+        for call, sums in bind(messages) if in_place else keep_per_message(kept, messages, bind):
+            call()
+            if out is not None:
+                for of_chunk in sums:  # one by one: NumPy's sum has another order
+                    out += of_chunk
+        return True
+
+    def forget_messages(self) -> None:
+        """See `Update.forget_messages`."""
+        for of_kernel in self._of_kernels.values():
+            if of_kernel is not None:
+                of_kernel[2].clear()
+
+    def _table(self, messages: Sequence[Array], in_place: InPlace) -> compiled.Table:
+        """The chunks with these messages, as the loops take them."""
+        addresses = np.array([message.ctypes.data for message in messages], np.int64)
+        table = np.concatenate([self._fixed, addresses + self._starts[:, None]], axis=1)
+        for variable, (_, gradient) in in_place.items():
+            here = self._variables == variable
+            table[here, self._column] = gradient.ctypes.data + self._starts_in_gradient[here]
+        return table
 
 
 def _chunks_in(shard: Shard, chunks: Sequence[Chunk]) -> list[Chunk]:

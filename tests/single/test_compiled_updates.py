@@ -81,9 +81,12 @@ def test_a_loop_gives_the_bits_of_the_operations(dtype, name):
             if norms is not None:
                 loop_of_first = compiled.loop(first, dtype)
                 assert loop_of_first is not None
-                found = loop_of_first(compiled.table(rows), messages, first.kernel_constants)
+                numbers = np.array(first.kernel_constants)
+                call, found = loop_of_first(compiled.table(rows), messages, numbers)
+                call()
                 assert found.tolist() == sums
-            loop(compiled.table(rows), messages, rule.kernel_constants)
+            call, _ = loop(compiled.table(rows), messages, np.array(rule.kernel_constants))
+            call()
             for found, wanted in zip(rows, expected, strict=True):
                 assert [array.tobytes() for array in found] == [array.tobytes() for array in wanted]
 
