@@ -41,7 +41,7 @@ RANKS = st.integers(1, 5)
 KINDS = [
     pytest.param(HostUpdate, id="NumPy"),
     pytest.param(
-        functools.partial(HostUpdate, compiles=True),
+        functools.partial(HostUpdate, compile_after=0),
         id="compiled",
         marks=pytest.mark.skipif(compiled.compiler() is None, reason="there is no C compiler"),
     ),
