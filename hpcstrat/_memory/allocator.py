@@ -319,28 +319,27 @@ _by_stream: weakref.WeakKeyDictionary[gpu.Stream, SlabAllocator] = weakref.WeakK
 def gpu_memory(stream: gpu.Stream) -> SlabAllocator:
     """The memory for variables on a stream's GPU, the same for all strategies on this stream."""
     if stream not in _by_stream:
-        xp, ordinal = stream.xp, stream.ordinal
-
-        def allocate(nbytes: int) -> Array:
-            with xp.cuda.Device(ordinal):
-                slab = xp.ndarray((nbytes,), np.uint8, _allocate_on_gpu(xp, nbytes, ordinal))
-                slab.fill(0)
-                return slab
-
+        allocate = functools.partial(_allocate_on_gpu, stream.xp, stream.ordinal)
         _by_stream[stream] = SlabAllocator(allocate)
     return _by_stream[stream]
 
 
-def _allocate_on_gpu(xp: Any, nbytes: int, ordinal: int) -> Any:
+def _allocate_on_gpu(xp: Any, ordinal: int, nbytes: int) -> Array:
+    with xp.cuda.Device(ordinal):
+        slab = xp.ndarray((nbytes,), np.uint8, _memory_on_gpu(xp, ordinal, nbytes))
+        slab.fill(0)
+        return slab
+
+
+def _memory_on_gpu(xp: Any, ordinal: int, nbytes: int) -> Any:
     failure = xp.cuda.runtime.CUDARuntimeError
-    for free in (xp.get_default_memory_pool().free_all_blocks, None):
+    for _ in range(2):
         # Not from CuPy's pool, which returns a block to its stream at once: variables outlive
         # streams.
         try:
             return xp.cuda.MemoryPointer(xp.cuda.Memory(nbytes), 0)
         except failure:
-            if free is not None:  # the pool may keep the memory for later
-                free()
+            xp.get_default_memory_pool().free_all_blocks()  # it may keep the memory for later
     # The program's allocator, such as a pool of RMM's, may have taken the whole GPU. It reuses
     # memory in the order of the stream that is current now, the storage's, just as a slab does.
     try:

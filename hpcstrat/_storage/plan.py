@@ -138,6 +138,84 @@ class MessageOrder:
         self._views.clear()
 
 
+_UNIT = 256
+"""Parts start at multiples of this many elements: on a GPU, at multiples of 256 bytes."""
+
+
+def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[Cuts]:
+    """Splits all elements of a dtype into equal parts; the last part takes the remainder.
+
+    Of fewer than `_UNIT` elements per rank, the last rank has all.
+
+    The variables are in order of creation, and each starts at a multiple of `alignment` bytes.
+    """
+    # All elements are split, not each variable: ranks have equal parts, whatever the variables'
+    # sizes, and a part is one range of memory and of a message.
+    layout = layout_of_arrays([variable.array for variable in variables], alignment)
+    cuts: list[Cuts] = [()] * len(variables)
+    for group in layout.groups:
+        part = group.elements // size // _UNIT * _UNIT
+        for i in group.members:
+            first, stop = group.within(layout.bytes_of(i))
+            starts = [min(max(rank * part, first), stop) for rank in range(size)]
+            cuts[i] = tuple([start - first for start in (*starts, stop)])
+    return cuts
+
+
+class RankPart(NamedTuple):
+    """A rank's shards of all variables, and the message that consists of these.
+
+    Attributes:
+        layout: the layout of the message; it has every variable, perhaps without elements.
+        shards: the shards in it, and in the memory of the variables and slots.
+        in_whole: the same shards in the message of all elements. Their `memory` is their bytes in
+            the message of `layout`, so that `runs` merges what is contiguous in both.
+    """
+
+    layout: Layout
+    shards: list[Shard]
+    in_whole: list[Shard]
+
+
+def rank_parts_of(
+    order: MessageOrder, slots: Sequence[Sequence[Block]], rank: int
+) -> list[RankPart]:
+    """Each rank's part, given this rank's parts of the slots, by variable.
+
+    The order is one without slots: parts of slots have other shapes.
+    """
+    dtypes = tuple([block.array.dtype for block in order.blocks])
+    cuts = [of_variable[0].cuts or () for of_variable in slots]
+    rank_parts = []
+    for peer in range(len(cuts[0]) - 1):
+        elements = [Interval(*of_variable[peer : peer + 2]) for of_variable in cuts]
+        layout = layout_of(
+            tuple([(part.size,) for part in elements]), dtypes, order.layout.alignment
+        )
+        shards, in_whole = [], []
+        for variable in order.shards:
+            i = variable.variable
+            shard, place = variable.part(elements[i]), layout.bytes_of(i)
+            own = [slot.memory for slot in slots[i]] if peer == rank else []
+            shards.append(shard._replace(message=place, memory=(*shard.memory, *own)))
+            in_whole.append(shard._replace(memory=(place,)))
+        rank_parts.append(RankPart(layout, shards, in_whole))
+    return rank_parts
+
+
+def rank_slices(order: MessageOrder, rank_parts: Sequence[RankPart]) -> list[list[RankSlice]]:
+    """For each dtype of the message, which of its elements belong to which rank."""
+    slices: list[list[RankSlice]] = [[] for _ in order.layout.groups]
+    dtypes = [group.dtype for group in order.layout.groups]
+    for rank, part in enumerate(rank_parts):
+        for run in runs(part.in_whole, order.layout.alignment):
+            k = dtypes.index(run.dtype)
+            elements = order.layout.groups[k].within(run.message)
+            own = part.layout.groups[k].within(run.memory[0])
+            slices[k].append(RankSlice(rank, elements, own))
+    return slices
+
+
 class Plan:
     """The update of some variables by the gradients, or new values, in a message.
 
@@ -291,113 +369,6 @@ class Plan:
         return sources, own
 
 
-@final
-class MessagePool:
-    """Lends its memory to all plans without a message of their own: updates follow one another.
-
-    Args:
-        allocate: makes memory of some bytes, in a call of this signature.
-    """
-
-    def __init__(self, allocate: Callable[[int, CallSignature], Array]) -> None:
-        self._allocate = allocate
-        self._memory: Array = None
-        # The plans that have it. Weak, because the pool outlives variables and their plans.
-        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
-
-    def lend(self, plan: Plan, signature: CallSignature) -> None:
-        """Makes a plan take the memory."""
-        if self._memory is None or self._memory.size < plan.nbytes:
-            # Plans hold views of the memory. They drop it before more is allocated, or there would
-            # have to be room for both.
-            for other in self._plans:
-                if other.taken is self._memory:  # others have got buffers since
-                    other.forget_message()
-            self._plans.clear()
-            self._memory = None
-            self._memory = self._allocate(plan.nbytes, signature)
-        plan.take(self._memory)
-        self._plans.add(plan)
-
-
-_UNIT = 256
-"""Parts start at multiples of this many elements: on a GPU, at multiples of 256 bytes."""
-
-
-def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[Cuts]:
-    """Splits all elements of a dtype into equal parts; the last part takes the remainder.
-
-    Of fewer than `_UNIT` elements per rank, the last rank has all.
-
-    The variables are in order of creation, and each starts at a multiple of `alignment` bytes.
-    """
-    # All elements are split, not each variable: ranks have equal parts, whatever the variables'
-    # sizes, and a part is one range of memory and of a message.
-    layout = layout_of_arrays([variable.array for variable in variables], alignment)
-    cuts: list[Cuts] = [()] * len(variables)
-    for group in layout.groups:
-        part = group.elements // size // _UNIT * _UNIT
-        for i in group.members:
-            first, stop = group.within(layout.bytes_of(i))
-            starts = [min(max(rank * part, first), stop) for rank in range(size)]
-            cuts[i] = tuple([start - first for start in (*starts, stop)])
-    return cuts
-
-
-class RankPart(NamedTuple):
-    """A rank's shards of all variables, and the message that consists of these.
-
-    Attributes:
-        layout: the layout of the message; it has every variable, perhaps without elements.
-        shards: the shards in it, and in the memory of the variables and slots.
-        in_whole: the same shards in the message of all elements. Their `memory` is their bytes in
-            the message of `layout`, so that `runs` merges what is contiguous in both.
-    """
-
-    layout: Layout
-    shards: list[Shard]
-    in_whole: list[Shard]
-
-
-def rank_parts_of(
-    order: MessageOrder, slots: Sequence[Sequence[Block]], rank: int
-) -> list[RankPart]:
-    """Each rank's part, given this rank's parts of the slots, by variable.
-
-    The order is one without slots: parts of slots have other shapes.
-    """
-    dtypes = tuple([block.array.dtype for block in order.blocks])
-    cuts = [of_variable[0].cuts or () for of_variable in slots]
-    rank_parts = []
-    for peer in range(len(cuts[0]) - 1):
-        elements = [Interval(*of_variable[peer : peer + 2]) for of_variable in cuts]
-        layout = layout_of(
-            tuple([(part.size,) for part in elements]), dtypes, order.layout.alignment
-        )
-        shards, in_whole = [], []
-        for variable in order.shards:
-            i = variable.variable
-            shard, place = variable.part(elements[i]), layout.bytes_of(i)
-            own = [slot.memory for slot in slots[i]] if peer == rank else []
-            shards.append(shard._replace(message=place, memory=(*shard.memory, *own)))
-            in_whole.append(shard._replace(memory=(place,)))
-        rank_parts.append(RankPart(layout, shards, in_whole))
-    return rank_parts
-
-
-def rank_slices(order: MessageOrder, rank_parts: Sequence[RankPart]) -> list[list[RankSlice]]:
-    """For each dtype of the message, which of its elements belong to which rank."""
-    slices: list[list[RankSlice]] = [[] for _ in order.layout.groups]
-    dtypes = [group.dtype for group in order.layout.groups]
-    for rank, part in enumerate(rank_parts):
-        for run in runs(part.in_whole, order.layout.alignment):
-            k = dtypes.index(run.dtype)
-            elements = order.layout.groups[k].within(run.message)
-            own = part.layout.groups[k].within(run.memory[0])
-            slices[k].append(RankSlice(rank, elements, own))
-    return slices
-
-
 PIECE = 1 << 24
 """Bytes of new values that one call sends. Ranks need not agree on where a run of variables in
 memory ends: only pieces in which one does are copied to the message."""
@@ -532,3 +503,32 @@ class DevicePlan(Plan):
             else:
                 self._packings[index](arrays, self.message)
         return sources
+
+
+@final
+class MessagePool:
+    """Lends its memory to all plans without a message of their own: updates follow one another.
+
+    Args:
+        allocate: makes memory of some bytes, in a call of this signature.
+    """
+
+    def __init__(self, allocate: Callable[[int, CallSignature], Array]) -> None:
+        self._allocate = allocate
+        self._memory: Array = None
+        # The plans that have it. Weak, because the pool outlives variables and their plans.
+        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
+
+    def lend(self, plan: Plan, signature: CallSignature) -> None:
+        """Makes a plan take the memory."""
+        if self._memory is None or self._memory.size < plan.nbytes:
+            # Plans hold views of the memory. They drop it before more is allocated, or there would
+            # have to be room for both.
+            for other in self._plans:
+                if other.taken is self._memory:  # others have got buffers since
+                    other.forget_message()
+            self._plans.clear()
+            self._memory = None
+            self._memory = self._allocate(plan.nbytes, signature)
+        plan.take(self._memory)
+        self._plans.add(plan)
