@@ -309,6 +309,7 @@ class Formula:
     ) -> None:
         parameters = inspect.signature(function).parameters.values()
         self._call, self._function = call, function
+        self._owner = call.partition(".")[0]
         names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         self._takes_step = "step" in names
         self._given = [name for name in _CHANGING if name in names]
@@ -361,9 +362,8 @@ class Formula:
         options = {
             name: value for name, value in named.items() if value is None or isinstance(value, bool)
         }
-        owner = self._call.partition(".")[0]
         numbers = {
-            name: as_number(owner, name, value)
+            name: as_number(self._owner, name, value)
             for name, value in named.items()
             if name not in options
         }
@@ -396,7 +396,7 @@ class Formula:
                 f"{self._call} returned {kinds}; it must return the new value and {len(slots)} new "
                 "slots, in this order, all of them made of elements"
             )
-        name = self._call.partition(".")[0].lower()
+        name = self._owner.lower()
         changing, stay = [symbols[n] for n in _CHANGING], [symbols[n] for n in names]
         # Norms need all elements of a variable before any can change: passes before the update,
         # which change nothing. A pass may depend on the norms of those before.
