@@ -24,6 +24,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -32,13 +33,12 @@ from hpcstrat._process import launchers
 _LOG_VARIABLE = "_HPCSTRAT_LOG"  # the file of this rank, where a launcher keeps one
 _HIDDEN_CHARACTERS = 1 << 14  # the last of the hidden text, which are kept
 _PRINT_SECONDS = 3.0  # that the launcher gets to take what is printed
-_HAS_NOTES = sys.version_info >= (3, 11)
 
 _mode: str | None = None  # HPCSTRAT_OUTPUT, once the streams are replaced
 _hides = False  # whether this rank hides what it prints outside a replica context
 _errors: _ErrorStream | None = None
 _tag = ""  # in front of each line, under several ranks
-_reporting = threading.local()
+_is_reporting: ContextVar[bool] = ContextVar("hpcstrat_is_reporting", default=False)
 
 explanations: list[Callable[[BaseException], None]] = []
 """Functions that add notes to exceptions of other libraries, if the program does not catch them."""
@@ -195,7 +195,7 @@ class _ErrorStream(_Stream):
     def _shows(self) -> bool:
         if (
             super()._shows()
-            or is_reporting()
+            or _is_reporting.get()
             or sys.exc_info()[0] is not None
             or os.getpid() != self._process  # a forked child
         ):
@@ -264,17 +264,11 @@ def _print(lines: str) -> None:
 @contextlib.contextmanager
 def reporting() -> Iterator[None]:
     """A block in which all that this thread writes to standard error is shown, on any rank."""
-    before = is_reporting()
-    _reporting.is_on = True
+    outer = _is_reporting.set(True)
     try:
         yield
     finally:
-        _reporting.is_on = before
-
-
-def is_reporting() -> bool:
-    """Whether this thread reports a failure."""
-    return getattr(_reporting, "is_on", False)
+        _is_reporting.reset(outer)
 
 
 # ---- the text of an error
@@ -301,17 +295,13 @@ def capture(show: Callable[[], object], error: BaseException | None) -> str:
     shown = text.getvalue()
     if not shown.strip() and error is not None:
         shown = "".join(traceback.format_exception(error))
-    if not _HAS_NOTES:  # though the package exceptiongroup makes Python 3.10 show them too
-        notes = [f"{note}\n" for note in getattr(error, "__notes__", ())]
-        shown += "".join(note for note in notes if note not in shown)
-    return shown
+    # Python 3.10 shows no notes, nor may a hook of the program's.
+    notes = [f"{note}\n" for note in getattr(error, "__notes__", ())]
+    return shown + "".join(note for note in notes if note not in shown)
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """`BaseException.add_note`, once; Python 3.10 lacks it, so `capture` shows the note there."""
-    if note in getattr(error, "__notes__", ()):
-        return
-    if _HAS_NOTES:
-        error.add_note(note)  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        vars(error).setdefault("__notes__", []).append(note)
+    """As `BaseException.add_note`, which Python 3.10 lacks, but once."""
+    notes = vars(error).setdefault("__notes__", [])
+    if note not in notes:
+        notes.append(note)
