@@ -120,18 +120,17 @@ from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 from hpcstrat._watchdog.watchdog import Watchdog
 from hpcstrat.checkpoint import _atomic_file
 from hpcstrat.checkpoint._atomic_file import replacing
-from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
-from hpcstrat.checkpoint._compatibility import own_share
 from hpcstrat.checkpoint._format import (
     CHECKSUM_BYTES,
+    CheckpointFile,
     Entry,
     Header,
     checksum,
     extents_of,
     places_of,
 )
-from hpcstrat.checkpoint._new_file import NewFile, OnDisk, Piece, write_pieces
-from hpcstrat.checkpoint._snapshot import SnapshotMemory
+from hpcstrat.checkpoint._new_file import NewFile, OnDisk, Piece, SnapshotMemory, write_pieces
+from hpcstrat.checkpoint._objects import own_share
 from hpcstrat.cluster_resolver._environment import expand_nodes
 from hpcstrat.data import _checksum, _files, _node
 from hpcstrat.data._distributing import check_sharding, distribute_dataset, distribute_from_function

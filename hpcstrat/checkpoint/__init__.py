@@ -2,9 +2,9 @@
 
 from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat.checkpoint._checkpoint import Checkpoint as Checkpoint
-from hpcstrat.checkpoint._compatibility import Restored as Restored
 from hpcstrat.checkpoint._manager import CheckpointManager as CheckpointManager
-from hpcstrat.checkpoint._preemption import PreemptionHandler as PreemptionHandler
+from hpcstrat.checkpoint._manager import PreemptionHandler as PreemptionHandler
+from hpcstrat.checkpoint._objects import Restored as Restored
 
 __all__ = ["Checkpoint", "CheckpointManager", "PreemptionHandler", "Restored"]
 

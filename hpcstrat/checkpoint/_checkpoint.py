@@ -9,8 +9,7 @@ from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import CHECKPOINT, current_call, names_call, span
-from hpcstrat.checkpoint._compatibility import Restored
-from hpcstrat.checkpoint._names import CheckpointObjects
+from hpcstrat.checkpoint._objects import CheckpointObjects, Restored
 from hpcstrat.checkpoint._restoring import open_file, restore_from
 from hpcstrat.checkpoint._saving import check_keep, check_path, finish_background, save_to_file
 

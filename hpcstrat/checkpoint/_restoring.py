@@ -19,17 +19,15 @@ from hpcstrat._storage.local import PART, flat
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat._variable.writing import RULES
 from hpcstrat.checkpoint._atomic_file import explain
-from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
-from hpcstrat.checkpoint._compatibility import (
+from hpcstrat.checkpoint._format import CheckpointFile
+from hpcstrat.checkpoint._objects import (
+    CheckpointObjects,
     Restored,
+    Slot,
+    agree,
     own_share,
     position_of,
     require_compatible,
-)
-from hpcstrat.checkpoint._names import (
-    CheckpointObjects,
-    Slot,
-    agree,
     require_cross_replica,
     slot_name,
     storage_of,

@@ -24,10 +24,15 @@ from hpcstrat._process import failure
 from hpcstrat._storage.local import host_parts
 from hpcstrat._variable.variable import state_of
 from hpcstrat.checkpoint._atomic_file import explain, explaining
-from hpcstrat.checkpoint._compatibility import all_values
 from hpcstrat.checkpoint._format import Extent, Header, extents_of, places_of
-from hpcstrat.checkpoint._names import CheckpointObjects, agree, require_cross_replica, storage_of
 from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile, OnDisk, Piece, Target
+from hpcstrat.checkpoint._objects import (
+    CheckpointObjects,
+    agree,
+    all_values,
+    require_cross_replica,
+    storage_of,
+)
 
 _Result = TypeVar("_Result")
 _HOUR = 3600.0  # seconds

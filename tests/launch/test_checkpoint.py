@@ -195,7 +195,7 @@ def test_fifty_kills_of_a_saving_program(launch, tmp_path, blocking):
     import os, random, signal, sys, time
     import numpy as np
     import hpcstrat as hs
-    from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
+    from hpcstrat.checkpoint._format import CheckpointFile
 
     path, blocking = sys.argv[1], sys.argv[2] == "True"
 
@@ -259,7 +259,7 @@ def test_two_programs_that_save_to_one_path_leave_a_whole_file_at_any_moment(lau
     import os, random, signal, sys
     import numpy as np
     import hpcstrat as hs
-    from hpcstrat.checkpoint._checkpoint_file import CheckpointFile
+    from hpcstrat.checkpoint._format import CheckpointFile
 
     path = sys.argv[1]
 

@@ -16,7 +16,7 @@ from hpcstrat._tools.launch import leftovers
 from hpcstrat._tools.launch.job import Job
 from hpcstrat._tools.launch.mpiexec import LaunchError
 from hpcstrat._tools.launch.policy import Decision, Ended, Policy, decide
-from hpcstrat.checkpoint._snapshot import newest_step
+from hpcstrat.checkpoint._new_file import newest_step
 
 _LOOK_SECONDS = 0.02  # while ranks start
 _SEEN_SECONDS = 0.5  # when they run: a death is seen at once
