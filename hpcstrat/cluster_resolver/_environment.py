@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, final
 
 from hpcstrat._process.launchers import MOST_NODES, MOST_TASKS, expand_tasks
-from hpcstrat.cluster_resolver._cluster_spec import ClusterSpec
-from hpcstrat.cluster_resolver._resolver import ClusterResolver, url, visible_gpus
+from hpcstrat.cluster_resolver._resolver import ClusterResolver, ClusterSpec, url, visible_gpus
 
 _PIECE = re.compile(r"\[(?P<ranges>[0-9,-]+)\]|(?P<text>[^\[\],\s]+)")
 _RANGE = re.compile(r"(?P<first>[0-9]{1,18})(?:-(?P<last>[0-9]{1,18}))?")
