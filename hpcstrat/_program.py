@@ -16,7 +16,7 @@ from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect, find_connected
 from hpcstrat._core import nests
 from hpcstrat._core.arrays import host_copy
-from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.call_name import current_call, explained, names_call
 from hpcstrat._core.types import DistributedValues
 from hpcstrat._process import launchers, worlds
 from hpcstrat._variable.variable import Variable
@@ -131,7 +131,8 @@ def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
                 "in on_lead(np.save, path, array)"
             )
         with extend_timeout(_HOUR):
-            result = fn(*args, **kwargs)
+            given = "fn is called with what follows it, as in on_lead(np.save, path, array)"
+            result = explained(fn, given)(*args, **kwargs)
     return communicator.broadcast_obj(result)
 
 

@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple, TypeVar, cast, final
 
-from hpcstrat._core.public_names import ARGUMENTS, FUNCTION
+from hpcstrat._core.public_names import ARGUMENTS
 from hpcstrat._process import output, settings
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OWN = ("hpcstrat", "tqdm")  # packages whose lines are not the program's
-# Not that of another rank, which ends in "(found by rank 0)": its traceback is there.
-_WRONG_ARGUMENTS = re.compile(r"\(\) (takes|missing|got an unexpected keyword) .*[^)]$")
 _MOST = 8
 """Items of a list and ranges of a line that are shown; the others are counted."""
 # Words with a digit: numbers, checksums, names such as v17. Not the line in train.py:12.
@@ -85,19 +83,28 @@ def names_call(name: str | Callable[..., str]) -> Callable[[_Function], _Functio
 def explain_arguments(error: BaseException) -> None:
     """Adds what to pass, where Python has refused the arguments of the current call.
 
-    Or adds a note of what a function is called with, if it does not take that. Call this in the
-    frame that made the call.
+    Call this in the frame that made the call.
     """
     known = ARGUMENTS.get(current_call())
-    if known is None or not isinstance(error, TypeError):
-        return
-    text = str(error)
-    if _is_of_this_frame(error):
+    if known is not None and isinstance(error, TypeError) and _is_of_this_frame(error):
+        text = str(error)
         for part, instead in known.items():
             if part in text:
                 error.args = (f"{text}; {instead}",)
-    elif FUNCTION in known and _WRONG_ARGUMENTS.search(text) and _is_of_our_line(error):
-        output.add_note(error, f"{current_call()}: {known[FUNCTION]}")
+
+
+def explained(function: Callable[..., Any], given: str) -> Callable[..., Any]:
+    """A function of the program's: if it does not take its arguments, a note says what is given."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if refuses_arguments(error, function, args, kwargs):
+                output.add_note(error, f"{current_call()}: {given}")
+            raise
+
+    return call
 
 
 def refuses_arguments(
@@ -114,14 +121,6 @@ def refuses_arguments(
     except ValueError:  # a function in C, without a signature
         pass
     return False
-
-
-def _is_of_our_line(error: TypeError) -> bool:
-    """Whether a line of this package raised the error, so that the program's did not."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and _module(trace.tb_frame.f_globals).startswith(_OWN[0])
 
 
 def _is_of_this_frame(error: TypeError) -> bool:

@@ -213,7 +213,6 @@ RENAMED: dict[str, dict[str, str]] = {
 }
 """Deprecated names, which work, warn and are not listed: by class or module, and the new name."""
 
-FUNCTION = "<called>"
 ARGUMENTS = _parse(f"""\
 Strategy.reduce
     'axis': axis=None reduces over the replicas, axis=0 over the elements of each as well
@@ -231,16 +230,6 @@ ReplicaContext.neighbor_exchange
     'to_right': pass a value for each side, None for nothing
 Variable
     'requires_grad': {_NO_TAPE}
-Strategy.distribute_datasets_from_function
-    <called>: dataset_fn is called with an InputContext
-Strategy.experimental_distribute_values_from_function
-    <called>: value_fn is called with a ValueContext
-StrategyExtended.update
-    <called>: fn is called with the variable, and then args
-ReplicaContext.merge_call
-    <called>: merge_fn is called with the strategy, and then args
-on_lead
-    <called>: fn is called with what follows it, as in on_lead(np.save, path, array)
 OneDeviceStrategy
     'device': such as OneDeviceStrategy('CPU:0')
 Checkpoint
@@ -249,8 +238,7 @@ CheckpointManager
     'max_to_keep': write keep, the number of files to keep
     'directory': write path, the path of the newest file
 """)
-"""By call: words of Python's error of wrong arguments, and what to pass instead; or `FUNCTION`, and
-what a function that was passed is called with."""
+"""By call: words of Python's error of wrong arguments, and what to pass instead."""
 
 
 # Not a `__getattr__` of the class: NumPy asks a variable for its protocols in each conversion, and

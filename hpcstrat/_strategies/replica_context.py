@@ -9,7 +9,7 @@ import numpy as np
 
 from hpcstrat._calls.records import signature_of
 from hpcstrat._core import nests
-from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.call_name import current_call, explained, names_call
 from hpcstrat._core.types import select
 from hpcstrat._process import worlds
 from hpcstrat._replicas import contexts
@@ -161,6 +161,7 @@ class ReplicaContext(ReplicaCollectives):
         before = contexts.current.get()
         try:
             contexts.current.set(self._across)
+            merge_fn = explained(merge_fn, "merge_fn is called with the strategy, and then args")
             result = merge_fn(self._strategy, *merged_args, **merged_kwargs)
         finally:
             contexts.current.set(before)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from hpcstrat._calls.collective import collective
 from hpcstrat._core import nests
-from hpcstrat._core.call_name import current_call
+from hpcstrat._core.call_name import current_call, explained
 from hpcstrat._core.types import PerReplica, component_of
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (
@@ -79,6 +79,7 @@ class UpdateMethods:
                 "under `with strategy.scope():`"
             )
         check_arguments(fn, args)
+        fn = explained(fn, "fn is called with the variable, and then args")
         return self._run_update(fn, (var, *args), dict(kwargs or {}), group)
 
     @collective("StrategyExtended.update_non_slot", check_cross_replica)

@@ -12,7 +12,7 @@ from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import signature_of
 from hpcstrat._core import nests
 from hpcstrat._core.arrays import as_array
-from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.call_name import current_call, explained, names_call
 from hpcstrat._core.types import DistributedValues, PerReplica, ReduceOp, ValueContext, component_of
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas, check_cross_replica
@@ -213,7 +213,8 @@ class ValueMethods:
             (1,)
         """
         communicator = self._group.communicator
-        nest = value_fn(ValueContext(communicator.rank, communicator.size))
+        make = explained(value_fn, "value_fn is called with a ValueContext")
+        nest = make(ValueContext(communicator.rank, communicator.size))
         leaves, structure = nests.flatten(nest)
         leaves = [self._own_value(leaf) for leaf in leaves]
         communicator.exchange(signature_of(current_call(), nests.describe(structure)))
