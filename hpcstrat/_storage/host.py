@@ -374,11 +374,9 @@ class MirroredHostStorage(Storage):
         layouts = [part.layout for part in plan.rank_parts]
 
         def write(rank: int, message: Bytes) -> None:
-            for shard in plan.rank_parts[rank].shards:
-                # Most ranks have no part of most variables; some send nothing.
-                if shard.elements and message.size:
-                    gradient = flat[shard.variable][shard.elements.slice]
-                    message[shard.message.slice].view(shard.dtype)[...] = gradient
+            for shard in plan.sources[rank] if message.size else ():
+                gradient = flat[shard.variable][shard.elements.slice]
+                message[shard.message.slice].view(shard.dtype)[...] = gradient
 
         if op is ReduceOp.SUM:
             return communicator.sum_sections(signature, layouts, write)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, final
@@ -139,7 +140,8 @@ class LocalBlocks:
         is_large = sum(layout.sizes) >= compiled.FEWEST
         after = 0 if is_large else compiled.FEWEST_PASSES
         chunks = chunks_of(self.memory.part, shards)
-        return HostUpdate(chunks, shards, self._scratch, rank, after if self._compiles else None)
+        after = after if self._compiles else math.inf
+        return HostUpdate(chunks, shards, self._scratch, rank, after)
 
     def zeros(self, nbytes: int) -> Array:
         """New memory for messages, on this rank's device."""

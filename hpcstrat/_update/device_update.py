@@ -266,7 +266,8 @@ class DeviceNorms:
     ) -> None:
         """Makes the update of a rule with these norms, of which only numbers may be others."""
         if norms is not self._last:
-            self._last, self._constants = norms, norms.constants_of(0, ())
+            assert norms.first is not None
+            self._last, self._constants = norms, norms.first.kernel_constants
             self._given = [*map(norms.given_of, range(len(self._passes)))]
         constants: tuple[Any, ...] = self._constants
         for run, given in zip(self._passes, self._given, strict=True):
@@ -331,7 +332,7 @@ class DeviceUpdate(Update):
                 apply_on_gpu(rule, value, gradient, slots)
             return
         # All but the numbers that change from step to step.
-        key = rule.norms[:3]
+        key = rule.norms.kernels, rule.norms.are_global, rule.norms.codes
         if key not in self._norms:
             is_split = add_up is not None
             self._norms[key] = DeviceNorms(self._chunks, self._shards, rule.norms, is_split)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from hpcstrat._core.arrays import as_number
-from hpcstrat._update.rule import Kernel, Norms, UpdateRule
+from hpcstrat._update.rule import Evaluate, Kernel, Norms, UpdateRule
 from hpcstrat._update.symbols import (
     CONDITION,
     ELEMENT,
@@ -25,8 +25,6 @@ from hpcstrat._update.symbols import (
     global_norm,
 )
 
-Evaluate: TypeAlias = Callable[[Sequence[float]], tuple[float, ...]]
-"""From the numbers that change from step to step to a kernel's constants."""
 Bind: TypeAlias = Callable[[Sequence[float]], Evaluate]
 """Binds the numbers that stay: what depends on them alone is computed once."""
 Place: TypeAlias = tuple[str, int]
@@ -51,11 +49,9 @@ class Traced(NamedTuple):
     bind_given: Bind
 
 
-_Bound: TypeAlias = tuple[
-    Kernel, Evaluate, dict[str, float], Callable[[Sequence[float]], Norms] | None
-]
+_Bound: TypeAlias = tuple[Kernel, Evaluate, dict[str, float], Norms | None]
 """An update with the numbers that stay: its kernel, what computes the kernel's constants, the
-numbers on which the ranks must agree, and what makes the norms that it takes."""
+numbers on which the ranks must agree, and the norms that it takes."""
 
 
 def _is_computed(symbol: Symbol) -> bool:
@@ -343,15 +339,15 @@ class Formula:
             self._values, self._last = values, None
         changing = (learning_rate, step if self._takes_step else 0)
         if self._last is None or self._last[0] != changing:
-            kernel, evaluate, stay, norms_of = self._bound
+            kernel, evaluate, stay, norms = self._bound
             now = tuple(map(float, changing))
             constants = dict(zip(self._changing, now, strict=False)) | stay
-            if norms_of is None:
+            if norms is None:
                 numbers = evaluate(now)
                 apply = functools.partial(kernel.apply, numbers)
                 rule = UpdateRule(apply, constants, kernel, numbers)
             else:
-                norms = norms_of(now)
+                norms = norms.in_step(now)
                 rule = UpdateRule(norms.apply, constants, kernel, norms=norms)
             self._last = changing, rule
         return self._last[1]
@@ -370,12 +366,20 @@ class Formula:
         key = (*options.items(), *slots)
         if key not in self._traced:
             self._traced[key] = self._trace(slots, tuple(numbers), options)
-        passes = self._traced[key]
+        *passes, last = self._traced[key]
         given = tuple(numbers.values())
-        norms_of = None if len(passes) == 1 else _bind_norms(passes, given)
+        kernel, evaluate, norms = last.kernel, last.bind(given), None
+        if passes:
+            norms = Norms(
+                (*[each.kernel for each in passes], kernel),
+                tuple([each.are_global for each in passes]),
+                tuple([each.code for each in (*passes[1:], last)]),
+                (*[each.bind(given) for each in passes], evaluate),
+                tuple([each.bind_given(given) for each in (*passes[1:], last)]),
+            )
         # The ranks must agree on the options, too.
         agreed = {name: float(value) for name, value in options.items() if value is not None}
-        return passes[-1].kernel, passes[-1].bind(given), numbers | agreed, norms_of
+        return kernel, evaluate, numbers | agreed, norms
 
     def _trace(
         self, slots: Sequence[str], names: Sequence[str], options: Mapping[str, bool | None]
@@ -407,26 +411,3 @@ class Formula:
                 passes.append(_compile(f"{name}_norms", given, stay, changing, norms, new))
                 norms += new
         return [*passes, _compile(name, given, stay, changing, norms, results)]
-
-
-def _bind_norms(
-    passes: Sequence[Traced], numbers: Sequence[float]
-) -> Callable[[Sequence[float]], Norms]:
-    """The norms of a step, from the numbers that change; bound to those that stay."""
-    constants = [each.bind(numbers) for each in passes]
-    given = [each.bind_given(numbers) for each in passes[1:]]
-    kernels = tuple([each.kernel for each in passes])
-    are_global = tuple([each.are_global for each in passes[:-1]])
-    codes = tuple([each.code for each in passes[1:]])
-
-    def norms_of(now: Sequence[float]) -> Norms:
-        def constants_of(k: int, norms: Sequence[float]) -> tuple[float, ...]:
-            return constants[k]((*now, *norms))
-
-        def given_of(k: int) -> tuple[float, ...]:
-            # They are independent of norms.
-            return given[k]((*now, *[1.0] * sum(map(len, are_global[: k + 1]))))
-
-        return Norms(kernels, are_global, codes, constants_of, given_of)
-
-    return norms_of

@@ -20,6 +20,8 @@ LANES = 16
 """Sums of squares that are kept in parallel, so that a compiler can use vectors in one order."""
 
 Apply: TypeAlias = Callable[[Array, Array, Sequence[Array], Array], Any]
+Evaluate: TypeAlias = Callable[[Sequence[float]], tuple[float, ...]]
+"""From the numbers that change from step to step, and norms, to a kernel's constants."""
 Take: TypeAlias = "Callable[[np.dtype[Any], int], list[Array]]"
 """Returns this many arrays of a dtype, to work in."""
 
@@ -40,7 +42,7 @@ class UpdateRule(NamedTuple):
             and all on a GPU, use it instead of `apply` if it is given.
         kernel_constants: the constants of the kernel, in its order.
         norms: the norms of whole variables that it needs. Then `apply` takes a whole variable, and
-            the kernel's constants are those of `norms.constants_of`.
+            the kernel's constants are those of `norms.rule_of`.
 
     Examples:
         SGD as a function of flat arrays, which `Optimizer.update_rule` returns:
@@ -78,15 +80,26 @@ class Norms(NamedTuple):
         codes: for each pass, statements in CUDA C++ that compute row `i` of `numbers`, the
             constants of the next kernel, in float64, from `norm_0`, `norm_1` and so on, of all
             passes up to this, and from `given_0` and so on.
-        constants_of: returns the constants of a kernel from the norms of all passes before.
-        given_of: returns the numbers that the code of a pass is given.
+        constants: for each kernel, what computes its constants from the numbers that change from
+            step to step and the norms of all passes before.
+        given: for each pass, what computes the numbers that its code is given, from the same and
+            any norms of its own: on norms these do not depend.
+        now: the numbers of this step.
+        first: the rule of the first pass in this step.
     """
 
     kernels: tuple[Kernel, ...]
     are_global: tuple[tuple[bool, ...], ...]
     codes: tuple[str, ...]
-    constants_of: Callable[[int, Sequence[float]], tuple[float, ...]]
-    given_of: Callable[[int], tuple[float, ...]]
+    constants: tuple[Evaluate, ...]
+    given: tuple[Evaluate, ...]
+    now: tuple[float, ...] = ()
+    first: UpdateRule | None = None
+
+    def in_step(self, now: tuple[float, ...]) -> Norms:
+        """These norms in a step with these numbers."""
+        norms = self._replace(now=now)
+        return norms._replace(first=norms.rule_of(0, ()))
 
     @property
     def most(self) -> int:
@@ -95,9 +108,13 @@ class Norms(NamedTuple):
 
     def rule_of(self, k: int, found: Sequence[float]) -> UpdateRule:
         """The rule of a pass or, after all, of the update, from the norms of the passes before."""
-        kernel, numbers = self.kernels[k], self.constants_of(k, found)
+        kernel, numbers = self.kernels[k], self.constants[k]((*self.now, *found))
         apply = functools.partial(kernel.apply, numbers)
         return UpdateRule(apply, NO_CONSTANTS, kernel, numbers)
+
+    def given_of(self, k: int) -> tuple[float, ...]:
+        """The numbers that the code of a pass is given."""
+        return self.given[k]((*self.now, *[1.0] * sum(map(len, self.are_global[: k + 1]))))
 
     def apply(self, value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
         """`UpdateRule.apply`, to a whole variable, as if there were no other."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 import abc
 import bisect
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeVar, final
@@ -163,8 +164,8 @@ class HostUpdate(Update):
         shards: see `Update`.
         scratch: memory to work in.
         rank: which of the messages is this rank's.
-        compile_after: passes until loops are compiled, where the rule and all dtypes have one;
-            `None` for never.
+        compile_after: passes by the same messages until loops are compiled, where the rule and all
+            dtypes have one.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class HostUpdate(Update):
         shards: Sequence[Shard],
         scratch: Scratch,
         rank: int = 0,
-        compile_after: int | None = None,
+        compile_after: float = math.inf,
     ) -> None:
         super().__init__(chunks, shards)
         self._of_variables: dict[int, HostUpdate] = {}
@@ -206,6 +207,7 @@ class HostUpdate(Update):
     def forget_messages(self) -> None:
         """See `Update.forget_messages`."""
         super().forget_messages()
+        self._passes = 0  # to bind loops to messages costs more than NumPy's calls take
         if self._loops is not None:
             self._loops.forget_messages()
         for update in self._of_variables.values():
@@ -233,7 +235,7 @@ class HostUpdate(Update):
             # As many columns in every pass, as a shared array of central storage has.
             squares, count = np.zeros((len(self._shards), norms.most)), len(are_global)
             for i, update in updates.items():
-                first = norms.rule_of(k, found[i])
+                first = norms.rule_of(k, found[i]) if k or norms.first is None else norms.first
                 update.one_pass(first, messages, op, in_place, squares[i, :count])
             # A norm needs all elements of a variable, some of them on other ranks, so nothing can
             # be updated before. The gradients are reduced again: a copy would cost as much memory.
@@ -275,7 +277,7 @@ class HostUpdate(Update):
         """
         self._passes += 1
         # Loops sum in rank order, like NumPy. Other operations are rare, on small variables.
-        if op is ReduceOp.SUM and self._is_compiled():
+        if self._passes > self._compile_after and op is ReduceOp.SUM:
             if self._loops is None:
                 self._loops = CompiledChunks(self._chunks, self._shards, self._rank)
             if self._loops.run(rule, messages, in_place, out):
@@ -291,9 +293,6 @@ class HostUpdate(Update):
                 call()
             if out is not None:
                 out += sums_of_squares(terms)
-
-    def _is_compiled(self) -> bool:
-        return self._compile_after is not None and self._passes > self._compile_after
 
     def _bind(self, rule: UpdateRule) -> None:
         """Prepares a rule for each chunk, unless only its numbers differ from an earlier one."""

@@ -51,7 +51,7 @@ def kernels_of(rule, dtype):
     constants, norms, done = rule.kernel_constants, rule.norms, 0
     for k, are_global in enumerate(norms.are_global if norms else ()):
         assert norms is not None
-        constants = [numbers] if done else norms.constants_of(0, ())
+        constants = [numbers] if done else norms.rule_of(0, ()).kernel_constants
         kernel = device_update.squares_kernel(norms.kernels[k], dtype, bool(done))
         yield kernel, [given[0], *constants, *given[1:], table, numbers]
         terms, passed = len(are_global), norms.given_of(k)
