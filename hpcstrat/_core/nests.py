@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, cast
 
 import optree
 from optree.utils import total_order_sorted
@@ -20,7 +20,6 @@ from hpcstrat._core.call_name import current_call
 Structure: TypeAlias = optree.PyTreeSpec
 """A nest without its leaves: hashable, and equal for nests of equal structure."""
 
-_Class = TypeVar("_Class", bound=type)
 _NAMESPACE = "hpcstrat"
 # The structure of a leaf; a structure with `None` as a leaf equals none without.
 _LEAVES: dict[bool, Structure] = {
@@ -28,7 +27,7 @@ _LEAVES: dict[bool, Structure] = {
     for none_is_leaf in (True, False)
 }
 # Types that are known to be leaves: most nests are just a leaf, and need no call of optree.
-_leaf_types: set[type] = {type(None), int, float, bool, str, complex}
+leaf_types: set[type] = {type(None), int, float, bool, str, complex}
 
 
 def flatten(nest: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]:
@@ -37,7 +36,7 @@ def flatten(nest: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
     Raises:
         ValueError: it is nested too deep.
     """
-    if type(nest) in _leaf_types and (none_is_leaf or nest is not None):
+    if type(nest) in leaf_types and (none_is_leaf or nest is not None):
         return [nest], _LEAVES[none_is_leaf]
     try:
         leaves, structure = optree.tree_flatten(
@@ -51,7 +50,7 @@ def flatten(nest: Any, none_is_leaf: bool = True) -> tuple[list[Any], Structure]
     for leaf in leaves:
         # A class is registered when it first occurs: optree takes dataclasses and subclasses of
         # dict for leaves.
-        if type(leaf) not in _leaf_types and _register(type(leaf)):
+        if type(leaf) not in leaf_types and _register(type(leaf)):
             return flatten(nest, none_is_leaf)
     return leaves, structure
 
@@ -101,12 +100,6 @@ def _join(node: Structure, members: list[str]) -> str:
     return text if kind is dict else f"{kind.__qualname__}({text})"
 
 
-def leaf(cls: _Class) -> _Class:
-    """A class decorator: instances of the dataclass are leaves, because each is a single value."""
-    _leaf_types.add(cls)
-    return cls
-
-
 def map_leaves(fn: Callable[[Any], Any], nest: Any, none_is_leaf: bool = True) -> Any:
     """A nest like `nest` whose leaves are `fn(leaf)`."""
     leaves, structure = flatten(nest, none_is_leaf)
@@ -121,14 +114,14 @@ def _register(cls: type) -> bool:
     if hasattr(cls, "__array__") or all(
         hasattr(cls, name) for name in ("shape", "dtype", "__getitem__")
     ):
-        _leaf_types.add(cls)
+        leaf_types.add(cls)
         return False
     if dataclasses.is_dataclass(cls):
         _register_dataclass(cls)
     elif issubclass(cls, dict):
         _register_mapping(cls)
     else:
-        _leaf_types.add(cls)
+        leaf_types.add(cls)
         return False
     return True
 

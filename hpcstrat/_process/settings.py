@@ -15,34 +15,32 @@ from threadpoolctl import ThreadpoolController
 from hpcstrat._process import launchers
 
 _PREFIX = "HPCSTRAT_"
-_KNOWN = (
-    "HPCSTRAT_CHECK",
-    "HPCSTRAT_COMPILE",
-    "HPCSTRAT_KEEP_MEMORY",
-    "HPCSTRAT_OUTPUT",
-    "HPCSTRAT_STALL_SECONDS",
-    "HPCSTRAT_STDERR",
-    "HPCSTRAT_TEST_GPU",  # used by the tests, as the next two
-    "HPCSTRAT_TEST_SLURM",
-    "HPCSTRAT_TEST_TENSORFLOW",
-    "HPCSTRAT_TIMELINE",
-    "HPCSTRAT_TIMEOUT_SECONDS",
-)
+_KNOWN = {  # with the value where it is not set
+    "HPCSTRAT_CHECK": "0",
+    "HPCSTRAT_COMPILE": "1",
+    "HPCSTRAT_KEEP_MEMORY": "1",
+    "HPCSTRAT_OUTPUT": "",
+    "HPCSTRAT_STALL_SECONDS": "60",
+    "HPCSTRAT_STDERR": "",
+    "HPCSTRAT_TEST_GPU": "",  # used by the tests, as the next two
+    "HPCSTRAT_TEST_SLURM": "",
+    "HPCSTRAT_TEST_TENSORFLOW": "",
+    "HPCSTRAT_TIMELINE": "",
+    "HPCSTRAT_TIMEOUT_SECONDS": "600",
+}
 # From glibc's malloc.h; the threshold for mmap is the largest that glibc takes.
 _TRIM_THRESHOLD, _KEPT = -1, 1 << 30
 _MMAP_THRESHOLD, _LARGEST_IN_HEAP = -3, 32 << 20
 _BLAS_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
 
-def seconds(name: str, default: float) -> float:
+def seconds(name: str) -> float:
     """The variable as a number of seconds; `inf` means no limit.
 
     Raises:
         ValueError: it is set to something other than a positive number.
     """
-    value = os.environ.get(name, "").strip()
-    if not value:
-        return default
+    value = _value(name)
     try:
         number = float(value)
     except ValueError:
@@ -55,26 +53,25 @@ def seconds(name: str, default: float) -> float:
     return number
 
 
-def is_on(name: str, default: bool = False) -> bool:
-    """Whether the variable is set to `1`.
+def is_on(name: str) -> bool:
+    """Whether the variable is `1`.
 
     Raises:
         ValueError: it is set to something other than 0 or 1.
     """
-    value = os.environ.get(name, "").strip()
-    if value not in ("", "0", "1"):
+    value = _value(name)
+    if value not in ("0", "1"):
         raise ValueError(f"the environment variable {name} is {value!r}; it must be 1 or 0")
-    return value == "1" if value else default
-
-
-def compiles() -> bool:
-    """Whether updates may be compiled by the host's C compiler; raises as `is_on`."""
-    return is_on("HPCSTRAT_COMPILE", default=True)
+    return value == "1"
 
 
 def timeline() -> str:
     """The file that the timeline is written to; empty if there is none."""
-    return os.environ.get("HPCSTRAT_TIMELINE", "").strip()
+    return _value("HPCSTRAT_TIMELINE")
+
+
+def _value(name: str) -> str:
+    return os.environ.get(name, "").strip() or _KNOWN[name]
 
 
 def unknown() -> dict[str, str]:
@@ -116,7 +113,7 @@ def keep_freed_memory() -> None:
     """
     # Otherwise glibc returns large arrays to the system at once, and the next step pays for their
     # pages again, which costs up to a third of a step.
-    is_wanted = is_on("HPCSTRAT_KEEP_MEMORY", default=True)
+    is_wanted = is_on("HPCSTRAT_KEEP_MEMORY")
     if is_wanted and platform.libc_ver()[0] == "glibc" and not _user_decides():
         mallopt = ctypes.CDLL(None).mallopt
         # The first stops glibc from adapting both. One that it refuses changes nothing.

@@ -62,7 +62,7 @@ class LocalBlocks:
     def __init__(self, rank: int, memory: Callable[[], BlockMemory]) -> None:
         self._rank = rank
         self._memory = memory
-        self._compiles = settings.compiles()  # read here, so that making the strategy may raise
+        self._compiles = settings.is_on("HPCSTRAT_COMPILE")  # here: it may raise
         self._scratch: Scratch = {}
         self.stream: gpu.Stream | None = None
         self.xp: Any = np

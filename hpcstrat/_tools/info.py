@@ -390,7 +390,7 @@ def _shared_memory() -> int | None:
 
 def _updates() -> str:
     try:
-        if not settings.compiles():
+        if not settings.is_on("HPCSTRAT_COMPILE"):
             return "by NumPy: HPCSTRAT_COMPILE is 0"
         rule = SGD(1.0).update_rule(1.0, 1)
         compiled.load(rule, np.dtype(np.float32))

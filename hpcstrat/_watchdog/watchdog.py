@@ -43,8 +43,8 @@ class Watchdog:
         self._rank = rank
         self._calls = calls
         self._channel = channel
-        self._stall_seconds = settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
-        self._timeout_seconds = settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
+        self._stall_seconds = settings.seconds("HPCSTRAT_STALL_SECONDS")
+        self._timeout_seconds = settings.seconds("HPCSTRAT_TIMEOUT_SECONDS")
         self._detector = StallDetector(self._stall_seconds, self._timeout_seconds)
         self._extensions: list[float] = []  # seconds of each `extend_timeout` this rank is in
         self._progress = 0
@@ -215,8 +215,8 @@ def waiting_for_all(what: str) -> Iterator[None]:
     Args:
         what: what this rank waits for, in words.
     """
-    stall_seconds = settings.seconds("HPCSTRAT_STALL_SECONDS", 60)
-    timeout_seconds = settings.seconds("HPCSTRAT_TIMEOUT_SECONDS", 600)
+    stall_seconds = settings.seconds("HPCSTRAT_STALL_SECONDS")
+    timeout_seconds = settings.seconds("HPCSTRAT_TIMEOUT_SECONDS")
     location = user_frame()
     report = (
         f"hpcstrat: this rank has waited {stall_seconds:.0f} s for {what} "
