@@ -98,7 +98,7 @@ def gives_program() -> bool:
 
 def mark_children() -> None:
     """From now on the processes that this rank starts know that they are not ranks (`is_child`)."""
-    os.environ[_MARK] = _mark()
+    os.environ[_MARK] = f"{os.getpid()} {_job()}"
 
 
 def is_child() -> bool:
@@ -109,15 +109,14 @@ def is_child() -> bool:
         multiprocessing is not None and multiprocessing.parent_process() is not None
     ):
         return True
-    mark = os.environ.get(_MARK, "")
+    process, _, job = os.environ.get(_MARK, "").partition(" ")
     # Same job, other process: the variables were inherited. Other job: started by another launcher.
-    if mark and mark != _mark() and mark.partition(" ")[2] == _mark().partition(" ")[2]:
+    if process and process != str(os.getpid()) and job == _job():
         return True
     connection = _number("PMI_FD")  # to the launcher; a child does not get it
-    if connection is None:
-        return False
     try:
-        os.fstat(connection)
+        if connection is not None:
+            os.fstat(connection)
     except (OSError, OverflowError):
         return True
     return False
@@ -130,8 +129,8 @@ def is_importing_child() -> bool:
     return multiprocessing is not None and hasattr(multiprocessing.current_process(), "_inheriting")
 
 
-def _mark() -> str:
-    return f"{os.getpid()} {os.environ.get('PMIX_NAMESPACE') or os.environ.get('PMI_FD', '')}"
+def _job() -> str:
+    return os.environ.get("PMIX_NAMESPACE") or os.environ.get("PMI_FD", "")
 
 
 def find_process() -> int | None:
