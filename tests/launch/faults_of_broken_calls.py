@@ -54,15 +54,15 @@ def with_each(name, *arguments, **others):
 
 APPLY = r"SGD\.apply_gradients"
 BROKEN = {
-    **with_each("an update interrupted", "'apply'", "apply(numbers)", APPLY),
-    **with_each("an update interrupted on all ranks", "'apply'", "apply(numbers)", APPLY, of=""),
+    **with_each("an update interrupted", "'one_pass'", "apply(numbers)", APPLY),
+    **with_each("an update interrupted on all ranks", "'one_pass'", "apply(numbers)", APPLY, of=""),
     **with_each(
         "an update interrupted while it waits", "'exchange_records'", "apply(numbers)", APPLY
     ),
     **with_each("an update of rows interrupted", "'update_rows'", "apply(rows)", APPLY),
     **with_each(
         "an assignment interrupted",
-        "'apply'",
+        "'one_pass'",
         "v.assign_add(numbers)",
         "Variable.assign_add of 'Variable'",
     ),
@@ -70,11 +70,11 @@ BROKEN = {
         "'block_of'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"
     ),
     "an update interrupted by an alarm": broken(
-        "'apply', TimeoutError('late')", "apply(numbers)", APPLY, error="TimeoutError"
+        "'one_pass', TimeoutError('late')", "apply(numbers)", APPLY, error="TimeoutError"
     ),
     "an update interrupted at the end": broken("'sync'", "apply(numbers)", APPLY, of=""),
     "a reduction interrupted": broken(
-        "'reduce_flat'",
+        "'reduce_arrays'",
         "strategy.reduce('SUM', strategy.run(lambda: numbers), None)",
         r"Strategy\.reduce",
     ),
@@ -83,7 +83,7 @@ BROKEN = {
         "'_assign'", "own.assign(numbers)", r"Variable\.assign of 'Variable'"
     ),
     "an update interrupted before the end of the program": broken(
-        "'apply'", "apply(numbers)", APPLY, end="", ends="the end of the program"
+        "'one_pass'", "apply(numbers)", APPLY, end="", ends="the end of the program"
     ),
     "a restoring interrupted": broken(
         "'_load'",
