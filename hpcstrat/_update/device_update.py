@@ -17,6 +17,11 @@ from hpcstrat._update.update import NOTHING_IN_PLACE, Chunk, InPlace, Update, ke
 
 LANES = 32
 """Threads per strip of a variable, which read neighbouring elements."""
+STRIP = 256 * LANES
+"""The most elements of a strip."""
+Operands: TypeAlias = "Sequence[tuple[Array, Array, Sequence[Array]]]"
+"""Of each run of variables the gradient, the value and the slots."""
+_Table: TypeAlias = "Sequence[Sequence[int]]"
 
 _FIND_ROW = """
 ptrdiff_t low = 0, high = variables - 1;
@@ -36,6 +41,31 @@ for (ptrdiff_t k = strips[i / {lanes} * 3] + i % {lanes}; k < stop; k += {lanes}
 }}
 {results}
 """
+# `table`, for each result: its first sum, the end, and the step.
+_ADD = """
+const ptrdiff_t place = i / terms, term = i % terms;
+double sum = 0;
+for (ptrdiff_t k = table[3 * place]; k < table[3 * place + 1]; k += table[3 * place + 2])
+    sum += sums[k * terms + term];
+out[place * width + term] = sum;
+"""
+# `table`, for each row and term: its first sum and the end.
+_NORM = """
+double square_{term} = 0;
+for (ptrdiff_t k = table[{at}]; k < table[{at} + 1]; ++k)
+    square_{term} += sums[k * width + {term}];
+const double norm_{norm} = sqrt(square_{term});
+norms[i * columns + {norm}] = norm_{norm};
+"""
+
+
+def _elementwise(
+    taken: Sequence[str], changed: Sequence[str], lines: Sequence[str], name: str
+) -> Any:
+    """A kernel with these parameters, which runs these lines of CUDA C++ for each element `i`."""
+    return gpu.load_cupy("an update").ElementwiseKernel(
+        ", ".join(taken), ", ".join(changed), "\n".join(lines), f"hpcstrat_{name}", no_return=True
+    )
 
 
 def _taken(
@@ -63,13 +93,14 @@ def update_kernel(kernel: Kernel, dtype: np.dtype[Any], has_rows: bool = False) 
     changed = ("value", *kernel.slots)
     body = [f"{computed} {name} = ({computed})given_{name};" for name in ("gradient", *changed)]
     after = [f"given_{name} = (T){name};" for name in changed]
-    rows = "raw float64 numbers, raw int64 starts, int64 variables" if has_rows else ""
-    return gpu.load_cupy("an update").ElementwiseKernel(
-        ", ".join(filter(None, ["T given_gradient", *parameters, rows])),
-        ", ".join(f"T given_{name}" for name in changed),
-        "\n".join([_FIND_ROW if has_rows else "", *reads, *body, kernel.body, *after]),
-        f"hpcstrat_{kernel.name}",
-        no_return=True,
+    if has_rows:
+        parameters = ["raw float64 numbers", "raw int64 starts", "int64 variables"]
+        body.insert(0, _FIND_ROW)
+    return _elementwise(
+        ["T given_gradient", *parameters],
+        [f"T given_{name}" for name in changed],
+        [*body, *reads, kernel.body, *after],
+        kernel.name,
     )
 
 
@@ -90,44 +121,38 @@ def squares_kernel(kernel: Kernel, dtype: np.dtype[Any], has_rows: bool) -> Any:
     ]
     taken = ["raw T given_gradient", *parameters, *["raw float64 numbers"][:has_rows]]
     taken += [f"raw T given_{name}" for name in arrays[1:]]
-    return gpu.load_cupy("an update").ElementwiseKernel(
-        ", ".join([*taken, "raw int64 strips"]),
-        "raw float64 sums",
-        _ADD_SQUARES.format(
-            lanes=LANES,
-            constants="\n".join(reads),
-            zeros="\n".join(f"double sum_{j} = 0;" for j in terms),
-            body="\n".join(body),
-            results="\n".join(f"sums[i * {len(terms)} + {j}] = sum_{j};" for j in terms),
-        ),
-        f"hpcstrat_{kernel.name}",
-        no_return=True,
+    code = _ADD_SQUARES.format(
+        lanes=LANES,
+        constants="\n".join(reads),
+        zeros="\n".join(f"double sum_{j} = 0;" for j in terms),
+        body="\n".join(body),
+        results="\n".join(f"sums[i * {len(terms)} + {j}] = sum_{j};" for j in terms),
     )
+    return _elementwise([*taken, "raw int64 strips"], ["raw float64 sums"], [code], kernel.name)
 
 
-STRIP = 256 * LANES
-"""The most elements of a strip."""
+@functools.cache
+def add_kernel() -> Any:
+    """Adds up sums; see `_ADD`."""
+    taken = ["raw float64 sums", "raw int64 table", "int64 terms", "int64 width"]
+    return _elementwise(taken, ["raw float64 out"], [_ADD], "add")
 
-Operands: TypeAlias = "Sequence[tuple[Array, Array, Sequence[Array]]]"
-"""Of each run of variables the gradient, the value and the slots."""
-_Table: TypeAlias = "Sequence[Sequence[int]]"
 
-# `table`, for each result: its first sum, the end, and the step.
-_ADD = """
-const ptrdiff_t place = i / terms, term = i % terms;
-double sum = 0;
-for (ptrdiff_t k = table[3 * place]; k < table[3 * place + 1]; k += table[3 * place + 2])
-    sum += sums[k * terms + term];
-out[place * width + term] = sum;
-"""
-# `table`, for each row and term: its first sum and the end.
-_NORM = """
-double square_{term} = 0;
-for (ptrdiff_t k = table[{at}]; k < table[{at} + 1]; ++k)
-    square_{term} += sums[k * width + {term}];
-const double norm_{norm} = sqrt(square_{term});
-norms[i * columns + {norm}] = norm_{norm};
-"""
+@functools.cache
+def numbers_kernel(code: str, done: int, terms: int, given: int) -> Any:
+    """The norms of a pass, after `done` earlier ones, and the numbers that depend on them."""
+    taken = ["raw float64 sums", "raw int64 table", "int64 width", "int64 columns"]
+    earlier = [f"const double norm_{k} = norms[i * columns + {k}];" for k in range(done)]
+    own = [
+        _NORM.format(term=term, norm=done + term, at=f"2 * (i * {terms} + {term})")
+        for term in range(terms)
+    ]
+    return _elementwise(
+        [*taken, *[f"float64 given_{k}" for k in range(given)]],
+        ["raw float64 norms", "raw float64 numbers"],
+        [*earlier, *own, code],
+        "norms",
+    )
 
 
 class DeviceNorms:
@@ -274,35 +299,6 @@ class DeviceNorms:
             constants = run(constants, given, operands, add_up)
         for (update, *rows), (gradient, value, slots) in zip(self._updates, operands, strict=True):
             update(gradient, *constants, *rows, value, *slots)
-
-
-@functools.cache
-def add_kernel() -> Any:
-    return gpu.load_cupy("an update").ElementwiseKernel(
-        "raw float64 sums, raw int64 table, int64 terms, int64 width",
-        "raw float64 out",
-        _ADD,
-        "hpcstrat_add",
-        no_return=True,
-    )
-
-
-@functools.cache
-def numbers_kernel(code: str, done: int, terms: int, given: int) -> Any:
-    """The norms of a pass, after `done` earlier ones, and the numbers that depend on them."""
-    numbers = [f"float64 given_{k}" for k in range(given)]
-    earlier = [f"const double norm_{k} = norms[i * columns + {k}];" for k in range(done)]
-    own = [
-        _NORM.format(term=term, norm=done + term, at=f"2 * (i * {terms} + {term})")
-        for term in range(terms)
-    ]
-    return gpu.load_cupy("an update").ElementwiseKernel(
-        ", ".join(["raw float64 sums, raw int64 table, int64 width, int64 columns", *numbers]),
-        "raw float64 norms, raw float64 numbers",
-        "\n".join([*earlier, *own, code]),
-        "hpcstrat_norms",
-        no_return=True,
-    )
 
 
 @final

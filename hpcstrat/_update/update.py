@@ -314,7 +314,11 @@ class HostUpdate(Update):
             return gradient, [call], []
         if wide not in self._numbers:
             self._numbers[wide] = np.empty(len(kernel.constants), wide)
-        numbers, take = scalars(self._numbers[wide]), functools.partial(self._take, value.size)
+
+        def take(dtype: np.dtype[Any], count: int) -> list[Array]:
+            return self._arrays(dtype, 1 + count, value.size)[1:]  # the first is the gradient's
+
+        numbers = scalars(self._numbers[wide])
         return gradient, *kernel.bind(value, gradient, slots, numbers, take)
 
     def _arrays(self, dtype: np.dtype[Any], count: int, size: int) -> list[Array]:
@@ -322,10 +326,6 @@ class HostUpdate(Update):
         arrays = self._scratch.setdefault(dtype, [])
         arrays += [np.empty(CHUNK, dtype) for _ in range(count - len(arrays))]
         return [array[:size] for array in arrays[:count]]
-
-    def _take(self, size: int, dtype: np.dtype[Any], count: int) -> list[Array]:
-        """Arrays for a kernel to work in: not that of the gradient."""
-        return self._arrays(dtype, 1 + count, size)[1:]
 
     def _with_in_place(self, all_parts: list[list[Array]], in_place: InPlace) -> list[list[Array]]:
         """The chunks' gradients, this rank's own from where they are."""
