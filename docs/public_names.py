@@ -21,11 +21,11 @@ INSTEAD = {
     "DatasetIterator": "Iterator[Any]",
     "Kernel": "Any",
     "LearningRate": "float | Callable[..., float]",
-    "MappableDataset": "hpcstrat.data.Dataset",
     "MaybeNone": "None",
     "Norms": "Any",
     "OptimizerVariable": "OptimizerVariable",
     "Scope": "AbstractContextManager[hpcstrat.Strategy]",
+    "Transformable": "hpcstrat.data.Dataset",
     "VariableReference": "VariableReference",
 }
 """What is shown for private names. For aliases of types that are not here their value is."""

@@ -16,7 +16,6 @@ from hpcstrat.data._arguments import (
 )
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
-from hpcstrat.data._functions import node_of
 from hpcstrat.data._node import Node
 from hpcstrat.data._sources import batches_of
 from hpcstrat.data._splitting import (
@@ -26,6 +25,7 @@ from hpcstrat.data._splitting import (
     split_evenly,
     split_in_order,
 )
+from hpcstrat.data._transformations import check_node
 
 _DISTRIBUTE = "Strategy.experimental_distribute_dataset"
 
@@ -140,7 +140,7 @@ def _check_options(
 
 def _node_of(dataset: Any, call: str) -> Node:
     if isinstance(dataset, Dataset):
-        return node_of(dataset)
+        return check_node(dataset, call)
     kind = type(dataset).__name__
     if isinstance(dataset, (str, bytes, tuple, dict)) or hasattr(dataset, "__array__"):
         raise TypeError(

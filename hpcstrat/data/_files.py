@@ -26,10 +26,13 @@ from typing import Any, BinaryIO, final
 
 import numpy as np
 
+from hpcstrat._calls.records import signature_of
+from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
-from hpcstrat.data._node import Chunk, Node
+from hpcstrat.data._indexing import Annotated
+from hpcstrat.data._node import INFINITE, Chunk, EpochPass, Node
 from hpcstrat.data._sources import Indexed, Slices
 
 _HEADER = "dataset.json"  # written last: a folder that has it is complete
@@ -67,15 +70,53 @@ class _LeafWriter:
         return [[dtype, list(shape)] for dtype, shape in self._kinds]
 
 
-def is_saved(path: str) -> bool:
+def _is_saved(path: str) -> bool:
     """Whether `path` is the folder of a saved dataset, which is complete."""
     return os.path.exists(os.path.join(path, _HEADER))
 
 
-def save(elements: Iterator[Any], path: str, pipeline: str) -> None:
-    """Writes the elements of a pipeline to the folder `path`; see `Dataset.save`."""
+def cache(node: Node, path: str) -> Node:
+    """The node that reads the elements from the folder `path`, once they are in it. Collective."""
+    if node.cardinality() == INFINITE:
+        raise ValueError(
+            f"{current_call()}: the dataset is infinite, and all its elements are written to "
+            f"{path}; call Dataset.cache before Dataset.repeat"
+        )
+    pipeline, communicator = save(node, path, replaces=False), connect()
+    with communicator.raise_together():  # a host may not see the folder
+        kept = load(path, pipeline)
+        communicator.exchange(signature_of(current_call(), "loaded", path))
+    # Files do not tell batches from other arrays.
+    return Annotated(kept, "cache()", batch_sizes=node.batch_sizes)
+
+
+def save(node: Node, path: str, replaces: bool = True) -> str:
+    """Writes all elements on rank 0; if not `replaces`, only if none are saved there. Collective.
+
+    Returns:
+        What must be equal on all ranks, and in a program that reads the same cache.
+    """
+    communicator = connect()
+    for shuffle in node.shuffles():
+        shuffle.state()  # all ranks draw the same seeds, though only rank 0 iterates
+    elements = node.elements(EpochPass(frozen=True))
+    with communicator.raise_together():
+        checksums = ", ".join(f"{checksum:08x}" for _, checksum in node.checksums(every=False))
+        pipeline = f"{node!r} with checksums {checksums}" if checksums else repr(node)
+        communicator.exchange(signature_of(current_call(), pipeline, path))
+    with communicator.raise_together():
+        if communicator.rank == 0 and (replaces or not _is_saved(path)):
+            watchdog = communicator.watchdog
+            with watchdog.extend_timeout(math.inf) if watchdog else contextlib.nullcontext():
+                _save(elements, path, pipeline)
+        communicator.exchange(signature_of(current_call(), "saved", path))
+    return pipeline
+
+
+def _save(elements: Iterator[Any], path: str, pipeline: str) -> None:
+    """Writes elements to the folder `path`, and replaces an earlier one when it is complete."""
     path = os.path.abspath(path)
-    if os.path.lexists(path) and not is_saved(path):
+    if os.path.lexists(path) and not _is_saved(path):
         raise FileExistsError(
             errno.EEXIST, f"{current_call()}: the path exists and is not a saved dataset", path
         )
