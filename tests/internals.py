@@ -133,8 +133,8 @@ from hpcstrat.checkpoint._new_file import NewFile, OnDisk, Piece, SnapshotMemory
 from hpcstrat.checkpoint._objects import own_share
 from hpcstrat.cluster_resolver._environment import expand_nodes
 from hpcstrat.data import _checksum, _files, _node
-from hpcstrat.data._distributing import check_sharding, distribute_dataset, distribute_from_function
+from hpcstrat.data._distributed import check_sharding, distribute_dataset, distribute_from_function
 from hpcstrat.data._sources import Slices
-from hpcstrat.data._splitting import Step
+from hpcstrat.data._steps import Step
 from hpcstrat.optimizers._optimizer import state_of_optimizer
 from hpcstrat.torch import _all_reduce as all_reduce_gradients

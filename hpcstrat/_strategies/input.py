@@ -15,12 +15,12 @@ from hpcstrat._core.types import DistributedValues, PerReplica
 from hpcstrat._replicas.contexts import check_cross_replica, require_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.leaves import as_numeric, check_axis
-from hpcstrat.data import _distributing
+from hpcstrat.data import _distributed
 from hpcstrat.data._arguments import InputContext, InputOptions
 from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
-from hpcstrat.data._splitting import Prefetcher, bounds
+from hpcstrat.data._steps import Prefetcher, bounds
 
 
 class InputMethods:
@@ -72,8 +72,8 @@ class InputMethods:
         """
         require_cross_replica(self._group)
         if self._group.workers.count > 1 and isinstance(dataset, Dataset):
-            _distributing.check_sharding(dataset)
-        return _distributing.distribute_dataset(
+            _distributed.check_sharding(dataset)
+        return _distributed.distribute_dataset(
             dataset, self._group.communicator, options, self._prefetcher(options)
         )
 
@@ -120,7 +120,7 @@ class InputMethods:
             array([1., 1., 1., 1.], dtype=float32)
         """
         require_cross_replica(self._group)
-        return _distributing.distribute_from_function(
+        return _distributed.distribute_from_function(
             dataset_fn,
             self._group.communicator,
             options,
