@@ -74,7 +74,7 @@ BROKEN = {
     ),
     "an update interrupted at the end": broken("'sync'", "apply(numbers)", APPLY, of=""),
     "a reduction interrupted": broken(
-        "'reduce_arrays'",
+        "'collect_messages'",
         "strategy.reduce('SUM', strategy.run(lambda: numbers), None)",
         r"Strategy\.reduce",
     ),
