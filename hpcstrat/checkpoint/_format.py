@@ -250,11 +250,11 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
 
-_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_SIZES = {
-    name: 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+_DTYPES = {
+    name: (dtype, 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
     for dtype, name in DTYPE_NAMES.items()
 }
+_STRANGE = "is not a checkpoint of hpcstrat"
 _WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # JSON of any program
 
 
@@ -289,20 +289,21 @@ class CheckpointFile:
             self._file = open(path, "rb", buffering=0, opener=_open_at_once)
         except FileNotFoundError as error:
             raise FileNotFoundError(
-                errno.ENOENT, f"there is no such file{_older_checkpoints(path, '; ')}", path
+                errno.ENOENT, f"there is no such file{_older_files(path, '; ')}", path
             ) from error
         try:
             version, header = self._read_header()
             try:
-                own = self._parse(header)
-                start = LENGTH_BYTES + len(header)
+                own, start = self._parse(header), LENGTH_BYTES + len(header)
                 extents = list(self._extents(own, start)) if version > 1 else []
             except _WRONG as error:
-                raise ValueError(
-                    f"{path} is not a checkpoint of hpcstrat, though it starts like one: {error!r}"
-                ) from error
-            for extent in extents:
-                self._check(*extent)
+                raise self._refusal(f"{_STRANGE}, though it starts like one: {error!r}") from error
+            for name, extent, expected in extents:
+                found = 0
+                for part in self._read(extent):
+                    found = checksum(part, found)
+                place = f"{name}, bytes {extent.start} to {extent.stop} of the file"
+                self._require(f" in {place}", found, expected)
         except BaseException:
             self.close()
             raise
@@ -346,29 +347,21 @@ class CheckpointFile:
         """
         status = os.fstat(self._file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise ValueError(
-                f"{self.path} is not a checkpoint of hpcstrat: it is not a regular file"
-            )
-        start, older = self._file.read(LENGTH_BYTES + 256), ". Before it "
+            raise self._refusal(f"{_STRANGE}: it is not a regular file")
+        start = self._file.read(LENGTH_BYTES + 256)
         head = HEAD_PATTERN.match(start, LENGTH_BYTES)
         if head is None:
-            raise ValueError(
-                f"{self.path} is not a checkpoint of hpcstrat: it does not start like one"
-                f"{_older_checkpoints(self.path, older)}"
-            )
+            raise self._refusal(f"{_STRANGE}: it does not start like one")
         # Before the checksum, which a newer format may compute in another way.
         version, nbytes = int(head["version"]), int(head["nbytes"])
         if not 1 <= version <= VERSION:
-            raise ValueError(
-                f"{self.path} has format {version}, but this version of hpcstrat reads formats 1 "
-                f"to {VERSION}; restore it with the version that wrote it"
+            raise self._refusal(
+                f"has format {version}, but this version of hpcstrat reads formats 1 to {VERSION}; "
+                "restore it with the version that wrote it"
             )
         if nbytes != status.st_size:
             what = "is cut off" if status.st_size < nbytes else "has data after its end"
-            raise ValueError(
-                f"{self.path} {what}: it has {status.st_size} bytes and should have {nbytes}"
-                f"{_older_checkpoints(self.path, older)}"
-            )
+            raise self._refusal(f"{what}: it has {status.st_size} bytes and should have {nbytes}")
         length = int.from_bytes(start[:LENGTH_BYTES], "little")
         is_possible = length <= min(nbytes - LENGTH_BYTES, LARGEST_HEADER)
         # The length is a part of what is summed: with a wrong one, the sum is wrong as well.
@@ -378,9 +371,7 @@ class CheckpointFile:
             crc = zlib.crc32(part.data, crc)
         self._require(" in its header" if version > 1 else "", crc, int(head["crc"], 16))
         if not is_possible:
-            raise ValueError(
-                f"{self.path} is not a checkpoint of hpcstrat: its header would have {length} bytes"
-            )
+            raise self._refusal(f"{_STRANGE}: its header would have {length} bytes")
         header = Interval(LENGTH_BYTES, LENGTH_BYTES + length)
         return version, b"".join(part.tobytes() for part in self._read(header))
 
@@ -401,7 +392,7 @@ class CheckpointFile:
             if name in others:
                 entry = Entry(str(others[name]), shape[-1], shape[:-1])
             else:
-                entry = Entry(_DTYPES[fields["dtype"]], _SIZES[fields["dtype"]], shape)
+                entry = Entry(*_DTYPES[fields["dtype"]], shape)
             place = Interval(end, end + entry.nbytes)
             if fields["data_offsets"] != list(place.shift(-start)):
                 raise ValueError(f"{name} is not where it should be")
@@ -424,20 +415,14 @@ class CheckpointFile:
         if len(digits) != 8 * count or next(stops, None) is not None:
             raise ValueError("it has more extents than its arrays")
 
-    def _check(self, name: str, extent: Interval, expected: int) -> None:
-        """Compares the checksum of an extent."""
-        found = 0
-        for part in self._read(extent):
-            found = checksum(part, found)
-        what = f" in {name}, bytes {extent.start} to {extent.stop} of the file"
-        self._require(what, found, expected)
-
-    def _require(self, what: str, found: int, expected: int) -> None:
+    def _require(self, where: str, found: int, expected: int) -> None:
         if found != expected:
-            raise ValueError(
-                f"{self.path} is damaged{what}: its checksum is {found:08x} and "
-                f"should be {expected:08x}{_older_checkpoints(self.path, '. Before it ')}"
+            raise self._refusal(
+                f"is damaged{where}: its checksum is {found:08x} and should be {expected:08x}"
             )
+
+    def _refusal(self, problem: str) -> ValueError:
+        return ValueError(f"{self.path} {problem}{_older_files(self.path, '. Before it ')}")
 
 
 def notes_in(path: str) -> dict[str, Any]:
@@ -488,8 +473,8 @@ def _require_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return by_name
 
 
-def _older_checkpoints(path: str, start: str) -> str:
-    """The end of a message: the older checkpoints that exist, after `start`."""
+def _older_files(path: str, start: str) -> str:
+    """The end of a message: the older files that exist, after `start`."""
     path = follow_link(path)
     names = ", ".join(f"{path}.{number}" for number in find_numbers(path))
     return f"{start}there is {names}" if names else ""
