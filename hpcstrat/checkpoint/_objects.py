@@ -184,14 +184,18 @@ def storage_of(v: Variable) -> Storage:
     return state_of(v).group.storage
 
 
-def require_cross_replica(objects: CheckpointObjects) -> None:
-    """Raises RuntimeError unless called outside replica functions and other scopes."""
-    context = contexts.context()
-    if isinstance(context, (contexts.InReplica, contexts.InUpdate)):
+def require_no_replica() -> None:
+    """Raises RuntimeError if called inside a replica function or an update."""
+    if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
         raise RuntimeError(
             f"{current_call()} was called inside a replica function or an update; call it at "
             "the top level of the script, outside Strategy.run"
         )
+
+
+def require_cross_replica(objects: CheckpointObjects) -> None:
+    """Raises RuntimeError unless called outside replica functions and other scopes."""
+    require_no_replica()
     for group in _groups(objects):
         # Variables that were made outside every scope may be saved anywhere.
         if group is not default_group():
@@ -315,13 +319,14 @@ def require_compatible(
     problems = [problem for problem in found if problem is not None]
     hint = "" if problems else "\nrestore(path, partial=True) restores what both have."
     if missing and not partial:
-        problems.append(f"missing in the file: {_list_names(missing)}")
+        problems.append(f"missing in the file: {_first(missing, _MOST_NAMES)}")
     if left_over and not partial:
-        problems.append(f"left over in the file: {_list_names(left_over)}")
+        problems.append(f"left over in the file: {_first(left_over, _MOST_NAMES)}")
     if problems:
+        listed = _first(problems, _MOST_PROBLEMS, "\n  ")
         raise ValueError(
             f"{current_call()}: {path} does not fit the objects. Nothing was changed; pass objects "
-            f"like those that were saved.{_list_problems(problems)}{hint}"
+            f"like those that were saved.\n  {listed}{hint}"
         )
     return common, Restored(missing, left_over)
 
@@ -444,14 +449,6 @@ def _kind_text(kind: str | None) -> str:
     return "a variable" if kind is None else kind
 
 
-def _list_names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(names[:_MOST_NAMES]) + more
-
-
-def _list_problems(problems: Sequence[str]) -> str:
-    """A line for each problem."""
-    lines = [f"\n  {problem}" for problem in problems[:_MOST_PROBLEMS]]
-    if len(problems) > _MOST_PROBLEMS:
-        lines.append(f"\n  and {len(problems) - _MOST_PROBLEMS} more")
-    return "".join(lines)
+def _first(texts: Sequence[str], most: int, separator: str = ", ") -> str:
+    more = [f"and {len(texts) - most} more"] if len(texts) > most else []
+    return separator.join([*texts[:most], *more])

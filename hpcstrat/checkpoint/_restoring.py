@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,10 +15,11 @@ from hpcstrat._core.types import Bytes
 from hpcstrat._memory.allocator import Block
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._replicas.group import UpdatesOn
-from hpcstrat._storage.local import PART, flat
+from hpcstrat._storage.base import Storage
+from hpcstrat._storage.local import PART, flat, writer_of
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat._variable.writing import RULES
-from hpcstrat.checkpoint._atomic_file import explain
+from hpcstrat.checkpoint._atomic_file import explain, explaining
 from hpcstrat.checkpoint._format import CheckpointFile
 from hpcstrat.checkpoint._objects import (
     CheckpointObjects,
@@ -36,6 +37,8 @@ from hpcstrat.checkpoint._saving import finish_background
 from hpcstrat.optimizers._optimizer import state_of_optimizer
 from hpcstrat.optimizers._state import copy_block
 
+_Object = TypeVar("_Object")
+
 
 def restore_from(
     objects: CheckpointObjects,
@@ -51,11 +54,10 @@ def restore_from(
         open_source: opens it, on the parameter rank.
         partial: as in `Checkpoint.restore`.
     """
-    communicator = connect()
+    communicator, file = connect(), None
     finish_background()  # it may write this very file
     require_cross_replica(objects)
     root = agree(objects, objects.entries(objects.slots()), source, f"partial={bool(partial)}")
-    file = None
     try:
         with communicator.raise_together():
             if communicator.rank == root:
@@ -73,24 +75,15 @@ def restore_from(
     return restored, step
 
 
-class _Restoring:
+class _Restoring(NamedTuple):
     """Sets objects, on all ranks, to the contents of a compatible file of the parameter rank."""
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        root: int,
-        objects: CheckpointObjects,
-        common: frozenset[str],
-        metadata: dict[str, Any],
-        file: CheckpointFile | None,
-    ) -> None:
-        self._communicator = communicator
-        self._root = root
-        self._objects = objects
-        self._common = common
-        self._metadata = metadata
-        self._file = file
+    communicator: Communicator
+    root: int
+    objects: CheckpointObjects
+    common: frozenset[str]
+    metadata: dict[str, Any]
+    file: CheckpointFile | None
 
     def run(self) -> None:
         """Makes missing slots first, since that may fail for lack of memory; then writes.
@@ -102,55 +95,56 @@ class _Restoring:
         except BaseException as error:
             # Some variables may be restored and some not, perhaps on one rank only (Ctrl-C). Such a
             # mixture is useless, so reading them raises until they are assigned again.
-            for v in self._objects.variables.values():
+            for v in self.objects.variables.values():
                 storage_of(v).mark_interrupted(error, [state_of(v).block])
             raise
 
     def _run(self) -> None:
         self._make_slots()
         self._load_arrays()
-        for name, optimizer in self._objects.optimizers.items():
-            if name in self._common:
-                state = state_of_optimizer(optimizer)
-                state.iterations = int(self._metadata[name]["iterations"])
-                if state.accumulator is not None:
-                    state.accumulator.clear()
-        for name, resumable in self._objects.positions.items():
-            if name in self._common:
-                resumable._seek(position_of(self._metadata[name]))
-        self._communicator.exchange(signature_of(f"{current_call()}: restored"))
+        for name, optimizer in self._in_both(self.objects.optimizers).items():
+            state = state_of_optimizer(optimizer)
+            state.iterations = int(self.metadata[name]["iterations"])
+            if state.accumulator is not None:
+                state.accumulator.clear()
+        for name, resumable in self._in_both(self.objects.positions).items():
+            resumable._seek(position_of(self.metadata[name]))
+        self.communicator.exchange(signature_of(f"{current_call()}: restored"))
+
+    def _in_both(self, objects: Mapping[str, _Object]) -> dict[str, _Object]:
+        """Those of the objects that the file has too."""
+        return {name: each for name, each in objects.items() if name in self.common}
 
     def _make_slots(self) -> None:
         # A new optimizer has no slots before its first step, and the file's slots would be lost.
-        for name, optimizer in self._objects.optimizers.items():
-            if name in self._common:
-                with_slots = [
-                    v for of, v in self._objects.variables.items() if self._has_slots(name, of)
-                ]
-                state_of_optimizer(optimizer).make_slots(
-                    with_slots, optimizer.name, optimizer.all_slots
-                )
-
-    def _has_slots(self, optimizer: str, variable: str) -> bool:
-        slots = self._objects.optimizers[optimizer].all_slots
-        names = {slot_name(optimizer, slot, variable) for slot in slots}
-        return bool(names) and names <= self._common
+        for name, optimizer in self._in_both(self.objects.optimizers).items():
+            slots = optimizer.all_slots
+            with_slots = [
+                v
+                for of, v in self.objects.variables.items()
+                if slots and self.common.issuperset(slot_name(name, slot, of) for slot in slots)
+            ]
+            state_of_optimizer(optimizer).make_slots(with_slots, optimizer.name, slots)
 
     def _load_arrays(self) -> None:
-        objects, slots = self._objects, self._objects.slots()
-        variables = {name: v for name, v in objects.variables.items() if name in self._common}
+        objects, slots = self.objects, self.objects.slots()
+        variables = self._in_both(objects.variables)
         arrays = {name: (v, state_of(v).block) for name, v in variables.items()}
         arrays |= {name: (slot.variable, slot.block) for name, slot in slots.items()}
-        for name in sorted(self._common):
+        for name in sorted(self.common):
             if name in arrays:
                 self._load(name, *arrays[name])
             elif name in objects.on_read:
                 self._load_on_read(name, objects.on_read[name])
         for name, slot in slots.items():
-            if name not in self._common and slot.optimizer in self._common:
+            if name not in self.common and slot.optimizer in self.common:
                 self._reset(slot)
         # Variables only: slots are read by the ranks that have just written them.
-        self._publish(list(variables.values()))
+        by_storage: dict[Storage, list[Block]] = {}
+        for v in variables.values():
+            by_storage.setdefault(storage_of(v), []).append(state_of(v).block)
+        for storage, blocks in by_storage.items():
+            storage.publish(blocks)
 
     def _load(self, name: str, v: Variable, block: Block) -> None:
         """Reads an array of the file into a block, on the rank that owns it or on every rank.
@@ -158,52 +152,45 @@ class _Restoring:
         It does so part by part, so that a model that fills the memory can be restored. An error in
         reading a part is raised on all ranks.
         """
-        communicator, is_root = self._communicator, self._file is not None
         # If each rank keeps a copy, each gets every part. One rank writes central storage, which is
         # published at the end.
         is_everywhere = (
-            state_of(v).group.updates_on is UpdatesOn.ALL_RANKS and communicator.size > 1
+            state_of(v).group.updates_on is UpdatesOn.ALL_RANKS and self.communicator.size > 1
         )
         parts = self._parts(name)
         for place in Interval(0, v.size * v.dtype.itemsize).split(PART):
-            with communicator.raise_together():
+            with self.communicator.raise_together():
                 part = next(parts, None)
                 if is_everywhere:
                     what = f"{name} from byte {place.start}"
                     part = self._broadcast_part(what, part, place.size)
-            if part is not None and (is_root or is_everywhere):
+            if part is not None:
                 storage_of(v).local.write_part(block, place.start, part)
 
     def _parts(self, name: str) -> Iterator[Bytes]:
         """An array of the file, part by part; nothing on ranks without the file."""
-        if self._file is not None:
-            try:
-                yield from self._file.parts(name)
-            except OSError as error:
-                consequence = "some objects are restored and some are not; restore them again"
-                raise explain(self._file.path, error, consequence) from error
+        if self.file is not None:
+            with explaining(
+                self.file.path, "some objects are restored and some are not; restore them again"
+            ):
+                yield from self.file.parts(name)
 
     def _broadcast_part(self, what: str, part: Bytes | None, nbytes: int) -> Bytes:
         """Sends the parameter rank's part, of `nbytes` bytes, to all; valid until the next call."""
-
-        def write(message: Bytes) -> None:
-            assert part is not None
-            message[:nbytes] = part
-
-        own = {} if part is None else {"nbytes": nbytes, "write": write}
-        messages = self._communicator.exchange(signature_of(current_call(), what), **own)
-        return messages[self._root][:nbytes]
+        own = {} if part is None else {"nbytes": nbytes, "write": writer_of(part)}
+        messages = self.communicator.exchange(signature_of(current_call(), what), **own)
+        return messages[self.root][:nbytes]
 
     def _load_on_read(self, name: str, v: Variable) -> None:
-        communicator, array = self._communicator, None
-        with communicator.raise_together():
-            if self._file is not None:
-                array = np.empty(self._file.entries[name].shape, v.dtype)
+        array = None
+        with self.communicator.raise_together():
+            if self.file is not None:
+                array = np.empty(self.file.entries[name].shape, v.dtype)
                 start = 0
                 for part in self._parts(name):
                     flat(array)[start : start + part.size] = part
                     start += part.size
-            array = communicator.broadcast_obj(array, self._root)
+            array = self.communicator.broadcast_obj(array, self.root)
         state_of(v).storage.local.write(state_of(v).block, own_share(v, array), RULES["assign"])
 
     def _reset(self, slot: Slot) -> None:
@@ -219,10 +206,6 @@ class _Restoring:
         part = np.full(PART // itemsize, v.dtype.type(slot.initial), v.dtype).view(np.uint8)
         for place in Interval(0, v.size * itemsize).split(part.size):
             storage.local.write_part(slot.block, place.start, part[: place.size])
-
-    def _publish(self, variables: list[Variable]) -> None:
-        for storage in dict.fromkeys(map(storage_of, variables)):
-            storage.publish([state_of(v).block for v in variables if storage_of(v) is storage])
 
 
 def open_file(path: str) -> CheckpointFile:
