@@ -2,7 +2,7 @@
 
 import os
 
-from internals import Header, OnDisk, Piece, extents_of, places_of, replacing, write_pieces
+from internals import Header, OnDisk, extents_of, places_of, replacing, write_pieces
 
 
 class Contents:
@@ -19,7 +19,7 @@ class Contents:
         for name, place in self.places.items():
             start = self.header.size + place.start
             for part in self.parts(name):
-                yield Piece(start, part.data)
+                yield start, part.data
                 start += part.size
 
     def write_to(self, file, target=None):

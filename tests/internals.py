@@ -129,7 +129,7 @@ from hpcstrat.checkpoint._format import (
     extents_of,
     places_of,
 )
-from hpcstrat.checkpoint._new_file import NewFile, OnDisk, Piece, SnapshotMemory, write_pieces
+from hpcstrat.checkpoint._new_file import NewFile, OnDisk, SnapshotMemory, write_pieces
 from hpcstrat.checkpoint._objects import own_share
 from hpcstrat.cluster_resolver._environment import expand_nodes
 from hpcstrat.data import _checksum, _files, _node

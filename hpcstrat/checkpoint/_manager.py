@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from types import FrameType
 from typing import Any, final
 
@@ -17,17 +17,17 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import CHECKPOINT, current_call, names_call, span
 from hpcstrat._process import job_files
 from hpcstrat._process.job_files import JobMemory
-from hpcstrat._replicas import contexts
 from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of
 from hpcstrat.checkpoint._format import CheckpointFile, notes_in, step_of
 from hpcstrat.checkpoint._new_file import SnapshotMemory
-from hpcstrat.checkpoint._objects import parameter_rank
+from hpcstrat.checkpoint._objects import parameter_rank, require_no_replica
 from hpcstrat.checkpoint._restoring import open_file, restore_from
 from hpcstrat.checkpoint._saving import (
-    Saved,
+    check_count,
     check_keep,
     check_path,
     finish_background,
+    save_to,
     save_to_file,
 )
 
@@ -124,11 +124,7 @@ class PreemptionHandler:
             1
         """
         communicator = connect()
-        if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
-            raise RuntimeError(
-                f"{current_call()} was called inside a replica function; call it outside "
-                "Strategy.run"
-            )
+        require_no_replica()
         # One rank's signal is enough: Slurm may signal the ranks at different moments, and all must
         # save the same step. Signal numbers are at most 64.
         number = communicator.highest(self._noted)
@@ -225,16 +221,10 @@ class CheckpointManager:
                 f"{current_call()}: checkpoint is {type(checkpoint).__name__}; pass a Checkpoint, "
                 "such as Checkpoint(w=w)"
             )
-        for name, steps in (("every", every), ("snapshot_every", snapshot_every)):
-            if steps is not None and (not isinstance(steps, int) or steps < 1):
-                raise ValueError(
-                    f"{current_call()}: {name} is {steps!r}; it must be a number of steps, "
-                    "from 1 up, or None"
-                )
         self._checkpoint = checkpoint
         self._path = check_path(path)
-        self._every = every
-        self._snapshot_every = snapshot_every
+        self._every = check_count("every", every)
+        self._snapshot_every = check_count("snapshot_every", snapshot_every)
         self._keep = check_keep(keep)
         self._steps = 0
         self._is_ready = False
@@ -323,11 +313,7 @@ class CheckpointManager:
             2 ['model']
             3 ['model']
         """
-        if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
-            raise RuntimeError(
-                f"{current_call()} was called inside a replica function; call it outside "
-                "Strategy.run"
-            )
+        require_no_replica()
         if not self._is_ready:
             self._prepare()
         self._steps += 1
@@ -373,10 +359,7 @@ class CheckpointManager:
         snapshots, notes = self._snapshots, {"step": str(self._steps)}
         try:
             notes |= {} if snapshots is None else snapshots.notes()
-            saved = Saved(objects_of(self._checkpoint), (_IN_MEMORY,), notes)
-            with ExitStack() as ending:
-                file = saved.new_file(_IN_MEMORY, snapshots, ending)
-                saved.write(file, _IN_MEMORY, ending)
+            save_to(snapshots, _IN_MEMORY, objects_of(self._checkpoint), notes)
         except (MemoryError, OSError) as error:  # on all ranks
             # Not a reason to end a healthy program: there is still the file.
             self._takes_snapshots = False

@@ -30,7 +30,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, BinaryIO, NamedTuple, Protocol, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -47,32 +47,18 @@ NOT_SAVED = "nothing was saved, and the previous file is whole. Correct this, an
 Write: TypeAlias = Callable[[bytes | memoryview, int], None]
 """Writes bytes to their place in a file."""
 
+Piece: TypeAlias = tuple[int, memoryview]
+"""Bytes of a file, after their place in it."""
+
+Target: TypeAlias = "OnDisk | SnapshotMemory"
+"""Where a save writes its file to.
+
+On the root, the end of a block `with target.replacing(nbytes) as file` puts the file in its place.
+On each rank, `target.writer(descriptor)` writes to it.
+"""
+
 _LOOK_SECONDS = 0.05
 _REPORT_BYTES = 4096
-
-
-class Piece(NamedTuple):
-    """Bytes of a file.
-
-    Attributes:
-        start: their place in the file.
-        data: the bytes.
-    """
-
-    start: int
-    data: memoryview
-
-
-class Target(Protocol):
-    """Where a save writes its file to."""
-
-    def replacing(self, nbytes: int) -> AbstractContextManager[BinaryIO]:
-        """The file, on the root; the end of this block puts it in its place."""
-        ...
-
-    def writer(self, file: int) -> Write:
-        """What writes to the file with this descriptor, on each rank."""
-        ...
 
 
 class OnDisk:
@@ -82,7 +68,7 @@ class OnDisk:
         self._path = path
         self._keep = keep
 
-    def replacing(self, nbytes: int) -> AbstractContextManager[BinaryIO]:
+    def replacing(self, _nbytes: int) -> AbstractContextManager[BinaryIO]:
         """See `Target`."""
         return replacing(self._path, self._keep)
 

@@ -48,9 +48,31 @@ def save_to_file(
     """What `Checkpoint.save` and, with the number of a step, `CheckpointManager` do. Collective."""
     finish_background()
     notes = {} if step is None else {"step": str(step)}
-    saved = Saved(objects, (path, f"keep={keep}, blocking={bool(blocking)}"), notes)
+    options = f"keep={keep}, blocking={bool(blocking)}"
+    save_to(OnDisk(path, keep), path, objects, notes, options, blocking=blocking)
+
+
+def save_to(
+    target: Target | None,
+    path: str,
+    objects: CheckpointObjects,
+    notes: Mapping[str, str],
+    *options: str,
+    blocking: bool = True,
+) -> None:
+    """Saves objects, on disk or in memory. Collective.
+
+    Args:
+        target: where to; `None` on a rank from which it cannot be seen.
+        path: the file's name in messages.
+        objects: what to save.
+        notes: what the file says about itself.
+        *options: what must be equal on all ranks besides, in words.
+        blocking: as in `Checkpoint.save`.
+    """
+    saved = Saved(objects, (path, *options), notes)
     with ExitStack() as ending:  # of the file; an error on any rank abandons it
-        file = saved.new_file(path, OnDisk(path, keep), ending, is_marked=not blocking)
+        file = NewFile(saved.root, path, saved.header, target, ending, is_marked=not blocking)
         if blocking:
             saved.write(file, path, ending)
         else:
@@ -63,23 +85,24 @@ class Saved:
 
     Args:
         objects: what to save.
-        target: where to, in words that must be equal on all ranks.
+        where: file and options, which must be equal on all ranks.
         notes: what the file says about itself.
 
     Attributes:
         root: the parameter rank, which has everything, and makes the file.
+        header: the file's header, on the parameter rank.
         stops: where each extent ends, from the end of the header.
     """
 
     def __init__(
-        self, objects: CheckpointObjects, target: tuple[str, ...], notes: Mapping[str, str]
+        self, objects: CheckpointObjects, where: tuple[str, ...], notes: Mapping[str, str]
     ) -> None:
         self._communicator = communicator = connect()
         require_cross_replica(objects)
         slots = objects.slots()
         entries, metadata = objects.entries(slots), objects.metadata()
         # Before any file is touched, all ranks check that they save the same.
-        self.root: int = agree(objects, entries, *target)
+        self.root: int = agree(objects, entries, *where)
         # ON_READ variables have a value on each rank, so all ranks gather them before any writes.
         self._arrays = {name: all_values(v) for name, v in objects.on_read.items()}
         self._blocks = {name: (v, state_of(v).block) for name, v in objects.variables.items()}
@@ -87,21 +110,11 @@ class Saved:
         self._places = places_of(entries)
         self._extents = list(extents_of(self._places, communicator.size, self._cuts()))
         self.stops: list[int] = [extent.place.stop for extent in self._extents]
-        self._header: Header | None = None
+        self.header: Header | None = None
         with communicator.raise_together():
             if communicator.rank == self.root:
-                self._header = Header(entries, metadata, self.stops, notes)
+                self.header = Header(entries, metadata, self.stops, notes)
             communicator.exchange(signature_of(f"{current_call()}: contents"))
-
-    def new_file(
-        self,
-        path: str,
-        target: Target | None,
-        ending: ExitStack,
-        is_marked: bool = False,
-    ) -> NewFile:
-        """The file, open on every rank that sees it. Collective."""
-        return NewFile(self.root, path, self._header, target, ending, is_marked)
 
     def write(self, file: NewFile, path: str, ending: ExitStack) -> None:
         """All ranks write the file, which `ending` then puts in its place. Collective."""
@@ -130,7 +143,8 @@ class Saved:
         communicator = self._communicator
         with communicator.raise_together():
             file.open_marks(ending)
-            copies = self._pass_pieces(file, lambda pieces: _copy(pieces, self._nbytes(file))) or []
+            nbytes = sum(extent.own.size for extent in self._extents_in(file))
+            copies = self._pass_pieces(file, lambda pieces: _copy(pieces, nbytes)) or []
             # No rank continues, and changes what others may still read.
             communicator.exchange(signature_of(f"{current_call()}: copied"))
         return copies
@@ -145,14 +159,14 @@ class Saved:
         """
         communicator = self._communicator
         if file.is_shared:
-            return use(self._pieces(file.first))
-        if self._header is None:
+            return use(self._pieces(file))
+        if self.header is None:
             for name in filter(self._is_split, self._places):
                 for _ in self._all_parts(name):
-                    pass
+                    communicator.work()
             return None
         try:
-            return use(self._all_pieces(file.first))
+            return use(self._pieces(file))
         except Exception as error:
             # The others wait for this rank's next call: the next part of a slot, or the end. If the
             # numbers are equal, all ranks raise the error already.
@@ -161,27 +175,27 @@ class Saved:
                 calls.share_error(error, calls.number)
             raise
 
-    def _pieces(self, first: int) -> Iterator[Piece]:
-        """What this rank writes of the file, whose arrays start at byte `first`."""
-        for extent in self._extents:
-            if extent.rank == self._communicator.rank:
-                yield from _placed(self._own_parts(extent), first + extent.place.start)
-
-    def _all_pieces(self, first: int) -> Iterator[Piece]:
-        """All arrays. On the root, while the other ranks call `_all_parts`."""
-        for name, extents in itertools.groupby(self._extents, lambda extent: extent.name):
-            if self._is_split(name):
-                yield from _placed(self._all_parts(name), first + self._places[name].start)
-            else:
-                for extent in extents:
-                    yield from _placed(self._own_parts(extent), first + extent.place.start)
-
-    def _nbytes(self, file: NewFile) -> int:
-        """Bytes of the pieces that this rank writes."""
+    def _extents_in(self, file: NewFile) -> list[Extent]:
+        """What this rank writes: its extents, or all of a file that no other rank sees."""
         rank = self._communicator.rank
-        return sum(
-            extent.own.size for extent in self._extents if extent.rank == rank or not file.is_shared
-        )
+        return [one for one in self._extents if one.rank == rank or not file.is_shared]
+
+    def _pieces(self, file: NewFile) -> Iterator[Piece]:
+        """The bytes that this rank writes. If the others cannot, they call `_all_parts`."""
+        for name, extents in itertools.groupby(self._extents_in(file), lambda one: one.name):
+            if self._is_split(name) and not file.is_shared:
+                parts: Iterable[Bytes] = self._all_parts(name)
+                start = file.first + self._places[name].start
+            else:
+                own = list(extents)
+                parts = itertools.chain.from_iterable(map(self._own_parts, own))
+                start = file.first + own[0].place.start
+            for part in parts:
+                # Other ranks wait for the disk. Every part counts as progress, so that the watchdog
+                # sees no stall.
+                self._communicator.work()
+                yield start, part.data
+                start += part.size
 
     def _is_split(self, name: str) -> bool:
         return name in self._blocks and self._blocks[name][1].cuts is not None
@@ -189,24 +203,17 @@ class Saved:
     def _all_parts(self, name: str) -> Iterator[Bytes]:
         """The bytes of an array that is split over the ranks. Collective, part by part."""
         v, block = self._blocks[name]
-        return self._working(storage_of(v).all_parts(block))
+        return storage_of(v).all_parts(block)
 
     def _own_parts(self, extent: Extent) -> Iterator[Bytes]:
         """The bytes of an extent, of which this rank has a copy."""
         own, name = extent.own, extent.name
         if name in self._arrays:
-            return self._working(host_parts(self._arrays[name], own.start, own.stop))
+            return host_parts(self._arrays[name], own.start, own.stop)
         v, block = self._blocks[name]
         if self._is_split(name):  # the block is this rank's part
             own = own.shift(-own.start)
-        return self._working(storage_of(v).local.parts(block, own.start, own.stop))
-
-    def _working(self, parts: Iterable[Bytes]) -> Iterator[Bytes]:
-        for part in parts:
-            # Other ranks wait for the disk. Every part counts as progress, so that the watchdog
-            # sees no stall.
-            self._communicator.work()
-            yield part
+        return storage_of(v).local.parts(block, own.start, own.stop)
 
     def _cuts(self) -> dict[str, list[int]]:
         """The arrays that not every rank has whole, as `extents_of` takes them."""
@@ -219,12 +226,6 @@ class Saved:
             elif not storage.has_all_blocks or storage.communicator.size < size:
                 cuts[name] = [0] * (self.root + 1) + [self._places[name].size] * (size - self.root)
         return cuts
-
-
-def _placed(parts: Iterable[Bytes], start: int) -> Iterator[Piece]:
-    for part in parts:
-        yield Piece(start, part.data)
-        start += part.size
 
 
 def finish_background() -> None:
@@ -248,50 +249,32 @@ def check_path(path: Any) -> str:
     return path
 
 
-def check_keep(keep: Any) -> int | None:
-    """The number of files to keep, or `None`.
+def check_count(name: str, count: Any, of: str = "a number of steps") -> int | None:
+    """The value of an option, a number of steps or files, or `None`.
 
     Raises:
         ValueError: it is not a positive int.
     """
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
+    if count is not None and (not isinstance(count, int) or count < 1):
         raise ValueError(
-            f"{current_call()}: keep is {keep!r}; it must be the number of files to keep, "
-            "from 1 up, or None"
+            f"{current_call()}: {name} is {count!r}; it must be {of}, from 1 up, or None"
         )
-    return keep
+    return count
+
+
+def check_keep(keep: Any) -> int | None:
+    """`check_count` of the number of files to keep."""
+    return check_count("keep", keep, "the number of files to keep")
 
 
 # ---- in the background
 
-_pending: _Save | None = None
+# The save of this process that runs, or that nobody has waited for: its path, its thread, and the
+# error that ended it, if any. It writes from `_buffer`, so there is one at a time.
+_pending: tuple[str, threading.Thread, list[Exception]] | None = None
 # Kept from the last save: fresh memory costs about as much as the copy into it.
 _buffer: Bytes = np.empty(0, np.uint8)
 _waits_at_exit = False
-
-
-class _Save:
-    """One save, whose thread has started; it ends with the error, if any.
-
-    It writes from `_buffer`, so a process runs one save at a time.
-    """
-
-    def __init__(self, path: str, write: Callable[[], None], ending: ExitStack) -> None:
-        self.path = path
-        self.error: Exception | None = None
-        # A daemon: Python waits for other threads before it runs any hook, and then the other
-        # ranks know nothing of it. `_finish_at_exit` waits for this thread.
-        self.thread = threading.Thread(
-            target=self._run, args=(write, ending), name="hpcstrat-save", daemon=True
-        )
-        self.thread.start()
-
-    def _run(self, write: Callable[[], None], ending: ExitStack) -> None:
-        try:
-            with ending:
-                write()
-        except Exception as error:
-            self.error = error
 
 
 def _copy(pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
@@ -309,7 +292,7 @@ def _copy(pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
     for start, data in pieces:
         copy = _buffer[end : end + len(data)]
         copy[...] = data
-        copies.append(Piece(start, copy.data))
+        copies.append((start, copy.data))
         end += copy.size
     return copies
 
@@ -322,7 +305,20 @@ def _start(path: str, write: Callable[[], None], ending: ExitStack) -> None:
         # failure needs MPI to end the other ranks.
         atexit.register(_finish_at_exit)
         _waits_at_exit = True
-    _pending = _Save(path, write, ending)
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            with ending:
+                write()
+        except Exception as error:
+            errors.append(error)
+
+    # A daemon: Python waits for other threads before it runs any hook, and then the other ranks
+    # know nothing of it. `_finish_at_exit` waits for this thread.
+    thread = threading.Thread(target=run, name="hpcstrat-save", daemon=True)
+    thread.start()
+    _pending = path, thread, errors
 
 
 def _finish() -> tuple[str, Exception | None]:
@@ -330,12 +326,13 @@ def _finish() -> tuple[str, Exception | None]:
     global _pending
     if _pending is None:
         return "", None
+    path, thread, errors = _pending
     # Meanwhile the other ranks wait, for as long as the disk takes.
     watchdog = connect().watchdog
     with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(_HOUR):
-        _pending.thread.join()
-    save, _pending = _pending, None
-    return save.path, save.error
+        thread.join()
+    _pending = None
+    return path, errors[0] if errors else None
 
 
 def _finish_at_exit() -> None:

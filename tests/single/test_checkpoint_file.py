@@ -26,7 +26,6 @@ from internals import (
     CheckpointFile,
     Entry,
     OnDisk,
-    Piece,
     _atomic_file,
     checksum,
     extents_of,
@@ -152,7 +151,7 @@ def test_what_several_write_is_what_one_writes(tmp_path_factory, nbytes, ranks):
         write_part = OnDisk("", None).writer(file.fileno())
         for rank in reversed(range(ranks)):
             pieces = [
-                Piece(first + place.start, arrays[name][own.slice].data)
+                (first + place.start, arrays[name][own.slice].data)
                 for writer, name, own, place in contents.extents
                 if writer == rank
             ]
