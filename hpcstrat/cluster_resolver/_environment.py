@@ -84,8 +84,7 @@ class TFConfigClusterResolver(ClusterResolver):
         # As in TensorFlow: a single task needs no master.
         if not spec or (len(spec.jobs) == 1 and len(spec.job_tasks(spec.jobs[0])) == 1):
             return ""
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
+        task_type, task_id = self._task(task_type, task_id)
         if task_type is None or task_id is None:
             raise ValueError(
                 "TFConfigClusterResolver.master: TF_CONFIG does not say which task this is; add "
@@ -186,7 +185,8 @@ class SlurmClusterResolver(ClusterResolver):
         jobs = {"worker": _number("SLURM_STEP_NUM_TASKS")} if jobs is None else dict(jobs)
         nodes = _tasks_per_node(tasks_per_node)
         _check_tasks(jobs, nodes, rank)
-        self._gpus_per_task = _gpus_per_task(gpus_per_node, gpus_per_task, max(nodes.values()))
+        gpus = _gpus_per_task(gpus_per_node, gpus_per_task, max(nodes.values()))
+        self._accelerators = {"GPU": gpus}
         addresses = (
             f"{node}:{port_base + number}"
             for node, tasks in sorted(nodes.items())
@@ -205,12 +205,6 @@ class SlurmClusterResolver(ClusterResolver):
     def get_task_info(self) -> tuple[str | None, int | None]:
         """The name of this task's job and its index in it."""
         return self.task_type, self.task_id
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
-    ) -> dict[str, int]:
-        """The number of GPUs of a task, equal for all tasks: `{"GPU": 1}`."""
-        return {"GPU": self._gpus_per_task}
 
 
 def _variable(name: str) -> str:

@@ -205,6 +205,8 @@ class ClusterResolver(abc.ABC):
     _find: Mapping[str, Callable[[], Any]] = {}
     """How to find the attributes that depend on the environment, by name."""
     _environment: str | None = ""
+    _accelerators: Mapping[str, int] | None = None
+    """The devices of each task, if they are known."""
 
     task_type: str | None = _given_or_found("task_type", "The name of this process's job.")
     task_id: int | None = _given_or_found("task_id", "This process's index in its job.")
@@ -246,8 +248,7 @@ class ClusterResolver(abc.ABC):
             >>> resolver.master(), resolver.master(task_id=0, rpc_layer="http")
             ('grpc://n2:1', 'http://n1:1')
         """
-        task_type = self.task_type if task_type is None else task_type
-        task_id = self.task_id if task_id is None else task_id
+        task_type, task_id = self._task(task_type, task_id)
         if task_type is None or task_id is None:
             return ""
         address = self.cluster_spec().task_address(task_type, task_id)
@@ -258,7 +259,8 @@ class ClusterResolver(abc.ABC):
     ) -> dict[str, int]:
         """The number of GPUs of a task: `{"GPU": 4}`; empty if there are none or they are unknown.
 
-        Only this process's GPUs are known. A missing kind counts as 0.
+        Only this process's GPUs are known, unless the resolver was made with each task's devices. A
+        missing kind counts as 0.
 
         Args:
             task_type: the task's job; by default this process's.
@@ -272,11 +274,20 @@ class ClusterResolver(abc.ABC):
             >>> OneHost("worker", 0).num_accelerators("worker", 1)["GPU"]  # another task's: unknown
             0
         """
+        if self._accelerators is not None:
+            return dict(self._accelerators)
         # Another task's GPUs are on a host that this process cannot ask.
-        is_own = task_type in (None, self.task_type) and task_id in (None, self.task_id)
+        is_own = self._task(task_type, task_id) == (self.task_type, self.task_id)
         gpus = visible_gpus() if is_own else 0
         # As in TensorFlow: "GPU" is 0 without GPUs.
         return defaultdict(int, {"GPU": gpus} if gpus else {})
+
+    def _task(self, task_type: str | None, task_id: int | None) -> tuple[str | None, int | None]:
+        """The task that a caller names; by default this process's."""
+        return (
+            self.task_type if task_type is None else task_type,
+            self.task_id if task_id is None else task_id,
+        )
 
     @property
     def environment(self) -> str | None:
@@ -333,7 +344,7 @@ class SimpleClusterResolver(ClusterResolver):
         if not isinstance(master, str):
             raise TypeError(f"SimpleClusterResolver: master is {master!r}; it must be a string")
         self._cluster_spec, self._master, self._environment = cluster_spec, master, environment
-        self._num_accelerators = dict(num_accelerators or {})
+        self._accelerators = dict(num_accelerators or {})
 
     def cluster_spec(self) -> ClusterSpec:
         """The cluster passed to the constructor."""
@@ -346,12 +357,6 @@ class SimpleClusterResolver(ClusterResolver):
         if task_type is None or task_id is None:
             return url(self._master, rpc_layer or self.rpc_layer)
         return super().master(task_type, task_id, rpc_layer)
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None, config_proto: Any = None
-    ) -> dict[str, int]:
-        """The devices passed to the constructor, the same for every task; empty by default."""
-        return dict(self._num_accelerators)
 
 
 @final
@@ -483,8 +488,8 @@ class MPIClusterResolver(ClusterResolver):
             ValueError: there is no such task.
             RuntimeError: MPI cannot start.
         """
-        task_type = self.task_type if task_type is None else task_type
-        host = (self.task_id if task_id is None else task_id) or 0
+        task_type, task_id = self._task(task_type, task_id)
+        host = task_id or 0
         self.cluster_spec().task_address(str(task_type), host)
         return {"GPU": _hosts()[host][1]}
 
