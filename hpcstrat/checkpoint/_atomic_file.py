@@ -73,20 +73,15 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
     _sync_folder(os.path.dirname(path) or ".")
 
 
-def explain(path: str, error: OSError, consequence: str) -> OSError:
-    """The same error, with the call and the consequence in its message."""
-    # OSError picks the subclass by `errno`, so the class is the same.
-    text = f"{current_call()} of {path}: {error.strerror or error}; {consequence}"
-    return OSError(error.errno, text) if error.errno is not None else OSError(text)
-
-
 @contextlib.contextmanager
 def explaining(path: str, consequence: str) -> Iterator[None]:
-    """A block whose OSError is passed through `explain`."""
+    """A block whose OSErrors have the call and the consequence in their messages."""
     try:
         yield
     except OSError as error:
-        raise explain(path, error, consequence) from error
+        text = f"{current_call()} of {path}: {error.strerror or error}; {consequence}"
+        # OSError picks the subclass by `errno`, so the class is the same.
+        raise (OSError(text) if error.errno is None else OSError(error.errno, text)) from None
 
 
 def follow_link(path: str) -> str:

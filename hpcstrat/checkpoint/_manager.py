@@ -223,8 +223,8 @@ class CheckpointManager:
             )
         self._checkpoint = checkpoint
         self._path = check_path(path)
-        self._every = check_count("every", every)
-        self._snapshot_every = check_count("snapshot_every", snapshot_every)
+        self._every = check_count("every", every) or 0
+        self._snapshot_every = check_count("snapshot_every", snapshot_every) or 0
         self._keep = check_keep(keep)
         self._steps = 0
         self._is_ready = False
@@ -321,13 +321,9 @@ class CheckpointManager:
             self._handler.check()
         if self._memory is not None:
             self._memory.note_step(self._steps)
-        if self._every is not None and self._steps % self._every == 0:
+        if _is_multiple(self._steps, self._every):
             self._save()
-        elif (
-            self._takes_snapshots
-            and self._snapshot_every is not None
-            and self._steps % self._snapshot_every == 0
-        ):
+        elif self._takes_snapshots and _is_multiple(self._steps, self._snapshot_every):
             self._take_snapshot()
 
     @span(CHECKPOINT, "save")
@@ -371,7 +367,7 @@ class CheckpointManager:
         communicator, memory = connect(), job_files.find()
         root = parameter_rank(objects_of(self._checkpoint))
         self._memory = memory if communicator.rank == 0 else None
-        are_wanted = self._snapshot_every is not None and job_files.expects_snapshots()
+        are_wanted = self._snapshot_every > 0 and job_files.expects_snapshots()
         if are_wanted and memory is not None:
             self._snapshots = SnapshotMemory(memory, self._path)
         self._takes_snapshots = bool(communicator.broadcast_obj(self._snapshots is not None, root))
@@ -395,15 +391,13 @@ class CheckpointManager:
             OSError, ValueError: the file is damaged, and there is no snapshot.
         """
         file_step = step_of(notes_in(self._path)) or 0
-        snapshots = self._snapshots
-        for snapshot in [] if snapshots is None else snapshots.own:
-            candidates = [self._path] * (file_step > snapshot.step) + [snapshot.path]
-            for path in candidates:
-                with suppress(OSError, ValueError):
-                    file = CheckpointFile(path, connect().work)
-                    if snapshots is not None:
+        if (snapshots := self._snapshots) is not None:
+            for snapshot in snapshots.own:
+                for path in [self._path] * (file_step > snapshot.step) + [snapshot.path]:
+                    with suppress(OSError, ValueError):
+                        file = CheckpointFile(path, connect().work)
                         snapshots.kept = snapshot.path
-                    return file
+                        return file
         return open_file(self._path) if os.path.exists(self._path) else None
 
     def _warn(self, problem: str) -> None:
@@ -422,3 +416,7 @@ class CheckpointManager:
             self._handler = None
         if _owner == self._path:
             _owner = ""
+
+
+def _is_multiple(steps: int, every: int) -> bool:
+    return every > 0 and steps % every == 0

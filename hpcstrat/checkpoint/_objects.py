@@ -134,10 +134,14 @@ class CheckpointObjects:
             )
         return slots
 
+    def blocks(self, slots: Mapping[str, Slot]) -> dict[str, tuple[Variable, Block]]:
+        """The memory of ordinary variables and of `slots`, after the variable it is for."""
+        blocks = {name: (v, state_of(v).block) for name, v in self.variables.items()}
+        return blocks | {name: (slot.variable, slot.block) for name, slot in slots.items()}
+
     def entries(self, slots: Mapping[str, Slot]) -> dict[str, Entry]:
         """The arrays to save; those of optimizers are `slots`."""
-        entries = {name: entry_of(v) for name, v in self.variables.items()}
-        entries |= {name: entry_of(slot.variable) for name, slot in slots.items()}
+        entries = {name: entry_of(v) for name, (v, _) in self.blocks(slots).items()}
         for name, v in self.on_read.items():
             replicas = state_of(v).group.communicator.size
             entries[name] = entry_of(v)._replace(shape=(replicas, *v.shape))
@@ -233,9 +237,7 @@ def agree(objects: CheckpointObjects, entries: Mapping[str, Entry], *where: str)
         ValueError: as `parameter_rank`.
     """
     root = parameter_rank(objects)
-    arrays = [
-        f"{name} ({entry.dtype} of shape {entry.shape})" for name, entry in sorted(entries.items())
-    ]
+    arrays = [f"{name} ({entry})" for name, entry in sorted(entries.items())]
     others = [name for name in objects.kinds if name not in entries]
     names = ManyValues((*arrays, *others))
     # `new_signature`, because `signature_of` would keep the names of all arrays for a rare call.

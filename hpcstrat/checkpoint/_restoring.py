@@ -19,7 +19,7 @@ from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import PART, flat, writer_of
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat._variable.writing import RULES
-from hpcstrat.checkpoint._atomic_file import explain, explaining
+from hpcstrat.checkpoint._atomic_file import explaining
 from hpcstrat.checkpoint._format import CheckpointFile
 from hpcstrat.checkpoint._objects import (
     CheckpointObjects,
@@ -129,8 +129,7 @@ class _Restoring(NamedTuple):
     def _load_arrays(self) -> None:
         objects, slots = self.objects, self.objects.slots()
         variables = self._in_both(objects.variables)
-        arrays = {name: (v, state_of(v).block) for name, v in variables.items()}
-        arrays |= {name: (slot.variable, slot.block) for name, slot in slots.items()}
+        arrays = objects.blocks(slots)
         for name in sorted(self.common):
             if name in arrays:
                 self._load(name, *arrays[name])
@@ -211,9 +210,8 @@ class _Restoring(NamedTuple):
 def open_file(path: str) -> CheckpointFile:
     """Opens the file for reading; its errors name the call."""
     try:
-        return CheckpointFile(path, connect().work)
-    except OSError as error:
-        raise explain(path, error, "nothing was changed; correct this, and restore again") from None
+        with explaining(path, "nothing was changed; correct this, and restore again"):
+            return CheckpointFile(path, connect().work)
     except ValueError as error:
         raise ValueError(
             f"{current_call()}: {error}. Nothing was changed; pass another file"

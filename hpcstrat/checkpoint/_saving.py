@@ -22,8 +22,7 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
 from hpcstrat._process import failure
 from hpcstrat._storage.local import host_parts
-from hpcstrat._variable.variable import state_of
-from hpcstrat.checkpoint._atomic_file import explain, explaining
+from hpcstrat.checkpoint._atomic_file import explaining
 from hpcstrat.checkpoint._format import Extent, Header, extents_of, places_of
 from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile, OnDisk, Piece, Target
 from hpcstrat.checkpoint._objects import (
@@ -105,8 +104,7 @@ class Saved:
         self.root: int = agree(objects, entries, *where)
         # ON_READ variables have a value on each rank, so all ranks gather them before any writes.
         self._arrays = {name: all_values(v) for name, v in objects.on_read.items()}
-        self._blocks = {name: (v, state_of(v).block) for name, v in objects.variables.items()}
-        self._blocks |= {name: (slot.variable, slot.block) for name, slot in slots.items()}
+        self._blocks = objects.blocks(slots)
         self._places = places_of(entries)
         self._extents = list(extents_of(self._places, communicator.size, self._cuts()))
         self.stops: list[int] = [extent.place.stop for extent in self._extents]
@@ -231,10 +229,9 @@ class Saved:
 def finish_background() -> None:
     """Waits for this rank's save in the background, if there is one, and raises its error."""
     path, error = _finish()
-    if isinstance(error, OSError):
-        raise explain(path, error, f"this was in the background; {NOT_SAVED}") from error
     if error is not None:
-        raise error
+        with explaining(path, f"this was in the background; {NOT_SAVED}"):
+            raise error
 
 
 def check_path(path: Any) -> str:
