@@ -151,11 +151,6 @@ def from_foreign(call: str, value: Any) -> Array:
         ) from error
 
 
-def foreign_copy(value: Any) -> Any:
-    """A copy of another library's array, made by that library."""
-    return value.clone() if hasattr(value, "clone") else value.copy()
-
-
 def _refuse_masked(call: str, value: Any) -> None:
     # Refused by its class, even if nothing is masked now: otherwise a program would run until the
     # first step in which something is. Without an import, which takes a millisecond: before the

@@ -15,7 +15,6 @@ from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import (
     PLAIN,
     exports_array,
-    foreign_copy,
     from_foreign,
     host_copy,
     is_foreign,
@@ -201,7 +200,9 @@ def _detach(group: ReplicaGroup, leaf: Any) -> Any:
 def _detach_array(group: ReplicaGroup, value: Any) -> Any:
     """`value`; a copy if it is an array of any library that views a variable's memory."""
     is_view = _is_copyable(value) and _is_over_variables(group, value)
-    return foreign_copy(value) if is_view else value
+    if not is_view:
+        return value
+    return value.clone() if hasattr(value, "clone") else value.copy()
 
 
 def _is_copyable(value: Any) -> bool:
