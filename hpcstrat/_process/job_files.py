@@ -136,8 +136,8 @@ class JobMemory:
 
     def notes(self, ranks: int) -> dict[int, Note]:
         """The note of each rank that runs on this host and has imported the library."""
-        notes = {rank: self.note_of(rank) for rank in range(ranks)}
-        return {rank: note for rank, note in notes.items() if note is not None}
+        notes = map(self.note_of, range(ranks))
+        return {note.rank: note for note in notes if note is not None}
 
     def first_failure(self, ranks: int) -> Note | None:
         """The first note of an end of the program, if any."""

@@ -300,9 +300,8 @@ def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
                 "tmpfs /dev/shm`), or use Open MPI, which does not need it"
             )
         return
-    ranks = launcher.local_size if launcher is not None else None
-    # One rank alone shares no memory.
-    if ranks is None or ranks < 2:
+    ranks = 0 if launcher is None else launcher.local_size or 0
+    if ranks < 2:  # one alone shares no memory; or the launcher does not tell
         return
     system = os.statvfs(guard.FOLDER)
     free, needed = system.f_bavail * system.f_frsize / 2**20, max(16 + 4 * ranks, 7 * ranks)

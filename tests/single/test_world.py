@@ -28,9 +28,8 @@ def fake(monkeypatch):
 def launched(monkeypatch, size, rank=0, name="mpirun of Open MPI"):
     launcher = Launcher(name, rank, size, None, None)
     monkeypatch.setattr(launchers, "find", lambda: launcher)
-    monkeypatch.setenv(
-        "_HPCSTRAT_PROCESS", ""
-    )  # which is set then, for the processes of later tests
+    # The mark of a rank's processes, which is set then; later tests start processes too.
+    monkeypatch.setenv("_HPCSTRAT_PROCESS", "")
 
 
 def test_a_world_is_started_once():
