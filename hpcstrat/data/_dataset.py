@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import current_call, names_call
-from hpcstrat._core.types import TensorSpec
+from hpcstrat._core.types import TensorSpec, as_dtype
 from hpcstrat.data import _combining, _elements, _files, _indexing, _sources
 from hpcstrat.data._arguments import (
     Options,
@@ -76,8 +76,12 @@ class Dataset(Transformable):
             >>> print(*hs.data.Dataset.range(5, 0, -2, output_type=np.float32))
             5.0 3.0 1.0
         """
-        bounds = [whole(number, "Dataset.range", "an argument") for number in args]
-        return Dataset._of(_sources.Integers(range(*bounds), output_type))
+        call = "Dataset.range"
+        numbers = range(*[whole(number, call, "an argument") for number in args])
+        text, dtype = f"Dataset.{numbers!r}", as_dtype(call, output_type)
+        return Dataset._of(
+            _sources.Integers(text, numbers.start, numbers.step, len(numbers), dtype)
+        )
 
     @staticmethod
     def counter(
@@ -89,8 +93,10 @@ class Dataset(Transformable):
             >>> print(*hs.data.Dataset.counter(10, step=-5).take(4))
             10 5 0 -5
         """
-        first = whole(start, "Dataset.counter", "start")
-        return Dataset._of(_sources.Counter(first, whole(step, "Dataset.counter", "step"), dtype))
+        call = "Dataset.counter"
+        start, step = whole(start, call, "start"), whole(step, call, "step")
+        text = f"{call}({start}, {step})"
+        return Dataset._of(_sources.Integers(text, start, step, INFINITE, as_dtype(call, dtype)))
 
     @staticmethod
     def from_tensors(tensors: Any, name: str | None = None) -> Dataset:

@@ -7,14 +7,15 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import is_numeric
 from hpcstrat._core.call_name import INPUT, Details, span
-from hpcstrat._memory.layout import Layout, layout_of
+from hpcstrat._memory.layout import layout_of
 from hpcstrat.data._steps import Prefetcher, Step
 from hpcstrat.data._threads import threads_of
 
@@ -30,48 +31,48 @@ def prefetch_to_gpu(stream: gpu.Stream, ahead: int) -> Prefetcher:
     return lambda steps: _prefetch(steps, stream, ahead)
 
 
-class _Loaded(NamedTuple):
-    """A step in pinned memory; some leaves of its value are still to be replaced by GPU arrays."""
+class _Slot:
+    """Pinned memory for one step, which grows as needed, and the step that is in it.
 
-    step: Step  # without its value
-    leaves: list[Any]
-    structure: nests.Structure
-    moved: list[int]  # the indices of the leaves that go to the GPU
-    layout: Layout  # their places in `pinned`
-    pinned: Any
-    slot: _PinnedBuffer
-
-
-class _PinnedBuffer:
-    """Pinned memory for one step; it grows as needed."""
+    Attributes:
+        step: the step, without its value.
+        leaves: the value's leaves, some of which are still to be replaced by GPU arrays.
+        structure: the value's structure.
+        moved: the indices of the leaves that go to the GPU.
+        layout: their places in `pinned`.
+        pinned: the part of the memory that has them.
+        copied: the event after which the memory may be overwritten.
+    """
 
     def __init__(self) -> None:
-        self._pinned: Any = np.empty(0, np.uint8)
-        self.copied: Any = None  # the event after which the memory may be overwritten
+        self._memory: Any = np.empty(0, np.uint8)
+        self.copied: Any = None
 
     @span(INPUT, "load a batch")
-    def load(self, steps: Iterator[Step]) -> _Loaded | None:
-        """Loads the next step into this slot; `None` at the end."""
+    def load(self, steps: Iterator[Step]) -> _Slot | None:
+        """Loads the next step, and returns itself; `None` at the end."""
         step = next(steps, None)
         if step is None:
             return None
-        leaves, structure = nests.flatten(step.value)
-        moved = [i for i, leaf in enumerate(leaves) if _goes_to_gpu(leaf)]
-        arrays = [np.asarray(leaves[i]) for i in moved]
-        packed = layout_of(
+        self.step = step._replace(value=None)
+        self.leaves, self.structure = nests.flatten(step.value)
+        self.moved = [i for i, leaf in enumerate(self.leaves) if _goes_to_gpu(leaf)]
+        arrays = [np.asarray(self.leaves[i]) for i in self.moved]
+        self.layout = layout_of(
             tuple([array.shape for array in arrays]),
             tuple([array.dtype for array in arrays]),
             _ALIGNMENT,
         )
+        nbytes = self.layout.nbytes
         if self.copied is not None:
             # The previous transfer from this memory may still be running: a step is yielded before
             # its transfer ends.
             self.copied.synchronize()
-        if self._pinned.size < packed.nbytes:
-            self._pinned = gpu.allocate_pinned(packed.nbytes)
-        packed.write(self._pinned, arrays)
-        pinned = self._pinned[: packed.nbytes]
-        return _Loaded(step._replace(value=None), leaves, structure, moved, packed, pinned, self)
+        if self._memory.size < nbytes:
+            self._memory = gpu.allocate_pinned(nbytes)
+        self.layout.write(self._memory, arrays)
+        self.pinned = self._memory[:nbytes]
+        return self
 
 
 def _goes_to_gpu(leaf: Any) -> bool:
@@ -90,8 +91,8 @@ def _prefetch(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterator
     #
     #   thread:  steps -> slot.load -> pinned memory     (`loading`, at most `ahead`)
     #   caller:  pinned memory -> copy stream -> GPU     (`copying`), then yield
-    slots = itertools.cycle([_PinnedBuffer() for _ in range(ahead + 1)])
-    loading: deque[Future[_Loaded | None]] = deque()
+    slots = itertools.cycle([_Slot() for _ in range(ahead + 1)])
+    loading: deque[Future[_Slot | None]] = deque()
     copying: deque[tuple[Step, Any]] = deque()
     with contextlib.ExitStack() as stack:
         stack.callback(copies.synchronize)  # before the target of a transfer is freed
@@ -117,24 +118,17 @@ def _prefetch(steps: Iterator[Step], stream: gpu.Stream, ahead: int) -> Iterator
             yield step
 
 
-def _is_loaded(future: Future[_Loaded | None]) -> bool:
+def _is_loaded(future: Future[_Slot | None]) -> bool:
     return future.done() and future.exception() is None
-
-
-class _Copies(NamedTuple):
-    """The copy stream, with the attributes of `gpu.Stream` that a span needs."""
-
-    raw: Any
-    ordinal: int
 
 
 @span(
     INPUT,
     lambda loaded, xp, copies: Details(
-        "copy a batch", loaded.layout.nbytes, _Copies(copies, copies.device_id)
+        "copy a batch", loaded.layout.nbytes, SimpleNamespace(raw=copies, ordinal=copies.device_id)
     ),
 )
-def _copy(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
+def _copy(loaded: _Slot, xp: Any, copies: Any) -> tuple[Step, Any]:
     """The step with arrays on the GPU, and the event of their arrival.
 
     The arrays' memory comes from the current stream's pool, and kernels already queued there may
@@ -149,7 +143,8 @@ def _copy(loaded: _Loaded, xp: Any, copies: Any) -> tuple[Step, Any]:
     arrived = xp.cuda.Event(block=True, disable_timing=True)
     arrived.record(copies)
     # The loader thread waits for it: it sleeps, where other events let it spin on a core.
-    loaded.slot.copied = arrived
+    loaded.copied = arrived
+    leaves, loaded.leaves = loaded.leaves, []  # a slot must not keep a batch
     for i, array in zip(loaded.moved, loaded.layout.views(flat), strict=True):
-        loaded.leaves[i] = array
-    return loaded.step._replace(value=loaded.structure.unflatten(loaded.leaves)), arrived
+        leaves[i] = array
+    return loaded.step._replace(value=loaded.structure.unflatten(leaves)), arrived

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat._core.arrays import as_array, is_stored
-from hpcstrat._core.types import TensorSpec, as_dtype
+from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
 from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Node, only_row
@@ -38,48 +38,27 @@ class Indexed(Node):
 
 @final
 class Integers(Indexed):
-    """The integers of a `range`."""
+    """The integers `start`, `start + step` and so on: `count` of them, or without end."""
 
-    def __init__(self, numbers: range, dtype: Any) -> None:
+    def __init__(self, text: str, start: int, step: int, count: int, dtype: np.dtype[Any]) -> None:
         super().__init__()
-        self._numbers = numbers
-        self._dtype = as_dtype("Dataset.range", dtype)
+        self._text, self._start, self._step, self._count = text, start, step, count
+        self._dtype = dtype
 
     def __repr__(self) -> str:
-        return f"Dataset.{self._numbers!r}"
+        return self._text
 
     def spec(self) -> Any:
         return TensorSpec((), self._dtype)
 
     def cardinality(self) -> int:
-        return len(self._numbers)
-
-    def fetch(self, chunk: Chunk) -> Any:
-        numbers = chunk[:, 0] * self._numbers.step + self._numbers.start
-        return numbers.astype(self._dtype, copy=False)
-
-
-@final
-class Counter(Indexed):
-    """The integers `start`, `start + step` and so on, without end."""
-
-    def __init__(self, start: int, step: int, dtype: Any) -> None:
-        super().__init__()
-        self._start, self._step = start, step
-        self._dtype = as_dtype("Dataset.counter", dtype)
-
-    def __repr__(self) -> str:
-        return f"Dataset.counter({self._start}, {self._step})"
-
-    def spec(self) -> Any:
-        return TensorSpec((), self._dtype)
-
-    def cardinality(self) -> int:
-        return INFINITE
+        return self._count
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        for start in itertools.count(0, _ENDLESS_CHUNK):
-            yield np.arange(start, start + _ENDLESS_CHUNK, dtype=np.int64)[:, np.newaxis]
+        if self._count != INFINITE:
+            return super().chunks(epoch)
+        starts = itertools.count(0, _ENDLESS_CHUNK)
+        return (np.arange(start, start + _ENDLESS_CHUNK)[:, np.newaxis] for start in starts)
 
     def fetch(self, chunk: Chunk) -> Any:
         return (chunk[:, 0] * self._step + self._start).astype(self._dtype, copy=False)
