@@ -132,7 +132,7 @@ from hpcstrat.checkpoint._format import (
 from hpcstrat.checkpoint._new_file import NewFile, OnDisk, SnapshotMemory, write_pieces
 from hpcstrat.checkpoint._objects import own_share
 from hpcstrat.cluster_resolver._environment import expand_nodes
-from hpcstrat.data import _checksum, _files, _node
+from hpcstrat.data import _elements, _files, _node
 from hpcstrat.data._distributed import check_sharding, distribute_dataset, distribute_from_function
 from hpcstrat.data._sources import Slices
 from hpcstrat.data._steps import Step

@@ -17,9 +17,9 @@ from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.leaves import as_numeric, check_axis
 from hpcstrat.data import _distributed
 from hpcstrat.data._arguments import InputContext, InputOptions
-from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
+from hpcstrat.data._elements import checksum_of_arrays
 from hpcstrat.data._steps import Prefetcher, bounds
 
 
@@ -260,5 +260,5 @@ def _describe_array(array: Any, every: bool) -> str:
     on_gpu = is_on_gpu(array)
     if on_gpu and not every:
         return f"{array.dtype}{list(array.shape)}"
-    contents = of_arrays([host_copy(current_call(), array) if on_gpu else array], every)
+    contents = checksum_of_arrays([host_copy(current_call(), array) if on_gpu else array], every)
     return f"{array.dtype}{list(array.shape)} of checksum {contents:08x}"

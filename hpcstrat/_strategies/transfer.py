@@ -31,7 +31,7 @@ from hpcstrat._core.types import (
 from hpcstrat._process import output
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._variable.variable import Variable
-from hpcstrat.data._checksum import of_array
+from hpcstrat.data._elements import checksum_of
 
 _CALL = "Strategy.run"
 
@@ -108,7 +108,7 @@ def _describe_leaves(nest: Any) -> Iterator[str]:
             yield repr(leaf)
         elif isinstance(leaf, (np.ndarray, np.generic)) or gpu.is_on_gpu(leaf) or _is_tensor(leaf):
             array = host_copy(current_call(), leaf)
-            yield f"{array.dtype}{list(array.shape)} of checksum {of_array(array):08x}"
+            yield f"{array.dtype}{list(array.shape)} of checksum {checksum_of(array):08x}"
 
 
 def _is_tensor(leaf: Any) -> bool:

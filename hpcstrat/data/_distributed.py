@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._core.call_name import call_named, current_call, explained, list_by_rank
+from hpcstrat._core.call_name import call_named, current_call, explained, join_by_rank, list_by_rank
 from hpcstrat._core.types import PerReplicaSpec, ReplicaMismatchError
 from hpcstrat._process import settings
 from hpcstrat._replicas.group import Workers
@@ -17,7 +17,6 @@ from hpcstrat.data._arguments import (
     InputOptions,
     InputReplicationMode,
 )
-from hpcstrat.data._checksum import require_equal_arrays
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
 from hpcstrat.data._resuming import ResumableDataset, length
@@ -184,7 +183,7 @@ class DistributedDataset(ResumableDataset):
                 f"its share:{seen}"
             )
         for of_worker in workers.group_by_worker(list(enumerate(contents))):
-            require_equal_arrays(of_worker)
+            _require_equal_arrays(of_worker)
         # All take the seeds and rounds of the worker's first rank: shuffles without a seed may
         # differ, and a rank may have iterated on its own.
         rounds = {}
@@ -195,6 +194,24 @@ class DistributedDataset(ResumableDataset):
 
     def __repr__(self) -> str:
         return f"{self._call}({self._node!r})"
+
+
+def _require_equal_arrays(of_worker: Sequence[tuple[int, list[tuple[str, int]]]]) -> None:
+    """Compares the checksums of a worker's ranks, given as pairs of a rank and its arrays'."""
+    ranks, contents = zip(*of_worker, strict=True)
+    for checksums in zip(*contents, strict=True):
+        if len(set(checksums)) > 1:
+            seen = join_by_rank(
+                (rank, f"{checksum:08x}")
+                for rank, (_, checksum) in zip(ranks, checksums, strict=True)
+            )
+            raise ReplicaMismatchError(
+                f"{current_call()}: the ranks have different arrays in {checksums[0][0]}, with "
+                f"checksums {seen}. Every rank must have the same data in the same order; each "
+                "replica then gets its share. Draw, shuffle and split with a seed that all ranks "
+                "share, such as np.random.default_rng(0) or train_test_split(..., random_state=0), "
+                "or send rank 0's arrays to all: hs.broadcast_object(arrays)"
+            )
 
 
 def distribute_dataset(

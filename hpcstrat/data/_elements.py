@@ -1,18 +1,29 @@
-"""Converts, stacks, unstacks and describes a dataset's elements, which are nests of arrays."""
+"""A dataset's elements, nests of arrays: they are converted, stacked, described and compared."""
 
 from __future__ import annotations
 
 import abc
 import functools
+import math
+import mmap
 import reprlib
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from hpcstrat._core import nests
 from hpcstrat._core.arrays import as_array
 from hpcstrat._core.types import TensorSpec
+
+# A sample must be cheap compared with a first epoch, and yet show a shuffle, a cast or an offset.
+_SAMPLE_ROWS = 64, 1024  # minimum and maximum
+_SAMPLE_BYTES = 1 << 16  # approximately
+_ROW_ELEMENTS = 512  # per row of a sample
+_FILE_SAMPLE = 4, 8  # rows, and elements per row, of a file: each may cost a disk read
+_CHUNK_BYTES = 1 << 20  # keeps the copy of a non-contiguous array small
 
 
 class DatasetLeaf(abc.ABC):
@@ -295,3 +306,86 @@ def _common_leaf(first: Any, second: Any) -> TensorSpec:
         return DatasetSpec(common_spec(first.element_spec, second.element_spec))
     shape = [m if m == n else None for m, n in zip(first.shape, second.shape, strict=True)]
     return TensorSpec(shape, np.result_type(first.dtype, second.dtype))
+
+
+def checksum_of(array: np.ndarray[Any, Any], value: int = 0) -> int:
+    """The checksum `value`, continued with the shape, dtype and contents of a host array.
+
+    It compares bytes, so NaNs can be equal. Python objects in the array are skipped: their
+    addresses differ between ranks.
+    """
+    value = zlib.crc32(f"{array.dtype} {array.shape}".encode(), value)
+    if array.nbytes <= _CHUNK_BYTES or array.ndim == 0:
+        return _checksum_of_contents(array, value)
+    rows = max(1, _CHUNK_BYTES * len(array) // array.nbytes)
+    for start in range(0, len(array), rows):
+        value = _checksum_of_contents(array[start : start + rows], value)
+    return value
+
+
+def checksum_of_arrays(arrays: Sequence[Any], every: bool) -> int:
+    """One checksum of several arrays with dimensions.
+
+    It covers samples; if `every`, the whole of each array that is in memory.
+    """
+    value = 0
+    for array in arrays:
+        whole = every and isinstance(array, np.ndarray) and not _is_memory_map(array)
+        value = checksum_of(array, value) if whole else checksum_of_sample(array, value)
+    return value
+
+
+def checksum_of_sample(array: Any, value: int = 0) -> int:
+    """As `checksum_of`, of rows spread from first to last; the array must have dimensions.
+
+    The sample has many rows and a CRC depends on their order, so a reshuffle is noticed even if
+    most rows are equal. The sample of a file (a memory map or a `StoredArray`) is small.
+    """
+    if not isinstance(array, np.ndarray):
+        size = math.prod(array.shape[1:])
+        rows, columns = map(_spread, (array.shape[0], size), _FILE_SAMPLE)
+        sample = array.elements((rows[:, np.newaxis] * size + columns).ravel())
+        return checksum_of(sample, zlib.crc32(str(array.shape).encode(), value))
+    if array.size == 0:
+        return checksum_of(array, value)
+    shape, row_bytes = array.shape, array.nbytes // len(array)
+    rows, elements = (
+        min(_SAMPLE_ROWS[1], max(_SAMPLE_ROWS[0], _SAMPLE_BYTES // max(1, row_bytes))),
+        _ROW_ELEMENTS,
+    )
+    if _is_memory_map(array):
+        rows, elements = _FILE_SAMPLE
+    indices, size = _spread(len(array), rows), math.prod(shape[1:])
+    if size <= elements:
+        sample = array[indices]
+    else:
+        sample = array[
+            (indices[:, np.newaxis], *np.unravel_index(_spread(size, elements), shape[1:]))
+        ]
+    return checksum_of(sample, zlib.crc32(str(shape).encode(), value))
+
+
+def _spread(size: int, count: int) -> npt.NDArray[np.int64]:
+    """Up to `count` distinct, evenly spread indices below `size`, with the first and the last."""
+    count = min(size, count)
+    return np.arange(count) * (size - 1) // max(1, count - 1)
+
+
+def _checksum_of_contents(array: np.ndarray[Any, Any], value: int) -> int:
+    dtype = array.dtype
+    if dtype.names is not None:  # padding between the fields is undefined
+        for name in dtype.names:
+            value = _checksum_of_contents(array[name], value)
+        return value
+    if dtype.kind == "O":
+        return value
+    # Long double has undefined padding; variable-length strings are stored elsewhere.
+    if dtype.char in "gGT":
+        return zlib.crc32(repr(array.tolist()).encode(), value)
+    return zlib.crc32(array.tobytes(), value)
+
+
+def _is_memory_map(array: Any) -> bool:
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return isinstance(array, mmap.mmap)

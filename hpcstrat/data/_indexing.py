@@ -13,7 +13,6 @@ from hpcstrat._memory.intervals import divide_up
 from hpcstrat._process import settings
 from hpcstrat.data import _elements
 from hpcstrat.data._arguments import Options
-from hpcstrat.data._checksum import PipelineChecksum
 from hpcstrat.data._node import (
     INFINITE,
     UNKNOWN,
@@ -22,6 +21,7 @@ from hpcstrat.data._node import (
     FailedElement,
     Keys,
     Node,
+    PipelineChecksum,
     ShuffleState,
     Transformation,
     join,

@@ -17,15 +17,16 @@ import abc
 import itertools
 import math
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from hpcstrat._core import nests
 from hpcstrat._process import worlds
 from hpcstrat.data import _elements
-from hpcstrat.data._checksum import PipelineChecksum
 
 INFINITE = -1
 UNKNOWN = -2
@@ -80,6 +81,44 @@ def _fresh_seed() -> int:
     if world is None or world.size == 1:
         return int.from_bytes(os.urandom(7), "little")
     return int(np.random.SeedSequence([world.seed, next(_drawn)]).generate_state(1, np.uint64)[0])
+
+
+class PipelineChecksum:
+    """The running checksum of one pass over a pipeline.
+
+    Args:
+        is_on: whether elements are added at all.
+        every: whether all elements are added, rather than only the first few.
+
+    Attributes:
+        value: the checksum so far.
+    """
+
+    __slots__ = ("_every", "_is_on", "value")
+
+    def __init__(self, is_on: bool = False, every: bool = False) -> None:
+        self._is_on = is_on
+        self._every = every
+        self.value: int = 0
+
+    def fresh(self) -> PipelineChecksum:
+        """A checksum with the same settings to which nothing has been added."""
+        return PipelineChecksum(self._is_on, self._every)
+
+    def takes(self, number: int, first: int) -> bool:
+        """Whether to add element `number` of a source; always, if on, for the first `first`."""
+        return self._is_on and (self._every or number < first)
+
+    def add_text(self, text: str) -> None:
+        """Adds a text."""
+        self.value = zlib.crc32(text.encode(), self.value)
+
+    def add(self, element: Any) -> None:
+        """Adds `element`, a nest of host arrays: its structure, shapes, dtypes and contents."""
+        leaves, structure = _elements.flatten(element)
+        self.value = zlib.crc32(nests.describe(structure).encode(), self.value)
+        for leaf in leaves:
+            self.value = _elements.checksum_of(np.asarray(leaf), self.value)
 
 
 class EpochPass:

@@ -12,7 +12,6 @@ import numpy.typing as npt
 from hpcstrat._core.arrays import as_array, is_stored
 from hpcstrat._core.types import TensorSpec
 from hpcstrat.data import _elements
-from hpcstrat.data._checksum import of_arrays
 from hpcstrat.data._node import INFINITE, UNKNOWN, Chunk, EpochPass, Node, only_row
 
 _CHUNK = 1 << 16  # keys (half a megabyte), so that a dataset of any length starts immediately
@@ -83,7 +82,7 @@ class Tensors(Indexed):
 
     def checksums(self, every: bool) -> list[tuple[str, int]]:
         arrays = [np.atleast_1d(leaf) for leaf in _elements.flatten(self._element)[0]]
-        return [(repr(self), of_arrays(arrays, every))]
+        return [(repr(self), _elements.checksum_of_arrays(arrays, every))]
 
     def fetch(self, chunk: Chunk) -> Any:
         return _elements.map_leaves(
@@ -125,7 +124,7 @@ class Slices(Indexed):
         return True
 
     def checksums(self, every: bool) -> list[tuple[str, int]]:
-        return [(repr(self), of_arrays(self._leaves, every))]
+        return [(repr(self), _elements.checksum_of_arrays(self._leaves, every))]
 
     def fetch(self, chunk: Chunk) -> Any:
         rows, size = chunk[:, 0], len(chunk)

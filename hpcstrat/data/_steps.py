@@ -16,8 +16,15 @@ from hpcstrat._process import settings
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat.data import _elements
-from hpcstrat.data._checksum import PipelineChecksum
-from hpcstrat.data._node import Chunk, EpochPass, FailedElement, Node, load_rows, with_failures
+from hpcstrat.data._node import (
+    Chunk,
+    EpochPass,
+    FailedElement,
+    Node,
+    PipelineChecksum,
+    load_rows,
+    with_failures,
+)
 from hpcstrat.data._resuming import DatasetIterator
 from hpcstrat.data._threads import map_in_threads
 

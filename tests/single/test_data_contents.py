@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 from internals import Workers, distribute_dataset, distribute_from_function, select
-from internals import _checksum as checksums
+from internals import _elements as elements
 from thread_ranks import on_ranks
 
 from hpcstrat import ReplicaMismatchError
@@ -86,7 +86,9 @@ def test_another_order_on_each_rank_is_found_at_the_begin(make):
 def test_rows_of_any_size_are_told_apart():
     for shape in ((5000,), (200, 7), (90, 40, 300), (3, 2**18), (1, 2**18)):
         whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-        assert checksums.of_sample(whole) == checksums.of_sample(np.asfortranarray(whole))
+        assert elements.checksum_of_sample(whole) == elements.checksum_of_sample(
+            np.asfortranarray(whole)
+        )
         for change in (
             lambda a: a[::-1],
             lambda a: a[..., ::-1],
@@ -94,12 +96,16 @@ def test_rows_of_any_size_are_told_apart():
             lambda a: a.astype(np.float64),
         ):
             if not np.array_equal(change(whole), whole) or change(whole).dtype != whole.dtype:
-                assert checksums.of_sample(whole) != checksums.of_sample(change(whole))
+                assert elements.checksum_of_sample(whole) != elements.checksum_of_sample(
+                    change(whole)
+                )
         for place in (0, -1):  # the first and the last
             other = whole.copy()
             other.reshape(-1)[place] = -1
-            assert checksums.of_sample(whole) != checksums.of_sample(other)
-    assert checksums.of_sample(np.zeros((0, 2))) != checksums.of_sample(np.zeros((0, 3)))
+            assert elements.checksum_of_sample(whole) != elements.checksum_of_sample(other)
+    assert elements.checksum_of_sample(np.zeros((0, 2))) != elements.checksum_of_sample(
+        np.zeros((0, 3))
+    )
 
 
 def test_equal_values_are_equal_whatever_lies_between_them():
@@ -120,15 +126,17 @@ def test_equal_values_are_equal_whatever_lies_between_them():
 
     assert structured(1).tobytes() != structured(2).tobytes()
     for make in (structured, extended):
-        assert checksums.of_array(make(1)) == checksums.of_array(make(2))
+        assert elements.checksum_of(make(1)) == elements.checksum_of(make(2))
         assert agrees(lambda rank, make=make: Dataset.from_tensor_slices(make(rank)).batch(2))
     for name, other in {"a": 2, "b": 0, "text": "x"}.items():
         array = structured(1)
         array[name][-1] = other
-        assert checksums.of_sample(array) != checksums.of_sample(structured(1))
+        assert elements.checksum_of_sample(array) != elements.checksum_of_sample(structured(1))
     nan, other_nan = (np.array(0x7FF8 << 48 | low).view(np.float64) for low in (0, 1))
     assert (
-        checksums.of_array(nan) == checksums.of_array(nan.copy()) != checksums.of_array(other_nan)
+        elements.checksum_of(nan)
+        == elements.checksum_of(nan.copy())
+        != elements.checksum_of(other_nan)
     )
 
 
@@ -137,15 +145,17 @@ def test_strings_that_lie_elsewhere_are_compared():
     def strings(rank, text="a string that is longer than what fits into the array itself"):
         return np.array(["x" * rank, text], np.dtypes.StringDType())[1:]
 
-    assert checksums.of_array(strings(1)) == checksums.of_array(strings(500))
-    assert checksums.of_array(strings(1)) != checksums.of_array(strings(1, "another"))
+    assert elements.checksum_of(strings(1)) == elements.checksum_of(strings(500))
+    assert elements.checksum_of(strings(1)) != elements.checksum_of(strings(1, "another"))
 
 
 def test_objects_are_compared_by_shape_and_dtype():
-    assert checksums.of_sample(np.array([object(), None])) == checksums.of_sample(
+    assert elements.checksum_of_sample(np.array([object(), None])) == elements.checksum_of_sample(
         np.array([object(), object()])
     )
-    assert checksums.of_sample(np.array([None])) != checksums.of_sample(np.array([None, None]))
+    assert elements.checksum_of_sample(np.array([None])) != elements.checksum_of_sample(
+        np.array([None, None])
+    )
 
 
 def test_one_array_and_its_copies_are_equal():
@@ -172,10 +182,12 @@ def test_of_a_file_little_is_read(tmp_path, monkeypatch):
     arrays = [opened("a", 1), opened("b", 1), opened("c", 2)]
     taken = []
     monkeypatch.setattr(
-        checksums, "_of_contents", lambda array, value: taken.append(array) or hash(array.tobytes())
+        elements,
+        "_checksum_of_contents",
+        lambda array, value: taken.append(array) or hash(array.tobytes()),
     )
     for every in (False, True):
-        found = [checksums.of_arrays([np.asarray(array)], every) for array in arrays]
+        found = [elements.checksum_of_arrays([np.asarray(array)], every) for array in arrays]
         assert found[0] == found[1] != found[2]
     assert sum(array.size for array in taken) < 500
 
@@ -195,7 +207,7 @@ def test_later_passes_and_every_element_are_compared_where_it_is_asked(monkeypat
         list(distributed)
         return steps
 
-    monkeypatch.setattr(checksums, "_SAMPLE_BYTES", 1)
+    monkeypatch.setattr(elements, "_SAMPLE_BYTES", 1)
     assert on_ranks(2, program) == [[4, 4]] * 2
     assert on_ranks(2, changed) == [4] * 2
     monkeypatch.setenv("HPCSTRAT_CHECK", "1")
