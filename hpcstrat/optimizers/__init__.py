@@ -4,20 +4,20 @@ from typing import TYPE_CHECKING
 
 from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat._update.rule import UpdateRule as UpdateRule
-from hpcstrat.optimizers._adagrad import Adadelta as Adadelta
-from hpcstrat.optimizers._adagrad import Adagrad as Adagrad
-from hpcstrat.optimizers._adagrad import RMSprop as RMSprop
-from hpcstrat.optimizers._adam import Adam as Adam
-from hpcstrat.optimizers._adam import Adamax as Adamax
-from hpcstrat.optimizers._adam import AdamW as AdamW
-from hpcstrat.optimizers._adam import Nadam as Nadam
 from hpcstrat.optimizers._buffers import GradientBuffers as GradientBuffers
-from hpcstrat.optimizers._ftrl import Ftrl as Ftrl
+from hpcstrat.optimizers._momentum import SGD as SGD
+from hpcstrat.optimizers._momentum import Adam as Adam
+from hpcstrat.optimizers._momentum import Adamax as Adamax
+from hpcstrat.optimizers._momentum import AdamW as AdamW
+from hpcstrat.optimizers._momentum import Lion as Lion
+from hpcstrat.optimizers._momentum import Nadam as Nadam
 from hpcstrat.optimizers._optimizer import Optimizer as Optimizer
 from hpcstrat.optimizers._options import CommonOptions as CommonOptions
 from hpcstrat.optimizers._options import OptimizerOptions as OptimizerOptions
-from hpcstrat.optimizers._sgd import SGD as SGD
-from hpcstrat.optimizers._sgd import Lion as Lion
+from hpcstrat.optimizers._squares import Adadelta as Adadelta
+from hpcstrat.optimizers._squares import Adagrad as Adagrad
+from hpcstrat.optimizers._squares import Ftrl as Ftrl
+from hpcstrat.optimizers._squares import RMSprop as RMSprop
 from hpcstrat.optimizers._steps import UpdateStep as UpdateStep
 
 if TYPE_CHECKING:

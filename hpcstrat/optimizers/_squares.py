@@ -1,11 +1,13 @@
-"""Optimizers that divide by means of squares: Adagrad, RMSprop and Adadelta."""
+"""Optimizers that add squares of gradients up: Adagrad, RMSprop, Adadelta and Ftrl."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
+from hpcstrat._core.arrays import as_number
 from hpcstrat.optimizers._optimizer import Optimizer
 from hpcstrat.optimizers._options import not_negative, number_in
 
@@ -217,3 +219,134 @@ class Adadelta(Optimizer):
             squares,
             rho * changes + (1 - rho) * (change * change),
         )
+
+
+_TAKES_ROOT: Mapping[float, bool | None] = {-0.5: True, -1.0: False, 0.0: None}
+"""For each learning rate power, whether squares of gradients count by their root, or not at all."""
+
+
+@final
+class Ftrl(Optimizer):
+    """FTRL-Proximal (McMahan et al. 2013, algorithm 1), as TensorFlow has it.
+
+    With `p = -learning_rate_power`, `l1`, `l2` and `s` the three strengths, in their order, and `g`
+    the gradient: `b = a + g^2`, `z += g + 2 s w - (b^p - a^p) / learning_rate w`, `a = b` and
+    `w = (max(-l1, min(z, l1)) - z) / ((b^p + beta) / learning_rate + 2 l2)`. So `w` starts from 0
+    in the first step, whatever it was, and is exactly 0 where `|z| <= l1`.
+
+    Args:
+        learning_rate: a number of at least 0, or a callable; see `Optimizer`. Where it is 0,
+            variables become NaN.
+        learning_rate_power: -0.5; or 0, where the learning rate does not fall as squares of
+            gradients add up; or -1. No other power has the same bits on every processor.
+        initial_accumulator_value: the value that `a` starts from, at least 0.
+        l1_regularization_strength: at least 0.
+        l2_regularization_strength: at least 0.
+        l2_shrinkage_regularization_strength: at least 0; of a penalty that changes the gradient,
+            not the minimum.
+        beta: at least 0.
+        **options: see `OptimizerOptions`.
+
+    Raises:
+        ValueError: a number is out of range.
+        TypeError: an argument is not a number.
+
+    Examples:
+        The first step from 0, by each of its arguments; `l1_regularization_strength` keeps an
+        element at exactly 0 where the gradient is smaller:
+
+        >>> def one_step(**options):
+        ...     w = hs.Variable(np.zeros(2))
+        ...     optimizer = hs.optimizers.Ftrl(1.0, initial_accumulator_value=0.0, **options)
+        ...     optimizer.apply_gradients([(np.array([4.0, 1.0]), w)])
+        ...     return w.numpy()
+        >>> one_step()  # each gradient divided by its size
+        array([-1., -1.])
+        >>> one_step(l1_regularization_strength=2.0)
+        array([-0.5,  0. ])
+        >>> one_step(l2_regularization_strength=2.0)  # 4 / (4 + 2 * 2) and 1 / (1 + 2 * 2)
+        array([-0.5, -0.2])
+        >>> one_step(beta=1.0)
+        array([-0.8, -0.5])
+        >>> one_step(learning_rate_power=0.0)  # plain gradient descent
+        array([-4., -1.])
+    """
+
+    def __init__(
+        self,
+        learning_rate: LearningRate = 0.001,
+        learning_rate_power: float = -0.5,
+        initial_accumulator_value: float = 0.1,
+        l1_regularization_strength: float = 0.0,
+        l2_regularization_strength: float = 0.0,
+        l2_shrinkage_regularization_strength: float = 0.0,
+        beta: float = 0.0,
+        **options: Unpack[OptimizerOptions],
+    ) -> None:
+        super().__init__(learning_rate, **options)
+        self.learning_rate_power: float = as_number(
+            "Ftrl", "learning_rate_power", learning_rate_power
+        )
+        if self.learning_rate_power not in _TAKES_ROOT:
+            raise ValueError(
+                f"Ftrl: learning_rate_power is {learning_rate_power!r}; it must be -0.5, 0 or -1"
+            )
+        self.initial_accumulator_value: float = not_negative(
+            "Ftrl", "initial_accumulator_value", initial_accumulator_value
+        )
+        self.l1_regularization_strength: float = not_negative(
+            "Ftrl", "l1_regularization_strength", l1_regularization_strength
+        )
+        self.l2_regularization_strength: float = not_negative(
+            "Ftrl", "l2_regularization_strength", l2_regularization_strength
+        )
+        self.l2_shrinkage_regularization_strength: float = not_negative(
+            "Ftrl", "l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength
+        )
+        self.beta: float = not_negative("Ftrl", "beta", beta)
+
+    @property
+    def slots(self) -> dict[str, float]:
+        """See `Optimizer.slots`."""
+        return {"accumulator": self.initial_accumulator_value, "linear": 0.0}
+
+    @property
+    def takes_root(self) -> bool | None:
+        """Whether squares of gradients count by their root; `None`: they do not count.
+
+        Examples:
+            >>> hs.optimizers.Ftrl().takes_root
+            True
+        """
+        return _TAKES_ROOT[self.learning_rate_power]
+
+    @staticmethod
+    def formula(
+        value: Any,
+        gradient: Any,
+        accumulator: Any,
+        linear: Any,
+        *,
+        learning_rate: Any,
+        takes_root: bool | None,
+        l1_regularization_strength: Any,
+        l2_regularization_strength: Any,
+        l2_shrinkage_regularization_strength: Any,
+        beta: Any,
+    ) -> Any:
+        """See `Optimizer.formula`."""
+        new = accumulator + gradient * gradient
+        before, after = accumulator, new
+        if takes_root:
+            before, after = np.sqrt(accumulator), np.sqrt(new)
+        elif takes_root is None:
+            before, after = 1.0, 1.0
+        linear = linear + (
+            gradient
+            + 2 * l2_shrinkage_regularization_strength * value
+            - (after - before) / learning_rate * value
+        )
+        most = l1_regularization_strength
+        clipped = np.maximum(np.minimum(linear, most), -most)
+        divisor = (after + beta) / learning_rate + 2 * l2_regularization_strength
+        return (clipped - linear) / divisor, new, linear
