@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat._update.rule import UpdateRule as UpdateRule
-from hpcstrat.optimizers._buffers import GradientBuffers as GradientBuffers
 from hpcstrat.optimizers._momentum import SGD as SGD
 from hpcstrat.optimizers._momentum import Adam as Adam
 from hpcstrat.optimizers._momentum import Adamax as Adamax
@@ -18,6 +17,7 @@ from hpcstrat.optimizers._squares import Adadelta as Adadelta
 from hpcstrat.optimizers._squares import Adagrad as Adagrad
 from hpcstrat.optimizers._squares import Ftrl as Ftrl
 from hpcstrat.optimizers._squares import RMSprop as RMSprop
+from hpcstrat.optimizers._state import GradientBuffers as GradientBuffers
 from hpcstrat.optimizers._steps import UpdateStep as UpdateStep
 
 if TYPE_CHECKING:

@@ -6,22 +6,31 @@ import abc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hpcstrat._calls.records import signature_of
 from hpcstrat._core.call_name import current_call, enter_call, leave_call, names_call
-from hpcstrat._core.types import FIRST_REPLICA
+from hpcstrat._core.types import FIRST_REPLICA, ReduceOp
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._variable.variable import Variable
-from hpcstrat.optimizers import _apply, _composition, _gradients, _options
-from hpcstrat.optimizers._buffers import GradientBuffers, check_marked, end_marks
-from hpcstrat.optimizers._configured import Configured
+from hpcstrat._variable.variable import Variable, state_of
+from hpcstrat.optimizers import _composition, _gradients, _options
 from hpcstrat.optimizers._options import CommonOptions, LearningRate
-from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, list_variables
+from hpcstrat.optimizers._state import (
+    GradientBuffers,
+    OptimizerState,
+    OptimizerVariable,
+    check_marked,
+    end_marks,
+    list_variables,
+    plan_key,
+)
 from hpcstrat.optimizers._steps import BY_OPTION, EMA, UpdateStep, overrides
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Self, Unpack
 
 
-class Optimizer(Configured, metaclass=_options.OptimizerType):
+class Optimizer(metaclass=_options.OptimizerType):
     """Changes variables by their gradients.
 
     Args:
@@ -64,7 +73,7 @@ class Optimizer(Configured, metaclass=_options.OptimizerType):
         self._has_own_rule = type(self).update_rule is not Optimizer.update_rule
         if self._has_own_rule:
             _options.check_without_formula(owner, options)
-        super().__init__(learning_rate)
+        self.learning_rate = learning_rate
         self._state = OptimizerState(self.gradient_accumulation_steps)
         self._compose()
 
@@ -185,6 +194,70 @@ class Optimizer(Configured, metaclass=_options.OptimizerType):
         return list_variables(self._state, self.name, rate, list(self.all_slots))
 
     @property
+    def learning_rate(self) -> Any:
+        """The learning rate as you set it: a number, a variable or a callable.
+
+        Examples:
+            >>> w = hs.Variable(np.zeros(1))
+            >>> optimizer = hs.optimizers.SGD(lambda step: 1 / (1 + step))
+            >>> for _ in range(2):  # 1 and 1/2
+            ...     optimizer.apply_gradients([(np.ones(1), w)])
+            >>> optimizer.learning_rate = hs.Variable(0.25)  # from the next step on
+            >>> optimizer.apply_gradients([(np.ones(1), w)])
+            >>> w.numpy()
+            array([-1.75])
+        """
+        return self._learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, value: LearningRate) -> None:
+        self._rate_after = _options.rate_function(type(self).__name__, value)
+        may_change = callable(value) or isinstance(value, Variable)
+        self._constant_rate: float | None = None if may_change else self._rate_after(0)
+        self._learning_rate = value
+
+    @property
+    def lr(self) -> Any:
+        """`learning_rate`, by its name in Keras 2.
+
+        Examples:
+            >>> hs.optimizers.SGD(0.5).lr
+            0.5
+        """
+        return self.learning_rate
+
+    @lr.setter
+    def lr(self, value: LearningRate) -> None:
+        self.learning_rate = value
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments for `from_config`, as JSON can hold them; without steps and slots.
+
+        Raises:
+            ValueError: it has `steps`, or a learning rate that is a function of the program.
+
+        Examples:
+            >>> hs.optimizers.Lion(0.5, clipnorm=1.0).get_config()
+            {'name': 'Lion', 'learning_rate': 0.5, 'beta_1': 0.9, 'beta_2': 0.99, 'clipnorm': 1.0}
+        """
+        return _options.config_of(self)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None = None
+    ) -> Self:
+        """A new optimizer from what `get_config` returned; `custom_objects`: schedules by name.
+
+        Examples:
+            >>> rate = hs.optimizers.schedules.CosineDecay(0.5, decay_steps=100)
+            >>> config = hs.optimizers.SGD(rate, weight_decay=0.1).get_config()
+            >>> copy = hs.optimizers.SGD.from_config(config)
+            >>> copy.weight_decay, copy.learning_rate == rate, copy.iterations
+            (0.1, True, 0)
+        """
+        return cls(**_options.arguments_in(cls.__name__, config, custom_objects))
+
+    @property
     def ema_overwrites(self) -> float | None:
         """1 if the next step overwrites variables by their averages, else 0; `None`: none does.
 
@@ -252,12 +325,87 @@ class Optimizer(Configured, metaclass=_options.OptimizerType):
                 check_marked(state, pairs, are_summed)
             if self._collecting and pairs:
                 pairs = _composition.collect(self, self._collecting, pairs)
-            if pairs is not None and not _apply.apply_as_before(self, pairs, are_summed):
-                _apply.apply(self, pairs, are_summed)
+            if pairs is not None and not self._apply_as_before(pairs, are_summed):
+                self._apply(pairs, are_summed)
             if state.marked is not None:
                 end_marks(state)
         finally:
             leave_call(outer)
+
+    def _apply_as_before(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> bool:
+        """The fast path: arrays in a replica, known variables, no step that transforms them.
+
+        It only leaves out checks whose outcome is known. Returns `False`, and has done nothing, for
+        any other step.
+        """
+        context = contexts.current.get()
+        state = self._state
+        if are_summed or type(context) is not InReplica or self._transforming:
+            return False
+        group = context.group
+        try:
+            gradients, variables = zip(*pairs, strict=True)
+        except (TypeError, ValueError):  # not pairs
+            return False
+        plan = state.plans.get((id(group), *map(id, variables)))  # inlines `plan_key`
+        if plan is None or not plan.fits(gradients):
+            return False
+        rate = self._constant_rate
+        try:
+            rate = float(self._rate_after(state.iterations)) if rate is None else rate
+            rule = self.update_rule(rate, state.iterations + 1)
+        except Exception:  # the slow path gets it too, and raises it on all ranks
+            return False
+        try:
+            group.storage.update(plan, gradients, ReduceOp.SUM, rule)
+            state.iterations += 1
+        except BaseException as error:  # a signal's may come between these two lines
+            group.storage.mark_interrupted(error, plan.order.blocks)
+            raise
+        return True
+
+    def _apply(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
+        """Any step: checks the gradients, sums them over the replicas, clips them, and updates."""
+        _gradients.check_pairs(pairs)
+        if not pairs:
+            contexts.group().communicator.exchange(signature_of(current_call(), "no variable"))
+            return
+        group = _gradients.group_of_variable(pairs[0][1], "to")
+        state = self._state
+        with group.communicator.raise_together():
+            gradients, dense, sparse = _gradients.prepare_pairs(pairs)
+            variables = [*dense, *(v for _, v in sparse)]
+            if not variables:
+                _gradients.refuse_no_gradient(group, len(pairs))
+            if sparse or plan_key(group, dense) not in state.plans:
+                _gradients.check_variables(group, variables)
+            rate = float(self._rate_after(state.iterations))
+            step, clipped = state.iterations + 1, self._formula_of_clipped
+            clipping = self._clipping if sparse else []  # rows are clipped before the update
+            rule = clipped.rule(self, rate, step) if clipping else self.update_rule(rate, step)
+            _gradients.check_norms(rule, sparse)
+        are_summed = are_summed or not isinstance(contexts.context(), InReplica)
+        if are_summed:
+            group.communicator.require_equal(gradients)
+        rows = [_gradients.sum_rows(group, slices, v, are_summed) for slices, v in sparse]
+        if steps := self._transforming or clipping:
+            if not are_summed:
+                gradients = group.communicator.all_reduce(gradients, ReduceOp.SUM)
+                are_summed = True
+            gradients, rows = _composition.transform(self, steps, group, variables, gradients, rows)
+        try:  # all variables and the number of steps change, or nothing does
+            if dense:
+                plan = state.plan_of(group, dense, self.name, self.all_slots)
+                op = FIRST_REPLICA if are_summed else ReduceOp.SUM
+                group.storage.update(plan, gradients, op, rule)
+            for (_, v), (indices, values) in zip(sparse, rows, strict=True):
+                state.make_slots([v], self.name, self.all_slots)
+                slots = state.slots[id(v)][1]
+                group.storage.update_rows(state_of(v).block, slots, indices, values, rule)
+            state.iterations += 1
+        except BaseException as error:
+            group.storage.mark_interrupted(error, [state_of(v).block for v in variables])
+            raise
 
     def minimize(
         self,

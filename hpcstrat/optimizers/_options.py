@@ -13,7 +13,6 @@ import numpy as np
 from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import constructor_signature
 from hpcstrat._variable.variable import Variable
-from hpcstrat.optimizers import _names
 from hpcstrat.optimizers._steps import BY_OPTION, UpdateStep, overrides
 
 LearningRate: TypeAlias = "float | Variable | Callable[[], float] | Callable[[int], float]"
@@ -157,7 +156,7 @@ def check_options(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
         parameters = inspect.signature(kind).parameters.values()
         own = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
         known = [*dict.fromkeys([*own, *DEFAULTS, "name"])]
-        raise _names.unknown_arguments(owner, [*unknown], known)
+        raise _unknown_arguments(owner, [*unknown], known)
     options = {**DEFAULTS, **given}
     clipping = [name for name in _CLIPPING if options[name] is not None]
     for name in clipping:
@@ -270,7 +269,7 @@ def set_attribute(
     owner, own = type(optimizer).__name__, vars(optimizer)
     if name not in own and not hasattr(type(optimizer), name) and "_is_made" in own:
         known = sorted(["learning_rate", *(key for key in own if not key.startswith("_"))])
-        raise _names.unknown_attribute(owner, name, known)
+        raise _unknown_attribute(owner, name, known)
     if name in _FIXED and "_formula" in own and value != own[name]:
         raise AttributeError(
             f"{owner}: {name} is {own[name]!r} and cannot change; pass {name}={value!r} to a new "
@@ -337,3 +336,44 @@ def arguments_in(
             )
         arguments["learning_rate"] = kind.from_config(given["config"])
     return arguments
+
+
+# ---- names of other libraries
+
+_OTHER_NAMES = {
+    "lr": "write learning_rate",
+    "betas": "write beta_1 and beta_2",
+    "eps": "write epsilon",
+    "params": "apply_gradients(zip(gradients, variables)) takes the variables",
+    "decay": "pass a schedule as learning_rate, such as schedules.InverseTimeDecay",
+    "maximize": "pass the negative gradients",
+    "amsgrad": "write your own Optimizer, whose slots hold the largest v",
+    "jit_compile": "leave it out, because updates are compiled in any case",
+}
+"""Arguments that other libraries have, and what to write instead."""
+
+
+def _unknown_arguments(owner: str, unknown: Sequence[str], known: Sequence[str]) -> TypeError:
+    """The error for arguments that the class `owner` does not take."""
+    if all(name in _OTHER_NAMES for name in unknown):
+        parts = [f"{name} is not an argument: {_OTHER_NAMES[name]}" for name in sorted(unknown)]
+        return TypeError(f"{owner}: {'; '.join(parts)}")
+    name = min(name for name in unknown if name not in _OTHER_NAMES)
+    return TypeError(
+        f"{owner}: {name} is not an argument{_nearest(name, known)} It takes {', '.join(known)}"
+    )
+
+
+def _unknown_attribute(owner: str, name: str, known: Sequence[str]) -> AttributeError:
+    """The error for an attribute that is set but that optimizers of class `owner` lack."""
+    return AttributeError(
+        f"{owner}: {name} is not an attribute{_nearest(name, known)} It has {', '.join(known)}; "
+        "your own class sets others in its __init__"
+    )
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    import difflib  # a millisecond, which `import hpcstrat` need not take
+
+    nearest = difflib.get_close_matches(name, known, 1)
+    return f"; did you mean {nearest[0]}?" if nearest else "."

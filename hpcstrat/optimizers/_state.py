@@ -1,4 +1,4 @@
-"""The data that an optimizer keeps between steps."""
+"""The data that an optimizer keeps between steps: slots, plans, and gradient buffers."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._core.call_name import call_named
-from hpcstrat._core.types import Bytes
+from hpcstrat._calls.collective import collective
+from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.types import Bytes, IndexedSlices
 from hpcstrat._memory.allocator import Block, Cuts
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._variable.variable import Variable, state_of
+from hpcstrat.optimizers._gradients import check_pairs, group_of_variable
 from hpcstrat.optimizers._steps import Accumulation
 
 _MOST_PLANS = 16  # each for a subset of the variables; a program may draw its subsets at random
@@ -199,3 +203,159 @@ def _read(variable: Variable, block: Block) -> np.ndarray[Any, Any]:
 def _join(variable: Variable, parts: Iterable[Bytes]) -> np.ndarray[Any, Any]:
     joined = np.concatenate([np.empty(0, np.uint8), *[part.copy() for part in parts]])
     return joined.view(variable.dtype).reshape(variable.shape)
+
+
+# ---- gradient buffers
+
+
+@final
+class GradientBuffers(list[Any]):
+    """The list of arrays that `Optimizer.gradient_buffers` returns, one for each variable.
+
+    Examples:
+        >>> import numpy as np, hpcstrat as hs
+        >>> strategy = hs.MirroredStrategy()
+        >>> with strategy.scope():
+        ...     a, b = hs.Variable(np.ones(2)), hs.Variable(np.ones(3))
+        ...     optimizer = hs.optimizers.SGD(0.1)
+        >>> d_a, d_b = buffers = optimizer.gradient_buffers([a, b])
+        >>> def step():
+        ...     d_b[...] = 5.0 / strategy.num_replicas_in_sync
+        ...     buffers.ready(d_b)  # its sum over the replicas starts
+        ...     d_a[...] = 2.0 / strategy.num_replicas_in_sync
+        ...     optimizer.apply_gradients(zip(buffers, [a, b]))
+        >>> strategy.run(step)
+        >>> a.numpy(), b.numpy()
+        (array([0.8, 0.8]), array([0.5, 0.5, 0.5]))
+    """
+
+    def __init__(
+        self,
+        state: OptimizerState,
+        group: ReplicaGroup,
+        plan: Plan,
+        variables: Sequence[Variable],
+        may_start: Callable[[], bool],
+    ) -> None:
+        super().__init__(plan.buffers or [])
+        self._state = state
+        self._group = group
+        self._plan = plan
+        self._variables = tuple(variables)
+        self._may_start = may_start
+
+    @collective("GradientBuffers.ready", check=lambda buffers: buffers._require_replica())
+    def ready(self, *buffers: Any) -> None:
+        """Marks gradients as complete: their sums start while you compute the others. Collective.
+
+        All replicas mark the same buffers, in one order. The results do not change. A backward pass
+        computes the gradients of the last layer first: mark each as soon as it is written, at least
+        the large ones, and pass all buffers to `apply_gradients` in the end, which waits for the
+        sums. Do not read or write a buffer between the two calls.
+
+        This helps between several hosts, and between GPUs. On one host's CPUs the sum is made in
+        memory, and starts in `apply_gradients`. It also starts there with `clipnorm`,
+        `global_clipnorm`, `gradient_accumulation_steps` or an `UpdateStep` that transforms or
+        collects, or if MPI was started without `THREAD_MULTIPLE`. Sums that start early need memory
+        on the host: as much as the gradients. On GPUs NCCL may add up in another order.
+
+        Args:
+            *buffers: some buffers of the list, in any order, each once per step.
+
+        Raises:
+            ValueError: no buffers, something that is not in the list, or a buffer that is already
+                marked in this step.
+            RuntimeError: called outside of a replica function.
+            ReplicaMismatchError: the replicas mark different buffers. Nothing has started.
+            MemoryError: cannot allocate the sums on some rank.
+
+        Examples:
+            >>> a, b, optimizer = hs.Variable([1.0]), hs.Variable([2.0]), hs.optimizers.SGD(1.0)
+            >>> d_a, d_b = buffers = optimizer.gradient_buffers([a, b])
+            >>> d_b[...] = 0.5
+            >>> buffers.ready(d_b)  # of the last layer; the others follow
+            >>> d_a[...] = 0.25
+            >>> optimizer.apply_gradients(zip(buffers, [a, b]))
+            >>> a.numpy(), b.numpy()
+            (array([0.75], dtype=float32), array([1.5], dtype=float32))
+        """
+        plan, variables = self._plan, self._variables_of(buffers)
+        marked = plan.marked
+        for k, i in enumerate(variables):
+            if i in marked or i in variables[:k]:
+                name = plan.order.blocks[i].name
+                raise ValueError(
+                    f"{current_call()}: the gradient of {name} is marked twice in this step; mark "
+                    "each once, and pass all buffers to apply_gradients before the next step"
+                )
+        other = self._state.marked
+        if not marked and other is not None and other[1].marked:
+            raise ValueError(
+                f"{current_call()}: buffers of other variables of this optimizer are marked in "
+                "this step; pass them to apply_gradients first"
+            )
+        self._group.storage.mark(plan, variables, self._may_start())
+        self._state.marked = self._group, plan
+
+    def _variables_of(self, buffers: Sequence[Any]) -> list[int]:
+        """The variables of some of these buffers, in the order of the message."""
+        if not buffers:
+            raise ValueError(
+                f"{current_call()}: got no arguments; pass gradient buffers, at least one"
+            )
+        every = self._plan.order.to_message(self._plan.buffers or [])
+        variables = {id(buffer): i for i, buffer in enumerate(every)}
+        for i, buffer in enumerate(buffers, 1):
+            if id(buffer) not in variables:
+                raise ValueError(
+                    f"{current_call()}: argument {i} of {len(buffers)}, of type "
+                    f"{type(buffer).__name__}, is not one of these buffers; pass the arrays that "
+                    "gradient_buffers returned, not views or copies"
+                )
+        return sorted([variables[id(buffer)] for buffer in buffers])
+
+    def _require_replica(self) -> None:
+        """Checks that this line runs in a replica function.
+
+        Raises:
+            RuntimeError: it does not, and there are several replicas.
+        """
+        group_of_variable(self._variables[0], "of")
+        if not isinstance(contexts.context(), InReplica) and self._group.communicator.size > 1:
+            raise RuntimeError(
+                f"{current_call()} was called outside of a replica function; call it in the "
+                "function that strategy.run runs, before apply_gradients"
+            )
+
+
+def check_marked(
+    state: OptimizerState, pairs: Sequence[tuple[Any, Variable]], are_summed: bool
+) -> None:
+    """Checks that a step gets all buffers if some are marked, perhaps with `IndexedSlices`."""
+    if state.marked is None or not state.marked[1].marked:
+        return
+    group, plan = state.marked
+    with group.communicator.raise_together():
+        check_pairs(pairs)
+        dense = [pair for pair in pairs if not isinstance(pair[0], IndexedSlices)]
+        is_all = state.plans.get(plan_key(group, [v for _, v in dense])) is plan
+        if not is_all or not plan.are_in_buffers([gradient for gradient, _ in dense]):
+            raise ValueError(
+                f"{current_call()}: some gradient buffers are marked ready in this step, so it "
+                "takes all of them, with their variables in their order: zip(buffers, variables)"
+            )
+        if group.communicator.size > 1 and (
+            are_summed or not isinstance(contexts.context(), InReplica)
+        ):
+            raise ValueError(
+                f"{current_call()}: gradient buffers that are marked ready are summed over the "
+                "replicas; call it in the replica function, without skip_gradients_aggregation"
+            )
+
+
+def end_marks(state: OptimizerState) -> None:
+    """Forgets the marks after a step."""
+    if state.marked is not None:
+        group, plan = state.marked
+        group.storage.end_marks(plan)
+        state.marked = None
