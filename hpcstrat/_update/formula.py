@@ -22,6 +22,7 @@ from hpcstrat._update.symbols import (
     NUMPY,
     OPERATIONS,
     Symbol,
+    as_numpy,
     global_norm,
 )
 
@@ -118,44 +119,50 @@ def _compile(
     # Symbols compare by identity.
     once = [symbol for symbol in computed if not any(one in changing for one in symbol.inputs())]
     often = [symbol for symbol in computed if symbol not in once]
-    numbered = [*stay, *literals, *once, *changing, *often]
-    places = {id(symbol): i for i, symbol in enumerate(numbered)}
+    first = [*stay, *literals]
     constants = [symbol.operands[0] for symbol in literals]
-
-    def steps_of(symbols: Sequence[Symbol]) -> list[tuple[Any, Any]]:
-        """What computes each symbol from the values before it."""
-        return [
-            (
-                OPERATIONS[symbol.function][1],
-                getter(operator.itemgetter, [places[id(operand)] for operand in symbol.operands]),
-            )
-            for symbol in symbols
-        ]
-
-    steps_once, steps = steps_of(once), steps_of(often)
+    bound = _evaluator(first, once, [*first, *once])
 
     def binder(wanted: Sequence[Symbol]) -> Bind:
-        pick = getter(operator.itemgetter, [places[id(number)] for number in wanted])
-
-        def bind(numbers: Sequence[float]) -> Evaluate:
-            bound = [*numbers, *constants]
-            for function, operands in steps_once:
-                bound.append(function(*operands(bound)))
-
-            def evaluate(now: Sequence[float]) -> tuple[float, ...]:
-                values = [*bound, *now]
-                for function, operands in steps:
-                    values.append(function(*operands(values)))
-                return pick(values)
-
-            return evaluate
-
-        return bind
+        evaluate = _evaluator([*first, *once, *changing], often, wanted)
+        return lambda numbers: functools.partial(evaluate, *bound(*numbers, *constants))
 
     kernel = _kernel_of(name, given, order, numbers, results, has_terms)
     late = [symbol for symbol in often if any(one in norms for one in symbol.inputs())]
     code, passed = _numbers_in_c(norms, late, numbers)
     return Traced(kernel, are_global, binder(numbers), code, binder(passed))
+
+
+def _evaluator(
+    given: Sequence[Symbol], computed: Sequence[Symbol], wanted: Sequence[Symbol]
+) -> Evaluate:
+    """A function of the given numbers that computes others, and returns those wanted.
+
+    It is written in Python: a loop over a table would take as long as the update of 1,000 elements.
+    """
+    names = {id(symbol): f"n{i}" for i, symbol in enumerate([*given, *computed])}
+
+    def listed(symbols: Sequence[Symbol]) -> str:
+        return "".join([f"{names[id(symbol)]}, " for symbol in symbols])
+
+    lines = [f"def evaluate({listed(given)}):", "  try:"]
+    for symbol in computed:
+        operands = listed(symbol.operands)
+        lines.append(f"    {names[id(symbol)]} = {symbol.function.__name__}({operands})")
+    lines += [
+        f"    return ({listed(wanted)})",
+        "  except (ArithmeticError, ValueError):",
+        f"    return by_numpy({listed(given)})",
+    ]
+    code = compile("\n".join(lines), "<numbers of a formula>", "exec")
+    by_python: dict[str, Any] = {
+        function.__name__: of_numbers for function, (_, of_numbers) in OPERATIONS.items()
+    }
+    by_numpy: dict[str, Any] = {function.__name__: as_numpy(function) for function in OPERATIONS}
+    for functions in by_numpy, by_python:
+        exec(code, functions)
+    by_python["by_numpy"] = by_numpy["evaluate"]
+    return by_python["evaluate"]
 
 
 def _numbers_in_c(
@@ -309,8 +316,6 @@ class Formula:
         names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         self._takes_step = "step" in names
         self._given = [name for name in _CHANGING if name in names]
-        # The ranks agree on the rate if they do on the step: then these are the first of them.
-        self._changing = _CHANGING if self._takes_step else self._given
         attributes = [name for name in names if name not in (*_CHANGING, *readers)]
         self._names = (*attributes, *readers)
         self._readers = tuple(readers.values())
@@ -337,19 +342,22 @@ class Formula:
         if values != self._values:
             self._bound = self._bind(values, tuple(optimizer.all_slots))
             self._values, self._last = values, None
-        changing = (learning_rate, step if self._takes_step else 0)
-        if self._last is None or self._last[0] != changing:
+        now = float(learning_rate), float(step) if self._takes_step else 0.0
+        if self._last is None or self._last[0] != now:
             kernel, evaluate, stay, norms = self._bound
-            now = tuple(map(float, changing))
-            constants = dict(zip(self._changing, now, strict=False)) | stay
+            # The ranks agree on the rate of any formula.
+            constants = {"learning_rate": now[0]}
+            if self._takes_step:
+                constants["step"] = now[1]
+            constants |= stay
             if norms is None:
-                numbers = evaluate(now)
+                numbers = evaluate(*now)
                 apply = functools.partial(kernel.apply, numbers)
                 rule = UpdateRule(apply, constants, kernel, numbers)
             else:
                 norms = norms.in_step(now)
                 rule = UpdateRule(norms.apply, constants, kernel, norms=norms)
-            self._last = changing, rule
+            self._last = now, rule
         return self._last[1]
 
     def _bind(self, values: Sequence[Any], slots: tuple[str, ...]) -> _Bound:

@@ -20,7 +20,7 @@ LANES = 16
 """Sums of squares that are kept in parallel, so that a compiler can use vectors in one order."""
 
 Apply: TypeAlias = Callable[[Array, Array, Sequence[Array], Array], Any]
-Evaluate: TypeAlias = Callable[[Sequence[float]], tuple[float, ...]]
+Evaluate: TypeAlias = Callable[..., tuple[float, ...]]
 """From the numbers that change from step to step, and norms, to a kernel's constants."""
 Take: TypeAlias = "Callable[[np.dtype[Any], int], list[Array]]"
 """Returns this many arrays of a dtype, to work in."""
@@ -108,13 +108,13 @@ class Norms(NamedTuple):
 
     def rule_of(self, k: int, found: Sequence[float]) -> UpdateRule:
         """The rule of a pass or, after all, of the update, from the norms of the passes before."""
-        kernel, numbers = self.kernels[k], self.constants[k]((*self.now, *found))
+        kernel, numbers = self.kernels[k], self.constants[k](*self.now, *found)
         apply = functools.partial(kernel.apply, numbers)
         return UpdateRule(apply, NO_CONSTANTS, kernel, numbers)
 
     def given_of(self, k: int) -> tuple[float, ...]:
         """The numbers that the code of a pass is given."""
-        return self.given[k]((*self.now, *[1.0] * sum(map(len, self.are_global[: k + 1]))))
+        return self.given[k](*self.now, *[1.0] * sum(map(len, self.are_global[: k + 1])))
 
     def apply(self, value: Array, gradient: Array, slots: Sequence[Array], scratch: Array) -> None:
         """`UpdateRule.apply`, to a whole variable, as if there were no other."""

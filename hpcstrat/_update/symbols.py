@@ -15,29 +15,13 @@ from hpcstrat._core.types import Array
 ELEMENT, CONDITION, NUMBER = "element", "condition", "number"
 
 
-def _as_numpy(function: Callable[..., float], ufunc: Any) -> Callable[..., float]:
-    """Python's function, which is faster, with NumPy's result where Python's raises.
-
-    A norm may be 0 or infinite.
-    """
-
-    def compute(*operands: float) -> float:
-        try:
-            return function(*operands)
-        except (ArithmeticError, ValueError):
-            with np.errstate(all="ignore"):
-                return float(ufunc(*map(float, operands)))
-
-    return compute
-
-
-OPERATIONS: dict[Any, tuple[str, Callable[..., Any] | None]] = {
+OPERATIONS: dict[Any, tuple[str, Any]] = {
     np.add: ("{} + {}", operator.add),
     np.subtract: ("{} - {}", operator.sub),
     np.multiply: ("{} * {}", operator.mul),
-    np.divide: ("{} / {}", _as_numpy(operator.truediv, np.divide)),
+    np.divide: ("{} / {}", operator.truediv),
     np.negative: ("-{}", operator.neg),
-    np.sqrt: ("sqrt({})", _as_numpy(math.sqrt, np.sqrt)),
+    np.sqrt: ("sqrt({})", math.sqrt),
     np.square: ("{0} * {0}", lambda x: x * x),
     np.absolute: ("fabs({})", abs),
     np.sign: ("{0} > 0 ? 1 : {0} < 0 ? -1 : {0} == 0 ? 0 : {0}", None),
@@ -49,16 +33,33 @@ OPERATIONS: dict[Any, tuple[str, Callable[..., Any] | None]] = {
     np.greater: ("{} > {}", operator.gt),
     np.greater_equal: ("{} >= {}", operator.ge),
     np.where: ("{} ? {} : {}", lambda condition, a, b: a if condition else b),
-    np.power: ("pow({}, {})", _as_numpy(math.pow, np.power)),  # `**` makes complex numbers
-    np.exp: ("exp({})", _as_numpy(math.exp, np.exp)),
-    np.log: ("log({})", _as_numpy(math.log, np.log)),
+    np.power: ("pow({}, {})", math.pow),  # `**` makes complex numbers
+    np.exp: ("exp({})", math.exp),
+    np.log: ("log({})", math.log),
 }
-"""NumPy's functions in C, and of Python's numbers."""
+"""NumPy's functions in C, and of Python's numbers, where they may raise; see `as_numpy`."""
 # Those with the same bits in NumPy, in C++ and on every processor: IEEE 754 defines their rounding.
 # NumPy's exp or log depend on the processor; on a GPU they are of numbers that depend on norms.
 _ON_ELEMENTS = OPERATIONS.keys() - {np.power, np.exp, np.log}
 _ON_NUMBERS = {function for function, (_, of_numbers) in OPERATIONS.items() if of_numbers}
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
+
+
+def as_numpy(ufunc: Any) -> Callable[..., float]:
+    """The function of Python's numbers, with NumPy's result where Python's raises.
+
+    A norm may be 0 or infinite.
+    """
+    of_numbers = OPERATIONS[ufunc][1]
+
+    def compute(*operands: float) -> float:
+        try:
+            return of_numbers(*operands)
+        except (ArithmeticError, ValueError):
+            with np.errstate(all="ignore"):
+                return float(ufunc(*map(float, operands)))
+
+    return compute
 
 
 def _choose(condition: Array, a: Array, b: Array, out: Array) -> None:
