@@ -1,22 +1,22 @@
 """Metrics: each replica keeps its own totals, and `result` combines them."""
 
 from hpcstrat._core.public_names import set_module as _set_module
-from hpcstrat.metrics._accuracies import Accuracy as Accuracy
-from hpcstrat.metrics._accuracies import BinaryAccuracy as BinaryAccuracy
-from hpcstrat.metrics._accuracies import CategoricalAccuracy as CategoricalAccuracy
-from hpcstrat.metrics._accuracies import SparseCategoricalAccuracy as SparseCategoricalAccuracy
-from hpcstrat.metrics._accuracies import (
-    SparseTopKCategoricalAccuracy as SparseTopKCategoricalAccuracy,
-)
-from hpcstrat.metrics._accuracies import TopKCategoricalAccuracy as TopKCategoricalAccuracy
 from hpcstrat.metrics._counts import ConfusionMatrix as ConfusionMatrix
 from hpcstrat.metrics._counts import MeanIoU as MeanIoU
+from hpcstrat.metrics._means import Accuracy as Accuracy
+from hpcstrat.metrics._means import BinaryAccuracy as BinaryAccuracy
+from hpcstrat.metrics._means import CategoricalAccuracy as CategoricalAccuracy
 from hpcstrat.metrics._means import Mean as Mean
 from hpcstrat.metrics._means import MeanAbsoluteError as MeanAbsoluteError
 from hpcstrat.metrics._means import MeanMetricWrapper as MeanMetricWrapper
 from hpcstrat.metrics._means import MeanSquaredError as MeanSquaredError
 from hpcstrat.metrics._means import RootMeanSquaredError as RootMeanSquaredError
+from hpcstrat.metrics._means import SparseCategoricalAccuracy as SparseCategoricalAccuracy
+from hpcstrat.metrics._means import (
+    SparseTopKCategoricalAccuracy as SparseTopKCategoricalAccuracy,
+)
 from hpcstrat.metrics._means import Sum as Sum
+from hpcstrat.metrics._means import TopKCategoricalAccuracy as TopKCategoricalAccuracy
 from hpcstrat.metrics._metric import Metric as Metric
 from hpcstrat.metrics._thresholds import AUC as AUC
 from hpcstrat.metrics._thresholds import FalseNegatives as FalseNegatives

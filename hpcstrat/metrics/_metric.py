@@ -388,8 +388,5 @@ def as_classes(values: Any, classes: int) -> tuple[Any, Any]:
 
 def rounded_for(thresholds: Any, dtype: np.dtype[Any]) -> Any:
     """Thresholds as `float32` if predictions have 16 or 32 bits, as in Keras, else as `float64`."""
-    return (
-        np.float32(thresholds)
-        if dtype.kind == "f" and dtype.itemsize < 8
-        else np.float64(thresholds)
-    )
+    kind = np.float32 if dtype.kind == "f" and dtype.itemsize < 8 else np.float64
+    return kind(thresholds)

@@ -26,9 +26,11 @@ class _Counts(NamedTuple):
     true_negatives: Any
     false_negatives: Any
 
+    @property
     def precision(self) -> Any:
         return _ratio(self.true_positives, self.true_positives + self.false_positives)
 
+    @property
     def recall(self) -> Any:
         return _ratio(self.true_positives, self.true_positives + self.false_negatives)
 
@@ -78,6 +80,8 @@ class ThresholdMetric(CountMetric):
 class AtThresholds(ThresholdMetric):
     """A number at each threshold, in the order passed; for a single threshold a scalar."""
 
+    _number: str  # of `_Counts`
+
     def __init__(
         self,
         thresholds: float | Sequence[float] | None = None,
@@ -94,12 +98,8 @@ class AtThresholds(ThresholdMetric):
 
     def _of(self, counts: _Counts) -> Any:
         values = np.empty(len(self.thresholds))
-        values[np.argsort(self.thresholds, kind="stable")] = self._number(counts)
+        values[np.argsort(self.thresholds, kind="stable")] = getattr(counts, self._number)
         return values if values.size > 1 else values[0]
-
-    @abc.abstractmethod
-    def _number(self, counts: _Counts) -> Any:
-        """The array with the result at each threshold."""
 
 
 class TruePositives(AtThresholds):
@@ -124,8 +124,7 @@ class TruePositives(AtThresholds):
         [2. 1.]
     """
 
-    def _number(self, counts: _Counts) -> Any:
-        return counts.true_positives
+    _number = "true_positives"
 
 
 class FalsePositives(AtThresholds):
@@ -141,8 +140,7 @@ class FalsePositives(AtThresholds):
         2.0
     """
 
-    def _number(self, counts: _Counts) -> Any:
-        return counts.false_positives
+    _number = "false_positives"
 
 
 class TrueNegatives(AtThresholds):
@@ -158,8 +156,7 @@ class TrueNegatives(AtThresholds):
         1.0
     """
 
-    def _number(self, counts: _Counts) -> Any:
-        return counts.true_negatives
+    _number = "true_negatives"
 
 
 class FalseNegatives(AtThresholds):
@@ -175,8 +172,7 @@ class FalseNegatives(AtThresholds):
         2.0
     """
 
-    def _number(self, counts: _Counts) -> Any:
-        return counts.false_negatives
+    _number = "false_negatives"
 
 
 class Precision(AtThresholds):
@@ -192,8 +188,7 @@ class Precision(AtThresholds):
         0.6667
     """
 
-    def _number(self, counts: _Counts) -> Any:
-        return counts.precision()
+    _number = "precision"
 
 
 class Recall(AtThresholds):
@@ -209,8 +204,7 @@ class Recall(AtThresholds):
         [0.6667 0.3333]
     """
 
-    def _number(self, counts: _Counts) -> Any:
-        return counts.recall()
+    _number = "recall"
 
 
 class AUC(ThresholdMetric):
@@ -304,10 +298,10 @@ class AUC(ThresholdMetric):
         if self.curve == "PR" and self.summation_method == "interpolation":
             return _interpolate_precision(counts)
         if self.curve == "PR":
-            x, y = counts.recall(), counts.precision()
+            x, y = counts.recall, counts.precision
         else:
             negatives = counts.false_positives + counts.true_negatives
-            x, y = _ratio(counts.false_positives, negatives), counts.recall()
+            x, y = _ratio(counts.false_positives, negatives), counts.recall
         return ((x[:-1] - x[1:]) * _HEIGHTS[self.summation_method](y[:-1], y[1:])).sum()
 
 
