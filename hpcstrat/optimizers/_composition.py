@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,11 +11,8 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array, IndexedSlices
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._update.formula import Formula
-from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable
 from hpcstrat.optimizers import _gradients
-from hpcstrat.optimizers._state import OptimizerState
 from hpcstrat.optimizers._steps import (
     BY_OPTION,
     NORM_CLIPPING,
@@ -29,30 +25,7 @@ from hpcstrat.optimizers._steps import (
 Readers: TypeAlias = dict[str, Callable[[], Any]]
 """What reads the numbers of a combined formula that are not the optimizer's attributes."""
 
-_COMPOSED = (
-    *("_state", "_steps", "_collecting", "_transforming", "_clipping", "_sums_early"),
-    *("_formula", "_formula_of_clipped", "_rate_after"),
-)
-"""What an optimizer makes anew from its other attributes."""
 _RATE = "learning_rate"
-
-
-def deep_copy(optimizer: Any, memo: dict[int, Any]) -> Any:
-    """An optimizer that continues from here, with copies of the variables: collective, as these."""
-    other, state = copy.copy(optimizer), optimizer._state
-    memo[id(optimizer)] = other
-    pairs = [(v, copy.deepcopy(v, memo)) for v in state.variables()]
-    kept = {"_state": OptimizerState(optimizer.gradient_accumulation_steps)} | {
-        name: copy.deepcopy(value, memo)
-        for name, value in vars(optimizer).items()
-        if name not in _COMPOSED
-    }
-    vars(other).update(kept)
-    other._state.iterations = state.iterations  # the rate's function reads it
-    other._state.copy_from(state, pairs, optimizer.name, optimizer.all_slots)
-    other.learning_rate = other._learning_rate
-    other._compose()
-    return other
 
 
 def steps_of(optimizer: Any) -> tuple[UpdateStep, ...]:
@@ -140,36 +113,6 @@ def _rows(
     ):
         return slices.indices, new
     return _gradients.sum_rows(group, slices, v, are_summed=True)
-
-
-def transforming(
-    steps: Sequence[UpdateStep], has_own_rule: bool
-) -> tuple[list[UpdateStep], list[UpdateStep]]:
-    """The steps that transform gradients, and those whose formulas do it instead, in most steps."""
-    found = [step for step in steps if overrides(step, "transform")]
-    if has_own_rule or any(step not in NORM_CLIPPING for step in found):
-        return found, []
-    return [], found
-
-
-def formulas_of(
-    optimizer: Any, steps: Sequence[UpdateStep], clips: bool
-) -> tuple[Formula, Formula]:
-    """The formula of an optimizer with its steps, and for gradients whose norms are clipped."""
-    call = f"{type(optimizer).__name__}.formula"
-
-    def whole(clips: bool) -> Formula:
-        return Formula(call, *combine_formulas(call, optimizer.formula, steps, clips))
-
-    of_clipped = whole(clips=False)
-    return whole(clips=True) if clips else of_clipped, of_clipped
-
-
-def rule_that_takes(slot: str, optimizer: Any) -> UpdateRule:
-    """The rule that overwrites variables by a slot."""
-    place = list(optimizer.all_slots).index(slot)
-    taking = Formula(current_call(), lambda value, gradient, *slots: (slots[place], *slots))
-    return taking.rule(optimizer, 0.0, 0)
 
 
 def combine_formulas(

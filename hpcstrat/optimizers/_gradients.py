@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,6 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array, DistributedValues, IndexedSlices
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._update.rows import combine_rows
-from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
 
 
@@ -153,15 +152,6 @@ def as_dense(slices: IndexedSlices, variable: Variable) -> Array:
     return gradient
 
 
-def refuse_no_gradient(group: ReplicaGroup, count: int) -> NoReturn:
-    """Refuses a step in which none of `count` variables has a gradient, on all ranks."""
-    group.communicator.exchange(signature_of(current_call(), "no gradient"))
-    group.communicator.calls.note_shared_error()
-    raise ValueError(
-        f"{current_call()}: none of the {count} variables has a gradient; pass at least one"
-    )
-
-
 def group_of_variable(variable: Variable, preposition: str) -> ReplicaGroup:
     """The variable's group, which must be the group of this line's context."""
     with call_named(f"{current_call()} {preposition} {variable.name!r}"):
@@ -205,24 +195,6 @@ def agree_on_group(variables: Sequence[Variable]) -> ReplicaGroup:
             signature_of(current_call(), *[state_of(v).block.identity() for v in variables])
         )
     return group
-
-
-def check_norms(rule: UpdateRule, sparse: Sequence[tuple[IndexedSlices, Variable]]) -> None:
-    """Checks that an update with norms of whole variables gets whole gradients."""
-    if sparse and rule.norms is not None:
-        raise ValueError(
-            f"{current_call()}: the update takes norms of whole variables, but the gradient of "
-            f"{sparse[0][1].name!r} is an IndexedSlices; pass an array"
-        )
-
-
-def check_name(name: Any) -> None:
-    """Checks the second argument of `apply_gradients`, which may be meant for another."""
-    if not isinstance(name, str):
-        raise TypeError(
-            f"{current_call()}: name is {name!r}; pass skip_gradients_aggregation by its name, and "
-            "gradients with their variables as zip(gradients, variables)"
-        )
 
 
 def compute_gradients(call: str, loss: Any, count: int, tape: Any) -> tuple[Any, list[Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from hpcstrat._core.call_name import current_call, enter_call, leave_call, names
 from hpcstrat._core.types import FIRST_REPLICA, ReduceOp
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
+from hpcstrat._update.formula import Formula
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers import _composition, _gradients, _options
@@ -24,10 +26,17 @@ from hpcstrat.optimizers._state import (
     list_variables,
     plan_key,
 )
-from hpcstrat.optimizers._steps import BY_OPTION, EMA, UpdateStep, overrides
+from hpcstrat.optimizers._steps import BY_OPTION, EMA, NORM_CLIPPING, UpdateStep, overrides
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
+
+
+_COMPOSED = (
+    *("_state", "_steps", "_collecting", "_transforming", "_clipping", "_sums_early"),
+    *("_formula", "_formula_of_clipped", "_rate_after"),
+)
+"""What a copy of an optimizer makes anew from its other attributes."""
 
 
 class Optimizer(metaclass=_options.OptimizerType):
@@ -83,11 +92,16 @@ class Optimizer(metaclass=_options.OptimizerType):
         self._collecting = [step for step in steps if overrides(step, "collect")]
         if self._state.accumulator is not None:
             self._collecting.append(self._state.accumulator)
-        # Of collected gradients; of their sums; and, except for rows, in the formula instead.
-        self._transforming, self._clipping = _composition.transforming(steps, self._has_own_rule)
-        self._sums_early = not (self._collecting or self._transforming or self._clipping)
-        clips = bool(self._clipping)
-        self._formula, self._formula_of_clipped = _composition.formulas_of(self, steps, clips)
+        # Steps transform sums of gradients; or clip them, which their formulas do except for rows.
+        transforming = [step for step in steps if overrides(step, "transform")]
+        clips = not self._has_own_rule and all(step in NORM_CLIPPING for step in transforming)
+        self._transforming, self._clipping = ([], transforming) if clips else (transforming, [])
+        self._sums_early = not (self._collecting or transforming)
+        call = f"{type(self).__name__}.formula"
+        self._formula, self._formula_of_clipped = [
+            Formula(call, *_composition.combine_formulas(call, self.formula, steps, clips))
+            for clips in (bool(self._clipping), False)
+        ]
 
     # ---- for subclasses
 
@@ -240,7 +254,24 @@ class Optimizer(metaclass=_options.OptimizerType):
             >>> hs.optimizers.Lion(0.5, clipnorm=1.0).get_config()
             {'name': 'Lion', 'learning_rate': 0.5, 'beta_1': 0.9, 'beta_2': 0.99, 'clipnorm': 1.0}
         """
-        return _options.config_of(self)
+        from hpcstrat.optimizers import schedules  # not before a program has one
+
+        owner, rate = type(self).__name__, self.learning_rate
+        if isinstance(rate, schedules.LearningRateSchedule):
+            rate = {"class_name": type(rate).__name__, "config": rate.get_config()}
+        elif callable(rate):
+            raise ValueError(
+                f"{owner}: learning_rate is {rate!r}, which a config cannot hold; use a number, a "
+                "schedule of hs.optimizers.schedules, or your own LearningRateSchedule"
+            )
+        else:
+            rate = float(rate)
+        if self.steps:
+            raise ValueError(
+                f"{owner}: a config cannot hold steps; make the optimizer without get_config, from "
+                "its arguments"
+            )
+        return {"name": self.name} | _options.arguments_of(self) | {"learning_rate": rate}
 
     @classmethod
     def from_config(
@@ -255,7 +286,19 @@ class Optimizer(metaclass=_options.OptimizerType):
             >>> copy.weight_decay, copy.learning_rate == rate, copy.iterations
             (0.1, True, 0)
         """
-        return cls(**_options.arguments_in(cls.__name__, config, custom_objects))
+        from hpcstrat.optimizers import schedules
+
+        arguments = dict(config)
+        if isinstance(given := config.get("learning_rate"), Mapping):
+            name = given["class_name"]
+            kind = (custom_objects or {}).get(name) or getattr(schedules, name, None)
+            if kind is None:
+                raise ValueError(
+                    f"{cls.__name__}.from_config: the schedule {name} is not of "
+                    f"hs.optimizers.schedules; pass custom_objects={{{name!r}: {name}}}"
+                )
+            arguments["learning_rate"] = kind.from_config(given["config"])
+        return cls(**arguments)
 
     @property
     def ema_overwrites(self) -> float | None:
@@ -269,7 +312,18 @@ class Optimizer(metaclass=_options.OptimizerType):
         return None if frequency is None else float((self.iterations + 1) % frequency == 0)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Optimizer:
-        return _composition.deep_copy(self, memo)
+        # It continues from here, with copies of the variables: collective, as these.
+        other, state = copy.copy(self), self._state
+        memo[id(self)] = other
+        pairs = [(v, copy.deepcopy(v, memo)) for v in state.variables()]
+        own = {name: value for name, value in vars(self).items() if name not in _COMPOSED}
+        vars(other).update({name: copy.deepcopy(value, memo) for name, value in own.items()})
+        vars(other)["_state"] = copied = OptimizerState(self.gradient_accumulation_steps)
+        copied.iterations = state.iterations  # the rate's function reads it
+        copied.copy_from(state, pairs, self.name, self.all_slots)
+        other.learning_rate = other._learning_rate
+        other._compose()
+        return other
 
     # ---- the step
 
@@ -319,8 +373,11 @@ class Optimizer(metaclass=_options.OptimizerType):
         try:
             state, are_summed = self._state, skip_gradients_aggregation
             pairs: Sequence[tuple[Any, Variable]] | None = list(grads_and_vars)
-            if name is not None:
-                _gradients.check_name(name)
+            if name is not None and not isinstance(name, str):
+                raise TypeError(
+                    f"{current_call()}: name is {name!r}; pass skip_gradients_aggregation by its "
+                    "name, and gradients with their variables as zip(gradients, variables)"
+                )
             if state.marked is not None:
                 check_marked(state, pairs, are_summed)
             if self._collecting and pairs:
@@ -376,14 +433,23 @@ class Optimizer(metaclass=_options.OptimizerType):
             gradients, dense, sparse = _gradients.prepare_pairs(pairs)
             variables = [*dense, *(v for _, v in sparse)]
             if not variables:
-                _gradients.refuse_no_gradient(group, len(pairs))
+                group.communicator.exchange(signature_of(current_call(), "no gradient"))
+                group.communicator.calls.note_shared_error()
+                raise ValueError(
+                    f"{current_call()}: none of the {len(pairs)} variables has a gradient; pass at "
+                    "least one"
+                )
             if sparse or plan_key(group, dense) not in state.plans:
                 _gradients.check_variables(group, variables)
             rate = float(self._rate_after(state.iterations))
             step, clipped = state.iterations + 1, self._formula_of_clipped
             clipping = self._clipping if sparse else []  # rows are clipped before the update
             rule = clipped.rule(self, rate, step) if clipping else self.update_rule(rate, step)
-            _gradients.check_norms(rule, sparse)
+            if sparse and rule.norms is not None:
+                raise ValueError(
+                    f"{current_call()}: the update takes norms of whole variables, but the "
+                    f"gradient of {sparse[0][1].name!r} is an IndexedSlices; pass an array"
+                )
         are_summed = are_summed or not isinstance(contexts.context(), InReplica)
         if are_summed:
             group.communicator.require_equal(gradients)
@@ -468,8 +534,9 @@ class Optimizer(metaclass=_options.OptimizerType):
             with group.on_stream():
                 nothing = [group.xp.zeros(v.shape, v.dtype) for v in variables]
         plan = self._state.plan_of(group, variables, self.name, self.all_slots)
-        rule = _composition.rule_that_takes(EMA, self)
-        group.storage.update(plan, nothing, FIRST_REPLICA, rule)
+        place = list(self.all_slots).index(EMA)
+        taking = Formula(current_call(), lambda value, gradient, *slots: (slots[place], *slots))
+        group.storage.update(plan, nothing, FIRST_REPLICA, taking.rule(self, 0.0, 0))
 
     @names_call(lambda self, _: f"{self.name}.gradient_buffers")
     def gradient_buffers(self, variables: Iterable[Variable]) -> GradientBuffers:

@@ -6,7 +6,7 @@ import abc
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -294,48 +294,6 @@ def arguments_of(optimizer: Any) -> dict[str, Any]:
     usual = {**DEFAULTS, "name": type(optimizer).__name__}
     options = [name for name, value in usual.items() if getattr(optimizer, name) != value]
     return {name: getattr(optimizer, name) for name in dict.fromkeys([*own, *options])}
-
-
-def config_of(optimizer: Any) -> dict[str, Any]:
-    """The arguments that make such an optimizer, in a form for JSON."""
-    from hpcstrat.optimizers import schedules  # not before a program has one
-
-    rate = optimizer.learning_rate
-    if isinstance(rate, schedules.LearningRateSchedule):
-        rate = {"class_name": type(rate).__name__, "config": rate.get_config()}
-    elif callable(rate):
-        raise ValueError(
-            f"{type(optimizer).__name__}: learning_rate is {rate!r}, which a config cannot hold; "
-            "use a number, a schedule of hs.optimizers.schedules, or your own LearningRateSchedule"
-        )
-    else:
-        rate = float(rate)
-    if optimizer.steps:
-        raise ValueError(
-            f"{type(optimizer).__name__}: a config cannot hold steps; make the optimizer without "
-            "get_config, from its arguments"
-        )
-    return {"name": optimizer.name} | arguments_of(optimizer) | {"learning_rate": rate}
-
-
-def arguments_in(
-    owner: str, config: Mapping[str, Any], custom_objects: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    """The arguments in what `config_of` returned; `custom_objects` has schedules by name."""
-    arguments, rate = dict(config), config.get("learning_rate")
-    if isinstance(rate, Mapping):
-        given = cast("Mapping[str, Any]", rate)
-        name = given["class_name"]
-        from hpcstrat.optimizers import schedules
-
-        kind = (custom_objects or {}).get(name) or getattr(schedules, name, None)
-        if kind is None:
-            raise ValueError(
-                f"{owner}.from_config: the schedule {name} is not of hs.optimizers.schedules; "
-                f"pass custom_objects={{{name!r}: {name}}}"
-            )
-        arguments["learning_rate"] = kind.from_config(given["config"])
-    return arguments
 
 
 # ---- names of other libraries
