@@ -195,28 +195,3 @@ def agree_on_group(variables: Sequence[Variable]) -> ReplicaGroup:
             signature_of(current_call(), *[state_of(v).block.identity() for v in variables])
         )
     return group
-
-
-def compute_gradients(call: str, loss: Any, count: int, tape: Any) -> tuple[Any, list[Any]]:
-    """Calls the `loss` of `Optimizer.minimize`; returns the loss and `count` gradients."""
-    if tape is not None:
-        raise TypeError(
-            f"{call}: tape is of type {type(tape).__name__}; leave it out, because nothing is "
-            "recorded here: loss() returns the loss and its gradients"
-        )
-    if not callable(loss):
-        raise TypeError(
-            f"{call}: loss is of type {type(loss).__name__}; it must be a function without "
-            "arguments that returns the loss and its gradients, because NumPy computes none"
-        )
-    result: Any = loss()
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        raise TypeError(
-            f"{call}: loss() returned {type(result).__name__}; it must return (loss, gradients)"
-        )
-    value, gradients = result[0], list(result[1])
-    if len(gradients) != count:
-        raise ValueError(
-            f"{call}: {len(gradients)} gradients for {count} variables; return one for each"
-        )
-    return value, gradients

@@ -15,7 +15,7 @@ from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._update.formula import Formula
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
-from hpcstrat.optimizers import _composition, _gradients, _options
+from hpcstrat.optimizers import _gradients, _options, _steps
 from hpcstrat.optimizers._options import CommonOptions, LearningRate
 from hpcstrat.optimizers._state import (
     GradientBuffers,
@@ -88,7 +88,7 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     def _compose(self) -> None:
         """Puts its steps together, after a change of its options."""
-        self._steps = steps = _composition.steps_of(self)
+        self._steps = steps = _steps.steps_of(self)
         self._collecting = [step for step in steps if overrides(step, "collect")]
         if self._state.accumulator is not None:
             self._collecting.append(self._state.accumulator)
@@ -99,7 +99,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         self._sums_early = not (self._collecting or transforming)
         call = f"{type(self).__name__}.formula"
         self._formula, self._formula_of_clipped = [
-            Formula(call, *_composition.combine_formulas(call, self.formula, steps, clips))
+            Formula(call, *_steps.combine_formulas(call, self.formula, steps, clips))
             for clips in (bool(self._clipping), False)
         ]
 
@@ -161,7 +161,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             >>> hs.optimizers.Adam(use_ema=True).all_slots
             {'m': 0.0, 'v': 0.0, 'ema': None}
         """
-        return _composition.join_slots(type(self).__name__, self.slots, self._steps)
+        return _steps.join_slots(type(self).__name__, self.slots, self._steps)
 
     # ---- properties
 
@@ -182,7 +182,7 @@ class Optimizer(metaclass=_options.OptimizerType):
     def __setattr__(self, name: str, value: Any) -> None:
         _options.set_attribute(self, name, value, super().__setattr__)
         is_composed = name in BY_OPTION and "_formula" in vars(self)
-        if is_composed and _composition.steps_of(self) != self._steps:
+        if is_composed and _steps.steps_of(self) != self._steps:
             self._compose()
 
     def __repr__(self) -> str:
@@ -381,7 +381,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             if state.marked is not None:
                 check_marked(state, pairs, are_summed)
             if self._collecting and pairs:
-                pairs = _composition.collect(self, self._collecting, pairs)
+                pairs = _steps.collect(self, self._collecting, pairs)
             if pairs is not None and not self._apply_as_before(pairs, are_summed):
                 self._apply(pairs, are_summed)
             if state.marked is not None:
@@ -458,7 +458,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             if not are_summed:
                 gradients = group.communicator.all_reduce(gradients, ReduceOp.SUM)
                 are_summed = True
-            gradients, rows = _composition.transform(self, steps, group, variables, gradients, rows)
+            gradients, rows = _steps.transform(self, steps, group, variables, gradients, rows)
         try:  # all variables and the number of steps change, or nothing does
             if dense:
                 plan = state.plan_of(group, dense, self.name, self.all_slots)
@@ -502,7 +502,27 @@ class Optimizer(metaclass=_options.OptimizerType):
             (9.0, array([1.5]))
         """
         variables, call = list(var_list), f"{self.name}.minimize"
-        value, gradients = _gradients.compute_gradients(call, loss, len(variables), tape)
+        if tape is not None:
+            raise TypeError(
+                f"{call}: tape is of type {type(tape).__name__}; leave it out, because nothing is "
+                "recorded here: loss() returns the loss and its gradients"
+            )
+        if not callable(loss):
+            raise TypeError(
+                f"{call}: loss is of type {type(loss).__name__}; it must be a function without "
+                "arguments that returns the loss and its gradients, because NumPy computes none"
+            )
+        result: Any = loss()
+        if not isinstance(result, (tuple, list)) or len(result) != 2:
+            raise TypeError(
+                f"{call}: loss() returned {type(result).__name__}; it must return (loss, gradients)"
+            )
+        value, gradients = result[0], list(result[1])
+        if len(gradients) != len(variables):
+            raise ValueError(
+                f"{call}: {len(gradients)} gradients for {len(variables)} variables; return one "
+                "for each"
+            )
         self.apply_gradients(zip(gradients, variables, strict=True))
         return value
 
