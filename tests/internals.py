@@ -93,8 +93,8 @@ from hpcstrat._timeline.gpu_spans import GpuSpans
 from hpcstrat._timeline.recorder import TimelineRecorder, difference, zero
 from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
 from hpcstrat._tools import check, info
-from hpcstrat._tools.launch import leftovers, mpiexec, policy, restarts
-from hpcstrat._tools.launch.job import python_command
+from hpcstrat._tools.launch import mpiexec, policy, restarts
+from hpcstrat._tools.launch.command import python_command
 from hpcstrat._tools.launch.mpiexec import LaunchError
 from hpcstrat._tools.launch.policy import Decision, Ended, Policy, decide
 from hpcstrat._tools.timeline import advise, timeline

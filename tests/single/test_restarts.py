@@ -16,7 +16,6 @@ from internals import (
     State,
     guard,
     job_files,
-    leftovers,
     policy,
     restarts,
 )
@@ -252,7 +251,7 @@ def test_the_newest_snapshot_is_told(capfd):
 
 def test_what_the_ranks_leave_is_ended(monkeypatch):
     """A process that ignores SIGTERM, and one that died."""
-    monkeypatch.setattr(leftovers, "_GRACE_SECONDS", 0.1)
+    monkeypatch.setattr(restarts, "_GRACE_SECONDS", 0.1)
     left = []
 
     class Leaves(Starter):
@@ -273,7 +272,7 @@ def test_what_the_ranks_leave_is_ended(monkeypatch):
 
 def test_what_is_on_its_way_out_is_waited_for(monkeypatch):
     """A process that has freed its variables but has not closed its files yet."""
-    monkeypatch.setattr(leftovers, "_GRACE_SECONDS", SECONDS)
+    monkeypatch.setattr(restarts, "_GRACE_SECONDS", SECONDS)
     with subprocess.Popen(["sleep", "600"]) as process:
         looks = 0
 
@@ -284,7 +283,7 @@ def test_what_is_on_its_way_out_is_waited_for(monkeypatch):
                 process.kill()
             return [process.pid] * (looks == 1)
 
-        monkeypatch.setattr(leftovers, "processes_of", processes_of)
+        monkeypatch.setattr(restarts, "processes_of", processes_of)
         starter = Starter((NOTHING, KILLED), (lambda memory: process.wait(0), 0))
         try:
             assert run(starter) == 0

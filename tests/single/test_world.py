@@ -9,7 +9,7 @@ import time
 import types
 
 import pytest
-from internals import Launcher, guard, launchers, leftovers, output, worlds
+from internals import Launcher, guard, launchers, output, restarts, worlds
 
 
 @pytest.fixture
@@ -262,15 +262,15 @@ def test_segments_that_nobody_uses_are_unlinked(shared_memory, prefix):
     for file in files:
         if file is not held:
             file.close()
-    leftovers.unlink_segments(before + 3600)
+    restarts.unlink_segments(before + 3600)
     assert [os.path.exists(path) for path in paths] == [True] * 4
     os.rename(other.name, name := paths[-1].replace(prefix, "another_"))
     paths[-1] = name
-    leftovers.unlink_segments(before)
+    restarts.unlink_segments(before)
     assert [os.path.exists(path) for path in paths] == [True, True, False, True]
     libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE))
     held.close()
-    leftovers.unlink_segments(before)
+    restarts.unlink_segments(before)
     assert [os.path.exists(path) for path in paths] == [False, False, False, True]
 
 

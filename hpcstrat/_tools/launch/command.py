@@ -7,16 +7,18 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from hpcstrat._core import gpu
 from hpcstrat._process import launchers
 from hpcstrat._tools.launch import mpiexec, restarts
-from hpcstrat._tools.launch.job import Job, from_input, python_command
-from hpcstrat._tools.launch.mpiexec import LaunchError
+from hpcstrat._tools.launch.mpiexec import Job, LaunchError
 from hpcstrat._tools.launch.policy import Policy
 
 _HEAD_START_S = 10.0  # for rank 0's message, on a machine on which ranks start slowly
@@ -106,7 +108,7 @@ def _program(options: argparse.Namespace) -> AbstractContextManager[list[str]]:
         )
     if sys.stdin is None:
         raise LaunchError("standard input, which the program - comes from, is closed")
-    return from_input(options.arguments)
+    return _from_input(options.arguments)
 
 
 def _count(text: str) -> int:
@@ -161,3 +163,41 @@ def _refuse_other_launchers(options: argparse.Namespace) -> None:
     else:
         time.sleep(_HEAD_START_S)  # the launcher ends all ranks when the first fails
     os._exit(2)  # sys.exit would end the job as a rank's error does, with more output
+
+
+# ---- the command of a program
+
+
+def python_command(words: Sequence[str], option: str | None) -> list[str]:
+    """The command of a program that was named as for `python`; other programs stay unchanged.
+
+    Args:
+        words: the program and its arguments.
+        option: `-m` or `-c` of `python`, or None for a file.
+
+    Raises:
+        LaunchError: there is no such file and no such program.
+    """
+    first = words[0]
+    if option is not None:
+        return [sys.executable, option, *words]
+    if first == "python":
+        return [sys.executable, *words[1:]]
+    is_source = first.endswith((".py", ".pyz")) or os.path.isdir(first)
+    if os.path.exists(first) and (is_source or not os.access(first, os.X_OK)):
+        return [sys.executable, *words]
+    if not first.endswith(".py") and shutil.which(first) is not None:
+        return list(words)
+    raise LaunchError(f"there is no file {first!r}, and no program of this name")
+
+
+@contextlib.contextmanager
+def _from_input(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """A block with the command of a Python program that is read from standard input once."""
+    # In a Slurm job, in the working directory, which its other nodes see too.
+    folder = os.curdir if mpiexec.in_allocation() else None
+    with tempfile.NamedTemporaryFile(prefix="hpcstrat-", suffix=".py", dir=folder) as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+        file.flush()
+        read = 'file=$1; shift; exec "$0" - "$@" <"$file"'
+        yield ["sh", "-c", read, sys.executable, os.path.abspath(file.name), *arguments]

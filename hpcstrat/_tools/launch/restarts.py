@@ -6,21 +6,22 @@ import contextlib
 import errno
 import os
 import selectors
+import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
-from hpcstrat._process import job_files
+from hpcstrat._process import guard, job_files, launchers
 from hpcstrat._process.job_files import JobMemory, State
-from hpcstrat._tools.launch import leftovers
-from hpcstrat._tools.launch.job import Job
-from hpcstrat._tools.launch.mpiexec import LaunchError
+from hpcstrat._tools.launch.mpiexec import Job, LaunchError
 from hpcstrat._tools.launch.policy import Decision, Ended, Policy, decide
 from hpcstrat.checkpoint._new_file import newest_step
 
-_LOOK_SECONDS = 0.02  # while ranks start
+_LOOK_SECONDS = 0.02  # while ranks start, or end
 _SEEN_SECONDS = 0.5  # when they run: a death is seen at once
 _START_SECONDS = 60.0  # ranks that are not seen by then are on other hosts
+_GRACE_SECONDS = 1.0  # for the processes of the previous start to end by themselves
 _LEFT_SECONDS = 3.0  # for mpiexec to end after all ranks have ended
 
 
@@ -46,9 +47,9 @@ def run(job: Job, policy: Policy) -> int:
     def start(ranks: int) -> Ended:
         ended = _start(job, policy, memory, ranks)
         if ended.status and policy.restarts:
-            leftovers.end_processes(memory)
+            _end_processes(memory)
         if ended.status:
-            leftovers.unlink_segments(since)
+            unlink_segments(since)
         return ended
 
     ends = [start(policy.ranks)]
@@ -87,7 +88,7 @@ def _start(job: Job, policy: Policy, memory: JobMemory, ranks: int) -> Ended:
     memory.forget_ranks()
     # Another process that has taken a dead rank's number does not have the job's variable.
     job.processes = lambda: {note.process for note in memory.notes(ranks).values()}.intersection(
-        leftovers.processes_of(memory)
+        processes_of(memory)
     )
     watch = DeathWatch(memory, ranks)
     with watch if policy.restarts else contextlib.nullcontext():
@@ -163,7 +164,7 @@ class DeathWatch:
         notes = self._memory.notes(self._ranks).values()
         is_in_order = all(note.state == State.LEFT for note in notes)
         if not is_in_order and not self._is_over.wait(_LEFT_SECONDS):
-            leftovers.end_what_ranks_started(self._memory)
+            _end_what_ranks_started(self._memory)
 
     def _wait_for_all(self) -> None:
         """Waits until all ranks of this host have ended, or the block has."""
@@ -214,3 +215,106 @@ def _has_closed_files(process: int) -> bool:
             return b"\nFDSize:\t0\n" in file.read()
     except OSError:
         return True
+
+
+# ---- what dead ranks leave on this host: processes with the job's variable, segments of MPI
+
+
+def _end_processes(memory: JobMemory) -> None:
+    """Ends the processes that the ranks left on this host, and waits for their end."""
+    known: set[int] = set()
+
+    def are_left() -> bool:
+        # When a process ends, it loses its variables before it closes its files, and so before it
+        # frees a GPU.
+        known.update(processes_of(memory))
+        return any(map(_runs, known))
+
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while are_left() and time.monotonic() < deadline:
+        time.sleep(_LOOK_SECONDS)
+    for process in processes_of(memory):
+        _kill(process)
+    while are_left() and time.monotonic() < deadline + _GRACE_SECONDS:
+        time.sleep(_LOOK_SECONDS)
+
+
+def _end_what_ranks_started(memory: JobMemory) -> None:
+    """Ends processes that dead ranks have started: mpiexec would wait for their output."""
+    for process in processes_of(memory):
+        if any(variable.startswith(_OF_RANKS) for variable in _variables_of(process)):
+            _kill(process)
+
+
+def unlink_segments(since: float) -> None:
+    """Unlinks unused segments of MPI: their ranks were killed in its start, or with their guards.
+
+    Only this user's, made after `since` (as `time.time`), that no process has open or mapped: the
+    process that makes a segment has it open until it has mapped it, so there is no gap.
+    """
+    unused = _own_segments(since)
+    for process in guard.processes() if unused else []:
+        for inode in _inodes(process):
+            unused.pop(inode, None)
+    for path in unused.values():
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _own_segments(since: float) -> dict[int, str]:
+    """Inode and path of MPI's segments of this user that were made after `since` (`time.time`)."""
+    segments = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(guard.FOLDER):
+            if entry.name.startswith(guard.ALL):
+                status = entry.stat(follow_symlinks=False)
+                if status.st_uid == os.getuid() and status.st_ctime >= since - 1:
+                    segments[status.st_ino] = entry.path
+    return segments
+
+
+def _inodes(process: int) -> Iterator[int]:
+    """The files in shared memory that a process has open or mapped."""
+    folder = guard.FOLDER + "/"
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        # First the open files: the process that makes a file has it open until it has mapped it.
+        for name in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(OSError):
+                link = f"/proc/{process}/fd/{name}"
+                if os.readlink(link).startswith(folder):
+                    yield os.stat(link).st_ino
+        with open(f"/proc/{process}/maps") as maps:
+            yield from (int(line.split()[4]) for line in maps if f" {folder}" in line)
+
+
+def processes_of(memory: JobMemory) -> list[int]:
+    """The processes of this host that have the job's variable."""
+    ((name, value),) = memory.environment.items()
+    mark = f"{name}={value}".encode()
+    return [process for process in guard.processes() if mark in _variables_of(process)]
+
+
+_OF_RANKS = tuple(f"{name}=".encode() for name in launchers.RANK_NAMES)
+
+
+def _variables_of(process: int) -> list[bytes]:
+    try:
+        with open(f"/proc/{process}/environ", "rb") as file:
+            return file.read().split(b"\0")
+    except OSError:
+        return []
+
+
+def _kill(process: int) -> None:
+    with contextlib.suppress(OSError):
+        os.kill(process, signal.SIGKILL)
+
+
+def _runs(process: int) -> bool:
+    """Whether a process, or a thread of it, has not ended."""
+    try:
+        fields = guard.fields_of(process)
+    except OSError:
+        return False
+    # Field 17 is the number of threads: they may outlive the first thread, which then is a zombie.
+    return fields[0] != b"Z" or fields[17] != b"1"
