@@ -89,8 +89,7 @@ from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
 from hpcstrat._strategies.reduction import _reduce_own
 from hpcstrat._timeline import recorder
-from hpcstrat._timeline.gpu_spans import GpuSpans
-from hpcstrat._timeline.recorder import TimelineRecorder, difference, zero
+from hpcstrat._timeline.recorder import GpuSpans, TimelineRecorder, difference, zero
 from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
 from hpcstrat._tools import check, info
 from hpcstrat._tools.launch import mpiexec, policy, restarts
