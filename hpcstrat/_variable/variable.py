@@ -11,12 +11,19 @@ import numpy.typing as npt
 from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import call_named, current_call, names_call
-from hpcstrat._core.types import FIRST_REPLICA, Array, parse_choice
+from hpcstrat._core.call_name import (
+    call_named,
+    current_call,
+    enter_call,
+    leave_call,
+    names_call,
+)
+from hpcstrat._core.types import FIRST_REPLICA, Array, IndexedSlices, MaybeNone, parse_choice
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica, InUpdate, require_cross_replica
 from hpcstrat._replicas.group import default_group
-from hpcstrat._variable.assign import Assignable
+from hpcstrat._update.rows import combine_rows, update_rows
+from hpcstrat._variable.array import ReadableAsArray
 from hpcstrat._variable.options import (
     NO_AGGREGATION,
     OPERATIONS,
@@ -25,10 +32,19 @@ from hpcstrat._variable.options import (
     VariableType,
 )
 from hpcstrat._variable.state import VariableState
-from hpcstrat._variable.writing import RULES, as_initial_value
+from hpcstrat._variable.writing import (
+    RULES,
+    SCATTERS,
+    as_initial_value,
+    as_written_value,
+    gather_rows,
+    parse_slices,
+    share_out,
+    write_operation,
+)
 
 
-class Variable(Assignable, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
+class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
     """An array in the strategy's storage, which replicas read, write and update together.
 
     A variable acts as its array in arithmetic, and has the methods of an array.
@@ -85,7 +101,7 @@ class Variable(Assignable, metaclass=VariableType):  # pyright: ignore[reportGen
         1
     """
 
-    __slots__ = ("__weakref__", "synchronization", "trainable")
+    __slots__ = ("__weakref__", "aggregation", "synchronization", "trainable")
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
     @collective("Variable", lambda _: _require_no_update(), lambda _: contexts.group().communicator)
@@ -239,6 +255,347 @@ class Variable(Assignable, metaclass=VariableType):  # pyright: ignore[reportGen
         is_per_replica = self._state.needs_aggregation_to_read()
         value = "one value per replica" if is_per_replica else repr(self._state.block.view)
         return f"Variable({self.name!r}, shape={self.shape}, dtype={self.dtype.name}, {value})"
+
+    # ---- writing all of it
+
+    def assign(
+        self,
+        value: Any,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+    ) -> Variable | MaybeNone:
+        """Sets the variable.
+
+        Collective: all ranks call it. In a replica context the replicas' values are aggregated
+        first.
+
+        Args:
+            value: an array, a number or a sequence, of exactly the variable's shape, whose dtype
+                casts safely. In a replica context a Python number is aggregated as an array is:
+                with `SUM`, over all replicas.
+            use_locking: ignored; accepted for compatibility with TensorFlow.
+            name: ignored; accepted for compatibility with TensorFlow.
+            read_value: whether to return the variable.
+
+        Returns:
+            The variable; `None` without `read_value`.
+
+        Raises:
+            ValueError: a wrong shape; a dtype that does not cast safely; a `PerReplica` value; an
+                aggregation of `NONE` in a replica context. The variable is unchanged.
+            RuntimeError: the variable belongs to another strategy than the caller's.
+            ReplicaMismatchError: the replicas' calls differ.
+
+        Examples:
+            >>> v = hs.Variable([1.0, 2.0], name="v")
+            >>> v.assign([5, 6])
+            Variable('v', shape=(2,), dtype=float32, array([5., 6.], dtype=float32))
+            >>> v.assign(7.0)
+            Traceback (most recent call last):
+            ...
+            ValueError: Variable.assign of 'v': the value has shape () and the variable (2,)...
+        """
+        del use_locking, name
+        self._write("assign", value)
+        return self if read_value else None
+
+    def assign_add(
+        self,
+        value: Any = None,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+        *,
+        delta: Any = None,
+    ) -> Variable | MaybeNone:
+        """Adds `value` to the variable; otherwise as `assign`. Collective.
+
+        `delta` is TensorFlow's name of `value` for a variable outside every scope.
+
+        Examples:
+            In a replica function the replicas' values are aggregated: with 3 replicas this adds 6.
+
+            >>> strategy = hs.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     seen = hs.Variable(10, aggregation="SUM")
+            >>> _ = strategy.run(lambda: seen.assign_add(2))
+            >>> int(seen)
+            12
+        """
+        del use_locking, name
+        self._write("assign_add", delta if value is None else value)
+        return self if read_value else None
+
+    def assign_sub(
+        self,
+        value: Any = None,
+        use_locking: bool = False,
+        name: str | None = None,
+        read_value: bool = True,
+        *,
+        delta: Any = None,
+    ) -> Variable | MaybeNone:
+        """Subtracts `value`, or `delta`, from the variable; otherwise as `assign_add`.
+
+        Examples:
+            >>> hs.Variable([1.0, 2.0]).assign_sub([0.5, 0.5]).numpy()
+            array([0.5, 1.5], dtype=float32)
+        """
+        del use_locking, name
+        self._write("assign_sub", delta if value is None else value)
+        return self if read_value else None
+
+    def _write(self, verb: str, value: Any) -> None:
+        outer = enter_call(f"Variable.{verb} of {self.name!r}")
+        try:
+            state, context = self._state, contexts.context()
+            is_replica = isinstance(context, InReplica)
+            if isinstance(context, InUpdate):
+                context.require_writable(self)
+            else:
+                state.require_writable()
+                if not state.is_on_read:
+                    self._write_common(verb, value, is_replica)
+                    return
+                if not is_replica and state.group.communicator.size > 1:
+                    self._write_every_replicas(verb, value)
+                    return
+            # In an update, or the replica's own value: on this rank alone.
+            state.storage.local.write(state.block, self._as_written(verb, value), RULES[verb])
+        finally:
+            leave_call(outer)
+
+    def _write_common(self, verb: str, value: Any, is_replica: bool) -> None:
+        """Writes a variable that all replicas share."""
+        state, communicator = self._state, self._state.group.communicator
+        # Each replica writes a value, and these are aggregated. The cross-replica context writes
+        # one value, the same on all ranks.
+        is_aggregated = is_replica and state.group.requires_aggregation
+        with communicator.raise_together():
+            op = write_operation(self.aggregation, self.dtype) if is_aggregated else FIRST_REPLICA
+            new = self._as_written(verb, value)
+        if not is_aggregated:
+            communicator.require_equal([new])
+        state.storage.update(state.plan_alone(), [new], op, RULES[verb])
+
+    def _write_every_replicas(self, verb: str, value: Any) -> None:
+        """Writes one value for all replicas of an `ON_READ` variable, which a read returns."""
+        state, group = self._state, self._state.group
+        # Reading must return it, even if reading sums over replicas.
+        is_sum = self.aggregation is VariableAggregation.SUM
+        with group.communicator.raise_together():
+            if is_sum and verb != "assign":
+                raise ValueError(
+                    f"{current_call()}: how a change is divided among the replicas of an ON_READ "
+                    "variable that sums is not defined in the cross-replica context; use assign, "
+                    "or write it in a replica context"
+                )
+            new = self._as_written(verb, value)
+            if is_sum:
+                new = share_out(new, group.communicator.size)
+        group.communicator.require_equal([new])
+        with group.communicator.change():
+            # The root's value, so that all replicas have the same bits even if ranks computed
+            # slightly different values.
+            new = group.communicator.broadcast_obj(gpu.to_host(new), group.root)
+            state.storage.local.write(state.block, new, RULES[verb])
+
+    def _as_written(self, verb: str, value: Any) -> Array:
+        return as_written_value(
+            verb, value, self.shape, self.dtype, self._state.group.stream is not None
+        )
+
+    # ---- writing rows and elements
+    #
+    # In the cross-replica context each takes one value, the same on all ranks. In a replica context
+    # the replicas' rows are combined as in TensorFlow's mirrored variables: with `SUM` all are
+    # applied, with `MEAN` all are applied after division by the number of replicas, with
+    # `ONLY_FIRST_REPLICA` the first replica's are. If an index occurs several times, sums add up,
+    # products multiply, and the last update is used.
+
+    def scatter_add(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Adds values to some rows. Collective: all ranks call it.
+
+        Args:
+            sparse_delta: `indices` of rows, integers of any shape, and a row of `values` for each,
+                whose dtype casts safely, or one number for all elements. If an index occurs several
+                times, all its values are added.
+            use_locking: ignored; accepted for compatibility with TensorFlow.
+            name: ignored; accepted for compatibility with TensorFlow.
+
+        Returns:
+            The variable.
+
+        Raises:
+            TypeError: `sparse_delta` is not an `IndexedSlices`.
+            ValueError: an index is out of range; the values have another shape, or a dtype that
+                does not cast safely or that the operation does not take; an aggregation of `NONE`
+                in a replica context. The variable is unchanged.
+            NotImplementedError: the variable is `ON_READ`.
+            RuntimeError: the variable belongs to another strategy than the caller's.
+            ReplicaMismatchError: the replicas' calls differ.
+
+        Examples:
+            >>> table = hs.Variable(np.zeros((3, 2)))
+            >>> rows = hs.IndexedSlices(np.array([[1.0, 2.0], [10.0, 20.0], [5.0, 5.0]]), [2, 2, 0])
+            >>> table.scatter_add(rows).numpy()
+            array([[ 5.,  5.],
+                   [ 0.,  0.],
+                   [11., 22.]])
+        """
+        return self._scatter("scatter_add", sparse_delta)
+
+    def scatter_sub(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Subtracts values from some rows; otherwise as `scatter_add`. Collective.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_sub(hs.IndexedSlices([1.0, 1.0], [0, 2])).numpy()
+            array([0., 2., 3.])
+        """
+        return self._scatter("scatter_sub", sparse_delta)
+
+    def scatter_mul(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Multiplies some rows by values; otherwise as `scatter_add`. Collective.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_mul(hs.IndexedSlices([3.0, 5.0], [2, 2])).numpy()  # 4 * 3 * 5
+            array([ 1.,  2., 60.])
+        """
+        return self._scatter("scatter_mul", sparse_delta)
+
+    def scatter_div(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Divides some rows by values; otherwise as `scatter_add`. Collective.
+
+        The values must not be 0, and the variable must not be of integers.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_div(hs.IndexedSlices(2.0, [1, 2])).numpy()
+            array([1., 1., 2.])
+        """
+        return self._scatter("scatter_div", sparse_delta)
+
+    def scatter_min(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Takes the minimum of some rows and values; otherwise as `scatter_update`. Collective.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_min(hs.IndexedSlices([3.0, 3.0], [1, 2])).numpy()
+            array([1., 2., 3.])
+        """
+        return self._scatter("scatter_min", sparse_delta)
+
+    def scatter_max(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Takes the maximum of some rows and values; otherwise as `scatter_update`. Collective.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_max(hs.IndexedSlices([3.0, 3.0], [1, 2])).numpy()
+            array([1., 3., 4.])
+        """
+        return self._scatter("scatter_max", sparse_delta)
+
+    def scatter_update(
+        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
+    ) -> Variable:
+        """Sets some rows; otherwise as `scatter_add`. Collective.
+
+        If an index occurs several times, its last value is used. In a replica context the
+        aggregation must be `ONLY_FIRST_REPLICA`; with `SUM` and `MEAN` it raises
+        `NotImplementedError`, as in TensorFlow.
+
+        Examples:
+            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
+            >>> v.scatter_update(hs.IndexedSlices([7.0, 8.0, 9.0], [0, 2, 2])).numpy()
+            array([7., 2., 9.])
+        """
+        return self._scatter("scatter_update", sparse_delta)
+
+    def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
+        """Adds values to elements, or to parts; otherwise as `scatter_add`. Collective.
+
+        Args:
+            indices: integers of shape `(..., k)`; each row is an index into the first k dimensions.
+            updates: an array of shape `(*indices.shape[:-1], *shape[k:])`.
+            name: ignored; accepted for compatibility with TensorFlow.
+
+        Examples:
+            >>> table = hs.Variable(np.zeros((2, 3)))
+            >>> table.scatter_nd_add([[0, 1], [1, 2]], [5.0, 7.0]).numpy()  # elements
+            array([[0., 5., 0.],
+                   [0., 0., 7.]])
+            >>> table.scatter_nd_add([[1]], [[1.0, 1.0, 1.0]]).numpy()  # a row
+            array([[0., 5., 0.],
+                   [1., 1., 8.]])
+        """
+        return self._scatter("scatter_nd_add", IndexedSlices(updates, indices))
+
+    def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
+        """Subtracts values from elements, or parts; otherwise as `scatter_nd_add`. Collective.
+
+        Examples:
+            >>> table = hs.Variable(np.ones((2, 3)))
+            >>> table.scatter_nd_sub([[0, 1], [0, 1], [1, 2]], [1.0, 2.0, 1.0]).numpy()
+            array([[ 1., -2.,  1.],
+                   [ 1.,  1.,  0.]])
+        """
+        return self._scatter("scatter_nd_sub", IndexedSlices(updates, indices))
+
+    def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
+        """Sets elements, or parts; otherwise as `scatter_nd_add`, `scatter_update`. Collective.
+
+        Examples:
+            >>> table = hs.Variable(np.ones((2, 3)))
+            >>> table.scatter_nd_update([[0, 1], [1, 2]], [5.0, 7.0]).numpy()
+            array([[1., 5., 1.],
+                   [1., 1., 7.]])
+        """
+        return self._scatter("scatter_nd_update", IndexedSlices(updates, indices))
+
+    def _scatter(self, method: str, slices: Any) -> Variable:
+        with call_named(f"Variable.{method} of {self.name!r}"):
+            state, context = self._state, contexts.context()
+            group, communicator = state.group, state.group.communicator
+            scatter = SCATTERS[method.rpartition("_")[2]]
+            if isinstance(context, InUpdate):
+                context.require_writable(self)
+                with group.on_stream():
+                    rows, values = parse_slices(method, scatter, slices, state)
+                    rows, values = combine_rows(rows, values, scatter.combination)
+                    new = state.block.view.copy()
+                    update_rows([new], rows, values, scatter.rule)
+                    state.storage.local.write(state.block, new, RULES["assign"])
+                return self
+            state.require_writable()
+            in_replica = isinstance(context, InReplica) and group.requires_aggregation
+            with communicator.raise_together(), group.on_stream():
+                op = FIRST_REPLICA
+                if in_replica:
+                    op = write_operation(self.aggregation, self.dtype, scatter)
+                rows, values = parse_slices(method, scatter, slices, state)
+            if not in_replica:
+                communicator.require_equal([rows, values])
+            if communicator.size > 1:
+                rows, values = gather_rows(group, rows, values, op, in_replica)
+            with group.on_stream():
+                rows, values = combine_rows(rows, values, scatter.combination)
+            state.storage.update_rows(state.block, (), rows, values, scatter.rule)
+        return self
 
     # ---- help
 

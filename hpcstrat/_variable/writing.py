@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,11 +10,23 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from hpcstrat._communicators.reduction import check_reducible, mean_dtype
 from hpcstrat._core.arrays import as_array, as_native, as_read_only, has_own_dtype, is_numeric
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import Array, DistributedValues, as_dtype
+from hpcstrat._core.types import (
+    FIRST_REPLICA,
+    Aggregation,
+    Array,
+    DistributedValues,
+    IndexedSlices,
+    ReduceOp,
+    as_dtype,
+)
 from hpcstrat._process.output import add_note, explanations
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.base import UpdateRule
+from hpcstrat._variable.options import NO_AGGREGATION, OPERATIONS, VariableAggregation
+from hpcstrat._variable.state import VariableState
 
 
 def _assign(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
@@ -164,6 +177,37 @@ def as_castable_value(
     return array
 
 
+def write_operation(
+    aggregation: VariableAggregation, dtype: np.dtype[Any], scatter: Scatter | None = None
+) -> Aggregation:
+    """The operation that combines the values, or the rows of a scatter, that replicas write.
+
+    Raises:
+        ValueError: the aggregation is `NONE`, or means of this dtype do not fit it.
+        TypeError: values of this dtype cannot be reduced.
+        NotImplementedError: the aggregation cannot combine the rows of this scatter.
+    """
+    if aggregation is VariableAggregation.NONE:
+        raise ValueError(f"{current_call()} in a replica context: {NO_AGGREGATION}")
+    op = OPERATIONS[aggregation]
+    if op is FIRST_REPLICA:
+        return op
+    check_reducible(dtype, op)
+    if op is ReduceOp.MEAN and dtype.kind in "iu":
+        raise ValueError(
+            f"{current_call()}: the mean of the replicas' values is {mean_dtype(dtype)} and does "
+            f"not fit {dtype.name}; make it a float variable, or aggregate by SUM or "
+            "ONLY_FIRST_REPLICA"
+        )
+    if scatter is not None and not scatter.is_sum:
+        raise NotImplementedError(
+            f"{current_call()} in a replica context: the variable's aggregation is "
+            f"{aggregation.name}, and it needs ONLY_FIRST_REPLICA; make the variable with that, or "
+            "call it outside of Strategy.run"
+        )
+    return op
+
+
 def share_out(value: Array, replicas: int) -> Array:
     """Each replica's share of a value; the shares add up to the value.
 
@@ -183,6 +227,108 @@ def share_out(value: Array, replicas: int) -> Array:
     return share
 
 
+# ---- rows and elements
+
+
+def as_indices(indices: Any, group: ReplicaGroup) -> Array:
+    """`indices` as an array of `int64` on the device of the group's variables.
+
+    Raises:
+        ValueError: they are not integers.
+    """
+    array = as_read_only(current_call(), indices, group.stream is not None)
+    if array.dtype.kind not in "iu" and array.size:
+        raise ValueError(f"{current_call()}: the indices are of dtype {array.dtype}; pass integers")
+    with group.on_stream():
+        return (array if group.stream is None else group.stream.here(array)).astype(np.int64)
+
+
+def row_numbers(
+    indices: Array, shape: tuple[int, ...], group: ReplicaGroup
+) -> tuple[Array, tuple[int, ...]]:
+    """The flat row numbers of indices of shape `(..., k)`, and the shape of a row.
+
+    A row number counts over the first k dimensions of `shape`, flattened into one.
+
+    Raises:
+        ValueError: an index is out of range, or k is more than the number of dimensions.
+    """
+    depth = indices.shape[-1]
+    if depth > len(shape):
+        raise ValueError(
+            f"{current_call()}: indices of {depth} dimensions, and the variable has shape {shape}; "
+            f"pass at most {len(shape)}"
+        )
+    count = math.prod(indices.shape[:-1])
+    rows = group.xp.zeros(count, np.int64)
+    for index, size in zip(indices.reshape(count, depth).T, shape, strict=False):
+        if count and not 0 <= int(index.min()) <= int(index.max()) < size:
+            raise ValueError(
+                f"{current_call()}: an index is not in 0..{size - 1}; all must be, because the "
+                f"variable has shape {shape}"
+            )
+        rows = rows * size + index
+    return rows, shape[depth:]
+
+
+def parse_slices(
+    method: str, scatter: Scatter, slices: Any, state: VariableState
+) -> tuple[Array, Array]:
+    """The numbers of rows and a value for each, on the variable's device and in its dtype."""
+    shape, dtype, group = state.block.view.shape, state.block.view.dtype, state.group
+    if state.is_on_read:
+        raise NotImplementedError(
+            f"{current_call()}: the variable is ON_READ, one value per replica, and rows of it "
+            "cannot be written; use assign"
+        )
+    if not isinstance(slices, IndexedSlices):
+        raise TypeError(
+            f"{current_call()}: sparse_delta is of type {type(slices).__name__}; pass "
+            "IndexedSlices(values, indices)"
+        )
+    if dtype.kind not in scatter.kinds:
+        raise ValueError(
+            f"{current_call()}: it is not defined for {dtype.name}; use scatter_update or assign"
+        )
+    indices, is_nd = as_indices(slices.indices, group), method.startswith("scatter_nd")
+    rows, row = row_numbers(indices if is_nd else indices[..., None], shape, group)
+    wanted = (*(indices.shape[:-1] if is_nd else indices.shape), *row)
+
+    def check_shape(array: Array) -> None:
+        if array.shape != wanted and (is_nd or array.shape != ()):
+            raise ValueError(
+                f"{current_call()}: the values have shape {array.shape}; for indices of shape "
+                f"{indices.shape} and a variable of shape {shape} it must be {wanted}"
+            )
+
+    values = as_castable_value(slices.values, dtype, group.stream is not None, check_shape)
+    values = group.xp.asarray(values if group.stream is None else group.stream.here(values), dtype)
+    if scatter is SCATTERS["div"] and not values.all():
+        raise ValueError(f"{current_call()}: a value is 0; divide by other numbers")
+    values = group.xp.broadcast_to(values, wanted).reshape(rows.size, *row)
+    return rows, group.xp.ascontiguousarray(values)
+
+
+def gather_rows(
+    group: ReplicaGroup, rows: Array, values: Array, op: Aggregation, in_replica: bool
+) -> tuple[Array, Array]:
+    """The rows and values of all replicas, in rank order, prepared for the aggregation."""
+    communicator = group.communicator
+    # Outside a replica all ranks have the same rows, so the same number; replicas may differ.
+    must_match = () if in_replica else (f"{rows.size} rows",)
+    if op is FIRST_REPLICA and communicator.rank:
+        rows, values = rows[:0], values[:0]
+    rows, values = communicator.all_gather([rows, values], 0, *must_match)
+    if op is ReduceOp.MEAN:
+        # Overflow is ignored, as in the update itself.
+        with group.on_stream(), np.errstate(all="ignore"):
+            values = (values / communicator.size).astype(values.dtype, copy=False)
+    return rows, values
+
+
+# ---- dtypes
+
+
 def _casts(array: Array, dtype: np.dtype[Any]) -> bool:
     return np.can_cast(array.dtype, dtype, "same_kind")
 
@@ -193,6 +339,9 @@ def _fits(array: Array, dtype: np.dtype[Any]) -> bool:
         return True
     bounds = np.iinfo(dtype)
     return bool(array.min() >= bounds.min and array.max() <= bounds.max)
+
+
+# ---- notes
 
 
 def explain_read_only(error: BaseException) -> None:
