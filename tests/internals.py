@@ -86,8 +86,8 @@ from hpcstrat._storage.host import MirroredHostStorage
 from hpcstrat._storage.local import PART, host_parts
 from hpcstrat._storage.plan import MessageOrder, cuts_of, rank_parts_of, rank_slices
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.mirrored import make_mirrored_group
-from hpcstrat._strategies.reduction import _reduce_own
+from hpcstrat._strategies.reduce import _reduce_own
+from hpcstrat._strategies.strategies import make_mirrored_group
 from hpcstrat._timeline import recorder
 from hpcstrat._timeline.recorder import GpuSpans, TimelineRecorder, difference, zero
 from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name

@@ -26,15 +26,12 @@ class Context:
 
     Attributes:
         group: the replicas of the strategy.
-        owner: the user's object for the context: the strategy or, in a replica function, the
-            `ReplicaContext`. Its type is not known in this package.
     """
 
-    __slots__ = ("group", "owner")
+    __slots__ = ("group",)
 
-    def __init__(self, group: ReplicaGroup, owner: object) -> None:
+    def __init__(self, group: ReplicaGroup) -> None:
         self.group: ReplicaGroup = group
-        self.owner: object = owner
 
 
 @final
@@ -62,8 +59,8 @@ class InUpdate(AcrossReplicas):
 
     __slots__ = ("variables",)
 
-    def __init__(self, group: ReplicaGroup, owner: object, variables: Sequence[object]) -> None:
-        super().__init__(group, owner)
+    def __init__(self, group: ReplicaGroup, variables: Sequence[object]) -> None:
+        super().__init__(group)
         self.variables = variables
 
     def require_writable(self, variable: object) -> None:

@@ -8,7 +8,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import NoReturn, SupportsIndex, TypeVar, final
+from typing import Any, NoReturn, SupportsIndex, TypeVar, final
 
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.device import DeviceCommunicator
@@ -64,18 +64,20 @@ class Workers:
 
 @final
 class Lifetime:
-    """The mutable state of a group: whether its strategy is closed, and the strategy.
+    """The mutable state of a group: whether its strategy is closed, and the program's objects.
 
     Attributes:
         is_closed: whether it is.
-        strategy: the strategy, as variables tell it; its type is not known in this package.
+        strategy: the strategy; its type is not known in this package.
+        replica_context: the `ReplicaContext` of this rank's replica, once a program asked for it.
     """
 
-    __slots__ = ("is_closed", "strategy")
+    __slots__ = ("is_closed", "replica_context", "strategy")
 
     def __init__(self, is_closed: bool = False) -> None:
         self.is_closed: bool = is_closed
-        self.strategy: object = None
+        self.strategy: Any = None
+        self.replica_context: Any = None
 
 
 @final
@@ -100,7 +102,7 @@ class ReplicaGroup:
         mirrors: whether each replica keeps a copy of every variable on its own device.
         requires_aggregation: whether a write in a replica context needs an aggregation.
         hosts: the host of each rank; by default all ranks are on one host.
-        lifetime: whether the strategy is closed.
+        lifetime: whether the strategy is closed, and the strategy itself.
         workers: the hosts, each of which reads data for its own replicas.
         device: this replica's device.
         stream: the stream that this replica computes on; `None` on the CPU.

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
 
+import numpy as np
+
+from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.connection import disconnect_devices, keep_connected
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core.call_name import RUN, Details, names_call, span
-from hpcstrat._core.types import RunOptions, select
+from hpcstrat._core.types import ReduceOp, RunOptions, ValueContext, select
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (
     AcrossReplicas,
     InReplica,
     check_arguments,
+    check_cross_replica,
     require_cross_replica,
 )
 from hpcstrat._replicas.group import Lifetime, ReplicaGroup
+from hpcstrat._strategies import exchange, reduce
 from hpcstrat._strategies.extended import StrategyExtended
-from hpcstrat._strategies.input import InputMethods
-from hpcstrat._strategies.replica_context import ReplicaContext
 from hpcstrat._strategies.transfer import (
     check_same_structure,
     explain_arguments,
@@ -30,9 +34,16 @@ from hpcstrat._strategies.transfer import (
     regroup,
     require_equal_arguments,
 )
-from hpcstrat._strategies.values import ValueMethods
 from hpcstrat._variable.options import creators
 from hpcstrat._variable.writing import explain_assign, explain_read_only
+from hpcstrat.data import _distributed
+from hpcstrat.data._arguments import InputContext, InputOptions
+from hpcstrat.data._dataset import Dataset
+from hpcstrat.data._distributed import DistributedDataset
+from hpcstrat.data._steps import Prefetcher
+
+_LOGICAL_DEVICES = 1
+"""The logical devices per replica. TensorFlow has methods for several."""
 
 
 def _describe_run(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
@@ -40,7 +51,7 @@ def _describe_run(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
     return Details(f"run {name.rpartition('.<locals>.')[2]}", None, group_of(strategy).stream)
 
 
-class Strategy(InputMethods, ValueMethods):
+class Strategy:
     """Runs one program on several replicas: one replica per rank, each on its own device.
 
     Construct one of the subclasses. All ranks must call the methods marked collective, in the same
@@ -59,6 +70,8 @@ class Strategy(InputMethods, ValueMethods):
         10
     """
 
+    _takes_pipeline_per_replica: bool = False
+
     def __init__(self, group: ReplicaGroup | None = None) -> None:
         if not isinstance(group, ReplicaGroup):
             raise TypeError(
@@ -71,10 +84,8 @@ class Strategy(InputMethods, ValueMethods):
     def _connect(self, group: ReplicaGroup) -> None:
         self._group = group
         group.lifetime.strategy = self
-        self._across = AcrossReplicas(group, self)
-        self._replica_context = ReplicaContext(self, self._across)
-        self._in_replica = InReplica(group, self._replica_context)
-        self._extended = StrategyExtended(self._across, self.run)
+        self._in_replica = InReplica(group)
+        self._extended = StrategyExtended(group)
 
     # ---- properties
 
@@ -149,7 +160,7 @@ class Strategy(InputMethods, ValueMethods):
             >>> weights.distribute_strategy is strategy
             True
         """
-        return Scope(self, self._across)
+        return Scope(self._group)
 
     @names_call("Strategy.close")
     def close(self) -> None:
@@ -282,22 +293,413 @@ class Strategy(InputMethods, ValueMethods):
         finally:
             contexts.current.set(before)
 
+    # ---- values of the replicas
+
+    @collective("Strategy.reduce", check_cross_replica)
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
+    ) -> Any:
+        """Reduces the replicas' values to one value, the same on every rank.
+
+        Collective: all ranks call this.
+
+        Args:
+            reduce_op: a `ReduceOp` or its name.
+            value: a nest of distributed values of arrays or numbers. They are sent in one message.
+            axis: `None` reduces elementwise over the replicas, whose shapes must be equal. An int,
+                or several, reduces along these axes within each replica too, and `MEAN` divides by
+                the true number of elements: of a last batch of 6 elements, 4 on one replica and 2
+                on the other, the mean is the sum of the six divided by six. The mean of no elements
+                is nan.
+
+        Returns:
+            A nest like `value` of plain arrays. Sums of integers keep their dtype, except that 8-
+            and 16-bit integers become 64-bit along an axis, as in NumPy. Means of integers are
+            `float32` for up to 16 bits and `float64` for more. The mean of a plain value is the
+            value itself, or its mean along `axis`; the sum of a plain zero is that zero.
+
+        Raises:
+            RuntimeError: called inside a replica function or the scope of another strategy.
+            TypeError: a leaf is not a numeric array, or its dtype does not support the reduction.
+            ValueError: an axis does not exist, or a plain value other than zero is summed over
+                several replicas.
+            ReplicaMismatchError: shapes or dtypes differ between replicas.
+
+        Examples:
+            With one replica; two would have `[0 1 2 3]` and `[4 5 6 7]`, whose sums are
+            `[4 6 8 10]` and 28:
+
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> dataset = hs.data.Dataset.range(8).batch(8)
+            >>> for x in strategy.experimental_distribute_dataset(dataset):
+            ...     result = strategy.run(lambda value: value, args=(x,))
+            >>> print(strategy.reduce(hs.ReduceOp.SUM, result, axis=None))
+            [0 1 2 3 4 5 6 7]
+            >>> print(strategy.reduce(hs.ReduceOp.SUM, result, axis=0))
+            28
+            >>> print(strategy.reduce(hs.ReduceOp.MEAN, result, axis=0))
+            3.5
+        """
+        return reduce.reduce(self._group.communicator, reduce_op, value, axis)
+
+    @collective("Strategy.gather", check_cross_replica)
+    def gather(self, value: Any, axis: int) -> Any:
+        """Concatenates the replicas' values along `axis`, in replica order.
+
+        Collective: all ranks call this.
+
+        Args:
+            value: a distributed value, or a nest of them, of arrays with at least one dimension.
+                Sizes may differ along `axis` only. A plain array is returned as it is.
+            axis: the axis; a negative one counts from the end.
+
+        Returns:
+            A nest like `value` of plain arrays, the same on every rank.
+
+        Raises:
+            RuntimeError: called inside a replica function or the scope of another strategy.
+            NotImplementedError: a leaf is an `IndexedSlices`.
+            ReplicaMismatchError: the shapes do not match; the message lists every replica's.
+
+        Examples:
+            With one replica; with two the shapes would be (2, 2, 3), (1, 4, 3) and (1, 2, 6):
+
+            >>> import numpy as np
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> array = np.array([[[0, 1, 2], [3, 4, 5]]])
+            >>> value = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: array + context.replica_id_in_sync_group)
+            >>> for axis in (0, 1, 2):
+            ...     print(strategy.gather(value, axis).shape)
+            (1, 2, 3)
+            (1, 2, 3)
+            (1, 2, 3)
+        """
+        return exchange.gather(self._group.communicator, value, axis)
+
+    @names_call("Strategy.experimental_local_results")
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """The components of this worker's replicas.
+
+        Collective, except in a replica function: all ranks call this.
+
+        Args:
+            value: any value.
+
+        Returns:
+            For a `PerReplica` value, a tuple of its components in replica order, on every rank.
+            These are the components of all replicas or, in a `MultiWorkerMirroredStrategy`, of this
+            host's replicas. For a nest with such leaves, a tuple of nests. For any other value,
+            `(value,)`. Arrays of other libraries become NumPy or CuPy arrays.
+
+        Raises:
+            TypeError: a component cannot be pickled, and so cannot be sent between ranks.
+            ReplicaMismatchError: the replicas' values have different structures.
+
+        Examples:
+            With one replica; two would have `({'rank': 0}, {'rank': 1})`, on both ranks:
+
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> strategy.experimental_local_results(strategy.run(lambda: {"rank": hs.replica_id()}))
+            ({'rank': 0},)
+            >>> strategy.experimental_local_results("any other value")
+            ('any other value',)
+        """
+        return exchange.local_results(self._group, value)
+
+    @collective("Strategy.experimental_distribute_values_from_function", check_cross_replica)
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Makes distributed values, calling `value_fn(ValueContext)` on each replica.
+
+        Collective: all ranks call this; an exception of one replica is raised on all.
+
+        Args:
+            value_fn: returns this replica's component, a nest of arrays or of values that become
+                arrays.
+
+        Returns:
+            The nest with `PerReplica` leaves; with one replica, plain leaves.
+
+        Raises:
+            TypeError: a leaf is not a numeric array and cannot become one.
+            ReplicaMismatchError: the replicas' nests differ in structure.
+
+        Examples:
+            With one replica: a constant, an element chosen by the replica's index, and a computed
+            value:
+
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> constant = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: 1.0)
+            >>> strategy.experimental_local_results(constant)
+            (1.0,)
+            >>> values = [3.0, 2.0, 1.0, 0.0]
+            >>> by_index = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: values[context.replica_id_in_sync_group])
+            >>> strategy.experimental_local_results(by_index)
+            (3.0,)
+            >>> computed = strategy.experimental_distribute_values_from_function(
+            ...     lambda context: context.num_replicas_in_sync)
+            >>> strategy.experimental_local_results(computed)
+            (1,)
+        """
+        return exchange.values_from_function(self._group, value_fn)
+
+    # ---- logical devices
+
+    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
+        """Returns `tensor`, which is already on the replica's only logical device, number 0.
+
+        Raises:
+            ValueError: `logical_device_id` is not 0.
+
+        Examples:
+            >>> hs.CentralStorageStrategy().experimental_assign_to_logical_device(np.arange(3), 0)
+            array([0, 1, 2])
+        """
+        if not 0 <= logical_device_id < _LOGICAL_DEVICES:
+            raise ValueError(
+                "Strategy.experimental_assign_to_logical_device: there is no logical device "
+                f"{logical_device_id}; a replica has one, so pass 0"
+            )
+        return tensor
+
+    def experimental_split_to_logical_devices(
+        self, tensor: Any, partition_dimensions: Sequence[int]
+    ) -> Any:
+        """Returns `tensor` whole, because a replica has one logical device.
+
+        Args:
+            tensor: an array.
+            partition_dimensions: the number of parts along each dimension; each must be 1.
+
+        Raises:
+            ValueError: the number of entries is not the number of dimensions, their product is not
+                the number of logical devices, or an entry does not divide its dimension.
+
+        Examples:
+            >>> image = np.zeros((1, 28, 28))
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> strategy.experimental_split_to_logical_devices(image, [1, 1, 1]) is image
+            True
+        """
+        call = "Strategy.experimental_split_to_logical_devices"
+        shape = np.shape(tensor)
+        parts = list(partition_dimensions)
+        # TensorFlow's checks, though there is one logical device only: a program for several must
+        # not run as if it had them.
+        if len(parts) != len(shape):
+            raise ValueError(
+                f"{call}: partition_dimensions is {parts}; it must have {len(shape)} entries, as "
+                f"many as the shape {shape}"
+            )
+        if math.prod(parts) != _LOGICAL_DEVICES:
+            raise ValueError(
+                f"{call}: partition_dimensions is {parts}, which makes {math.prod(parts)} parts; "
+                "for the replica's only logical device all must be 1"
+            )
+        if any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
+            raise ValueError(
+                f"{call}: partition_dimensions is {parts}; it must divide the shape {shape}"
+            )
+        return tensor
+
+    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
+        """Returns `tensor`, which is already on every logical device of the replica.
+
+        Examples:
+            >>> hs.CentralStorageStrategy().experimental_replicate_to_logical_devices(np.arange(3))
+            array([0, 1, 2])
+        """
+        return tensor
+
+    # ---- data
+
+    @names_call("Strategy.experimental_distribute_dataset")
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Splits each batch of a dataset among the replicas. Collective, and so is iterating.
+
+        Args:
+            dataset: a `hpcstrat.data.Dataset` that is batched by the global batch size, or any
+                re-iterable of nests of arrays, such as a PyTorch `DataLoader`. Every rank iterates
+                over it and must get the same batches; the first batches of each pass are compared,
+                with `HPCSTRAT_CHECK=1` all batches. Of a batch of b elements, replica r of N gets
+                the next `b // N + (1 if r < b % N else 0)`. If b < N, the last replicas get an
+                empty batch, and the first time rank 0 warns (`UserWarning`). With
+                `AutoShardPolicy.OFF` in the dataset's options a short batch fills the replicas in
+                order, each up to its part of a full batch.
+            options: see `InputOptions`.
+
+        Returns:
+            A re-iterable of nests of `PerReplica`; with one replica, of plain values. On a GPU they
+            are CuPy arrays, and the next batches are copied there in advance, unless the options
+            say otherwise.
+
+        Raises:
+            ValueError: the dataset is not batched, or its options say `AutoShardPolicy.OFF` and
+                there are several workers.
+            TypeError: `dataset` cannot be iterated over.
+
+        Examples:
+            With one replica; two would get one element each:
+
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> dataset = hs.data.Dataset.range(10).batch(2)
+            >>> for x in strategy.experimental_distribute_dataset(dataset):
+            ...     print(strategy.experimental_local_results(x))
+            (array([0, 1]),)
+            (array([2, 3]),)
+            (array([4, 5]),)
+            (array([6, 7]),)
+            (array([8, 9]),)
+        """
+        require_cross_replica(self._group)
+        if self._group.workers.count > 1 and isinstance(dataset, Dataset):
+            _distributed.check_sharding(dataset)
+        return _distributed.distribute_dataset(
+            dataset, self._group.communicator, options, self._prefetcher(options)
+        )
+
+    @names_call("Strategy.distribute_datasets_from_function")
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Distributes the elements of `dataset_fn(InputContext)` to the replicas.
+
+        Collective, and so is iterating.
+
+        Args:
+            dataset_fn: returns a dataset batched by the batch size per replica; called once on
+                every rank. All ranks of a host must get the same elements: in step t, replica r of
+                its n replicas takes element `t * n + r`. On several hosts the context tells which
+                pipeline this is, and each host may have different elements.
+            options: see `InputOptions`. With `PER_REPLICA`, in a `MirroredStrategy`, each replica
+                has its own pipeline, with different elements: the context has the pipeline's index,
+                and as many pipelines as there are replicas.
+
+        Returns:
+            A re-iterable of nests of `PerReplica`; with one replica, of plain values. If the
+            elements run out within a step, the replicas without an element get an empty batch.
+
+        Raises:
+            TypeError: `dataset_fn` does not return a dataset.
+            NotImplementedError: the options ask for `PER_REPLICA` in a strategy other than
+                `MirroredStrategy`.
+            ValueError: the options contradict each other.
+
+        Examples:
+            With a batch size of 4 per replica:
+
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> def dataset_fn(context):
+            ...     global_batch_size = 4 * context.num_replicas_in_sync
+            ...     batch_size = context.get_per_replica_batch_size(global_batch_size)
+            ...     dataset = hs.data.Dataset.from_tensors(1.0).repeat()
+            ...     dataset = dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
+            ...     return dataset.batch(batch_size)
+            >>> iterator = iter(strategy.distribute_datasets_from_function(dataset_fn))
+            >>> strategy.experimental_local_results(next(iterator))[0]
+            array([1., 1., 1., 1.], dtype=float32)
+        """
+        require_cross_replica(self._group)
+        return _distributed.distribute_from_function(
+            dataset_fn,
+            self._group.communicator,
+            options,
+            self._prefetcher(options),
+            self._group.workers,
+            self._takes_pipeline_per_replica,
+        )
+
+    @collective("Strategy.scatter", check_cross_replica)
+    def scatter(self, value: Any, axis: int = 0, return_indices: bool = False) -> Any:
+        """Splits arrays among the replicas: the inverse of `gather`.
+
+        Collective: all ranks call this.
+
+        Args:
+            value: a nest of arrays of one size along `axis`, the same on every rank. The shapes,
+                dtypes and samples of the contents are compared; with `HPCSTRAT_CHECK=1` all of the
+                contents.
+            axis: the axis; a negative one counts from the end.
+            return_indices: whether to also return which elements along `axis` each replica has.
+
+        Returns:
+            A nest like `value` of `PerReplica`; with one replica, of arrays. Of S elements along
+            `axis`, replica r of N has the next `S // N + (1 if r < S % N else 0)`, which may be
+            none. The parts are copies on the replicas' devices.
+
+            With `return_indices` a tuple of that nest and of a `PerReplica` of `range`s; with one
+            replica, a `range`. Its `start` is the part's offset.
+
+        Raises:
+            RuntimeError: called inside a replica function or the scope of another strategy.
+            TypeError: a leaf is not a numeric array, or is distributed already.
+            ValueError: the axis does not exist, or sizes along it differ within `value`.
+            ReplicaMismatchError: the arrays differ between ranks.
+
+        Examples:
+            With one replica; two would have `[0 1 2]` and `[3 4]`:
+
+            >>> import numpy as np
+            >>> import hpcstrat as hs
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> parts = strategy.scatter(np.arange(5))
+            >>> print(strategy.gather(strategy.run(lambda part: part * 10, args=(parts,)), axis=0))
+            [ 0 10 20 30 40]
+        """
+        return exchange.scatter(self._group, value, axis, return_indices)
+
+    def _prefetcher(self, options: Any) -> Prefetcher | None:
+        """Copies batches to this replica's GPU, two in advance unless the options say otherwise."""
+        options = options if isinstance(options, InputOptions) else InputOptions()
+        moves = options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
+        if self._group.stream is None or not moves:
+            return None
+        # Imported here: only a GPU needs it.
+        from hpcstrat.data._device_prefetch import prefetch_to_gpu
+
+        return prefetch_to_gpu(self._group.stream, 1 + options.experimental_per_replica_buffer_size)
+
+    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
+        """`Dataset.from_tensor_slices`: the slices of a nest of arrays along their first dimension.
+
+        Examples:
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> arrays = np.arange(6).reshape(3, 2), np.array([0, 1, 0])
+            >>> dataset = strategy.experimental_make_numpy_dataset(arrays).batch(2)
+            >>> for x, y in dataset:
+            ...     print(x.tolist(), y)
+            [[0, 1], [2, 3]] [0 1]
+            [[4, 5]] [0]
+        """
+        return Dataset.from_tensor_slices(numpy_input)
+
 
 class Scope:
     """Enters a strategy's cross-replica context; see `Strategy.scope`."""
 
-    __slots__ = ("_across", "_entered", "_strategy")
+    __slots__ = ("_entered", "_group")
 
-    def __init__(self, strategy: Strategy, across: AcrossReplicas) -> None:
-        self._strategy = strategy
-        self._across = across
+    def __init__(self, group: ReplicaGroup) -> None:
+        self._group = group
         self._entered: list[Any] = []
 
     @names_call("Strategy.scope")
     def __enter__(self) -> Strategy:
-        require_cross_replica(self._across.group)
-        self._entered.append((contexts.current.set(self._across), creators.get()))
-        return self._strategy
+        require_cross_replica(self._group)
+        token = contexts.current.set(AcrossReplicas(self._group))
+        self._entered.append((token, creators.get()))
+        return strategy_of(self._group)
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         if error is not None:
@@ -315,3 +717,8 @@ class Scope:
 def group_of(strategy: Strategy) -> ReplicaGroup:
     """The group of a strategy."""
     return strategy._group
+
+
+def strategy_of(group: ReplicaGroup) -> Strategy:
+    """The strategy of a group."""
+    return group.lifetime.strategy

@@ -8,9 +8,9 @@ from typing import Any, final
 
 from hpcstrat._core.types import MaybeNone
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.contexts import InReplica
+from hpcstrat._replicas.contexts import AcrossReplicas, InReplica
 from hpcstrat._replicas.group import default_group
-from hpcstrat._strategies.base import Scope, Strategy
+from hpcstrat._strategies.base import Scope, Strategy, group_of, strategy_of
 from hpcstrat._strategies.replica_context import ReplicaContext
 from hpcstrat._variable.options import creators
 
@@ -27,7 +27,7 @@ class DefaultStrategy(Strategy):
 
         Otherwise it changes nothing: outside all scopes this strategy is current.
         """
-        return _DefaultScope(self, self._across)
+        return _DefaultScope(self._group)
 
 
 class _DefaultScope(Scope):
@@ -41,7 +41,7 @@ class _DefaultScope(Scope):
                 "Strategy.scope was called in the scope of another strategy; leave that scope first"
             )
         self._entered.append(creators.set((*creators.get(), _require_default)))
-        return self._strategy
+        return strategy_of(self._group)
 
     def __exit__(self, *_: object) -> None:
         creators.reset(self._entered.pop())
@@ -77,11 +77,7 @@ def get_strategy() -> Strategy:
     context = contexts.context()
     if context is None:
         return default_strategy()
-    owner = context.owner
-    if isinstance(owner, ReplicaContext):
-        return owner.strategy
-    assert isinstance(owner, Strategy)
-    return owner
+    return strategy_of(context.group)
 
 
 def has_strategy() -> bool:
@@ -141,11 +137,15 @@ def get_replica_context() -> ReplicaContext | MaybeNone:
     """
     context = contexts.context()
     if context is None:
-        return default_strategy()._replica_context
-    if not isinstance(context, InReplica):
+        group = group_of(default_strategy())
+    elif isinstance(context, InReplica):
+        group = context.group
+    else:
         return None
-    assert isinstance(context.owner, ReplicaContext)
-    return context.owner
+    # Made once: programs may compare contexts by identity.
+    if group.lifetime.replica_context is None:
+        group.lifetime.replica_context = ReplicaContext(group)
+    return group.lifetime.replica_context
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:
@@ -164,5 +164,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
         False
     """
     contexts.set_outside_scopes(
-        None if strategy is None or strategy is default_strategy() else strategy._across
+        None
+        if strategy is None or strategy is default_strategy()
+        else AcrossReplicas(group_of(strategy))
     )

@@ -1,25 +1,115 @@
-"""Gathers and sends nests of values between replicas, for the collective methods."""
+"""Nests of values between the replicas: what a leaf may be; gathers, sends and splits them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
 
+from hpcstrat._calls.records import ManyValues, signature_of
 from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
 from hpcstrat._communicators.reduction import REDUCTIONS, check_reducible, reduce_rows
 from hpcstrat._core import gpu, nests
-from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import Array, DistributedValues, IndexedSlices, ReduceOp, component_of
-from hpcstrat._strategies.leaves import (
-    as_numeric,
-    check_axis,
-    positions,
-    require_same_structure,
-    scalar,
+from hpcstrat._core.arrays import (
+    as_array,
+    as_native,
+    from_foreign,
+    host_copy,
+    is_foreign,
+    is_numeric,
 )
+from hpcstrat._core.call_name import current_call, explained
+from hpcstrat._core.types import (
+    Array,
+    DistributedValues,
+    IndexedSlices,
+    PerReplica,
+    ReduceOp,
+    ValueContext,
+    component_of,
+)
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import AcrossReplicas
+from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._strategies.transfer import from_wire, to_wire
 from hpcstrat._variable.variable import Variable
+from hpcstrat.data._elements import checksum_of_arrays
+from hpcstrat.data._steps import bounds
+
+# ---- leaves of nests
+
+
+def as_numeric(value: Any) -> Array:
+    """`value` as a numeric array on its own device, in this machine's byte order.
+
+    Args:
+        value: an array of any library, a variable or a number.
+
+    Raises:
+        TypeError: `value` is something else, or a masked array.
+    """
+    if isinstance(value, Variable):
+        value = value.value()
+    array = as_array(current_call(), value, on_gpu=True)
+    if array.dtype.kind not in "biufc" and not is_numeric(array.dtype):
+        raise TypeError(
+            f"{current_call()}: {value!r} is not an array of numbers and cannot become one; pass "
+            "an array"
+        )
+    return array if array.dtype.isnative else as_native(array)
+
+
+def check_axis(axis: Any) -> None:
+    """Checks that an argument `axis` is an int.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
+        raise TypeError(f"{current_call()}: axis is {axis!r}; it must be an int")
+
+
+def scalar(array: Array) -> Any:
+    """A NumPy array without dimensions as a NumPy scalar; any other array as it is.
+
+    CuPy has no scalars: its arrays stay arrays.
+    """
+    return array[()] if array.ndim == 0 else array
+
+
+def convert_foreign_leaves(nest: Any) -> Any:
+    """`nest` with arrays of other libraries as NumPy's or CuPy's; itself if there are none."""
+    leaves, structure = nests.flatten(nest)
+    converted = [
+        from_foreign(current_call(), leaf)
+        if not isinstance(leaf, Variable) and is_foreign(leaf)
+        else leaf
+        for leaf in leaves
+    ]
+    return nest if all(map(operator.is_, converted, leaves)) else structure.unflatten(converted)
+
+
+def positions(kind: str, indices: Collection[int], leaves: Sized) -> list[str]:
+    """Which leaves are of this kind, for ranks to compare; nothing if all are."""
+    return [f"{kind} at {list(indices)}"] if len(indices) < len(leaves) else []
+
+
+def require_same_structure(
+    communicator: Communicator, structure: nests.Structure, *must_match: str
+) -> None:
+    """Checks that no rank has values to exchange, since this rank has none. Collective.
+
+    Without this a rank that has some would wait for the others.
+    """
+    if communicator.size > 1:
+        communicator.exchange(
+            signature_of(current_call(), *must_match, nests.describe(structure), "not distributed")
+        )
+
+
+# ---- collective calls
 
 
 def all_gather(communicator: Communicator, value: Any, axis: int) -> Any:
@@ -174,6 +264,140 @@ def neighbor_exchange(
         results.append(None if source is None else nest.fill([of[source] for of in own]))
     from_right, from_left = results
     return from_left, from_right
+
+
+# ---- distributed values of plain ones, and back
+
+
+def scatter(group: ReplicaGroup, value: Any, axis: int, return_indices: bool) -> Any:
+    """See `Strategy.scatter`."""
+    communicator = group.communicator
+    leaves, structure = nests.flatten(value)
+    with group.on_stream():
+        arrays = [_as_scatterable(leaf, axis) for leaf in leaves]
+        size = _size_along([array.shape for array in arrays], axis)
+        contents = ManyValues(
+            tuple([_describe_array(array, communicator.checks) for array in arrays])
+        )
+        communicator.exchange(
+            signature_of(current_call(), nests.describe(structure), f"axis={axis}", contents)
+        )
+        indices = range(*bounds(communicator.rank, communicator.size, 0, size))
+        own = [_own_part(group, array, axis, indices) for array in arrays]
+    parts = structure.unflatten([_distributed(communicator, part) for part in own])
+    return (parts, _distributed(communicator, indices)) if return_indices else parts
+
+
+def _distributed(communicator: Communicator, own: Any) -> Any:
+    """This replica's component as a distributed value; with one replica itself."""
+    if communicator.size == 1:
+        return own
+    return PerReplica(own, communicator.rank, communicator.size)
+
+
+def _own_part(group: ReplicaGroup, array: Any, axis: int, indices: range) -> Any:
+    """A copy of this replica's part of an array, on its device."""
+    rows = slice(indices.start, indices.stop)
+    part = array[(slice(None),) * (axis % array.ndim) + (rows,)]
+    here = part if group.stream is None else group.stream.here(part)
+    return part.copy() if here is part else here
+
+
+def _as_scatterable(value: Any, axis: Any) -> Any:
+    """`value` as an array, after a check that it has this axis."""
+    if isinstance(value, DistributedValues):
+        raise TypeError(
+            f"{current_call()}: {value!r} is distributed already; pass an array that is the same "
+            "on every rank"
+        )
+    array = as_numeric(value)
+    check_axis(axis)
+    if not array.ndim:
+        raise ValueError(
+            f"{current_call()}: axis {axis} does not exist in a leaf of the value, the number "
+            f"{array}; a list is a nest, so pass np.array(value)"
+        )
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; "
+            "pass an axis that does"
+        )
+    return array
+
+
+def _size_along(shapes: Sequence[tuple[int, ...]], axis: int) -> int:
+    """The one size along an axis; 0 of no arrays."""
+    # Arrays of different sizes would be split at different places: elements that belong together
+    # would go to different replicas.
+    sizes = {shape[axis] for shape in shapes}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{current_call()}: the arrays have shapes {', '.join(map(str, shapes))}, whose sizes "
+            f"along axis {axis} differ; pass arrays of one size, or each to a separate call"
+        )
+    return max(sizes, default=0)
+
+
+def _describe_array(array: Any, every: bool) -> str:
+    """A description with a checksum of the array's contents, or of a sample unless `every`.
+
+    Equal arrays have equal descriptions. An array on a GPU has a checksum only if `every`.
+    """
+    on_gpu = gpu.is_on_gpu(array)
+    if on_gpu and not every:
+        return f"{array.dtype}{list(array.shape)}"
+    contents = checksum_of_arrays([host_copy(current_call(), array) if on_gpu else array], every)
+    return f"{array.dtype}{list(array.shape)} of checksum {contents:08x}"
+
+
+def values_from_function(group: ReplicaGroup, value_fn: Callable[[ValueContext], Any]) -> Any:
+    """See `Strategy.experimental_distribute_values_from_function`."""
+    communicator = group.communicator
+    make = explained(value_fn, "value_fn is called with a ValueContext")
+    leaves, structure = nests.flatten(make(ValueContext(communicator.rank, communicator.size)))
+    leaves = [_own_value(group, leaf) for leaf in leaves]
+    communicator.exchange(signature_of(current_call(), nests.describe(structure)))
+    return structure.unflatten([_distributed(communicator, leaf) for leaf in leaves])
+
+
+def _own_value(group: ReplicaGroup, value: Any) -> Any:
+    """A number as it is, any other value as an array on this replica's device."""
+    if isinstance(value, (np.generic, bool, int, float, complex)):
+        return value
+    is_array = isinstance(value, np.ndarray)
+    array = as_array(current_call(), value, on_gpu=True) if is_array else as_numeric(value)
+    if group.stream is None or not isinstance(array, np.ndarray):
+        return array
+    with group.stream.current():
+        return group.stream.xp.asarray(array)
+
+
+def local_results(group: ReplicaGroup, value: Any) -> tuple[Any, ...]:
+    """See `Strategy.experimental_local_results`."""
+    leaves, structure = nests.flatten(value)
+    indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
+    differ = any(isinstance(leaf, PerReplica) for leaf in leaves)
+    context = contexts.context()
+    # This rank has nothing to send, but another may have: the ranks must agree, not wait.
+    if not differ and (context is None or type(context) is AcrossReplicas):
+        require_same_structure(group.communicator, structure)
+    if not indices:
+        return (convert_foreign_leaves(value),)
+    own = [component_of(leaves[i]) for i in indices]
+    by_peer = [own] * len(group.workers.peers)
+    if differ:
+        must_match = [nests.describe(structure), *positions("distributed", indices, leaves)]
+        with group.on_stream(), group.communicator.raise_together():
+            # Sent to all ranks: each returns the components of its worker's replicas.
+            sent = group.communicator.all_gather_obj(to_wire(own), *must_match)
+            by_peer = [from_wire(sent[rank], group.stream) for rank in group.workers.peers]
+    results = []
+    for components in by_peer:
+        nest = list(leaves)
+        for i, component in zip(indices, components, strict=True):
+            nest[i] = component
+        results.append(structure.unflatten(nest))
+    return tuple(results)
 
 
 class _Nest:

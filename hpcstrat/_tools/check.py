@@ -14,7 +14,7 @@ from hpcstrat._core.types import ReduceOp
 from hpcstrat._process import worlds
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.base import group_of
-from hpcstrat._strategies.mirrored import MirroredStrategy, MultiWorkerMirroredStrategy
+from hpcstrat._strategies.strategies import MirroredStrategy, MultiWorkerMirroredStrategy
 
 _SIZES = (1 << 10, 1 << 20, 1 << 25)  # bytes
 _ROUNDS = 5

@@ -63,7 +63,7 @@ def replica_context() -> Any:
 
 def check(v, expected, rtol=0.0, atol=0.0):
     """Compares what this rank reads, on its device and on the host, and the bits of all ranks."""
-    context = contexts.current.set(contexts.InReplica(v._state.group, None))
+    context = contexts.current.set(contexts.InReplica(v._state.group))
     with v._state.group.on_stream():
         read = v.read_value()
     contexts.current.reset(context)

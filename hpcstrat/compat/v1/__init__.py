@@ -2,12 +2,12 @@
 
 from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat._core.types import ReduceOp as ReduceOp
-from hpcstrat.compat.v1._extended import MultiStepContext as MultiStepContext
-from hpcstrat.compat.v1._extended import StrategyExtendedV1 as StrategyExtended
 from hpcstrat.compat.v1._strategies import CentralStorageStrategyV1 as CentralStorageStrategy
 from hpcstrat.compat.v1._strategies import DistributedInputIterator as DistributedInputIterator
 from hpcstrat.compat.v1._strategies import MirroredStrategyV1 as MirroredStrategy
+from hpcstrat.compat.v1._strategies import MultiStepContext as MultiStepContext
 from hpcstrat.compat.v1._strategies import OneDeviceStrategyV1 as OneDeviceStrategy
+from hpcstrat.compat.v1._strategies import StrategyExtendedV1 as StrategyExtended
 from hpcstrat.data import InputReplicationMode as InputReplicationMode
 
 __all__ = [

@@ -14,7 +14,7 @@ from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import is_foreign
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, DistributedValues, IndexedSlices, ReduceOp, component_of
-from hpcstrat._strategies.leaves import as_numeric, positions, require_same_structure, scalar
+from hpcstrat._strategies.exchange import as_numeric, positions, require_same_structure, scalar
 from hpcstrat._variable.variable import Variable
 
 

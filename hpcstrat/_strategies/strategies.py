@@ -1,0 +1,434 @@
+"""The strategies: where each puts its replicas and its variables."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+from hpcstrat._calls.collective import collective
+from hpcstrat._communicators.base import Communicator
+from hpcstrat._communicators.connection import connect, disconnect_on_error
+from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._core import device_names
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.types import parse_choice
+from hpcstrat._process import worlds
+from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn
+from hpcstrat._storage import make_central_storage, make_replica_storage
+from hpcstrat._strategies.base import Strategy
+from hpcstrat._strategies.placement import agree_on_placement, place_on_hosts, place_on_one_host
+from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
+
+
+class CentralStorageStrategy(Strategy):
+    """One replica per rank; each variable is stored once, on the parameter device.
+
+    Collective: all ranks construct it. The first strategy of a program starts MPI.
+
+    Args:
+        compute_devices: the device of each rank, in rank order. By default rank i gets the host's
+            GPU i; on a host without GPUs all ranks use the CPU.
+        parameter_device: the device that stores variables: the compute device of a rank, or
+            `"CPU:0"`, the memory of the host. By default rank 0's compute device.
+        shard_updates: whether each replica on a GPU keeps the optimizers' slots for its part of all
+            elements, and updates that part, instead of the parameter device alone. On CPUs the
+            ranks share the updates, and one copy of the slots, in any case.
+
+    Raises:
+        TypeError: `shard_updates` is not a bool.
+        ValueError: a string does not name a device, the list does not have one entry per rank, no
+            rank computes on the parameter device, or `shard_updates` is set for GPUs while the
+            parameter device is the host's memory.
+        RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on
+            several hosts, or MPI or NCCL cannot start.
+
+    Examples:
+        Computes and stores variables on the CPU, on a host with GPUs too:
+
+        >>> import hpcstrat as hs
+        >>> strategy = hs.CentralStorageStrategy(["CPU:0"] * hs.size(), parameter_device="CPU:0")
+        >>> strategy
+        CentralStorageStrategy(1 replica on CPU:0)
+        >>> strategy.extended.parameter_devices
+        ('/job:localhost/replica:0/task:0/device:CPU:0',)
+    """
+
+    @names_call("CentralStorageStrategy")
+    def __init__(
+        self,
+        compute_devices: Sequence[str] | None = None,
+        parameter_device: str | None = None,
+        *,
+        shard_updates: bool = False,
+    ) -> None:
+        call = current_call()
+        devices, communicator = place_on_one_host(compute_devices)
+        # A wrong argument must not leave a connected GPU behind, on any rank.
+        with disconnect_on_error(communicator), communicator.raise_together():
+            parameter = (
+                devices[0] if parameter_device is None else device_names.parse(parameter_device)
+            )
+            if parameter not in (*devices, device_names.CPU):
+                names = ", ".join(map(str, dict.fromkeys([*devices, device_names.CPU])))
+                raise ValueError(
+                    f"{call}: parameter_device is {parameter}, and no rank computes there; pass "
+                    f"one of {names}"
+                )
+            shards = shard_updates and isinstance(communicator, DeviceCommunicator)
+            if shards and parameter not in devices:
+                raise ValueError(
+                    f"{call}: shard_updates=True keeps a part of the slots on every replica's GPU, "
+                    f"but parameter_device is {parameter.short}, the memory of the host; leave one "
+                    "of the two out"
+                )
+            agree_on_placement(communicator, devices, shard_updates, str(parameter))
+        # The host's memory belongs to no rank: rank 0 updates the variables there.
+        root = devices.index(parameter) if parameter in devices else 0
+        local = make_replica_storage(communicator)
+        if communicator.size == 1 and parameter == devices[0]:
+            storage = local  # central storage and the replica's own are the same
+        elif shards:
+            storage = make_replica_storage(communicator, root, shard_updates=True)
+        else:
+            storage = make_central_storage(communicator, root, on_host=parameter != devices[root])
+        updates_on = UpdatesOn.ALL_RANKS if communicator.size == 1 or shards else UpdatesOn.ROOT
+        super().__init__(
+            ReplicaGroup(
+                call,
+                communicator,
+                devices,
+                parameter,
+                storage,
+                local,
+                root=root,
+                updates_on=updates_on,
+            )
+        )
+
+
+class MirroredStrategy(Strategy):
+    """One replica per rank, on one host; variables are mirrored, with a copy on each replica.
+
+    All copies of a variable stay equal. Collective: all ranks construct it. The first strategy of a
+    program starts MPI.
+
+    Args:
+        devices: the device of each rank, in rank order. By default rank i gets the host's GPU i; on
+            a host without GPUs all ranks use the CPU.
+        cross_device_ops: `None` or a `CrossDeviceOps`, which changes nothing.
+        shard_updates: whether each replica keeps the optimizers' slots for its part of all elements
+            only, and updates that part, as PyTorch's `ZeroRedundancyOptimizer` and DeepSpeed's ZeRO
+            stage 1 do. On the CPU the result is the same, bit for bit.
+
+    Raises:
+        TypeError: `shard_updates` is not a bool, or `cross_device_ops` has another type.
+        ValueError: a string does not name a device, or the list does not have one entry per rank.
+        RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on
+            several hosts, or MPI or NCCL cannot start.
+
+    Examples:
+        On a host without GPUs, or with GPUs that should not be used, each rank names its CPU:
+
+        >>> import hpcstrat as hs
+        >>> hs.MirroredStrategy(["CPU:0"] * hs.size())
+        MirroredStrategy(1 replica on CPU:0)
+    """
+
+    _takes_pipeline_per_replica = True
+
+    @names_call("MirroredStrategy")
+    def __init__(
+        self,
+        devices: Sequence[str] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        shard_updates: bool = False,
+    ) -> None:
+        check_choice(current_call(), "cross_device_ops", cross_device_ops, CrossDeviceOps)
+        super().__init__(
+            make_mirrored_group(*place_on_one_host(devices), shard_updates=shard_updates)
+        )
+
+
+class MultiWorkerMirroredStrategy(MirroredStrategy):
+    """One replica per rank, on any number of hosts; variables are mirrored on each replica.
+
+    A worker is a host. Reductions run within each host first, then across hosts, with one message
+    per host. The script is still one program: every rank runs all its lines. Only the data is per
+    worker: `experimental_local_results` returns the components of this host's replicas, and
+    `distribute_datasets_from_function` makes one pipeline per host.
+    `experimental_distribute_dataset` takes the same dataset on all hosts, and each replica reads
+    its own elements only.
+
+    Collective: all ranks construct it. The first strategy of a program starts MPI.
+
+    Args:
+        cluster_resolver: tells which worker this process belongs to; by default MPI does. It must
+            agree with MPI on the number of hosts.
+        communication_options: `None` or a `CommunicationOptions`, which changes nothing.
+        shard_updates: as in `MirroredStrategy`.
+
+    Raises:
+        TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`, `shard_updates` is
+            not a bool, or `communication_options` has another type.
+        RuntimeError: the resolver's number of workers is not the number of hosts, there are more
+            ranks than GPUs on a host, or MPI or NCCL cannot start.
+
+    Examples:
+        With one rank on one host; with 8 ranks on each of 2 hosts, there would be 16 replicas:
+
+        >>> import hpcstrat as hs
+        >>> strategy = hs.MultiWorkerMirroredStrategy()
+        >>> strategy.num_replicas_in_sync
+        1
+        >>> strategy.cluster_resolver.task_id
+        0
+    """
+
+    _takes_pipeline_per_replica = False
+
+    @names_call("MultiWorkerMirroredStrategy")
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        shard_updates: bool = False,
+    ) -> None:
+        call = current_call()
+        check_choice(call, "communication_options", communication_options, CommunicationOptions)
+        devices, communicator = place_on_hosts()
+        world = worlds.start()
+        group = make_mirrored_group(devices, communicator, world.hosts, shard_updates)
+        Strategy.__init__(self, group)  # MirroredStrategy's would place the ranks on one host
+        with communicator.raise_together():
+            if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+                raise TypeError(
+                    f"{call}: cluster_resolver is {cluster_resolver!r}; pass one of "
+                    "hpcstrat.cluster_resolver, or None"
+                )
+            self._resolver = MPIClusterResolver() if cluster_resolver is None else cluster_resolver
+            if cluster_resolver is not None:
+                spec = cluster_resolver.cluster_spec().as_dict()
+                tasks = sum(len(tasks) for tasks in spec.values())
+                # Some resolvers list hosts and some list ranks: Slurm's lists one task per rank.
+                if tasks not in (group.workers.count, world.size):
+                    raise RuntimeError(
+                        f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), but the "
+                        f"{world.size} ranks run on {group.workers.count} hosts; omit it, or make "
+                        "it name every host once"
+                    )
+            communicator.barrier()
+        if cluster_resolver is None:
+            # The first call is collective, and made here, so that a single rank may ask later.
+            self._resolver.cluster_spec()
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """The resolver that was passed, or an `MPIClusterResolver`.
+
+        Examples:
+            The first and only worker of a job on one host:
+
+            >>> resolver = hs.MultiWorkerMirroredStrategy().cluster_resolver
+            >>> resolver.task_type, resolver.task_id, resolver.cluster_spec().num_tasks("worker")
+            ('worker', 0, 1)
+        """
+        return self._resolver
+
+
+def make_mirrored_group(
+    devices: Sequence[device_names.Device],
+    communicator: Communicator,
+    hosts: Sequence[int] = (),
+    shard_updates: bool = False,
+) -> ReplicaGroup:
+    """Makes the group of placed and connected replicas that mirror variables. Collective."""
+    call = current_call()
+    with disconnect_on_error(communicator):
+        # Otherwise ranks that place replicas differently would differ only in speed and rounding.
+        agree_on_placement(communicator, devices, shard_updates)
+    local = storage = make_replica_storage(communicator)
+    updates_on = UpdatesOn.ALL_RANKS
+    # With sharded updates one rank updates each element, so CPUs and GPUs have equal copies.
+    if shard_updates:
+        storage = make_replica_storage(communicator, shard_updates=True)
+    elif (
+        isinstance(communicator, DeviceCommunicator)
+        and len({device.kind for device in devices}) > 1
+    ):
+        # A CPU and a GPU round differently: copies that each updates itself would not stay equal.
+        storage, updates_on = make_central_storage(communicator, root=0), UpdatesOn.ROOT
+    return ReplicaGroup(
+        call,
+        communicator,
+        devices,
+        devices[0],
+        storage,
+        local,
+        updates_on=updates_on,
+        mirrors=True,
+        hosts=hosts,
+    )
+
+
+class OneDeviceStrategy(Strategy):
+    """One replica on one device, to try out a program without changing its code.
+
+    Args:
+        device: the string of the device, such as `"CPU:0"` or `"GPU:0"`.
+
+    Raises:
+        ValueError: `device` does not name a device.
+        RuntimeError: there are several ranks, or the device does not exist.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> strategy = hs.OneDeviceStrategy("CPU:0")
+        >>> result = 0
+        >>> for i in range(10):
+        ...     result += strategy.run(lambda x: 2 * x, args=(i,))
+        >>> result
+        90
+    """
+
+    @collective("OneDeviceStrategy", communicator_of=lambda _: connect())
+    def __init__(self, device: str) -> None:
+        call, control = current_call(), connect()
+        # Checked before the replica is placed, so that with several ranks all of them raise.
+        device_names.parse(device)
+        if control.size > 1:
+            raise RuntimeError(
+                f"{call} has one replica, but {control.size} ranks run; start the program without "
+                "mpirun"
+            )
+        placed, communicator = place_on_one_host([device])
+        storage = make_replica_storage(communicator)
+        super().__init__(
+            ReplicaGroup(
+                call, communicator, placed, placed[0], storage, storage, requires_aggregation=False
+            )
+        )
+
+
+# ---- TensorFlow's choices of how replicas communicate
+#
+# Strategies accept them, and choose themselves: the host's memory, MPI or NCCL carries a reduction,
+# depending on where the arrays and the ranks are.
+
+
+class CommunicationImplementation(enum.Enum):
+    """The choices of `CommunicationOptions.implementation`; none changes anything."""
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+
+@final
+class CommunicationOptions:
+    """TensorFlow's options of reductions, which are accepted and change nothing.
+
+    Args:
+        bytes_per_pack: ignored: the gradients of a step are one message.
+        timeout_seconds: ignored: `HPCSTRAT_TIMEOUT_SECONDS` ends a job that hangs.
+        implementation: ignored: arrays on GPUs go through NCCL, others through shared memory and
+            MPI.
+
+    Raises:
+        ValueError: `bytes_per_pack` is negative, or `implementation` is not one of its choices.
+    """
+
+    def __init__(
+        self,
+        bytes_per_pack: int = 0,
+        timeout_seconds: float | None = None,
+        implementation: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+    ) -> None:
+        call = "CommunicationOptions"
+        _check_count(call, "bytes_per_pack", bytes_per_pack)
+        self.bytes_per_pack: int = bytes_per_pack
+        self.timeout_seconds: float | None = timeout_seconds
+        self.implementation: CommunicationImplementation = parse_choice(
+            CommunicationImplementation, implementation, call, "implementation"
+        )
+
+
+class CrossDeviceOps:
+    """How TensorFlow reduces values; `MirroredStrategy` accepts it, and chooses by itself.
+
+    A sum over N replicas is in rank order on CPUs, and in NCCL's order on GPUs.
+    """
+
+
+@final
+class ReductionToOneDevice(CrossDeviceOps):
+    """Accepted and ignored: see `CrossDeviceOps`.
+
+    Args:
+        reduce_to_device: ignored.
+        accumulation_fn: must be `None`: values are added.
+
+    Raises:
+        NotImplementedError: `accumulation_fn` is given.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: str | None = None,
+        accumulation_fn: Callable[..., Any] | None = None,
+    ) -> None:
+        del reduce_to_device
+        if accumulation_fn is not None:
+            raise NotImplementedError(
+                f"ReductionToOneDevice: accumulation_fn is {accumulation_fn!r}, but values are "
+                "added; gather them with Strategy.gather, and combine them yourself"
+            )
+
+
+@final
+class HierarchicalCopyAllReduce(CrossDeviceOps):
+    """Accepted and ignored: see `CrossDeviceOps`.
+
+    Args:
+        num_packs: ignored: the gradients of a step are one message.
+
+    Raises:
+        ValueError: `num_packs` is negative.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        _check_count(type(self).__name__, "num_packs", num_packs)
+
+
+@final
+class NcclAllReduce(CrossDeviceOps):
+    """Accepted and ignored: see `CrossDeviceOps`. Arrays on GPUs go through NCCL in any case.
+
+    Args:
+        num_packs: ignored: the gradients of a step are one message.
+
+    Raises:
+        ValueError: `num_packs` is negative.
+    """
+
+    def __init__(self, num_packs: int = 1) -> None:
+        _check_count(type(self).__name__, "num_packs", num_packs)
+
+
+def _check_count(call: str, argument: str, number: int) -> None:
+    if number < 0:
+        raise ValueError(f"{call}: {argument} is {number}; it must be at least 0")
+
+
+def check_choice(call: str, argument: str, given: object, allowed: type) -> None:
+    """Refuses an argument that is neither `None` nor a choice of how to communicate.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if given is not None and not isinstance(given, allowed):
+        raise TypeError(
+            f"{call}: {argument} is {given!r}; it must be a hpcstrat.{allowed.__name__}, or None"
+        )
