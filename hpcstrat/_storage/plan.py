@@ -470,10 +470,9 @@ class DevicePlan(Plan):
                     for value, elements in runs
                     if (both := elements & piece)
                 ]
-                if len(parts) == 1 and parts[0][0].size == piece.size:
-                    transfers.append((parts[0][0], []))
-                else:
-                    transfers.append((whole[piece.slice], parts))
+                is_in_place = len(parts) == 1 and parts[0][0].size == piece.size
+                transfer = (parts[0][0], []) if is_in_place else (whole[piece.slice], parts)
+                transfers.append(transfer)
         return transfers
 
     def forget_message(self) -> None:
