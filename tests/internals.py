@@ -11,12 +11,11 @@ from hpcstrat._calls.records import (
 )
 from hpcstrat._calls.state import CallState
 from hpcstrat._calls.status import LIMIT, RankStatus, user_frame_of
-from hpcstrat._communicators import host, nccl_start, nccl_types, rail, shared_memory
+from hpcstrat._communicators import host, nccl_collectives, nccl_start, rail, shared_memory
 from hpcstrat._communicators import mpi as mpi_communicator
 from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.connection import connect, connect_devices
-from hpcstrat._communicators.grid import Grid
-from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
+from hpcstrat._communicators.hierarchical import Grid, HierarchicalCommunicator
 from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator

@@ -28,7 +28,7 @@ What happens in a call, and who raises:
     it never comes                             -                  wait; the watchdog   -
                                                                   ends the job
 
-The exchange itself is in `_communicators/checked_exchange.py`, the edge of public methods in
+The exchange itself is in `_communicators/base.py`, the edge of public methods in
 `collective.py`, the texts of disagreements in `mismatch.py`.
 """
 

@@ -5,18 +5,26 @@ from __future__ import annotations
 import abc
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hpcstrat._calls import records
-from hpcstrat._calls.records import signature_of
+from hpcstrat._calls import mismatch, records
+from hpcstrat._calls.collective import Change, RaiseTogether
+from hpcstrat._calls.mismatch import RankReport
+from hpcstrat._calls.records import CallSignature, signature_of
+from hpcstrat._calls.state import CallState
 from hpcstrat._communicators import reduction
-from hpcstrat._communicators.checked_exchange import CheckedExchange
-from hpcstrat._core.arrays import as_native
+from hpcstrat._core.arrays import as_native, checksum
 from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, join_by_rank, span
-from hpcstrat._core.types import Array, ReduceOp, ReplicaMismatchError
+from hpcstrat._core.types import Array, Bytes, ReduceOp, ReplicaMismatchError
+from hpcstrat._process import settings
+from hpcstrat._watchdog.watchdog import Watchdog
+
+Write: TypeAlias = Callable[[Bytes], None]
+"""Writes this rank's message to the first bytes of the array passed to it."""
 
 
 class Outgoing(NamedTuple):
@@ -39,13 +47,50 @@ def _describe(_: Communicator, arrays: Sequence[Array], *__: Any, **___: Any) ->
     return Details(current_call(), sum(array.nbytes for array in arrays))
 
 
-class Communicator(CheckedExchange):
+class Communicator(abc.ABC):
     """Moves arrays and objects between the ranks of a group.
 
     Collective: all ranks make every call, in one order.
+
+    Every call starts with one record per rank, by which the ranks check that they make the same
+    call with the same arguments. If not, all of them raise. A transport implements how records,
+    messages and arrays travel.
+
+    Attributes:
+        rank: this process's index in the group.
+        size: the number of ranks.
+        checks: whether values that must be equal are compared; see `require_equal`.
+        calls: what this rank has called.
+        watchdog: ends the job if ranks wait forever; `None` if there is none.
+        has_many_ranks: whether to gather something from every rank, on every rank, costs much.
     """
 
-    # ---- what a transport implements, as in `CheckedExchange`
+    rank: int
+    size: int
+    has_many_ranks: bool = False
+
+    def __init__(self, rank: int, size: int, calls: CallState | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        # A device communicator shares its host communicator's `CallState`: the calls of both are
+        # counted, and so compared, in one order.
+        self.calls: CallState = CallState(size, self._raise_on_others) if calls is None else calls
+        self.checks: bool = size > 1 and settings.is_on("HPCSTRAT_CHECK")
+        self.watchdog: Watchdog | None = None
+        self._no_messages: list[Bytes] = [np.empty(0, np.uint8)] * size
+
+    # ---- what a transport implements, without checks of its own
+
+    @abc.abstractmethod
+    def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
+        """Exchanges records of `records.pack_record`; returns all ranks' records.
+
+        If all are equal, one of them will do. Writes the message too, if it can travel with them.
+        """
+
+    @abc.abstractmethod
+    def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Bytes]:
+        """All ranks' messages of the call just exchanged by records, valid until the next call."""
 
     @abc.abstractmethod
     def reduce_arrays(
@@ -88,6 +133,190 @@ class Communicator(CheckedExchange):
         self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
     ) -> list[dict[int, Array]]:
         """`all_to_all` of checked arrays."""
+
+    # ---- the exchange that starts every call
+
+    @span(COMMUNICATION, lambda _, signature, nbytes=0, *__, **___: Details(signature.call, nbytes))
+    def exchange(
+        self, signature: CallSignature, nbytes: int = 0, write: Write | None = None
+    ) -> list[Bytes]:
+        """Returns every rank's message, once all ranks agree on `signature`.
+
+        Messages may differ in size. The arrays are read-only by convention and valid until the next
+        call. Collective.
+
+        Args:
+            signature: what must be equal on all ranks.
+            nbytes: the size of this rank's message.
+            write: writes it.
+
+        Raises:
+            ReplicaMismatchError: the ranks call different things.
+            Exception: what another rank's `raise_together` block raised.
+            RuntimeError: called in the function of an update, which not all ranks run.
+        """
+        # As `_count` and `with waiting:`, without their calls: every step comes through here.
+        calls = self.calls
+        if calls.barred:
+            calls.refuse(signature.call)
+        if calls.thread != threading.get_ident():
+            calls.change_thread(signature.call)
+        calls.number += 1
+        calls.last_signature = signature
+        waiting = calls.waiting
+        waiting.depth += 1
+        try:
+            own = records.pack_record(
+                calls.number, calls.escaped_hash, records.OK, signature.digest, nbytes
+            )
+            posted = self.exchange_records(own, nbytes, write)
+            # Whole records first: if even the messages' sizes are equal, no record is unpacked.
+            for record in posted:
+                if record != own:
+                    break
+            else:  # the fast path
+                if not nbytes:
+                    return self._no_messages
+                return self.collect_messages([nbytes] * self.size, write)
+            # The records differ. They may in the sizes of messages, but not in what comes before.
+            if any(record[: records.COMMON] != own[: records.COMMON] for record in posted):
+                self._disagree(posted, signature.words(), None)
+            return self.collect_messages(self._sizes(posted), write)
+        except BaseException as error:
+            # A signal's handler may raise while this rank waits. Then the others have made a call
+            # that this rank has not made.
+            calls.mark_interrupted(error, signature.call)
+            raise
+        finally:
+            waiting.depth -= 1
+
+    def _count(self, signature: CallSignature) -> None:
+        calls = self.calls
+        if calls.barred:
+            calls.refuse(signature.call)
+        if calls.thread != threading.get_ident():
+            # All ranks must make calls in one order, which two threads of a rank cannot guarantee.
+            calls.change_thread(signature.call)
+        calls.number += 1
+        calls.last_signature = signature
+
+    def raise_together(self) -> RaiseTogether:
+        """A block of local work before a collective: what one rank raises in it, all ranks raise.
+
+        `@collective` makes such a block of a whole call, up to its first exchange.
+        """
+        return RaiseTogether(self.calls)
+
+    def require_equal(self, arrays: Sequence[Array], of: str = "") -> None:
+        """With `HPCSTRAT_CHECK=1`, checks that arrays of which one rank's is used are equal.
+
+        Collective then; otherwise it does nothing.
+
+        Raises:
+            ReplicaMismatchError: they are not.
+        """
+        if self.checks:
+            with self.raise_together():
+                seen = [
+                    f"{array.dtype.name} {array.shape} of checksum {checksum(array):08x}"
+                    for array in arrays
+                ]
+            self.exchange(signature_of(f"{current_call()}{of}, HPCSTRAT_CHECK", *seen))
+
+    def work(self) -> None:
+        """Tells the watchdog that long work makes progress: waiting for it is not a stall."""
+        if self.watchdog is not None:
+            self.watchdog.work()
+
+    def change(self) -> Change:
+        """A block that changes what ranks share or keep equal; interrupted, it ends the job."""
+        return Change(self.calls)
+
+    def leave(self) -> None:
+        """Tells the others that this rank leaves the program.
+
+        Unless all leave, the job ends with an error.
+        """
+        self._count(signature_of("the end of the program"))
+        own = records.pack_record(
+            self.calls.number, self.calls.escaped_hash, records.LEAVING, bytes(16), 0
+        )
+        with self.calls.waiting:
+            posted = self.exchange_records(own, 0, None)
+            if any(record != own for record in posted):
+                self._disagree(posted, records.CallDescription("leaves the program"), None)
+
+    # ---- where ranks disagree
+
+    def _raise_on_others(self, error: Exception) -> None:
+        """Makes the other ranks raise what this rank raises already."""
+        if self.size == 1:
+            self.calls.note_shared_error()
+            return
+        # The others are in the exchange that this rank does not reach. There they find this record.
+        self.calls.number += 1
+        own = records.pack_record(
+            self.calls.number, self.calls.escaped_hash, records.FAILED, bytes(16), 0
+        )
+        try:
+            with self.calls.waiting:
+                self._disagree(
+                    self.exchange_records(own, 0, None),
+                    records.CallDescription(current_call()),
+                    error,
+                )
+        except BaseException as interruption:
+            self.calls.interrupt(interruption, current_call())
+            raise
+
+    def _disagree(
+        self, posted: Sequence[memoryview], words: records.CallDescription, error: Exception | None
+    ) -> None:
+        """All ranks come here together, and all raise, or the job ends.
+
+        The rank that failed itself (`error`) returns, and raises its own exception.
+        """
+        states = [records.read_record(record) for record in posted]
+        # In these two cases the ranks cannot exchange reports: some are gone, or they are in
+        # different calls.
+        if any(status == records.LEAVING for _, _, status, _ in states):
+            mismatch.end_after_leaving(self.rank, [status for _, _, status, _ in states], words)
+        if any(state[:2] != states[0][:2] for state in states):
+            mismatch.end_after_escaped(
+                self.rank, [number for number, *_ in states], words, self.calls.last_escaped
+            )
+        by_rank = self._exchange_reports(mismatch.report_of(words, error))
+        self.calls.note_shared_error()
+        # An error of one rank explains the differing signatures, not the other way round. So all
+        # raise the error.
+        failed = [rank for rank, other in enumerate(by_rank) if other.problem is not None]
+        if error is not None:
+            return
+        if failed:
+            mismatch.raise_as(failed[0], by_rank[failed[0]])
+        raise ReplicaMismatchError(
+            "the ranks must make the same call with arguments that fit, but "
+            f"called{mismatch.lines(by_rank)}"
+        )
+
+    def _exchange_reports(self, own: RankReport) -> list[RankReport]:
+        """`all_gather_obj` without the check that brought us here."""
+        message = records.ObjectMessage(own)
+        self.calls.number += 1
+        record = records.pack_record(self.calls.number, 0, records.OK, bytes(16), message.nbytes)
+        posted = self.exchange_records(record, message.nbytes, message.write)
+        if any(other[: records.COMMON] != record[: records.COMMON] for other in posted):
+            numbers = [records.read_record(other)[0] for other in posted]
+            mismatch.end_after_escaped(self.rank, numbers, own.words, self.calls.last_escaped)
+        return [
+            records.load_object(m)
+            for m in self.collect_messages(self._sizes(posted), message.write)
+        ]
+
+    def _sizes(self, posted: Sequence[memoryview]) -> list[int]:
+        """The bytes of each rank's message, from what `exchange_records` returned."""
+        sizes = records.message_sizes(posted)
+        return sizes if len(sizes) == self.size else sizes * self.size
 
     # ---- verbs
 

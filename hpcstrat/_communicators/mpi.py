@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
-from hpcstrat._communicators.background import Background
-from hpcstrat._communicators.checked_exchange import Write
+from hpcstrat._communicators.base import Write
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.point_to_point import PointToPoint, pieces
+from hpcstrat._communicators.point_to_point import Background, PointToPoint, pieces
 from hpcstrat._core.call_name import WAITING, list_by_rank, span
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.layout import GROUP_ALIGNMENT, Sections, sections_in

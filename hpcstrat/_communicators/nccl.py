@@ -11,12 +11,15 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.array_messages import pack_shapes, unpack_shapes
 from hpcstrat._communicators.base import Outgoing, check_gatherable
 from hpcstrat._communicators.device import DeviceCommunicator, Move, RankSlice
-from hpcstrat._communicators.host import HostCommunicator, layout_and_signature_of
-from hpcstrat._communicators.nccl_collectives import NcclCollectives
-from hpcstrat._communicators.nccl_types import dtype_to_reduce
+from hpcstrat._communicators.host import (
+    HostCommunicator,
+    layout_and_signature_of,
+    pack_shapes,
+    unpack_shapes,
+)
+from hpcstrat._communicators.nccl_collectives import NcclCollectives, dtype_to_reduce
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, ReduceOp

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
-from hpcstrat._communicators.checked_exchange import Write
+from hpcstrat._communicators.base import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
 from hpcstrat._communicators.reduction import part_of_rank, reduce_in_chunks
 from hpcstrat._core.call_name import COMMUNICATION, WAITING, list_by_rank, span

@@ -9,6 +9,7 @@ program that has a library's array has imported it already.
 from __future__ import annotations
 
 import sys
+import zlib
 from typing import Any
 
 import numpy as np
@@ -228,3 +229,8 @@ def as_number(call: str, argument: str, value: Any, allowed: str = "a number") -
         return value.__float__()
     except (AttributeError, ArithmeticError, TypeError, ValueError):
         raise TypeError(f"{call}: {argument} is {value!r}; it must be {allowed}") from None
+
+
+def checksum(array: Array) -> int:
+    """A checksum of an array's bytes, wherever it is."""
+    return zlib.crc32(np.ascontiguousarray(gpu.to_host(array)).reshape(-1).view(np.uint8).data)

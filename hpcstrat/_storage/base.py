@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.checked_exchange import checksum
+from hpcstrat._core.arrays import checksum
 from hpcstrat._core.call_name import UPDATE, Details, current_call, span
 from hpcstrat._core.types import Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import Block, Cuts

@@ -14,8 +14,8 @@ from typing import final
 import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.background import Background
 from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._communicators.point_to_point import Background
 from hpcstrat._communicators.reduction import reduce_in_chunks
 from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named, current_call

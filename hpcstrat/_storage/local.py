@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from hpcstrat._communicators.checked_exchange import Write
+from hpcstrat._communicators.base import Write
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import UPDATE, Details, span
 from hpcstrat._core.types import Array, Bytes

@@ -5,7 +5,7 @@ import functools
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import REDUCTIONS, load_nccl, nccl_types
+from internals import REDUCTIONS, load_nccl, nccl_collectives
 from on_host import array, cupy, reaches_cuda
 from sources import PACKAGE, PAGES, PROGRAMS, calls
 
@@ -186,7 +186,7 @@ def test_numbers_of_nccl_are_those_of_its_header():
     numbers = {f"NCCL_{name}": number for number, name in enumerate(names)}
     numbers |= {"NCCL_SUM": 0, "NCCL_MAX": 2, "NCCL_MIN": 3}
     used = {
-        *nccl_types._TYPES.values(),
+        *nccl_collectives._TYPES.values(),
         *(reduction.nccl for reduction in REDUCTIONS.values()),
     }
     assert {name: getattr(NCCL, name) for name in used} == {name: numbers[name] for name in used}
