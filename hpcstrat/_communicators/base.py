@@ -346,38 +346,30 @@ class Communicator(abc.ABC):
             calls.refuse(current_call())
         number = calls.number
         try:  # as `raise_together`, without the four calls of its block
-            return self._reduce_natives(
-                arrays,
-                op,
-                lambda natives, *facts: self.reduce_arrays(
-                    (op.name, *must_match, *facts), natives, op
-                ),
-            )
+            natives, casts = self._as_reducible(arrays, op)
+            # `_name_` is what the property `name`, which is Python code, returns.
+            results = self.reduce_arrays((op._name_, *must_match, *casts), natives, op)
+            return _as_means(results, arrays) if casts else results
         except BaseException as error:
             calls.share_error(error, number)
             raise
 
-    def _reduce_natives(
-        self, arrays: Sequence[Array], op: ReduceOp, move: Callable[..., list[Array]]
-    ) -> list[Array]:
-        """Calls `move` with the arrays as transports take them, and with what else must match."""
+    def _as_reducible(self, arrays: Sequence[Array], op: ReduceOp) -> tuple[list[Array], list[str]]:
+        """The arrays as transports take them; and casts, which must match and be undone.
+
+        They are cast here, so that all transports reduce the same dtype.
+        """
         for array in arrays:
             reduction.check_reducible(array.dtype, op)
         natives = [*map(as_native, arrays)]
-        if not reduction.REDUCTIONS[op].is_mean or self.size == 1:
-            return move(natives)
+        if self.size == 1 or not reduction.REDUCTIONS[op].is_mean:
+            return natives, []
         integers = [array.dtype for array in natives if array.dtype.kind in "iu"]
-        if not integers:
-            return move(natives)
-        # Here, before a transport gets the arrays, so that all transports reduce the same dtype.
-        wide = [
-            array.astype(np.float64) if array.dtype.kind in "iu" else array for array in natives
-        ]
-        means = move(wide, *[f"{dtype.name} as float64" for dtype in integers])
-        return [
-            mean.astype(reduction.mean_dtype(array.dtype), copy=False)
-            for mean, array in zip(means, natives, strict=True)
-        ]
+        if integers:
+            natives = [
+                array.astype(np.float64) if array.dtype.kind in "iu" else array for array in natives
+            ]
+        return natives, [f"{dtype.name} as float64" for dtype in integers]
 
     @span(COMMUNICATION, _describe)
     def reduce_scatter(
@@ -400,13 +392,10 @@ class Communicator(abc.ABC):
                 *must_match,
                 *[(array.dtype, array.shape) for array in arrays],
             )
-
-            def move(natives: Sequence[Array], *_: Any) -> list[Array]:
-                return self.reduce_parts(
-                    facts, [_parts_along(array, axis, self.size) for array in natives], op
-                )
-
-            return self._reduce_natives(arrays, op, move)
+            natives, casts = self._as_reducible(arrays, op)
+            parts = [_parts_along(array, axis, self.size) for array in natives]
+            results = self.reduce_parts(facts, parts, op)
+            return _as_means(results, arrays) if casts else results
 
     @span(COMMUNICATION, _describe)
     def broadcast(self, arrays: Sequence[Array], root: int, *must_match: str) -> list[Array]:
@@ -512,6 +501,16 @@ class Communicator(abc.ABC):
             else:
                 messages = self.exchange(signature)
             return records.load_object(messages[root])
+
+
+def _as_means(results: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
+    """The means of these arrays, of which integers were cast to be reduced."""
+    return [
+        mean.astype(reduction.mean_dtype(array.dtype), copy=False)
+        if array.dtype.kind in "iu"
+        else mean
+        for mean, array in zip(results, arrays, strict=True)
+    ]
 
 
 def _check_no_objects(arrays: Sequence[Array]) -> None:

@@ -129,12 +129,6 @@ class HostCommunicator(Communicator):
             raise
         return layout.views(out)
 
-    def _reduce_by_all(
-        self, messages: Sequence[Bytes], layout: Layout, op: ReduceOp, out: Bytes
-    ) -> None:
-        for group in layout.groups:
-            reduce_in_chunks(group.of(out), [group.of(message) for message in messages], op)
-
     def gather_arrays(
         self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
     ) -> list[Array]:

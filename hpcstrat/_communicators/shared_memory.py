@@ -252,7 +252,10 @@ class SharedMemoryCommunicator(HostCommunicator):
     ) -> None:
         """Every rank reduces small messages itself, and of large ones its slice."""
         if layout.nbytes <= SMALL_MESSAGE_BYTES:
-            self._reduce_by_all(self.exchange(signature, layout.nbytes, write), layout, op, out)
+            messages = self.exchange(signature, layout.nbytes, write)
+            for group in layout.groups:
+                parts = [group.of(message) for message in messages]
+                reduce_in_chunks(group.of(out), parts, op)
             return
 
         def reduce_slice(result: Array, parts: Sequence[Array]) -> None:
