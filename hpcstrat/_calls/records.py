@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.types import Bytes
 from hpcstrat._memory.allocator import VariableId
 
 RECORD = 256
@@ -175,39 +177,40 @@ def read_record(record: Any) -> tuple[int, int, int, bytes]:
     return _COMMON.unpack_from(record)
 
 
-_COUNT = struct.Struct("<q")
+def pickled(obj: Any) -> list[memoryview]:
+    """A pickled object in parts, which are one message: counts, the pickle, its arrays' buffers.
 
-
-class ObjectMessage:
-    """A pickled object as a message: counts, the pickle, then the buffers of its arrays.
-
-    Attributes:
-        nbytes: size of the message.
+    Raises:
+        TypeError: it cannot be pickled.
     """
-
-    def __init__(self, obj: Any) -> None:
-        buffers: list[pickle.PickleBuffer] = []
-        file = io.BytesIO()
-        # Protocol 5 keeps arrays out of the pickle: they are copied once, into the message. A
-        # pickle of more than 2 GiB cannot travel.
+    buffers: list[pickle.PickleBuffer] = []
+    file = io.BytesIO()
+    # Protocol 5 keeps arrays out of the pickle: they are copied once, into the message. A pickle of
+    # more than 2 GiB cannot travel.
+    try:
         _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(obj)
-        # Bytes, not the file's buffer: Python 3.13 may collect a BytesIO before its memoryviews.
-        body = file.getvalue()
-        parts = [memoryview(body), *(buffer.raw() for buffer in buffers)]
-        counts = struct.pack(f"<{len(parts) + 1}q", len(parts), *(part.nbytes for part in parts))
-        self._parts = [memoryview(counts), *parts]
-        self.nbytes = sum(part.nbytes for part in self._parts)
+    except Exception as error:
+        raise TypeError(
+            f"{current_call()}: {obj!r} cannot travel between ranks: {error}; pass what can be "
+            "pickled"
+        ) from error
+    # Bytes, not the file's buffer: Python 3.13 may collect a BytesIO before its memoryviews.
+    parts = [memoryview(file.getvalue()), *(buffer.raw() for buffer in buffers)]
+    counts = struct.pack(f"<{len(parts) + 1}q", len(parts), *(part.nbytes for part in parts))
+    return [memoryview(counts), *parts]
 
-    def contents(self) -> bytes:
-        """The message."""
-        return b"".join(self._parts)
 
-    def write(self, target: np.ndarray[Any, Any]) -> None:
-        """Copies the message to the first bytes of `target`."""
+def pack_object(obj: Any) -> tuple[int, Callable[[Bytes], None]]:
+    """The size of a message of an object, and a function that writes it; see `load_object`."""
+    parts = pickled(obj)
+
+    def write(message: Bytes) -> None:
         start = 0
-        for part in self._parts:
-            target[start : start + part.nbytes] = np.frombuffer(part, np.uint8)
+        for part in parts:
+            message[start : start + part.nbytes] = np.frombuffer(part, np.uint8)
             start += part.nbytes
+
+    return sum(part.nbytes for part in parts), write
 
 
 class _Pickler(pickle.Pickler):
@@ -218,12 +221,11 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def load_object(message: np.ndarray[Any, Any]) -> Any:
-    """The object in a message. Its arrays are new and writable."""
+def load_object(message: Bytes) -> Any:
+    """The object in a message of `pack_object`. Its arrays are new and writable."""
     data = memoryview(message)  # pyright: ignore[reportArgumentType]
-    (count,) = _COUNT.unpack_from(data)
-    sizes = struct.unpack_from(f"<{count}q", data, _COUNT.size)
-    start = _COUNT.size * (count + 1)
+    (count,) = struct.unpack_from("<q", data)
+    sizes, start = struct.unpack_from(f"<{count}q", data, 8), 8 * (count + 1)
     parts: list[Any] = []
     for size in sizes:
         # A copy, because the next call overwrites the message; a bytearray, because arrays over

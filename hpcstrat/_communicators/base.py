@@ -301,17 +301,15 @@ class Communicator(abc.ABC):
 
     def _exchange_reports(self, own: RankReport) -> list[RankReport]:
         """`all_gather_obj` without the check that brought us here."""
-        message = records.ObjectMessage(own)
+        nbytes, write = records.pack_object(own)
         self.calls.number += 1
-        record = records.pack_record(self.calls.number, 0, records.OK, bytes(16), message.nbytes)
-        posted = self.exchange_records(record, message.nbytes, message.write)
+        record = records.pack_record(self.calls.number, 0, records.OK, bytes(16), nbytes)
+        posted = self.exchange_records(record, nbytes, write)
         if any(other[: records.COMMON] != record[: records.COMMON] for other in posted):
             numbers = [records.read_record(other)[0] for other in posted]
             mismatch.end_after_escaped(self.rank, numbers, own.words, self.calls.last_escaped)
-        return [
-            records.load_object(m)
-            for m in self.collect_messages(self._sizes(posted), message.write)
-        ]
+        messages = self.collect_messages(self._sizes(posted), write)
+        return [records.load_object(message) for message in messages]
 
     def _sizes(self, posted: Sequence[memoryview]) -> list[int]:
         """The bytes of each rank's message, from what `exchange_records` returned."""
@@ -465,9 +463,8 @@ class Communicator(abc.ABC):
             TypeError: `obj` cannot be pickled.
         """
         with self.raise_together():
-            message = _message(obj)
             messages = self.exchange(
-                signature_of(current_call(), *must_match), message.nbytes, message.write
+                signature_of(current_call(), *must_match), *records.pack_object(obj)
             )
             return [records.load_object(message) for message in messages]
 
@@ -478,7 +475,8 @@ class Communicator(abc.ABC):
         """
         if self.has_many_ranks:
             with self.raise_together():
-                digest = hashlib.blake2b(_message(obj).contents(), digest_size=8).digest()
+                message = b"".join(records.pickled(obj))
+                digest = hashlib.blake2b(message, digest_size=8).digest()
             own = np.frombuffer(digest, np.uint64)
             # The lowest of all, and the complement of the highest.
             both = np.concatenate([own, ~own])
@@ -496,8 +494,7 @@ class Communicator(abc.ABC):
         with self.raise_together():
             signature = signature_of(current_call(), f"root={root}")
             if self.rank == root:
-                message = _message(obj)
-                messages = self.exchange(signature, message.nbytes, message.write)
+                messages = self.exchange(signature, *records.pack_object(obj))
             else:
                 messages = self.exchange(signature)
             return records.load_object(messages[root])
@@ -556,13 +553,3 @@ def check_gatherable(shapes: Sequence[tuple[int, ...]], axis: int) -> None:
         return
     listed = join_by_rank(enumerate(map(str, shapes)))
     raise ReplicaMismatchError(f"{current_call()}: {what} {listed}; {remedy}")
-
-
-def _message(obj: Any) -> records.ObjectMessage:
-    try:
-        return records.ObjectMessage(obj)
-    except Exception as error:
-        raise TypeError(
-            f"{current_call()}: {obj!r} cannot travel between ranks: {error}; pass what can be "
-            "pickled"
-        ) from error
