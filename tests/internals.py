@@ -2,6 +2,7 @@
 
 from hpcstrat import _program
 from hpcstrat._calls import mismatch, records
+from hpcstrat._calls.collective import CallState
 from hpcstrat._calls.records import (
     CallDescription,
     CallSignature,
@@ -9,7 +10,6 @@ from hpcstrat._calls.records import (
     VariableId,
     signature_of,
 )
-from hpcstrat._calls.state import CallState
 from hpcstrat._calls.status import LIMIT, RankStatus, user_frame_of
 from hpcstrat._communicators import host, nccl_collectives, nccl_start, rail, shared_memory
 from hpcstrat._communicators import mpi as mpi_communicator

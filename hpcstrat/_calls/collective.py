@@ -1,16 +1,309 @@
-"""Makes one rank's error all ranks' error: around a collective call, and in blocks within it."""
+"""Collective calls: their count, what forbids further calls, and how the ranks raise together.
+
+`CallState` holds all that decides what the next collective call of this rank may do:
+
+    state        in                    the next call of this rank         leaves the state
+    -----------  --------------------  ---------------------------------  ---------------------
+    open         none of those below   exchanges records, see below
+    waiting      `waiting.depth > 0`   of another thread: RuntimeError,   when all ranks posted
+                                       and the state is interrupted       their records
+    paused       `paused`              RuntimeError on this rank          at the update's end
+    escaped      `escaped_hash`        compares; unless it is equal on    when all ranks had the
+                                       all ranks, the job ends            same exceptions
+    interrupted  `interruption`        ends the job with the traceback    never
+    forked       `forked`              RuntimeError in the child          never
+
+What happens in a call, and who raises:
+
+    event                                      this rank          the other ranks      state then
+    -----------------------------------------  -----------------  -------------------  -----------
+    all records are equal                      returns            return               open
+    signatures differ                          raises             raise the same       open
+    it fails before its first exchange         raises its error   raise that error     open
+    it raises later, after an exchange         raises its error   learn it in the      escaped
+                                                                  next call
+    ... in a `change()`, or while it waits     raises its error   wait; the job ends   interrupted
+                                                                  at the next call
+    it leaves the program while others call    -                  end the job          -
+    it never comes                             -                  wait; the watchdog   -
+                                                                  ends the job
+
+Public methods are made collective calls by `collective`. The exchange itself is in
+`_communicators/base.py`, the texts of disagreements are in `mismatch.py`.
+"""
 
 from __future__ import annotations
 
 import functools
+import os
+import threading
+import traceback
+import weakref
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
-from hpcstrat._calls.state import CallState
+from hpcstrat._calls.records import CallSignature
+from hpcstrat._calls.status import user_frame, user_frame_in_call
 from hpcstrat._core.call_name import current_call, enter_call, explain_arguments, leave_call
+from hpcstrat._process import failure
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Interruption(NamedTuple):
+    """A call that an exception interrupted midway: the ranks' states may differ from now on.
+
+    Attributes:
+        call: the user's name of the method.
+        error: the exception.
+    """
+
+    call: str
+    error: BaseException
+
+
+# A counter and not a list of stacks: the watchdog reads it from its own thread, without a lock and
+# at no cost to calls.
+class Waiting:
+    """A block in which this rank waits for the others.
+
+    Blocks may be nested. The watchdog's thread reads `depth`.
+    """
+
+    __slots__ = ("depth",)
+
+    def __init__(self) -> None:
+        self.depth: int = 0
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+
+class CallState:
+    """The state that all communicators of a group share.
+
+    Args:
+        size: the number of ranks.
+        raise_on_others: makes the other ranks raise, in their next call, what this rank raises.
+
+    Attributes:
+        number: how many calls were made.
+        last_signature: the last call's signature.
+        storages: how many storages of variables these ranks have made.
+        shared_error_call: the number of the last call from which all ranks raised together.
+        thread: the thread that made the last call.
+        waiting: the block that this rank is in while it waits for the others.
+        barred: whether no call may be made, for one of the next three reasons.
+        paused: the call that not all ranks are in; no other call may be made during it.
+        interruption: the call that an exception interrupted, on this rank alone or midway.
+        forked: whether this process is a forked child of the rank.
+        escaped_hash: hash of the calls after which this rank raised an exception that other ranks
+            may not know of.
+        last_escaped: the last such exception.
+        last_escaped_call: the number of the call after which it was raised.
+    """
+
+    def __init__(self, size: int, raise_on_others: Callable[[Exception], None]) -> None:
+        self.size: int = size
+        self.raise_on_others: Callable[[Exception], None] = raise_on_others
+        self.number: int = 0
+        self.last_signature: CallSignature | None = None
+        self.shared_error_call: int = 0
+        self.storages: int = 0
+        self.thread: int = threading.get_ident()
+        self.waiting: Waiting = Waiting()
+        # One flag for all reasons, because each call tests it; `refuse` finds out the reason.
+        self.barred: bool = False
+        self.paused: str | None = None
+        self.interruption: Interruption | None = None
+        self.forked: bool = False
+        self.escaped_hash: int = 0
+        self.last_escaped: BaseException | None = None
+        self.last_escaped_call: int = 0
+        _all.add(self)
+
+    def set_paused(self, call: str | None) -> None:
+        """Forbids calls, because not all ranks are in `call`; `None` allows them again."""
+        self.paused = call
+        self.barred = self.forked or self.interruption is not None or call is not None
+
+    def count_storage(self) -> int:
+        """The number of a new storage of these ranks, which all make storages in one order."""
+        self.storages += 1
+        return self.storages
+
+    def share_error(self, error: BaseException, number: int) -> None:
+        """Makes the other ranks raise this error too, if no call was made since call `number`.
+
+        Otherwise the others may be elsewhere: the next call checks that all ranks had an error.
+        """
+        if self.interruption is not None:  # the next call ends the job; this one tells no rank
+            return
+        if self.number != number:  # the ranks have met: this rank may be alone with the error
+            # Unless all ranks raised here together: then there is nothing to compare.
+            if self.number != self.shared_error_call:
+                self.note_escaped(error)
+        elif isinstance(error, Exception):
+            # An exit or an interrupt is not shared: left uncaught, it ends the job by itself.
+            self.raise_on_others(error)
+
+    def share_or_interrupt(self, error: BaseException, number: int) -> None:
+        """The same for an error in a change of what ranks share, which no rank may have half of."""
+        # Before the first exchange no shared state has changed: `share_error` around it is enough.
+        if self.number != number:
+            self.mark_interrupted(error)
+
+    def note_shared_error(self) -> None:
+        """Notes that all ranks raise together now, after the last call."""
+        self.shared_error_call = self.number
+
+    def mark_interrupted(self, error: BaseException, call: str = "") -> bool:
+        """Notes that an exception interrupted this call: the next call ends the job.
+
+        Except if all ranks raised it. A single replica may continue: no other rank waits for it, or
+        takes the call for done.
+
+        Returns:
+            Whether the call counts as interrupted.
+        """
+        # All ranks raised this error together, before anything changed.
+        if self.shared_error_call == self.number:
+            return False
+        if self.size > 1:
+            self.interrupt(error, call or current_call())
+        return True
+
+    def interrupt(self, error: BaseException, call: str) -> None:
+        """Makes the next call end the job."""
+        # The first exception counts: later ones often follow from it.
+        if self.interruption is None:
+            self.interruption = Interruption(call, error)
+        self.barred = True
+
+    def note_escaped(self, error: BaseException) -> None:
+        """Notes, once, an exception that leaves `Strategy.run` or a call, unknown to the others.
+
+        The program may catch it and continue only if every rank raised after the same calls; the
+        next call compares.
+        """
+        if error is not self.last_escaped or self.number != self.last_escaped_call:
+            # A hash and not a count: ranks with equally many errors, but after different calls,
+            # must differ.
+            self.escaped_hash = (self.escaped_hash * 1_000_003 + self.number + 1) & 0x7FFF_FFFF_FFFF
+            self.last_escaped, self.last_escaped_call = error, self.number
+
+    def require_open(self, call: str = "") -> None:
+        """Refuses a method where no call may be made, even if it would not communicate.
+
+        Raises:
+            RuntimeError: in a child of the rank, or in the function of an update.
+        """
+        if self.barred:
+            self.refuse(call or current_call())
+
+    def refuse(self, call: str) -> NoReturn:
+        """Raises, or ends the job, for the reason that forbids calls.
+
+        Raises:
+            RuntimeError: the call may be made later, or by another process.
+        """
+        location = user_frame()
+        if self.forked:
+            raise RuntimeError(
+                f"{call} was called at {location}, in process {os.getpid()}, which the program "
+                "forked: it is not a rank and must not communicate. Let it compute, and make the "
+                "call in the rank's own process"
+            )
+        if self.interruption is not None:
+            lines = "".join(traceback.format_exception(self.interruption.error))
+            # At the end of the program there is no line to name, and the call has that same name.
+            where = call if call == location else f"{call}, at {location}"
+            failure.end_job(
+                f"{lines}hpcstrat: this exception interrupted {self.interruption.call} on this "
+                "rank and was caught: the call may be half done, or done on other ranks only. So "
+                f"the job ends, at {where}. Leave such an exception uncaught; to save when a "
+                "signal comes, use checkpoint.PreemptionHandler"
+            )
+        raise RuntimeError(
+            f"{call} was called inside the function of {self.paused}, an update, which one rank "
+            "runs: nothing may communicate there; call it before or after"
+        )
+
+    def change_thread(self, call: str) -> None:
+        """Lets this thread make calls, if the thread that made the last call is idle.
+
+        Raises:
+            RuntimeError: that thread is in a call. The job ends at the next call: the ranks cannot
+                know in which order to make the two.
+        """
+        # Two threads may come here at once. Without the lock both would find the owner idle.
+        with _changing:
+            theirs = user_frame_in_call(self.thread)
+            if theirs is None:
+                self.thread = threading.get_ident()
+                return
+        own, name = user_frame(), threading.current_thread().name
+        try:
+            raise RuntimeError(
+                f"{call} was called in the thread {name!r}, at {own}, while another is in "
+                f"{self.last_signature.call if self.last_signature else 'a call'}, at {theirs}: "
+                "one thread at a time may be in a collective call, because their order must be the "
+                "same on all ranks; make them in one thread"
+            )
+        except RuntimeError as error:
+            # To raise is not enough: if the program caught it and continued, ranks could make the
+            # two threads' calls in different orders.
+            self.interrupt(error, call)
+            raise
+
+
+_all: weakref.WeakSet[CallState] = weakref.WeakSet()
+_changing = threading.Lock()
+
+
+def _forbid_in_child() -> None:
+    """Forbids calls in a forked child: it has its parent's slot in shared memory."""
+    global _changing
+    # A new lock: a thread that the child does not have may hold the parent's.
+    _changing = threading.Lock()
+    for calls in _all:
+        calls.forked = calls.barred = True
+
+
+os.register_at_fork(after_in_child=_forbid_in_child)
+
+
+# ---- errors of one rank that become all ranks' errors
+
+
+class ErrorBlock:
+    """A block of a call, whose errors go to one of the two methods of `CallState` that take them.
+
+    These are `share_error` and `share_or_interrupt`; `Communicator.raise_together` and
+    `Communicator.change` make such blocks.
+    """
+
+    __slots__ = ("_calls", "_number", "_take")
+
+    def __init__(self, calls: CallState, take: Callable[[BaseException, int], None]) -> None:
+        self._calls = calls
+        self._take = take
+
+    def __enter__(self) -> None:
+        calls = self._calls
+        if calls.barred:
+            calls.refuse(current_call())
+        self._number = calls.number
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
+        if error is not None:
+            self._take(error, self._number)
 
 
 def collective(
@@ -60,37 +353,3 @@ def collective(
         return cast("_Function", edge)
 
     return decorate
-
-
-class RaiseTogether:
-    """See `Communicator.raise_together`."""
-
-    __slots__ = ("_calls", "_number")
-
-    def __init__(self, calls: CallState) -> None:
-        self._calls = calls
-
-    def __enter__(self) -> None:
-        calls = self._calls
-        if calls.barred:
-            calls.refuse(current_call())
-        self._number = calls.number
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
-    ) -> None:
-        if error is not None:
-            self._calls.share_error(error, self._number)
-
-
-class Change(RaiseTogether):
-    """See `Communicator.change`."""
-
-    __slots__ = ()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
-    ) -> None:
-        # Before the first exchange no shared state has changed: `raise_together` is enough.
-        if error is not None and self._calls.number != self._number:
-            self._calls.mark_interrupted(error)

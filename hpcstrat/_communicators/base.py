@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from hpcstrat._calls import mismatch, records
-from hpcstrat._calls.collective import Change, RaiseTogether
+from hpcstrat._calls.collective import CallState, ErrorBlock
 from hpcstrat._calls.mismatch import RankReport
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._calls.state import CallState
 from hpcstrat._communicators import reduction
 from hpcstrat._core.arrays import as_native, checksum
 from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, join_by_rank, span
@@ -200,12 +199,12 @@ class Communicator(abc.ABC):
         calls.number += 1
         calls.last_signature = signature
 
-    def raise_together(self) -> RaiseTogether:
+    def raise_together(self) -> ErrorBlock:
         """A block of local work before a collective: what one rank raises in it, all ranks raise.
 
         `@collective` makes such a block of a whole call, up to its first exchange.
         """
-        return RaiseTogether(self.calls)
+        return ErrorBlock(self.calls, self.calls.share_error)
 
     def require_equal(self, arrays: Sequence[Array], of: str = "") -> None:
         """With `HPCSTRAT_CHECK=1`, checks that arrays of which one rank's is used are equal.
@@ -228,9 +227,9 @@ class Communicator(abc.ABC):
         if self.watchdog is not None:
             self.watchdog.work()
 
-    def change(self) -> Change:
+    def change(self) -> ErrorBlock:
         """A block that changes what ranks share or keep equal; interrupted, it ends the job."""
-        return Change(self.calls)
+        return ErrorBlock(self.calls, self.calls.share_or_interrupt)
 
     def leave(self) -> None:
         """Tells the others that this rank leaves the program.

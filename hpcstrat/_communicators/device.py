@@ -9,8 +9,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
+from hpcstrat._calls.collective import Waiting
 from hpcstrat._calls.records import CallSignature
-from hpcstrat._calls.state import Waiting
 from hpcstrat._communicators.base import Communicator, Write
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Generic, TypeVar, final
 
-from hpcstrat._calls.state import CallState
+from hpcstrat._calls.collective import CallState
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.intervals import Interval

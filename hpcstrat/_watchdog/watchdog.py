@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from hpcstrat._calls.state import CallState
+from hpcstrat._calls.collective import CallState
 from hpcstrat._calls.status import RankStatus, user_frame, user_frame_of
 from hpcstrat._core.call_name import ranks_in_words
 from hpcstrat._process import failure, guard, launchers, output, settings
