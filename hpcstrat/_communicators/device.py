@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, final
 
 from hpcstrat._calls.collective import Waiting
 from hpcstrat._calls.records import CallSignature
@@ -17,11 +17,20 @@ from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
 
-Move: TypeAlias = Callable[[], object]
-"""A call that moves flat arrays, with its arguments."""
-
 AHEAD = 32
 """Calls of NCCL, two per update mostly, that a host may be ahead: the GPU then has enough to do."""
+
+
+class Move(NamedTuple):
+    """A call that moves a flat array.
+
+    Attributes:
+        make: makes it.
+        nbytes: bytes of the array.
+    """
+
+    make: Callable[[], object]
+    nbytes: int
 
 
 class RankSlice(NamedTuple):
@@ -116,29 +125,35 @@ class DeviceCommunicator(Communicator):
     # ---- the same calls with the same arrays in many steps: prepared once, launched in each step
 
     def prepare_reduce(self, array: Array, op: ReduceOp, root: int | None) -> list[Move]:
-        """A `reduce_flat` in place, or without `root` an `all_reduce_flat`."""
+        """A `reduce_flat` of floats in place, or without `root` an `all_reduce_flat`.
+
+        Not of what is cast or divided after it, such as integers: moves are launched together.
+        """
         if root is None:
-            return [functools.partial(self.all_reduce_flat, array, array, op)]
-        return [functools.partial(self.reduce_flat, array, array, op, root)]
+            make = functools.partial(self.all_reduce_flat, array, array, op)
+        else:
+            make = functools.partial(self.reduce_flat, array, array, op, root)
+        return [Move(make, array.nbytes)]
 
     def prepare_broadcast(self, array: Array, root: int) -> list[Move]:
         """A `broadcast_flat`."""
-        return [functools.partial(self.broadcast_flat, array, root)]
+        return [Move(functools.partial(self.broadcast_flat, array, root), array.nbytes)]
 
     def prepare_reduce_scatter(
         self, array: Array, out: Array, slices: Sequence[RankSlice]
     ) -> list[Move]:
         """A `reduce_scatter_flat`."""
-        return [functools.partial(self.reduce_scatter_flat, array, out, slices)]
+        make = functools.partial(self.reduce_scatter_flat, array, out, slices)
+        return [Move(make, array.nbytes)]
 
     def prepare_all_gather(self, array: Array, slices: Sequence[RankSlice]) -> list[Move]:
         """An `all_gather_flat`."""
-        return [functools.partial(self.all_gather_flat, array, slices)]
+        return [Move(functools.partial(self.all_gather_flat, array, slices), array.nbytes)]
 
     def launch(self, what: str, moves: Sequence[Move]) -> None:
         """Makes prepared calls, named `what` in errors, all at once. `stream` is current."""
         for move in moves:
-            move()
+            move.make()
 
     def side_stream(self, memory: Array) -> contextlib.AbstractContextManager[None]:
         """A block whose calls for storage use a second stream, after what is on `stream` now.

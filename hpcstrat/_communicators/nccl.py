@@ -25,7 +25,6 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import layout_of, packings_of
-from hpcstrat._process import settings
 
 
 @final
@@ -176,7 +175,8 @@ class NcclCommunicator(DeviceCommunicator):
                 arrays = [xp.ascontiguousarray(self.stream.here(array)) for array in arrays]
                 messages = [xp.empty(layout.nbytes, np.uint8) for layout in layouts]
                 self.exchange(signature_of(current_call(), "memory"))
-            self._collectives.all_gather(current_call(), self.stream, arrays, messages, layouts)
+            moves = self._collectives.bind_all_gather(self.stream, arrays, messages, layouts)
+            self.launch(current_call(), moves)
             results = []
             for message, layout, shapes in zip(messages, layouts, shapes_of, strict=True):
                 if axis % len(shapes[0]) == 0:  # the parts are one after the other already
@@ -195,7 +195,7 @@ class NcclCommunicator(DeviceCommunicator):
             copies = [self.stream.here(array).copy("C") for array in arrays]
             self.exchange(signature)
             for array in copies:
-                self._collectives.broadcast(current_call(), self.stream, array, root)
+                self.launch(current_call(), self.prepare_broadcast(array, root))
             return copies
 
     def _reduce_parts_on_gpu(
@@ -251,9 +251,9 @@ class NcclCommunicator(DeviceCommunicator):
                     for item, of in zip(outgoing, shapes, strict=True)
                 ]
                 self.exchange(signature_of(current_call(), "memory"))
-            self._collectives.send_and_receive(
-                current_call(), self.stream, sent, [pair for of in received for pair in of.items()]
-            )
+            from_ranks = [pair for of in received for pair in of.items()]
+            moves = self._collectives.bind_messages(self.stream, sent, from_ranks)
+            self.launch(current_call(), moves)
         return received
 
     # ---- flat arrays, for storage
@@ -268,50 +268,39 @@ class NcclCommunicator(DeviceCommunicator):
 
     def broadcast_flat(self, array: Array, root: int) -> None:
         """See `DeviceCommunicator.broadcast_flat`."""
-        self._collectives.broadcast("the broadcast of new values", self.active_stream, array, root)
+        self.launch("the broadcast of new values", self.prepare_broadcast(array, root))
 
     def reduce_scatter_flat(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.reduce_scatter_flat`."""
-        flat = array.reshape(-1)
-        self._collectives.reduce_scatter(
-            "the sum of gradients", self.active_stream, [flat], [out], [slices], ReduceOp.SUM
-        )
+        moves = self.prepare_reduce_scatter(array.reshape(-1), out, slices)
+        self.launch("the sum of gradients", moves)
 
     def all_gather_flat(self, array: Array, slices: Sequence[RankSlice]) -> None:
         """See `DeviceCommunicator.all_gather_flat`."""
-        self._collectives.all_gather_in_place("the new values", self.active_stream, array, slices)
-
-    # Prepared are NCCL's own calls, unless a timeline shows each call by itself.
+        self.launch("the new values", self.prepare_all_gather(array, slices))
 
     def prepare_reduce(self, array: Array, op: ReduceOp, root: int | None) -> list[Move]:
         """See `DeviceCommunicator.prepare_reduce`."""
-        if settings.timeline() or array.dtype != dtype_to_reduce(array.dtype, op):
-            return super().prepare_reduce(array, op, root)
-        return self._collectives.bind_reduce(self.stream, array, array, op, root)
+        return self._collectives.bind_reduce(self.active_stream, array, array, op, root)
 
     def prepare_broadcast(self, array: Array, root: int) -> list[Move]:
         """See `DeviceCommunicator.prepare_broadcast`."""
-        if settings.timeline():
-            return super().prepare_broadcast(array, root)
-        return self._collectives.bind_broadcast(self.stream, array, root)
+        return self._collectives.bind_broadcast(self.active_stream, array, root)
 
     def prepare_reduce_scatter(
         self, array: Array, out: Array, slices: Sequence[RankSlice]
     ) -> list[Move]:
         """See `DeviceCommunicator.prepare_reduce_scatter`."""
-        if settings.timeline():
-            return super().prepare_reduce_scatter(array, out, slices)
-        return self._collectives.bind_reduce_scatter(self.stream, array, out, slices, ReduceOp.SUM)
+        stream = self.active_stream
+        return self._collectives.bind_reduce_scatter(stream, array, out, slices, ReduceOp.SUM)
 
     def prepare_all_gather(self, array: Array, slices: Sequence[RankSlice]) -> list[Move]:
         """See `DeviceCommunicator.prepare_all_gather`."""
-        if settings.timeline():
-            return super().prepare_all_gather(array, slices)
-        return self._collectives.bind_all_gather_in_place(self.stream, array, slices)
+        return self._collectives.bind_all_gather_in_place(self.active_stream, array, slices)
 
     def launch(self, what: str, moves: Sequence[Move]) -> None:
         """See `DeviceCommunicator.launch`."""
-        self._collectives.launch(what, self.stream, moves)
+        self._collectives.launch(what, self.active_stream, moves)
 
     @contextlib.contextmanager
     def side_stream(self, memory: Array) -> Iterator[None]:

@@ -40,16 +40,6 @@ _TYPES = {
 }
 
 
-def _span_of_array(_: Any, what: str, stream: gpu.Stream, array: Array, *__: Any) -> Details:
-    return Details(what, array.nbytes, stream)
-
-
-def _span_of_arrays(
-    _: Any, what: str, stream: gpu.Stream, arrays: Sequence[Array], *__: Any
-) -> Details:
-    return Details(what, sum(array.nbytes for array in arrays), stream)
-
-
 # Both streams use one NCCL communicator, whose calls must run one after the other, in the same
 # order on all ranks. So two events order the streams (`device.py` shows them with the others):
 #
@@ -93,7 +83,6 @@ class NcclCollectives:
 
     # ---- calls
 
-    @span(COMMUNICATION, _span_of_array)
     def reduce(
         self,
         what: str,
@@ -116,12 +105,6 @@ class NcclCollectives:
         if result is not out:
             out[...] = result
 
-    @span(COMMUNICATION, _span_of_array)
-    def broadcast(self, what: str, stream: gpu.Stream, array: Array, root: int) -> None:
-        """Copies the array of rank `root` to all ranks' arrays."""
-        self.launch(what, stream, self.bind_broadcast(stream, array, root))
-
-    @span(COMMUNICATION, _span_of_arrays)
     def reduce_scatter(
         self,
         what: str,
@@ -143,50 +126,6 @@ class NcclCollectives:
         for out in outs:
             self._divide(out, op)
 
-    @span(COMMUNICATION, _span_of_array)
-    def all_gather_in_place(
-        self, what: str, stream: gpu.Stream, array: Array, slices: Sequence[RankSlice]
-    ) -> None:
-        """Copies each slice of its rank's flat array to all ranks' arrays."""
-        self.launch(what, stream, self.bind_all_gather_in_place(stream, array, slices))
-
-    @span(COMMUNICATION, _span_of_arrays)
-    def all_gather(
-        self,
-        what: str,
-        stream: gpu.Stream,
-        arrays: Sequence[Array],
-        messages: Sequence[Array],
-        layouts: Sequence[Layout],
-    ) -> None:
-        """Copies each rank's part of an array to all ranks' messages, which have these layouts."""
-        moves: list[Move] = []
-        for array, message, layout in zip(arrays, messages, layouts, strict=True):
-            if len(set(layout.sizes)) > 1:
-                # NCCL's own takes equal parts only. It copies what a rank sends to itself.
-                sent = [(rank, array) for rank in range(self._control.size)]
-                moves += self._bind_messages(stream, sent, [*enumerate(layout.views(message))])
-            elif array.size:
-                moves.append(self._bind_all_gather(stream, array, message))
-        self.launch(what, stream, moves)
-
-    @span(
-        COMMUNICATION,
-        lambda _, what, stream, sent, *__: Details(what, sum(a.nbytes for _, a in sent), stream),
-    )
-    def send_and_receive(
-        self,
-        what: str,
-        stream: gpu.Stream,
-        sent: Sequence[tuple[int, Array]],
-        received: Sequence[tuple[int, Array]],
-    ) -> None:
-        """Sends an array to each of these ranks, and receives arrays from others.
-
-        Each rank receives another rank's arrays in the order in which that sends them.
-        """
-        self.launch(what, stream, self._bind_messages(stream, sent, received))
-
     # ---- their arguments: what `launch` takes, in this step or in many
 
     def bind_reduce(
@@ -199,14 +138,18 @@ class NcclCollectives:
         target, count, kind = resolve(out)
         numbers = (source, target, count, kind, operation_of(op))
         if root is None:
-            return [partial(self._opened().allReduce, *numbers, raw)]
-        return [partial(self._opened().reduce, *numbers, root, raw)]
+            make = partial(self._opened().allReduce, *numbers, raw)
+        else:
+            make = partial(self._opened().reduce, *numbers, root, raw)
+        return [Move(make, array.nbytes)]
 
     def bind_broadcast(self, stream: gpu.Stream, array: Array, root: int) -> list[Move]:
-        """See `broadcast`."""
+        """Copies the array of rank `root` to all ranks' arrays."""
+        if not array.size:
+            return []
         place, raw = array.data.ptr, stream.raw.ptr
         numbers = (place, place, array.nbytes, self._byte, root, raw)
-        return [partial(self._opened().broadcast, *numbers)] if array.size else []
+        return [Move(partial(self._opened().broadcast, *numbers), array.nbytes)]
 
     def bind_reduce_scatter(
         self,
@@ -222,49 +165,67 @@ class NcclCollectives:
         if equal:
             source, count, kind = resolve(array[:equal])
             numbers = (source, out.data.ptr, count, kind, add, raw)
-            moves.append(partial(self._opened().reduceScatter, *numbers))
+            make = partial(self._opened().reduceScatter, *numbers)
+            moves.append(Move(make, equal * self._control.size * array.itemsize))
         for root, elements, own in rest:
             source, count, kind = resolve(array[elements.slice])
             target = out[own.slice].data.ptr if root == self._control.rank else 0
-            moves.append(
-                partial(self._opened().reduce, source, target, count, kind, add, root, raw)
-            )
+            make = partial(self._opened().reduce, source, target, count, kind, add, root, raw)
+            moves.append(Move(make, elements.size * array.itemsize))
         return moves
 
     def bind_all_gather_in_place(
         self, stream: gpu.Stream, array: Array, slices: Sequence[RankSlice]
     ) -> list[Move]:
-        """See `all_gather_in_place`."""
+        """Copies each slice of its rank's flat array to all ranks' arrays."""
         equal, rest = _equal_parts(slices, self._control.size)
         moves: list[Move] = []
         if equal:
             start = equal * self._control.rank
-            moves.append(self._bind_all_gather(stream, array[start : start + equal], array))
+            moves.append(self._bind_equal_gather(stream, array[start : start + equal], array))
         for root, elements, _ in rest:
             moves += self.bind_broadcast(stream, array[elements.slice], root)
         return moves
 
-    def _bind_all_gather(self, stream: gpu.Stream, own: Array, out: Array) -> Move:
-        numbers = (own.data.ptr, out.data.ptr, own.nbytes, self._byte, stream.raw.ptr)
-        return partial(self._opened().allGather, *numbers)
+    def bind_all_gather(
+        self,
+        stream: gpu.Stream,
+        arrays: Sequence[Array],
+        messages: Sequence[Array],
+        layouts: Sequence[Layout],
+    ) -> list[Move]:
+        """Copies each rank's part of an array to all ranks' messages, which have these layouts."""
+        moves: list[Move] = []
+        for array, message, layout in zip(arrays, messages, layouts, strict=True):
+            if len(set(layout.sizes)) > 1:
+                # NCCL's own takes equal parts only. It copies what a rank sends to itself.
+                sent = [(rank, array) for rank in range(self._control.size)]
+                moves += self.bind_messages(stream, sent, [*enumerate(layout.views(message))])
+            elif array.size:
+                moves.append(self._bind_equal_gather(stream, array, message))
+        return moves
 
-    def _bind_messages(
+    def _bind_equal_gather(self, stream: gpu.Stream, own: Array, out: Array) -> Move:
+        numbers = (own.data.ptr, out.data.ptr, own.nbytes, self._byte, stream.raw.ptr)
+        return Move(partial(self._opened().allGather, *numbers), out.nbytes)
+
+    def bind_messages(
         self,
         stream: gpu.Stream,
         sent: Sequence[tuple[int, Array]],
         received: Sequence[tuple[int, Array]],
     ) -> list[Move]:
-        byte, raw = self._byte, stream.raw.ptr
-        moves: list[Move] = []
-        for rank, array in sent:
-            if array.size:
-                numbers = (array.data.ptr, array.nbytes, byte, rank, raw)
-                moves.append(partial(self._opened().send, *numbers))
-        for rank, array in received:
-            if array.size:
-                numbers = (array.data.ptr, array.nbytes, byte, rank, raw)
-                moves.append(partial(self._opened().recv, *numbers))
-        return moves
+        """Sends an array to each of these ranks, and receives arrays from others.
+
+        Each rank receives another rank's arrays in the order in which that sends them.
+        """
+        comm, byte, raw = self._opened(), self._byte, stream.raw.ptr
+        return [
+            Move(partial(call, array.data.ptr, array.nbytes, byte, rank, raw), nbytes)
+            for call, pairs in ((comm.send, sent), (comm.recv, received))
+            for rank, array in pairs
+            if (nbytes := array.nbytes)
+        ]
 
     # ---- how calls start
 
@@ -277,6 +238,10 @@ class NcclCollectives:
             )
         return self._comm
 
+    @span(
+        COMMUNICATION,
+        lambda _, what, stream, moves: Details(what, sum(move.nbytes for move in moves), stream),
+    )
     def launch(self, what: str, stream: gpu.Stream, moves: Sequence[Move]) -> None:
         """Makes calls of NCCL, in which the host may wait until NCCL has connected it.
 
@@ -291,8 +256,8 @@ class NcclCollectives:
         try:
             self._nccl.groupStart()
             try:
-                for move in moves:
-                    move()
+                for make, _ in moves:
+                    make()
             finally:  # after an error too: an open group would block all later calls
                 self._nccl.groupEnd()
         except Exception as error:

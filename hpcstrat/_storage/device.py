@@ -129,7 +129,7 @@ class DeviceStorage(Storage):
             if plan.started:
                 self._finish_sums()
                 self._sum_parts(plan, plan.not_started())
-            elif op is ReduceOp.SUM and sources is plan.gradients:
+            elif op is ReduceOp.SUM and sources is plan.gradients and not plan.has_integers:
                 if plan.reductions is None:
                     plan.reductions = self._prepare_reductions(plan)
                 self.communicator.launch("the sum of gradients", plan.reductions)

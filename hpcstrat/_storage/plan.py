@@ -395,6 +395,7 @@ class DevicePlan(Plan):
         own_message: the message by which this rank updates its shards: the same, or its part.
         own_gradients: that message by dtype.
         slices: for each dtype of the message, the elements of each rank; empty if none is split.
+        has_integers: whether some of the variables are integers: NCCL casts these to sum them.
         reductions: the sums of all gradients, prepared by the storage in the first step.
         sharing: the calls that send new values, likewise.
         copies: what is copied between the variables and the message before and after these calls.
@@ -411,6 +412,7 @@ class DevicePlan(Plan):
         super().__init__(order, update, rank_parts, rank)
         self.readable = readable
         self.slices: list[list[RankSlice]] = rank_slices(order, rank_parts) if rank_parts else []
+        self.has_integers: bool = any(group.dtype.kind in "iu" for group in order.layout.groups)
         self._packings: list[PackKernel] = []  # on a GPU
         self._drop()
 

@@ -228,13 +228,13 @@ def test_memory_is_taken_before_the_ranks_agree(connected, place, monkeypatch, n
 @on_gpu
 def test_an_error_in_a_broadcast_names_the_users_call(connected, place, monkeypatch):
     named = []
-    broadcast = connected._collectives.broadcast
+    launch = connected._collectives.launch
 
     def note(what, stream, *args):
         named.append((what, stream is connected.stream))
-        broadcast(what, stream, *args)
+        launch(what, stream, *args)
 
-    monkeypatch.setattr(connected._collectives, "broadcast", note)
+    monkeypatch.setattr(connected._collectives, "launch", note)
     check(connected.broadcast([place.xp.full(3, RANK)], N - 1)[0], np.full(3, N - 1), place.xp)
     assert named == [("some_call", True)]
 

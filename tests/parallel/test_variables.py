@@ -402,6 +402,17 @@ def test_writes_of_integers_in_a_replica_context_are_aggregated(
     check_writes(strategy, place, verb, aggregation, dtype)
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [np.float32, np.int16, np.int64])
+def test_values_in_columns_are_summed(strategy, place, dtype):
+    """They are not reduced in place, and NCCL sums 16-bit integers in another dtype."""
+    with strategy.scope():
+        v = hs.Variable(np.ones((2, 3), dtype), aggregation="SUM")
+    for _ in range(2):
+        strategy.run(lambda: v.assign_add(place.xp.arange(6, dtype=dtype).reshape(3, 2).T))
+    assert v.numpy().tolist() == (1 + 2 * N * np.arange(6).reshape(3, 2).T).tolist()
+
+
 def check_writes(strategy, place, verb, aggregation, dtype):
     shapes = SHAPES if dtype is np.float32 else SHAPES[::2]
     for shape in shapes:
