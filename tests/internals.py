@@ -3,6 +3,7 @@
 from hpcstrat import _program
 from hpcstrat._calls import mismatch, records
 from hpcstrat._calls.collective import CallState
+from hpcstrat._calls.mismatch import user_frame_of
 from hpcstrat._calls.records import (
     CallDescription,
     CallSignature,
@@ -10,7 +11,6 @@ from hpcstrat._calls.records import (
     VariableId,
     signature_of,
 )
-from hpcstrat._calls.status import LIMIT, RankStatus, user_frame_of
 from hpcstrat._communicators import host, nccl_collectives, nccl_start, rail, shared_memory
 from hpcstrat._communicators import mpi as mpi_communicator
 from hpcstrat._communicators.base import Outgoing
@@ -111,7 +111,13 @@ from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.rule import sums_of_squares
 from hpcstrat._update.update import HostUpdate, chunks_of
 from hpcstrat._watchdog import host_channels, watchdog
-from hpcstrat._watchdog.channels import SLOT, SharedMemoryChannel, StatusChannel
+from hpcstrat._watchdog.channels import (
+    LIMIT,
+    SLOT,
+    RankStatus,
+    SharedMemoryChannel,
+    StatusChannel,
+)
 from hpcstrat._watchdog.host_channels import MemberChannel, RootChannel
 from hpcstrat._watchdog.sockets import Connection, Listener, reach
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector

@@ -43,8 +43,8 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
+from hpcstrat._calls.mismatch import user_frame, user_frame_in_call
 from hpcstrat._calls.records import CallSignature
-from hpcstrat._calls.status import user_frame, user_frame_in_call
 from hpcstrat._core.call_name import current_call, enter_call, explain_arguments, leave_call
 from hpcstrat._process import failure
 

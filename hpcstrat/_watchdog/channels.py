@@ -1,18 +1,18 @@
-"""How the ranks of one host exchange their statuses: through shared memory."""
+"""What a rank tells the others about itself, twice a second; on one host, through shared memory."""
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import json
 import mmap
 import os
 import select
 import struct
 import zlib
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
-from hpcstrat._calls.status import RankStatus
 from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.segment import make_shared_segment
 
@@ -20,6 +20,63 @@ SLOT = 2048
 """Bytes of a rank's status in shared memory."""
 
 _HEAD = struct.Struct("<II")  # length and checksum: a reader may come while the writer writes
+_LONGEST = (400, 150, 40, 0)  # characters of a text in a status: the first that fits
+
+LIMIT = 2000
+"""The most bytes of a packed status."""
+
+
+class RankStatus(NamedTuple):
+    """One rank at one moment.
+
+    Attributes:
+        number: the number of its current or last collective call.
+        call: this call in words.
+        location: file and line of the program that it is at.
+        waits: whether it is inside a collective call.
+        progress: a number that changes while the library does long work of its own.
+        extra_seconds: how much longer than usual it asks the others to wait.
+        gone: whether it leaves the program properly.
+        process: its process id.
+        beat: a number that changes with every status.
+    """
+
+    number: int
+    call: str
+    location: str
+    waits: bool
+    progress: int
+    extra_seconds: float
+    gone: bool
+    process: int
+    beat: int = 0
+
+    def pack(self) -> bytes:
+        """The status as at most `LIMIT` bytes; long texts are cut."""
+        message = b""
+        # A slot has a fixed size. The end of a path and the start of a call say most, so these stay
+        # when a text is cut.
+        for longest in _LONGEST:
+            short = self._replace(
+                call=self.call[:longest],
+                location=self.location[max(len(self.location) - longest, 0) :],
+            )
+            message = json.dumps(short, ensure_ascii=False).encode(errors="replace")
+            if len(message) <= LIMIT:
+                break
+        return message
+
+    @classmethod
+    def unpack(cls, message: bytes) -> RankStatus:
+        """The status in these bytes, which `pack` made.
+
+        Raises:
+            ValueError: they are something else.
+        """
+        fields = json.loads(message)
+        if not isinstance(fields, list) or len(fields) != len(cls._fields):
+            raise ValueError(f"{message!r} is not a status")
+        return cls(*fields)
 
 
 class StatusChannel(abc.ABC):

@@ -21,8 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
-from hpcstrat._calls.status import RankStatus
-from hpcstrat._watchdog.channels import SharedMemoryChannel, StatusChannel, share_memory_channel
+from hpcstrat._watchdog.channels import (
+    RankStatus,
+    SharedMemoryChannel,
+    StatusChannel,
+    share_memory_channel,
+)
 from hpcstrat._watchdog.sockets import CONNECT_SECONDS, Connection, Listener, reach
 
 _BYTES = 1 << 15  # of places that rank 0 gets at a beat from all hosts, besides one from each

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpcstrat._calls.status import RankStatus
 from hpcstrat._core.call_name import list_by_rank, ranks_in_words
+from hpcstrat._watchdog.channels import RankStatus
 
 SETTLING_SECONDS = 1.5
 """After a rank's death: seconds for the launcher, or the rank's own report, to end the job."""

@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 
 from hpcstrat._calls.collective import CallState
-from hpcstrat._calls.status import RankStatus, user_frame, user_frame_of
+from hpcstrat._calls.mismatch import user_frame, user_frame_of
 from hpcstrat._core.call_name import ranks_in_words
 from hpcstrat._process import failure, guard, launchers, output, settings
-from hpcstrat._watchdog.channels import StatusChannel
+from hpcstrat._watchdog.channels import RankStatus, StatusChannel
 from hpcstrat._watchdog.stall_detector import (
     SETTLING_SECONDS,
     SILENT_SECONDS,
