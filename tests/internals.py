@@ -15,6 +15,7 @@ from hpcstrat._communicators import host, nccl_collectives, nccl_start, rail, sh
 from hpcstrat._communicators import mpi as mpi_communicator
 from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.connection import connect, connect_devices
+from hpcstrat._communicators.device import StagedCommunicator
 from hpcstrat._communicators.hierarchical import Grid, HierarchicalCommunicator
 from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._communicators.mpi import MpiCommunicator
@@ -35,7 +36,6 @@ from hpcstrat._communicators.reduction import (
     reduce_in_chunks,
 )
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._communicators.staged import StagedCommunicator
 from hpcstrat._core import device_names, gpu, nests, public_names
 from hpcstrat._core.arrays import as_native, is_numeric
 from hpcstrat._core.call_name import (

@@ -15,12 +15,11 @@ import numpy as np
 
 from hpcstrat._communicators import nccl_start
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.device import DeviceCommunicator, StagedCommunicator
 from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._communicators.staged import StagedCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, join_by_rank
 from hpcstrat._process import failure, launchers, settings, worlds

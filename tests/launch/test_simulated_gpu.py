@@ -118,7 +118,7 @@ BUGS = {
     "host copies are read before they have arrived": (
         [
             (
-                "_communicators/staged.py",
+                "_communicators/device.py",
                 "        self.stream.synchronize()\n        return copies\n",
                 "        return copies\n",
             )
