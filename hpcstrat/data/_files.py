@@ -207,6 +207,9 @@ def load(path: str, pipeline: str | None = None) -> Node:
     try:
         with open(header_path) as file:
             header = json.load(file)
+        names = {"format", "count", "nest", "leaves"}
+        if not isinstance(header, dict) or not names <= header.keys():
+            raise ValueError("it must have a format, a count, a nest and leaves")
     except (FileNotFoundError, NotADirectoryError) as error:
         raise FileNotFoundError(
             errno.ENOENT, f"{current_call()}: there is no saved dataset", path
@@ -215,11 +218,6 @@ def load(path: str, pipeline: str | None = None) -> Node:
         raise ValueError(
             f"{current_call()}: {header_path} is not a header of a dataset: {error}; save it again"
         ) from error
-    if not isinstance(header, dict) or not {"format", "count", "nest", "leaves"} <= header.keys():
-        raise ValueError(
-            f"{current_call()}: {header_path} is not a header of a dataset: it must have a "
-            "format, a count, a nest and leaves; save it again"
-        )
     if header["format"] != _FORMAT:
         raise ValueError(
             f"{current_call()}: {path} has the format {reprlib.repr(header['format'])}; this "

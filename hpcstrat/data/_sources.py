@@ -256,9 +256,6 @@ class Produced(Node):
                 epoch.checksum.add(element)
             yield [element]
 
-    def load(self, item: Any) -> Any:
-        return item
-
 
 def generated(
     generator: Callable[..., Iterable[Any]],

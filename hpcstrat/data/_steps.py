@@ -59,16 +59,21 @@ Prefetcher: TypeAlias = Callable[[Iterator[Step]], Iterator[Step]]
 """Yields steps with their arrays moved elsewhere, perhaps ahead of use; does not communicate."""
 
 
+def _whole(element: Any) -> Step:
+    """The step of an element that is for one replica alone."""
+    if isinstance(element, FailedElement):
+        return Step(1, None, error=element.error)
+    return Step(1, element)
+
+
 def split_evenly(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:
     """One replica's rows of each batch: of b rows `b // size`, or one more if `rank < b % size`."""
-    return _whole(node, epoch) if size == 1 else _split(node, epoch, rank, size, 0)
+    return _split(node, epoch, rank, size, 0)
 
 
 def split_in_order(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:
     """As `split_evenly`, but a short batch fills the replicas in order, each to its full share."""
-    return (
-        _whole(node, epoch) if size == 1 else _split(node, epoch, rank, size, node.batch_sizes[-1])
-    )
+    return _split(node, epoch, rank, size, node.batch_sizes[-1])
 
 
 def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) -> Iterator[Step]:
@@ -138,21 +143,8 @@ def _is_scarce(size: int, batch_size: int, count: int) -> bool:
     return start == stop and count > 0
 
 
-def _whole(node: Node, epoch: EpochPass) -> Iterator[Step]:
-    """Each element, for the only replica."""
-    for element in with_failures(node.elements(epoch)):
-        yield (
-            Step(1, None, 0, element.error)
-            if isinstance(element, FailedElement)
-            else Step(1, element)
-        )
-
-
 def assign_elements(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterator[Step]:
     """The steps of one replica, with one element per replica each."""
-    if size == 1:
-        yield from _whole(node, epoch)
-        return
     items = (item for chunk in node.chunks(epoch) for item in chunk)
     while step := list(itertools.islice(items, size)):
         try:
@@ -216,7 +208,10 @@ class DistributedIterator(DatasetIterator):
             self._compares, every=settings.is_on("HPCSTRAT_CHECK")
         )
         self._number = 0
-        steps = dataset._split(node, self._epoch, peers.index(self._rank), len(peers))
+        if len(peers) == 1:
+            steps = map(_whole, with_failures(node.elements(self._epoch)))
+        else:
+            steps = dataset._split(node, self._epoch, peers.index(self._rank), len(peers))
         prefetcher = dataset._prefetcher
         return self._ahead(steps) if prefetcher is None else prefetcher(steps)
 
