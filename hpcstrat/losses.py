@@ -60,7 +60,7 @@ def compute_average_loss(
     if sample_weight is not None:
         weights = _as_numbers(call, "sample_weight", sample_weight, "reshape")
         weights = weights.reshape(
-            _shape_of_weights(call, tuple(weights.shape), tuple(losses.shape))
+            arrays.shape_of_weights(call, tuple(weights.shape), tuple(losses.shape))
         )
         losses = losses * (
             weights.astype(losses.dtype) if hasattr(weights, "astype") else weights.to(losses.dtype)
@@ -108,26 +108,6 @@ def _as_numbers(call: str, argument: str, value: Any, method: str) -> Any:
             f"{call}: {argument} is of dtype {dtype.name}; it must be an array of numbers"
         )
     return array
-
-
-def _shape_of_weights(
-    call: str, weights: tuple[int, ...], losses: tuple[int, ...]
-) -> tuple[int, ...]:
-    """The shape in which the weights multiply the losses without broadcasting them.
-
-    Raises:
-        ValueError: there is none.
-    """
-    without = weights[:-1] if len(weights) == len(losses) + 1 and weights[-1] == 1 else weights
-    shape = without + (1,) * (len(losses) - len(without))
-    if len(shape) > len(losses) or any(
-        n not in (1, size) for n, size in zip(shape, losses, strict=True)
-    ):
-        raise ValueError(
-            f"{call}: sample_weight has shape {weights} and the losses {losses}; pass one weight "
-            "for each loss, or for each of their first dimensions"
-        )
-    return shape
 
 
 def _divide(total: Any, count: int) -> Any:

@@ -219,6 +219,28 @@ def _bfloat16() -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16)
 
 
+def shape_of_weights(
+    call: str, weights: tuple[int, ...], values: tuple[int, ...]
+) -> tuple[int, ...]:
+    """The shape in which weights multiply values without broadcasting these.
+
+    Weights may lack the last dimensions, or have an extra last dimension of 1.
+
+    Raises:
+        ValueError: there is none.
+    """
+    without = weights[:-1] if len(weights) == len(values) + 1 and weights[-1] == 1 else weights
+    shape = without + (1,) * (len(values) - len(without))
+    if len(shape) > len(values) or any(
+        n not in (1, size) for n, size in zip(shape, values, strict=True)
+    ):
+        raise ValueError(
+            f"{call}: sample_weight has shape {weights} and the values {values}; pass a weight for "
+            "each value, or for each index of their first dimensions"
+        )
+    return shape
+
+
 def as_number(call: str, argument: str, value: Any, allowed: str = "a number") -> float:
     """The value of an argument or attribute of `call` (the user's name) as a float.
 

@@ -365,18 +365,8 @@ def as_weights(call: str, sample_weight: Any, shape: tuple[int, ...]) -> Any:
     weights = as_numbers(call, "sample_weight", sample_weight).astype(np.float64, copy=False)
     if weights.shape == shape:
         return weights
-    if weights.ndim == len(shape) + 1 and weights.shape[-1] == 1:
-        weights = weights[..., 0]
-    xp = gpu.array_module(weights)
-    try:
-        return xp.broadcast_to(
-            weights.reshape(weights.shape + (1,) * (len(shape) - weights.ndim)), shape
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"{call}: sample_weight has shape {weights.shape} and the values {shape}; pass a "
-            "weight for each value, or for each index of their first dimensions"
-        ) from error
+    reshaped = weights.reshape(arrays.shape_of_weights(call, weights.shape, shape))
+    return gpu.array_module(weights).broadcast_to(reshaped, shape)
 
 
 def as_classes(values: Any, classes: int) -> tuple[Any, Any]:

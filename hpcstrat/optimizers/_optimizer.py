@@ -21,8 +21,6 @@ from hpcstrat.optimizers._state import (
     GradientBuffers,
     OptimizerState,
     OptimizerVariable,
-    check_marked,
-    end_marks,
     list_variables,
     plan_key,
 )
@@ -379,13 +377,13 @@ class Optimizer(metaclass=_options.OptimizerType):
                     "name, and gradients with their variables as zip(gradients, variables)"
                 )
             if state.marked is not None:
-                check_marked(state, pairs, are_summed)
+                state.check_marked(pairs, are_summed)
             if self._collecting and pairs:
                 pairs = _steps.collect(self, self._collecting, pairs)
             if pairs is not None and not self._apply_as_before(pairs, are_summed):
                 self._apply(pairs, are_summed)
             if state.marked is not None:
-                end_marks(state)
+                state.end_marks()
         finally:
             leave_call(outer)
 

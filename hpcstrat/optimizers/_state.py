@@ -116,6 +116,36 @@ class OptimizerState:
             self.plans[wanted] = plan
         return self.plans[wanted]
 
+    def check_marked(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
+        """Checks that a step gets all buffers if some are marked, perhaps with `IndexedSlices`."""
+        if self.marked is None or not self.marked[1].marked:
+            return
+        group, plan = self.marked
+        with group.communicator.raise_together():
+            check_pairs(pairs)
+            dense = [pair for pair in pairs if not isinstance(pair[0], IndexedSlices)]
+            is_all = self.plans.get(plan_key(group, [v for _, v in dense])) is plan
+            if not is_all or not plan.are_in_buffers([gradient for gradient, _ in dense]):
+                raise ValueError(
+                    f"{current_call()}: some gradient buffers are marked ready in this step, so "
+                    "it takes all of them, with their variables in their order: zip(buffers, "
+                    "variables)"
+                )
+            if group.communicator.size > 1 and (
+                are_summed or not isinstance(contexts.context(), InReplica)
+            ):
+                raise ValueError(
+                    f"{current_call()}: gradient buffers that are marked ready are summed over the "
+                    "replicas; call it in the replica function, without skip_gradients_aggregation"
+                )
+
+    def end_marks(self) -> None:
+        """Forgets the marks after a step."""
+        if self.marked is not None:
+            group, plan = self.marked
+            group.storage.end_marks(plan)
+            self.marked = None
+
 
 def plan_key(group: ReplicaGroup, variables: Sequence[Variable]) -> tuple[int, ...]:
     """The key of a plan: ids of objects that its optimizer keeps alive, so no id is reused."""
@@ -326,36 +356,3 @@ class GradientBuffers(list[Any]):
                 f"{current_call()} was called outside of a replica function; call it in the "
                 "function that strategy.run runs, before apply_gradients"
             )
-
-
-def check_marked(
-    state: OptimizerState, pairs: Sequence[tuple[Any, Variable]], are_summed: bool
-) -> None:
-    """Checks that a step gets all buffers if some are marked, perhaps with `IndexedSlices`."""
-    if state.marked is None or not state.marked[1].marked:
-        return
-    group, plan = state.marked
-    with group.communicator.raise_together():
-        check_pairs(pairs)
-        dense = [pair for pair in pairs if not isinstance(pair[0], IndexedSlices)]
-        is_all = state.plans.get(plan_key(group, [v for _, v in dense])) is plan
-        if not is_all or not plan.are_in_buffers([gradient for gradient, _ in dense]):
-            raise ValueError(
-                f"{current_call()}: some gradient buffers are marked ready in this step, so it "
-                "takes all of them, with their variables in their order: zip(buffers, variables)"
-            )
-        if group.communicator.size > 1 and (
-            are_summed or not isinstance(contexts.context(), InReplica)
-        ):
-            raise ValueError(
-                f"{current_call()}: gradient buffers that are marked ready are summed over the "
-                "replicas; call it in the replica function, without skip_gradients_aggregation"
-            )
-
-
-def end_marks(state: OptimizerState) -> None:
-    """Forgets the marks after a step."""
-    if state.marked is not None:
-        group, plan = state.marked
-        group.storage.end_marks(plan)
-        state.marked = None
