@@ -324,7 +324,8 @@ class Formula:
         # Of the last step: numbers that stay, and what is bound to them; what changed, the rule.
         self._values: tuple[Any, ...] | None = None
         self._bound: _Bound
-        self._last: tuple[tuple[float, ...], UpdateRule] | None = None
+        self._now: tuple[float, int] | None = None
+        self._rule: UpdateRule
 
     def rule(self, optimizer: Any, learning_rate: float, step: int) -> UpdateRule:
         """The update of this step.
@@ -341,24 +342,26 @@ class Formula:
             values += tuple([read() for read in self._readers])
         if values != self._values:
             self._bound = self._bind(values, tuple(optimizer.all_slots))
-            self._values, self._last = values, None
-        now = float(learning_rate), float(step) if self._takes_step else 0.0
-        if self._last is None or self._last[0] != now:
+            self._values, self._now = values, None
+        now = learning_rate, step if self._takes_step else 0
+        if now != self._now:
+            rate, number = float(learning_rate), float(now[1])
             kernel, evaluate, stay, norms = self._bound
             # The ranks agree on the rate of any formula.
-            constants = {"learning_rate": now[0]}
-            if self._takes_step:
-                constants["step"] = now[1]
-            constants |= stay
+            constants = (
+                {"learning_rate": rate, "step": number, **stay}
+                if self._takes_step
+                else {"learning_rate": rate, **stay}
+            )
             if norms is None:
-                numbers = evaluate(*now)
+                numbers = evaluate(rate, number)
                 apply = functools.partial(kernel.apply, numbers)
-                rule = UpdateRule(apply, constants, kernel, numbers)
+                self._rule = UpdateRule(apply, constants, kernel, numbers)
             else:
-                norms = norms.in_step(now)
-                rule = UpdateRule(norms.apply, constants, kernel, norms=norms)
-            self._last = now, rule
-        return self._last[1]
+                norms = norms.in_step((rate, number))
+                self._rule = UpdateRule(norms.apply, constants, kernel, norms=norms)
+            self._now = now
+        return self._rule
 
     def _bind(self, values: Sequence[Any], slots: tuple[str, ...]) -> _Bound:
         """What the numbers of a step are taken from, with these that stay."""
