@@ -17,11 +17,10 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import CHECKPOINT, current_call, names_call, span
 from hpcstrat._process import job_files
 from hpcstrat._process.job_files import JobMemory
-from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of
+from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of, open_file, restore_from
 from hpcstrat.checkpoint._format import CheckpointFile, notes_in, step_of
 from hpcstrat.checkpoint._new_file import SnapshotMemory
 from hpcstrat.checkpoint._objects import parameter_rank, require_no_replica
-from hpcstrat.checkpoint._restoring import open_file, restore_from
 from hpcstrat.checkpoint._saving import (
     check_count,
     check_keep,

@@ -136,23 +136,23 @@ class NewFile:
                     own = file.name, _identity(os.fstat(self._file)), header.size
             # The name has random digits that no other file has.
             name, identity, self.first = communicator.broadcast_obj(own, root)
-        marks = [f"{name}.rank{rank}" for rank in range(self._size)] if is_marked else []
-        is_open = header is not None or (
-            target is not None
-            and self._open(target, name, identity, marks[communicator.rank :][:1], ending)
-        )
+        marks = [f"{name}.rank{rank}" for rank in range(self._size)]
+        mark = marks.pop(communicator.rank) if is_marked else ""
+        is_open = header is not None or self._open(target, name, identity, mark, ending)
         self.is_shared: bool = all(communicator.all_gather_obj(is_open))
-        self._others: list[str] = marks[:root] + marks[root + 1 :]
+        self._others = marks
 
     def _open(
         self,
-        target: Target,
+        target: Target | None,
         name: str,
         identity: tuple[int, int],
-        marks: Iterable[str],
+        mark: str,
         ending: ExitStack,
     ) -> bool:
         """Opens the root's file and makes this rank's mark, if this rank can see the file."""
+        if target is None:
+            return False
         try:
             # Before it is opened, which may wait: elsewhere this name may be anything.
             if _identity(os.stat(name)) != identity:
@@ -160,7 +160,7 @@ class NewFile:
             self._file = os.open(name, os.O_RDWR | os.O_CLOEXEC)
             ending.callback(os.close, self._file)
             self._write = target.writer(self._file)
-            for mark in marks:
+            if mark:
                 self._mark = ending.enter_context(open(mark, "xb", buffering=0))
                 with contextlib.suppress(OSError):  # a file system without locks
                     fcntl.flock(self._mark, fcntl.LOCK_EX)

@@ -102,7 +102,7 @@ class CheckpointObjects:
             self.positions[name] = leaf
             return "position in data"
         raise TypeError(
-            f"{current_call()}: {name} is {_shorten(repr(leaf))}, which cannot be saved; "
+            f"{current_call()}: {name} is {leaf!r:.80}, which cannot be saved; "
             "pass variables, optimizers, metrics, datasets, their iterators, and dicts, lists "
             "and tuples of these. To save a number, put it into a variable: "
             "Variable(0, dtype=np.int64); to save an object, pass its attributes: "
@@ -259,10 +259,6 @@ def _leaves(objects: dict[str, Any]) -> list[tuple[str, Any]]:
     # restores.
     paths = ["/".join(map(str, path)) for path in optree.treespec_paths(structure)]
     return [(path, leaves[i]) for path, i in sorted(zip(paths, range(len(leaves)), strict=True))]
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 _MOST_NAMES = 8  # in a message
