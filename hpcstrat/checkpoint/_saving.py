@@ -182,18 +182,17 @@ class Saved:
         """The bytes that this rank writes. If the others cannot, they call `_all_parts`."""
         for name, extents in itertools.groupby(self._extents_in(file), lambda one: one.name):
             if self._is_split(name) and not file.is_shared:
-                parts: Iterable[Bytes] = self._all_parts(name)
-                start = file.first + self._places[name].start
+                runs = [(self._places[name].start, self._all_parts(name))]
             else:
-                own = list(extents)
-                parts = itertools.chain.from_iterable(map(self._own_parts, own))
-                start = file.first + own[0].place.start
-            for part in parts:
-                # Other ranks wait for the disk. Every part counts as progress, so that the watchdog
-                # sees no stall.
-                self._communicator.work()
-                yield start, part.data
-                start += part.size
+                runs = [(extent.place.start, self._own_parts(extent)) for extent in extents]
+            for first, parts in runs:
+                start = file.first + first
+                for part in parts:
+                    # Other ranks wait for the disk. Every part counts as progress, so that the
+                    # watchdog sees no stall.
+                    self._communicator.work()
+                    yield start, part.data
+                    start += part.size
 
     def _is_split(self, name: str) -> bool:
         return name in self._blocks and self._blocks[name][1].cuts is not None
