@@ -14,10 +14,16 @@ from hpcstrat._core.call_name import current_call, warn_together
 from hpcstrat._process import launchers, worlds
 
 
-def place_on_one_host(
-    compute_devices: Sequence[str] | None,
+def place(
+    compute_devices: Sequence[str] | None = None, is_one_host: bool = True
 ) -> tuple[list[device_names.Device], Communicator]:
     """Starts MPI, checks the devices, assigns them to the ranks, connects the ranks. Collective.
+
+    By default rank i of a host gets the host's GPU i; on hosts without GPUs all ranks get the CPU.
+
+    Args:
+        compute_devices: the device of each rank, in rank order.
+        is_one_host: whether all ranks must be on one host.
 
     Returns:
         The device of each rank, in rank order, and the communicator, which is a
@@ -26,46 +32,9 @@ def place_on_one_host(
     Raises:
         TypeError: `compute_devices` is a single string.
         ValueError: a string does not name a device, or the list does not have one entry per rank.
-        RuntimeError: the ranks are on several hosts, a device does not exist, there are more ranks
-            than GPUs, or MPI, NCCL or the GPUs' driver does not start.
+        RuntimeError: the ranks are on several hosts and must not be, a device does not exist, there
+            are more ranks than GPUs, or MPI, NCCL or the GPUs' driver does not start.
     """
-    return _place(compute_devices, is_one_host=True)
-
-
-def place_on_hosts() -> tuple[list[device_names.Device], Communicator]:
-    """Places as `place_on_one_host`, on any number of hosts: rank i of a host gets its GPU i.
-
-    On hosts without GPUs all ranks get the CPU.
-    """
-    return _place(None, is_one_host=False)
-
-
-def agree_on_placement(
-    communicator: Communicator,
-    devices: Sequence[device_names.Device],
-    shard_updates: bool,
-    *must_match: str,
-) -> None:
-    """Checks that all ranks make the same strategy. Collective.
-
-    Raises:
-        TypeError: `shard_updates` is not a bool.
-        ReplicaMismatchError: devices, `shard_updates` or `must_match` differ between ranks.
-    """
-    with communicator.raise_together():
-        if not isinstance(shard_updates, bool):
-            raise TypeError(
-                f"{current_call()}: shard_updates is {shard_updates!r}; pass True or False"
-            )
-        option = ["shard_updates=True"] if shard_updates else []
-        communicator.exchange(
-            signature_of(current_call(), *map(str, devices), *must_match, *option)
-        )
-
-
-def _place(
-    compute_devices: Sequence[str] | None, is_one_host: bool
-) -> tuple[list[device_names.Device], Communicator]:
     # Before `connect`, which may start MPI.
     _make_current_early(compute_devices)
     call, control = current_call(), connect()
@@ -119,6 +88,29 @@ def _place(
             is_lead=control.rank == 0,
         )
     return devices, connect_devices(gpus, ordinal, kind)
+
+
+def agree_on_placement(
+    communicator: Communicator,
+    devices: Sequence[device_names.Device],
+    shard_updates: bool,
+    *must_match: str,
+) -> None:
+    """Checks that all ranks make the same strategy. Collective.
+
+    Raises:
+        TypeError: `shard_updates` is not a bool.
+        ReplicaMismatchError: devices, `shard_updates` or `must_match` differ between ranks.
+    """
+    with communicator.raise_together():
+        if not isinstance(shard_updates, bool):
+            raise TypeError(
+                f"{current_call()}: shard_updates is {shard_updates!r}; pass True or False"
+            )
+        option = ["shard_updates=True"] if shard_updates else []
+        communicator.exchange(
+            signature_of(current_call(), *map(str, devices), *must_match, *option)
+        )
 
 
 def _visible_gpus() -> tuple[str, ...]:

@@ -85,9 +85,10 @@ def _reduce_elementwise(
         reduced = communicator.all_reduce(list(arrays.values()), op, *must_match, *are_arrays)
         for i, array in zip(arrays, reduced, strict=True):
             results[i] = scalar(array)
-    are_slices = positions("slices", slices, leaves)
-    for i, leaf in slices.items():
-        results[i] = _reduce_slices(communicator, op, leaf, *must_match, *are_slices)
+    if slices:
+        are_slices = positions("slices", slices, leaves)
+        for i, leaf in slices.items():
+            results[i] = _reduce_slices(communicator, op, leaf, *must_match, *are_slices)
     return results
 
 

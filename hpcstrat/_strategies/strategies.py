@@ -17,7 +17,7 @@ from hpcstrat._process import worlds
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn
 from hpcstrat._storage import make_central_storage, make_replica_storage
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.placement import agree_on_placement, place_on_hosts, place_on_one_host
+from hpcstrat._strategies.placement import agree_on_placement, place
 from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 
 
@@ -63,7 +63,7 @@ class CentralStorageStrategy(Strategy):
         shard_updates: bool = False,
     ) -> None:
         call = current_call()
-        devices, communicator = place_on_one_host(compute_devices)
+        devices, communicator = place(compute_devices)
         # A wrong argument must not leave a connected GPU behind, on any rank.
         with disconnect_on_error(communicator), communicator.raise_together():
             parameter = (
@@ -146,9 +146,7 @@ class MirroredStrategy(Strategy):
         shard_updates: bool = False,
     ) -> None:
         check_choice(current_call(), "cross_device_ops", cross_device_ops, CrossDeviceOps)
-        super().__init__(
-            make_mirrored_group(*place_on_one_host(devices), shard_updates=shard_updates)
-        )
+        super().__init__(make_mirrored_group(*place(devices), shard_updates=shard_updates))
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
@@ -198,7 +196,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
     ) -> None:
         call = current_call()
         check_choice(call, "communication_options", communication_options, CommunicationOptions)
-        devices, communicator = place_on_hosts()
+        devices, communicator = place(is_one_host=False)
         world = worlds.start()
         group = make_mirrored_group(devices, communicator, world.hosts, shard_updates)
         Strategy.__init__(self, group)  # MirroredStrategy's would place the ranks on one host
@@ -303,7 +301,7 @@ class OneDeviceStrategy(Strategy):
                 f"{call} has one replica, but {control.size} ranks run; start the program without "
                 "mpirun"
             )
-        placed, communicator = place_on_one_host([device])
+        placed, communicator = place([device])
         storage = make_replica_storage(communicator)
         super().__init__(
             ReplicaGroup(
