@@ -404,7 +404,8 @@ class StrategyExtended:
             )
         check_arguments(fn, args)
         fn = explained(fn, "fn is called with the variable, and then args")
-        return self._run_update(fn, (var, *args), dict(kwargs or {}), group)
+        with self._group.communicator.change():
+            return self._update(fn, (var, *args), dict(kwargs or {}), group)
 
     @collective("StrategyExtended.update_non_slot", check_cross_replica)
     def update_non_slot(
@@ -434,18 +435,10 @@ class StrategyExtended:
         """
         del colocate_with
         check_arguments(fn, args)
-        return self._run_update(fn, tuple(args), dict(kwargs or {}), group)
-
-    def _run_update(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        is_grouped: bool,
-    ) -> Any:
         with self._group.communicator.change():
-            return self._update(fn, args, kwargs, is_grouped)
+            return self._update(fn, tuple(args), dict(kwargs or {}), group)
 
+    # Called in a block of `Communicator.change`.
     def _update(
         self,
         fn: Callable[..., Any],
