@@ -114,12 +114,14 @@ from hpcstrat._watchdog import host_channels, watchdog
 from hpcstrat._watchdog.channels import (
     LIMIT,
     SLOT,
+    Connection,
+    Listener,
     RankStatus,
     SharedMemoryChannel,
     StatusChannel,
+    reach,
 )
 from hpcstrat._watchdog.host_channels import MemberChannel, RootChannel
-from hpcstrat._watchdog.sockets import Connection, Listener, reach
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 from hpcstrat._watchdog.watchdog import Watchdog
 from hpcstrat.checkpoint import _atomic_file

@@ -22,12 +22,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
 
 from hpcstrat._watchdog.channels import (
+    CONNECT_SECONDS,
+    Connection,
+    Listener,
     RankStatus,
     SharedMemoryChannel,
     StatusChannel,
+    reach,
     share_memory_channel,
 )
-from hpcstrat._watchdog.sockets import CONNECT_SECONDS, Connection, Listener, reach
 
 _BYTES = 1 << 15  # of places that rank 0 gets at a beat from all hosts, besides one from each
 _LOOK_SECONDS = 0.2  # between two checks whether the time is over
@@ -35,6 +38,8 @@ _STAND_IN_SECONDS = 1.0  # without a new status: then the next rank of the host 
 
 # Ranks of one host are bits of an integer, from the first one up.
 _Bits = int
+# Where a rank is: number, call and location of its status.
+_Place = tuple[int, str, str]
 
 
 class _Head(NamedTuple):
@@ -55,14 +60,6 @@ class _Head(NamedTuple):
     dead: _Bits
     progress: int
     extra_seconds: float
-
-
-class _Place(NamedTuple):
-    """Where a rank is. The attributes are those of `RankStatus`."""
-
-    number: int
-    call: str
-    location: str
 
 
 class _HostsChannel(StatusChannel):
@@ -167,8 +164,8 @@ class RootChannel(_HostsChannel):
         head = _Head(*json.loads(first))
         places: dict[int, _Place] = {}
         for line in lines:
-            bits, *fields = json.loads(line)
-            places |= dict.fromkeys(_indices(bits), _Place(*fields))
+            bits, number, call, location = json.loads(line)
+            places |= dict.fromkeys(_indices(bits), (number, call, location))
         for index, rank in enumerate(self._hosts[host]):
             old = self._statuses[rank]
             place = places.get(index) or (old and _place_of(old))
@@ -384,7 +381,7 @@ def connect_hosts(comm: Any, host_comm: Any, hosts: Sequence[int]) -> StatusChan
 
 
 def _place_of(status: RankStatus) -> _Place:
-    return _Place(status.number, status.call, status.location)
+    return status.number, status.call, status.location
 
 
 def _bits(indices: Any) -> _Bits:

@@ -62,50 +62,72 @@ class StallDetector:
         silence = self._silence(statuses, now)
         missing = [rank for rank in dead if not _is_gone(statuses[rank])]
         if missing:
-            if self._dead_since is None:
-                self._dead_since = now
-            # A rank that reports its own error dies too. Its report, and the launcher's, say more,
-            # so they get a head start.
-            if now - self._dead_since >= SETTLING_SECONDS:
-                first = statuses[missing[0]]
-                process = (
-                    f" (process {first.process})" if first is not None and len(missing) == 1 else ""
-                )
-                text = (
-                    f"the job ends: {ranks_in_words(missing)}{process} exited without shutting "
-                    "down (os._exit, a signal, or out of memory); look at its last output and at "
-                    "its host's memory"
-                )
-                return self._diagnosis(True, text, statuses, dead, silence)
+            ends, head = True, self._report_deaths(missing, statuses, now)
+        else:
+            # Another rank of a dead rank's host lives, and knows that it left in order.
+            self._dead_since = None
+            ends, head = self._report_stall(statuses, dead, silence, now)
+        if not head:
             return None
-        self._dead_since = None  # another rank of that host lives, and knows that it left in order
+        last = max((status.number for status in statuses if status is not None), default=0)
+        said = [
+            _line(status, last, rank in dead, silence[rank]) for rank, status in enumerate(statuses)
+        ]
+        lines = "".join(f"\n  {line}" for line in list_by_rank(enumerate(said)))
+        return Diagnosis(ends, _reporter(statuses, dead, silence), f"hpcstrat: {head}{lines}")
+
+    def _report_deaths(
+        self, missing: Sequence[int], statuses: Sequence[RankStatus | None], now: float
+    ) -> str:
+        """Says that ranks have died; empty until it is time to."""
+        if self._dead_since is None:
+            self._dead_since = now
+        # A rank that reports its own error dies too. Its report, and the launcher's, say more, so
+        # they get a head start.
+        if now - self._dead_since < SETTLING_SECONDS:
+            return ""
+        first = statuses[missing[0]]
+        process = f" (process {first.process})" if first is not None and len(missing) == 1 else ""
+        return (
+            f"the job ends: {ranks_in_words(missing)}{process} exited without shutting down "
+            "(os._exit, a signal, or out of memory); look at its last output and at its host's "
+            "memory"
+        )
+
+    def _report_stall(
+        self,
+        statuses: Sequence[RankStatus | None],
+        dead: Sequence[int],
+        silence: Sequence[float],
+        now: float,
+    ) -> tuple[bool, str]:
+        """Whether the job ends, and what to say; empty until it is time to."""
         # Any rank's progress counts: while one still works, the others may rightly wait for it.
         seen = [None if status is None else (status.number, status.progress) for status in statuses]
         if seen != self._seen:
             self._seen, self._since, self._reported = seen, now, False
-            return None
+            return False, ""
         # If all ranks compute there is nothing to report, however long it takes.
         if not _anyone_waits(statuses, dead, silence):
             self._since = now
-            return None
-        quiet = now - self._since
+            return False, ""
+        seconds = now - self._since
+        quiet = f"the ranks have been waiting for each other for {seconds:.0f} s"
         extra = max(status.extra_seconds for status in statuses if status is not None)
-        if quiet >= self._timeout_seconds + extra:
-            text = (
-                f"the job ends: {_quiet(quiet)} (HPCSTRAT_TIMEOUT_SECONDS); all ranks must make "
-                "the same calls"
+        left = self._timeout_seconds + extra - seconds
+        if left <= 0:
+            return True, (
+                f"the job ends: {quiet} (HPCSTRAT_TIMEOUT_SECONDS); all ranks must make the same "
+                "calls"
             )
-            return self._diagnosis(True, text, statuses, dead, silence)
-        if quiet >= self._stall_seconds + extra and not self._reported:
-            self._reported = True
-            left = self._timeout_seconds + extra - quiet
-            text = (
-                f"{_quiet(quiet)} (HPCSTRAT_STALL_SECONDS). The job ends in {left:.0f} s "
-                "(HPCSTRAT_TIMEOUT_SECONDS); `with hs.extend_timeout(seconds):` around it allows a "
-                "known long wait"
-            )
-            return self._diagnosis(False, text, statuses, dead, silence)
-        return None
+        if self._reported or seconds < self._stall_seconds + extra:
+            return False, ""
+        self._reported = True
+        return False, (
+            f"{quiet} (HPCSTRAT_STALL_SECONDS). The job ends in {left:.0f} s "
+            "(HPCSTRAT_TIMEOUT_SECONDS); `with hs.extend_timeout(seconds):` around it allows a "
+            "known long wait"
+        )
 
     def _pass_over(self, now: float) -> None:
         """Does not count the time in which this rank, and perhaps the job, was suspended."""
@@ -125,21 +147,6 @@ class StallDetector:
                 self._heard[rank] = (beat, now)
         return [now - self._heard[rank][1] for rank in range(len(statuses))]
 
-    def _diagnosis(
-        self,
-        ends: bool,
-        head: str,
-        statuses: Sequence[RankStatus | None],
-        dead: Sequence[int],
-        silence: Sequence[float],
-    ) -> Diagnosis:
-        last = max((status.number for status in statuses if status is not None), default=0)
-        said = [
-            _line(status, last, rank in dead, silence[rank]) for rank, status in enumerate(statuses)
-        ]
-        lines = "".join(f"\n  {line}" for line in list_by_rank(enumerate(said)))
-        return Diagnosis(ends, _reporter(statuses, dead, silence), f"hpcstrat: {head}{lines}")
-
 
 def _anyone_waits(
     statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]
@@ -156,10 +163,6 @@ def _anyone_waits(
 
 def _is_gone(status: RankStatus | None) -> bool:
     return status is not None and status.gone
-
-
-def _quiet(seconds: float) -> str:
-    return f"the ranks have been waiting for each other for {seconds:.0f} s"
 
 
 def _reporter(

@@ -21,6 +21,7 @@ from hpcstrat._watchdog.stall_detector import (
 )
 
 _BEAT_SECONDS = 0.5
+_LOOK_SECONDS = 1.0  # between two looks for the launcher
 _SHORTEST_BEAT_SECONDS = 0.01
 _MOST_OWN_ERRORS = 3  # that the watchdog reports
 _GUARD_SECONDS = 0.5  # for a thread of this rank to end the job, before its guard does
@@ -247,22 +248,19 @@ def waiting_for_all(what: str) -> Iterator[None]:
         is_done.set()
 
 
-_LOOK_SECONDS = 1.0
-
-
 def end_with_launcher() -> None:
     """Ends this rank, from now on, when the launcher process that started it is gone."""
     launcher, process = launchers.find(), launchers.find_process()
-    if launcher is not None and process is not None:
-        threading.Thread(
-            target=_watch, args=(launcher.name, process), name="hpcstrat-launcher", daemon=True
-        ).start()
-
-
-def _watch(name: str, process: int) -> None:
-    while launchers.is_there(process):
-        time.sleep(_LOOK_SECONDS)
-    failure.end_rank(
-        f"hpcstrat: this rank ends: the process that started it ({name}, process {process}) was "
-        "killed; check who killed it, and its host's memory"
+    if launcher is None or process is None:
+        return
+    text = (
+        f"hpcstrat: this rank ends: the process that started it ({launcher.name}, process "
+        f"{process}) was killed; check who killed it, and its host's memory"
     )
+
+    def watch() -> None:
+        while launchers.is_there(process):
+            time.sleep(_LOOK_SECONDS)
+        failure.end_rank(text)
+
+    threading.Thread(target=watch, name="hpcstrat-launcher", daemon=True).start()
