@@ -12,8 +12,8 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypedDict
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypedDict, TypeVar
 
 import numpy as np
 from rich.console import Console
@@ -36,6 +36,9 @@ It is the default of containers, and too little for many ranks or NCCL.
 """
 _MOST = 16
 """Up to this many faults are shown, and hosts have a row each; of more, equal ones share it."""
+
+_Key = TypeVar("_Key", bound=Hashable)
+_Value = TypeVar("_Value")
 
 
 class RankInventory(TypedDict):
@@ -125,14 +128,16 @@ def _show(
 def _rows(by_rank: Sequence[RankInventory]) -> list[list[str]]:
     """A row of the table for each host; of very many hosts, for those that are equal."""
     hosts = _by_host(by_rank)
-    alike: dict[tuple[str, ...], list[str]] = {}
-    for host, ranks in hosts.items():
+
+    def facts_of(host: str) -> tuple[str, ...]:
+        ranks = hosts[host]
         cores = {core for rank in ranks for core in rank["cores"]}
         of_each = ranges_in_words({len(rank["cores"]) for rank in ranks})
         key = str(len(ranks)) if len(hosts) > _MOST else host
-        alike.setdefault((_devices(ranks), ranges_in_words(cores), of_each, key), []).append(host)
+        return _devices(ranks), ranges_in_words(cores), of_each, key
+
     rows = []
-    for (*facts, _), names in alike.items():
+    for (*facts, _), names in _grouped((facts_of(host), host) for host in hosts).items():
         ranks = [rank for name in names for rank in hosts[name]]
         free = min(rank["shared_memory"] or 0 for rank in ranks)
         numbers = ranges_in_words(rank["rank"] for rank in ranks)
@@ -142,19 +147,25 @@ def _rows(by_rank: Sequence[RankInventory]) -> list[list[str]]:
 
 def _devices(ranks: Sequence[RankInventory]) -> str:
     """What the ranks of a host compute on: `CPU:0`, or `GPU:0-3 (NVIDIA H100)`."""
-    used: dict[str, set[int]] = {}
-    for i, gpus in enumerate(rank["gpus"] for rank in ranks):
-        number = i % max(1, len(gpus))  # more ranks than GPUs take turns
-        used.setdefault(gpus[number] if gpus else "", set()).add(number)
-    words = {name: ranges_in_words(numbers) for name, numbers in used.items()}
-    return ", ".join(f"GPU:{words[name]} ({name})" if name else "CPU:0" for name in words)
+    names_of = [rank["gpus"] or [""] for rank in ranks]
+    # More ranks than GPUs take turns.
+    used = _grouped((gpus[i % len(gpus)], i % len(gpus)) for i, gpus in enumerate(names_of))
+    return ", ".join(
+        f"GPU:{ranges_in_words(set(numbers))} ({name})" if name else "CPU:0"
+        for name, numbers in used.items()
+    )
 
 
 def _by_host(by_rank: Sequence[RankInventory]) -> dict[str, list[RankInventory]]:
-    hosts: dict[str, list[RankInventory]] = {}
-    for rank in by_rank:
-        hosts.setdefault(rank["host"], []).append(rank)
-    return hosts
+    return _grouped((rank["host"], rank) for rank in by_rank)
+
+
+def _grouped(pairs: Iterable[tuple[_Key, _Value]]) -> dict[_Key, list[_Value]]:
+    """The values of each key, in their order."""
+    groups: dict[_Key, list[_Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def _names(hosts: Sequence[str]) -> str:
@@ -190,11 +201,10 @@ def find_faults(
     faults += _launcher_faults(ranks[0]["versions"]["MPI"], *mpirun)
     faults += _version_faults(ranks)
     # Hosts with the same fault share it. A slot for their names is in its text.
-    hosts: dict[Fault, list[str]] = {}
-    for host, of_host in _by_host(ranks).items():
-        for fault in _host_faults(of_host):
-            hosts.setdefault(fault, []).append(host)
-    for (what, remedy), names in hosts.items():
+    found = (
+        (fault, host) for host, ranks in _by_host(ranks).items() for fault in _host_faults(ranks)
+    )
+    for (what, remedy), names in _grouped(found).items():
         where = f"{'each of ' if len(names) > 1 else ''}{_names(names)}"
         faults.append(Fault(what.format(host=where), remedy))
     faults += _gpu_faults(ranks)
@@ -258,20 +268,16 @@ def _host_faults(ranks: Sequence[RankInventory]) -> Iterator[Fault]:
 
 
 def _gpu_faults(ranks: Sequence[RankInventory]) -> Iterator[Fault]:
-    def where(condition: Callable[[RankInventory], bool]) -> str:
-        found = [rank["rank"] for rank in ranks if condition(rank)]
-        return ranks_in_words(found) if found else ""
-
-    if hidden := where(lambda rank: rank["hidden_gpus"]):
+    if hidden := [rank["rank"] for rank in ranks if rank["hidden_gpus"]]:
         yield Fault(
-            f"the host has GPUs that its ranks do not see: {hidden}",
+            f"the host has GPUs that its ranks do not see: {ranks_in_words(hidden)}",
             "check CUDA_VISIBLE_DEVICES, the permissions of /dev/nvidia*, "
             "and with Slurm --gpus-per-node",
         )
-    for error in dict.fromkeys(rank["driver_error"] for rank in ranks if rank["driver_error"]):
+    errors = _grouped((rank["driver_error"], rank["rank"]) for rank in ranks)
+    for error in filter(None, errors):
         what, _, remedy = error.partition("; ")
-        failing = where(lambda rank, error=error: rank["driver_error"] == error)
-        yield Fault(f"{what}, on {failing}", remedy)
+        yield Fault(f"{what}, on {ranks_in_words(errors[error])}", remedy)
     seeing = [rank for rank in ranks if rank["gpus"]]
     if seeing and seeing[0]["versions"]["CuPy"] == "not installed":
         yield Fault(
@@ -283,10 +289,10 @@ def _gpu_faults(ranks: Sequence[RankInventory]) -> Iterator[Fault]:
             "CuPy finds no NCCL",
             "`pip install nvidia-nccl-cu12` (or -cu13), or load your cluster's module",
         )
-    for error in dict.fromkeys(rank["gpu_error"] for rank in seeing if rank["gpu_error"]):
-        failing = where(lambda rank, error=error: rank["gpu_error"] == error)
+    errors = _grouped((rank["gpu_error"], rank["rank"]) for rank in seeing)
+    for error in filter(None, errors):
         yield Fault(
-            f"CuPy does not compute on the GPU of {failing}: {error}",
+            f"CuPy does not compute on the GPU of {ranks_in_words(errors[error])}: {error}",
             "`pip install '.[cuda12]'` (or cuda13, by the driver) in hpcstrat's clone, "
             "which brings CUDA's headers and libraries too, "
             "or load the module of your cluster's CUDA",

@@ -222,7 +222,7 @@ def _draw(timeline: Timeline, ranks: Sequence[Rank], path: str, steps: int) -> N
     for row, rank in enumerate(ranks):
         rows.broken_barh([(0, (end - start) * 1e3)], (row - 0.4, 0.8), color=_COLORS["other"])
         shown = [
-            (period.kind, max(period.start, start), min(period.end, end))
+            (period.category, max(period.start, start), min(period.end, end))
             for period in periods_of(timeline.tracks[rank.rank])
             if period.start < end and period.end > start
         ]

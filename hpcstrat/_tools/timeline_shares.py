@@ -28,7 +28,7 @@ class TraceSpan(NamedTuple):
     start: float
     end: float
     category: str  # `run`, or one of `KINDS`
-    name: str
+    name: str = ""
     nbytes: int = 0  # sent
     is_open: bool = False  # whether the trace ended before the span
 
@@ -39,14 +39,6 @@ class Timeline(NamedTuple):
     tracks: dict[int, dict[int, list[TraceSpan]]]  # by rank and number, outer spans before inner
     names: dict[int, str]  # of each rank, with its host
     cores: dict[int, int]  # how many each rank could run on
-
-
-class Period(NamedTuple):
-    """A period of time that one kind takes."""
-
-    start: float
-    end: float
-    kind: str
 
 
 class Rank(NamedTuple):
@@ -195,7 +187,7 @@ def _share_out_rank(rank: int, tracks: dict[int, list[TraceSpan]]) -> Rank:
         raise ValueError(f"the steps of rank {rank} took no time; record the timeline again")
     spent: dict[str, float] = dict.fromkeys(KINDS, 0.0)
     for period in periods_of(tracks):
-        spent[period.kind] += max(0.0, min(period.end, end) - max(period.start, start))
+        spent[period.category] += max(0.0, min(period.end, end) - max(period.start, start))
     spent[OTHER] += (end - start) - sum(spent.values())
     sent = sum(
         span.nbytes
@@ -214,7 +206,7 @@ def steps_of(tracks: dict[int, list[TraceSpan]]) -> list[float]:
     return [span.start for span in runs if span.name == names[0][0]][1:]
 
 
-def periods_of(tracks: dict[int, list[TraceSpan]]) -> list[Period]:
+def periods_of(tracks: dict[int, list[TraceSpan]]) -> list[TraceSpan]:
     """A rank's time as consecutive periods of one kind; gaps are `OTHER`.
 
     Of nested spans the innermost counts. While a GPU works, its work counts, not the host's, which
@@ -228,9 +220,9 @@ def periods_of(tracks: dict[int, list[TraceSpan]]) -> list[Period]:
     return on_host
 
 
-def _flatten(spans: Sequence[TraceSpan]) -> list[Period]:
+def _flatten(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
     """Nested spans as consecutive periods: the innermost counts."""
-    flat: list[Period] = []
+    flat: list[TraceSpan] = []
     stack: list[TraceSpan] = []
     at = 0.0
 
@@ -238,7 +230,7 @@ def _flatten(spans: Sequence[TraceSpan]) -> list[Period]:
         nonlocal at
         if stack and to > at:
             category = stack[-1].category
-            flat.append(Period(at, to, COMPUTING if category == "run" else category))
+            flat.append(TraceSpan(at, to, COMPUTING if category == "run" else category))
         at = max(at, to)
 
     for span in (*spans, TraceSpan(math.inf, math.inf, OTHER, "the end")):
@@ -250,7 +242,7 @@ def _flatten(spans: Sequence[TraceSpan]) -> list[Period]:
     return flat
 
 
-def _overlay(below: Sequence[Period], above: Sequence[Period]) -> list[Period]:
+def _overlay(below: Sequence[TraceSpan], above: Sequence[TraceSpan]) -> list[TraceSpan]:
     """The periods of both; where they overlap, `above` counts."""
     starts = [period.start for period in above]
     result = list(above)
@@ -260,8 +252,8 @@ def _overlay(below: Sequence[Period], above: Sequence[Period]) -> list[Period]:
             if over.start >= period.end:
                 break
             if over.start > at:
-                result.append(Period(at, over.start, period.kind))
+                result.append(TraceSpan(at, over.start, period.category))
             at = max(at, over.end)
         if at < period.end:
-            result.append(Period(at, period.end, period.kind))
+            result.append(TraceSpan(at, period.end, period.category))
     return sorted(result)

@@ -229,11 +229,11 @@ class MemberChannel(_HostsChannel):
         self._connecting = threading.Thread()
         self._root_is_gone = False
         self._looked = self._heard_root = time.monotonic()
-        # Of each rank of this host: its last beat, when it came, and what rank 0 was told of it.
+        # Of each rank of this host: its last beat, when it came, and where rank 0 was told it is.
         self._beats = [-1] * len(ranks)
         self._heard = [self._looked] * len(ranks)
-        self._told: list[_Place | None] = [None] * len(ranks)
-        self._order = list(range(len(ranks)))  # the one that was told longest ago comes first
+        # The one that was told longest ago comes first.
+        self._told: dict[int, _Place | None] = dict.fromkeys(range(len(ranks)))
         self._statuses: list[RankStatus | None] = [None] * len(ranks)
 
     def connect(self) -> bool:
@@ -251,7 +251,7 @@ class MemberChannel(_HostsChannel):
         if now - self._looked >= _STAND_IN_SECONDS:
             # This rank was suspended, perhaps with others. Another may have told rank 0 more since.
             self._heard = [now] * len(self._ranks)
-            self._told = [None] * len(self._ranks)
+            self._told = dict.fromkeys(self._told)
         self._looked = now
         new: _Bits = 0
         for index, other in enumerate(self._statuses):
@@ -265,7 +265,7 @@ class MemberChannel(_HostsChannel):
             for index in range(self._index)
         ):
             self._heard_root = now  # by that rank
-            self._told = [None] * len(self._ranks)
+            self._told = dict.fromkeys(self._told)
         elif self._connection is not None:
             self._tell(self._connection, new)
         elif not self._connecting.is_alive():
@@ -286,9 +286,9 @@ class MemberChannel(_HostsChannel):
             max(status.extra_seconds for status in statuses),
         )
         changed: dict[_Place, list[int]] = {}
-        for index in self._order:
+        for index, last in self._told.items():
             status = self._statuses[index]
-            if status is not None and (place := _place_of(status)) != self._told[index]:
+            if status is not None and (place := _place_of(status)) != last:
                 changed.setdefault(place, []).append(index)
         lines, told, left = [json.dumps(head).encode()], dict[int, _Place](), self._bytes
         for place, indices in changed.items():
@@ -300,8 +300,8 @@ class MemberChannel(_HostsChannel):
             told |= dict.fromkeys(indices, place)
         if connection.send(b"\n".join(lines)):
             for index, place in told.items():
+                del self._told[index]
                 self._told[index] = place
-            self._order.sort(key=told.__contains__)  # stable
 
     def _receive(self, file: int) -> bool:
         assert self._connection is not None and self._connection.fileno() == file

@@ -334,7 +334,7 @@ def test_what_the_gpu_does_counts_before_what_the_host_does():
     gpu = [(1.0, 5.0, "run", "run f"), (3.0, 4.0, "communication", "reduce")]
     copies = [(0.0, 9.0, "input", "copy a batch")]
     timeline = make_timeline({0: host, 1000: copies, 1001: gpu})
-    assert [tuple(one) for one in periods_of(timeline.tracks[0])] == [
+    assert [one[:3] for one in periods_of(timeline.tracks[0])] == [
         (0, 1, "computing"),
         (1, 3, "computing"),
         (3, 4, "communication"),
@@ -348,7 +348,7 @@ def test_gpus_wait_until_all_have_begun():
     late = [(0.0, 6.0, "run", "run f"), (4.0, 5.0, "communication", "reduce", 4)]
     moved = move_waiting(make_timeline({0: [], 1000: early}, {0: [], 1000: late}))
     kinds = [
-        [(one.start, one.end, one.kind) for one in periods_of(tracks)]
+        [(one.start, one.end, one.category) for one in periods_of(tracks)]
         for tracks in moved.tracks.values()
     ]
     assert kinds[0] == [
