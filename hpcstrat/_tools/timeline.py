@@ -157,13 +157,17 @@ def advise(ranks: Sequence[Rank], timeline: Timeline) -> list[str]:
         f"{kind.capitalize()} takes {mean[kind]:.0%} of a step: {sentences[kind]}."
         for kind in sorted(kinds, key=lambda kind: -mean[kind])
     ] or [f"Nothing dominates: {mean['computing']:.0%} of a step is computing."]
+    return advice + _mention_long_steps(ranks)
+
+
+def _mention_long_steps(ranks: Sequence[Rank]) -> list[str]:
     if all(rank.mean > _UNEVEN * rank.step for rank in ranks):
-        advice.append(
+        return [
             f"Some steps take much longer than most: the mean is {1e3 * ranks[0].mean:.3g} ms, the "
             f"median {1e3 * ranks[0].step:.3g} ms. The shares include them, and what the program "
             "does between steps, such as an evaluation."
-        )
-    return advice
+        ]
+    return []
 
 
 def _advise_on_waiting(ranks: Sequence[Rank], timeline: Timeline) -> str:

