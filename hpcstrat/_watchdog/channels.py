@@ -1,4 +1,4 @@
-"""Ranks' statuses, and how they travel: in memory that a host's ranks share, by TCP between hosts."""
+"""What a rank tells the others, and how: in memory that a host's ranks share, by TCP to rank 0."""
 
 from __future__ import annotations
 
