@@ -139,7 +139,7 @@ from hpcstrat.checkpoint._new_file import NewFile, OnDisk, SnapshotMemory, write
 from hpcstrat.checkpoint._objects import own_share
 from hpcstrat.cluster_resolver._environment import expand_nodes
 from hpcstrat.data import _elements, _files, _node
-from hpcstrat.data._distributed import check_sharding, distribute_dataset, distribute_from_function
+from hpcstrat.data._distributing import check_sharding, distribute_dataset, distribute_from_function
 from hpcstrat.data._sources import Slices
 from hpcstrat.data._steps import Step
 from hpcstrat.optimizers._optimizer import state_of_optimizer

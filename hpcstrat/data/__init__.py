@@ -12,11 +12,11 @@ from hpcstrat.data._arguments import Options as Options
 from hpcstrat.data._dataset import Dataset as Dataset
 from hpcstrat.data._dataset import assert_cardinality as assert_cardinality
 from hpcstrat.data._distributed import DistributedDataset as DistributedDataset
+from hpcstrat.data._distributed import DistributedIterator as DistributedIterator
 from hpcstrat.data._elements import DatasetSpec as DatasetSpec
 from hpcstrat.data._node import INFINITE as INFINITE_CARDINALITY
 from hpcstrat.data._node import UNKNOWN as UNKNOWN_CARDINALITY
 from hpcstrat.data._resuming import Optional as Optional
-from hpcstrat.data._steps import DistributedIterator as DistributedIterator
 
 __all__ = [
     "AUTOTUNE",

@@ -1,38 +1,42 @@
-"""Distributed datasets, and how strategies make them of what users pass, after checking it."""
+"""Distributed datasets, whose steps all ranks take together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
+
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._core.call_name import call_named, current_call, explained, join_by_rank, list_by_rank
-from hpcstrat._core.types import PerReplicaSpec, ReplicaMismatchError
+from hpcstrat._core.call_name import (
+    INPUT,
+    call_named,
+    current_call,
+    join_by_rank,
+    list_by_rank,
+    names_call,
+    span,
+    warn_together,
+)
+from hpcstrat._core.types import PerReplica, PerReplicaSpec, ReplicaMismatchError
 from hpcstrat._process import settings
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
-from hpcstrat.data._arguments import (
-    AutoShardPolicy,
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
+from hpcstrat.data._node import (
+    INFINITE,
+    UNKNOWN,
+    EpochPass,
+    Node,
+    PipelineChecksum,
+    ShuffleState,
+    with_failures,
 )
-from hpcstrat.data._dataset import Dataset
-from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
-from hpcstrat.data._resuming import ResumableDataset, length
-from hpcstrat.data._sources import batches_of
-from hpcstrat.data._steps import (
-    FROM_FUNCTION,
-    DistributedIterator,
-    Prefetcher,
-    Step,
-    assign_elements,
-    split_evenly,
-    split_in_order,
-)
-from hpcstrat.data._transformations import check_node
+from hpcstrat.data._resuming import DatasetIterator, ResumableDataset, length
+from hpcstrat.data._steps import Prefetcher, Step, assign_elements, step_of_one
 
-_DISTRIBUTE = "Strategy.experimental_distribute_dataset"
+_END = Step(None, None)
 
 
 @final
@@ -214,139 +218,212 @@ def _require_equal_arrays(of_worker: Sequence[tuple[int, list[tuple[str, int]]]]
             )
 
 
-def distribute_dataset(
-    dataset: Any,
-    communicator: Communicator,
-    options: InputOptions | None,
-    prefetcher: Prefetcher | None = None,
-) -> DistributedDataset:
-    """Splits each batch of `dataset` between the replicas; see `Strategy`.
+@final
+class DistributedIterator(DatasetIterator):
+    """One iteration over a `DistributedDataset`.
 
-    `dataset` is a `Dataset`, or a re-iterable object or a generator function that yields batches.
-    `prefetcher` moves the arrays of steps, perhaps ahead of their use.
+    Examples:
+        >>> import hpcstrat as hs
+        >>> strategy = hs.CentralStorageStrategy()
+        >>> batches = strategy.experimental_distribute_dataset(hs.data.Dataset.range(9).batch(3))
+        >>> iterator = iter(batches)
+        >>> print(next(iterator), next(iterator))
+        [0 1 2] [3 4 5]
+        >>> print(*iterator)
+        [6 7 8]
     """
-    options = _check_options(options, _DISTRIBUTE)
-    node = _node_of(dataset, _DISTRIBUTE)
-    # Also with one replica: a program that works on one rank must not fail on two.
-    if not node.batch_sizes:
-        raise ValueError(
-            f"{_DISTRIBUTE}: the dataset {node!r} is not batched, but only batches are split "
-            "between replicas; call Dataset.batch(global_batch_size) on it first, or "
-            ".unbatch().batch(global_batch_size) if its elements have several rows each. (Pass a "
-            "generator function that yields batches as it is, without Dataset.from_generator)"
-        )
-    evenly = not _is_off(dataset) if options.even_batches is None else options.even_batches
-    split = split_evenly if evenly else split_in_order
-    workers = Workers((0,) * communicator.size, communicator.rank)
-    return DistributedDataset(node, communicator, split, _DISTRIBUTE, prefetcher, workers)
 
+    def __init__(self, dataset: DistributedDataset, epoch: EpochPass, taken: int) -> None:
+        self._dataset = dataset
+        self._call = f"iterating over {dataset._call}"
+        self._communicator, self._workers = dataset._communicator, dataset._workers
+        self._rank, self._size = self._communicator.rank, self._communicator.size
+        self._assigns = dataset._split is assign_elements
+        super().__init__(dataset._node, epoch, taken)
 
-def distribute_from_function(
-    dataset_fn: Callable[[InputContext], Any],
-    communicator: Communicator,
-    options: InputOptions | None,
-    prefetcher: Prefetcher | None = None,
-    workers: Workers | None = None,
-    takes_per_replica: bool = False,
-) -> DistributedDataset:
-    """Assigns the elements of the dataset that `dataset_fn` makes to the replicas in turn.
+    def _elements_of(self, node: Node) -> Iterator[Step]:
+        dataset, peers = self._dataset, self._workers.peers
+        # Without user code, all ranks of a worker walk the same keys and need no exchange. Several
+        # workers have separate pipelines, which may end at different steps.
+        self._compares = self._size > 1 and (self._node.user_code or self._workers.count > 1)
+        self._epoch.checksum = PipelineChecksum(
+            self._compares, every=settings.is_on("HPCSTRAT_CHECK")
+        )
+        self._number = 0
+        if len(peers) == 1:
+            steps = map(step_of_one, with_failures(node.elements(self._epoch)))
+        else:
+            steps = dataset._split(node, self._epoch, peers.index(self._rank), len(peers))
+        prefetcher = dataset._prefetcher
+        return self._ahead(steps) if prefetcher is None else prefetcher(steps)
 
-    In step t, replica r of N gets element `t * N + r`. If the elements end within a step, replicas
-    without an element get arrays whose first dimension is 0; if elements have no dimensions, the
-    step is left out, with a warning. Each worker has its own pipeline for its own replicas; a
-    worker whose elements have ended gets empty arrays until all workers' elements have ended.
+    @property
+    def element_spec(self) -> Any:
+        """As `DistributedDataset.element_spec`.
 
-    By default there is one worker. If `takes_per_replica`, `options` may ask for one pipeline per
-    replica, as if each replica were a worker.
-    """
-    options = _check_options(options, FROM_FUNCTION, takes_per_replica)
-    if not callable(dataset_fn):
-        raise TypeError(
-            f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of "
-            f"an InputContext that returns a Dataset. Pass a dataset itself to {_DISTRIBUTE}"
-        )
-    if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-        workers = Workers(tuple(range(communicator.size)), communicator.rank)
-    workers = workers or Workers((0,) * communicator.size, communicator.rank)
-    make = explained(dataset_fn, "dataset_fn is called with an InputContext")
-    dataset = make(InputContext(workers.count, workers.index, communicator.size))
-    node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
-    return DistributedDataset(
-        node, communicator, assign_elements, FROM_FUNCTION, prefetcher, workers
-    )
+        Examples:
+            >>> strategy = hs.CentralStorageStrategy()
+            >>> batches = hs.data.Dataset.range(3).batch(2)
+            >>> iter(strategy.experimental_distribute_dataset(batches)).element_spec
+            TensorSpec(shape=(None,), dtype=int64, name=None)
+        """
+        return self._dataset.element_spec
 
+    @span(INPUT, "next batch")
+    def __next__(self) -> Any:
+        """The next step: a nest of `PerReplica`, or of arrays if there is one replica.
 
-def check_sharding(dataset: Dataset) -> None:
-    """Refuses a dataset whose options do not let several workers share it."""
-    if _is_off(dataset):
-        raise ValueError(
-            f"{_DISTRIBUTE}: the dataset's auto_shard_policy is OFF, so each worker would take all "
-            "its elements, but batches are always split between all replicas; leave it AUTO, or "
-            f"give each worker its own dataset with {FROM_FUNCTION}"
+        Collective. It communicates only if user code is part of the pipeline.
+
+        Raises:
+            ValueError: called inside a replica function.
+            ReplicaMismatchError: the ranks' pipelines have different elements, or different numbers
+                of them.
+            Exception: whatever a function of the pipeline raised on any rank. The next call returns
+                the next step.
+        """
+        if type(contexts.current.get()) is InReplica:
+            raise ValueError(
+                f"{self._call}: next was called inside a replica function, but a step is for all "
+                "replicas; call it outside, and pass the result: strategy.run(fn, "
+                "args=(next(iterator),))"
+            )
+        step = self._compare_step() if self._compares else next(self._elements, _END)
+        total, value, _, error, is_scarce = step
+        if total is None and error is None:
+            self._end()
+            raise StopIteration
+        assert self._taken is not None
+        # Positions count elements of the pipeline: one per step, or as many as the replicas got.
+        self._taken += (total or 0) if self._assigns else 1
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del step, value, error  # the traceback keeps this frame alive, and thus the batch
+        if is_scarce and not self._dataset._has_warned:
+            self._warn(total)
+        rank, size = self._rank, self._size
+        if size == 1:
+            return value
+        # The most common nests need no flattening: an array, and a tuple of arrays.
+        if type(value) is np.ndarray:
+            return PerReplica(value, rank, size)
+        if type(value) is tuple:
+            parts = []
+            for array in value:
+                if type(array) is not np.ndarray:
+                    break
+                parts.append(PerReplica(array, rank, size))
+            else:
+                return tuple(parts)
+        leaves, structure = _elements.flatten(value)
+        return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
+
+    def _end(self) -> None:
+        """Ends the pass, at the same step on all ranks."""
+        super()._end()
+        self._compares = False
+
+    @names_call(lambda self: self._call)
+    def _compare_step(self) -> Step:
+        """The next step, after all ranks have checked that theirs are the same. Collective."""
+        try:
+            with self._communicator.raise_together():
+                step = next(self._elements, _END)
+                # One exchange covers everything that can differ. Without it, a rank whose generator
+                # ends early would leave the other ranks waiting in a collective of the step.
+                own = step.total, step.checksum, step.error is not None, step.is_scarce
+                everyones = self._communicator.all_gather_differing_obj(
+                    (*own, self._kinds(step.value))
+                )
+        except BaseException:
+            self._end()
+            raise
+        number = self._number
+        self._number += 1
+        totals, checksums, failed, scarce, kinds = zip(*everyones, strict=True)
+        if any(failed):
+            return step._replace(error=self._error_of_all(step.error))
+        if seen := self._differences(totals):
+            raise ReplicaMismatchError(
+                f"{self._call}: the ranks have different numbers of elements in step {number}: "
+                f"{seen}. Every rank's generator, functions and files must give the same elements; "
+                "each replica then gets its share"
+            )
+        if seen := self._differences(checksums):
+            raise ReplicaMismatchError(
+                f"{self._call}: the ranks have different elements up to step {number}, with "
+                f"checksums {seen}. {self._node} must give the same elements in the same order on "
+                "every rank; each replica then gets its share. Give shuffles a seed that all ranks "
+                "share: DataLoader(..., shuffle=True, generator=torch.Generator().manual_seed(0)), "
+                "or torch.manual_seed(0) before each epoch. Do not use a DistributedSampler: every "
+                "batch is split between the replicas anyway"
+            )
+        if kinds.count(kinds[0]) < len(kinds):  # no replica alone has seen all rows of the batch
+            return step._replace(error=_elements.mismatch_error(kinds))
+        if None in totals and any(total is not None for total in totals):
+            empty = self._empty()
+            return (step if step.total is not None else empty)._replace(is_scarce=True)
+        return step._replace(is_scarce=True) if any(scarce) else step
+
+    def _kinds(self, value: Any) -> tuple[Any, ...] | None:
+        """What all parts of a batch must share; `None` if parts were not loaded separately."""
+        if value is None or self._assigns or self._node.rows is None:
+            return None
+        return _elements.kinds_of_rows(value)
+
+    def _error_of_all(self, error: Exception | None) -> Exception | None:
+        """The error of this step: this rank's own, or that of the first rank that has one.
+
+        Collective.
+        """
+        try:
+            with self._communicator.raise_together():
+                if error is not None:
+                    raise error
+                self._communicator.all_gather_obj(None)
+        except Exception as raised:
+            return raised
+
+    def _warn(self, total: int | None) -> None:
+        """Warns, once per dataset, that some replicas have no elements in a step."""
+        self._dataset._has_warned = True
+        size = self._communicator.size
+        if self._assigns:
+            what = "some replicas have no elements in a step"
+            remedy = "make the number of batches a multiple of the number of replicas"
+        else:
+            what = f"some of {size} replicas have no elements of a batch of {total}"
+            remedy = "pass batch(..., drop_remainder=True)"
+            if total and total >= size:
+                remedy += ", or do without AutoShardPolicy.OFF"
+        warn_together(
+            f"{self._call}: {what}, whose means are nan; divide sums by the global batch size, or "
+            f"{remedy}",
+            UserWarning,
+            is_lead=self._communicator.rank == 0,
         )
 
+    def _differences(self, values: Sequence[int | None]) -> str:
+        """The values as text, and ends the iteration, if they differ within a worker; else ""."""
+        if all(len(set(of_worker)) == 1 for of_worker in self._workers.group_by_worker(values)):
+            return ""
+        self._end()
+        return join_by_rank(enumerate("none" if n is None else str(n) for n in values))
 
-def _is_off(dataset: Any) -> bool:
-    if not isinstance(dataset, Dataset):
-        return False
-    return dataset.options().experimental_distribute.auto_shard_policy == AutoShardPolicy.OFF
-
-
-def _check_options(
-    options: InputOptions | None, call: str, takes_per_replica: bool = False
-) -> InputOptions:
-    if options is None:
-        return InputOptions()
-    if not isinstance(options, InputOptions):
-        raise TypeError(
-            f"{call}: options is {type(options).__name__}; it must be an InputOptions or None"
+    def _empty(self) -> Step:
+        """The step of a worker whose elements have ended before another worker's."""
+        spec = self._node.spec()
+        if any(not leaf.shape for leaf in _elements.flatten(spec)[0]):
+            self._end()
+            raise ValueError(
+                f"{self._call}: one worker's elements end before another's, and elements without "
+                "dimensions have no empty form; batch the dataset"
+            )
+        value = _elements.map_leaves(
+            lambda leaf: np.empty((0, *[n or 0 for n in leaf.shape[1:]]), leaf.dtype), spec
         )
-    per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
-    if per_replica and not takes_per_replica:
-        raise NotImplementedError(
-            f"{call}: experimental_replication_mode is PER_REPLICA, which only "
-            "MirroredStrategy.distribute_datasets_from_function accepts, as in TensorFlow; pass "
-            "PER_WORKER: one pipeline then feeds all replicas of a worker"
-        )
-    if options.experimental_place_dataset_on_device and not per_replica:
-        raise ValueError(
-            f"{call}: experimental_place_dataset_on_device is True, which needs "
-            "experimental_replication_mode=PER_REPLICA; leave it False. "
-            "experimental_fetch_to_device=True copies batches ahead"
-        )
-    if options.experimental_place_dataset_on_device and options.experimental_fetch_to_device:
-        raise ValueError(
-            f"{call}: experimental_place_dataset_on_device and experimental_fetch_to_device are "
-            "both True; pass only one: each copies batches to the device"
-        )
-    return options
-
-
-def _node_of(dataset: Any, call: str) -> Node:
-    if isinstance(dataset, Dataset):
-        return check_node(dataset, call)
-    kind = type(dataset).__name__
-    if isinstance(dataset, (str, bytes, tuple, dict)) or hasattr(dataset, "__array__"):
-        raise TypeError(
-            f"{call}: {kind} is not a dataset; make one with "
-            "Dataset.from_tensor_slices(...).batch(global_batch_size), or pass a list of batches"
-        )
-    if isinstance(getattr(dataset, "__self__", None), Dataset):
-        raise TypeError(
-            f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass its result"
-        )
-    if isinstance(dataset, DistributedDataset):
-        raise TypeError(
-            f"{call}: the dataset is already distributed; pass the Dataset it was made from"
-        )
-    if isinstance(dataset, Iterator):
-        raise TypeError(
-            f"{call}: {kind} can be iterated over only once; pass the generator function itself "
-            "(`f`, not `f()`), a list or a Dataset"
-        )
-    if not (hasattr(dataset, "__iter__") or callable(dataset)):
-        raise TypeError(
-            f"{call}: {kind} is not a dataset; pass a Dataset, a generator function or an iterable "
-            "of batches"
-        )
-    return batches_of(dataset)
+        prefetcher = self._dataset._prefetcher
+        step = Step(0, value)
+        return step if prefetcher is None else next(prefetcher(iter([step])))
