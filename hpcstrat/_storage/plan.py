@@ -251,7 +251,9 @@ class Plan:
         self.update = update
         self.rank_parts = rank_parts
         self.own: RankPart | None = rank_parts[rank] if rank_parts else None
-        self.sources = [[shard for shard in part.shards if shard.elements] for part in rank_parts]
+        self.sources: list[list[Shard]] = [
+            [shard for shard in part.shards if shard.elements] for part in rank_parts
+        ]
         self.values: list[list[Chunk]] = []
         self.taken: Array = None
         self.buffers: list[Array] | None = None
