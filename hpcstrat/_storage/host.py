@@ -374,9 +374,10 @@ class MirroredHostStorage(Storage):
         layouts = [part.layout for part in plan.rank_parts]
 
         def write(rank: int, message: Bytes) -> None:
-            for shard in plan.sources[rank] if message.size else ():
-                gradient = flat[shard.variable][shard.elements.slice]
-                message[shard.message.slice].view(shard.dtype)[...] = gradient
+            for shard in plan.rank_parts[rank].shards if message.size else ():
+                if shard.elements:  # most ranks have no part of most variables
+                    gradient = flat[shard.variable][shard.elements.slice]
+                    message[shard.message.slice].view(shard.dtype)[...] = gradient
 
         if op is ReduceOp.SUM:
             return communicator.sum_sections(signature, layouts, write)

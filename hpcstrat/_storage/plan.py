@@ -227,7 +227,6 @@ class Plan:
 
     Attributes:
         own: this rank's part, where slots are split.
-        sources: there, for each rank its shards with elements: most have none of most variables.
         values: there, on hosts, for each rank its shards of the variables in memory.
         taken: the memory of its message, lent by a `MessagePool` or its own; `None` until then,
             and in central storage on a host. There, several hosts' messages are sums in it.
@@ -251,9 +250,6 @@ class Plan:
         self.update = update
         self.rank_parts = rank_parts
         self.own: RankPart | None = rank_parts[rank] if rank_parts else None
-        self.sources: list[list[Shard]] = [
-            [shard for shard in part.shards if shard.elements] for part in rank_parts
-        ]
         self.values: list[list[Chunk]] = []
         self.taken: Array = None
         self.buffers: list[Array] | None = None
