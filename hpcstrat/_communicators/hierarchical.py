@@ -82,7 +82,7 @@ class HierarchicalCommunicator(MpiCommunicator):
     ranks have, in shared memory, and then with those that do the same on other hosts, its `Rail`.
     The results are in shared memory again, from which all ranks of the host copy them. So a host
     sends everything once, however many ranks it has, and its ranks share the work, and the links if
-    it has several. Where one rank gets all sums of a part, as in sharded updates, the `Grid` says
+    it has several. Where one rank gets all sums of a part, as with split slots, the `Grid` says
     who sends them.
 
     Each host's ranks are summed in rank order, then the hosts, as in `reduce_by_hosts`:
@@ -117,7 +117,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         return HierarchicalCommunicator(self._comm.Dup(), self._host_comm)
 
     def _is_gathered(self, nbytes: int) -> bool:
-        """Whether every rank gets all messages of a reduction, and reduces them itself."""
+        """Whether messages of this size go to every rank as they are, which then reduces them."""
         return not self.has_many_ranks and nbytes <= SMALL_MESSAGE_BYTES
 
     @span(COMMUNICATION, describe_message)
@@ -291,7 +291,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         return results
 
     def _all_gather(self, sections: Sections) -> None:
-        """Without a second rank on any host, each rank sends its section to all others itself.
+        """Each rank sends its large section to all others itself, if no host has a second rank.
 
         Otherwise a host would get everything once for each of its ranks. MPI passes sections on
         from rank to rank: if one rank has nearly everything, its link would carry that once for

@@ -82,7 +82,7 @@ class DeviceStorage(Storage):
         return DevicePlan(order, update, self.local.runs_to_read(order))
 
     def make_buffers(self, plan: Plan) -> None:
-        """Gives the plan a message that only its buffers write to."""
+        """Gives the plan a message of its own, in which its buffers are."""
         assert isinstance(plan, DevicePlan)
         with self.communicator.raise_together(), self.local.current():
             memory = self.local.zeros(plan.nbytes)
@@ -230,7 +230,7 @@ class DeviceStorage(Storage):
         """
         if self._reduces_to is None and not plan.slices:  # every rank has computed all
             return
-        # One call for all variables: a message's latency counts more than its bytes.
+        # One group of calls for all variables: a message's latency counts more than its bytes.
         if plan.sharing is None:
             transfers = plan.transfers()
             plan.copies = [copy for _, copies in transfers for copy in copies]
@@ -280,10 +280,11 @@ class MirroredDeviceStorage(DeviceStorage):
 
     The same steps on the same sums keep the copies equal.
 
-    If slots are split, each rank stores only its part of them, and makes only these updates: one
-    reduce-scatter of the gradients, one fused kernel, one all-gather of the new values. Each
-    element is updated by one rank, so copies stay equal even where some ranks compute on CPUs.
-    Variables without slots are updated by each rank: their plans have no `slices`.
+    If slots are split, each rank stores only its part of them, and makes only these updates: per
+    dtype one reduce-scatter of the gradients and one all-gather of the new values, and between
+    these one fused kernel per run of variables. Each element is updated by one rank, so copies stay
+    equal even where some ranks compute on CPUs. Variables without slots are updated by each rank:
+    their plans have no `slices`.
 
     Args:
         communicator: the ranks.
@@ -318,7 +319,7 @@ class CentralDeviceStorage(DeviceStorage):
     """Only the parameter rank updates variables and has their slots; every rank reads a copy.
 
     An update: each rank packs its gradients into one flat message; one reduction per dtype to the
-    parameter rank; one fused kernel per run of variables there; one call that broadcasts the new
+    parameter rank; one fused kernel per run of variables there; one group of broadcasts of the new
     values. All of it is queued on the strategy's stream, and the host does not wait, unless the
     master copy is in host memory.
     """

@@ -227,15 +227,16 @@ class Plan:
 
     Attributes:
         own: this rank's part, where slots are split.
-        values: there, on hosts, for each rank its shards of the variables in memory.
-        taken: the memory of its message, lent by a `MessagePool` or its own; `None` until then,
-            and in central storage on a host. There, several hosts' messages are sums in it.
+        values: in mirrored storage on hosts, where slots are split, for each rank its shards of the
+            variables in memory.
+        taken: the memory of its message, lent by a `MessagePool` or its own; `None` until then, and
+            in central storage on a host. In mirrored storage on hosts, the sums are in it.
         buffers: arrays for the variables' gradients, in the order of the call, or `None`.
         buffer_messages: the messages that `give_buffers` got.
         marked: the variables whose gradients, in buffers, are complete in this step.
         started: those whose sums have started.
-        sums: on hosts, these sums; else they are in the buffers. Sharded storage also sums here
-            before norms.
+        sums: on hosts, these sums; else they are in the buffers. Where slots are split, the sums
+            before norms too.
         norm_sums: per rank and variable, for updates with norms in central storage on a host.
     """
 
@@ -456,7 +457,7 @@ class DevicePlan(Plan):
         """
         transfers = []
         for group, whole in zip(self.order.layout.groups, self.gradients, strict=True):
-            runs = [
+            readable = [
                 (value, group.within(shard.message))
                 for shard, value, _ in self.readable
                 if shard.dtype == group.dtype
@@ -467,7 +468,7 @@ class DevicePlan(Plan):
             for piece in pieces:
                 parts = [
                     (value[both.shift(-elements.start).slice], whole[both.slice])
-                    for value, elements in runs
+                    for value, elements in readable
                     if (both := elements & piece)
                 ]
                 is_in_place = len(parts) == 1 and parts[0][0].size == piece.size

@@ -241,7 +241,7 @@ def _source(kernel: Kernel, dtype: str) -> str:
 
 
 def table(chunks: Sequence[Sequence[Array]]) -> Table:
-    """The table of chunks: per chunk the variable's, slots' and messages' arrays of one length."""
+    """The table of chunks: per chunk the variable's, slots' and, unless added later, messages'."""
     rows = [[arrays[0].size, *(array.ctypes.data for array in arrays)] for arrays in chunks]
     return np.array(rows, np.int64).reshape(len(rows), len(rows[0]) if rows else 1)
 

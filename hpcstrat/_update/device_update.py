@@ -158,10 +158,11 @@ def numbers_kernel(code: str, done: int, terms: int, given: int) -> Any:
 class DeviceNorms:
     """The norms of some variables, and the update that depends on them.
 
-    A pass is three kernels, and a fourth where ranks have parts of variables. 32 threads add up the
-    squares of each strip of a variable, and leave as many sums; fewer threads add up these; and one
-    thread per variable adds up the rest, and computes the numbers of the next kernel, which reads
-    them from memory. Gaps between variables are in no strip.
+    A pass is a kernel per run, two more, and one more where ranks have parts of variables. 32
+    threads add up the squares of each strip of a variable, and leave as many sums; fewer threads
+    add up these; and one thread per variable, or one if all norms are global, adds up the rest, and
+    computes the numbers of the next kernel, which reads them from memory. Gaps between variables
+    are in no strip.
 
     Args:
         chunks: the runs of the variables.
@@ -179,10 +180,9 @@ class DeviceNorms:
         self._rows = 1 if is_global else len(shards)
         self._sums_of = [Interval(0, 0)] * len(shards)  # the sums of each variable
         self._count = 0
-        runs = list[tuple[np.dtype[Any], Array, Interval]]()  # of each its strips and its sums
-        self._updates = list[
-            tuple[Any, Array, int]
-        ]()  # of each run the kernel and where rows start
+        runs: list[tuple[np.dtype[Any], Array, Interval]] = []  # of each its strips and its sums
+        # Of each run the kernel and where rows start.
+        self._updates: list[tuple[Any, Array, int]] = []
         for run, _, _ in chunks:
             strips, starts, first = [], [], self._count
             for shard in shards:

@@ -71,7 +71,7 @@ def layers_of(results: Sequence[Symbol]) -> list[list[Symbol]]:
 def _in_order(results: Sequence[Symbol]) -> list[Symbol]:
     """The results and all that they depend on, each once and after its operands.
 
-    What is in a norm is left out: it belongs to the first pass.
+    What is in a norm is left out: it belongs to an earlier pass.
     """
     order: dict[int, Symbol] = {}
 

@@ -1,16 +1,17 @@
 """What an update does to this rank's shards of the variables, once the gradients are there.
 
 It goes through *chunks*: shards with their memory, which fit in cache on a host. A chunk is a range
-of elements of one dtype, whichever variables they belong to:
+of elements of one dtype, of a large shard or of several small ones:
 
-    variables  |       w        |b |         v          |c |d |   u   |
-    ranks      |      rank 0     |      rank 1     |      rank 2     |
-    chunks     |----|----|----|--|--|----|----|----|--|-----|----|---|
+    variables  |     w      |b |        v         |c|d|   u    |
+    ranks      |    rank 0     |    rank 1     |    rank 2     |
+    chunks     |------|-----|--|------|------|-|------|------|-|
 
 Here each rank has an equal share of all elements, which it cuts into its own chunks: equal work,
-although one variable may be larger than all others together. Small variables that follow each
-other, such as c and d, are in one chunk: they cost no calls of their own. This is right because
-rules are elementwise. Norms of variables need to know where these end: chunks are cut there.
+although one variable may be larger than all others together. Small shards that follow each other,
+such as the end of v, c and d, are in one chunk: they cost no calls of their own. This is right
+because rules are elementwise. Norms of variables need to know where these end, so chunks are cut
+there.
 """
 
 from __future__ import annotations
@@ -164,8 +165,8 @@ class HostUpdate(Update):
         shards: see `Update`.
         scratch: memory to work in.
         rank: which of the messages is this rank's.
-        compile_after: passes by the same messages until loops are compiled, where the rule and all
-            dtypes have one.
+        compile_after: passes since messages were last forgotten until loops are compiled, where the
+            rule and all dtypes have one.
     """
 
     def __init__(
@@ -186,8 +187,9 @@ class HostUpdate(Update):
         # These have chunks of their own. A small gradient costs less to copy than to read in place.
         self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
         self.may_be_in_place = bool(self._large)
-        # By kernel: its calls, and the numbers that they read in place, which each step overwrites.
-        self._rule: UpdateRule | None = None  # the last
+        # Of the last rule: its calls, and the numbers that they read in place, which each step
+        # overwrites. They are kept by kernel.
+        self._rule: UpdateRule | None = None
         self._bound: list[BoundChunk] = []
         self._numbers: dict[np.dtype[Any], Array] = {}
         self._kept: dict[Kernel | None, tuple[list[BoundChunk], dict[np.dtype[Any], Array]]] = {}

@@ -304,7 +304,7 @@ class Node(abc.ABC):
                 yield from _elements.unstack(self.fetch(chunk[start : start + ahead]))
 
     def _rows_ahead(self, chunk: Keys) -> int:
-        """How many elements make about a megabyte, to fetch at once."""
+        """How many elements make about a megabyte, but at most 1,024, to fetch at once."""
         leaves, _ = _elements.flatten(self.fetch(chunk[:0]))
         size = sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves)
         return max(1, min(1024, _BYTES_AHEAD // max(1, size)))
@@ -320,12 +320,12 @@ class Node(abc.ABC):
 
 
 class Transformation(Node):
-    """A node with one input; unless it says otherwise, its elements are the input's, one for one.
+    """A node with one input; unless it says otherwise, it has an element for each of the input's.
 
     Of the input it takes the items, the number and the spec of elements, `user_code` and
-    `batch_sizes`. So a subclass must set `user_code` if it calls a function of the user or can fail
-    on a single rank, and `batch_sizes` if its elements are not the batches of the input, or their
-    results.
+    `batch_sizes`; `load` makes an element. So a subclass must set `user_code` if it calls a
+    function of the user or can fail on a single rank, and `batch_sizes` if its elements are not the
+    batches of the input, or their results.
 
     Args:
         source: the input.
