@@ -118,7 +118,7 @@ class CheckpointObjects:
         names = {id(v): name for name, v in self.variables.items()}
         slots: dict[str, Slot] = {}
         for name, optimizer in self.optimizers.items():
-            for v, blocks in state_of_optimizer(optimizer).slots.values():
+            for v, blocks in state_of_optimizer(optimizer).slots.items():
                 if id(v) not in names:
                     raise ValueError(
                         f"{current_call()}: {name} has slots of the variable {v.name!r}, shape "

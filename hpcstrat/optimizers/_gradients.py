@@ -162,7 +162,7 @@ def group_of_variable(variable: Variable, preposition: str) -> ReplicaGroup:
 def check_variables(group: ReplicaGroup, variables: Sequence[Variable]) -> None:
     """Checks the variables of an update."""
     call = current_call()
-    if len({id(v) for v in variables}) < len(variables):
+    if len({*variables}) < len(variables):
         raise ValueError(f"{call}: a variable occurs twice; add its gradients up first")
     for v in variables:
         state = state_of(v)

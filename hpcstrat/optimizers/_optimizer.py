@@ -22,7 +22,6 @@ from hpcstrat.optimizers._state import (
     OptimizerState,
     OptimizerVariable,
     list_variables,
-    plan_key,
 )
 from hpcstrat.optimizers._steps import BY_OPTION, EMA, NORM_CLIPPING, UpdateStep, overrides
 
@@ -400,9 +399,9 @@ class Optimizer(metaclass=_options.OptimizerType):
         group = context.group
         try:
             gradients, variables = zip(*pairs, strict=True)
-        except (TypeError, ValueError):  # not pairs
+            plan = state.plans.get((group, *variables))
+        except (TypeError, ValueError):  # not pairs of an array and a variable
             return False
-        plan = state.plans.get((id(group), *map(id, variables)))  # inlines `plan_key`
         if plan is None or not plan.fits(gradients):
             return False
         rate = self._constant_rate
@@ -437,7 +436,7 @@ class Optimizer(metaclass=_options.OptimizerType):
                     f"{current_call()}: none of the {len(pairs)} variables has a gradient; pass at "
                     "least one"
                 )
-            if sparse or plan_key(group, dense) not in state.plans:
+            if sparse or (group, *dense) not in state.plans:
                 _gradients.check_variables(group, variables)
             rate = float(self._rate_after(state.iterations))
             step, clipped = state.iterations + 1, self._formula_of_clipped
@@ -464,8 +463,8 @@ class Optimizer(metaclass=_options.OptimizerType):
                 group.storage.update(plan, gradients, op, rule)
             for (_, v), (indices, values) in zip(sparse, rows, strict=True):
                 state.make_slots([v], self.name, self.all_slots)
-                slots = state.slots[id(v)][1]
-                group.storage.update_rows(state_of(v).block, slots, indices, values, rule)
+                block, slots = state_of(v).block, state.slots[v]
+                group.storage.update_rows(block, slots, indices, values, rule)
             state.iterations += 1
         except BaseException as error:
             group.storage.mark_interrupted(error, [state_of(v).block for v in variables])

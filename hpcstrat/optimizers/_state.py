@@ -34,8 +34,8 @@ class OptimizerState:
 
     Attributes:
         iterations: the number of steps done.
-        slots: the variables and their slots, by the variable's id; keeps the variables alive.
-        plans: the plans of updates, by `plan_key`.
+        slots: the slots of each variable.
+        plans: the plans of updates, each by its group and its variables.
         accumulator: adds up gradients if variables are updated once every N calls; else `None`.
         marked: the plan with marked gradient buffers in this step, and its group; else `None`.
     """
@@ -47,22 +47,20 @@ class OptimizerState:
         self.accumulator: Accumulation | None = (
             None if accumulation_steps is None else Accumulation(int(accumulation_steps))
         )
-        self.slots: dict[int, tuple[Variable, tuple[Block, ...]]] = {}
-        self.plans: dict[tuple[int, ...], Plan] = {}
+        self.slots: dict[Variable, tuple[Block, ...]] = {}
+        self.plans: dict[tuple[ReplicaGroup | Variable, ...], Plan] = {}
         self.marked: tuple[ReplicaGroup, Plan] | None = None
 
     def variables(self) -> list[Variable]:
         """The variables seen, in the order in which they were made: the same on all ranks."""
-        seen = [v for v, _ in self.slots.values()]
-        if self.accumulator is not None:
-            seen += [v for v in self.accumulator.variables() if id(v) not in self.slots]
-        return sorted(seen, key=_number_of)
+        added = () if self.accumulator is None else self.accumulator.sums
+        return sorted(dict.fromkeys((*self.slots, *added)), key=_number_of)
 
     def make_slots(
         self, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
     ) -> None:
         """Makes the slots of variables that have none yet. Collective."""
-        missing = [v for v in variables if id(v) not in self.slots]
+        missing = [v for v in variables if v not in self.slots]
         for group in dict.fromkeys(state_of(v).group for v in missing):
             new = sorted([v for v in missing if state_of(v).group is group], key=_number_of)
             cuts = group.storage.split([state_of(v).block for v in new])
@@ -72,7 +70,7 @@ class OptimizerState:
             for kind, value in initial.items():
                 for v, of, slots in zip(new, cuts, made, strict=True):
                     slots.append(_slot(group, f"{name}: {kind}", v, value, of))
-            self.slots |= {id(v): (v, tuple(slots)) for v, slots in zip(new, made, strict=True)}
+            self.slots |= zip(new, map(tuple, made), strict=True)
 
     def copy_from(
         self,
@@ -86,14 +84,13 @@ class OptimizerState:
         `pairs` are its variables, each with the copy that belongs to this state.
         """
         if other.accumulator is not None:
-            self.accumulator = other.accumulator.copy_for({id(old): new for old, new in pairs})
-        updated = [(old, new) for old, new in pairs if id(old) in other.slots]
+            self.accumulator = other.accumulator.copy_for(dict(pairs))
+        updated = [(old, new) for old, new in pairs if old in other.slots]
         self.make_slots([new for _, new in updated], name, initial)
         for old, new in updated:
             group = state_of(new).group
-            sources, targets = other.slots[id(old)][1], self.slots[id(new)][1]
             if group.updates_here:
-                for source, target in zip(sources, targets, strict=True):
+                for source, target in zip(other.slots[old], self.slots[new], strict=True):
                     copy_block(group.storage, source, target)
 
     def plan_of(
@@ -104,11 +101,11 @@ class OptimizerState:
         initial: Mapping[str, float | None],
     ) -> Plan:
         """The plan for these variables; without buffers, only the newest few plans are kept."""
-        wanted = plan_key(group, variables)
+        wanted = (group, *variables)
         if wanted not in self.plans:
             self.make_slots(variables, name, initial)
             plan = group.storage.plan(
-                [state_of(v).block for v in variables], [self.slots[id(v)][1] for v in variables]
+                [state_of(v).block for v in variables], [self.slots[v] for v in variables]
             )
             droppable = [other for other, old in self.plans.items() if old.buffers is None]
             for other in droppable[: 1 - _MOST_PLANS]:
@@ -124,7 +121,7 @@ class OptimizerState:
         with group.communicator.raise_together():
             check_pairs(pairs)
             dense = [pair for pair in pairs if not isinstance(pair[0], IndexedSlices)]
-            is_all = self.plans.get(plan_key(group, [v for _, v in dense])) is plan
+            is_all = self.plans.get((group, *[v for _, v in dense])) is plan
             if not is_all or not plan.are_in_buffers([gradient for gradient, _ in dense]):
                 raise ValueError(
                     f"{current_call()}: some gradient buffers are marked ready in this step, so "
@@ -145,11 +142,6 @@ class OptimizerState:
             group, plan = self.marked
             group.storage.end_marks(plan)
             self.marked = None
-
-
-def plan_key(group: ReplicaGroup, variables: Sequence[Variable]) -> tuple[int, ...]:
-    """The key of a plan: ids of objects that its optimizer keeps alive, so no id is reused."""
-    return (id(group), *[id(v) for v in variables])
 
 
 def copy_block(storage: Storage, source: Block, target: Block) -> None:
@@ -209,7 +201,7 @@ def list_variables(
     """The number of steps, the learning rate, and the slots of all variables, kind by kind."""
     numbers = [("iterations", np.int64(state.iterations)), ("learning_rate", np.float64(rate))]
     scalars = [OptimizerVariable(f"{name}/{number}", (), n.dtype, n.copy) for number, n in numbers]
-    pairs = [state.slots[id(v)] for v in state.variables() if id(v) in state.slots]
+    pairs = [(v, state.slots[v]) for v in state.variables() if v in state.slots]
     return scalars + [
         OptimizerVariable(
             f"{name}/{kind}/{v.name}", v.shape, v.dtype, functools.partial(_read, v, blocks[i])

@@ -271,12 +271,13 @@ class Accumulation(UpdateStep):
     Attributes:
         steps: the number of calls to add up.
         calls: the number of calls made.
+        sums: what was added up, by variable.
     """
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
         self.calls: int = 0
-        self._sums: dict[int, tuple[Variable, Array]] = {}
+        self.sums: dict[Variable, Array] = {}
 
     def collect(self, grads_and_vars: Pairs, optimizer: Any) -> Pairs | None:
         """Adds the gradients of a call; returns their means after the last call, else `None`."""
@@ -287,39 +288,30 @@ class Accumulation(UpdateStep):
             gradients += [_gradients.as_dense(slices, v) for slices, v in sparse]
             with group.on_stream():
                 for gradient, v in zip(gradients, variables, strict=True):
-                    self._add(gradient, v)
+                    if v in self.sums:
+                        self.sums[v] += gradient
+                    else:
+                        self.sums[v] = gradient.astype(accumulator(v.dtype))
         self.calls += 1
         if self.calls < self.steps:
             return None
         means: list[tuple[Any, Variable]] = []
-        for v, total in self._sums.values():
+        for v, total in self.sums.items():
             with state_of(v).group.on_stream():
                 means.append(((total / self.steps).astype(v.dtype, copy=False), v))
         self.clear()
         return means
 
-    def _add(self, gradient: Array, v: Variable) -> None:
-        if id(v) in self._sums:
-            total = self._sums[id(v)][1]
-            total += gradient
-        else:
-            self._sums[id(v)] = (v, gradient.astype(accumulator(v.dtype)))
-
-    def variables(self) -> list[Variable]:
-        """The variables whose gradients were added up."""
-        return [v for v, _ in self._sums.values()]
-
     def clear(self) -> None:
         """Drops what was added up."""
         self.calls = 0
-        self._sums.clear()
+        self.sums.clear()
 
-    def copy_for(self, variables: Mapping[int, Variable]) -> Accumulation:
-        """A copy for copies of the variables, which are passed by the ids of the originals."""
+    def copy_for(self, copies: Mapping[Variable, Variable]) -> Accumulation:
+        """A copy for copies of the variables."""
         other = Accumulation(self.steps)
         other.calls = self.calls
-        for key, (_, total) in self._sums.items():
-            other._sums[id(variables[key])] = (variables[key], total.copy())
+        other.sums |= {copies[v]: total.copy() for v, total in self.sums.items()}
         return other
 
 

@@ -496,7 +496,7 @@ def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
         optimizer = hs.optimizers.SGD(0.0, momentum=0.5)
     buffers = optimizer.gradient_buffers([v])
     strategy.run(lambda: optimizer.apply_gradients([(buffers[0], v)]))
-    for _, blocks in state_of_optimizer(optimizer).slots.values():
+    for blocks in state_of_optimizer(optimizer).slots.values():
         # A page that ranks share counts for those that have touched it.
         assert np.isfinite(v.value().sum() + blocks[0].array.sum())
     checkpoint = hs.checkpoint.Checkpoint(v=v, optimizer=optimizer)

@@ -301,7 +301,7 @@ def test_slots_live_once(strategy, xp, root):
     variables = [hs.Variable(np.ones(5)), hs.Variable(np.ones((), np.float32))]
     optimizer = hs.optimizers.Adam(0.1)
     strategy.run(lambda: optimizer.apply_gradients([(xp.ones(v.shape), v) for v in variables]))
-    slots = [slot for _, slots in optimizer._state.slots.values() for slot in slots]
+    slots = [slot for slots in optimizer._state.slots.values() for slot in slots]
     assert len(slots) == 4
     has_numbers = [slot.array is not None for slot in slots]
     is_alone = N == 1 and strategy.extended.parameter_devices == strategy.extended.worker_devices

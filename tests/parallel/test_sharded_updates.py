@@ -265,7 +265,7 @@ def test_each_rank_has_its_share_of_the_slots(place):
         model = Model(strategy, OPTIMIZERS["Adam"], shapes, dtypes).train(1)
         slots = [
             block
-            for _, blocks in state_of_optimizer(model.optimizer).slots.values()
+            for blocks in state_of_optimizer(model.optimizer).slots.values()
             for block in blocks
         ]
         own = sum(slot.array.nbytes for slot in slots)
