@@ -142,5 +142,5 @@ from hpcstrat.data import _elements, _files, _node
 from hpcstrat.data._distributing import check_sharding, distribute_dataset, distribute_from_function
 from hpcstrat.data._sources import Slices
 from hpcstrat.data._steps import Step
-from hpcstrat.optimizers._optimizer import state_of_optimizer
+from hpcstrat.optimizers._state import state_of_optimizer
 from hpcstrat.torch import _all_reduce as all_reduce_gradients

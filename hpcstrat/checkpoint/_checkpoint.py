@@ -36,8 +36,7 @@ from hpcstrat.checkpoint._objects import (
     storage_of,
 )
 from hpcstrat.checkpoint._saving import check_keep, check_path, finish_background, save_to_file
-from hpcstrat.optimizers._optimizer import state_of_optimizer
-from hpcstrat.optimizers._state import copy_block
+from hpcstrat.optimizers._state import copy_block, state_of_optimizer
 
 
 @final
@@ -262,8 +261,7 @@ class _Restoring(NamedTuple):
         for name, optimizer in self._in_both(self.objects.optimizers).items():
             state = state_of_optimizer(optimizer)
             state.iterations = int(self.metadata[name]["iterations"])
-            if state.accumulator is not None:
-                state.accumulator.clear()
+            state.drop_sums()
         for name, resumable in self._in_both(self.objects.positions).items():
             resumable._seek(position_of(self.metadata[name]))
         self.communicator.exchange(signature_of(f"{current_call()}: restored"))

@@ -27,7 +27,8 @@ from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.checkpoint._format import Entry
 from hpcstrat.data._resuming import Position, Resumable
 from hpcstrat.metrics import Metric
-from hpcstrat.optimizers._optimizer import Optimizer, state_of_optimizer
+from hpcstrat.optimizers._optimizer import Optimizer
+from hpcstrat.optimizers._state import state_of_optimizer
 
 
 class Slot(NamedTuple):
@@ -159,12 +160,11 @@ class CheckpointObjects:
             name: {"kind": kind} for name, kind in self.kinds.items() if kind is not None
         }
         for name, optimizer in self.optimizers.items():
-            accumulator = state_of_optimizer(optimizer).accumulator
-            if accumulator is not None and accumulator.calls:
+            if calls := state_of_optimizer(optimizer).calls:
                 raise ValueError(
-                    f"{current_call()}: {name} has the gradients of {accumulator.calls} of "
-                    f"{accumulator.steps} calls, each replica its own, which no checkpoint holds; "
-                    "save after the call that changes the variables"
+                    f"{current_call()}: {name} has the gradients of {calls} of "
+                    f"{optimizer.gradient_accumulation_steps} calls, each replica its own, which "
+                    "no checkpoint holds; save after the call that changes the variables"
                 )
             slots = list(optimizer.all_slots)
             metadata[name] |= {"iterations": optimizer.iterations, "slots": slots}

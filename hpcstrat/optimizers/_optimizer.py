@@ -80,15 +80,13 @@ class Optimizer(metaclass=_options.OptimizerType):
         if self._has_own_rule:
             _options.check_without_formula(owner, options)
         self.learning_rate = learning_rate
-        self._state = OptimizerState(self.gradient_accumulation_steps)
+        self._state = OptimizerState()
         self._compose()
 
     def _compose(self) -> None:
         """Puts its steps together, after a change of its options."""
         self._steps = steps = _steps.steps_of(self)
         self._collecting = [step for step in steps if overrides(step, "collect")]
-        if self._state.accumulator is not None:
-            self._collecting.append(self._state.accumulator)
         # Steps transform sums of gradients; or clip them, which their formulas do except for rows.
         transforming = [step for step in steps if overrides(step, "transform")]
         clips = not self._has_own_rule and all(step in NORM_CLIPPING for step in transforming)
@@ -315,8 +313,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         pairs = [(v, copy.deepcopy(v, memo)) for v in state.variables()]
         own = {name: value for name, value in vars(self).items() if name not in _COMPOSED}
         vars(other).update({name: copy.deepcopy(value, memo) for name, value in own.items()})
-        vars(other)["_state"] = copied = OptimizerState(self.gradient_accumulation_steps)
-        copied.iterations = state.iterations  # the rate's function reads it
+        vars(other)["_state"] = copied = OptimizerState()
         copied.copy_from(state, pairs, self.name, self.all_slots)
         other.learning_rate = other._learning_rate
         other._compose()
@@ -592,8 +589,3 @@ class Optimizer(metaclass=_options.OptimizerType):
         if plan.buffers is None:
             group.storage.make_buffers(plan)
         return GradientBuffers(state, group, plan, variables, lambda: self._sums_early)
-
-
-def state_of_optimizer(optimizer: Optimizer) -> OptimizerState:
-    """What an optimizer keeps from step to step."""
-    return optimizer._state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -11,7 +12,7 @@ import numpy as np
 
 from hpcstrat._calls.collective import collective
 from hpcstrat._core.call_name import call_named, current_call
-from hpcstrat._core.types import Bytes, IndexedSlices
+from hpcstrat._core.types import Array, Bytes, IndexedSlices
 from hpcstrat._memory.allocator import Block, Cuts
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
@@ -20,7 +21,6 @@ from hpcstrat._storage.base import Storage
 from hpcstrat._storage.plan import Plan
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers._gradients import check_pairs, group_of_variable
-from hpcstrat.optimizers._steps import Accumulation
 
 _MOST_PLANS = 16  # each for a subset of the variables; a program may draw its subsets at random
 
@@ -36,25 +36,29 @@ class OptimizerState:
         iterations: the number of steps done.
         slots: the slots of each variable.
         plans: the plans of updates, each by its group and its variables.
-        accumulator: adds up gradients if variables are updated once every N calls; else `None`.
+        calls: the number of calls whose gradients were added up since the last step.
+        sums: what was added up, by variable.
         marked: the plan with marked gradient buffers in this step, and its group; else `None`.
     """
 
-    __slots__ = ("accumulator", "iterations", "marked", "plans", "slots")
+    __slots__ = ("calls", "iterations", "marked", "plans", "slots", "sums")
 
-    def __init__(self, accumulation_steps: int | None) -> None:
+    def __init__(self) -> None:
         self.iterations: int = 0
-        self.accumulator: Accumulation | None = (
-            None if accumulation_steps is None else Accumulation(int(accumulation_steps))
-        )
         self.slots: dict[Variable, tuple[Block, ...]] = {}
         self.plans: dict[tuple[ReplicaGroup | Variable, ...], Plan] = {}
+        self.calls: int = 0
+        self.sums: dict[Variable, Array] = {}
         self.marked: tuple[ReplicaGroup, Plan] | None = None
 
     def variables(self) -> list[Variable]:
         """The variables seen, in the order in which they were made: the same on all ranks."""
-        added = () if self.accumulator is None else self.accumulator.sums
-        return sorted(dict.fromkeys((*self.slots, *added)), key=_number_of)
+        return sorted(dict.fromkeys((*self.slots, *self.sums)), key=_number_of)
+
+    def drop_sums(self) -> None:
+        """Forgets the gradients that were added up."""
+        self.calls = 0
+        self.sums.clear()
 
     def make_slots(
         self, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
@@ -79,12 +83,12 @@ class OptimizerState:
         name: str,
         initial: Mapping[str, float | None],
     ) -> None:
-        """Copies the slots of another state, and the gradients it has added up. Collective.
+        """Copies the steps done, the slots and the added gradients of another state. Collective.
 
         `pairs` are its variables, each with the copy that belongs to this state.
         """
-        if other.accumulator is not None:
-            self.accumulator = other.accumulator.copy_for(dict(pairs))
+        self.iterations, self.calls = other.iterations, other.calls
+        self.sums = {new: other.sums[old].copy() for old, new in pairs if old in other.sums}
         updated = [(old, new) for old, new in pairs if old in other.slots]
         self.make_slots([new for _, new in updated], name, initial)
         for old, new in updated:
@@ -142,6 +146,10 @@ class OptimizerState:
             group, plan = self.marked
             group.storage.end_marks(plan)
             self.marked = None
+
+
+state_of_optimizer: Callable[[Any], OptimizerState] = operator.attrgetter("_state")
+"""What an optimizer keeps from step to step."""
 
 
 def copy_block(storage: Storage, source: Block, target: Block) -> None:

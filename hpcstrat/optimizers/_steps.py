@@ -19,6 +19,7 @@ from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._update.symbols import global_norm
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers import _gradients
+from hpcstrat.optimizers._state import state_of_optimizer
 
 EMA = "ema"
 """The slot of `use_ema`: the moving average, which starts as the variable's value."""
@@ -266,21 +267,13 @@ class MovingAverages(UpdateStep):
 
 
 class Accumulation(UpdateStep):
-    """Adds up the gradients of several calls on this replica.
+    """Adds up the gradients of several calls on this replica."""
 
-    Attributes:
-        steps: the number of calls to add up.
-        calls: the number of calls made.
-        sums: what was added up, by variable.
-    """
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-        self.calls: int = 0
-        self.sums: dict[Variable, Array] = {}
+    numbers = ("gradient_accumulation_steps",)  # so that all ranks take a step in the same calls
 
     def collect(self, grads_and_vars: Pairs, optimizer: Any) -> Pairs | None:
         """Adds the gradients of a call; returns their means after the last call, else `None`."""
+        state, calls = state_of_optimizer(optimizer), optimizer.gradient_accumulation_steps
         gradients, dense, sparse = _gradients.prepare_pairs(grads_and_vars)
         if variables := [*dense, *(v for _, v in sparse)]:
             group = _gradients.group_of_variable(variables[0], "to")
@@ -288,31 +281,19 @@ class Accumulation(UpdateStep):
             gradients += [_gradients.as_dense(slices, v) for slices, v in sparse]
             with group.on_stream():
                 for gradient, v in zip(gradients, variables, strict=True):
-                    if v in self.sums:
-                        self.sums[v] += gradient
+                    if v in state.sums:
+                        state.sums[v] += gradient
                     else:
-                        self.sums[v] = gradient.astype(accumulator(v.dtype))
-        self.calls += 1
-        if self.calls < self.steps:
+                        state.sums[v] = gradient.astype(accumulator(v.dtype))
+        state.calls += 1
+        if state.calls < calls:
             return None
         means: list[tuple[Any, Variable]] = []
-        for v, total in self.sums.items():
+        for v, total in state.sums.items():
             with state_of(v).group.on_stream():
-                means.append(((total / self.steps).astype(v.dtype, copy=False), v))
-        self.clear()
+                means.append(((total / calls).astype(v.dtype, copy=False), v))
+        state.drop_sums()
         return means
-
-    def clear(self) -> None:
-        """Drops what was added up."""
-        self.calls = 0
-        self.sums.clear()
-
-    def copy_for(self, copies: Mapping[Variable, Variable]) -> Accumulation:
-        """A copy for copies of the variables."""
-        other = Accumulation(self.steps)
-        other.calls = self.calls
-        other.sums |= {copies[v]: total.copy() for v, total in self.sums.items()}
-        return other
 
 
 BY_OPTION: Mapping[str, UpdateStep] = {
@@ -321,8 +302,8 @@ BY_OPTION: Mapping[str, UpdateStep] = {
     "clipvalue": ValueClipping(),
     "weight_decay": WeightDecay(),
     "use_ema": MovingAverages(),
+    "gradient_accumulation_steps": Accumulation(),
 }
-
 
 NORM_CLIPPING = (BY_OPTION["global_clipnorm"], BY_OPTION["clipnorm"])
 """Their formulas come around all others. They transform what the formula cannot clip: rows, and
@@ -365,11 +346,15 @@ def _in_float64(array: Array) -> Array:
 
 
 def steps_of(optimizer: Any) -> tuple[UpdateStep, ...]:
-    """The steps given, and those of the options that are set and that the formula does not take."""
-    taken = numbers_of(optimizer.formula)
-    values = {option: getattr(optimizer, option) for option in BY_OPTION if option not in taken}
-    are_set = [name for name, value in values.items() if value is not None and value is not False]
-    return (*optimizer.steps, *[BY_OPTION[option] for option in are_set])
+    """The steps given, and those of the options that are set."""
+    steps, taken = [*optimizer.steps], numbers_of(optimizer.formula)
+    for option, step in BY_OPTION.items():
+        value = getattr(optimizer, option)
+        # An optimizer whose formula takes an option applies it there.
+        is_applied = option in taken and overrides(step, "formula")
+        if value is not None and value is not False and not is_applied:
+            steps.append(step)
+    return tuple(steps)
 
 
 def join_slots(

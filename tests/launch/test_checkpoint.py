@@ -485,7 +485,7 @@ def test_there_is_no_second_copy_in_memory(launch, tmp_path, name):
     import re, sys
     import numpy as np
     import hpcstrat as hs
-    from hpcstrat.optimizers._optimizer import state_of_optimizer
+    from hpcstrat.optimizers._state import state_of_optimizer
 
     def resident(which):
         return int(re.search(which + r":\\s*(\\d+) kB", open("/proc/self/status").read())[1]) >> 10  # MiB

@@ -244,7 +244,7 @@ def test_one_host_without_memory_stops_all_once(launch):
 
 
 READY = """
-    from hpcstrat.optimizers._optimizer import state_of_optimizer
+    from hpcstrat.optimizers._state import state_of_optimizer
 
     with strategy.scope():
         variables = [hs.Variable(np.zeros(400_000, np.float32)) for _ in range(3)]

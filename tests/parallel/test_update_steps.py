@@ -280,6 +280,20 @@ def test_options_that_differ_are_refused(strategy, options):
         apply(strategy, optimizer, v, 0)
 
 
+@pytest.mark.core
+@pytest.mark.mpi(min_size=2)
+def test_replicas_that_add_up_different_numbers_of_calls_are_refused(strategy):
+    v, optimizer = model(strategy, gradient_accumulation_steps=1 + RANK)
+
+    def replica():
+        for _ in range(1 + RANK):
+            optimizer.apply_gradients([(strategy.xp.asarray(own(0)[0]), v)])
+
+    with pytest.raises(hs.ReplicaMismatchError, match=r"(?s)gradient_accumulation_steps=1.*=2"):
+        strategy.run(replica)
+    assert np.array_equal(v.numpy(), START)
+
+
 class Wrong(hs.optimizers.UpdateStep):
     def __init__(self, transformed):
         self.transformed = transformed
