@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,103 +37,46 @@ Loop: TypeAlias = Callable[[Table, int, Array], Bound]
 """Binds a table, the number of messages, and an array of float64 with the rule's numbers, which
 each call reads."""
 
-# BLOCK: eight buffers of this many elements fit in the fastest cache. One or two messages are read
-# in place: a loop that reads several streams at once is faster than copying one of them first.
-_SOURCE = """
+_TYPES = {
+    "float32": ("float", "float"),
+    "float64": ("double", "double"),
+    "float16": ("float", "_Float16"),
+    "bfloat16": ("float", "uint16_t"),
+}
+"""The C types in which a variable's elements are computed and stored."""
+
+# `_source` puts definitions before it: all that differs between kernels and dtypes. `KERNEL` are
+# the statements for one element. `ARRAYS(DO)`, for example, is `DO(value, 1) DO(momentum, 2)`: the
+# variable's array and the slots', and their columns of the table.
+_LOOP = r"""
 #include <stdint.h>
 #include <string.h>
 #include <tgmath.h>
 #define auto __auto_type
-#define BLOCK 256
-#define LANES {lanes}
-typedef {computed} number;
-{stored}
-void update(const int64_t *table, int64_t chunks, int64_t messages, const double *given,
-            double *sums) {{
-    {numbers}
-    number gradients[BLOCK]{buffers};
-    for (; chunks > 0; --chunks, table += {fixed} + messages) {{
-        {start}
-        for (int64_t start = 0; start < table[0]; start += BLOCK) {{
-            const int64_t count = table[0] - start < BLOCK ? table[0] - start : BLOCK;
-            {reads}
-            const number *restrict const first = (const number *)table[{fixed}] + start;
-            if (IS_WHOLE && messages == 1) {{
-                for (int64_t i = 0; i < count; ++i) {{ const number gradient = first[i]; {update} }}
-            }} else if (IS_WHOLE && messages == 2) {{
-                const number *restrict const second = (const number *)table[{fixed} + 1] + start;
-                for (int64_t i = 0; i < count; ++i) {{
-                    const number gradient = first[i] + second[i]; {update}
-                }}
-            }} else {{
-                read((const stored *)table[{fixed}] + start, gradients, count);
-                for (int64_t k = 1; k < messages; ++k)
-                    add((const stored *)table[{fixed} + k] + start, gradients, count);
-                if (messages > 1) round_to_stored(gradients, count);
-                for (int64_t i = 0; i < count; ++i) {{
-                    const number gradient = gradients[i]; {update}
-                }}
-            }}
-            {writes}
-        }}
-        {end}
-    }}
-}}
-"""
-# As `rule.sums_of_squares` does it.
-_ADD_SQUARES = """
-for (int64_t i = 0; i < count; i += LANES)
-    for (int64_t j = 0; j < LANES && i + j < count; ++j)
-        lanes_{0}[j] += (double)terms_{0}[i + j] * (double)terms_{0}[i + j];
-"""
-_ADD_LANES = "*sums = 0; for (int64_t j = 0; j < LANES; ++j) *sums += lanes_{}[j]; ++sums;"
-_WHOLE = """
-#define IS_WHOLE 1
-typedef {} stored;
-static inline void read(const stored *restrict from, number *restrict to, int64_t count) {{
-    memcpy(to, from, count * sizeof *to);
-}}
-static inline void add(const stored *restrict from, number *restrict to, int64_t count) {{
-    for (int64_t i = 0; i < count; ++i) to[i] += from[i];
-}}
-static inline void round_to_stored(number *numbers, int64_t count) {{}}
-"""
-_SHORT = """
-#define IS_WHOLE 0
-static inline void add(const stored *restrict from, number *restrict to, int64_t count) {
-    number more[BLOCK];
-    read(from, more, count);
-    for (int64_t i = 0; i < count; ++i) to[i] += more[i];
-}
-static inline void round_to_stored(number *numbers, int64_t count) {
-    stored rounded[BLOCK];
-    write(numbers, rounded, count);
-    read(rounded, numbers, count);
-}
-"""
-_BFLOAT16 = """
-typedef uint16_t stored;
+typedef NUMBER number;
+typedef STORED stored;
+#define BLOCK 256  // eight buffers of this many elements fit in the fastest cache
+
+// ---- Conversions of a block, and sums of messages
+
+#if IS_WHOLE
+
 static inline void read(const stored *restrict from, number *restrict to, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-        const uint32_t bits = (uint32_t)from[i] << 16;
-        memcpy(to + i, &bits, sizeof bits);
-    }
+    memcpy(to, from, count * sizeof *to);
 }
-static inline void write(const number *restrict from, stored *restrict to, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {  // to nearest, ties to even
-        uint32_t bits;
-        memcpy(&bits, from + i, sizeof bits);
-        to[i] = from[i] != from[i] ? (bits >> 16 & 0x8000) | 0x7fc0
-                                   : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    }
+static inline void add(const stored *restrict from, number *restrict to, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) to[i] += from[i];
 }
-"""
-# Compilers do not choose these instructions by themselves; without them it takes ten times as long.
-_FLOAT16 = """
+static inline void round_to_stored(number *numbers, int64_t count) {}
+
+#else
+
+#if IS_FLOAT16
+// Compilers do not choose these instructions by themselves; without them it takes ten times as
+// long.
 #ifdef __F16C__
 #include <immintrin.h>
 #endif
-typedef _Float16 stored;
 static inline void read(const stored *restrict from, number *restrict to, int64_t count) {
     int64_t i = 0;
 #ifdef __F16C__
@@ -150,13 +93,112 @@ static inline void write(const number *restrict from, stored *restrict to, int64
 #endif
     for (; i < count; ++i) to[i] = from[i];
 }
-"""
-_STORED = {
-    "float32": ("float", _WHOLE.format("float")),
-    "float64": ("double", _WHOLE.format("double")),
-    "float16": ("float", _FLOAT16 + _SHORT),
-    "bfloat16": ("float", _BFLOAT16 + _SHORT),
+#else  // bfloat16
+static inline void read(const stored *restrict from, number *restrict to, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        const uint32_t bits = (uint32_t)from[i] << 16;
+        memcpy(to + i, &bits, sizeof bits);
+    }
 }
+static inline void write(const number *restrict from, stored *restrict to, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {  // to nearest, ties to even
+        uint32_t bits;
+        memcpy(&bits, from + i, sizeof bits);
+        to[i] = from[i] != from[i] ? (bits >> 16 & 0x8000) | 0x7fc0
+                                   : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    }
+}
+#endif
+
+static inline void add(const stored *restrict from, number *restrict to, int64_t count) {
+    number more[BLOCK];
+    read(from, more, count);
+    for (int64_t i = 0; i < count; ++i) to[i] += more[i];
+}
+static inline void round_to_stored(number *numbers, int64_t count) {
+    stored rounded[BLOCK];
+    write(numbers, rounded, count);
+    read(rounded, numbers, count);
+}
+
+#endif
+
+// ---- The kernel, for each element of a block
+
+#define TAKE(name, place) const number name = given[place];
+#define LOAD(name, column) number name = all_##name[i];
+#define STORE(name, column) all_##name[i] = name;
+#define DECLARE(term) number term_##term;
+#define KEEP(term) terms_##term[i] = term_##term;
+#define FOR_EACH_ELEMENT(GRADIENT) \
+    for (int64_t i = 0; i < count; ++i) { \
+        const number gradient = GRADIENT; \
+        ARRAYS(LOAD) TERMS(DECLARE) KERNEL CHANGED(STORE) TERMS(KEEP) \
+    }
+
+// Numbers that are stored as they are computed with are changed in place; others in a buffer.
+#if IS_WHOLE
+#define OPEN(name, column) number *restrict const all_##name = (number *)row[column] + start;
+#define CLOSE(name, column)
+#else
+#define OPEN(name, column) \
+    number all_##name[BLOCK]; \
+    read((const stored *)row[column] + start, all_##name, count);
+#define CLOSE(name, column) write(all_##name, (stored *)row[column] + start, count);
+#endif
+
+// ---- Sums of squares, as `rule.sums_of_squares` computes them
+
+static inline void add_squares(const number *terms, double *restrict lanes, int64_t count) {
+    for (int64_t i = 0; i < count; i += LANES)
+        for (int64_t j = 0; j < LANES && i + j < count; ++j)
+            lanes[j] += (double)terms[i + j] * (double)terms[i + j];
+}
+static inline double sum(const double *lanes) {
+    double sum = 0;
+    for (int64_t j = 0; j < LANES; ++j) sum += lanes[j];
+    return sum;
+}
+#define START_SUM(term) double lanes_##term[LANES] = {0};
+#define MAKE_ROOM(term) number terms_##term[BLOCK];
+#define ADD_SQUARES(term) add_squares(terms_##term, lanes_##term, count);
+#define END_SUM(term) sums[term] = sum(lanes_##term);
+
+// ---- All chunks
+
+void update(const int64_t *row, int64_t rows, int64_t messages, const double *given, double *sums) {
+    CONSTANTS(TAKE)
+    for (; rows > 0; --rows, row += FIRST_MESSAGE + messages, sums += COUNT_OF_TERMS) {
+        TERMS(START_SUM)
+        for (int64_t start = 0; start < row[0]; start += BLOCK) {
+            const int64_t count = row[0] - start < BLOCK ? row[0] - start : BLOCK;
+            const int64_t *const message = row + FIRST_MESSAGE;
+            ARRAYS(OPEN)
+            TERMS(MAKE_ROOM)
+            // One or two messages are read in place: a loop that reads several streams at once is
+            // faster than copying one of them first.
+            if (IS_WHOLE && messages == 1) {
+                const number *restrict const first = (const number *)message[0] + start;
+                FOR_EACH_ELEMENT(first[i])
+            } else if (IS_WHOLE && messages == 2) {
+                const number *restrict const first = (const number *)message[0] + start;
+                const number *restrict const second = (const number *)message[1] + start;
+                FOR_EACH_ELEMENT(first[i] + second[i])
+            } else {
+                number gradients[BLOCK];
+                read((const stored *)message[0] + start, gradients, count);
+                for (int64_t k = 1; k < messages; ++k)
+                    add((const stored *)message[k] + start, gradients, count);
+                if (messages > 1) round_to_stored(gradients, count);
+                FOR_EACH_ELEMENT(gradients[i])
+            }
+            CHANGED(CLOSE)
+            TERMS(ADD_SQUARES)
+        }
+        TERMS(END_SUM)
+    }
+}
+"""
 
 
 _loops: dict[tuple[Kernel, str], Loop | None] = {}
@@ -164,7 +206,7 @@ _loops: dict[tuple[Kernel, str], Loop | None] = {}
 
 def loop(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop | None:
     """The compiled loop of a rule for variables of this dtype; `None` if none can be made."""
-    if rule.kernel is None or dtype.name not in _STORED:
+    if rule.kernel is None or dtype.name not in _TYPES:
         return None
     key = (rule.kernel, dtype.name)
     if key not in _loops:
@@ -203,41 +245,28 @@ def load(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop:
 
 def _source(kernel: Kernel, dtype: str) -> str:
     """The C code of a kernel's loop."""
-    computed, stored = _STORED[dtype]
-    terms = range(len(kernel.terms))
-    is_whole = "IS_WHOLE 1" in stored
-    changed = {
-        name: f"(stored *)table[{i}] + start" for i, name in enumerate(("value", *kernel.slots), 1)
+
+    def each(rows: Iterable[tuple[Any, ...]]) -> str:
+        return " ".join(f"DO({', '.join(map(str, row))})" for row in rows)
+
+    columns = [*enumerate(("value", *kernel.slots), 1)]
+    computed, stored = _TYPES[dtype]
+    definitions = {
+        "NUMBER": computed,
+        "STORED": stored,
+        "IS_WHOLE": int(computed == stored),
+        "IS_FLOAT16": int(dtype == "float16"),
+        "LANES": LANES,
+        "FIRST_MESSAGE": 1 + len(columns),
+        "COUNT_OF_TERMS": len(kernel.terms),
+        "CONSTANTS(DO)": each((name, place) for place, name in enumerate(kernel.constants)),
+        "ARRAYS(DO)": (arrays := each((name, column) for column, name in columns)),
+        "CHANGED(DO)": "" if kernel.terms else arrays,
+        "TERMS(DO)": each((term,) for term in range(len(kernel.terms))),
+        "KERNEL": kernel.body.replace("\n", " "),
     }
-    buffers = [] if is_whole else [f", all_{name}[BLOCK]" for name in changed]
-    if is_whole:
-        reads = [f"number *restrict const all_{name} = {at};" for name, at in changed.items()]
-        writes = []
-    else:
-        reads = [f"read({at}, all_{name}, count);" for name, at in changed.items()]
-        writes = [f"write(all_{name}, {at}, count);" for name, at in changed.items()]
-    loads = [f"number {name} = all_{name}[i];" for name in changed]
-    stores = [f"all_{name}[i] = {name};" for name in changed]
-    if terms:
-        loads += [f"number term_{i};" for i in terms]
-        stores = [f"terms_{i}[i] = term_{i};" for i in terms]
-        buffers += [f", terms_{i}[BLOCK]" for i in terms]
-        writes = [_ADD_SQUARES.format(i) for i in terms]
-    return _SOURCE.format(
-        lanes=LANES,
-        computed=computed,
-        stored=stored,
-        numbers="\n".join(
-            f"const number {name} = given[{i}];" for i, name in enumerate(kernel.constants)
-        ),
-        buffers="".join(buffers),
-        fixed=1 + len(changed),
-        start="\n".join(f"double lanes_{i}[LANES] = {{0}};" for i in terms),
-        reads="\n".join(reads),
-        update="\n".join([*loads, kernel.body, *stores]),
-        writes="\n".join(writes),
-        end="\n".join(map(_ADD_LANES.format, terms)),
-    )
+    lines = [f"#define {name} {text}" for name, text in definitions.items()]
+    return "\n".join([*lines, _LOOP])
 
 
 def table(chunks: Sequence[Sequence[Array]]) -> Table:

@@ -180,15 +180,13 @@ def test_without_a_loop_there_is_none(tmp_path, monkeypatch, home, obstacle):
 
 @has_compiler
 def test_a_loop_that_gives_other_bits_is_not_taken(monkeypatch):
-    monkeypatch.setattr(
-        compiled, "_SOURCE", compiled._SOURCE.replace("{update}", "{update} all_value[i] += 1;")
-    )
+    monkeypatch.setattr(compiled, "_LOOP", compiled._LOOP.replace("KERNEL ", "KERNEL value += 1; "))
     assert compiled.loop(RULE, np.dtype(np.float32)) is None
 
 
 @has_compiler
 def test_a_failed_compilation_leaves_nothing(home, monkeypatch):
-    monkeypatch.setattr(compiled, "_SOURCE", "this is no C")
+    monkeypatch.setattr(compiled, "_LOOP", "this is no C")
     assert compiled.loop(RULE, np.dtype(np.float32)) is None
     assert list(home.iterdir()) == []
 
