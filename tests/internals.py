@@ -117,7 +117,6 @@ from hpcstrat._watchdog.channels import (
     Connection,
     Listener,
     RankStatus,
-    SharedMemoryChannel,
     StatusChannel,
     reach,
 )

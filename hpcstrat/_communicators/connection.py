@@ -24,7 +24,7 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, join_by_rank
 from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._process.worlds import World
-from hpcstrat._watchdog.channels import StatusChannel, share_memory_channel
+from hpcstrat._watchdog.channels import StatusChannel, share_slots
 from hpcstrat._watchdog.host_channels import connect_hosts
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
 
@@ -85,7 +85,8 @@ def connect_host(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
     Collective.
     """
     if world.local_size == world.size:
-        return SharedMemoryCommunicator(world.comm), share_memory_channel(world.comm)
+        communicator = SharedMemoryCommunicator(world.comm)
+        return communicator, StatusChannel(world.rank, *share_slots(world.comm))
     communicator = HierarchicalCommunicator(world.comm, world.host_comm)
     return communicator, connect_hosts(world.comm, world.host_comm, world.hosts)
 

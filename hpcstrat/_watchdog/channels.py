@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import fcntl
 import json
@@ -12,9 +11,10 @@ import secrets
 import select
 import socket
 import struct
+import time
 import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.segment import make_shared_segment
@@ -27,6 +27,10 @@ _LONGEST = (400, 150, 40, 0)  # characters of a text in a status: the first that
 
 LIMIT = 2000
 """The most bytes of a packed status."""
+
+
+Place: TypeAlias = tuple[int, str, str]
+"""The number, the call and the location of a status."""
 
 
 class RankStatus(NamedTuple):
@@ -69,6 +73,11 @@ class RankStatus(NamedTuple):
                 break
         return message
 
+    @property
+    def place(self) -> Place:
+        """Where it is: what its line in a report shows."""
+        return self.number, self.call, self.location
+
     @classmethod
     def unpack(cls, message: bytes) -> RankStatus:
         """The status in these bytes, which `pack` made.
@@ -82,56 +91,35 @@ class RankStatus(NamedTuple):
         return cls(*fields)
 
 
-class StatusChannel(abc.ABC):
-    """Where each rank publishes its status.
+class StatusChannel:
+    """Where the ranks of one host publish their statuses: a slot of shared memory for each.
+
+    On several hosts the ranks have one of its subclasses in `host_channels.py`.
+
+    Args:
+        index: this rank's index among those of its host.
+        slots: `SLOT` bytes per rank, shape `(ranks, SLOT)`, zeros at first, shared by the ranks.
+        processes: the process id of each rank, 0 for those whose end this process cannot see.
 
     Attributes:
         every_rank_sees_all: whether every rank sees all statuses; else rank 0 alone does.
+        root_silence: seconds for which rank 0 has not been heard, while this rank ran; 0 on ranks
+            that see all statuses.
     """
 
     every_rank_sees_all: bool = True
 
-    @abc.abstractmethod
-    def publish(self, status: RankStatus) -> list[RankStatus | None] | None:
-        """Publishes this rank's status; returns each rank's last one, or `None` if unknown here."""
-
-    @abc.abstractmethod
-    def wait(self, seconds: float) -> None:
-        """Returns after these seconds, or earlier if a rank dies."""
-
-    @property
-    @abc.abstractmethod
-    def dead(self) -> list[int]:
-        """Ranks whose processes are known to have ended."""
-
-    def silent_since(self) -> float | None:
-        """When rank 0 was last heard from, by `time.monotonic`; `None` where that is no concern."""
-        return None
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Releases its files and sockets."""
-
-
-@final
-class SharedMemoryChannel(StatusChannel):
-    """A slot of shared memory for each rank of one host.
-
-    Args:
-        rank: this process's.
-        slots: `SLOT` bytes per rank, shape `(size, SLOT)`, zeros at first, shared by the ranks.
-        processes: the process id of each rank, 0 for those whose end this process cannot see.
-    """
-
-    def __init__(self, rank: int, slots: Any, processes: Sequence[int]) -> None:
-        self._rank = rank
+    def __init__(self, index: int, slots: Any, processes: Sequence[int]) -> None:
+        self.root_silence: float = 0.0
+        self._index = index
         self._slots = [memoryview(slot) for slot in slots]
+        # The last ones of this host's ranks; `None` of one that has not published yet.
         self._statuses: list[RankStatus | None] = [None] * len(self._slots)
-        self._poll = select.epoll()
-        self._files: dict[int, int] = {}  # of the processes that can be watched -> rank
-        self._dead: list[int] = []
+        self._poll = select.epoll()  # of these files, and of a subclass's sockets
+        self._files: dict[int, int] = {}  # of the processes that can be watched -> index
+        self._dead: list[int] = []  # their indices
         for other, process in enumerate(processes):
-            if other != rank and process:
+            if other != index and process:
                 # Where there is no pidfd, the launcher notices the death of a rank.
                 with contextlib.suppress(OSError, AttributeError):
                     # A pidfd turns readable when its process ends, so a death needs no polling, and
@@ -140,43 +128,56 @@ class SharedMemoryChannel(StatusChannel):
         for file in self._files:
             self._poll.register(file, select.EPOLLIN)
 
-    def publish(self, status: RankStatus) -> list[RankStatus | None]:
+    def publish(self, status: RankStatus) -> list[RankStatus | None] | None:
+        """Publishes this rank's status; returns each rank's last one, or `None` if unknown here."""
+        return self._share(status)
+
+    def _share(self, status: RankStatus) -> list[RankStatus | None]:
+        """Writes this rank's slot; returns the last statuses of its host's ranks."""
         message = status.pack()
-        slot = self._slots[self._rank]
+        slot = self._slots[self._index]
         slot[_HEAD.size : _HEAD.size + len(message)] = message
         slot[: _HEAD.size] = _HEAD.pack(len(message), zlib.crc32(message))
-        for rank, slot in enumerate(self._slots):
+        for index, slot in enumerate(self._slots):
             length, checksum = _HEAD.unpack_from(slot)
             message = bytes(slot[_HEAD.size : _HEAD.size + min(length, SLOT - _HEAD.size)])
             if message and zlib.crc32(message) == checksum:
-                self._statuses[rank] = RankStatus.unpack(message)
+                self._statuses[index] = RankStatus.unpack(message)
         return self._statuses
 
-    def fileno(self) -> int:
-        """For `select`: readable if a rank has died since the last `wait`."""
-        return self._poll.fileno()
-
     def wait(self, seconds: float) -> None:
-        for file, _ in self._poll.poll(seconds):
-            self._dead.append(self._files.pop(file))
-            self._poll.unregister(file)
-            os.close(file)
+        """Returns after these seconds, or earlier if a rank dies."""
+        # Not only until something comes: statuses and answers to them would go back and forth.
+        end, left, has_news = time.monotonic() + seconds, seconds, False
+        while left >= 0 and not has_news:
+            for file, _ in self._poll.poll(left):
+                has_news |= self._receive(file)
+            left = end - time.monotonic()
+
+    def _receive(self, file: int) -> bool:
+        """Takes what has come; returns whether it tells of a death."""
+        self._dead.append(self._files.pop(file))
+        self._poll.unregister(file)
+        os.close(file)
+        return True
 
     @property
     def dead(self) -> list[int]:
+        """Ranks whose processes are known to have ended."""
         return self._dead
 
     def close(self) -> None:
+        """Releases its files and sockets."""
         while self._files:
             os.close(self._files.popitem()[0])
         self._poll.close()
 
 
-def share_memory_channel(comm: Any) -> SharedMemoryChannel:
-    """The channel of ranks on one host. Collective.
+def share_slots(comm: Any) -> tuple[Any, list[int]]:
+    """The `slots` and `processes` of a `StatusChannel`. Collective.
 
     Args:
-        comm: their MPI communicator.
+        comm: the MPI communicator of the ranks of one host.
     """
     nbytes = round_up(comm.size * SLOT, mmap.PAGESIZE)
     segment = make_shared_segment(comm, nbytes, least=nbytes)
@@ -187,9 +188,7 @@ def share_memory_channel(comm: Any) -> SharedMemoryChannel:
     by_rank = comm.allgather((os.getpid(), _process_namespace()))
     own = by_rank[comm.rank][1]
     # In another namespace the same number is another process.
-    return SharedMemoryChannel(
-        comm.rank, slots, [process if space == own else 0 for process, space in by_rank]
-    )
+    return slots, [process if space == own else 0 for process, space in by_rank]
 
 
 def _process_namespace() -> str:

@@ -1,49 +1,41 @@
-"""How ranks of several hosts exchange their statuses: inside each host, then by TCP to rank 0.
-
-A rank of each host, its first one that answers, sends rank 0 a frame at every beat:
-
-    what rank 0 decides by       for all ranks of the host at once, of a fixed size
-    where the ranks are          what has changed: ranks that are at the same place together, and as
-                                 many places as fit; the others follow at the next beats
-
-So a beat costs rank 0 a frame from each host, and all hosts' places have a limited size.
-"""
+"""How ranks of several hosts exchange their statuses: inside each host, then by TCP to rank 0."""
 
 from __future__ import annotations
 
-import abc
 import functools
 import json
 import os
 import select
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, final
+
+import numpy as np
 
 from hpcstrat._watchdog.channels import (
     CONNECT_SECONDS,
     Connection,
     Listener,
+    Place,
     RankStatus,
-    SharedMemoryChannel,
     StatusChannel,
     reach,
-    share_memory_channel,
+    share_slots,
 )
 
 _BYTES = 1 << 15  # of places that rank 0 gets at a beat from all hosts, besides one from each
-_LOOK_SECONDS = 0.2  # between two checks whether the time is over
+_LOOK_SECONDS = 0.05  # between two checks whether all have tried to connect
 _STAND_IN_SECONDS = 1.0  # without a new status: then the next rank of the host tells rank 0
 
-# Ranks of one host are bits of an integer, from the first one up.
-_Bits = int
-# Where a rank is: number, call and location of its status.
-_Place = tuple[int, str, str]
+_Bits = int  # a set of a host's ranks: bit i for the rank of index i
 
 
-class _Head(NamedTuple):
-    """What rank 0 must know of a host at every beat.
+class HostFrame(NamedTuple):
+    """What the leader of a host sends rank 0 at every beat, for all ranks of its host.
+
+    The places of all hosts have a limited size at a beat. The rest has a fixed size, and is up to
+    date whatever has changed: rank 0 decides by it.
 
     Attributes:
         beat: the ranks that have published a new status.
@@ -52,6 +44,8 @@ class _Head(NamedTuple):
         dead: those whose processes have ended.
         progress: a number that changes if any of them makes progress.
         extra_seconds: how much longer than usual any of them asks the others to wait.
+        places: where ranks are that were elsewhere when rank 0 was last told: those at one place
+            together. What does not fit follows at the next beats.
     """
 
     beat: _Bits
@@ -60,65 +54,48 @@ class _Head(NamedTuple):
     dead: _Bits
     progress: int
     extra_seconds: float
+    places: Sequence[tuple[_Bits, Place]]
 
+    def pack(self) -> bytes:
+        """The frame as bytes."""
+        return json.dumps(self, ensure_ascii=False).encode()
 
-class _HostsChannel(StatusChannel):
-    """What rank 0's channel and the others' have in common."""
-
-    every_rank_sees_all = False
-
-    def __init__(self, host: SharedMemoryChannel) -> None:
-        self._host = host
-        self._poll = select.epoll()
-        self._poll.register(host, select.EPOLLIN)
-
-    def wait(self, seconds: float) -> None:
-        # Not only until something comes: statuses and answers to them would go back and forth.
-        end, left, has_news = time.monotonic() + seconds, seconds, False
-        while left >= 0 and not has_news:
-            for file, _ in self._poll.poll(left):
-                if file == self._host.fileno():
-                    self._host.wait(0)
-                    has_news = True
-                else:
-                    has_news |= self._receive(file)
-            left = end - time.monotonic()
-
-    @abc.abstractmethod
-    def _receive(self, file: int) -> bool:
-        """Takes what has come; returns whether it tells of a death."""
-
-    def close(self) -> None:
-        self._host.close()
-        self._poll.close()
+    @classmethod
+    def unpack(cls, frame: bytes) -> HostFrame:
+        """The frame in these bytes, which `pack` made."""
+        return cls(*json.loads(frame))
 
 
 @final
-class RootChannel(_HostsChannel):
+class RootChannel(StatusChannel):
     """Rank 0's: it sees all statuses, and answers that it watches.
 
     Args:
-        host: the channel of its own host.
+        slots: those of its own host, see `StatusChannel`.
+        processes: the same.
         listener: where one rank of each other host connects, and later another in its place.
         hosts: the ranks of each host, rank 0's first.
-        processes: each rank's process id.
+        process_ids: of all ranks, as reports show them.
     """
+
+    every_rank_sees_all = False
 
     def __init__(
         self,
-        host: SharedMemoryChannel,
+        slots: Any,
+        processes: Sequence[int],
         listener: Listener,
         hosts: Sequence[Sequence[int]],
-        processes: Sequence[int],
+        process_ids: Sequence[int],
     ) -> None:
-        super().__init__(host)
+        super().__init__(0, slots, processes)
         self._listener = listener
         self._hosts = hosts
         self._host_of = {rank: index for index, ranks in enumerate(hosts) for rank in ranks}
-        self._processes = processes
-        self._statuses: list[RankStatus | None] = [None] * len(processes)
+        self._process_ids = process_ids
+        self._by_rank: list[RankStatus | None] = [None] * len(process_ids)
         self._connections: dict[int, tuple[int, Connection]] = {}  # by file: the rank that sends
-        self._dead: set[int] = set()  # whose connections have closed
+        self._lost: set[int] = set()  # ranks whose connections have closed
         self._said_dead: dict[int, Sequence[int]] = {}  # by host: what another rank of it said last
         self._poll.register(listener, select.EPOLLIN)
 
@@ -131,11 +108,11 @@ class RootChannel(_HostsChannel):
         return {self._host_of[rank] for rank, _ in self._connections.values()}
 
     def publish(self, status: RankStatus) -> list[RankStatus | None]:
-        for rank, own in zip(self._hosts[0], self._host.publish(status), strict=True):
-            self._statuses[rank] = own
+        for rank, own in zip(self._hosts[0], self._share(status), strict=True):
+            self._by_rank[rank] = own
         for _, connection in self._connections.values():
             connection.send(b"")
-        return self._statuses
+        return self._by_rank
 
     def _receive(self, file: int) -> bool:
         if file == self._listener.fileno():
@@ -143,51 +120,49 @@ class RootChannel(_HostsChannel):
                 self._connections[connection.fileno()] = rank, connection
                 self._poll.register(connection, select.EPOLLIN)
             return False
+        if file not in self._connections:
+            return super()._receive(file)
         rank, connection = self._connections[file]
         frames = connection.receive()
         host = self._host_of[rank]
         if frames is not None:
-            return any([self._read(host, frame) for frame in frames])
+            return any([self._read(host, HostFrame.unpack(frame)) for frame in frames])
         del self._connections[file]
         self._poll.unregister(connection)
         connection.close()
-        self._dead.add(rank)
-        status = self._statuses[rank]
+        self._lost.add(rank)
+        status = self._by_rank[rank]
         # Until another rank of the host connects and knows better. One that left in order has told
         # before what the others did.
         if not (status and status.gone) and host not in self._connected_hosts():
             self._said_dead[host] = self._hosts[host]
         return True
 
-    def _read(self, host: int, frame: bytes) -> bool:
-        first, *lines = frame.split(b"\n")
-        head = _Head(*json.loads(first))
-        places: dict[int, _Place] = {}
-        for line in lines:
-            bits, number, call, location = json.loads(line)
-            places |= dict.fromkeys(_indices(bits), (number, call, location))
+    def _read(self, host: int, frame: HostFrame) -> bool:
+        """Notes what a host's leader says; returns whether it tells of a death."""
+        places = {index: place for bits, place in frame.places for index in _indices(bits)}
         for index, rank in enumerate(self._hosts[host]):
-            old = self._statuses[rank]
-            place = places.get(index) or (old and _place_of(old))
+            old = self._by_rank[rank]
+            place = places.get(index) or (old and old.place)
             if place is not None:
-                self._statuses[rank] = RankStatus(
+                self._by_rank[rank] = RankStatus(
                     *place,
-                    bool(head.wait >> index & 1),
-                    head.progress,
-                    head.extra_seconds,
-                    bool(head.gone >> index & 1),
-                    self._processes[rank],
-                    (old.beat if old else 0) + (head.beat >> index & 1),
+                    bool(frame.wait >> index & 1),
+                    frame.progress,
+                    frame.extra_seconds,
+                    bool(frame.gone >> index & 1),
+                    self._process_ids[rank],
+                    (old.beat if old else 0) + (frame.beat >> index & 1),
                 )
-        dead = [self._hosts[host][index] for index in _indices(head.dead)]
+        dead = [self._hosts[host][index] for index in _indices(frame.dead)]
         has_news = dead != self._said_dead.get(host, [])
         self._said_dead[host] = dead
         return has_news
 
     @property
     def dead(self) -> list[int]:
-        own = [self._hosts[0][index] for index in self._host.dead]
-        return sorted(self._dead.union(own, *self._said_dead.values()))
+        own = [self._hosts[0][index] for index in self._dead]
+        return sorted(self._lost.union(own, *self._said_dead.values()))
 
     def close(self) -> None:
         super().close()
@@ -198,73 +173,80 @@ class RootChannel(_HostsChannel):
 
 
 @final
-class MemberChannel(_HostsChannel):
-    """That of any other rank.
+class MemberChannel(StatusChannel):
+    """That of any other rank. It has one of these roles, which it finds anew at each beat.
 
-    The first rank of its host that answers tells rank 0 of all. The next one takes over if it does
-    not, so that a rank which is stopped does not hide the others.
+        role       when                                   what it does
+        ---------  -------------------------------------  ------------------------------------------
+        neighbour  rank 0 is on its host                  looks whether rank 0's status changes
+        led        a rank before it on its host answers   nothing: that rank hears from rank 0
+        leader     none does, and it is connected         sends a `HostFrame`, and hears from rank 0
+        successor  none does, and it is not connected     has a thread connect it to rank 0
+
+    So a rank that is stopped does not hide the others of its host.
 
     Args:
-        host: the channel of its host.
+        index: this rank's index among those of its host.
+        slots: those of its host, see `StatusChannel`.
+        processes: the same.
         ranks: those of its host.
-        index: its own index among them.
         hosts: the number of hosts.
         reach_root: connects to rank 0; `None` on its own host.
     """
 
+    every_rank_sees_all = False
+
     def __init__(
         self,
-        host: SharedMemoryChannel,
-        ranks: Sequence[int],
         index: int,
+        slots: Any,
+        processes: Sequence[int],
+        ranks: Sequence[int],
         hosts: int,
         reach_root: Callable[[], Connection | None] | None,
     ) -> None:
-        super().__init__(host)
+        super().__init__(index, slots, processes)
         self._ranks = ranks
-        self._index = index
         self._bytes = _BYTES // hosts
         self._reach_root = reach_root
         self._connection: Connection | None = None
         self._connecting = threading.Thread()
         self._root_is_gone = False
-        self._looked = self._heard_root = time.monotonic()
-        # Of each rank of this host: its last beat, when it came, and where rank 0 was told it is.
-        self._beats = [-1] * len(ranks)
+        self._looked = time.monotonic()
+        # Of each rank of this host: when its last new status came.
         self._heard = [self._looked] * len(ranks)
-        # The one that was told longest ago comes first.
-        self._told: dict[int, _Place | None] = dict.fromkeys(range(len(ranks)))
-        self._statuses: list[RankStatus | None] = [None] * len(ranks)
+        # And where rank 0 was told it is; the rank that was told longest ago comes first.
+        self._told: dict[int, Place | None] = dict.fromkeys(range(len(ranks)))
 
     def connect(self) -> bool:
         """Connects to rank 0, which takes up to ten seconds; returns whether it has."""
         connection = self._reach_root() if self._reach_root else None
         if connection is not None:
-            self._heard_root = time.monotonic()
+            self.root_silence = 0.0
             self._connection = connection
             self._poll.register(connection, select.EPOLLIN)
         return connection is not None
 
     def publish(self, status: RankStatus) -> None:
         now = time.monotonic()
-        self._statuses = self._host.publish(status)
-        if now - self._looked >= _STAND_IN_SECONDS:
-            # This rank was suspended, perhaps with others. Another may have told rank 0 more since.
+        passed, self._looked = now - self._looked, now
+        before = list(self._statuses)
+        both = zip(before, self._share(status), strict=True)
+        new = [index for index, (old, latest) in enumerate(both) if latest != old]
+        for index in new:
+            self._heard[index] = now
+        if passed < _STAND_IN_SECONDS:
+            self.root_silence += passed
+        else:
+            # This rank was suspended, perhaps with others and with rank 0. Another may have told
+            # rank 0 more since.
             self._heard = [now] * len(self._ranks)
             self._told = dict.fromkeys(self._told)
-        self._looked = now
-        new: _Bits = 0
-        for index, other in enumerate(self._statuses):
-            if other is not None and other.beat != self._beats[index]:
-                self._beats[index], self._heard[index] = other.beat, now
-                new |= 1 << index
         if self._reach_root is None:
-            self._heard_root = self._heard[0]
-        elif any(
-            index not in self._host.dead and now - self._heard[index] < _STAND_IN_SECONDS
-            for index in range(self._index)
-        ):
-            self._heard_root = now  # by that rank
+            if 0 in new:
+                self.root_silence = 0.0
+        elif self._is_led(now):
+            self.root_silence = 0.0
             self._told = dict.fromkeys(self._told)
         elif self._connection is not None:
             self._tell(self._connection, new)
@@ -275,38 +257,48 @@ class MemberChannel(_HostsChannel):
             )
             self._connecting.start()
 
-    def _tell(self, connection: Connection, new: _Bits) -> None:
-        statuses = [status for status in self._statuses if status is not None]
-        head = _Head(
-            new,
-            _bits(index for index, status in enumerate(self._statuses) if status and status.waits),
-            _bits(index for index, status in enumerate(self._statuses) if status and status.gone),
-            _bits(self._host.dead),
-            sum(status.number + status.progress for status in statuses),
-            max(status.extra_seconds for status in statuses),
+    def _is_led(self, now: float) -> bool:
+        """Whether a rank before this one on its host answers."""
+        return any(
+            index not in self._dead and now - self._heard[index] < _STAND_IN_SECONDS
+            for index in range(self._index)
         )
-        changed: dict[_Place, list[int]] = {}
+
+    def _tell(self, connection: Connection, new: Iterable[int]) -> None:
+        changed: dict[Place, list[int]] = {}
         for index, last in self._told.items():
             status = self._statuses[index]
-            if status is not None and (place := _place_of(status)) != last:
-                changed.setdefault(place, []).append(index)
-        lines, told, left = [json.dumps(head).encode()], dict[int, _Place](), self._bytes
+            if status is not None and status.place != last:
+                changed.setdefault(status.place, []).append(index)
+        places: list[tuple[_Bits, Place]] = []
+        told, left = dict[int, Place](), self._bytes
         for place, indices in changed.items():
-            line = json.dumps([_bits(indices), *place], ensure_ascii=False).encode()
-            left -= len(line)
+            entry = _bits(indices), place
+            left -= len(json.dumps(entry, ensure_ascii=False).encode())
             if left < 0 and told:
                 break
-            lines.append(line)
+            places.append(entry)
             told |= dict.fromkeys(indices, place)
-        if connection.send(b"\n".join(lines)):
+        known = {index: status for index, status in enumerate(self._statuses) if status is not None}
+        frame = HostFrame(
+            beat=_bits(new),
+            wait=_bits(index for index, status in known.items() if status.waits),
+            gone=_bits(index for index, status in known.items() if status.gone),
+            dead=_bits(self._dead),
+            progress=sum(status.number + status.progress for status in known.values()),
+            extra_seconds=max(status.extra_seconds for status in known.values()),
+            places=places,
+        )
+        if connection.send(frame.pack()):
             for index, place in told.items():
                 del self._told[index]
                 self._told[index] = place
 
     def _receive(self, file: int) -> bool:
-        assert self._connection is not None and self._connection.fileno() == file
+        if self._connection is None or file != self._connection.fileno():
+            return super()._receive(file)
         if self._connection.receive() is not None:
-            self._heard_root = time.monotonic()
+            self.root_silence = 0.0
             return False
         self._root_is_gone = True
         self._poll.unregister(self._connection)
@@ -316,13 +308,10 @@ class MemberChannel(_HostsChannel):
     def dead(self) -> list[int]:
         ended = [
             self._ranks[index]
-            for index in self._host.dead
+            for index in self._dead
             if not ((status := self._statuses[index]) and status.gone)
         ]
         return [0, *ended] if self._root_is_gone else ended
-
-    def silent_since(self) -> float:
-        return self._heard_root
 
     def close(self) -> None:
         super().close()
@@ -338,28 +327,42 @@ def connect_hosts(comm: Any, host_comm: Any, hosts: Sequence[int]) -> StatusChan
         host_comm: that of this host's ranks.
         hosts: the index of each rank's host.
     """
-    host = share_memory_channel(host_comm)
+    from mpi4py import MPI
+
+    slots, processes = share_slots(host_comm)
     ranks_of: dict[int, list[int]] = {}
     for rank, index in enumerate(hosts):
         ranks_of.setdefault(index, []).append(rank)
     # Not MPI, whose calls the watchdog's thread must not make.
-    processes = comm.gather(os.getpid())
+    process_ids = comm.gather(os.getpid())
+    failed = np.zeros(1, np.int64)  # of the first ranks of all hosts
     if comm.rank == 0:
         listener = Listener(len(ranks_of))
         comm.bcast((listener.token, listener.addresses))
-        root = RootChannel(host, listener, list(ranks_of.values()), processes)
-        channel: RootChannel | MemberChannel = root
-        _accept_hosts(root, comm)
-        is_complete = comm.bcast(root.is_complete)
+        channel: RootChannel | MemberChannel = RootChannel(
+            slots, processes, listener, list(ranks_of.values()), process_ids
+        )
+        all_have_tried = comm.Iallreduce(MPI.IN_PLACE, failed)
+        while not all_have_tried.Test():
+            channel.wait(_LOOK_SECONDS)
+        # What is still on its way gets some seconds, unless a rank already knows that it failed.
+        end = time.monotonic() + (0 if failed[0] else CONNECT_SECONDS)
+        while not channel.is_complete and time.monotonic() < end:
+            channel.wait(_LOOK_SECONDS)
+        is_complete = comm.bcast(channel.is_complete)
     else:
         token, addresses = comm.bcast(None)
-        ranks = ranks_of[hosts[comm.rank]]
-        reach_root = functools.partial(reach, addresses, token, comm.rank)
         is_remote = hosts[comm.rank] != hosts[0]
-        channel = member = MemberChannel(
-            host, ranks, host_comm.rank, len(ranks_of), reach_root if is_remote else None
+        channel = MemberChannel(
+            host_comm.rank,
+            slots,
+            processes,
+            ranks_of[hosts[comm.rank]],
+            len(ranks_of),
+            functools.partial(reach, addresses, token, comm.rank) if is_remote else None,
         )
-        comm.allreduce(int(is_remote and host_comm.rank == 0 and not member.connect()))
+        failed[0] = is_remote and host_comm.rank == 0 and not channel.connect()
+        comm.Iallreduce(MPI.IN_PLACE, failed).Wait()
         is_complete = comm.bcast(None)
     if is_complete:
         return channel
@@ -367,29 +370,7 @@ def connect_hosts(comm: Any, host_comm: Any, hosts: Sequence[int]) -> StatusChan
     return None
 
 
-def _accept_hosts(root: RootChannel, comm: Any) -> None:
-    """Accepts a rank of each other host, while all of them try to connect. Collective."""
-    is_over = threading.Event()
-
-    def accept() -> None:
-        while not (root.is_complete or is_over.is_set()):
-            root.wait(_LOOK_SECONDS)
-
-    thread = threading.Thread(target=accept, daemon=True)
-    thread.start()
-    # After this call all have tried. What is still on its way gets some seconds, unless a rank
-    # already knows that it failed.
-    failed = comm.allreduce(0)
-    thread.join(0.0 if failed else CONNECT_SECONDS)
-    is_over.set()
-    thread.join()
-
-
-def _place_of(status: RankStatus) -> _Place:
-    return status.number, status.call, status.location
-
-
-def _bits(indices: Any) -> _Bits:
+def _bits(indices: Iterable[int]) -> _Bits:
     return sum(1 << index for index in indices)
 
 

@@ -13,12 +13,7 @@ from hpcstrat._calls.mismatch import user_frame, user_frame_of
 from hpcstrat._core.call_name import ranks_in_words
 from hpcstrat._process import failure, guard, launchers, output, settings
 from hpcstrat._watchdog.channels import RankStatus, StatusChannel
-from hpcstrat._watchdog.stall_detector import (
-    SETTLING_SECONDS,
-    SILENT_SECONDS,
-    Diagnosis,
-    StallDetector,
-)
+from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, Diagnosis, StallDetector
 
 _BEAT_SECONDS = 0.5
 _LOOK_SECONDS = 1.0  # between two looks for the launcher
@@ -50,11 +45,9 @@ class Watchdog:
         self._extensions: list[float] = []  # seconds of each `extend_timeout` this rank is in
         self._progress = 0
         self._gone = False
-        self._looked = self._resumed = time.monotonic()
         self._lost_since: float | None = None
         self._beat = 0
-        self._checks: list[Callable[[], str]] = []
-        self._waits: list[Callable[[], bool]] = []
+        self._checks: list[tuple[Callable[[], str], Callable[[], bool]]] = []  # and what waits
         self._checking = threading.Lock()
         self._lock = threading.Lock()  # for the channel, which `leave` writes to as well
         # A daemon: the program ends when its own threads do; the watchdog must not prevent that.
@@ -69,14 +62,12 @@ class Watchdog:
             waits: returns whether this rank waits for others although its thread is not in a
                 collective call.
         """
-        self._checks.append(check)
-        self._waits.append(waits)
+        self._checks.append((check, waits))
 
     def remove_check(self, check: Callable[[], str], waits: Callable[[], bool]) -> None:
         """Removes the check and its callback. When this returns, neither is running."""
         with self._checking:
-            self._checks.remove(check)
-            self._waits.remove(waits)
+            self._checks.remove((check, waits))
 
     def work(self) -> None:
         """Tells the others that the library itself is working: to wait for it is not a stall."""
@@ -106,7 +97,7 @@ class Watchdog:
         waits = calls.waiting.depth > 0  # without a lock: the next status corrects an old status
         location = self._location()
         with self._checking:
-            waits = waits or any(pending() for pending in self._waits)
+            waits = waits or any(pending() for _, pending in self._checks)
         self._beat += 1
         return RankStatus(
             calls.number,
@@ -151,7 +142,7 @@ class Watchdog:
     def _look(self) -> None:
         with self._checking:
             # NCCL's errors first: they say why the ranks wait.
-            problems = [problem for check in self._checks if (problem := check())]
+            problems = [problem for check, _ in self._checks if (problem := check())]
         if problems:
             failure.end_job(problems[0])
         with self._lock:
@@ -183,12 +174,8 @@ class Watchdog:
                 else f"hpcstrat: the job ends: {ranks_in_words(dead)}, on the host of this rank, "
                 "exited without shutting down; look at its last output and at its host's memory"
             )
-        heard = self._channel.silent_since()
         limit = self._timeout_seconds + sum(self._extensions)
-        if now - self._looked >= SILENT_SECONDS:  # this rank was suspended; perhaps rank 0 too
-            self._resumed = now
-        self._looked = now
-        if heard is not None and now - max(heard, self._resumed) >= limit:
+        if self._channel.root_silence >= limit:
             failure.end_job(
                 f"hpcstrat: the job ends: rank 0 has been silent for {limit:.0f} s "
                 f"(HPCSTRAT_TIMEOUT_SECONDS); this rank was at {self._location()}. Check whether "

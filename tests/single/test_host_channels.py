@@ -21,7 +21,6 @@ from internals import (
     MemberChannel,
     RankStatus,
     RootChannel,
-    SharedMemoryChannel,
     StallDetector,
     host_channels,
     reach,
@@ -53,12 +52,12 @@ class Ranks:
         for ranks in hosts:
             slots = np.zeros((len(ranks), SLOT), np.uint8)
             for index, rank in enumerate(ranks):
-                host = SharedMemoryChannel(index, slots, [processes.get(r, 0) for r in ranks])
+                seen = slots, [processes.get(r, 0) for r in ranks]
                 self.channels[rank] = (
-                    RootChannel(host, self.listener, hosts, [4700 + r for r in range(size)])
+                    RootChannel(*seen, self.listener, hosts, [4700 + r for r in range(size)])
                     if rank == 0
                     else MemberChannel(
-                        host, ranks, index, len(hosts), self.reach(rank) if ranks[0] else None
+                        index, *seen, ranks, len(hosts), self.reach(rank) if ranks[0] else None
                     )
                 )
         self.root, self.beats, self.suspended = self.channels[0], itertools.count(1), set()
@@ -157,7 +156,7 @@ def test_what_rank_0_decides_by_comes_at_once(ranks, monkeypatch, change):
     job.statuses[8] = job.statuses[8]._replace(**change)
     job.beat(root=False)
     job.root.wait(0.01)
-    seen = job.root._statuses
+    seen = job.root._by_rank
     assert sum(one.location != old.location for one, old in zip(seen, before, strict=True)) <= 2
     ((name, value),) = change.items()
     if name in ("number", "progress"):
@@ -220,7 +219,7 @@ def test_the_first_rank_of_another_host_stops(ranks, monkeypatch):
     after = job.beat_until(lambda seen: seen[4].beat > before[4].beat + 5)
     assert after[4].location == "train.py:9 in main" and after[2].beat <= before[2].beat + 1
     assert sorted(rank for rank, _ in job.root._connections.values()) == [2, 3]
-    assert job.root.dead == [] and job.channels[3].silent_since() > 0
+    assert job.root.dead == [] and job.channels[3].root_silence < 1
     job.suspended.clear()
     job.statuses[4] = status(4, location="train.py:7 in main")
     seen = job.beat_until(lambda seen: seen[2].beat > after[2].beat + 5)
@@ -238,7 +237,7 @@ def test_a_silent_host(ranks):
     text = said[-1].text
     assert said[-1].ends and text.count("not answering for") == 1
     assert "waiting in call 8" in text and "last in call 7, barrier(), at train.py:7" in text
-    assert [one.beat for one in job.root._statuses[2:]] == pytest.approx(
+    assert [one.beat for one in job.root._by_rank[2:]] == pytest.approx(
         [one.beat for one in seen[2:]], abs=1
     )
 
@@ -300,11 +299,16 @@ def test_rank_0_is_silent(ranks):
     job = ranks()
     job.beat_until(lambda seen: None not in seen)
     job.beat(root=False)
-    heard = [job.channels[rank].silent_since() for rank in (1, 2, 3, 4)]
+    silence = [job.channels[rank].root_silence for rank in (1, 2, 3, 4)]
     for _ in range(3):
         job.beat(root=False)
-    later = [job.channels[rank].silent_since() for rank in (1, 2, 3, 4)]
-    assert [new > old for new, old in zip(later, heard, strict=True)] == [False, False, True, True]
+    later = [job.channels[rank].root_silence for rank in (1, 2, 3, 4)]
+    assert [new > old for new, old in zip(later, silence, strict=True)] == [
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_waiting_goes_on_when_statuses_come(ranks):
@@ -314,7 +318,7 @@ def test_waiting_goes_on_when_statuses_come(ranks):
     for _ in range(3):
         job.beat(root=False)
     job.root.wait(0.5)
-    assert job.root._statuses[2].beat >= seen[2].beat + 3
+    assert job.root._by_rank[2].beat >= seen[2].beat + 3
 
 
 def connect(listener, *said):
