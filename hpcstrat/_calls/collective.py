@@ -7,11 +7,11 @@
     open         none of those below   exchanges records, see below
     waiting      `waiting.depth > 0`   of another thread: RuntimeError,   when all ranks posted
                                        and the state is interrupted       their records
-    paused       `paused`              RuntimeError on this rank          at the update's end
     escaped      `escaped_hash`        compares; unless it is equal on    when all ranks had the
                                        all ranks, the job ends            same exceptions
-    interrupted  `interruption`        ends the job with the traceback    never
-    forked       `forked`              RuntimeError in the child          never
+    paused       `barred.state`        RuntimeError on this rank          at the update's end
+    interrupted  `barred.state`        ends the job with the traceback    never
+    forked       `barred.state`        RuntimeError in the child          never
 
 What happens in a call, and who raises:
 
@@ -28,6 +28,19 @@ What happens in a call, and who raises:
     it never comes                             -                  wait; the watchdog   -
                                                                   ends the job
 
+Which method of `CallState` takes the exception, and what that does before and after the exchange:
+
+    the exception leaves               taken by              before it           after it
+    ---------------------------------  --------------------  ------------------  ------------------
+    a `collective` method, or a block  `share_error`         `raise_on_others`   `note_escaped`
+    of `Communicator.raise_together`
+    a block of `Communicator.change`   `share_or_interrupt`  left to the above   `mark_interrupted`
+    an exchange, an update             `mark_interrupted`    `interrupt`         `interrupt`
+    the function of `Strategy.run`     `note_escaped`        counts              counts
+
+After an exchange an exception that all ranks raise together, noted by `note_shared_error`, is
+passed over, except by `note_escaped`, which counts the same on all of them.
+
 Public methods are made collective calls by `collective`. The exchange itself is in
 `_communicators/base.py`, the texts of disagreements are in `mismatch.py`.
 """
@@ -41,7 +54,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 from hpcstrat._calls.mismatch import user_frame, user_frame_in_call
 from hpcstrat._calls.records import CallSignature
@@ -51,16 +64,19 @@ from hpcstrat._process import failure
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Interruption(NamedTuple):
-    """A call that an exception interrupted midway: the ranks' states may differ from now on.
+class Barred(NamedTuple):
+    """Why this rank may make no call.
 
     Attributes:
-        call: the user's name of the method.
-        error: the exception.
+        state: a state of the table above.
+        call: the call that not all ranks are in, or that was interrupted.
+        error: the exception that interrupted it, on this rank alone or midway: the ranks' states
+            may differ from now on.
     """
 
-    call: str
-    error: BaseException
+    state: Literal["paused", "interrupted", "forked"]
+    call: str = ""
+    error: BaseException | None = None
 
 
 # A counter and not a list of stacks: the watchdog reads it from its own thread, without a lock and
@@ -97,10 +113,7 @@ class CallState:
         shared_error_call: the number of the last call from which all ranks raised together.
         thread: the thread that made the last call.
         waiting: the block that this rank is in while it waits for the others.
-        barred: whether no call may be made, for one of the next three reasons.
-        paused: the call that not all ranks are in; no other call may be made during it.
-        interruption: the call that an exception interrupted, on this rank alone or midway.
-        forked: whether this process is a forked child of the rank.
+        barred: why no call may be made; `None` if calls may be made.
         escaped_hash: hash of the calls after which this rank raised an exception that other ranks
             may not know of.
         last_escaped: the last such exception.
@@ -116,11 +129,7 @@ class CallState:
         self.storages: int = 0
         self.thread: int = threading.get_ident()
         self.waiting: Waiting = Waiting()
-        # One flag for all reasons, because each call tests it; `refuse` finds out the reason.
-        self.barred: bool = False
-        self.paused: str | None = None
-        self.interruption: Interruption | None = None
-        self.forked: bool = False
+        self.barred: Barred | None = None
         self.escaped_hash: int = 0
         self.last_escaped: BaseException | None = None
         self.last_escaped_call: int = 0
@@ -128,8 +137,12 @@ class CallState:
 
     def set_paused(self, call: str | None) -> None:
         """Forbids calls, because not all ranks are in `call`; `None` allows them again."""
-        self.paused = call
-        self.barred = self.forked or self.interruption is not None or call is not None
+        self._bar(None if call is None else Barred("paused", call))
+
+    def _bar(self, barred: Barred | None) -> None:
+        # The first exception counts: later ones often follow from it. A child stays one.
+        if self.barred is None or self.barred.state == "paused":
+            self.barred = barred
 
     def count_storage(self) -> int:
         """The number of a new storage of these ranks, which all make storages in one order."""
@@ -141,11 +154,11 @@ class CallState:
 
         Otherwise the others may be elsewhere: the next call checks that all ranks had an error.
         """
-        if self.interruption is not None:  # the next call ends the job; this one tells no rank
+        if self.barred:  # the next call ends the job, or this is a child: it tells no rank
             return
         if self.number != number:  # the ranks have met: this rank may be alone with the error
             # Unless all ranks raised here together: then there is nothing to compare.
-            if self.number != self.shared_error_call:
+            if not self.all_raise:
                 self.note_escaped(error)
         elif isinstance(error, Exception):
             # An exit or an interrupt is not shared: left uncaught, it ends the job by itself.
@@ -161,6 +174,11 @@ class CallState:
         """Notes that all ranks raise together now, after the last call."""
         self.shared_error_call = self.number
 
+    @property
+    def all_raise(self) -> bool:
+        """Whether all ranks raised together in the last call, or after it."""
+        return self.shared_error_call == self.number
+
     def mark_interrupted(self, error: BaseException, call: str = "") -> bool:
         """Notes that an exception interrupted this call: the next call ends the job.
 
@@ -171,7 +189,7 @@ class CallState:
             Whether the call counts as interrupted.
         """
         # All ranks raised this error together, before anything changed.
-        if self.shared_error_call == self.number:
+        if self.all_raise:
             return False
         if self.size > 1:
             self.interrupt(error, call or current_call())
@@ -179,10 +197,7 @@ class CallState:
 
     def interrupt(self, error: BaseException, call: str) -> None:
         """Makes the next call end the job."""
-        # The first exception counts: later ones often follow from it.
-        if self.interruption is None:
-            self.interruption = Interruption(call, error)
-        self.barred = True
+        self._bar(Barred("interrupted", call, error))
 
     def note_escaped(self, error: BaseException) -> None:
         """Notes, once, an exception that leaves `Strategy.run` or a call, unknown to the others.
@@ -211,25 +226,26 @@ class CallState:
         Raises:
             RuntimeError: the call may be made later, or by another process.
         """
-        location = user_frame()
-        if self.forked:
+        location, barred = user_frame(), self.barred
+        assert barred is not None
+        if barred.state == "forked":
             raise RuntimeError(
                 f"{call} was called at {location}, in process {os.getpid()}, which the program "
                 "forked: it is not a rank and must not communicate. Let it compute, and make the "
                 "call in the rank's own process"
             )
-        if self.interruption is not None:
-            lines = "".join(traceback.format_exception(self.interruption.error))
+        if barred.error is not None:
+            lines = "".join(traceback.format_exception(barred.error))
             # At the end of the program there is no line to name, and the call has that same name.
             where = call if call == location else f"{call}, at {location}"
             failure.end_job(
-                f"{lines}hpcstrat: this exception interrupted {self.interruption.call} on this "
+                f"{lines}hpcstrat: this exception interrupted {barred.call} on this "
                 "rank and was caught: the call may be half done, or done on other ranks only. So "
                 f"the job ends, at {where}. Leave such an exception uncaught; to save when a "
                 "signal comes, use checkpoint.PreemptionHandler"
             )
         raise RuntimeError(
-            f"{call} was called inside the function of {self.paused}, an update, which one rank "
+            f"{call} was called inside the function of {barred.call}, an update, which one rank "
             "runs: nothing may communicate there; call it before or after"
         )
 
@@ -271,7 +287,7 @@ def _forbid_in_child() -> None:
     # A new lock: a thread that the child does not have may hold the parent's.
     _changing = threading.Lock()
     for calls in _all:
-        calls.forked = calls.barred = True
+        calls.barred = Barred("forked")
 
 
 os.register_at_fork(after_in_child=_forbid_in_child)

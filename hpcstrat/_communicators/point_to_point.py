@@ -208,7 +208,6 @@ class Background(Generic[C]):
         self._started.clear()
         error, self._error = self._error, None
         if error is not None:
-            own = self._communicator.calls
-            if own.shared_error_call == own.number:  # all ranks raise it
-                self._calls.shared_error_call = self._calls.number
+            if self._communicator.calls.all_raise:
+                self._calls.note_shared_error()
             raise error

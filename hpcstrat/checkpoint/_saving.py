@@ -166,10 +166,9 @@ class Saved:
         try:
             return use(self._pieces(file))
         except Exception as error:
-            # The others wait for this rank's next call: the next part of a slot, or the end. If the
-            # numbers are equal, all ranks raise the error already.
+            # The others wait for this rank's next call: the next part of a slot, or the end.
             calls = communicator.calls
-            if calls.shared_error_call != calls.number:
+            if not calls.all_raise:
                 calls.share_error(error, calls.number)
             raise
 

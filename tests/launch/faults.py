@@ -97,6 +97,25 @@ HARMLESS = {
         """,
         r"\[1\. 2\. 3\.\]",
     ),
+    "a forked child that raises in its parent's call": harmless(
+        """
+        process = os.getpid()
+        class Forking:
+            def __array__(self, *_, **__):
+                if last:
+                    child = os.fork()
+                    if child == 0: raise ValueError("the child's")
+                    os.waitpid(child, 0)
+                return np.ones(3)
+        with strategy.scope(): v = hs.Variable(np.zeros(3))
+        try: v.assign(Forking())
+        except TypeError:
+            if os.getpid() == process: raise
+            os._exit(0)
+        print(v.numpy())
+        """,
+        r"\[1\. 1\. 1\.\]",
+    ),
     "worker processes": harmless(
         """
         import multiprocessing
