@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,12 +71,12 @@ def check_axis(axis: Any) -> None:
         raise TypeError(f"{current_call()}: axis is {axis!r}; it must be an int")
 
 
-def scalar(array: Array) -> Any:
-    """A NumPy array without dimensions as a NumPy scalar; any other array as it is.
+def scalar(value: Any) -> Any:
+    """A NumPy array without dimensions as a NumPy scalar; any other value as it is.
 
     CuPy has no scalars: its arrays stay arrays.
     """
-    return array[()] if array.ndim == 0 else array
+    return value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
 
 
 def convert_foreign_leaves(nest: Any) -> Any:
@@ -91,67 +91,76 @@ def convert_foreign_leaves(nest: Any) -> Any:
     return nest if all(map(operator.is_, converted, leaves)) else structure.unflatten(converted)
 
 
-def positions(kind: str, indices: Collection[int], leaves: Sized) -> list[str]:
-    """Which leaves are of this kind, for ranks to compare; nothing if all are."""
-    return [f"{kind} at {list(indices)}"] if len(indices) < len(leaves) else []
+class Nest:
+    """A nest of which the replicas exchange some leaves. The others stay, and so does `None`.
 
+    Attributes:
+        own: this replica's values of the leaves that are exchanged, by the leaf's index.
+        must_match: the structure, and which leaves are exchanged, for ranks to compare.
 
-def require_same_structure(
-    communicator: Communicator, structure: nests.Structure, *must_match: str
-) -> None:
-    """Checks that no rank has values to exchange, since this rank has none. Collective.
-
-    Without this a rank that has some would wait for the others.
+    Args:
+        value: a nest of this replica's own values or, with `keep`, of distributed values.
+        keep: returns what a leaf becomes that is not distributed, and so is not exchanged.
     """
-    if communicator.size > 1:
-        communicator.exchange(
-            signature_of(current_call(), *must_match, nests.describe(structure), "not distributed")
-        )
+
+    __slots__ = ("_leaves", "_structure", "must_match", "own")
+
+    def __init__(self, value: Any, keep: Callable[[Any], Any] | None = None) -> None:
+        leaves, structure = nests.flatten(value)
+        own: dict[int, Any] = {}
+        for i, leaf in enumerate(leaves):
+            if leaf is None:
+                continue
+            if keep is None:
+                own[i] = leaf
+            elif isinstance(leaf, DistributedValues):
+                own[i] = component_of(leaf)
+            else:
+                leaves[i] = keep(leaf)
+        self._leaves, self._structure = leaves, structure
+        self.own: dict[int, Any] = own
+        self.must_match: list[str] = [nests.describe(structure)]
+        if keep is not None and not own:
+            self.must_match.append("not distributed")
+        elif len(own) < len(leaves):
+            self.must_match.append(f"{'arrays' if keep is None else 'distributed'} at {list(own)}")
+
+    def arrays(self) -> list[Array]:
+        """The values that are exchanged, as numeric arrays."""
+        return [as_numeric(value) for value in self.own.values()]
+
+    def fill(self, results: Iterable[Any]) -> Any:
+        """The nest with these results in place of the leaves in `own`, in its order."""
+        for i, result in zip(self.own, results, strict=True):
+            self._leaves[i] = scalar(result)
+        return self._structure.unflatten(self._leaves)
 
 
 # ---- collective calls
+#
+# They communicate even if this replica has nothing to exchange: another one may have something, and
+# would wait.
 
 
 def all_gather(communicator: Communicator, value: Any, axis: int) -> Any:
     """Concatenates over the replicas; `value` is a nest of this replica's values."""
-    leaves, structure = nests.flatten(value)
-    return structure.unflatten(
-        _gather_leaves(communicator, leaves, axis, nests.describe(structure))
-    )
+    return _gather(communicator, Nest(value), axis)
 
 
 def gather(communicator: Communicator, value: Any, axis: int) -> Any:
     """See `Strategy.gather`."""
-    leaves, structure = nests.flatten(value)
-    own: dict[int, Any] = {}  # this replica's components of distributed leaves, by index
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, DistributedValues):
-            own[i] = component_of(leaf)
-        elif leaf is not None:
-            array = _as_gatherable(leaf, axis)
-            check_gatherable([array.shape], axis)
-            leaves[i] = leaf if isinstance(leaf, Variable) else array
-    if not own:
-        require_same_structure(communicator, structure, f"axis={axis}")
-        return structure.unflatten(leaves)
-    must_match = [nests.describe(structure), *positions("distributed", own, leaves)]
-    gathered = _gather_leaves(communicator, list(own.values()), axis, *must_match)
-    for i, result in zip(own, gathered, strict=True):
-        leaves[i] = result
-    return structure.unflatten(leaves)
+
+    def keep(plain: Any) -> Any:
+        array = _as_gatherable(plain, axis)
+        check_gatherable([array.shape], axis)
+        return plain if isinstance(plain, Variable) else array
+
+    return _gather(communicator, Nest(value, keep), axis)
 
 
-def _gather_leaves(
-    communicator: Communicator, leaves: Sequence[Any], axis: int, *must_match: str
-) -> list[Any]:
-    """Gathers all leaves in one message. `None` stays `None`."""
-    arrays = {i: _as_gatherable(leaf, axis) for i, leaf in enumerate(leaves) if leaf is not None}
-    must_match = (*must_match, *positions("arrays", arrays, leaves))
-    results: list[Any] = list(leaves)
-    gathered = communicator.all_gather(list(arrays.values()), axis, *must_match)
-    for i, array in zip(arrays, gathered, strict=True):
-        results[i] = array
-    return results
+def _gather(communicator: Communicator, nest: Nest, axis: int) -> Any:
+    arrays = [_as_gatherable(value, axis) for value in nest.own.values()]
+    return nest.fill(communicator.all_gather(arrays, axis, *nest.must_match))
 
 
 def _as_gatherable(value: Any, axis: int) -> Array:
@@ -225,19 +234,22 @@ def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
         raise ValueError(
             f"{current_call()}: values is {given}; pass a list of {size}, one per replica"
         )
-    nests = [_Nest(value) for value in values]
-    if len({(nest.description, nest.dtypes) for nest in nests}) > 1:
+    own = [Nest(value) for value in values]
+    arrays = [nest.arrays() for nest in own]
+    described = [
+        f"{', '.join(nest.must_match)} of {', '.join([array.dtype.name for array in leaves])}"
+        for nest, leaves in zip(own, arrays, strict=True)
+    ]
+    if len(set(described)) > 1:
         raise ValueError(
             f"{current_call()}: the values for the replicas differ in structure or dtypes: "
-            f"{'; '.join(f'{nest.description} of {nest.dtypes}' for nest in nests)}; only shapes "
-            "may differ"
+            f"{'; '.join(described)}; only shapes may differ"
         )
     outgoing = [
-        _outgoing(dict(enumerate(arrays)), range(size))
-        for arrays in zip(*[n.arrays for n in nests], strict=True)
+        _outgoing(dict(enumerate(to_ranks)), range(size)) for to_ranks in zip(*arrays, strict=True)
     ]
-    received = communicator.all_to_all(outgoing, nests[0].description)
-    return [nests[0].fill([of[source] for of in received]) for source in range(size)]
+    received = communicator.all_to_all(outgoing, *own[0].must_match)
+    return [own[0].fill([of[source] for of in received]) for source in range(size)]
 
 
 def neighbor_exchange(
@@ -248,20 +260,19 @@ def neighbor_exchange(
     left, right = (
         (rank + step) % size if periodic or 0 <= rank + step < size else None for step in (-1, 1)
     )
-    nests = _Nest(to_left), _Nest(to_right)
-    # (nest, destination, source): sending to the left means receiving from the right.
-    sides = ((nests[0], left, right), (nests[1], right, left))
+    # (side, nest, destination, source): sending to the left means receiving from the right.
+    sides = (("left", Nest(to_left), left, right), ("right", Nest(to_right), right, left))
     outgoing = [
         _outgoing({} if to is None else {to: array}, [] if source is None else [source], array)
-        for nest, to, source in sides
-        for array in nest.arrays
+        for _, nest, to, source in sides
+        for array in nest.arrays()
     ]
-    described = [f"to the left {nests[0].description}", f"to the right {nests[1].description}"]
-    received = communicator.all_to_all(outgoing, *described, f"periodic={bool(periodic)}")
+    described = [f"to the {side} {', '.join(nest.must_match)}" for side, nest, *_ in sides]
+    received = iter(communicator.all_to_all(outgoing, *described, f"periodic={bool(periodic)}"))
     results: list[Any] = []
-    for nest, _, source in sides:
-        own, received = received[: len(nest.arrays)], received[len(nest.arrays) :]
-        results.append(None if source is None else nest.fill([of[source] for of in own]))
+    for _, nest, _, source in sides:
+        of_leaves = [next(received) for _ in nest.own]
+        results.append(None if source is None else nest.fill([of[source] for of in of_leaves]))
     from_right, from_left = results
     return from_left, from_right
 
@@ -379,14 +390,19 @@ def local_results(group: ReplicaGroup, value: Any) -> tuple[Any, ...]:
     differ = any(isinstance(leaf, PerReplica) for leaf in leaves)
     context = contexts.context()
     # This rank has nothing to send, but another may have: the ranks must agree, not wait.
-    if not differ and (context is None or type(context) is AcrossReplicas):
-        require_same_structure(group.communicator, structure)
+    is_across = context is None or type(context) is AcrossReplicas
+    if not differ and is_across and group.communicator.size > 1:
+        group.communicator.exchange(
+            signature_of(current_call(), nests.describe(structure), "not distributed")
+        )
     if not indices:
         return (convert_foreign_leaves(value),)
     own = [component_of(leaves[i]) for i in indices]
     by_peer = [own] * len(group.workers.peers)
     if differ:
-        must_match = [nests.describe(structure), *positions("distributed", indices, leaves)]
+        must_match = [nests.describe(structure)]
+        if len(indices) < len(leaves):
+            must_match.append(f"distributed at {indices}")
         with group.on_stream(), group.communicator.raise_together():
             # Sent to all ranks: each returns the components of its worker's replicas.
             sent = group.communicator.all_gather_obj(to_wire(own), *must_match)
@@ -400,35 +416,9 @@ def local_results(group: ReplicaGroup, value: Any) -> tuple[Any, ...]:
     return tuple(results)
 
 
-class _Nest:
-    """A nest and the arrays in it. `None` stays `None`.
-
-    Attributes:
-        arrays: the leaves that are not `None`.
-        description: the structure, and which leaves are arrays.
-        dtypes: the names of the arrays' dtypes.
-    """
-
-    def __init__(self, value: Any) -> None:
-        self._leaves, self._structure = nests.flatten(value)
-        self._places = [i for i, leaf in enumerate(self._leaves) if leaf is not None]
-        self.arrays: list[Array] = [as_numeric(self._leaves[i]) for i in self._places]
-        self.dtypes = ", ".join(array.dtype.name for array in self.arrays)
-        self.description: str = nests.describe(self._structure)
-        if len(self._places) < len(self._leaves):
-            self.description += f", arrays at {self._places}"
-
-    def fill(self, arrays: Sequence[Array]) -> Any:
-        """A nest of this structure with these arrays."""
-        leaves = list(self._leaves)
-        for i, array in zip(self._places, arrays, strict=True):
-            leaves[i] = scalar(array)
-        return self._structure.unflatten(leaves)
-
-
 def _exchange(value: Any, exchange_arrays: Callable[..., list[Array]]) -> Any:
-    nest = _Nest(value)
-    return nest.fill(exchange_arrays(nest.arrays, nest.description))
+    nest = Nest(value)
+    return nest.fill(exchange_arrays(nest.arrays(), *nest.must_match))
 
 
 def _outgoing(to: Mapping[int, Array], sources: Sequence[int], like: Array = None) -> Outgoing:

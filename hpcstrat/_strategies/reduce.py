@@ -10,21 +10,18 @@ import numpy as np
 
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.reduction import REDUCTIONS, check_reducible, mean_dtype
-from hpcstrat._core import gpu, nests
+from hpcstrat._core import gpu
 from hpcstrat._core.arrays import is_foreign
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import Array, DistributedValues, IndexedSlices, ReduceOp, component_of
-from hpcstrat._strategies.exchange import as_numeric, positions, require_same_structure, scalar
+from hpcstrat._core.types import Array, IndexedSlices, ReduceOp, component_of
+from hpcstrat._strategies.exchange import Nest, as_numeric, scalar
 from hpcstrat._variable.variable import Variable
 
 
 def all_reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any) -> Any:
     """Reduces elementwise over the replicas; `value` is a nest of this replica's values."""
     op = ReduceOp.parse(reduce_op, current_call())
-    leaves, structure = nests.flatten(value)
-    return structure.unflatten(
-        _reduce_elementwise(communicator, op, leaves, nests.describe(structure))
-    )
+    return _reduce(communicator, op, Nest(value), None)
 
 
 def reduce(
@@ -35,109 +32,110 @@ def reduce(
 ) -> Any:
     """See `Strategy.reduce`."""
     op = ReduceOp.parse(reduce_op, current_call())
-    leaves, structure = nests.flatten(value)
-    own: dict[int, Any] = {}  # this replica's components of distributed leaves, by index
-    for i, leaf in enumerate(leaves):
-        if leaf is None:
-            continue
-        # A plain value is distributed too if there is only a single replica.
-        if communicator.size == 1 or isinstance(leaf, DistributedValues):
-            own[i] = component_of(leaf)
-        else:
-            leaves[i] = _reduce_plain(op, leaf, axis)
-    if not own:
-        require_same_structure(communicator, structure, op.name, f"axis={axis}")
-        return structure.unflatten(leaves)
-    # Differences that the sums alone do not show: other nests, or other axes.
-    must_match = [
-        nests.describe(structure),
-        f"axis={axis}",
-        *positions("distributed", own, leaves),
-    ]
-    values = list(own.values())
-    if axis is None:
-        reduced = _reduce_elementwise(communicator, op, values, *must_match)
+    if communicator.size == 1:  # then plain values are this replica's too
+        nest = Nest(value)
+        nest.own = {i: component_of(leaf) for i, leaf in nest.own.items()}
     else:
-        reduced = _reduce_along(communicator, op, values, axis, *must_match)
-    for i, result in zip(own, reduced, strict=True):
-        leaves[i] = result
-    return structure.unflatten(leaves)
+        nest = Nest(value, lambda plain: _reduce_plain(op, plain, axis))
+    return _reduce(communicator, op, nest, axis, f"axis={axis}")
 
 
-def _reduce_elementwise(
-    communicator: Communicator, op: ReduceOp, leaves: Sequence[Any], *must_match: str
-) -> list[Any]:
+def _reduce(
+    communicator: Communicator,
+    op: ReduceOp,
+    nest: Nest,
+    axis: int | Sequence[int] | None,
+    *must_match: str,
+) -> Any:
     """Reduces all arrays in one message, since a message costs more than its bytes.
 
-    `None` stays `None`; slices are gathered, not made dense.
+    Slices are gathered, in another message, not made dense.
     """
-    arrays: dict[int, Array] = {}
+    arrays: list[Array] = []
     slices: dict[int, IndexedSlices] = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, IndexedSlices):
-            slices[i] = leaf
-        elif leaf is not None:
-            arrays[i] = as_numeric(leaf)
-    results: list[Any] = list(leaves)
-    # A call with `None` only still communicates: another rank may pass arrays.
+    for i, value in nest.own.items():
+        if isinstance(value, IndexedSlices):
+            slices[i] = _as_summable(op, value, axis)
+        else:
+            arrays.append(as_numeric(value))
+    if arrays and slices:
+        nest.must_match.append(f"slices at {list(slices)}")
+    must_match += (*nest.must_match,)
+    results: list[Any] = []
+    # Also without any values: another rank may have some, and would wait.
     if arrays or not slices:
-        are_arrays = positions("arrays", arrays, leaves)
-        reduced = communicator.all_reduce(list(arrays.values()), op, *must_match, *are_arrays)
-        for i, array in zip(arrays, reduced, strict=True):
-            results[i] = scalar(array)
+        if axis is None:
+            results = communicator.all_reduce(arrays, op, *must_match)
+        else:
+            results = _reduce_along(communicator, op, arrays, axis, *must_match)
     if slices:
-        are_slices = positions("slices", slices, leaves)
-        for i, leaf in slices.items():
-            results[i] = _reduce_slices(communicator, op, leaf, *must_match, *are_slices)
-    return results
+        reduced, gathered = iter(results), _gather_slices(communicator, op, slices, *must_match)
+        results = [gathered[i] if i in gathered else next(reduced) for i in nest.own]
+    return nest.fill(results)
+
+
+def _as_summable(
+    op: ReduceOp, slices: IndexedSlices, axis: int | Sequence[int] | None
+) -> IndexedSlices:
+    """Slices of numeric arrays, after a check that they can be reduced in this way."""
+    if axis is not None:
+        raise ValueError(
+            f"{current_call()}: IndexedSlices are not reduced along axis {axis}; pass axis=None"
+        )
+    if REDUCTIONS[op].ufunc is not np.add:
+        raise ValueError(
+            f"{current_call()}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}; pass "
+            "one of these"
+        )
+    values, indices = as_numeric(slices.values), as_numeric(slices.indices)
+    check_reducible(values.dtype, op)
+    return IndexedSlices(values, indices, slices.dense_shape)
 
 
 # An overflow is inf on all ranks, instead of an exception on a rank that enabled those.
 @np.errstate(all="ignore")
-def _reduce_slices(
-    communicator: Communicator, op: ReduceOp, slices: IndexedSlices, *must_match: str
-) -> IndexedSlices:
-    # The arrays of the nest have been reduced by now, so an error here must reach every rank.
-    with communicator.raise_together():
-        if REDUCTIONS[op].ufunc is not np.add:
-            raise ValueError(
-                f"{current_call()}: IndexedSlices are reduced by SUM or MEAN, not by {op.name}; "
-                "pass one of these"
-            )
-        values, indices = as_numeric(slices.values), as_numeric(slices.indices)
-        check_reducible(values.dtype, op)
+def _gather_slices(
+    communicator: Communicator, op: ReduceOp, slices: dict[int, IndexedSlices], *must_match: str
+) -> dict[int, IndexedSlices]:
     # Gathered, not summed: a dense sum would need memory for every row of, say, an embedding.
-    values, indices = communicator.all_gather([values, indices], 0, op.name, *must_match)
-    if REDUCTIONS[op].is_mean and communicator.size > 1:
-        values = (values / communicator.size).astype(mean_dtype(values.dtype), copy=False)
-    return IndexedSlices(values, indices, slices.dense_shape)
+    parts = [part for own in slices.values() for part in (own.values, own.indices)]
+    gathered = iter(communicator.all_gather(parts, 0, op.name, *must_match))
+    results: dict[int, IndexedSlices] = {}
+    for i, own in slices.items():
+        values, indices = next(gathered), next(gathered)
+        if REDUCTIONS[op].is_mean and communicator.size > 1:
+            values = (values / communicator.size).astype(mean_dtype(values.dtype), copy=False)
+        results[i] = IndexedSlices(values, indices, own.dense_shape)
+    return results
 
 
-@np.errstate(all="ignore")  # as in `_reduce_slices`
+@np.errstate(all="ignore")  # as in `_gather_slices`
 def _reduce_along(
     communicator: Communicator,
     op: ReduceOp,
-    leaves: Sequence[Any],
+    arrays: Sequence[Array],
     axis: int | Sequence[int],
     *must_match: str,
 ) -> list[Any]:
     """Reduces along axes within each replica, and over the replicas."""
     reduction = REDUCTIONS[op]
-    parts = [_reduce_own(op, leaf, axis) for leaf in leaves]
-    totals, counts, dtypes = zip(*parts, strict=True)
+    parts = [_reduce_own(op, array, axis) for array in arrays]
     # Counts are always added. If totals are too, a single message has both.
     if reduction.ufunc is np.add:
-        both = [array for pair in zip(totals, counts, strict=True) for array in pair]
+        both = [sent for total, count, _ in parts for sent in (total, count)]
         sums = communicator.all_reduce(both, ReduceOp.SUM, op.name, *must_match)
         totals, counts = sums[::2], sums[1::2]
     else:
-        totals = communicator.all_reduce(totals, op, *must_match)
-        counts = communicator.all_reduce(counts, ReduceOp.SUM)
-    return [scalar(reduction.finish(*part)) for part in zip(totals, counts, dtypes, strict=True)]
+        totals = communicator.all_reduce([total for total, *_ in parts], op, *must_match)
+        counts = communicator.all_reduce([count for _, count, _ in parts], ReduceOp.SUM)
+    return [
+        reduction.finish(total, count, dtype)
+        for total, count, (*_, dtype) in zip(totals, counts, parts, strict=True)
+    ]
 
 
 def _reduce_own(
-    op: ReduceOp, value: Any, axis: int | Sequence[int]
+    op: ReduceOp, array: Array, axis: int | Sequence[int]
 ) -> tuple[Array, Array, np.dtype[Any]]:
     """Reduces this replica's elements along axes.
 
@@ -145,11 +143,6 @@ def _reduce_own(
         The totals, the number of elements in each, and the elements' dtype. Dividing by the number
         of all replicas' elements makes the mean right for a short last batch.
     """
-    if isinstance(value, IndexedSlices):
-        raise ValueError(
-            f"{current_call()}: IndexedSlices are not reduced along axis {axis}; pass axis=None"
-        )
-    array = as_numeric(value)
     check_reducible(array.dtype, op)
     axes = _axes(axis, array.ndim)
     total = gpu.array_module(array).asarray(REDUCTIONS[op].along_axes(array, axes))
@@ -173,10 +166,10 @@ def _reduce_plain(op: ReduceOp, value: Any, axis: int | Sequence[int] | None) ->
         )
     if isinstance(value, IndexedSlices):
         return value
+    array = as_numeric(value)
     if axis is None:
-        array = as_numeric(value)
         return array if is_foreign(value) else value
-    return scalar(REDUCTIONS[op].finish(*_reduce_own(op, value, axis)))
+    return scalar(REDUCTIONS[op].finish(*_reduce_own(op, array, axis)))
 
 
 def _axes(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:

@@ -372,6 +372,33 @@ def test_slices(strategy):
         assert found.values[:, 0].tolist() == [(r + 1) / scale for r in range(N)]
 
 
+@pytest.mark.core
+def test_slices_arrays_and_plain_leaves_in_one_nest(strategy):
+    xp, total = strategy.xp, N * (N - 1) / 2
+
+    def own(rows):
+        return hs.IndexedSlices(xp.full((rows, 2), RANK + 0.5), xp.full(rows, RANK))
+
+    def replica():
+        return {"a": own(1), "b": xp.full(3, RANK), "c": None, "d": own(2), "e": xp.asarray(RANK)}
+
+    value = strategy.run(replica)
+    in_replica = strategy.run(lambda: replica_context().all_reduce("SUM", replica()))
+    (in_replica,) = strategy.experimental_local_results(in_replica)[:1]
+    across = strategy.reduce("SUM", {**value, "plain": 0}, None)
+    assert across["plain"] == 0 and across["c"] is None
+    for found in (across, in_replica):
+        assert found["b"].tolist() == [total] * 3 and found["e"] == total
+        for name, rows in (("a", 1), ("d", 2)):
+            assert found[name].indices.tolist() == np.repeat(range(N), rows).tolist()
+            assert found[name].values[:, 1].tolist() == (found[name].indices + 0.5).tolist()
+    # Nothing is sent before all values are checked.
+    before = strategy._group.communicator.calls.number
+    with pytest.raises(ValueError, match="IndexedSlices are reduced by SUM or MEAN, not by MAX"):
+        strategy.reduce("MAX", value, None)
+    assert strategy._group.communicator.calls.number - before <= 2  # the ranks raise together
+
+
 @pytest.mark.mpi(min_size=2)
 def test_slices_that_differ_are_refused(strategy):
     last = RANK == N - 1
