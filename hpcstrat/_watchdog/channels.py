@@ -1,4 +1,19 @@
-"""What a rank tells the others, and how: in memory that a host's ranks share, by TCP to rank 0."""
+"""What a rank tells the others, and how: in memory that a host's ranks share, by TCP to rank 0.
+
+Each rank publishes its `RankStatus` at every beat, twice a second:
+
+    host 0                                        host 1
+    rank 0         rank 1         rank 2          rank 3         rank 4         rank 5
+      |              |              |               |              |              |
+    [ RankStatus  |  RankStatus  |  RankStatus ]  [ RankStatus  |  RankStatus  |  RankStatus ]
+      |              shared memory                  |              shared memory
+      | RootChannel                                 | MemberChannel, as the leader of its host
+      | <-------------- TCP: a HostFrame ---------- |
+      | --------------- TCP: an empty frame ------> |
+
+On one host this is the memory alone, a `StatusChannel`, and every rank sees all statuses. On
+several, rank 0 alone sees all; what the ranks of the other hosts do is in `host_channels.py`.
+"""
 
 from __future__ import annotations
 
@@ -315,7 +330,7 @@ class Listener:
                     self._hellos.pop(next(iter(self._hellos)))[0].close()
             elif file in self._hellos:
                 connected, hello = self._hellos.pop(file)
-                part = _receive(connected, _HELLO_BYTES - len(hello))
+                part = _receive_part(connected, _HELLO_BYTES - len(hello))
                 hello += part
                 if part and len(hello) < _HELLO_BYTES:
                     self._hellos[file] = connected, hello
@@ -339,7 +354,7 @@ class Listener:
         self._poll.close()
 
 
-def _receive(connected: socket.socket, nbytes: int) -> bytes:
+def _receive_part(connected: socket.socket, nbytes: int) -> bytes:
     try:
         return connected.recv(nbytes)
     except OSError:

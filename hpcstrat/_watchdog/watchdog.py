@@ -1,4 +1,25 @@
-"""The thread that detects ranks that wait for each other forever, and its calls for the library."""
+"""The thread that detects ranks that wait for each other forever, and its calls for the library.
+
+What it finds, and who ends the job. The reporter is the lowest rank that waits and whose watchdog
+runs; on several hosts it is rank 0, which alone sees all statuses:
+
+    event                       how it shows                         who ends the job, and when
+    --------------------------  -----------------------------------  -------------------------------
+    ranks wait, none goes on    statuses stay the same               reporter, at the timeout
+    a rank's watchdog stops     its beat stays the same: it is "not  reporter, at the timeout
+                                answering" in the report
+    a rank dies                 its pidfd; on another host its       reporter, 1.5 s later
+                                leader says so, or is cut off
+    the reporter does not act   -                                    others of one host, 5 s later
+    of several hosts:
+      rank 0 dies               its pidfd, or its connections close  its host, leaders; 1.5 s later
+      rank 0's watchdog stops   its beat, or its answers stop        its host, leaders; timeout
+      a rank dies, and rank 0   its pidfd                            its host, 6.5 s later
+      does not act
+    NCCL fails                  a function of `add_check`            that rank, at once
+    not all ranks start MPI     `waiting_for_all`                    who waits, at the timeout
+    the launcher is killed      its process ends                     each rank ends by itself
+"""
 
 from __future__ import annotations
 
@@ -16,7 +37,7 @@ from hpcstrat._watchdog.channels import RankStatus, StatusChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, Diagnosis, StallDetector
 
 _BEAT_SECONDS = 0.5
-_LOOK_SECONDS = 1.0  # between two looks for the launcher
+_LAUNCHER_SECONDS = 1.0  # between two checks whether the launcher is there
 _SHORTEST_BEAT_SECONDS = 0.01
 _MOST_OWN_ERRORS = 3  # that the watchdog reports
 _GUARD_SECONDS = 0.5  # for a thread of this rank to end the job, before its guard does
@@ -247,7 +268,7 @@ def end_with_launcher() -> None:
 
     def watch() -> None:
         while launchers.is_there(process):
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(_LAUNCHER_SECONDS)
         failure.end_rank(text)
 
     threading.Thread(target=watch, name="hpcstrat-launcher", daemon=True).start()
