@@ -18,8 +18,9 @@ import numpy as np
 
 from hpcstrat._communicators.reduction import reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._update.kernel import Kernel
 from hpcstrat._update.library_cache import compiler, load_library
-from hpcstrat._update.rule import LANES, Kernel, UpdateRule, sums_of_squares
+from hpcstrat._update.rule import LANES, UpdateRule, sums_of_squares
 
 FEWEST = 100_000
 """The fewest elements of an update worth compiling at once: it takes half a second, once per

@@ -12,7 +12,8 @@ import numpy as np
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard
-from hpcstrat._update.rule import Kernel, Norms, UpdateRule
+from hpcstrat._update.kernel import Kernel
+from hpcstrat._update.rule import Norms, UpdateRule
 from hpcstrat._update.update import NOTHING_IN_PLACE, Chunk, InPlace, Update, keep_per_message
 
 LANES = 32
@@ -176,7 +177,7 @@ class DeviceNorms:
     ) -> None:
         self._xp = gpu.load_cupy("an update")
         # If all norms are over all variables, these have the same numbers.
-        is_global = all(map(all, norms.are_global))
+        is_global = all([all(each.are_global) for each in norms.passes])
         self._rows = 1 if is_global else len(shards)
         self._sums_of = [Interval(0, 0)] * len(shards)  # the sums of each variable
         self._count = 0
@@ -198,16 +199,12 @@ class DeviceNorms:
                 self._count = sums.stop
             starts = starts[:1] if is_global else starts
             runs.append((run.dtype, self._on_gpu(strips), Interval(first, self._count)))
-            update = update_kernel(norms.kernels[-1], run.dtype, True)
+            update = update_kernel(norms.passes[-1].kernel, run.dtype, True)
             self._updates.append((update, self._on_gpu(starts), len(starts)))
-        found = self._xp.zeros(self._rows * sum(map(len, norms.are_global)))
+        found = self._xp.zeros(self._rows * sum([len(each.are_global) for each in norms.passes]))
         self._passes = [
-            self._prepare(k, norms, runs, found, is_split) for k in range(len(norms.are_global))
+            self._prepare(k, norms, runs, found, is_split) for k in range(len(norms.passes) - 1)
         ]
-        # Of the last step: its norms, and what they say is given to kernels.
-        self._last: Norms | None = None
-        self._constants: tuple[float, ...] = ()
-        self._given: list[tuple[float, ...]] = []
 
     def _on_gpu(self, rows: Sequence[Sequence[int]]) -> Array:
         return self._xp.asarray(np.array(rows, np.int64).reshape(-1))
@@ -225,7 +222,7 @@ class DeviceNorms:
         It takes its constants, the numbers that are given to its code, the operands, and `add_up`.
         It returns the constants of the next kernel.
         """
-        xp, rows, are_global = self._xp, self._rows, norms.are_global[k]
+        xp, rows, are_global = self._xp, self._rows, norms.passes[k].are_global
         terms, columns = len(are_global), found.size // rows
         of_groups, of_variables, of_rows = self._tables(are_global, is_split)
         groups, to_variables, table = map(self._on_gpu, (of_groups, of_variables, of_rows))
@@ -233,10 +230,10 @@ class DeviceNorms:
         # What the ranks add up has as many columns in every pass.
         width = norms.most if is_split else terms
         summed = xp.zeros((len(of_variables), width))
-        numbers = xp.zeros(rows * len(norms.kernels[k + 1].constants))
+        numbers = xp.zeros(rows * len(norms.passes[k + 1].kernel.constants))
         squares = [
             (
-                squares_kernel(norms.kernels[k], dtype, has_rows=k > 0),
+                squares_kernel(norms.passes[k].kernel, dtype, has_rows=k > 0),
                 strips,
                 sums[of_run.scale(terms).slice],
                 of_run.size,
@@ -244,8 +241,8 @@ class DeviceNorms:
             for dtype, strips, of_run in runs
         ]
         add, flat = add_kernel(), summed.reshape(-1)
-        done = sum(map(len, norms.are_global[:k]))
-        compute = numbers_kernel(norms.codes[k], done, terms, len(norms.given_of(k)))
+        done = sum([len(each.are_global) for each in norms.passes[:k]])
+        compute = numbers_kernel(norms.passes[k + 1].code, done, terms, len(norms.given[k + 1]))
 
         def run(
             constants: Sequence[Any],
@@ -290,12 +287,9 @@ class DeviceNorms:
         self, norms: Norms, operands: Operands, add_up: Callable[[Array], Array] | None
     ) -> None:
         """Makes the update of a rule with these norms, of which only numbers may be others."""
-        if norms is not self._last:
-            assert norms.first is not None
-            self._last, self._constants = norms, norms.first.kernel_constants
-            self._given = [*map(norms.given_of, range(len(self._passes)))]
-        constants: tuple[Any, ...] = self._constants
-        for run, given in zip(self._passes, self._given, strict=True):
+        constants: tuple[Any, ...]
+        constants, *given_later = norms.given
+        for run, given in zip(self._passes, given_later, strict=True):
             constants = run(constants, given, operands, add_up)
         for (update, *rows), (gradient, value, slots) in zip(self._updates, operands, strict=True):
             update(gradient, *constants, *rows, value, *slots)
@@ -328,7 +322,7 @@ class DeviceUpdate(Update):
                 apply_on_gpu(rule, value, gradient, slots)
             return
         # All but the numbers that change from step to step.
-        key = rule.norms.kernels, rule.norms.are_global, rule.norms.codes
+        key = rule.norms.passes
         if key not in self._norms:
             is_split = add_up is not None
             self._norms[key] = DeviceNorms(self._chunks, self._shards, rule.norms, is_split)

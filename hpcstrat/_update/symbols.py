@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, final
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
 
@@ -15,51 +15,78 @@ from hpcstrat._core.types import Array
 ELEMENT, CONDITION, NUMBER = "element", "condition", "number"
 
 
-OPERATIONS: dict[Any, tuple[str, Any]] = {
-    np.add: ("{} + {}", operator.add),
-    np.subtract: ("{} - {}", operator.sub),
-    np.multiply: ("{} * {}", operator.mul),
-    np.divide: ("{} / {}", operator.truediv),
-    np.negative: ("-{}", operator.neg),
-    np.sqrt: ("sqrt({})", math.sqrt),
-    np.square: ("{0} * {0}", lambda x: x * x),
-    np.absolute: ("fabs({})", abs),
-    np.sign: ("{0} > 0 ? 1 : {0} < 0 ? -1 : {0} == 0 ? 0 : {0}", None),
+class Operation(NamedTuple):
+    """An operation as a text with its operands: in C, and on numbers in Python."""
+
+    in_c: str
+    in_python: str | None
+
+
+OPERATIONS: dict[Any, Operation] = {
+    np.add: Operation("{} + {}", "{} + {}"),
+    np.subtract: Operation("{} - {}", "{} - {}"),
+    np.multiply: Operation("{} * {}", "{} * {}"),
+    np.divide: Operation("{} / {}", "divide({}, {})"),
+    np.negative: Operation("-{}", "-{}"),
+    np.sqrt: Operation("sqrt({})", "sqrt({})"),
+    np.square: Operation("{0} * {0}", "{0} * {0}"),
+    np.absolute: Operation("fabs({})", "abs({})"),
+    np.sign: Operation("{0} > 0 ? 1 : {0} < 0 ? -1 : {0} == 0 ? 0 : {0}", None),
     # Unlike Python's `max`, nan if either is.
-    np.maximum: ("{0} > {1} || {0} != {0} ? {0} : {1}", lambda a, b: a if a > b or a != a else b),
-    np.minimum: ("{0} < {1} || {0} != {0} ? {0} : {1}", lambda a, b: a if a < b or a != a else b),
-    np.less: ("{} < {}", operator.lt),
-    np.less_equal: ("{} <= {}", operator.le),
-    np.greater: ("{} > {}", operator.gt),
-    np.greater_equal: ("{} >= {}", operator.ge),
-    np.where: ("{} ? {} : {}", lambda condition, a, b: a if condition else b),
-    np.power: ("pow({}, {})", math.pow),  # `**` makes complex numbers
-    np.exp: ("exp({})", math.exp),
-    np.log: ("log({})", math.log),
+    np.maximum: Operation(
+        "{0} > {1} || {0} != {0} ? {0} : {1}", "{0} if {0} > {1} or {0} != {0} else {1}"
+    ),
+    np.minimum: Operation(
+        "{0} < {1} || {0} != {0} ? {0} : {1}", "{0} if {0} < {1} or {0} != {0} else {1}"
+    ),
+    np.less: Operation("{} < {}", "{} < {}"),
+    np.less_equal: Operation("{} <= {}", "{} <= {}"),
+    np.greater: Operation("{} > {}", "{} > {}"),
+    np.greater_equal: Operation("{} >= {}", "{} >= {}"),
+    np.where: Operation("{} ? {} : {}", "{1} if {0} else {2}"),
+    np.power: Operation("pow({}, {})", "power({}, {})"),
+    np.exp: Operation("exp({})", "exp({})"),
+    np.log: Operation("log({})", "log({})"),
+    np.positive: Operation("{}", None),  # a copy; formulas cannot take it
 }
-"""NumPy's functions in C, and of Python's numbers, where they may raise; see `as_numpy`."""
 # Those with the same bits in NumPy, in C++ and on every processor: IEEE 754 defines their rounding.
 # NumPy's exp or log depend on the processor; on a GPU they are of numbers that depend on norms.
-_ON_ELEMENTS = OPERATIONS.keys() - {np.power, np.exp, np.log}
-_ON_NUMBERS = {function for function, (_, of_numbers) in OPERATIONS.items() if of_numbers}
+_ON_ELEMENTS = OPERATIONS.keys() - {np.power, np.exp, np.log, np.positive}
+_ON_NUMBERS = {function for function, one in OPERATIONS.items() if one.in_python is not None}
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
 
+_MAY_RAISE: dict[str, Callable[..., float]] = {
+    "divide": operator.truediv,
+    "sqrt": math.sqrt,
+    "power": math.pow,  # `**` makes complex numbers
+    "exp": math.exp,
+    "log": math.log,
+}
 
-def as_numpy(ufunc: Any) -> Callable[..., float]:
-    """The function of Python's numbers, with NumPy's result where Python's raises.
+
+def _as_numpy(name: str) -> Callable[..., float]:
+    """One of these functions, with NumPy's result where Python's raises.
 
     A norm may be 0 or infinite.
     """
-    of_numbers = OPERATIONS[ufunc][1]
 
     def compute(*operands: float) -> float:
         try:
-            return of_numbers(*operands)
+            return _MAY_RAISE[name](*operands)
         except (ArithmeticError, ValueError):
             with np.errstate(all="ignore"):
-                return float(ufunc(*map(float, operands)))
+                return float(getattr(np, name)(*map(float, operands)))
 
     return compute
+
+
+_LITERALS = {"inf": math.inf, "nan": math.nan}
+PYTHON: dict[str, Any] = _LITERALS | _MAY_RAISE
+"""The names in the texts in Python."""
+NUMPY_WHERE_PYTHON_RAISES: dict[str, Any] = _LITERALS | {
+    name: _as_numpy(name) for name in _MAY_RAISE
+}
+"""The same names, with functions that do not raise, but are slower."""
 
 
 def _choose(condition: Array, a: Array, b: Array, out: Array) -> None:
@@ -126,6 +153,11 @@ class Symbol:
             )
         return _apply(np.where, *arguments)
 
+    @property
+    def is_computed(self) -> bool:
+        """Whether a pass computes it: it is not given, as arguments, literals and norms are."""
+        return self.function is not None and self.function not in NORMS
+
     def inputs(self) -> Iterator[Symbol]:
         """All symbols that this symbol depends on, some several times."""
         if self.function is not None:
@@ -165,6 +197,47 @@ def global_norm(element: Symbol) -> Symbol:
 
 
 NORMS = (np.linalg.norm, global_norm)
+
+
+def in_order(results: Sequence[Symbol], known: Collection[Symbol] = ()) -> list[Symbol]:
+    """The results and all that they depend on, each once and after its operands.
+
+    What is in a norm is left out: it belongs to an earlier pass. So is what is known.
+    """
+    order: dict[Symbol, None] = {}
+
+    def visit(symbol: Symbol) -> None:
+        if symbol in order or symbol in known:
+            return
+        if symbol.is_computed:
+            for operand in symbol.operands:
+                visit(operand)
+        order[symbol] = None
+
+    for result in reversed(results):  # slots first: the new value often depends on them
+        visit(result)
+    return list(order)
+
+
+def layers_of(results: Sequence[Symbol]) -> list[list[Symbol]]:
+    """The norms that the results take, those that these take, and so on; some several times."""
+    layers: list[list[Symbol]] = []
+    while norms := [symbol for symbol in in_order(results) if symbol.function in NORMS]:
+        layers.append(norms)
+        results = [norm.operands[0] for norm in norms]
+    return layers
+
+
+def statements_in_c(symbols: Sequence[Symbol], names: dict[Symbol, str], prefix: str) -> list[str]:
+    """Statements that compute these symbols, whose names, of this prefix, are added to `names`."""
+    lines = []
+    for i, symbol in enumerate(symbols):
+        operands = [names[operand] for operand in symbol.operands]
+        names[symbol] = f"{prefix}_{i}"
+        lines.append(
+            f"const auto {names[symbol]} = {OPERATIONS[symbol.function].in_c.format(*operands)};"
+        )
+    return lines
 
 
 def _apply(function: Any, *arguments: Any) -> Symbol:

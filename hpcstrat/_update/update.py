@@ -30,7 +30,8 @@ from hpcstrat._communicators.reduction import CHUNK, accumulator, reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._update import compiled
-from hpcstrat._update.rule import Kernel, UpdateRule, scalars, sums_of_squares
+from hpcstrat._update.kernel import Kernel, scalars
+from hpcstrat._update.rule import UpdateRule, sums_of_squares
 
 T = TypeVar("T")
 InPlace: TypeAlias = Mapping[int, tuple[Interval, Array]]
@@ -231,14 +232,15 @@ class HostUpdate(Update):
         # For norms over all variables, chunks need not end where variables do.
         updates: Mapping[int, HostUpdate] = {0: self}
         found: list[list[float]] = [[]]  # of each update, its norms so far
-        for k, are_global in enumerate(norms.are_global):
+        for k, one in enumerate(norms.passes[:-1]):
+            are_global = one.are_global
             if len(found) == 1 and not all(are_global):
                 updates, found = self._of_each_variable(), found * len(self._shards)
             # As many columns in every pass, as a shared array of central storage has.
             squares, count = np.zeros((len(self._shards), norms.most)), len(are_global)
             for i, update in updates.items():
-                first = norms.rule_of(k, found[i]) if k or norms.first is None else norms.first
-                update.one_pass(first, messages, op, in_place, squares[i, :count])
+                before = norms.rule_of(k, found[i])
+                update.one_pass(before, messages, op, in_place, squares[i, :count])
             # A norm needs all elements of a variable, some of them on other ranks, so nothing can
             # be updated before. The gradients are reduced again: a copy would cost as much memory.
             sums = (squares if add_up is None else add_up(squares))[:, :count]
@@ -246,8 +248,7 @@ class HostUpdate(Update):
             roots = np.sqrt(sums[: len(found)]).tolist()
             found = [before + own for before, own in zip(found, roots, strict=True)]
         for i, update in updates.items():
-            last = norms.rule_of(len(norms.are_global), found[i])
-            update.one_pass(last, messages, op, in_place)
+            update.one_pass(norms.rule_of(-1, found[i]), messages, op, in_place)
 
     def _of_each_variable(self) -> dict[int, HostUpdate]:
         """The update of each variable of which this rank has a shard."""

@@ -1,6 +1,7 @@
 """Every kernel of the package is compiled by CUDA's compiler, as CuPy does, for many GPUs."""
 
 import io
+import itertools
 
 import numpy as np
 import pytest
@@ -49,13 +50,13 @@ def kernels_of(rule, dtype):
     numbers, table = array(3, np.float64), array(3, np.int64)
     given = [array(3, dtype) for _ in range(2 + len(rule.kernel.slots))]
     constants, norms, done = rule.kernel_constants, rule.norms, 0
-    for k, are_global in enumerate(norms.are_global if norms else ()):
+    for k, (one, after) in enumerate(itertools.pairwise(norms.passes if norms else ())):
         assert norms is not None
-        constants = [numbers] if done else norms.rule_of(0, ()).kernel_constants
-        kernel = device_update.squares_kernel(norms.kernels[k], dtype, bool(done))
+        constants = [numbers] if done else norms.given[0]
+        kernel = device_update.squares_kernel(one.kernel, dtype, bool(done))
         yield kernel, [given[0], *constants, *given[1:], table, numbers]
-        terms, passed = len(are_global), norms.given_of(k)
-        kernel = device_update.numbers_kernel(norms.codes[k], done, terms, len(passed))
+        terms, passed = len(one.are_global), norms.given[k + 1]
+        kernel = device_update.numbers_kernel(after.code, done, terms, len(passed))
         yield kernel, [numbers, table, 1, 1, *passed, numbers, numbers]
         done += terms
         constants = [numbers, table, 1]
