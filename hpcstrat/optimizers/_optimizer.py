@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 _COMPOSED = (
-    *("_state", "_steps", "_collecting", "_transforming", "_clipping", "_sums_early"),
-    *("_formula", "_formula_of_clipped", "_rate_after"),
+    *("_state", "_steps", "_collecting", "_transforming", "_clipping"),
+    *("_formula", "_formula_of_clipped", "_rate"),
 )
 """What a copy of an optimizer makes anew from its other attributes."""
 
@@ -87,11 +87,12 @@ class Optimizer(metaclass=_options.OptimizerType):
         """Puts its steps together, after a change of its options."""
         self._steps = steps = _steps.steps_of(self)
         self._collecting = [step for step in steps if overrides(step, "collect")]
-        # Steps transform sums of gradients; or clip them, which their formulas do except for rows.
-        transforming = [step for step in steps if overrides(step, "transform")]
-        clips = not self._has_own_rule and all(step in NORM_CLIPPING for step in transforming)
-        self._transforming, self._clipping = ([], transforming) if clips else (transforming, [])
-        self._sums_early = not (self._collecting or transforming)
+        # The formula clips norms, in its one pass over memory; but rows must be clipped before.
+        in_formula = () if self._has_own_rule else NORM_CLIPPING
+        self._clipping = [step for step in steps if step in in_formula]
+        self._transforming = [
+            step for step in steps if overrides(step, "transform") and step not in in_formula
+        ]
         call = f"{type(self).__name__}.formula"
         self._formula, self._formula_of_clipped = [
             Formula(call, *_steps.combine_formulas(call, self.formula, steps, clips))
@@ -176,7 +177,7 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         _options.set_attribute(self, name, value, super().__setattr__)
-        is_composed = name in BY_OPTION and "_formula" in vars(self)
+        is_composed = name in BY_OPTION and "_steps" in vars(self)
         if is_composed and _steps.steps_of(self) != self._steps:
             self._compose()
 
@@ -199,8 +200,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             Adam/m/w [0.1 0.1]
             Adam/v/w [0.001 0.001]
         """
-        rate = float(self._rate_after(self._state.iterations))
-        return list_variables(self._state, self.name, rate, list(self.all_slots))
+        return list_variables(self._state, self.name, self._rate_now(), list(self.all_slots))
 
     @property
     def learning_rate(self) -> Any:
@@ -220,10 +220,11 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     @learning_rate.setter
     def learning_rate(self, value: LearningRate) -> None:
-        self._rate_after = _options.rate_function(type(self).__name__, value)
-        may_change = callable(value) or isinstance(value, Variable)
-        self._constant_rate: float | None = None if may_change else self._rate_after(0)
+        self._rate = _options.rate_of(type(self).__name__, value)
         self._learning_rate = value
+
+    def _rate_now(self) -> float:
+        return float(self._rate(self._state.iterations)) if callable(self._rate) else self._rate
 
     @property
     def lr(self) -> Any:
@@ -401,9 +402,8 @@ class Optimizer(metaclass=_options.OptimizerType):
             return False
         if plan is None or not plan.fits(gradients):
             return False
-        rate = self._constant_rate
         try:
-            rate = float(self._rate_after(state.iterations)) if rate is None else rate
+            rate = self._rate_now() if callable(self._rate) else self._rate
             rule = self.update_rule(rate, state.iterations + 1)
         except Exception:  # the slow path gets it too, and raises it on all ranks
             return False
@@ -435,9 +435,8 @@ class Optimizer(metaclass=_options.OptimizerType):
                 )
             if sparse or (group, *dense) not in state.plans:
                 _gradients.check_variables(group, variables)
-            rate = float(self._rate_after(state.iterations))
-            step, clipped = state.iterations + 1, self._formula_of_clipped
-            clipping = self._clipping if sparse else []  # rows are clipped before the update
+            rate, step = self._rate_now(), state.iterations + 1
+            clipping, clipped = self._clipping if sparse else [], self._formula_of_clipped
             rule = clipped.rule(self, rate, step) if clipping else self.update_rule(rate, step)
             if sparse and rule.norms is not None:
                 raise ValueError(
@@ -448,7 +447,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         if are_summed:
             group.communicator.require_equal(gradients)
         rows = [_gradients.sum_rows(group, slices, v, are_summed) for slices, v in sparse]
-        if steps := self._transforming or clipping:
+        if steps := [*self._transforming, *clipping]:
             if not are_summed:
                 gradients = group.communicator.all_reduce(gradients, ReduceOp.SUM)
                 are_summed = True
@@ -588,4 +587,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         plan = state.plan_of(group, variables, self.name, self.all_slots)
         if plan.buffers is None:
             group.storage.make_buffers(plan)
-        return GradientBuffers(state, group, plan, variables, lambda: self._sums_early)
+        return GradientBuffers(state, group, plan, variables, self._sums_early)
+
+    def _sums_early(self) -> bool:
+        """Whether gradients that are marked can be summed before the step."""
+        return not (self._collecting or self._transforming or self._clipping)

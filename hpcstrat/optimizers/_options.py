@@ -220,11 +220,11 @@ def not_negative(owner: str, argument: str, value: Any) -> float:
     return number
 
 
-def rate_function(owner: str, rate: LearningRate) -> Callable[[int], float]:
-    """A learning rate as a function of the number of steps done."""
+def rate_of(owner: str, rate: LearningRate) -> float | Callable[[int], float]:
+    """A learning rate as a number, or as a function of the number of steps done."""
     if not callable(rate):
-        constant = not_negative(owner, "learning_rate", rate)
-        return (lambda _: float(rate)) if isinstance(rate, Variable) else lambda _: constant
+        number = not_negative(owner, "learning_rate", rate)
+        return (lambda _: float(rate)) if isinstance(rate, Variable) else number
     # A parameter with a default is the callable's own, such as a factor, and not the step.
     takes_step = any(
         parameter.default is parameter.empty and parameter.kind in _POSITIONAL

@@ -306,8 +306,8 @@ BY_OPTION: Mapping[str, UpdateStep] = {
 }
 
 NORM_CLIPPING = (BY_OPTION["global_clipnorm"], BY_OPTION["clipnorm"])
-"""Their formulas come around all others. They transform what the formula cannot clip: rows, and
-gradients that other steps transform too."""
+"""Their formulas come around all others. They transform what a formula cannot clip: rows, and
+gradients for an optimizer's own `update_rule`."""
 
 
 def _scale(most: Any, norm: Any) -> Any:
