@@ -270,12 +270,13 @@ def set_attribute(
     if name not in own and not hasattr(type(optimizer), name) and "_is_made" in own:
         known = sorted(["learning_rate", *(key for key in own if not key.startswith("_"))])
         raise _unknown_attribute(owner, name, known)
-    if name in _FIXED and "_formula" in own and value != own[name]:
+    is_composed = "_steps" in own
+    if name in _FIXED and is_composed and value != own[name]:
         raise AttributeError(
             f"{owner}: {name} is {own[name]!r} and cannot change; pass {name}={value!r} to a new "
             "optimizer instead"
         )
-    before = list(optimizer.all_slots) if "_state" in own and own["_state"].slots else None
+    before = list(optimizer.all_slots) if is_composed and own["_state"].slots else None
     previous = None if before is None else getattr(optimizer, name)
     assign(name, value)
     if before is not None and before != (after := list(optimizer.all_slots)):

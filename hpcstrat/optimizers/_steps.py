@@ -16,6 +16,7 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array, IndexedSlices
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._update.formula import Formula
 from hpcstrat._update.symbols import global_norm
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers import _gradients
@@ -25,8 +26,6 @@ EMA = "ema"
 """The slot of `use_ema`: the moving average, which starts as the variable's value."""
 
 Pairs: TypeAlias = "Sequence[tuple[Any, Variable]]"
-Readers: TypeAlias = dict[str, Callable[[], Any]]
-"""What reads the numbers of a combined formula that are not the optimizer's attributes."""
 
 _RATE = "learning_rate"
 
@@ -438,13 +437,13 @@ def _rows(
 
 def combine_formulas(
     call: str, formula: Callable[..., Any], steps: Sequence[UpdateStep], clips: bool
-) -> tuple[Callable[..., Any], Readers]:
+) -> Formula:
     """The formula of an optimizer inside those of its steps: one pass over memory for all.
 
     The first step's formula is the outermost. The slots are the optimizer's, then those of the last
     step, and so on to the first. `clips`: whether norms are clipped, before all other formulas.
     """
-    own, readers = numbers_of(formula), Readers()
+    own, readers = numbers_of(formula), dict[str, Callable[[], Any]]()
     names = [_name_numbers(step, readers) for step in steps]
     # The ranks must agree on the learning rate in any case.
     every = dict.fromkeys([*own, *[name for each in names for name in each.values()], _RATE])
@@ -471,10 +470,10 @@ def combine_formulas(
     whole.__signature__ = inspect.Signature(
         [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in every]
     )
-    return whole, readers
+    return Formula(call, whole, readers)
 
 
-def _name_numbers(step: UpdateStep, readers: Readers) -> dict[str, str]:
+def _name_numbers(step: UpdateStep, readers: dict[str, Callable[[], Any]]) -> dict[str, str]:
     """Names a step's numbers in the combined formula, and adds what reads its own to `readers`.
 
     A step without numbers has one all the same, because the ranks must agree on the steps too.
