@@ -143,11 +143,11 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
         here = _set_by_user
     # By type, not `isinstance`: an update's context is cross-replica too, but may not communicate.
     is_allowed = here is None or (type(here) is AcrossReplicas and here.group is group)
-    if is_allowed and not group.lifetime.is_closed:
+    if is_allowed and not group.is_closed:
         group.communicator.calls.require_open(call)
         return
     call = call or current_call()
-    if group.lifetime.is_closed:
+    if group.is_closed:
         raise RuntimeError(f"{call} was called on a strategy that is closed; make another")
     if isinstance(here, InUpdate):
         raise RuntimeError(

@@ -63,31 +63,13 @@ class Workers:
 
 
 @final
-class Lifetime:
-    """The mutable state of a group: whether its strategy is closed, and the program's objects.
-
-    Attributes:
-        is_closed: whether it is.
-        strategy: the strategy; its type is not known in this package.
-        replica_context: the `ReplicaContext` of this rank's replica, once a program asked for it.
-    """
-
-    __slots__ = ("is_closed", "replica_context", "strategy")
-
-    def __init__(self, is_closed: bool = False) -> None:
-        self.is_closed: bool = is_closed
-        self.strategy: Any = None
-        self.replica_context: Any = None
-
-
-@final
-@dataclass(frozen=True, eq=False, repr=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class ReplicaGroup:
     """The replicas of one strategy, where they compute, and where they store variables.
 
     A strategy builds one. Variables, optimizers, metrics, checkpoints and contexts hold the group,
     not the strategy. Groups are compared by identity: a variable recognizes the contexts of its
-    strategy by their group.
+    strategy by their group. Only `is_closed`, `strategy` and `replica_context` change.
 
     Attributes:
         name: the strategy's name, for messages.
@@ -102,7 +84,9 @@ class ReplicaGroup:
         mirrors: whether each replica keeps a copy of every variable on its own device.
         requires_aggregation: whether a write in a replica context needs an aggregation.
         hosts: the host of each rank; by default all ranks are on one host.
-        lifetime: whether the strategy is closed, and the strategy itself.
+        is_closed: whether the strategy is closed.
+        strategy: the strategy; its type is not known in this package.
+        replica_context: the `ReplicaContext` of this rank's replica, once a program asked for it.
         workers: the hosts, each of which reads data for its own replicas.
         device: this replica's device.
         stream: the stream that this replica computes on; `None` on the CPU.
@@ -119,22 +103,20 @@ class ReplicaGroup:
     mirrors: bool = False
     requires_aggregation: bool = True
     hosts: Sequence[int] = ()
-    # A separate object, because the group itself is frozen.
-    lifetime: Lifetime = field(default_factory=Lifetime)
+    is_closed: bool = False
+    strategy: Any = None
+    replica_context: Any = None
     workers: Workers = field(init=False)
     device: device_names.Device = field(init=False)
     stream: gpu.Stream | None = field(init=False)
 
     def __post_init__(self) -> None:
         communicator = self.communicator
-        hosts = self.hosts or (0,) * communicator.size
+        # Fields, not properties, because every step reads them.
+        self.workers = Workers(tuple(self.hosts or (0,) * communicator.size), communicator.rank)
+        self.device = self.devices[communicator.rank]
         # The communicator makes the stream: strategies on one GPU share both.
-        stream = communicator.stream if isinstance(communicator, DeviceCommunicator) else None
-        # Fields, not properties, because every step reads them. A frozen dataclass allows no other
-        # way to set them.
-        object.__setattr__(self, "workers", Workers(tuple(hosts), communicator.rank))
-        object.__setattr__(self, "device", self.devices[communicator.rank])
-        object.__setattr__(self, "stream", stream)
+        self.stream = communicator.stream if isinstance(communicator, DeviceCommunicator) else None
 
     def __reduce_ex__(self, _: SupportsIndex) -> NoReturn:
         # Pickling a strategy, or an object that works on its variables, ends here.

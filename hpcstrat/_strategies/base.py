@@ -24,7 +24,7 @@ from hpcstrat._replicas.contexts import (
     check_cross_replica,
     require_cross_replica,
 )
-from hpcstrat._replicas.group import Lifetime, ReplicaGroup
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import exchange, reduce
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.transfer import (
@@ -83,7 +83,7 @@ class Strategy:
     # Separate from the constructor, because copying a strategy does not place devices again.
     def _connect(self, group: ReplicaGroup) -> None:
         self._group = group
-        group.lifetime.strategy = self
+        group.strategy = self
         self._in_replica = InReplica(group)
         self._extended = StrategyExtended(group)
 
@@ -141,7 +141,7 @@ class Strategy:
         devices = ", ".join(dict.fromkeys(device.short for device in group.devices))
         is_central = not group.mirrors and replicas > 1
         variables = f", variables on {group.parameter_device.short}" if is_central else ""
-        state = ", closed" if group.lifetime.is_closed else ""
+        state = ", closed" if group.is_closed else ""
         placed = f"{replicas} replica{'s' * (replicas != 1)} on {devices}"
         return f"{type(self).__name__}({placed}{variables}{state})"
 
@@ -181,10 +181,10 @@ class Strategy:
             RuntimeError: Strategy.run was called on a strategy that is closed; make another
         """
         group = self._group
-        if not group.lifetime.is_closed:
+        if not group.is_closed:
             # An NCCL communicator may be closed only when no rank uses it any more.
             group.communicator.barrier()
-            group.lifetime.is_closed = True
+            group.is_closed = True
             if isinstance(group.communicator, DeviceCommunicator):
                 disconnect_devices(group.communicator)
 
@@ -205,7 +205,7 @@ class Strategy:
         if isinstance(group.communicator, DeviceCommunicator):
             # Each copy is closed separately; the last one closes the connection.
             keep_connected(group.communicator)
-        other._connect(dataclasses.replace(group, lifetime=Lifetime(group.lifetime.is_closed)))
+        other._connect(dataclasses.replace(group, replica_context=None))
         return other
 
     # ---- replicas
@@ -699,7 +699,7 @@ class Scope:
         require_cross_replica(self._group)
         token = contexts.current.set(AcrossReplicas(self._group))
         self._entered.append((token, creators.get()))
-        return strategy_of(self._group)
+        return self._group.strategy
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         if error is not None:
@@ -717,8 +717,3 @@ class Scope:
 def group_of(strategy: Strategy) -> ReplicaGroup:
     """The group of a strategy."""
     return strategy._group
-
-
-def strategy_of(group: ReplicaGroup) -> Strategy:
-    """The strategy of a group."""
-    return group.lifetime.strategy

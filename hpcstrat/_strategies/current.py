@@ -10,7 +10,7 @@ from hpcstrat._core.types import MaybeNone
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas, InReplica
 from hpcstrat._replicas.group import default_group
-from hpcstrat._strategies.base import Scope, Strategy, group_of, strategy_of
+from hpcstrat._strategies.base import Scope, Strategy, group_of
 from hpcstrat._strategies.replica_context import ReplicaContext
 from hpcstrat._variable.options import creators
 
@@ -41,7 +41,7 @@ class _DefaultScope(Scope):
                 "Strategy.scope was called in the scope of another strategy; leave that scope first"
             )
         self._entered.append(creators.set((*creators.get(), _require_default)))
-        return strategy_of(self._group)
+        return self._group.strategy
 
     def __exit__(self, *_: object) -> None:
         creators.reset(self._entered.pop())
@@ -77,7 +77,7 @@ def get_strategy() -> Strategy:
     context = contexts.context()
     if context is None:
         return default_strategy()
-    return strategy_of(context.group)
+    return context.group.strategy
 
 
 def has_strategy() -> bool:
@@ -143,9 +143,9 @@ def get_replica_context() -> ReplicaContext | MaybeNone:
     else:
         return None
     # Made once: programs may compare contexts by identity.
-    if group.lifetime.replica_context is None:
-        group.lifetime.replica_context = ReplicaContext(group)
-    return group.lifetime.replica_context
+    if group.replica_context is None:
+        group.replica_context = ReplicaContext(group)
+    return group.replica_context
 
 
 def experimental_set_strategy(strategy: Strategy | None) -> None:

@@ -140,7 +140,7 @@ class StrategyExtended:
             42
         """
         require_cross_replica(self._group)
-        return self._group.lifetime.strategy.run(fn, args, kwargs)
+        return self._group.strategy.run(fn, args, kwargs)
 
     @collective("StrategyExtended.reduce_to", check_cross_replica)
     def reduce_to(

@@ -18,7 +18,7 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas, InReplica, check_arguments
 from hpcstrat._replicas.group import ReplicaGroup, default_group
 from hpcstrat._strategies import exchange, reduce
-from hpcstrat._strategies.base import Strategy, strategy_of
+from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.transfer import regroup
 
 _REQUIRE: Callable[[Any], None] = operator.methodcaller("_require")
@@ -57,7 +57,7 @@ class ReplicaContext:
             >>> strategy.run(lambda: hs.get_replica_context().strategy is strategy)
             True
         """
-        return strategy_of(self._group)
+        return self._group.strategy
 
     @property
     def replica_id_in_sync_group(self) -> int:

@@ -205,7 +205,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
                 f"Variable {self.name!r} has no distribute_strategy: it was made outside of every "
                 "scope; make it under `with strategy.scope():`"
             )
-        return self._state.group.lifetime.strategy
+        return self._state.group.strategy
 
     # ---- reading the aggregated value
 

@@ -12,7 +12,7 @@ from hpcstrat._core.types import ReduceOp
 from hpcstrat._replicas.contexts import require_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import strategies
-from hpcstrat._strategies.base import Strategy, strategy_of
+from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.current import get_replica_context, get_strategy
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat.data import Dataset, DistributedDataset, InputContext, InputReplicationMode
@@ -138,7 +138,7 @@ class StrategyExtendedV1(StrategyExtended):
         if iterations < 1:
             raise ValueError(f"{current_call()}: iterations is {iterations}; it must be at least 1")
         context = MultiStepContext()
-        with strategy_of(self._group).scope():
+        with self._group.strategy.scope():
             for _ in range(iterations):
                 fn(context, iterator.get_next())
         return context
