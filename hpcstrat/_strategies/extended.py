@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -456,6 +457,7 @@ class StrategyExtended:
             )
         plain = [component_of(leaf) for leaf in leaves]
         args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
+        run = functools.partial(fn, *args, **kwargs)
         is_on_read = any(
             state_of(v).is_on_read and state_of(v).group is group for v in variables[:1]
         )
@@ -467,7 +469,7 @@ class StrategyExtended:
         communicator.barrier()
         if is_on_read or is_on_all_ranks:
             with communicator.raise_together():
-                results, returned = self._update_here(lambda: fn(*args, **kwargs), writable)
+                results, returned = self._update_here(run, writable)
                 if is_on_read:  # the replicas' values may differ, and so may their results
                     results = [regroup(group, leaf) for leaf in results]
                 # Inside the block, so that an exception of one rank reaches the others here.
@@ -475,23 +477,19 @@ class StrategyExtended:
         else:
             written = [state.block for state in map(state_of, writable) if state.group is group]
             try:
-                result = self._update_by_root(lambda: fn(*args, **kwargs), variables, writable)
+                results, returned = self._update_by_root(run, variables, writable)
             except Exception:
                 # All ranks raise it. Earlier writes stay, and must be the same for all readers.
                 group.storage.publish(written)
                 communicator.calls.note_shared_error()
                 raise
             group.storage.publish(written)
-            results, returned = nests.flatten(result)
-            results = [
-                variables[leaf.index] if isinstance(leaf, _Reference) else leaf for leaf in results
-            ]
         return returned.unflatten(results if is_grouped else [(leaf,) for leaf in results])  # pyright: ignore
 
     def _update_here(
-        self, fn: Callable[[], Any], writable: Sequence[Variable]
+        self, run: Callable[[], Any], writable: Sequence[Variable]
     ) -> tuple[list[Any], nests.Structure]:
-        """Runs `fn` on this rank in an update's context, and flattens its result."""
+        """Calls `run` on this rank in an update's context, and flattens its result."""
         group = self._group
         before = contexts.current.get()
         try:
@@ -499,40 +497,36 @@ class StrategyExtended:
             # One rank may run this alone: a collective call in it would wait forever.
             group.communicator.calls.set_paused(current_call())
             with group.on_stream():
-                return nests.flatten(fn())
+                return nests.flatten(run())
         finally:
             group.communicator.calls.set_paused(None)
             contexts.current.set(before)
 
     def _update_by_root(
-        self, fn: Callable[[], Any], variables: Sequence[Variable], writable: Sequence[Variable]
-    ) -> Any:
-        """Runs `fn` on the parameter rank, and sends its result to every rank.
+        self, run: Callable[[], Any], variables: Sequence[Variable], writable: Sequence[Variable]
+    ) -> tuple[list[Any], nests.Structure]:
+        """Calls `run` on the parameter rank, sends its result to every rank, and flattens it there.
 
-        A variable in the result is sent as a `_Reference`.
+        A variable in the result is not sent: each rank puts its own variable in its place.
         """
         group, communicator = self._group, self._group.communicator
-        sent: list[Any] = []
+        sent: Any = None
         with group.on_stream(), communicator.raise_together():
             if communicator.rank == group.root:
-                results, returned = self._update_here(fn, writable)
-                # A variable is not sent: each rank puts its own variable in the result.
-                leaves = [
-                    _Reference(_index(leaf, variables)) if isinstance(leaf, Variable) else leaf
-                    for leaf in results
-                ]
-                sent = [returned.unflatten(leaves)]
-            sent = communicator.broadcast_obj(to_wire(sent), group.root)
-            return from_wire(sent, group.stream)[0]
-
-
-class _Reference:
-    """The index of a variable among the arguments of an update, to send in its place."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+                leaves, returned = self._update_here(run, writable)
+                # The indices of the leaves that are variables, and of those among the arguments.
+                own = {
+                    i: _index(leaf, variables)
+                    for i, leaf in enumerate(leaves)
+                    if isinstance(leaf, Variable)
+                }
+                others = [None if i in own else leaf for i, leaf in enumerate(leaves)]
+                sent = to_wire(returned.unflatten(others)), own
+            result, own = communicator.broadcast_obj(sent, group.root)
+            leaves, returned = nests.flatten(from_wire(result, group.stream))
+        for i, index in own.items():
+            leaves[i] = variables[index]
+        return leaves, returned
 
 
 def _index(variable: Variable, variables: Sequence[Variable]) -> int:
