@@ -16,7 +16,6 @@ from hpcstrat._core.arrays import (
     as_array,
     as_native,
     from_foreign,
-    host_copy,
     is_foreign,
     is_numeric,
 )
@@ -33,9 +32,8 @@ from hpcstrat._core.types import (
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._strategies.transfer import from_wire, to_wire
+from hpcstrat._strategies.transfer import describe_array, from_wire, to_wire
 from hpcstrat._variable.variable import Variable
-from hpcstrat.data._elements import checksum_of_arrays
 from hpcstrat.data._steps import bounds
 
 # ---- leaves of nests
@@ -288,7 +286,7 @@ def scatter(group: ReplicaGroup, value: Any, axis: int, return_indices: bool) ->
         arrays = [_as_scatterable(leaf, axis) for leaf in leaves]
         size = _size_along([array.shape for array in arrays], axis)
         contents = ManyValues(
-            tuple([_describe_array(array, communicator.checks) for array in arrays])
+            tuple([describe_array(array, communicator.checks) for array in arrays])
         )
         communicator.exchange(
             signature_of(current_call(), nests.describe(structure), f"axis={axis}", contents)
@@ -347,18 +345,6 @@ def _size_along(shapes: Sequence[tuple[int, ...]], axis: int) -> int:
             f"along axis {axis} differ; pass arrays of one size, or each to a separate call"
         )
     return max(sizes, default=0)
-
-
-def _describe_array(array: Any, every: bool) -> str:
-    """A description with a checksum of the array's contents, or of a sample unless `every`.
-
-    Equal arrays have equal descriptions. An array on a GPU has a checksum only if `every`.
-    """
-    on_gpu = gpu.is_on_gpu(array)
-    if on_gpu and not every:
-        return f"{array.dtype}{list(array.shape)}"
-    contents = checksum_of_arrays([host_copy(current_call(), array) if on_gpu else array], every)
-    return f"{array.dtype}{list(array.shape)} of checksum {contents:08x}"
 
 
 def values_from_function(group: ReplicaGroup, value_fn: Callable[[ValueContext], Any]) -> Any:

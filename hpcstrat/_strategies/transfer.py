@@ -31,7 +31,7 @@ from hpcstrat._core.types import (
 from hpcstrat._process import output
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._variable.variable import Variable
-from hpcstrat.data._elements import checksum_of
+from hpcstrat.data._elements import checksum_of_arrays
 
 _CALL = "Strategy.run"
 
@@ -107,8 +107,19 @@ def _describe_leaves(nest: Any) -> Iterator[str]:
         if isinstance(leaf, (bool, int, float, complex)):
             yield repr(leaf)
         elif isinstance(leaf, (np.ndarray, np.generic)) or gpu.is_on_gpu(leaf) or _is_tensor(leaf):
-            array = host_copy(current_call(), leaf)
-            yield f"{array.dtype}{list(array.shape)} of checksum {checksum_of(array):08x}"
+            yield describe_array(host_copy(current_call(), leaf), every=True)
+
+
+def describe_array(array: Any, every: bool) -> str:
+    """A description with a checksum of the array's contents, or of a sample unless `every`.
+
+    Equal arrays have equal descriptions. An array on a GPU has a checksum only if `every`.
+    """
+    on_gpu = gpu.is_on_gpu(array)
+    if on_gpu and not every:
+        return f"{array.dtype}{list(array.shape)}"
+    contents = checksum_of_arrays([host_copy(current_call(), array) if on_gpu else array], every)
+    return f"{array.dtype}{list(array.shape)} of checksum {contents:08x}"
 
 
 def _is_tensor(leaf: Any) -> bool:
