@@ -181,9 +181,8 @@ def broadcast(communicator: Communicator, value: Any, root: int) -> Any:
             f"{current_call()}: root is {root!r}; it must be the index of a replica, "
             f"0..{communicator.size - 1}"
         )
-    return _exchange(
-        value, lambda arrays, *must_match: communicator.broadcast(arrays, int(root), *must_match)
-    )
+    nest = Nest(value)
+    return nest.fill(communicator.broadcast(nest.arrays(), int(root), *nest.must_match))
 
 
 def reduce_scatter(
@@ -192,10 +191,8 @@ def reduce_scatter(
     """Returns this replica's part of a reduction; `value` is this replica's nest."""
     op = ReduceOp.parse(reduce_op, current_call())
     check_axis(axis)
-    return _exchange(
-        value,
-        lambda arrays, *must_match: communicator.reduce_scatter(arrays, op, int(axis), *must_match),
-    )
+    nest = Nest(value)
+    return nest.fill(communicator.reduce_scatter(nest.arrays(), op, int(axis), *nest.must_match))
 
 
 def scan(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, inclusive: bool) -> Any:
@@ -208,16 +205,14 @@ def scan(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, incl
         )
     if not isinstance(inclusive, bool):
         raise TypeError(f"{current_call()}: inclusive is {inclusive!r}; it must be True or False")
-
-    def scan_arrays(arrays: list[Array], *must_match: str) -> list[Array]:
-        for array in arrays:
-            check_reducible(array.dtype, op)
-        rows = [array[None] for array in arrays]
-        by_rank = communicator.all_gather(rows, 0, op.name, f"inclusive={inclusive}", *must_match)
-        count = communicator.rank + inclusive
-        return [reduce_rows(parts[:count], op) for parts in by_rank]
-
-    return _exchange(value, scan_arrays)
+    nest = Nest(value)
+    arrays = nest.arrays()
+    for array in arrays:
+        check_reducible(array.dtype, op)
+    rows = [array[None] for array in arrays]
+    by_rank = communicator.all_gather(rows, 0, op.name, f"inclusive={inclusive}", *nest.must_match)
+    count = communicator.rank + inclusive
+    return nest.fill([reduce_rows(parts[:count], op) for parts in by_rank])
 
 
 def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
@@ -244,7 +239,8 @@ def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
             f"{'; '.join(described)}; only shapes may differ"
         )
     outgoing = [
-        _outgoing(dict(enumerate(to_ranks)), range(size)) for to_ranks in zip(*arrays, strict=True)
+        _outgoing(to_ranks[0], dict(enumerate(to_ranks)), range(size))
+        for to_ranks in zip(*arrays, strict=True)
     ]
     received = communicator.all_to_all(outgoing, *own[0].must_match)
     return [own[0].fill([of[source] for of in received]) for source in range(size)]
@@ -261,7 +257,7 @@ def neighbor_exchange(
     # (side, nest, destination, source): sending to the left means receiving from the right.
     sides = (("left", Nest(to_left), left, right), ("right", Nest(to_right), right, left))
     outgoing = [
-        _outgoing({} if to is None else {to: array}, [] if source is None else [source], array)
+        _outgoing(array, {} if to is None else {to: array}, [] if source is None else [source])
         for _, nest, to, source in sides
         for array in nest.arrays()
     ]
@@ -273,6 +269,11 @@ def neighbor_exchange(
         results.append(None if source is None else nest.fill([of[source] for of in of_leaves]))
     from_right, from_left = results
     return from_left, from_right
+
+
+def _outgoing(like: Array, to: Mapping[int, Array], sources: Sequence[int]) -> Outgoing:
+    """Arrays of the dtype, and on the device, of `like`."""
+    return Outgoing(like.dtype, to, sources, gpu.is_on_gpu(like))
 
 
 # ---- distributed values of plain ones, and back
@@ -400,13 +401,3 @@ def local_results(group: ReplicaGroup, value: Any) -> tuple[Any, ...]:
             nest[i] = component
         results.append(structure.unflatten(nest))
     return tuple(results)
-
-
-def _exchange(value: Any, exchange_arrays: Callable[..., list[Array]]) -> Any:
-    nest = Nest(value)
-    return nest.fill(exchange_arrays(nest.arrays(), *nest.must_match))
-
-
-def _outgoing(to: Mapping[int, Array], sources: Sequence[int], like: Array = None) -> Outgoing:
-    like = to[0] if like is None else like
-    return Outgoing(like.dtype, to, sources, gpu.is_on_gpu(like))

@@ -265,11 +265,10 @@ def to_wire(nest: Any) -> Any:
 
 def from_wire(nest: Any, stream: gpu.Stream | None) -> Any:
     """The nest that `to_wire` packed, with its GPU arrays on this rank's device."""
-    if stream is None:
-        return nests.map_leaves(
-            lambda leaf: leaf.host if isinstance(leaf, _FromGpu) else leaf, nest
-        )
-    asarray = stream.xp.asarray
-    return nests.map_leaves(
-        lambda leaf: asarray(leaf.host) if isinstance(leaf, _FromGpu) else leaf, nest
-    )
+
+    def unpack(leaf: Any) -> Any:
+        if not isinstance(leaf, _FromGpu):
+            return leaf
+        return leaf.host if stream is None else stream.xp.asarray(leaf.host)
+
+    return nests.map_leaves(unpack, nest)
