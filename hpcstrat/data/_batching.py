@@ -33,6 +33,9 @@ class Batch(Transformation):
 
     An item is a chunk of the input's items, so batching touches no data. `padding` has the shapes
     and the values of `padded_batch`.
+
+    Attributes:
+        size: the size of each batch but the last; `None` if several sizes take turns.
     """
 
     def __init__(
@@ -47,12 +50,11 @@ class Batch(Transformation):
         else:
             call = f"padded_batch({sizes[0]}, {padding[0]}, {padding[1]}, {drop_remainder})"
         super().__init__(source, call)
-        size = sizes[0] if len(set(sizes)) == 1 else None
-        self.batch_sizes = (*source.batch_sizes, size or 0)
-        self.inputs_per_element = size
+        self.size: int | None = sizes[0] if len(set(sizes)) == 1 else None
+        self.batch_sizes = (*source.batch_sizes, self.size or 0)
         self._sizes = tuple(sizes)
         self._drop_remainder = drop_remainder
-        self._are_uniform_keys = size is not None and source.width is not None
+        self._are_uniform_keys = self.size is not None and source.width is not None
         self._rows = source if padding is None else _Padded(source, *padding)
         if isinstance(self._rows, _Padded):
             # If the largest element decides on a size, a replica must load the whole batch.
@@ -67,7 +69,7 @@ class Batch(Transformation):
             )
 
     def spec(self) -> Any:
-        size = self.inputs_per_element if self._drop_remainder else None
+        size = self.size if self._drop_remainder else None
         return _elements.map_leaves(
             lambda leaf: TensorSpec((size, *leaf.shape), leaf.dtype), self._rows.spec()
         )

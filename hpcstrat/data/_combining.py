@@ -276,7 +276,9 @@ class Sample(_Chosen):
         self._weights = weights or [1.0] * len(nodes)
         self._never_chosen = np.array(self._weights) == 0
         self._shuffle = shuffle
-        self.own_shuffles = (self._shuffle,)
+
+    def shuffles(self) -> list[ShuffleState]:
+        return [*super().shuffles(), self._shuffle]
 
     def __repr__(self) -> str:
         # Ranks compare this text. For datasets that a function makes, nothing else compares seeds.

@@ -136,10 +136,7 @@ class Repeat(Choosing):
 
 @final
 class Annotated(Choosing):
-    """All elements, with the user's options, a number of elements to prefetch, or batch sizes.
-
-    Saved positions do not include it.
-    """
+    """All elements, with the user's options, a number of elements to prefetch, or batch sizes."""
 
     def __init__(
         self,
@@ -151,7 +148,6 @@ class Annotated(Choosing):
     ) -> None:
         super().__init__(source, call)
         self.batch_sizes = source.batch_sizes if batch_sizes is None else batch_sizes
-        self.inputs_per_element = 1
         self.options, self.prefetched = options, prefetched
 
     def elements(self, epoch: EpochPass) -> Iterator[Any]:
@@ -164,7 +160,6 @@ class Counted(Choosing):
 
     def __init__(self, source: Node, count: int) -> None:
         super().__init__(source, f"assert_cardinality({count})")
-        self.inputs_per_element = 1
         self._count = count
 
     def cardinality(self) -> int:
@@ -211,7 +206,9 @@ class Shuffle(Choosing):
         super().__init__(source, f"shuffle({buffer_size}, {seed}, {reshuffle})")
         self._buffer_size = sys.maxsize if buffer_size == UNKNOWN else buffer_size
         self._shuffle = ShuffleState(seed, reshuffle)
-        self.own_shuffles = (self._shuffle,)
+
+    def shuffles(self) -> list[ShuffleState]:
+        return [*super().shuffles(), self._shuffle]
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         random = epoch.generator(self._shuffle)

@@ -273,7 +273,9 @@ class Interleave(Transformation):
         self._threads = threads
         # The seeds of the datasets' own shuffles derive from this one.
         self._shuffle = ShuffleState(None, True)
-        self.own_shuffles = (self._shuffle,)
+
+    def shuffles(self) -> list[ShuffleState]:
+        return [*super().shuffles(), self._shuffle]
 
     def spec(self) -> Any:
         """See `Node`.

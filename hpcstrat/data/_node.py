@@ -218,7 +218,7 @@ class Node(abc.ABC):
     `load` and `fetch` make elements from them. So nodes that reorder or select elements touch no
     data, every rank can walk the whole stream, and each replica loads only its own elements.
 
-    Distribution and checkpoints need six facts about a node, its attributes besides `inputs`. The
+    Distribution and checkpoints need four facts about a node, its attributes besides `inputs`. The
     constructor sets their defaults; the constructor of a subclass calls it, then sets the facts
     that differ. Do not set them in the body of a class, where the defaults would hide them.
 
@@ -236,10 +236,6 @@ class Node(abc.ABC):
         rows: if elements are batches, the node whose elements are their rows, and whose chunks are
             this node's items; else `None`, the default, with which each replica loads a whole batch
             and keeps its own rows.
-        inputs_per_element: the unit in which a saved position counts. `None`, the default: this
-            node's own elements. A number: elements of its only input, that many per element of
-            this node, so that a program with another batch size can resume.
-        own_shuffles: the shuffles of this node itself; `()` is the default.
     """
 
     def __init__(self, *inputs: Node) -> None:
@@ -248,8 +244,6 @@ class Node(abc.ABC):
         self.user_code: bool = not inputs or any(node.user_code for node in inputs)
         self.batch_sizes: tuple[int, ...] = ()
         self.rows: Node | None = None
-        self.inputs_per_element: int | None = None
-        self.own_shuffles: tuple[ShuffleState, ...] = ()
 
     @abc.abstractmethod
     def __repr__(self) -> str:
@@ -310,9 +304,8 @@ class Node(abc.ABC):
         return max(1, min(1024, _BYTES_AHEAD // max(1, size)))
 
     def shuffles(self) -> list[ShuffleState]:
-        """The shuffles of all nodes before this one, then its own, each once."""
-        shuffles = [shuffle for node in self.inputs for shuffle in node.shuffles()]
-        return [*dict.fromkeys(shuffles), *self.own_shuffles]
+        """The shuffles of the inputs, each once; a node that shuffles adds its own."""
+        return [*dict.fromkeys(shuffle for node in self.inputs for shuffle in node.shuffles())]
 
     def checksums(self, every: bool) -> list[tuple[str, int]]:
         """The description and checksum of each source of arrays: of samples, or all if `every`."""

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _elements
-from hpcstrat.data._indexing import Slice, prefetched_at_end
+from hpcstrat.data._batching import Batch
+from hpcstrat.data._indexing import Annotated, Counted, Slice, prefetched_at_end
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
 from hpcstrat.data._threads import prepare_ahead
 
@@ -101,10 +102,16 @@ class Resumable(abc.ABC):
 
 
 def _without_batches(node: Node) -> tuple[Node, int, str]:
-    """The node whose elements positions count, how many form an element of `node`, and its text."""
+    """The node whose elements positions count, how many form an element of `node`, and its text.
+
+    Batches at the end, and what only describes elements, may be others in the program that resumes.
+    """
     size = 1
-    while node.inputs_per_element is not None:
-        size *= node.inputs_per_element
+    while isinstance(node, (Annotated, Counted, Batch)):
+        if isinstance(node, Batch):
+            if node.size is None:
+                break
+            size *= node.size
         (node,) = node.inputs
     return node, size, f"{node!r} with {node.cardinality()} elements"
 

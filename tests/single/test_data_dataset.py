@@ -1100,7 +1100,7 @@ def test_a_new_transformation_takes_what_is_true_of_its_input(batch_size):
 
 
 def test_only_constructors_set_the_facts_of_nodes():
-    facts = {"width", "user_code", "batch_sizes", "rows", "inputs_per_element"}
+    facts = {"width", "user_code", "batch_sizes", "rows"}
     classes: list[type] = [_node.Node]
     for cls in classes:
         classes += cls.__subclasses__()
