@@ -22,6 +22,7 @@ from hpcstrat.data._node import (
     Node,
     ShuffleState,
     Transformation,
+    common_batch_sizes,
     join,
     only_row,
 )
@@ -40,7 +41,6 @@ class Zip(Node):
         super().__init__(*nodes)
         widths = _widths_of(nodes)
         self.width = sum(widths) if widths else None
-        self.batch_sizes = _common_batch_sizes(nodes)
         stops = itertools.accumulate(widths)
         self._columns = [
             slice(stop - width, stop) for width, stop in zip(widths, stops, strict=True)
@@ -133,7 +133,7 @@ class _Merging(Node):
         self._widths = _widths_of(nodes)
         # All keys of a stream have the same width: narrower keys are padded with zeros.
         self.width = 1 + max(self._widths) if self._widths else None
-        self.batch_sizes = _common_batch_sizes(nodes)
+        self.batch_sizes = common_batch_sizes(nodes)  # `others` have no part in the elements
         self._nodes = tuple(nodes)
         self._name = call
         # The nodes whose elements have not been compared yet, and the spec of the other nodes'.
@@ -357,11 +357,3 @@ def _widths_of(nodes: Sequence[Node]) -> list[int]:
     """The widths of the nodes' keys; empty if the items of a node are Python objects."""
     widths = [node.width for node in nodes if node.width is not None]
     return widths if len(widths) == len(nodes) else []
-
-
-def _common_batch_sizes(nodes: Sequence[Node]) -> tuple[int, ...]:
-    """The batch sizes of all nodes; one unknown size (0) if all have batches but they differ."""
-    sizes = {node.batch_sizes for node in nodes}
-    if len(sizes) == 1:
-        return sizes.pop()
-    return () if () in sizes else (0,)

@@ -232,7 +232,9 @@ class Node(abc.ABC):
             runs a function must set it. The default is whether it is true of an input; without an
             input, true.
         batch_sizes: the sizes of the `batch` calls still in effect, outermost last; 0 if unknown.
-            With the default, `()`, a strategy refuses the dataset instead of splitting elements.
+            With `()` a strategy refuses the dataset instead of splitting elements. The default is
+            those of the inputs, so a node must set it if its elements are not the batches of an
+            input, or their results.
         rows: if elements are batches, the node whose elements are their rows, and whose chunks are
             this node's items; else `None`, the default, with which each replica loads a whole batch
             and keeps its own rows.
@@ -242,7 +244,7 @@ class Node(abc.ABC):
         self.inputs: tuple[Node, ...] = inputs
         self.width: int | None = None
         self.user_code: bool = not inputs or any(node.user_code for node in inputs)
-        self.batch_sizes: tuple[int, ...] = ()
+        self.batch_sizes: tuple[int, ...] = common_batch_sizes(inputs)
         self.rows: Node | None = None
 
     @abc.abstractmethod
@@ -312,13 +314,19 @@ class Node(abc.ABC):
         return [checksum for node in self.inputs for checksum in node.checksums(every)]
 
 
+def common_batch_sizes(nodes: Sequence[Node]) -> tuple[int, ...]:
+    """The batch sizes of all nodes; one unknown size (0) if all have batches but they differ."""
+    sizes = {node.batch_sizes for node in nodes}
+    if len(sizes) == 1:
+        return sizes.pop()
+    return () if not sizes or () in sizes else (0,)
+
+
 class Transformation(Node):
     """A node with one input; unless it says otherwise, it has an element for each of the input's.
 
     Of the input it takes the items, the number and the spec of elements, `user_code` and
-    `batch_sizes`; `load` makes an element. So a subclass must set `user_code` if it calls a
-    function of the user or can fail on a single rank, and `batch_sizes` if its elements are not the
-    batches of the input, or their results.
+    `batch_sizes`; `load` makes an element.
 
     Args:
         source: the input.
@@ -327,7 +335,6 @@ class Transformation(Node):
 
     def __init__(self, source: Node, call: str) -> None:
         super().__init__(source)
-        self.batch_sizes = source.batch_sizes
         self._source = source
         self._call = call
 
