@@ -12,18 +12,16 @@ from hpcstrat._core import nests
 from hpcstrat._core.types import TensorSpec
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _elements
+from hpcstrat.data._elements import FailedElement, unwrap, with_failures
 from hpcstrat.data._indexing import Choosing, cache
 from hpcstrat.data._node import (
     UNKNOWN,
     Chunk,
     EpochPass,
-    FailedElement,
     Node,
     Transformation,
     join,
     only_row,
-    unwrap,
-    with_failures,
 )
 
 

@@ -24,6 +24,7 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
+from hpcstrat.data._elements import with_failures
 from hpcstrat.data._node import (
     INFINITE,
     UNKNOWN,
@@ -31,7 +32,6 @@ from hpcstrat.data._node import (
     Node,
     PipelineChecksum,
     ShuffleState,
-    with_failures,
 )
 from hpcstrat.data._resuming import DatasetIterator, ResumableDataset, length
 from hpcstrat.data._steps import Prefetcher, Step, assign_elements, step_of_one

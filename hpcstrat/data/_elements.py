@@ -60,6 +60,46 @@ class DatasetSpec(TensorSpec):
         return f"DatasetSpec({self.element_spec!r})"
 
 
+class FailedElement:
+    """Takes the place of an element that user code failed to make.
+
+    A generator that raises is finished. So an exception travels through streams and buffers as a
+    value: it is raised in its turn, and the elements after it are not lost.
+    """
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def with_failures(elements: Iterator[Any]) -> Iterator[Any]:
+    """The elements, with a `FailedElement` in place of each that raises."""
+    while True:
+        try:
+            element = next(elements)
+        except StopIteration:
+            return
+        except Exception as error:
+            element = FailedElement(error)
+        yield element
+
+
+def attempt(function: Callable[[Any], Any], element: Any) -> Any:
+    """`function(element)`; a `FailedElement` if that raises, or if `element` is one."""
+    try:
+        return function(unwrap(element))
+    except Exception as error:
+        return FailedElement(error)
+
+
+def unwrap(item: Any) -> Any:
+    """The item, if it is an element; raises the error of a `FailedElement`."""
+    if isinstance(item, FailedElement):
+        raise item.error
+    return item
+
+
 def flatten(element: Any) -> tuple[list[Any], nests.Structure]:
     """The leaves of an element, and its structure. As in `tf.data`, `None` is a part of that."""
     return nests.flatten(element, none_is_leaf=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Iterator
 from typing import Any, final
@@ -13,23 +12,20 @@ from hpcstrat._memory.intervals import divide_up
 from hpcstrat._process import settings
 from hpcstrat.data import _elements
 from hpcstrat.data._arguments import Options
+from hpcstrat.data._elements import FailedElement, unwrap, with_failures
 from hpcstrat.data._node import (
     INFINITE,
     UNKNOWN,
     Chunk,
     EpochPass,
-    FailedElement,
     Keys,
     Node,
     PipelineChecksum,
     ShuffleState,
     Transformation,
     join,
-    unwrap,
-    with_failures,
 )
 from hpcstrat.data._sources import Indexed
-from hpcstrat.data._threads import map_in_threads
 
 PREFETCHED = 2  # elements, if the program leaves the number to the library
 _EMPTY_ROUNDS = 10_000  # in a row; after these, a generator counts as exhausted
@@ -51,12 +47,6 @@ class Choosing(Transformation):
     @property
     def threads(self) -> int:
         return self._source.threads
-
-    def elements(self, epoch: EpochPass) -> Iterator[Any]:
-        if self.threads < 2:
-            return super().elements(epoch)
-        items = itertools.chain.from_iterable(self.chunks(epoch))
-        return map_in_threads(self.load, items, self.threads)
 
 
 @final

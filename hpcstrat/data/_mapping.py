@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any, final
 
 import numpy as np
@@ -11,19 +13,17 @@ import numpy as np
 from hpcstrat._core.call_name import refuses_arguments
 from hpcstrat._process import output
 from hpcstrat.data import _elements
+from hpcstrat.data._elements import FailedElement, attempt, unwrap, with_failures
 from hpcstrat.data._node import (
     UNKNOWN,
     Chunk,
     EpochPass,
-    FailedElement,
     Node,
     ShuffleState,
     Transformation,
-    unwrap,
-    with_failures,
 )
 from hpcstrat.data._sources import generated, name_of
-from hpcstrat.data._threads import blocks_ahead, map_in_threads, threads_of
+from hpcstrat.data._threads import Submit, map_in_threads, threads_of
 
 # Datasets per pass whose text and arrays the ranks compare: a single one may be equal by chance.
 _COMPARED = 32
@@ -142,14 +142,14 @@ class Filter(Transformation):
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         for element in with_failures(self._source.elements(epoch)):
-            try:
-                is_kept = bool(
-                    call_on(self._predicate, unwrap(element), "Dataset.filter", "predicate")
-                )
-            except Exception as error:
-                element, is_kept = FailedElement(error), True
-            if is_kept:
+            kept = attempt(self._keeps, element)
+            if isinstance(kept, FailedElement):
+                yield [kept]
+            elif kept:
                 yield [element]
+
+    def _keeps(self, element: Any) -> bool:
+        return bool(call_on(self._predicate, element, "Dataset.filter", "predicate"))
 
 
 @final
@@ -169,21 +169,21 @@ class Scan(Transformation):
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         state = self._initial_state
-        for element in with_failures(self._source.elements(epoch)):
-            try:
-                result = _call(
-                    self._function, (state, unwrap(element)), "Dataset.scan", "scan_func", _STATE
+
+        def advance(element: Any) -> Any:
+            nonlocal state
+            result = _call(self._function, (state, element), "Dataset.scan", "scan_func", _STATE)
+            if not (type(result) in (tuple, list) and len(result) == 2):
+                raise TypeError(
+                    f"Dataset.scan: scan_func returned {type(result).__name__}; it must return "
+                    "a pair, the next state and the element"
                 )
-                if not (type(result) in (tuple, list) and len(result) == 2):
-                    raise TypeError(
-                        f"Dataset.scan: scan_func returned {type(result).__name__}; it must return "
-                        "a pair, the next state and the element"
-                    )
-                following, made = map(_elements.as_element, result)
-                state = _same_structure(state, following, "Dataset.scan: scan_func")
-                yield [made]
-            except Exception as error:
-                yield [FailedElement(error)]
+            following, made = map(_elements.as_element, result)
+            state = _same_structure(state, following, "Dataset.scan: scan_func")
+            return made
+
+        for element in with_failures(self._source.elements(epoch)):
+            yield [attempt(advance, element)]
 
 
 def reduce(source: Node, initial_state: Any, function: Callable[..., Any]) -> Any:
@@ -299,7 +299,7 @@ class Interleave(Transformation):
             return
         count = min(self._threads, self._cycle_length)
         with threads_of(count) as submit:
-            yield from self._in_turn(blocks_ahead(opened, self._block_length, count, submit, epoch))
+            yield from self._in_turn(self._read_ahead(opened, epoch, submit, count))
 
     def _in_turn(self, opened: Iterator[Iterator[Any]]) -> Iterator[Chunk]:
         slots: list[Iterator[Any] | None] = [None] * self._cycle_length
@@ -324,14 +324,47 @@ class Interleave(Transformation):
         passes = epoch.inner_passes(self._shuffle)
         for number, element in enumerate(with_failures(self._source.elements(epoch))):
             inner = next(passes)
-            try:
-                node = self._function(unwrap(element))
-            except Exception as error:
-                yield inner, iter([(None, FailedElement(error))])
+            node = attempt(self._function, element)
+            if isinstance(node, FailedElement):
+                yield inner, iter([(None, node)])
                 continue
             if epoch.checksum.takes(number, _COMPARED):
                 epoch.checksum.add_text(f"{node!r} {node.cardinality()} {node.checksums(False)}")
             yield inner, _items(node, inner)
+
+    def _read_ahead(
+        self,
+        opened: Iterator[tuple[EpochPass, Iterator[Any]]],
+        epoch: EpochPass,
+        submit: Submit,
+        count: int,
+    ) -> Iterator[Iterator[Any]]:
+        """The items of each dataset, read in blocks of a turn, one block ahead.
+
+        `count` datasets are started before they are asked for. The elements that user code yields
+        in a dataset are added to the checksum of the pass when their block is taken, so that the
+        checksum does not depend on the threads.
+        """
+
+        def read(inner: EpochPass, items: Iterator[Any]) -> tuple[list[Any], int]:
+            return list(itertools.islice(items, self._block_length)), inner.checksum.value
+
+        def blocks(inner: EpochPass, items: Iterator[Any], reading: Future[Any]) -> Iterator[Any]:
+            while True:
+                block, checksum = reading.result()
+                if not block:
+                    return
+                reading = submit(read, inner, items)
+                epoch.checksum.add_text(f"{checksum}")
+                yield from block
+
+        started: deque[Iterator[Any]] = deque()
+        for inner, items in opened:
+            inner.checksum = epoch.checksum.fresh()
+            started.append(blocks(inner, items, submit(read, inner, items)))
+            if len(started) > count:
+                yield started.popleft()
+        yield from started
 
     def load(self, item: Any) -> Any:
         node, inner = item

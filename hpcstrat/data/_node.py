@@ -27,6 +27,7 @@ import numpy.typing as npt
 from hpcstrat._core import nests
 from hpcstrat._process import worlds
 from hpcstrat.data import _elements
+from hpcstrat.data._threads import map_in_threads
 
 INFINITE = -1
 UNKNOWN = -2
@@ -265,7 +266,7 @@ class Node(abc.ABC):
 
     def load(self, item: Any) -> Any:
         """The element of an item, safe to write to; by default, the item is the element."""
-        return unwrap(item)
+        return _elements.unwrap(item)
 
     def fetch(self, chunk: Chunk) -> Any:
         """The elements of a chunk, stacked: a nest of new arrays of shape `(len(chunk), ...)`."""
@@ -289,7 +290,8 @@ class Node(abc.ABC):
         """
         if self.fetches_freely:
             return self._fetch_ahead(epoch)
-        return map(self.load, itertools.chain.from_iterable(self.chunks(epoch)))
+        items = itertools.chain.from_iterable(self.chunks(epoch))
+        return map_in_threads(self.load, items, self.threads)
 
     def _fetch_ahead(self, epoch: EpochPass) -> Iterator[Any]:
         ahead = None
@@ -351,38 +353,6 @@ class Transformation(Node):
         return self._source.chunks(epoch)
 
 
-class FailedElement:
-    """Takes the place of an element that user code failed to make.
-
-    A generator that raises is finished. So an exception travels through streams and buffers as a
-    value: it is raised in its turn, and the elements after it are not lost.
-    """
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-def with_failures(elements: Iterator[Any]) -> Iterator[Any]:
-    """The elements, with a `FailedElement` in place of each that raises."""
-    while True:
-        try:
-            element = next(elements)
-        except StopIteration:
-            return
-        except Exception as error:
-            element = FailedElement(error)
-        yield element
-
-
-def unwrap(item: Any) -> Any:
-    """The item, if it is an element; raises the error of a `FailedElement`."""
-    if isinstance(item, FailedElement):
-        raise item.error
-    return item
-
-
 def only_row(batch: Any) -> Any:
     """The only row of a batch of one."""
     return _elements.map_leaves(lambda leaf: leaf[0], batch)
@@ -396,11 +366,3 @@ def join(chunks: Sequence[Chunk]) -> Chunk:
     if isinstance(chunks[0], np.ndarray) and chunks[0].ndim == 2:
         return np.concatenate(chunks)
     return [item for chunk in chunks for item in chunk]
-
-
-def load_rows(node: Node, chunk: Chunk, start: int, stop: int) -> Any:
-    """The elements `start` to `stop` of a chunk, stacked; the range may be empty."""
-    if start == stop and not node.fetches_freely:
-        # Only an element shows the shapes and dtypes of an empty batch, so load one and drop it.
-        return _elements.rows(node.fetch(chunk[:1]), 0, 0)
-    return node.fetch(chunk[start:stop])

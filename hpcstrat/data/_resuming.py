@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import abc
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _elements
 from hpcstrat.data._batching import Batch
+from hpcstrat.data._elements import unwrap, with_failures
 from hpcstrat.data._indexing import Annotated, Counted, Slice, prefetched_at_end
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
-from hpcstrat.data._threads import prepare_ahead
+from hpcstrat.data._threads import threads_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+_END = object()
 
 
 class Position(NamedTuple):
@@ -189,7 +193,9 @@ class DatasetIterator(Resumable):
     def _ahead(self, elements: Iterator[Any]) -> Iterator[Any]:
         """The elements; a thread prepares them ahead if the pipeline ends with `prefetch`."""
         count = prefetched_at_end(self._node)
-        return prepare_ahead(elements, count, self._epoch) if count else elements
+        if not count:
+            return elements
+        return map(unwrap, _take_ahead(with_failures(elements), count, self._epoch))
 
     def _end(self) -> None:
         """Ends the pass and releases the pipeline."""
@@ -237,6 +243,26 @@ class ResumableDataset(Resumable):
 
     def _note_start(self, iteration: DatasetIterator) -> None:
         self._last, self._resumed = weakref.ref(iteration), None
+
+
+def _take_ahead(elements: Iterator[Any], count: int, epoch: EpochPass) -> Iterator[Any]:
+    """The elements of a pass; a thread takes up to `count` before they are asked for."""
+    # A round of a shuffle that only the thread has reached does not count: the next pass must not
+    # depend on how fast the thread is.
+    epoch.runs_ahead = True
+
+    def take() -> tuple[Any, Any]:
+        return next(elements, _END), epoch.reached
+
+    with threads_of(1) as submit:
+        waiting = deque([submit(take) for _ in range(count)])
+        while True:
+            waiting.append(submit(take))
+            element, reached = waiting.popleft().result()
+            epoch.commit(reached)
+            if element is _END:
+                return
+            yield element
 
 
 @final

@@ -11,13 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from hpcstrat.data import _elements
-from hpcstrat.data._node import (
-    Chunk,
-    EpochPass,
-    FailedElement,
-    Node,
-    load_rows,
-)
+from hpcstrat.data._elements import FailedElement
+from hpcstrat.data._node import Chunk, EpochPass, Node
 from hpcstrat.data._threads import map_in_threads
 
 FROM_FUNCTION = "Strategy.distribute_datasets_from_function"
@@ -75,7 +70,7 @@ def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) 
             # If the item is the keys of the batch's rows, only this replica's rows are loaded.
             if node.rows is not None:
                 total = len(item)
-                value = load_rows(node.rows, item, *bounds(rank, size, batch_size, total))
+                value = _load_rows(node.rows, item, *bounds(rank, size, batch_size, total))
             else:
                 batch = node.load(item)
                 total = _elements.leading_size(_elements.flatten(batch)[0])
@@ -87,6 +82,14 @@ def _split(node: Node, epoch: EpochPass, rank: int, size: int, batch_size: int) 
 
     items = ((item, epoch.checksum.value) for chunk in node.chunks(epoch) for item in chunk)
     return map_in_threads(lambda of_item: step(*of_item), items, node.threads)
+
+
+def _load_rows(node: Node, chunk: Chunk, start: int, stop: int) -> Any:
+    """The elements `start` to `stop` of a chunk, stacked; the range may be empty."""
+    if start == stop and not node.fetches_freely:
+        # Only an element shows the shapes and dtypes of an empty batch, so load one and drop it.
+        return _elements.rows(node.fetch(chunk[:1]), 0, 0)
+    return node.fetch(chunk[start:stop])
 
 
 def _split_keys(
@@ -140,7 +143,7 @@ def assign_elements(node: Node, epoch: EpochPass, rank: int, size: int) -> Itera
             if rank < len(step):
                 value = node.load(step[rank])
             elif node.rows is not None:
-                value = load_rows(node.rows, step[0], 0, 0)
+                value = _load_rows(node.rows, step[0], 0, 0)
             else:
                 # This replica gets no element; the step's first element shows the shapes and dtypes
                 # of its empty arrays.

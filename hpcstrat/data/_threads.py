@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 from hpcstrat._core import gpu
-from hpcstrat.data._node import EpochPass, FailedElement, unwrap, with_failures
+from hpcstrat.data._elements import attempt, unwrap, with_failures
 
 Submit: TypeAlias = Callable[..., "Future[Any]"]
 """Runs a call in a thread."""
@@ -26,8 +25,6 @@ AUTOTUNED = 8
 
 It must not depend on the host: threads read a source ahead, and ranks compare how far it was read.
 """
-
-_END = object()
 
 
 def map_in_threads(
@@ -41,80 +38,15 @@ def map_in_threads(
 
 
 def _map(function: Callable[[Any], Any], items: Iterator[Any], threads: int) -> Iterator[Any]:
-    def attempt(item: Any) -> Any:
-        try:
-            return function(unwrap(item))
-        except Exception as error:
-            return FailedElement(error)
-
     with threads_of(threads) as submit:
         waiting: deque[Future[Any]] = deque()
         for item in with_failures(items):
-            waiting.append(submit(attempt, item))
+            waiting.append(submit(attempt, function, item))
             # One item more than there are threads, so that no thread waits for the caller.
             if len(waiting) > threads:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
-
-
-def prepare_ahead(elements: Iterator[Any], count: int, epoch: EpochPass) -> Iterator[Any]:
-    """The elements of a pass; a thread takes up to `count` before they are asked for."""
-    return map(unwrap, _ahead(with_failures(elements), count, epoch))
-
-
-def _ahead(elements: Iterator[Any], count: int, epoch: EpochPass) -> Iterator[Any]:
-    # A round of a shuffle that only the thread has reached does not count: the next pass must not
-    # depend on how fast the thread is.
-    epoch.runs_ahead = True
-
-    def take() -> tuple[Any, Any]:
-        return next(elements, _END), epoch.reached
-
-    with threads_of(1) as submit:
-        waiting = deque([submit(take) for _ in range(count)])
-        while True:
-            waiting.append(submit(take))
-            element, reached = waiting.popleft().result()
-            epoch.commit(reached)
-            if element is _END:
-                return
-            yield element
-
-
-def blocks_ahead(
-    streams: Iterator[tuple[EpochPass, Iterator[Any]]],
-    size: int,
-    count: int,
-    submit: Submit,
-    epoch: EpochPass,
-) -> Iterator[Iterator[Any]]:
-    """The streams, each read in blocks of `size` items, one block ahead.
-
-    `count` streams are started before they are asked for. The elements that user code yields in a
-    stream are added to the checksum of the pass when their block is taken, so that the checksum
-    does not depend on the threads.
-    """
-
-    def read(inner: EpochPass, items: Iterator[Any]) -> tuple[list[Any], int]:
-        return list(itertools.islice(items, size)), inner.checksum.value
-
-    def blocks(inner: EpochPass, items: Iterator[Any], reading: Future[Any]) -> Iterator[Any]:
-        while True:
-            block, checksum = reading.result()
-            if not block:
-                return
-            reading = submit(read, inner, items)
-            epoch.checksum.add_text(f"{checksum}")
-            yield from block
-
-    started: deque[Iterator[Any]] = deque()
-    for inner, items in streams:
-        inner.checksum = epoch.checksum.fresh()
-        started.append(blocks(inner, items, submit(read, inner, items)))
-        if len(started) > count:
-            yield started.popleft()
-    yield from started
 
 
 @contextlib.contextmanager
