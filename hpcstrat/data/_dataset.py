@@ -31,7 +31,7 @@ from hpcstrat.data._transformations import Transformable, check_node
 
 
 @final
-class Dataset(Transformable):
+class Dataset(Transformable, _elements.DatasetLeaf):
     """A pipeline that yields elements: nests of NumPy arrays or, without dimensions, NumPy scalars.
 
     Make a dataset with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or

@@ -86,9 +86,11 @@ def with_failures(elements: Iterator[Any]) -> Iterator[Any]:
 
 
 def attempt(function: Callable[[Any], Any], element: Any) -> Any:
-    """`function(element)`; a `FailedElement` if that raises, or if `element` is one."""
+    """`function(element)`; a `FailedElement` if that raises, or if `element` is one already."""
+    if isinstance(element, FailedElement):
+        return element
     try:
-        return function(unwrap(element))
+        return function(element)
     except Exception as error:
         return FailedElement(error)
 

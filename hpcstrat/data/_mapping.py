@@ -141,15 +141,15 @@ class Filter(Transformation):
         return UNKNOWN
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        for element in with_failures(self._source.elements(epoch)):
-            kept = attempt(self._keeps, element)
-            if isinstance(kept, FailedElement):
-                yield [kept]
-            elif kept:
-                yield [element]
+        def keeps(element: Any) -> bool:
+            return bool(call_on(self._predicate, element, "Dataset.filter", "predicate"))
 
-    def _keeps(self, element: Any) -> bool:
-        return bool(call_on(self._predicate, element, "Dataset.filter", "predicate"))
+        for element in with_failures(self._source.elements(epoch)):
+            is_kept = attempt(keeps, element)
+            if isinstance(is_kept, FailedElement):
+                yield [is_kept]
+            elif is_kept:
+                yield [element]
 
 
 @final

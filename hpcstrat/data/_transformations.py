@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hpcstrat.data import _batching, _combining, _elements, _indexing, _mapping, _sources
+from hpcstrat.data import _batching, _combining, _indexing, _mapping, _sources
 from hpcstrat.data._arguments import (
     AUTOTUNE,
     function_of,
@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 _CYCLE_LENGTH = 16
 
 
-class Transformable(ResumableDataset, _elements.DatasetLeaf):
-    """The transformations of `Dataset`: by functions, then those that call none."""
+class Transformable(ResumableDataset):
+    """The transformations of `Dataset`: by functions, then those that call none.
+
+    A method checks its arguments, makes a node that reads `self._node`, and returns `self._of` it.
+    """
 
     @classmethod
     def _of(cls, node: Node) -> Self:
