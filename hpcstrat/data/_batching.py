@@ -12,7 +12,7 @@ from hpcstrat._core import nests
 from hpcstrat._core.types import TensorSpec
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _elements
-from hpcstrat.data._elements import FailedElement, unwrap, with_failures
+from hpcstrat.data._elements import FailedElement, attempt, unwrap, with_failures
 from hpcstrat.data._indexing import Choosing, cache
 from hpcstrat.data._node import (
     UNKNOWN,
@@ -279,8 +279,8 @@ class Unbatch(Transformation):
                 yield from chunk
         else:
             for batch in with_failures(self._source.elements(epoch)):
-                failed = isinstance(batch, FailedElement)
-                yield [batch] if failed else list(_elements.unstack(batch))
+                rows = attempt(lambda batch: [*_elements.unstack(batch)], batch)
+                yield [rows] if isinstance(rows, FailedElement) else rows
 
     def load(self, item: Any) -> Any:
         return unwrap(item) if self._source.rows is None else self._source.rows.load(item)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -242,7 +243,7 @@ class Interleave(Transformation):
     """Elements of the datasets that a function makes from elements: `block_length` of each in turn.
 
     An item is a pair of a node and an item of it, so every rank makes all datasets but loads only
-    its own elements. With a cycle length of 2 and a block length of 1:
+    its own elements; or a `FailedElement`. With a cycle length of 2 and a block length of 1:
 
         dataset of element 0:   a0   a1   a2
         dataset of element 1:     b0   b1
@@ -326,7 +327,7 @@ class Interleave(Transformation):
             inner = next(passes)
             node = attempt(self._function, element)
             if isinstance(node, FailedElement):
-                yield inner, iter([(None, node)])
+                yield inner, iter([node])
                 continue
             if epoch.checksum.takes(number, _COMPARED):
                 epoch.checksum.add_text(f"{node!r} {node.cardinality()} {node.checksums(False)}")
@@ -367,25 +368,23 @@ class Interleave(Transformation):
         yield from started
 
     def load(self, item: Any) -> Any:
-        node, inner = item
-        return unwrap(inner) if node is None else node.load(inner)
+        node, inner = unwrap(item)
+        return node.load(inner)
 
     def fetch(self, chunk: Chunk) -> Any:
         parts = []
-        for node, group in itertools.groupby(chunk, key=lambda item: item[0]):
+        for node, group in itertools.groupby(map(unwrap, chunk), key=operator.itemgetter(0)):
             inner = [item for _, item in group]
-            if node is None:
-                raise inner[0].error
             parts.append(node.fetch(inner if node.width is None else np.stack(inner)))
         if len(parts) == 1:
             return parts[0]
         return _elements.stack([row for part in parts for row in _elements.unstack(part)])
 
 
-def _items(node: Node, epoch: EpochPass) -> Iterator[tuple[Node | None, Any]]:
+def _items(node: Node, epoch: EpochPass) -> Iterator[tuple[Node, Any] | FailedElement]:
     for chunk in with_failures(node.chunks(epoch)):
         if isinstance(chunk, FailedElement):
-            yield None, chunk
+            yield chunk
         else:
             for item in chunk:
                 yield node, item
