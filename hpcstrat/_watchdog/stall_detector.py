@@ -59,22 +59,22 @@ class StallDetector:
             now: seconds of any monotonic clock.
         """
         self._pass_over(now)
-        silence = self._silence(statuses, now)
+        silence = self._silence(statuses, dead, now)
         missing = [rank for rank in dead if not _is_gone(statuses[rank])]
         if missing:
             ends, head = True, self._report_deaths(missing, statuses, now)
         else:
             # Another rank of a dead rank's host lives, and knows that it left in order.
             self._dead_since = None
-            ends, head = self._report_stall(statuses, dead, silence, now)
+            ends, head = self._report_stall(statuses, silence, now)
         if not head:
             return None
         last = max((status.number for status in statuses if status is not None), default=0)
         said = [
-            _line(status, last, rank in dead, silence[rank]) for rank, status in enumerate(statuses)
+            _line(status, last, seconds) for status, seconds in zip(statuses, silence, strict=True)
         ]
         lines = "".join(f"\n  {line}" for line in list_by_rank(enumerate(said)))
-        return Diagnosis(ends, _reporter(statuses, dead, silence), f"hpcstrat: {head}{lines}")
+        return Diagnosis(ends, _reporter(statuses, silence), f"hpcstrat: {head}{lines}")
 
     def _report_deaths(
         self, missing: Sequence[int], statuses: Sequence[RankStatus | None], now: float
@@ -97,7 +97,6 @@ class StallDetector:
     def _report_stall(
         self,
         statuses: Sequence[RankStatus | None],
-        dead: Sequence[int],
         silence: Sequence[float],
         now: float,
     ) -> tuple[bool, str]:
@@ -108,7 +107,7 @@ class StallDetector:
             self._seen, self._since, self._reported = seen, now, False
             return False, ""
         # If all ranks compute there is nothing to report, however long it takes.
-        if not _anyone_waits(statuses, dead, silence):
+        if not _anyone_waits(statuses, silence):
             self._since = now
             return False, ""
         seconds = now - self._since
@@ -139,25 +138,28 @@ class StallDetector:
             }
         self._looked = now
 
-    def _silence(self, statuses: Sequence[RankStatus | None], now: float) -> list[float]:
-        """The seconds since each rank's last new status."""
+    def _silence(
+        self, statuses: Sequence[RankStatus | None], dead: Sequence[int], now: float
+    ) -> list[float]:
+        """The seconds since each rank's last new status; infinite of a dead rank."""
         for rank, status in enumerate(statuses):
             beat = -1 if status is None else status.beat
             if rank not in self._heard or self._heard[rank][0] != beat:
                 self._heard[rank] = (beat, now)
-        return [now - self._heard[rank][1] for rank in range(len(statuses))]
+        return [
+            math.inf if rank in dead else now - self._heard[rank][1]
+            for rank in range(len(statuses))
+        ]
 
 
-def _anyone_waits(
-    statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]
-) -> bool:
+def _anyone_waits(statuses: Sequence[RankStatus | None], silence: Sequence[float]) -> bool:
     """Whether a rank that still answers is waiting: statuses of silent ranks may be out of date."""
     # Ranks that have all finished wait for processes that do not end.
     if all(_is_gone(status) for status in statuses):
-        return any(rank in dead or silence[rank] >= SILENT_SECONDS for rank in range(len(statuses)))
+        return max(silence) >= SILENT_SECONDS
     return any(
-        status is not None and status.waits and silence[rank] < SILENT_SECONDS
-        for rank, status in enumerate(statuses)
+        status is not None and status.waits and seconds < SILENT_SECONDS
+        for status, seconds in zip(statuses, silence, strict=True)
     )
 
 
@@ -165,27 +167,27 @@ def _is_gone(status: RankStatus | None) -> bool:
     return status is not None and status.gone
 
 
-def _reporter(
-    statuses: Sequence[RankStatus | None], dead: Sequence[int], silence: Sequence[float]
-) -> int:
+def _reporter(statuses: Sequence[RankStatus | None], silence: Sequence[float]) -> int:
     """The lowest rank that waits and whose watchdog answers; if none waits, the lowest alive."""
     living = [
-        rank for rank, status in enumerate(statuses) if status is not None and rank not in dead
+        rank
+        for rank, status in enumerate(statuses)
+        if status is not None and silence[rank] < math.inf
     ]
     living = [rank for rank in living if silence[rank] < SILENT_SECONDS] or living
     waiting = [rank for rank in living if (status := statuses[rank]) is not None and status.waits]
     return min(waiting or living, default=0)
 
 
-def _line(status: RankStatus | None, last: int, is_dead: bool, silence: float) -> str:
+def _line(status: RankStatus | None, last: int, silence: float) -> str:
     if status is None:
         return "has never reported"
     call = f"call {status.number}, {status.call}" if status.call else "no call"
     if status.gone and not status.waits:
-        if is_dead or silence >= SILENT_SECONDS:
+        if silence >= SILENT_SECONDS:
             return "has finished"
         return f"has finished, but its process does not end; now at {status.location}"
-    if is_dead and not status.gone:
+    if silence == math.inf:
         return f"last seen in {call}, at {status.location}"
     if silence >= SILENT_SECONDS:
         why = "stopped, or in C code that holds the interpreter lock"
