@@ -19,20 +19,37 @@ from hpcstrat._memory.allocator import VariableId
 RECORD = 256
 """Bytes of one rank's record."""
 
-# Number of the call, escaped_hash, status, digest of the signature: equal on all ranks.
+# byte  0       8             16      24      40             48        64                        256
+#       number, escaped_hash, status, digest, message bytes, (unused), payload: a short message
+#       |---------- COMMON: RecordHead -----|
+#       |---------- WHOLE ---------------------------------|
 _COMMON = struct.Struct("<qqq16s")
-# The same, then the bytes of this rank's message: last, so that one slice is all that must match.
 _WHOLE = struct.Struct("<qqq16sq")
 _SIZE = struct.Struct("<q")
 COMMON = _COMMON.size
 WHOLE = _WHOLE.size
-# More than `WHOLE`, so that arrays in the payload are aligned.
-HEADER = 64
+HEADER = 64  # so that arrays in the payload are aligned
 PAYLOAD = RECORD - HEADER
 """Messages of up to this many bytes travel in the record itself."""
 
 OK, FAILED, LEAVING = 0, 1, 2
 """Status of a rank: it makes the call; it raised an error; it leaves the program."""
+
+
+class RecordHead(NamedTuple):
+    """What starts a record, and is equal on all ranks if all is well.
+
+    Attributes:
+        number: the number of the call.
+        escaped_hash: see `CallState`.
+        status: `OK`, `FAILED` or `LEAVING`.
+        digest: that of the call's signature.
+    """
+
+    number: int
+    escaped_hash: int
+    status: int
+    digest: bytes
 
 
 class ManyValues(NamedTuple):
@@ -159,11 +176,7 @@ def _words_of(variable: VariableId) -> str:
 
 
 pack_record: Callable[[int, int, int, bytes, int], bytes] = _WHOLE.pack
-"""Packs the number of the call, escaped_hash, the status, the digest and the message's bytes.
-
-These are the first `WHOLE` bytes of a record; the message follows. The first `COMMON` of them are
-equal on all ranks if all is well.
-"""
+"""Packs the first `WHOLE` bytes of a record: a `RecordHead`'s fields, and the message bytes."""
 
 
 def message_sizes(posted: Sequence[Any]) -> list[int]:
@@ -172,9 +185,9 @@ def message_sizes(posted: Sequence[Any]) -> list[int]:
     return [unpack(record, COMMON)[0] for record in posted]
 
 
-def read_record(record: Any) -> tuple[int, int, int, bytes]:
-    """Number of the call, escaped_hash, status and digest of a record."""
-    return _COMMON.unpack_from(record)
+def read_record(record: Any) -> RecordHead:
+    """The head of a record."""
+    return RecordHead(*_COMMON.unpack_from(record))
 
 
 def pickled(obj: Any) -> list[memoryview]:

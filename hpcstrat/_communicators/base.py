@@ -275,15 +275,14 @@ class Communicator(abc.ABC):
 
         The rank that failed itself (`error`) returns, and raises its own exception.
         """
-        states = [records.read_record(record) for record in posted]
+        heads = [records.read_record(record) for record in posted]
+        statuses, numbers = [head.status for head in heads], [head.number for head in heads]
         # In these two cases the ranks cannot exchange reports: some are gone, or they are in
         # different calls.
-        if any(status == records.LEAVING for _, _, status, _ in states):
-            mismatch.end_after_leaving(self.rank, [status for _, _, status, _ in states], words)
-        if any(state[:2] != states[0][:2] for state in states):
-            mismatch.end_after_escaped(
-                self.rank, [number for number, *_ in states], words, self.calls.last_escaped
-            )
+        if records.LEAVING in statuses:
+            mismatch.end_after_leaving(self.rank, statuses, words)
+        if len({(head.number, head.escaped_hash) for head in heads}) > 1:
+            mismatch.end_after_escaped(self.rank, numbers, words, self.calls.last_escaped)
         by_rank = self._exchange_reports(mismatch.report_of(words, error))
         self.calls.note_shared_error()
         # An error of one rank explains the differing signatures, not the other way round. So all
@@ -305,7 +304,7 @@ class Communicator(abc.ABC):
         record = records.pack_record(self.calls.number, 0, records.OK, bytes(16), nbytes)
         posted = self.exchange_records(record, nbytes, write)
         if any(other[: records.COMMON] != record[: records.COMMON] for other in posted):
-            numbers = [records.read_record(other)[0] for other in posted]
+            numbers = [records.read_record(other).number for other in posted]
             mismatch.end_after_escaped(self.rank, numbers, own.words, self.calls.last_escaped)
         messages = self.collect_messages(self._sizes(posted), write)
         return [records.load_object(message) for message in messages]

@@ -147,12 +147,12 @@ class RootChannel(StatusChannel):
             if place is not None:
                 self._by_rank[rank] = RankStatus(
                     *place,
-                    bool(frame.wait >> index & 1),
-                    frame.progress,
-                    frame.extra_seconds,
-                    bool(frame.gone >> index & 1),
-                    self._process_ids[rank],
-                    (old.beat if old else 0) + (frame.beat >> index & 1),
+                    waits=bool(frame.wait >> index & 1),
+                    progress=frame.progress,
+                    extra_seconds=frame.extra_seconds,
+                    gone=bool(frame.gone >> index & 1),
+                    process=self._process_ids[rank],
+                    beat=(old.beat if old else 0) + (frame.beat >> index & 1),
                 )
         dead = [self._hosts[host][index] for index in _indices(frame.dead)]
         has_news = dead != self._said_dead.get(host, [])

@@ -121,15 +121,15 @@ class Watchdog:
             waits = waits or any(pending() for _, pending in self._checks)
         self._beat += 1
         return RankStatus(
-            calls.number,
-            str(calls.last_signature or ""),
-            location,
-            waits,
-            self._progress,
-            sum(self._extensions),
-            self._gone,
-            os.getpid(),
-            self._beat,
+            number=calls.number,
+            call=str(calls.last_signature or ""),
+            location=location,
+            waits=waits,
+            progress=self._progress,
+            extra_seconds=sum(self._extensions),
+            gone=self._gone,
+            process=os.getpid(),
+            beat=self._beat,
         )
 
     def _location(self) -> str:
