@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hpcstrat._core.arrays import as_number
-from hpcstrat._update.passes import Pass, make_pass
+from hpcstrat._update.passes import Compute, Pass, make_pass
 from hpcstrat._update.rule import Norms, UpdateRule
 from hpcstrat._update.symbols import ELEMENT, NUMBER, Symbol, layers_of
 
@@ -49,7 +49,7 @@ class Formula:
         self._owner = call.partition(".")[0]
         names = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
         self._takes_step = "step" in names
-        self._given = [name for name in _CHANGING if name in names]
+        self._changing = [name for name in _CHANGING if name in names]
         attributes = [name for name in names if name not in (*_CHANGING, *readers)]
         self._names = (*attributes, *readers)
         self._readers = tuple(readers.values())
@@ -58,7 +58,7 @@ class Formula:
         # Of the last step: what it read, and what follows from it; what changed, and the rule.
         self._values: tuple[Any, ...] | None = None
         self._passes: tuple[Pass, ...]
-        self._numbers: tuple[float, ...]
+        self._given: list[Compute]
         self._constants: dict[str, float]
         self._now: tuple[float, int] | None = None
         self._rule: UpdateRule
@@ -86,15 +86,15 @@ class Formula:
             constants["learning_rate"] = rate
             if self._takes_step:
                 constants["step"] = number
-            *passes, update = self._passes
-            numbers = update.given_in(rate, number, *self._numbers)
-            if passes:
-                given = [one.given_in(rate, number, *self._numbers) for one in passes]
-                norms = Norms(self._passes, (*given, numbers))
-                self._rule = UpdateRule(norms.apply, constants, update.kernel, norms=norms)
+            kernel = self._passes[-1].kernel
+            if len(self._passes) == 1:
+                numbers = self._given[0](rate, number)
+                apply = functools.partial(kernel.apply, numbers)
+                self._rule = UpdateRule(apply, constants, kernel, numbers)
             else:
-                apply = functools.partial(update.kernel.apply, numbers)
-                self._rule = UpdateRule(apply, constants, update.kernel, numbers)
+                given = tuple([compute(rate, number) for compute in self._given])
+                norms = Norms(self._passes, given)
+                self._rule = UpdateRule(norms.apply, constants, kernel, norms=norms)
             self._now = now
         return self._rule
 
@@ -112,7 +112,8 @@ class Formula:
         key = (*options.items(), *slots)
         if key not in self._traced:
             self._traced[key] = self._trace(slots, tuple(numbers), options)
-        self._passes, self._numbers = self._traced[key], tuple(numbers.values())
+        self._passes, now = self._traced[key], numbers.values()
+        self._given = [functools.partial(each.given_in, *now) for each in self._passes]
         # The ranks must agree on the options, too, and on the rate of any formula.
         agreed = {name: float(value) for name, value in options.items() if value is not None}
         changing = ("learning_rate", "step") if self._takes_step else ("learning_rate",)
@@ -126,9 +127,9 @@ class Formula:
             Symbol(ELEMENT, None, name)
             for name in ("gradient", "value", *[f"slot_{name}" for name in slots])
         ]
-        numbers = {name: Symbol(NUMBER, None, name) for name in (*_CHANGING, *names)}
+        numbers = {name: Symbol(NUMBER, None, name) for name in (*names, *_CHANGING)}
         gradient, *state = given
-        taken = {name: numbers[name] for name in (*self._given, *names)}
+        taken = {name: numbers[name] for name in (*self._changing, *names)}
         result = self._function(state[0], gradient, *state[1:], **taken, **options)
         results = result if isinstance(result, tuple) else (result,)
         kinds = [getattr(symbol, "kind", type(symbol).__name__) for symbol in results]

@@ -21,8 +21,9 @@ function in Python or, for all variables at once, on a GPU:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from hpcstrat._update.kernel import Kernel, kernel_of
 from hpcstrat._update.symbols import (
@@ -40,7 +41,8 @@ Compute: TypeAlias = Callable[..., tuple[float, ...]]
 """Computes numbers from others."""
 
 
-class Pass(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pass:
     """A pass over all elements: one for norms, which changes nothing, or the update.
 
     Attributes:
