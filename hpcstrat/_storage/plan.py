@@ -278,9 +278,10 @@ class Plan:
         numbers = tuple(constants.values())
         signature = self._signatures.get((call, op))
         if signature is None or signature.numbers != numbers:
-            signature = signature_of(
-                call, *([] if op is FIRST_REPLICA else [op.name]), *self._must_match
-            )
+            if signature is None or not numbers:  # else the last one's, with other numbers
+                signature = signature_of(
+                    call, *([] if op is FIRST_REPLICA else [op.name]), *self._must_match
+                )
             if numbers:
                 signature = signature.with_numbers(numbers, tuple(constants))
             self._signatures[call, op] = signature
