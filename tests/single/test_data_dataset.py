@@ -517,8 +517,11 @@ def test_unbatch_of_what_has_no_rows():
     with pytest.raises(ValueError, match="first dimension"):
         list(Dataset.from_tensors((np.arange(2), np.arange(3))).unbatch())
     pairs = [(np.arange(n), np.arange(m)) for n, m in [(2, 2), (1, 3), (1, 1)]]
-    found = attempts(Dataset.from_generator(lambda: pairs).unbatch())
-    assert found == [(0, 0), (1, 1), ValueError, (0, 0)]
+    rows = iter(Dataset.from_generator(lambda: pairs).unbatch())
+    assert [next(rows), next(rows)] == [(0, 0), (1, 1)]
+    with pytest.raises(ValueError, match="first dimension"):
+        next(rows)
+    assert [*rows] == [(0, 0)]
 
 
 def rounds(*sizes):
