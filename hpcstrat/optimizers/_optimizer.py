@@ -176,7 +176,9 @@ class Optimizer(metaclass=_options.OptimizerType):
         return self._state.iterations
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _options.set_attribute(self, name, value, super().__setattr__)
+        if not name.startswith("_"):
+            _options.check_attribute(self, name, value)
+        super().__setattr__(name, value)
         is_composed = name in BY_OPTION and "_steps" in vars(self)
         if is_composed and _steps.steps_of(self) != self._steps:
             self._compose()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import copy
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -259,13 +260,8 @@ class OptimizerType(abc.ABCMeta):
         return constructor_signature(cls)
 
 
-def set_attribute(
-    optimizer: Any, name: str, value: Any, assign: Callable[[str, Any], None]
-) -> None:
-    """Sets an attribute of an optimizer by `assign`, and refuses what would have no effect."""
-    if name.startswith("_"):
-        assign(name, value)
-        return
+def check_attribute(optimizer: Any, name: str, value: Any) -> None:
+    """Refuses a new value of an optimizer's attribute if it would have no effect."""
     owner, own = type(optimizer).__name__, vars(optimizer)
     if name not in own and not hasattr(type(optimizer), name) and "_is_made" in own:
         known = sorted(["learning_rate", *(key for key in own if not key.startswith("_"))])
@@ -276,15 +272,16 @@ def set_attribute(
             f"{owner}: {name} is {own[name]!r} and cannot change; pass {name}={value!r} to a new "
             "optimizer instead"
         )
-    before = list(optimizer.all_slots) if is_composed and own["_state"].slots else None
-    previous = None if before is None else getattr(optimizer, name)
-    assign(name, value)
-    if before is not None and before != (after := list(optimizer.all_slots)):
-        assign(name, previous)
-        raise AttributeError(
-            f"{owner}: {name} is {previous!r}, and the slots are made: {before}; with {value!r} "
-            f"they would be {after}. Pass {name}={value!r} to a new optimizer instead"
-        )
+    if is_composed and own["_state"].slots:
+        changed = copy.copy(optimizer)
+        object.__setattr__(changed, name, value)
+        slots, others = list(optimizer.all_slots), list(changed.all_slots)
+        if slots != others:
+            raise AttributeError(
+                f"{owner}: {name} is {getattr(optimizer, name)!r}, and the slots are made: "
+                f"{slots}; with {value!r} they would be {others}. Pass {name}={value!r} to a new "
+                "optimizer instead"
+            )
 
 
 def arguments_of(optimizer: Any) -> dict[str, Any]:

@@ -466,7 +466,6 @@ def combine_formulas(
     for step, of_step in reversed([*clipping, *others]):
         if overrides(step, "formula"):
             whole = functools.partial(_run_step, step, of_step, whole)
-    whole = functools.partial(whole)
     whole.__signature__ = inspect.Signature(
         [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in every]
     )
