@@ -14,7 +14,7 @@ import numpy as np
 from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import constructor_signature
 from hpcstrat._variable.variable import Variable
-from hpcstrat.optimizers._steps import BY_OPTION, UpdateStep, overrides
+from hpcstrat.optimizers._steps import BY_OPTION, NORM_CLIPPING, UpdateStep, overrides
 
 LearningRate: TypeAlias = "float | Variable | Callable[[], float] | Callable[[int], float]"
 
@@ -195,7 +195,7 @@ def check_without_formula(owner: str, given: Mapping[str, Any]) -> None:
     steps = {name: step for name, step in BY_OPTION.items() if given.get(name)}
     steps |= {type(step).__name__: step for step in given.get("steps", ())}
     for name, step in steps.items():
-        if overrides(step, "formula"):
+        if overrides(step, "formula") and step not in NORM_CLIPPING:
             raise ValueError(
                 f"{owner}: {name} changes the formula, and update_rule is overridden; leave it out"
             )

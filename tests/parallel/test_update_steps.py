@@ -388,6 +388,14 @@ def test_an_optimizer_with_its_own_rule_takes_steps_without_formulas(strategy):
         Overriding(RATE, steps=[L1(0.5)])
 
 
+@pytest.mark.parametrize("option", ["clipnorm", "global_clipnorm"])
+def test_an_optimizer_with_its_own_rule_clips_norms(strategy, option):
+    v, optimizer = model(strategy, make=Overriding, **{option: 0.25})
+    apply(strategy, optimizer, v, 0)
+    total = own(0)[1]
+    close(v.numpy(), START - RATE * 0.25 * total / np.linalg.norm(total))
+
+
 def test_wrong_steps():
     wrong: Any = [L1]
     with pytest.raises(TypeError, match=r"SGD: steps has <class .*; each must be an instance"):
