@@ -96,12 +96,13 @@ class _CompiledAdam:
         rule = self._adam.update_rule(ADAM_RATE, 1)
         self._numbers = np.array(rule.kernel_constants)
         bind = compiled.loop(rule, np.dtype(np.float32))
-        self._update, _ = bind(compiled.table([list(memory)]), messages, self._numbers)
+        self._table = compiled.table([list(memory)], messages)
+        self._update = bind(self._numbers, np.empty(0))
 
     def step(self):
         self._steps += 1
         self._numbers[:] = self._adam.update_rule(ADAM_RATE, self._steps).kernel_constants
-        self._update()
+        self._update(*self._table)
 
 
 class WindowAdam:

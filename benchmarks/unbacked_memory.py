@@ -7,7 +7,7 @@ import numpy as np
 
 from hpcstrat._memory import allocator, segment
 from hpcstrat._storage.local import LocalBlocks
-from hpcstrat._update.update import HostUpdate
+from hpcstrat._update.host_update import HostUpdate
 
 LARGE = 1 << 18  # arrays of more bytes than this have no pages
 SMALL = 1 << 10  # except for parts of up to this many bytes, such as records
@@ -59,7 +59,7 @@ def unbacked_memory():
             (segment.Segment, "commit", lambda *_: None),
             (segment, "available_memory", lambda: 1 << 60),
             (segment, "physical_memory", lambda: 1 << 43),  # of addresses
-            (LocalBlocks, "new_update", lambda *_: HostUpdate([], [], {})),
+            (LocalBlocks, "new_update", lambda *_: HostUpdate(np.empty, [], {})),
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
         yield

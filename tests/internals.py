@@ -108,8 +108,8 @@ from hpcstrat._tools.timeline_shares import (
 )
 from hpcstrat._update import compiled, device_update, library_cache, rows
 from hpcstrat._update.device_update import apply_on_gpu
+from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._update.rule import sums_of_squares
-from hpcstrat._update.update import HostUpdate, chunks_of
 from hpcstrat._watchdog import host_channels, watchdog
 from hpcstrat._watchdog.channels import (
     LIMIT,

@@ -29,8 +29,9 @@ from hpcstrat._process import settings
 from hpcstrat._storage.plan import DevicePlan, MessageOrder, Plan
 from hpcstrat._update import compiled
 from hpcstrat._update.device_update import DeviceUpdate
+from hpcstrat._update.host_update import HostUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import Chunk, HostUpdate, Scratch, Update, chunks_of
+from hpcstrat._update.update import Chunk, Update, chunks_of
 
 # A model that fills the memory can still be saved and restored, because at most one part of it is
 # in memory twice.
@@ -133,15 +134,14 @@ class LocalBlocks:
     # ---- updates
 
     def new_update(self, layout: Layout, shards: Sequence[Shard], rank: int = 0) -> Update:
-        """The update of some shards by messages of this layout, in chunks that fit in cache.
+        """The update of some shards by messages of this layout.
 
         Of several messages, this rank's is the one at index `rank`.
         """
         is_large = sum(layout.sizes) >= compiled.FEWEST
-        after = 0 if is_large else compiled.FEWEST_PASSES
-        chunks = chunks_of(self.memory.part, shards)
+        after = 0 if is_large else compiled.FEWEST_UPDATES
         after = after if self._compiles else math.inf
-        return HostUpdate(chunks, shards, self._scratch, rank, after)
+        return HostUpdate(self.memory.part, shards, self._scratch, rank, after)
 
     def zeros(self, nbytes: int) -> Array:
         """New memory for messages, on this rank's device."""
@@ -285,7 +285,7 @@ class OnHostOfGpu(OnGpu):
         for run in runs(shards, ALIGNMENT):
             copy, master = run.memory
             value = self.readable.part(*copy).view(run.dtype)
-            chunks.append((run, value, (self.memory.part(*master).view(run.dtype),)))
+            chunks.append(Chunk(run, value, (self.memory.part(*master).view(run.dtype),)))
         return chunks
 
     @span(UPDATE, on_stream("update"))

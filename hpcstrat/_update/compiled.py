@@ -12,11 +12,11 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hpcstrat._communicators.reduction import reduce_chunk
+from hpcstrat._communicators.reduction import CHUNK, reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._update.kernel import Kernel
 from hpcstrat._update.library_cache import compiler, load_library
@@ -25,18 +25,28 @@ from hpcstrat._update.rule import LANES, UpdateRule, sums_of_squares
 FEWEST = 100_000
 """The fewest elements of an update worth compiling at once: it takes half a second, once per
 machine."""
-FEWEST_PASSES = 1_000
-"""Passes after which smaller updates are compiled, too. These gain microseconds in each step."""
+FEWEST_UPDATES = 1_000
+"""Updates after which smaller ones are compiled, too. These gain microseconds in each step."""
 
-Table: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
-"""One row per chunk: its number of elements, then its addresses in the variable, in each slot and
-in each message. Messages are summed in this order."""
-Bound: TypeAlias = tuple[Callable[[], None], Array]
-"""A call that updates chunks, and its result: each row's sum of the squares of each term of
-norms."""
-Loop: TypeAlias = Callable[[Table, int, Array], Bound]
-"""Binds a table, the number of messages, and an array of float64 with the rule's numbers, which
-each call reads."""
+Loop: TypeAlias = "Callable[[Array, Array], Callable[[ctypes.c_void_p, int, int], None]]"
+"""Binds two arrays of float64: the rule's numbers, which each call reads, and sums, to which it
+adds the squares of each term of norms. What it returns is called with the fields of a `Table`."""
+
+
+class Table(NamedTuple):
+    """The arrays that a loop goes through.
+
+    Attributes:
+        rows: points to one row per run: its number of elements, then its addresses in the variable,
+            in each slot and in each message. Messages are summed in this order.
+        runs: how many rows there are.
+        messages: how many messages.
+    """
+
+    rows: ctypes.c_void_p
+    runs: int
+    messages: int
+
 
 _TYPES = {
     "float32": ("float", "float"),
@@ -163,41 +173,48 @@ static inline double sum(const double *lanes) {
 #define START_SUM(term) double lanes_##term[LANES] = {0};
 #define MAKE_ROOM(term) number terms_##term[BLOCK];
 #define ADD_SQUARES(term) add_squares(terms_##term, lanes_##term, count);
-#define END_SUM(term) sums[term] = sum(lanes_##term);
+#define END_SUM(term) sums[term] += sum(lanes_##term);
 
-// ---- All chunks
+// ---- All runs
 
-void update(const int64_t *row, int64_t rows, int64_t messages, const double *given, double *sums) {
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static inline void update_chunk(const int64_t *row, int64_t start, int64_t stop, int64_t messages,
+                                const double *given, double *sums) {
+    const int64_t *const message = row + FIRST_MESSAGE;
     CONSTANTS(TAKE)
-    for (; rows > 0; --rows, row += FIRST_MESSAGE + messages, sums += COUNT_OF_TERMS) {
-        TERMS(START_SUM)
-        for (int64_t start = 0; start < row[0]; start += BLOCK) {
-            const int64_t count = row[0] - start < BLOCK ? row[0] - start : BLOCK;
-            const int64_t *const message = row + FIRST_MESSAGE;
-            ARRAYS(OPEN)
-            TERMS(MAKE_ROOM)
-            // One or two messages are read in place: a loop that reads several streams at once is
-            // faster than copying one of them first.
-            if (IS_WHOLE && messages == 1) {
-                const number *restrict const first = (const number *)message[0] + start;
-                FOR_EACH_ELEMENT(first[i])
-            } else if (IS_WHOLE && messages == 2) {
-                const number *restrict const first = (const number *)message[0] + start;
-                const number *restrict const second = (const number *)message[1] + start;
-                FOR_EACH_ELEMENT(first[i] + second[i])
-            } else {
-                number gradients[BLOCK];
-                read((const stored *)message[0] + start, gradients, count);
-                for (int64_t k = 1; k < messages; ++k)
-                    add((const stored *)message[k] + start, gradients, count);
-                if (messages > 1) round_to_stored(gradients, count);
-                FOR_EACH_ELEMENT(gradients[i])
-            }
-            CHANGED(CLOSE)
-            TERMS(ADD_SQUARES)
+    TERMS(START_SUM)
+    for (; start < stop; start += BLOCK) {
+        const int64_t count = smaller(BLOCK, stop - start);
+        ARRAYS(OPEN)
+        TERMS(MAKE_ROOM)
+        // One or two messages are read in place: a loop that reads several streams at once is
+        // faster than copying one of them first.
+        if (IS_WHOLE && messages == 1) {
+            const number *restrict const first = (const number *)message[0] + start;
+            FOR_EACH_ELEMENT(first[i])
+        } else if (IS_WHOLE && messages == 2) {
+            const number *restrict const first = (const number *)message[0] + start;
+            const number *restrict const second = (const number *)message[1] + start;
+            FOR_EACH_ELEMENT(first[i] + second[i])
+        } else {
+            number gradients[BLOCK];
+            read((const stored *)message[0] + start, gradients, count);
+            for (int64_t k = 1; k < messages; ++k)
+                add((const stored *)message[k] + start, gradients, count);
+            if (messages > 1) round_to_stored(gradients, count);
+            FOR_EACH_ELEMENT(gradients[i])
         }
-        TERMS(END_SUM)
+        CHANGED(CLOSE)
+        TERMS(ADD_SQUARES)
     }
+    TERMS(END_SUM)
+}
+
+void update(const double *given, double *sums, const int64_t *row, int64_t rows, int64_t messages) {
+    for (; rows > 0; --rows, row += FIRST_MESSAGE + messages)
+        for (int64_t start = 0; start < row[0]; start += CHUNK)
+            update_chunk(row, start, smaller(start + CHUNK, row[0]), messages, given, sums);
 }
 """
 
@@ -226,18 +243,15 @@ def load(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop:
             why.
     """
     assert rule.kernel is not None
-    kernel, terms = rule.kernel, len(rule.kernel.terms)
+    kernel = rule.kernel
     function = load_library(_source(kernel, dtype.name)).update
     pointer, count = ctypes.c_void_p, ctypes.c_int64
-    function.argtypes, function.restype = (pointer, count, count, pointer, pointer), None
+    function.argtypes, function.restype = (pointer, pointer, pointer, count, count), None
 
-    def bind(table: Table, messages: int, numbers: Array) -> Bound:
-        sums = np.empty((len(table), terms))
+    def bind(numbers: Array, sums: Array) -> Callable[[ctypes.c_void_p, int, int], None]:
         # Pointers keep their arrays. Finding addresses in each step would cost as much as NumPy's
         # operations on a small update.
-        given, to_sums = (array.ctypes.data_as(pointer) for array in (numbers, sums))
-        rows = table.ctypes.data_as(pointer)
-        return functools.partial(function, rows, len(table), messages, given, to_sums), sums
+        return functools.partial(function, *[a.ctypes.data_as(pointer) for a in (numbers, sums)])
 
     if not _matches_numpy(bind, rule, kernel, dtype):
         raise OSError(f"{compiler()}: the code for {kernel.name} computes other values than NumPy")
@@ -258,8 +272,8 @@ def _source(kernel: Kernel, dtype: str) -> str:
         "IS_WHOLE": int(computed == stored),
         "IS_FLOAT16": int(dtype == "float16"),
         "LANES": LANES,
+        "CHUNK": CHUNK,
         "FIRST_MESSAGE": 1 + len(columns),
-        "COUNT_OF_TERMS": len(kernel.terms),
         "CONSTANTS(DO)": each((name, place) for place, name in enumerate(kernel.constants)),
         "ARRAYS(DO)": (arrays := each((name, column) for column, name in columns)),
         "CHANGED(DO)": "" if kernel.terms else arrays,
@@ -270,10 +284,10 @@ def _source(kernel: Kernel, dtype: str) -> str:
     return "\n".join([*lines, _LOOP])
 
 
-def table(chunks: Sequence[Sequence[Array]]) -> Table:
-    """The table of chunks: per chunk the variable's, slots' and, unless added later, messages'."""
-    rows = [[arrays[0].size, *(array.ctypes.data for array in arrays)] for arrays in chunks]
-    return np.array(rows, np.int64).reshape(len(rows), len(rows[0]) if rows else 1)
+def table(runs: Sequence[Sequence[Array]], messages: int) -> Table:
+    """The table of runs: of each its arrays in the variable, in each slot and in each message."""
+    rows = [[arrays[0].size, *(array.ctypes.data for array in arrays)] for arrays in runs]
+    return Table(np.array(rows, np.int64).ctypes.data_as(ctypes.c_void_p), len(rows), messages)
 
 
 def _matches_numpy(bind: Loop, rule: UpdateRule, kernel: Kernel, dtype: np.dtype[Any]) -> bool:
@@ -291,12 +305,12 @@ def _matches_numpy(bind: Loop, rule: UpdateRule, kernel: Kernel, dtype: np.dtype
             arrays.append(numbers.astype(dtype))
         *changed, first, second = arrays
         copies = [array.copy() for array in changed]
-        call, sums = bind(table([(*changed, first, second)]), 2, np.array(rule.kernel_constants))
-        call()
+        sums = np.zeros(len(kernel.terms))
+        bind(np.array(rule.kernel_constants), sums)(*table([(*changed, first, second)], 2))
         gradient = np.empty_like(first)
         reduce_chunk(gradient, [first, second], ReduceOp.SUM)
         terms = kernel.apply(rule.kernel_constants, copies[0], gradient, copies[1:])
-        found = [sums[0], *[array.astype(np.float64) for array in changed]]
+        found = [sums, *[array.astype(np.float64) for array in changed]]
         wanted = [sums_of_squares(terms), *[array.astype(np.float64) for array in copies]]
     return all(
         np.array_equal(one, other, equal_nan=True)

@@ -14,7 +14,15 @@ from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard
 from hpcstrat._update.kernel import Kernel
 from hpcstrat._update.rule import Norms, UpdateRule
-from hpcstrat._update.update import NOTHING_IN_PLACE, Chunk, InPlace, Update, keep_per_message
+from hpcstrat._update.update import (
+    NOTHING_IN_PLACE,
+    Chunk,
+    InPlace,
+    PerMessage,
+    Update,
+    gradients_of,
+    keep_per_message,
+)
 
 LANES = 32
 """Threads per strip of a variable, which read neighbouring elements."""
@@ -300,8 +308,14 @@ class DeviceUpdate(Update):
     """An update on a GPU, by the only message, which has the reduced gradients."""
 
     def __init__(self, chunks: Sequence[Chunk], shards: Sequence[Shard]) -> None:
-        super().__init__(chunks, shards)
+        self._chunks = chunks
+        self._shards = shards
+        self._gradients: PerMessage[list[list[Array]]] = {}
         self._norms: dict[Any, DeviceNorms] = {}
+
+    def forget_messages(self) -> None:
+        """See `Update.forget_messages`."""
+        self._gradients.clear()
 
     def run(
         self,
@@ -312,10 +326,12 @@ class DeviceUpdate(Update):
         add_up: Callable[[Array], Array] | None = None,
     ) -> None:
         """See `Update.run`."""
-        all_parts = keep_per_message(self._parts, messages, self._parts_of)
+        gradients = keep_per_message(
+            self._gradients, messages, functools.partial(gradients_of, self._chunks)
+        )
         operands = [
             (gradient, value, slots)
-            for (_, value, slots), (gradient,) in zip(self._chunks, all_parts, strict=True)
+            for (_, value, slots), (gradient,) in zip(self._chunks, gradients, strict=True)
         ]
         if rule.norms is None:
             for gradient, value, slots in operands:

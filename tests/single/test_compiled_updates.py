@@ -1,6 +1,7 @@
 """Updates as loops in C, and everything that can stop the compiler from working."""
 
 import errno
+import functools
 import itertools
 import os
 import stat
@@ -72,21 +73,19 @@ def test_a_loop_gives_the_bits_of_the_operations(dtype, name):
                 gradient = np.empty_like(value)
                 reduce_chunk(gradient, arrays[count:], ReduceOp.SUM)
                 if norms is not None:
-                    sums.append(
-                        sums_of_squares(first.apply(value, gradient, slots, gradient)).tolist()
-                    )
+                    sums.append(sums_of_squares(first.apply(value, gradient, slots, gradient)))
                 rule.apply(value, gradient, slots, np.empty_like(value))
                 rows.append(arrays)
                 expected.append([value, *slots, *(array.copy() for array in arrays[count:])])
             if norms is not None:
                 loop_of_first = compiled.loop(first, dtype)
                 assert loop_of_first is not None
-                numbers = np.array(first.kernel_constants)
-                call, found = loop_of_first(compiled.table(rows), messages, numbers)
-                call()
-                assert found.tolist() == sums
-            call, _ = loop(compiled.table(rows), messages, np.array(rule.kernel_constants))
-            call()
+                found = np.zeros(len(sums[0]))
+                call = loop_of_first(np.array(first.kernel_constants), found)
+                call(*compiled.table(rows, messages))
+                assert found.tolist() == functools.reduce(np.add, sums).tolist()
+            call = loop(np.array(rule.kernel_constants), np.empty(0))
+            call(*compiled.table(rows, messages))
             for found, wanted in zip(rows, expected, strict=True):
                 assert [array.tobytes() for array in found] == [array.tobytes() for array in wanted]
 

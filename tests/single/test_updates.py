@@ -20,7 +20,6 @@ from internals import (
     MessageOrder,
     RangeAllocator,
     SlabAllocator,
-    chunks_of,
     compiled,
     cuts_of,
     rank_parts_of,
@@ -138,7 +137,7 @@ def test_ranks_that_share_memory_update_their_shards(kind, variables, ranks, see
     order = MessageOrder(blocks[::-1], slots[::-1])
     assert [block.number for block in order.blocks] == [block.number for block in blocks]
     shards = [order.shards_of_rank(rank, ranks) for rank in range(ranks)]
-    updates = [kind(chunks_of(memory.part, own), own, {}, rank) for rank, own in enumerate(shards)]
+    updates = [kind(memory.part, own, {}, rank) for rank, own in enumerate(shards)]
     in_place = [update.in_place(own) for update, own in zip(updates, gradients, strict=True)]
     for own, of_rank in zip(shards, in_place, strict=True):
         large = {shard.variable for shard in own if shard.elements.size >= CHUNK}
@@ -186,7 +185,7 @@ def test_norms_of_variables_that_are_split(kind, variables, ranks, seed):
     with np.errstate(all="ignore"):
         for rank in range(ranks):
             own = order.shards_of_rank(rank, ranks)
-            update = kind(chunks_of(memory.part, own), own, {}, rank)
+            update = kind(memory.part, own, {}, rank)
             before = memory.bytes.copy()
             update.run(rule, messages, add_up=lambda own: parts.append(own.copy()) or own)
             memory.bytes[...] = before
@@ -194,9 +193,7 @@ def test_norms_of_variables_that_are_split(kind, variables, ranks, seed):
         np.testing.assert_allclose(total, sums, rtol=1e-6)
         for rank in range(ranks):
             own = order.shards_of_rank(rank, ranks)
-            kind(chunks_of(memory.part, own), own, {}, rank).run(
-                rule, messages, add_up=lambda _: np.array(sums)
-            )
+            kind(memory.part, own, {}, rank).run(rule, messages, add_up=lambda _: np.array(sums))
     for block, of_block, wanted in zip(blocks, slots, expected, strict=True):
         for array, result in zip([block, *of_block], wanted, strict=True):
             np.testing.assert_array_equal(array.array.astype(np.float64), result)
@@ -227,8 +224,7 @@ def test_ranks_with_their_own_slots_update_their_sections(variables, ranks, seed
             for shard in section.shards:
                 part = own[shard.variable][shard.elements.slice]
                 message[shard.message.slice].view(shard.dtype)[...] = part
-        chunks = chunks_of(memory.part, section.shards)
-        HostUpdate(chunks, section.shards, {}).run(momentum(), messages)
+        HostUpdate(memory.part, section.shards, {}).run(momentum(), messages)
         for state, (slot,) in zip(states, slots, strict=True):
             state.append(slot.array.tobytes())
     results = [
