@@ -114,6 +114,7 @@ from hpcstrat._watchdog import host_channels, watchdog
 from hpcstrat._watchdog.channels import (
     LIMIT,
     SLOT,
+    UNKNOWN,
     Connection,
     Listener,
     RankStatus,

@@ -106,6 +106,10 @@ class RankStatus(NamedTuple):
         return cls(*fields)
 
 
+UNKNOWN = RankStatus(-1, "", "", False, 0, 0.0, False, process=0, beat=-1)
+"""Stands for the status of a rank that has not published one yet."""
+
+
 class StatusChannel:
     """Where the ranks of one host publish their statuses: a slot of shared memory for each.
 
@@ -128,8 +132,7 @@ class StatusChannel:
         self.root_silence: float = 0.0
         self._index = index
         self._slots = [memoryview(slot) for slot in slots]
-        # The last ones of this host's ranks; `None` of one that has not published yet.
-        self._statuses: list[RankStatus | None] = [None] * len(self._slots)
+        self._statuses = [UNKNOWN] * len(self._slots)  # the last one of each rank of this host
         self._poll = select.epoll()  # of these files, and of a subclass's sockets
         self._files: dict[int, int] = {}  # of the processes that can be watched -> index
         self._dead: list[int] = []  # their indices
@@ -143,11 +146,11 @@ class StatusChannel:
         for file in self._files:
             self._poll.register(file, select.EPOLLIN)
 
-    def publish(self, status: RankStatus) -> list[RankStatus | None] | None:
-        """Publishes this rank's status; returns each rank's last one, or `None` if unknown here."""
+    def publish(self, status: RankStatus) -> list[RankStatus] | None:
+        """Publishes this rank's status; returns each rank's last one if this rank sees them all."""
         return self._share(status)
 
-    def _share(self, status: RankStatus) -> list[RankStatus | None]:
+    def _share(self, status: RankStatus) -> list[RankStatus]:
         """Writes this rank's slot; returns the last statuses of its host's ranks."""
         message = status.pack()
         slot = self._slots[self._index]

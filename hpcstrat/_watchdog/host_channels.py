@@ -15,6 +15,7 @@ import numpy as np
 
 from hpcstrat._watchdog.channels import (
     CONNECT_SECONDS,
+    UNKNOWN,
     Connection,
     Listener,
     Place,
@@ -93,7 +94,7 @@ class RootChannel(StatusChannel):
         self._hosts = hosts
         self._host_of = {rank: index for index, ranks in enumerate(hosts) for rank in ranks}
         self._process_ids = process_ids
-        self._by_rank: list[RankStatus | None] = [None] * len(process_ids)
+        self._by_rank = [UNKNOWN] * len(process_ids)
         self._connections: dict[int, tuple[int, Connection]] = {}  # by file: the rank that sends
         self._lost: set[int] = set()  # ranks whose connections have closed
         self._said_dead: dict[int, Sequence[int]] = {}  # by host: what another rank of it said last
@@ -107,7 +108,7 @@ class RootChannel(StatusChannel):
     def _connected_hosts(self) -> set[int]:
         return {self._host_of[rank] for rank, _ in self._connections.values()}
 
-    def publish(self, status: RankStatus) -> list[RankStatus | None]:
+    def publish(self, status: RankStatus) -> list[RankStatus]:
         for rank, own in zip(self._hosts[0], self._share(status), strict=True):
             self._by_rank[rank] = own
         for _, connection in self._connections.values():
@@ -131,10 +132,9 @@ class RootChannel(StatusChannel):
         self._poll.unregister(connection)
         connection.close()
         self._lost.add(rank)
-        status = self._by_rank[rank]
         # Until another rank of the host connects and knows better. One that left in order has told
         # before what the others did.
-        if not (status and status.gone) and host not in self._connected_hosts():
+        if not self._by_rank[rank].gone and host not in self._connected_hosts():
             self._said_dead[host] = self._hosts[host]
         return True
 
@@ -143,16 +143,15 @@ class RootChannel(StatusChannel):
         places = {index: place for bits, place in frame.places for index in _indices(bits)}
         for index, rank in enumerate(self._hosts[host]):
             old = self._by_rank[rank]
-            place = places.get(index) or (old and old.place)
-            if place is not None:
+            if index in places or old is not UNKNOWN:
                 self._by_rank[rank] = RankStatus(
-                    *place,
+                    *places.get(index, old.place),
                     waits=bool(frame.wait >> index & 1),
                     progress=frame.progress,
                     extra_seconds=frame.extra_seconds,
                     gone=bool(frame.gone >> index & 1),
                     process=self._process_ids[rank],
-                    beat=(old.beat if old else 0) + (frame.beat >> index & 1),
+                    beat=old.beat + (frame.beat >> index & 1),
                 )
         dead = [self._hosts[host][index] for index in _indices(frame.dead)]
         has_news = dead != self._said_dead.get(host, [])
@@ -216,7 +215,7 @@ class MemberChannel(StatusChannel):
         # Of each rank of this host: when its last new status came.
         self._heard = [self._looked] * len(ranks)
         # And where rank 0 was told it is; the rank that was told longest ago comes first.
-        self._told: dict[int, Place | None] = dict.fromkeys(range(len(ranks)))
+        self._told = dict.fromkeys(range(len(ranks)), UNKNOWN.place)
 
     def connect(self) -> bool:
         """Connects to rank 0, which takes up to ten seconds; returns whether it has."""
@@ -241,13 +240,13 @@ class MemberChannel(StatusChannel):
             # This rank was suspended, perhaps with others and with rank 0. Another may have told
             # rank 0 more since.
             self._heard = [now] * len(self._ranks)
-            self._told = dict.fromkeys(self._told)
+            self._told = dict.fromkeys(self._told, UNKNOWN.place)
         if self._reach_root is None:
             if 0 in new:
                 self.root_silence = 0.0
         elif self._is_led(now):
             self.root_silence = 0.0
-            self._told = dict.fromkeys(self._told)
+            self._told = dict.fromkeys(self._told, UNKNOWN.place)
         elif self._connection is not None:
             self._tell(self._connection, new)
         elif not self._connecting.is_alive():
@@ -267,9 +266,9 @@ class MemberChannel(StatusChannel):
     def _tell(self, connection: Connection, new: Iterable[int]) -> None:
         changed: dict[Place, list[int]] = {}
         for index, last in self._told.items():
-            status = self._statuses[index]
-            if status is not None and status.place != last:
-                changed.setdefault(status.place, []).append(index)
+            place = self._statuses[index].place
+            if place != last:
+                changed.setdefault(place, []).append(index)
         places: list[tuple[_Bits, Place]] = []
         told, left = dict[int, Place](), self._bytes
         for place, indices in changed.items():
@@ -279,14 +278,13 @@ class MemberChannel(StatusChannel):
                 break
             places.append(entry)
             told |= dict.fromkeys(indices, place)
-        known = {index: status for index, status in enumerate(self._statuses) if status is not None}
         frame = HostFrame(
             beat=_bits(new),
-            wait=_bits(index for index, status in known.items() if status.waits),
-            gone=_bits(index for index, status in known.items() if status.gone),
+            wait=_bits(index for index, status in enumerate(self._statuses) if status.waits),
+            gone=_bits(index for index, status in enumerate(self._statuses) if status.gone),
             dead=_bits(self._dead),
-            progress=sum(status.number + status.progress for status in known.values()),
-            extra_seconds=max(status.extra_seconds for status in known.values()),
+            progress=sum(status.number + status.progress for status in self._statuses),
+            extra_seconds=max(status.extra_seconds for status in self._statuses),
             places=places,
         )
         if connection.send(frame.pack()):
@@ -306,11 +304,7 @@ class MemberChannel(StatusChannel):
 
     @property
     def dead(self) -> list[int]:
-        ended = [
-            self._ranks[index]
-            for index in self._dead
-            if not ((status := self._statuses[index]) and status.gone)
-        ]
+        ended = [self._ranks[index] for index in self._dead if not self._statuses[index].gone]
         return [0, *ended] if self._root_is_gone else ended
 
     def close(self) -> None:

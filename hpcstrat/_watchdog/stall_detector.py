@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpcstrat._core.call_name import list_by_rank, ranks_in_words
-from hpcstrat._watchdog.channels import RankStatus
+from hpcstrat._watchdog.channels import UNKNOWN, RankStatus
 
 SETTLING_SECONDS = 1.5
 """After a rank's death: seconds for the launcher, or the rank's own report, to end the job."""
@@ -41,7 +41,7 @@ class StallDetector:
     def __init__(self, stall_seconds: float, timeout_seconds: float) -> None:
         self._stall_seconds = stall_seconds
         self._timeout_seconds = timeout_seconds
-        self._seen: list[tuple[int, int] | None] = []
+        self._seen: list[tuple[int, int]] = []
         self._since = 0.0  # when any rank was last seen to make progress
         self._heard: dict[int, tuple[int, float]] = {}  # each rank's last beat, and when it came
         self._looked = math.inf  # when this detector last looked
@@ -49,7 +49,7 @@ class StallDetector:
         self._reported = False
 
     def diagnose(
-        self, statuses: Sequence[RankStatus | None], dead: Sequence[int], now: float
+        self, statuses: Sequence[RankStatus], dead: Sequence[int], now: float
     ) -> Diagnosis | None:
         """A report, if it is time for one.
 
@@ -60,7 +60,7 @@ class StallDetector:
         """
         self._pass_over(now)
         silence = self._silence(statuses, dead, now)
-        missing = [rank for rank in dead if not _is_gone(statuses[rank])]
+        missing = [rank for rank in dead if not statuses[rank].gone]
         if missing:
             ends, head = True, self._report_deaths(missing, statuses, now)
         else:
@@ -69,7 +69,7 @@ class StallDetector:
             ends, head = self._report_stall(statuses, silence, now)
         if not head:
             return None
-        last = max((status.number for status in statuses if status is not None), default=0)
+        last = max(status.number for status in statuses)
         said = [
             _line(status, last, seconds) for status, seconds in zip(statuses, silence, strict=True)
         ]
@@ -77,7 +77,7 @@ class StallDetector:
         return Diagnosis(ends, _reporter(statuses, silence), f"hpcstrat: {head}{lines}")
 
     def _report_deaths(
-        self, missing: Sequence[int], statuses: Sequence[RankStatus | None], now: float
+        self, missing: Sequence[int], statuses: Sequence[RankStatus], now: float
     ) -> str:
         """Says that ranks have died; empty until it is time to."""
         if self._dead_since is None:
@@ -87,7 +87,8 @@ class StallDetector:
         if now - self._dead_since < SETTLING_SECONDS:
             return ""
         first = statuses[missing[0]]
-        process = f" (process {first.process})" if first is not None and len(missing) == 1 else ""
+        is_one = len(missing) == 1 and first is not UNKNOWN
+        process = f" (process {first.process})" if is_one else ""
         return (
             f"the job ends: {ranks_in_words(missing)}{process} exited without shutting down "
             "(os._exit, a signal, or out of memory); look at its last output and at its host's "
@@ -96,13 +97,13 @@ class StallDetector:
 
     def _report_stall(
         self,
-        statuses: Sequence[RankStatus | None],
+        statuses: Sequence[RankStatus],
         silence: Sequence[float],
         now: float,
     ) -> tuple[bool, str]:
         """Whether the job ends, and what to say; empty until it is time to."""
         # Any rank's progress counts: while one still works, the others may rightly wait for it.
-        seen = [None if status is None else (status.number, status.progress) for status in statuses]
+        seen = [(status.number, status.progress) for status in statuses]
         if seen != self._seen:
             self._seen, self._since, self._reported = seen, now, False
             return False, ""
@@ -112,7 +113,7 @@ class StallDetector:
             return False, ""
         seconds = now - self._since
         quiet = f"the ranks have been waiting for each other for {seconds:.0f} s"
-        extra = max(status.extra_seconds for status in statuses if status is not None)
+        extra = max(status.extra_seconds for status in statuses)
         left = self._timeout_seconds + extra - seconds
         if left <= 0:
             return True, (
@@ -139,48 +140,43 @@ class StallDetector:
         self._looked = now
 
     def _silence(
-        self, statuses: Sequence[RankStatus | None], dead: Sequence[int], now: float
+        self, statuses: Sequence[RankStatus], dead: Sequence[int], now: float
     ) -> list[float]:
         """The seconds since each rank's last new status; infinite of a dead rank."""
         for rank, status in enumerate(statuses):
-            beat = -1 if status is None else status.beat
-            if rank not in self._heard or self._heard[rank][0] != beat:
-                self._heard[rank] = (beat, now)
+            if rank not in self._heard or self._heard[rank][0] != status.beat:
+                self._heard[rank] = (status.beat, now)
         return [
             math.inf if rank in dead else now - self._heard[rank][1]
             for rank in range(len(statuses))
         ]
 
 
-def _anyone_waits(statuses: Sequence[RankStatus | None], silence: Sequence[float]) -> bool:
+def _anyone_waits(statuses: Sequence[RankStatus], silence: Sequence[float]) -> bool:
     """Whether a rank that still answers is waiting: statuses of silent ranks may be out of date."""
     # Ranks that have all finished wait for processes that do not end.
-    if all(_is_gone(status) for status in statuses):
+    if all(status.gone for status in statuses):
         return max(silence) >= SILENT_SECONDS
     return any(
-        status is not None and status.waits and seconds < SILENT_SECONDS
+        status.waits and seconds < SILENT_SECONDS
         for status, seconds in zip(statuses, silence, strict=True)
     )
 
 
-def _is_gone(status: RankStatus | None) -> bool:
-    return status is not None and status.gone
-
-
-def _reporter(statuses: Sequence[RankStatus | None], silence: Sequence[float]) -> int:
+def _reporter(statuses: Sequence[RankStatus], silence: Sequence[float]) -> int:
     """The lowest rank that waits and whose watchdog answers; if none waits, the lowest alive."""
     living = [
         rank
         for rank, status in enumerate(statuses)
-        if status is not None and silence[rank] < math.inf
+        if status is not UNKNOWN and silence[rank] < math.inf
     ]
     living = [rank for rank in living if silence[rank] < SILENT_SECONDS] or living
-    waiting = [rank for rank in living if (status := statuses[rank]) is not None and status.waits]
+    waiting = [rank for rank in living if statuses[rank].waits]
     return min(waiting or living, default=0)
 
 
-def _line(status: RankStatus | None, last: int, silence: float) -> str:
-    if status is None:
+def _line(status: RankStatus, last: int, silence: float) -> str:
+    if status is UNKNOWN:
         return "has never reported"
     call = f"call {status.number}, {status.call}" if status.call else "no call"
     if status.gone and not status.waits:

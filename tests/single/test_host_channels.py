@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from internals import (
     SLOT,
+    UNKNOWN,
     Connection,
     Listener,
     MemberChannel,
@@ -116,7 +117,7 @@ def process():
 
 
 def places(seen):
-    return [one and (one.number, one.call, one.location, one.waits, one.process) for one in seen]
+    return [(one.number, one.call, one.location, one.waits, one.process) for one in seen]
 
 
 def test_rank_0_sees_all_of_every_rank(ranks):
@@ -124,7 +125,7 @@ def test_rank_0_sees_all_of_every_rank(ranks):
     for rank in job.statuses:
         others = {"waits": rank % 2 == 0, "location": f"train.py:{rank} in 重み"}
         job.statuses[rank] = status(rank, number=7 + rank, call=f"call {rank}\n", **others)
-    seen = job.beat_until(lambda seen: None not in seen)
+    seen = job.beat_until(lambda seen: UNKNOWN not in seen)
     assert places(seen) == places([job.statuses[rank] for rank in range(5)])
     before = [one.beat for one in seen]
     job.beat_until(lambda seen: all(one.beat > old for one, old in zip(seen, before, strict=True)))
@@ -150,7 +151,7 @@ def test_what_rank_0_decides_by_comes_at_once(ranks, monkeypatch, change):
     job = ranks([[0], list(range(1, 9))])
     for rank in job.statuses:
         job.statuses[rank] = status(rank, location=f"train.py:{rank} in main")
-    before = job.beat_until(lambda seen: None not in seen)
+    before = job.beat_until(lambda seen: UNKNOWN not in seen)
     for rank in job.statuses:
         job.statuses[rank] = status(rank, location=f"train.py:{100 + rank} in main")
     job.statuses[8] = job.statuses[8]._replace(**change)
@@ -195,15 +196,15 @@ def test_a_frame_is_short(ranks, monkeypatch):
 def test_a_rank_that_never_reported(ranks):
     job = ranks()
     job.suspended.add(3)
-    seen = job.beat_until(lambda seen: seen[2] and seen[4])
-    assert seen[3] is None
+    seen = job.beat_until(lambda seen: UNKNOWN not in (seen[2], seen[4]))
+    assert seen[3] is UNKNOWN
     job.suspended.clear()
-    job.beat_until(lambda seen: seen[3] is not None)
+    job.beat_until(lambda seen: seen[3] is not UNKNOWN)
 
 
 def test_one_rank_of_another_host_stops(ranks):
     job = ranks()
-    before = job.beat_until(lambda seen: None not in seen)
+    before = job.beat_until(lambda seen: UNKNOWN not in seen)
     job.suspended.add(3)
     after = job.beat_until(lambda seen: seen[4].beat > before[4].beat + 5)
     assert after[3].beat <= before[3].beat + 1 and after[2].beat > before[2].beat + 5
@@ -213,7 +214,7 @@ def test_the_first_rank_of_another_host_stops(ranks, monkeypatch):
     """The next one tells rank 0 of all, and the first one again when it goes on."""
     monkeypatch.setattr(host_channels, "_STAND_IN_SECONDS", 0.5)
     job = ranks()
-    before = job.beat_until(lambda seen: None not in seen)
+    before = job.beat_until(lambda seen: UNKNOWN not in seen)
     job.suspended.add(2)
     job.statuses[4] = status(4, location="train.py:9 in main")
     after = job.beat_until(lambda seen: seen[4].beat > before[4].beat + 5)
@@ -228,7 +229,7 @@ def test_the_first_rank_of_another_host_stops(ranks, monkeypatch):
 
 def test_a_silent_host(ranks):
     job = ranks()
-    seen = job.beat_until(lambda seen: None not in seen)
+    seen = job.beat_until(lambda seen: UNKNOWN not in seen)
     job.suspended |= {2, 3, 4}
     detector, said = StallDetector(3, 6), []
     for second in range(7):
@@ -245,7 +246,7 @@ def test_a_silent_host(ranks):
 def test_the_first_rank_of_another_host_dies(ranks, process):
     """All of its host count as dead until another of its ranks says that they are not."""
     job = ranks(processes={2: process.pid})
-    job.beat_until(lambda seen: None not in seen)
+    job.beat_until(lambda seen: UNKNOWN not in seen)
     job.suspended.add(2)
     job.channels[2].close()
     job.root.wait(10)
@@ -259,7 +260,7 @@ def test_the_first_rank_of_another_host_dies(ranks, process):
 @pytest.mark.parametrize("gone", [False, True], ids=["early", "in order"])
 def test_another_rank_dies(ranks, process, gone):
     job = ranks(processes={3: process.pid})
-    job.beat_until(lambda seen: None not in seen)
+    job.beat_until(lambda seen: UNKNOWN not in seen)
     job.statuses[3] = status(3, gone=gone)
     job.beat()
     job.suspended.add(3)
@@ -284,7 +285,7 @@ def test_the_first_rank_of_another_host_leaves_in_order(ranks):
 
 def test_rank_0_dies(ranks, process):
     job = ranks(processes={0: process.pid})
-    job.beat_until(lambda seen: None not in seen)
+    job.beat_until(lambda seen: UNKNOWN not in seen)
     job.root.close()
     process.communicate(b"\n")
     end = time.monotonic() + 30
@@ -297,7 +298,7 @@ def test_rank_0_dies(ranks, process):
 def test_rank_0_is_silent(ranks):
     """One rank of each other host knows; those of rank 0's host see it themselves."""
     job = ranks()
-    job.beat_until(lambda seen: None not in seen)
+    job.beat_until(lambda seen: UNKNOWN not in seen)
     job.beat(root=False)
     silence = [job.channels[rank].root_silence for rank in (1, 2, 3, 4)]
     for _ in range(3):
@@ -314,7 +315,7 @@ def test_rank_0_is_silent(ranks):
 def test_waiting_goes_on_when_statuses_come(ranks):
     """Or each would be answered at once, and the answer answered."""
     job = ranks()
-    seen = job.beat_until(lambda seen: None not in seen)
+    seen = job.beat_until(lambda seen: UNKNOWN not in seen)
     for _ in range(3):
         job.beat(root=False)
     job.root.wait(0.5)

@@ -18,6 +18,7 @@ from internals import (
     LIMIT,
     SETTLING_SECONDS,
     SLOT,
+    UNKNOWN,
     CallState,
     RankStatus,
     StallDetector,
@@ -49,8 +50,7 @@ def diagnoses(statuses, seconds, detector=None, dead=(), start=0.0):
     said = {}
     for tenth in range(int(10 * seconds) + 1):
         beating = [
-            one and (one if one.beat < 0 else one._replace(beat=int(10 * start) + tenth))
-            for one in statuses
+            one if one.beat < 0 else one._replace(beat=int(10 * start) + tenth) for one in statuses
         ]
         diagnosis = detector.diagnose(beating, dead, start + tenth / 10)
         if diagnosis is not None:
@@ -90,7 +90,7 @@ def test_a_rank_that_does_not_come():
     "statuses",
     [
         [status(7, False), status(7, False)],
-        [None, None],
+        [UNKNOWN, UNKNOWN],
         [status(7, False), status(6, False)],
     ],
     ids=["all compute", "nobody has begun", "one is ahead and waits for nobody"],
@@ -188,12 +188,10 @@ def test_notes_travel_whole():
     slots = np.zeros((2, SLOT), np.uint8)
     channels = [StatusChannel(rank, slots, [0, 0]) for rank in range(2)]
     long = status(3, True, call="c" * 5000, location="p" * 5000)
-    assert channels[0].publish(long) == [channels[0]._statuses[0], None]
+    assert channels[0].publish(long) == [channels[0]._statuses[0], UNKNOWN]
     first, second = channels[1].publish(status(4, False)) or []
-    assert (
-        first is not None
-        and first.call == "c" * 400
-        and first._replace(call="", location="") == long._replace(call="", location="")
+    assert first.call == "c" * 400 and first._replace(call="", location="") == long._replace(
+        call="", location=""
     )
     assert second == status(4, False)
     slots[0, 20] ^= 255  # half of another status is already there
@@ -210,7 +208,7 @@ def test_a_note_of_any_text_fits(text):
     channels = [StatusChannel(rank, slots, [0, 0]) for rank in range(2)]
     channels[0].publish(status(3, True, call=text, location=text, extra_seconds=float("inf")))
     seen, _ = channels[1].publish(status(4, False)) or []
-    assert seen is not None and (seen.number, seen.waits, seen.extra_seconds) == (
+    assert (seen.number, seen.waits, seen.extra_seconds) == (
         3,
         True,
         float("inf"),
@@ -247,11 +245,11 @@ class Alone(StatusChannel):
     def __init__(self, trouble=None):
         self.root_silence = 0.0
         self.trouble = trouble
-        self.statuses: list[RankStatus | None] = []
+        self.statuses: list[RankStatus] = []
         self.is_over = threading.Event()
         self.has_ended = threading.Event()
 
-    def publish(self, status) -> list[RankStatus | None] | None:
+    def publish(self, status) -> list[RankStatus] | None:
         self.statuses.append(status)
         if self.trouble is not None:
             raise self.trouble
