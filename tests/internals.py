@@ -79,11 +79,12 @@ from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers
 from hpcstrat._storage import base as storage
-from hpcstrat._storage import local, make_replica_storage, plan
+from hpcstrat._storage import device_plan, local, make_replica_storage
 from hpcstrat._storage.device import CentralDeviceStorage, MirroredDeviceStorage
 from hpcstrat._storage.host import MirroredHostStorage
 from hpcstrat._storage.local import PART, host_parts
-from hpcstrat._storage.plan import MessageOrder, cuts_of, rank_parts_of, rank_slices
+from hpcstrat._storage.order import MessageOrder, cuts_of, rank_parts_of, rank_slices
+from hpcstrat._storage.plan import Plan
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._strategies.strategies import make_mirrored_group

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
 import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.device import DeviceCommunicator, Move, RankSlice
+from hpcstrat._communicators.device import DeviceCommunicator, Move
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import COMMUNICATION, current_call, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts, SlabAllocator
 from hpcstrat._storage.base import Storage
+from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.local import LocalBlocks, OnGpu, OnHostOfGpu, on_stream
-from hpcstrat._storage.plan import (
-    DevicePlan,
+from hpcstrat._storage.order import (
     MessageOrder,
-    MessagePool,
-    Plan,
     cuts_of,
     rank_parts_of,
+    rank_slices,
+    slices_of,
 )
+from hpcstrat._storage.plan import MessagePool, Plan
 from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
 
@@ -111,28 +112,29 @@ class DeviceStorage(Storage):
         rule: UpdateRule,
     ) -> None:
         assert isinstance(plan, DevicePlan)
-        calls = self.communicator.calls
-        number = calls.number
+        communicator = self.communicator
+        number = communicator.calls.number
         with self.local.current():
             try:
-                if plan.taken is None:
+                if plan.memory is None:
                     self._messages.lend(plan, signature)
                 sources = plan.gradients
                 if values is not None:
                     sources = self._pack(plan, values, op is not FIRST_REPLICA)
-                self.communicator.agree(signature)
+                communicator.agree(signature)
             # An error on one rank, such as a lack of memory, is raised on all. As a block of
             # `raise_together`, without its calls.
             except BaseException as error:
-                calls.share_error(error, number)
+                communicator.calls.share_error(error, number)
                 raise
             if plan.started:
                 self._finish_sums()
-                self._sum_parts(plan, plan.not_started())
+                if rest := plan.not_started():
+                    communicator.launch("the sum of gradients", self._prepare_sums(plan, rest))
             elif op is ReduceOp.SUM and sources is plan.gradients and not plan.has_integers:
-                if plan.reductions is None:
-                    plan.reductions = self._prepare_reductions(plan)
-                self.communicator.launch("the sum of gradients", plan.reductions)
+                if plan.sums is None:
+                    plan.sums = self._prepare_sums(plan, range(len(plan.order.blocks)))
+                communicator.launch("the sum of gradients", plan.sums)
             else:
                 self._reduce_message(plan, sources, op)
             if self.updates_here:
@@ -159,23 +161,32 @@ class DeviceStorage(Storage):
                 values[i] = self.local.here(value)
         return plan.pack(values, is_reduced)
 
-    def _prepare_reductions(self, plan: DevicePlan) -> list[Move]:
-        """The sums of all gradients in the message, for `DeviceCommunicator.launch`."""
-        communicator, gradients = self.communicator, plan.gradients
+    def _prepare_sums(self, plan: DevicePlan, variables: Collection[int]) -> list[Move]:
+        """The sums of the gradients of some variables in the message, which are floats."""
+        communicator = self.communicator
         if plan.slices:
-            each = zip(gradients, plan.own_gradients, plan.slices, strict=True)
-            prepared = [communicator.prepare_reduce_scatter(*of_dtype) for of_dtype in each]
+            slices = slices_of(plan.order, plan.slices, variables)
+            prepared = [
+                communicator.prepare_reduce_scatter(*of_dtype)
+                for of_dtype in zip(plan.gradients, plan.own_gradients, slices, strict=True)
+                if of_dtype[-1]
+            ]
         else:
             prepared = [
-                communicator.prepare_reduce(gradient, ReduceOp.SUM, self._reduces_to)
-                for gradient in gradients
+                communicator.prepare_reduce(gradients, ReduceOp.SUM, self._reduces_to)
+                for gradients in plan.order.views_of(variables, plan.message)
             ]
         return [move for of_dtype in prepared for move in of_dtype]
 
     def _reduce_message(self, plan: DevicePlan, sources: Sequence[Array], op: Aggregation) -> None:
-        """Reduces all values in the message, or given as `DevicePlan.pack` returns them."""
+        """Reduces all values in the message, or given as `DevicePlan.pack` returns them.
+
+        Where it sums floats, other ranks may launch prepared sums instead.
+        """
         communicator = self.communicator
         for k, source in enumerate(sources):
+            if not source.size:  # there is no prepared sum of it
+                continue
             if not plan.slices:
                 self._reduce(source, plan.gradients[k], op)
             elif op is ReduceOp.SUM:
@@ -187,23 +198,6 @@ class DeviceStorage(Storage):
                 for rank, elements, own in plan.slices[k]:
                     if rank == communicator.rank:
                         plan.own_gradients[k][own.slice] = source[elements.slice]
-
-    def _sum_parts(self, plan: DevicePlan, variables: Iterable[int]) -> None:
-        """Sums the gradients of some variables in the message, where the update reads them."""
-        for k, parts in enumerate(plan.order.parts_of(variables)):
-            for part in parts:
-                if plan.slices:
-                    slices = [
-                        RankSlice(rank, both, both.shift(own.start - elements.start))
-                        for rank, elements, own in plan.slices[k]
-                        if (both := elements & part)
-                    ]
-                    self.communicator.reduce_scatter_flat(
-                        plan.gradients[k], plan.own_gradients[k], slices
-                    )
-                else:
-                    array = plan.gradients[k][part.slice]
-                    self._reduce(array, array, ReduceOp.SUM)
 
     def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
         """Reduces a flat array to where updates read it; by `FIRST_REPLICA` in place only."""
@@ -233,8 +227,8 @@ class DeviceStorage(Storage):
         # One group of calls for all variables: a message's latency counts more than its bytes.
         if plan.sharing is None:
             transfers = plan.transfers()
-            plan.copies = [copy for _, copies in transfers for copy in copies]
-            plan.sharing = self._prepare_sharing(plan, [piece for piece, _ in transfers])
+            plan.copies = [copy for transfer in transfers for copy in transfer.copies]
+            plan.sharing = self._prepare_sharing(plan, [each.array for each in transfers])
         if self.updates_here:
             for value, part in plan.copies:
                 part[...] = value
@@ -243,14 +237,14 @@ class DeviceStorage(Storage):
             for value, part in plan.copies:
                 value[...] = part
 
-    def _prepare_sharing(self, plan: DevicePlan, pieces: Sequence[Array]) -> list[Move]:
+    def _prepare_sharing(self, plan: DevicePlan, arrays: Sequence[Array]) -> list[Move]:
         communicator = self.communicator
         if plan.slices:
-            pairs = zip(pieces, plan.slices, strict=True)
+            pairs = zip(arrays, plan.slices, strict=True)
             prepared = [communicator.prepare_all_gather(*pair) for pair in pairs]
         else:
-            prepared = [communicator.prepare_broadcast(piece, self._root) for piece in pieces]
-        return [move for of_piece in prepared for move in of_piece]
+            prepared = [communicator.prepare_broadcast(array, self._root) for array in arrays]
+        return [move for of_array in prepared for move in of_array]
 
     # ---- sums of marked gradients, while the program computes others
 
@@ -259,8 +253,8 @@ class DeviceStorage(Storage):
         communicator = self.communicator
         if not communicator.has_side_stream:
             return False
-        with self.local.current(), communicator.side_stream(plan.taken):
-            self._sum_parts(plan, variables)
+        with self.local.current(), communicator.side_stream(plan.memory):
+            communicator.launch("the sum of gradients", self._prepare_sums(plan, variables))
         return True
 
     def _finish_sums(self) -> None:
@@ -311,7 +305,8 @@ class MirroredDeviceStorage(DeviceStorage):
         rank_parts = rank_parts_of(order, order.to_message(slots), rank)
         own = rank_parts[rank]
         update = self.local.new_update(own.layout, own.shards)
-        return DevicePlan(order, update, self.local.runs_to_read(order), rank_parts, rank)
+        slices = rank_slices(order, rank_parts)
+        return DevicePlan(order, update, self.local.runs_to_read(order), own.layout, slices)
 
 
 @final

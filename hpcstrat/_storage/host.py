@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
+import math
 import threading
 import weakref
 from collections import Counter, deque
@@ -26,10 +26,11 @@ from hpcstrat._memory.layout import layout_of_arrays
 from hpcstrat._process.settings import keep_freed_memory
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks, flat, writer_of
-from hpcstrat._storage.plan import MessageOrder, MessagePool, Plan, RankPart, cuts_of, rank_parts_of
+from hpcstrat._storage.order import MessageOrder, cuts_of, rank_parts_of
+from hpcstrat._storage.plan import MessagePool, PartsPlan, Plan
 from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import NOTHING_IN_PLACE, chunks_of
+from hpcstrat._update.update import NOTHING_IN_PLACE, runs_in_memory
 
 
 @final
@@ -54,6 +55,7 @@ class CentralHostStorage(Storage):
         self._dead: deque[int] = deque()  # numbers of blocks, not yet reported
         self._reports: Counter[int] = Counter()  # number of a block -> ranks that reported it
         self._places: dict[int, tuple[int, int]] = {}
+        self._norm_sums: Block | None = None  # of all ranks, for updates with norms
 
     def _create(self, initial: Array) -> Block:
         communicator = self.communicator
@@ -131,7 +133,7 @@ class CentralHostStorage(Storage):
         op: Aggregation,
         rule: UpdateRule,
     ) -> None:
-        communicator, order = self.communicator, plan.order
+        communicator = self.communicator
         add_up = None if rule.norms is None else self._prepare_sums(plan, rule.norms.most)
         in_place = NOTHING_IN_PLACE
         if values is None:
@@ -145,8 +147,8 @@ class CentralHostStorage(Storage):
                 in_place = plan.update.in_place(values)
             messages = communicator.exchange(
                 signature,
-                order.layout.nbytes,
-                functools.partial(order.write, values=values, in_place=in_place),
+                plan.order.layout.nbytes,
+                functools.partial(plan.write, values=values, in_place=in_place),
             )
         if op is FIRST_REPLICA:
             plan.update.run(rule, messages[:1], add_up=add_up)
@@ -160,11 +162,11 @@ class CentralHostStorage(Storage):
         communicator = self.communicator
         # Twice, used by turns: a rank may be in the next pass while another still adds up.
         shape = (2, communicator.size, len(plan.order.blocks), count)
-        # The shape changes when an option selects a formula with other norms.
-        if plan.norm_sums is None or plan.norm_sums.array.shape != shape:
+        size = math.prod(shape)
+        if self._norm_sums is None or self._norm_sums.array.size < size:
             with call_named(f"{current_call()}: norms"):
-                plan.norm_sums = self.create(np.zeros(shape))
-        turns = itertools.cycle(plan.norm_sums.array)
+                self._norm_sums = self.create(np.zeros(size))
+        turns = itertools.cycle(self._norm_sums.array[:size].reshape(shape))
 
         def add_up(own: Array) -> Array:
             sums: Array = next(turns)
@@ -247,12 +249,9 @@ class MirroredHostStorage(Storage):
         order = MessageOrder(variables, [()] * len(variables))
         rank_parts = rank_parts_of(order, order.to_message(slots), rank)
         own = rank_parts[rank]
-        plan = Plan(order, local.new_update(own.layout, own.shards), rank_parts, rank)
         # What is contiguous is copied together.
-        plan.values = [
-            chunks_of(local.memory.part, part.shards, sys.maxsize) for part in rank_parts
-        ]
-        return plan
+        values = [runs_in_memory(local.memory.part, part.shards) for part in rank_parts]
+        return PartsPlan(order, local.new_update(own.layout, own.shards), rank_parts, rank, values)
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in one message, which several replicas copy as a whole to send it."""
@@ -275,10 +274,10 @@ class MirroredHostStorage(Storage):
     ) -> None:
         communicator = self.communicator
         with self._lock:
-            if plan.own is not None:
-                self._update_part(signature, plan, plan.own, values, op, rule)
+            if isinstance(plan, PartsPlan):
+                self._update_part(signature, plan, values, op, rule)
                 return
-            if plan.taken is None:
+            if plan.memory is None:
                 self._messages.lend(plan, signature)
             if communicator.size > 1:
                 plan.update.run(rule, [self._reduce(signature, plan, values, op)])
@@ -290,8 +289,8 @@ class MirroredHostStorage(Storage):
                 plan.update.run(rule, plan.buffer_messages)
             else:
                 in_place = plan.update.in_place(values)  # large gradients are not copied
-                plan.order.write(plan.taken, values, in_place)
-                plan.update.run(rule, [plan.taken], in_place=in_place)
+                plan.write(plan.memory, values, in_place)
+                plan.update.run(rule, [plan.memory], in_place=in_place)
 
     def _reduce(
         self,
@@ -307,13 +306,13 @@ class MirroredHostStorage(Storage):
             if values is None:
                 message[: layout.nbytes] = plan.buffer_messages[0]
             else:
-                plan.order.write(message, values)
+                plan.write(message, values)
 
         if plan.started:
             return self._sums_of_marked(signature, plan)
         if op is not FIRST_REPLICA:
-            communicator.reduce_message(signature, layout, write, op, plan.taken)
-            return plan.taken
+            communicator.reduce_message(signature, layout, write, op, plan.memory)
+            return plan.memory
         if communicator.rank == 0:
             return communicator.exchange(signature, layout.nbytes, write)[0]
         return communicator.exchange(signature)[0]  # only the first replica's values count
@@ -321,8 +320,7 @@ class MirroredHostStorage(Storage):
     def _update_part(
         self,
         signature: CallSignature,
-        plan: Plan,
-        own: RankPart,
+        plan: PartsPlan,
         values: Sequence[Array] | None,
         op: Aggregation,
         rule: UpdateRule,
@@ -333,10 +331,11 @@ class MirroredHostStorage(Storage):
         if rule.norms is not None:
             # The norms are exchanged between two passes over the gradients. Summed first, these
             # outlive the messages.
-            sums = plan.make_sums()
-            for group in own.layout.groups:
-                reduce_in_chunks(group.of(sums), [*map(group.of, messages)], ReduceOp.SUM)
-            messages = [sums]
+            if not self._messages.has_own(plan):
+                plan.take(np.empty(plan.nbytes, np.uint8))
+            for group in plan.own.layout.groups:
+                reduce_in_chunks(group.of(plan.memory), [*map(group.of, messages)], ReduceOp.SUM)
+            messages = [plan.memory]
 
         def add_up(sums: Array) -> Array:
             with call_named(f"{current_call()}: norms"):
@@ -361,7 +360,7 @@ class MirroredHostStorage(Storage):
     def _messages_of(
         self,
         signature: CallSignature,
-        plan: Plan,
+        plan: PartsPlan,
         values: Sequence[Array] | None,
         op: Aggregation,
     ) -> list[Bytes]:
@@ -393,11 +392,17 @@ class MirroredHostStorage(Storage):
         self._background = communicator.background()
         if self._background is None:
             return False
-        if plan.sums is None:
+        if not self._messages.has_own(plan):
             with communicator.raise_together():
-                plan.make_sums()
+                # Not the pool's: other variables are updated during the sums.
+                sums = np.empty(plan.nbytes, np.uint8)
                 communicator.exchange(signature_of(f"{current_call()}: memory"))
-        sources, targets = plan.parts_to_sum(variables)
+            plan.take(sums)
+        if isinstance(plan, PartsPlan):
+            sources, targets = plan.parts_to_sum(variables)
+        else:
+            sources = [plan.order.views_of(variables, plan.buffer_messages[0])]
+            targets = plan.order.views_of(variables, plan.memory)
         layouts = [*map(layout_of_arrays, sources)]
         signature = signature_of(f"{current_call()}: sums")
 
@@ -432,4 +437,4 @@ class MirroredHostStorage(Storage):
         self.communicator.exchange(signature)
         self._start_sums(plan, plan.not_started())
         self._finish_sums()
-        return plan.make_sums()
+        return plan.memory

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, final
 
@@ -26,12 +25,14 @@ from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._memory.layout import Layout
 from hpcstrat._memory.segment import Segment
 from hpcstrat._process import settings
-from hpcstrat._storage.plan import DevicePlan, MessageOrder, Plan
+from hpcstrat._storage.device_plan import DevicePlan
+from hpcstrat._storage.order import MessageOrder
+from hpcstrat._storage.plan import Plan
 from hpcstrat._update import compiled
 from hpcstrat._update.device_update import DeviceUpdate
 from hpcstrat._update.host_update import HostUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import Chunk, Update, chunks_of
+from hpcstrat._update.update import Run, Update, runs_in_memory
 
 # A model that fills the memory can still be saved and restored, because at most one part of it is
 # in memory twice.
@@ -147,11 +148,11 @@ class LocalBlocks:
         """New memory for messages, on this rank's device."""
         return self.xp.zeros(nbytes, np.uint8)
 
-    def runs_to_read(self, order: MessageOrder) -> list[Chunk]:
+    def runs_to_read(self, order: MessageOrder) -> list[Run]:
         """The runs of variables, or of their copies, that programs read on this rank."""
         blocks = [block.copy or block for block in order.blocks]
         shards = [of._replace(memory=(blocks[of.variable].memory,)) for of in order.shards]
-        return chunks_of(self.readable.part, shards, sys.maxsize, ALIGNMENT)
+        return runs_in_memory(self.readable.part, shards, alignment=ALIGNMENT)
 
     @span(UPDATE, on_stream("update"))
     def run(
@@ -221,7 +222,7 @@ class OnGpu(LocalBlocks):
 
     def new_update(self, layout: Layout, shards: Sequence[Shard], rank: int = 0) -> Update:
         """An update of whole runs, each by one kernel."""
-        return DeviceUpdate(chunks_of(self.memory.part, shards, sys.maxsize, ALIGNMENT), shards)
+        return DeviceUpdate(runs_in_memory(self.memory.part, shards, alignment=ALIGNMENT), shards)
 
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """See `LocalBlocks.write`."""
@@ -274,19 +275,19 @@ class OnHostOfGpu(OnGpu):
             rule.apply(block.array, gpu.to_host(new), (), block.array)
             fill(block.view, block.array)
 
-    def runs_to_read(self, order: MessageOrder) -> list[Chunk]:
+    def runs_to_read(self, order: MessageOrder) -> list[Run]:
         """The runs of copies that are runs of the master copy too; that instead of slots."""
         shards = []
         for shard in order.shards:
             block = order.blocks[shard.variable]
             assert block.copy is not None
             shards.append(shard._replace(memory=(block.copy.memory, block.memory)))
-        chunks: list[Chunk] = []
+        found: list[Run] = []
         for run in runs(shards, ALIGNMENT):
             copy, master = run.memory
             value = self.readable.part(*copy).view(run.dtype)
-            chunks.append(Chunk(run, value, (self.memory.part(*master).view(run.dtype),)))
-        return chunks
+            found.append(Run(run, value, (self.memory.part(*master).view(run.dtype),)))
+        return found
 
     @span(UPDATE, on_stream("update"))
     def run(

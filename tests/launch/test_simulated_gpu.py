@@ -169,7 +169,7 @@ BUGS = {
     "a part of the gradients goes over what is sent": (
         [
             (
-                "_storage/plan.py",
+                "_storage/device_plan.py",
                 "memory[round_up(layout.nbytes, ALIGNMENT) : self.nbytes]",
                 "memory",
             )
@@ -200,8 +200,8 @@ BUGS = {
         [
             (
                 "_storage/device.py",
-                "prepare_broadcast(piece, self._root)",
-                "prepare_broadcast(piece, 0)",
+                "prepare_broadcast(array, self._root)",
+                "prepare_broadcast(array, 0)",
             )
         ],
         "Not equal to tolerance",

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import contexts, gpu, gpu_memory, local
-from internals import plan as plan_of_storage
+from internals import contexts, device_plan, gpu, gpu_memory, local
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -170,7 +169,7 @@ def scattered(count, collector):
 @pytest.mark.parametrize("collector", [0, N - 1])
 @pytest.mark.parametrize("piece", [1 << 8, 1 << 24])
 def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector, piece, monkeypatch):
-    monkeypatch.setattr(plan_of_storage, "PIECE", piece)
+    monkeypatch.setattr(device_plan, "PIECE", piece)
     variables = scattered(12, collector)
     starts = [
         v._state.block.memory.start - variables[0]._state.block.memory.start for v in variables
@@ -194,10 +193,10 @@ def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector, piece
 
 
 def test_new_values_go_through_the_message_only_where_memory_ends(strategy, xp, monkeypatch):
-    monkeypatch.setattr(plan_of_storage, "PIECE", 1 << 12)
-    plans, take = [], plan_of_storage.DevicePlan.take
+    monkeypatch.setattr(device_plan, "PIECE", 1 << 12)
+    plans, take = [], device_plan.DevicePlan.take
     monkeypatch.setattr(
-        plan_of_storage.DevicePlan,
+        device_plan.DevicePlan,
         "take",
         lambda plan, memory: (plans.append(plan), take(plan, memory)),
     )

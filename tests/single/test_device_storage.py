@@ -43,11 +43,11 @@ def test_a_message_that_became_too_small_is_given_back():
         for plan in plans:
             gradient = np.ones(plan.order.blocks[0].array.shape, np.float32)
             storage.update(plan, [gradient], ReduceOp.SUM, rule)
-            messages.append(weakref.ref(plan.taken))
+            messages.append(weakref.ref(plan.memory))
             assert plan.order.blocks[0].array.tolist() == (-(turn + 1) * gradient).tolist()
         gc.collect()
         assert {id(message()) for message in messages if message() is not None} == {
-            id(plans[-1].taken)
+            id(plans[-1].memory)
         }
 
 
@@ -75,7 +75,7 @@ def test_a_sum_that_became_too_small_is_given_back():
     for plan in plans:
         gradient = np.ones(plan.order.blocks[0].array.shape, np.float32)
         storage.update(plan, [gradient], ReduceOp.SUM, rule)
-        sums.append(weakref.ref(plan.taken))
+        sums.append(weakref.ref(plan.memory))
         assert plan.order.blocks[0].array.tolist() == (-gradient).tolist()
     gc.collect()
     assert [one() is not None for one in sums] == [False, False, True]

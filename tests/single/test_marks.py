@@ -21,8 +21,8 @@ def test_neighbours_are_one_range():
 
 
 def test_neighbours_are_those_of_a_dtype():
-    made = message([3, 4, 5, 6], [F4, F8, F4, F8])
-    assert made.parts_of([0, 2]) == [[(0, 8)], []]
+    made = message([3, 4, 5, 6], [F4, F8, F4, F8])  # in the message, of sizes 3, 5, 4 and 6
+    assert made.parts_of([0, 1]) == [[(0, 8)], []]
     assert made.parts_of([1, 2, 3]) == [[(3, 8)], [(0, 10)]]
 
 

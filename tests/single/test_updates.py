@@ -18,6 +18,7 @@ from internals import (
     HostUpdate,
     Interval,
     MessageOrder,
+    Plan,
     RangeAllocator,
     SlabAllocator,
     compiled,
@@ -72,7 +73,7 @@ class Memory:
 
 
 def made_in(memory, variables, random):
-    """Blocks with random values."""
+    """Blocks with random values, in the order of a message."""
     blocks = []
     for size, dtype, has_hole in variables:
         hole = memory.new_block((3,), np.dtype(np.int8)) if has_hole else None
@@ -80,7 +81,12 @@ def made_in(memory, variables, random):
         blocks[-1].array[...] = random.standard_normal(size)
         if hole is not None:
             memory.free(hole)
-    return blocks
+    return by_dtype(blocks)
+
+
+def by_dtype(blocks):
+    dtypes = [block.array.dtype for block in blocks]
+    return sorted(blocks, key=lambda block: dtypes.index(block.array.dtype))
 
 
 def gradients_of(blocks, ranks, random):
@@ -144,8 +150,9 @@ def test_ranks_that_share_memory_update_their_shards(kind, variables, ranks, see
         assert large <= {variable for variable, (elements, _) in of_rank.items() if elements}
     # What a rank reads in place stays NaN in its message.
     messages = [np.full(order.layout.nbytes, 0xFF, np.uint8) for _ in range(ranks)]
+    plan = Plan(order, updates[0])
     for message, own, of_rank in zip(messages, gradients, in_place, strict=True):
-        order.write(message, own, of_rank)
+        plan.write(message, own, of_rank)
     for update, of_rank in zip(updates, in_place, strict=True):
         update.run(momentum(), messages, ReduceOp.SUM, of_rank)
     assert bits_of(blocks, slots) == expected
@@ -166,8 +173,9 @@ def test_norms_of_variables_that_are_split(kind, variables, ranks, seed):
     assert rule.norms is not None
     order = MessageOrder(blocks, slots)
     messages = [np.empty(order.layout.nbytes, np.uint8) for _ in range(ranks)]
+    plan = Plan(order, HostUpdate(memory.part, [], {}))
     for message, own in zip(messages, gradients, strict=True):
-        order.write(message, own)
+        plan.write(message, own)
     totals = [sum_in_order([of_rank[i] for of_rank in gradients]) for i in range(len(blocks))]
     sums = [
         sums_of_norms(rule.norms, block.array, total.copy(), [slot.array for slot in of_block])
@@ -243,6 +251,7 @@ def test_slices_of_ranks_are_all_elements_once(variables, ranks):
         blocks.append(memory.new_block((size,), dtype))
         blocks[-1].number = number
         del hole
+    blocks = by_dtype(blocks)
     order = MessageOrder(blocks, [()] * len(blocks), ALIGNMENT)
     slots = []
     for cut in cuts_of(blocks, ranks, ALIGNMENT):
