@@ -41,6 +41,7 @@ class InReplica(Context):
     __slots__ = ()
 
 
+@final
 class AcrossReplicas(Context):
     """The cross-replica context: in a strategy's scope, outside every replica function."""
 
@@ -48,10 +49,11 @@ class AcrossReplicas(Context):
 
 
 @final
-class InUpdate(AcrossReplicas):
+class InUpdate(Context):
     """Inside the function of `StrategyExtended.update`.
 
-    One rank may run that function alone, so nothing in it may communicate.
+    One rank may run that function alone, so nothing in it may communicate. To a program this
+    context is cross-replica too, as in TensorFlow.
 
     Attributes:
         variables: the variables that may be written.
@@ -125,7 +127,7 @@ def in_cross_replica_context() -> bool:
         >>> hs.in_cross_replica_context()
         False
     """
-    return isinstance(context(), AcrossReplicas)
+    return isinstance(context(), (AcrossReplicas, InUpdate))
 
 
 def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
@@ -141,8 +143,7 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
     here = current.get()
     if here is None:
         here = _set_by_user
-    # By type, not `isinstance`: an update's context is cross-replica too, but may not communicate.
-    is_allowed = here is None or (type(here) is AcrossReplicas and here.group is group)
+    is_allowed = here is None or (isinstance(here, AcrossReplicas) and here.group is group)
     if is_allowed and not group.is_closed:
         group.communicator.calls.require_open(call)
         return

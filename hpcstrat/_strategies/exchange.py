@@ -377,7 +377,7 @@ def local_results(group: ReplicaGroup, value: Any) -> tuple[Any, ...]:
     differ = any(isinstance(leaf, PerReplica) for leaf in leaves)
     context = contexts.context()
     # This rank has nothing to send, but another may have: the ranks must agree, not wait.
-    is_across = context is None or type(context) is AcrossReplicas
+    is_across = context is None or isinstance(context, AcrossReplicas)
     if not differ and is_across and group.communicator.size > 1:
         group.communicator.exchange(
             signature_of(current_call(), nests.describe(structure), "not distributed")

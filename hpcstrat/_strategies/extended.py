@@ -298,7 +298,7 @@ class StrategyExtended:
     @contextlib.contextmanager
     def _colocate(self, variable: Variable) -> Any:
         context = contexts.context()
-        is_across = context is None or type(context) is AcrossReplicas
+        is_across = context is None or isinstance(context, AcrossReplicas)
         if not is_across or contexts.group() is not self._group:
             raise RuntimeError(
                 "StrategyExtended.colocate_vars_with is for use under `with strategy.scope():`"
