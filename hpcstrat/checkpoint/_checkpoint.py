@@ -279,7 +279,7 @@ class _Restoring(NamedTuple):
                 for of, v in self.objects.variables.items()
                 if slots and self.common.issuperset(slot_name(name, slot, of) for slot in slots)
             ]
-            state_of_optimizer(optimizer).make_slots(with_slots, optimizer.name, slots)
+            state_of_optimizer(optimizer).make_slots(optimizer, with_slots)
 
     def _load_arrays(self) -> None:
         objects, slots = self.objects, self.objects.slots()

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 _COMPOSED = (
-    *("_state", "_steps", "_collecting", "_transforming", "_clipping"),
+    *("_state", "_all_steps", "_collecting", "_transforming", "_clipping"),
     *("_formula", "_formula_of_clipped", "_rate"),
 )
 """What a copy of an optimizer makes anew from its other attributes."""
@@ -85,7 +85,7 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     def _compose(self) -> None:
         """Puts its steps together, after a change of its options."""
-        self._steps = steps = _steps.steps_of(self)
+        self._all_steps = steps = _steps.steps_of(self)
         self._collecting = [step for step in steps if overrides(step, "collect")]
         # The formula clips norms, in its one pass over memory; but rows must be clipped before.
         in_formula = () if self._has_own_rule else NORM_CLIPPING
@@ -157,7 +157,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             >>> hs.optimizers.Adam(use_ema=True).all_slots
             {'m': 0.0, 'v': 0.0, 'ema': None}
         """
-        return _steps.join_slots(type(self).__name__, self.slots, self._steps)
+        return _steps.join_slots(type(self).__name__, self.slots, self._all_steps)
 
     # ---- properties
 
@@ -179,8 +179,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         if not name.startswith("_"):
             _options.check_attribute(self, name, value)
         super().__setattr__(name, value)
-        is_composed = name in BY_OPTION and "_steps" in vars(self)
-        if is_composed and _steps.steps_of(self) != self._steps:
+        is_composed = name in BY_OPTION and "_all_steps" in vars(self)
+        if is_composed and _steps.steps_of(self) != self._all_steps:
             self._compose()
 
     def __repr__(self) -> str:
@@ -202,7 +202,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             Adam/m/w [0.1 0.1]
             Adam/v/w [0.001 0.001]
         """
-        return list_variables(self._state, self.name, self._rate_now(), list(self.all_slots))
+        return list_variables(self, self._rate_now())
 
     @property
     def learning_rate(self) -> Any:
@@ -317,7 +317,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         own = {name: value for name, value in vars(self).items() if name not in _COMPOSED}
         vars(other).update({name: copy.deepcopy(value, memo) for name, value in own.items()})
         vars(other)["_state"] = copied = OptimizerState()
-        copied.copy_from(state, pairs, self.name, self.all_slots)
+        copied.copy_from(self, pairs)
         other.learning_rate = other._learning_rate
         other._compose()
         return other
@@ -456,11 +456,11 @@ class Optimizer(metaclass=_options.OptimizerType):
             gradients, rows = _steps.transform(self, steps, group, variables, gradients, rows)
         try:  # all variables and the number of steps change, or nothing does
             if dense:
-                plan = state.plan_of(group, dense, self.name, self.all_slots)
+                plan = state.plan_of(self, group, dense)
                 op = FIRST_REPLICA if are_summed else ReduceOp.SUM
                 group.storage.update(plan, gradients, op, rule)
             for (_, v), (indices, values) in zip(sparse, rows, strict=True):
-                state.make_slots([v], self.name, self.all_slots)
+                state.make_slots(self, [v])
                 block, slots = state_of(v).block, state.slots[v]
                 group.storage.update_rows(block, slots, indices, values, rule)
             state.iterations += 1
@@ -548,7 +548,7 @@ class Optimizer(metaclass=_options.OptimizerType):
             _gradients.check_variables(group, variables)
             with group.on_stream():
                 nothing = [group.xp.zeros(v.shape, v.dtype) for v in variables]
-        plan = self._state.plan_of(group, variables, self.name, self.all_slots)
+        plan = self._state.plan_of(self, group, variables)
         place = list(self.all_slots).index(EMA)
         taking = Formula(current_call(), lambda value, gradient, *slots: (slots[place], *slots))
         group.storage.update(plan, nothing, FIRST_REPLICA, taking.rule(self, 0.0, 0))
@@ -586,7 +586,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         """
         variables = list(variables)
         group, state = _gradients.agree_on_group(variables), self._state
-        plan = state.plan_of(group, variables, self.name, self.all_slots)
+        plan = state.plan_of(self, group, variables)
         if plan.buffers is None:
             group.storage.make_buffers(plan)
         return GradientBuffers(state, group, plan, variables, self._sums_early)

@@ -266,7 +266,7 @@ def check_attribute(optimizer: Any, name: str, value: Any) -> None:
     if name not in own and not hasattr(type(optimizer), name) and "_is_made" in own:
         known = sorted(["learning_rate", *(key for key in own if not key.startswith("_"))])
         raise _unknown_attribute(owner, name, known)
-    is_composed = "_steps" in own
+    is_composed = "_all_steps" in own
     if name in _FIXED and is_composed and value != own[name]:
         raise AttributeError(
             f"{owner}: {name} is {own[name]!r} and cannot change; pass {name}={value!r} to a new "

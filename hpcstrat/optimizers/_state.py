@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -30,7 +30,7 @@ class OptimizerState:
     """The steps done, the slots of the variables seen, and the plans of their updates.
 
     It has no reference to the optimizer, so the slots' memory is freed as soon as the program drops
-    the optimizer. Its methods take the optimizer's name and its `slots`.
+    the optimizer. Its methods take the optimizer, for its name and its `all_slots`.
 
     Attributes:
         iterations: the number of steps done.
@@ -60,9 +60,7 @@ class OptimizerState:
         self.calls = 0
         self.sums.clear()
 
-    def make_slots(
-        self, variables: Sequence[Variable], name: str, initial: Mapping[str, float | None]
-    ) -> None:
+    def make_slots(self, optimizer: Any, variables: Sequence[Variable]) -> None:
         """Makes the slots of variables that have none yet. Collective."""
         missing = [v for v in variables if v not in self.slots]
         for group in dict.fromkeys(state_of(v).group for v in missing):
@@ -71,43 +69,32 @@ class OptimizerState:
             made: list[list[Block]] = [[] for _ in new]
             # Kind by kind, in the order of the variables: so each kind is contiguous in memory, as
             # the variables are.
-            for kind, value in initial.items():
+            for kind, value in optimizer.all_slots.items():
                 for v, of, slots in zip(new, cuts, made, strict=True):
-                    slots.append(_slot(group, f"{name}: {kind}", v, value, of))
+                    slots.append(_slot(group, f"{optimizer.name}: {kind}", v, value, of))
             self.slots |= zip(new, map(tuple, made), strict=True)
 
-    def copy_from(
-        self,
-        other: OptimizerState,
-        pairs: Sequence[tuple[Variable, Variable]],
-        name: str,
-        initial: Mapping[str, float | None],
-    ) -> None:
-        """Copies the steps done, the slots and the added gradients of another state. Collective.
+    def copy_from(self, optimizer: Any, pairs: Sequence[tuple[Variable, Variable]]) -> None:
+        """Copies the steps done, slots and added gradients of another optimizer. Collective.
 
         `pairs` are its variables, each with the copy that belongs to this state.
         """
+        other = state_of_optimizer(optimizer)
         self.iterations, self.calls = other.iterations, other.calls
         self.sums = {new: other.sums[old].copy() for old, new in pairs if old in other.sums}
         updated = [(old, new) for old, new in pairs if old in other.slots]
-        self.make_slots([new for _, new in updated], name, initial)
+        self.make_slots(optimizer, [new for _, new in updated])
         for old, new in updated:
             group = state_of(new).group
             if group.updates_here:
                 for source, target in zip(other.slots[old], self.slots[new], strict=True):
                     copy_block(group.storage, source, target)
 
-    def plan_of(
-        self,
-        group: ReplicaGroup,
-        variables: Sequence[Variable],
-        name: str,
-        initial: Mapping[str, float | None],
-    ) -> Plan:
+    def plan_of(self, optimizer: Any, group: ReplicaGroup, variables: Sequence[Variable]) -> Plan:
         """The plan for these variables; without buffers, only the newest few plans are kept."""
         wanted = (group, *variables)
         if wanted not in self.plans:
-            self.make_slots(variables, name, initial)
+            self.make_slots(optimizer, variables)
             plan = group.storage.plan(
                 [state_of(v).block for v in variables], [self.slots[v] for v in variables]
             )
@@ -203,10 +190,9 @@ class OptimizerVariable:
             return self._read()
 
 
-def list_variables(
-    state: OptimizerState, name: str, rate: float, kinds: Sequence[str]
-) -> list[OptimizerVariable]:
+def list_variables(optimizer: Any, rate: float) -> list[OptimizerVariable]:
     """The number of steps, the learning rate, and the slots of all variables, kind by kind."""
+    state, name = state_of_optimizer(optimizer), optimizer.name
     numbers = [("iterations", np.int64(state.iterations)), ("learning_rate", np.float64(rate))]
     scalars = [OptimizerVariable(f"{name}/{number}", (), n.dtype, n.copy) for number, n in numbers]
     pairs = [(v, state.slots[v]) for v in state.variables() if v in state.slots]
@@ -214,7 +200,7 @@ def list_variables(
         OptimizerVariable(
             f"{name}/{kind}/{v.name}", v.shape, v.dtype, functools.partial(_read, v, blocks[i])
         )
-        for i, kind in enumerate(kinds)
+        for i, kind in enumerate(optimizer.all_slots)
         for v, blocks in pairs
     ]
 
