@@ -54,14 +54,14 @@ def kernels_of(rule, dtype):
         assert norms is not None
         constants = [numbers] if done else norms.given[0]
         kernel = device_update.squares_kernel(one.kernel, dtype, bool(done))
-        yield kernel, [given[0], *constants, *given[1:], table, numbers]
+        yield kernel, [*constants, *given, table, numbers]
         terms, passed = len(one.are_global), norms.given[k + 1]
         kernel = device_update.numbers_kernel(after.code, done, terms, len(passed))
-        yield kernel, [numbers, table, 1, 1, *passed, numbers, numbers]
+        yield kernel, [numbers, table, 1, *passed, numbers, numbers]
         done += terms
-        constants = [numbers, table, 1]
+        constants = [numbers, table]
     kernel = device_update.update_kernel(rule.kernel, dtype, bool(done))
-    yield kernel, [given[0], *constants, *given[1:]]
+    yield kernel, [*constants, *given]
 
 
 def sources():
@@ -80,7 +80,7 @@ def sources():
                     text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
                 )
     numbers, table = array(3, np.float64), array(3, np.int64)
-    texts.append(text(device_update.add_kernel(), "add", [numbers, table, 1, 1, numbers]))
+    texts.append(text(device_update.add_kernel(), "add", [numbers, table, 1, numbers]))
     for itemsize in layout._WORDS:
         code = layout._kernel(itemsize).code
         texts.append(code.replace("copy_arrays(", f"copy_arrays_{itemsize}("))

@@ -37,8 +37,8 @@ class Kernel(ElementwiseKernel):
 
     wanted: list[Any] | None = None
 
-    def __init__(self, *arguments, no_return):
-        super().__init__(*arguments)
+    def __init__(self, *arguments, preamble="", no_return):
+        super().__init__(*arguments, preamble=preamble)
 
     def __call__(self, *arguments, size=None):
         if Kernel.wanted is None:
@@ -135,9 +135,9 @@ def update(optimizer, step, value, gradient, slots):
         return
     every = Interval(0, value.size)
     shard = Shard(0, value.dtype, every, every.scale(value.itemsize), ())
-    chunks = [(shard, value, tuple(slots))]
-    norms = device_update.DeviceNorms(chunks, [shard], update.norms, is_split=False)
-    norms.run(update.norms, [(gradient.copy(), value, slots)], None)
+    runs = [device_update.Run(shard, value, tuple(slots))]
+    norms = device_update.DeviceNorms(runs, [shard], update.norms, is_split=False)
+    norms.run(update.norms, [(gradient.copy(), value, *slots)], None)
 
 
 def operations(optimizer, step, value, gradient, slots):
