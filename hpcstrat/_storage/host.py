@@ -145,11 +145,8 @@ class CentralHostStorage(Storage):
             if op is not FIRST_REPLICA and plan.update.may_be_in_place:
                 # No other rank needs this rank's part of a large gradient.
                 in_place = plan.update.in_place(values)
-            messages = communicator.exchange(
-                signature,
-                plan.order.layout.nbytes,
-                functools.partial(plan.write, values=values, in_place=in_place),
-            )
+            write = functools.partial(plan.write, values=values, in_place=in_place)
+            messages = communicator.exchange(signature, plan.order.layout.nbytes, write)
         if op is FIRST_REPLICA:
             plan.update.run(rule, messages[:1], add_up=add_up)
         else:
@@ -398,11 +395,7 @@ class MirroredHostStorage(Storage):
                 sums = np.empty(plan.nbytes, np.uint8)
                 communicator.exchange(signature_of(f"{current_call()}: memory"))
             plan.take(sums)
-        if isinstance(plan, PartsPlan):
-            sources, targets = plan.parts_to_sum(variables)
-        else:
-            sources = [plan.order.views_of(variables, plan.buffer_messages[0])]
-            targets = plan.order.views_of(variables, plan.memory)
+        sources, targets = plan.parts_to_sum(variables)
         layouts = [*map(layout_of_arrays, sources)]
         signature = signature_of(f"{current_call()}: sums")
 

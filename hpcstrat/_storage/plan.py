@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final
 
 from hpcstrat._calls.records import CallSignature, signature_of
@@ -149,6 +149,16 @@ class Plan:
         """The variables whose gradients' sums have not started in this step."""
         return {*range(len(self.order.blocks))} - self.started
 
+    def parts_to_sum(self, variables: Collection[int]) -> tuple[list[list[Array]], list[Array]]:
+        """What is summed for some variables, on hosts, and where the sums are.
+
+        Returns:
+            Flat views of the buffers, for each rank that gets sums of its own, or for all ranks
+            together; and of `memory`, for this rank. Neighbours are merged.
+        """
+        sums = self.order.views_of(variables, self.memory)
+        return [self.order.views_of(variables, self.buffer_messages[0])], sums
+
 
 @final
 class PartsPlan(Plan):
@@ -185,13 +195,8 @@ class PartsPlan(Plan):
         """Bytes of the sums of this rank's part."""
         return self.own.layout.nbytes
 
-    def parts_to_sum(self, variables: Iterable[int]) -> tuple[list[list[Array]], list[Array]]:
-        """What is summed for some variables, and where the sums are.
-
-        Returns:
-            For each rank the elements of its part in the buffers; and this rank's in `memory`. Both
-            are flat views, neighbours merged.
-        """
+    def parts_to_sum(self, variables: Collection[int]) -> tuple[list[list[Array]], list[Array]]:
+        """See `Plan.parts_to_sum`; each rank gets the sums of its part."""
         slices = slices_of(self.order, self._slices, variables)
         buffers, sums = self.buffer_messages[0], self.memory
         sources: list[list[Array]] = [[] for _ in self.rank_parts]
