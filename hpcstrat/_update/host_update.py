@@ -86,11 +86,9 @@ class Gradients:
 
 class _BoundChunk(NamedTuple):
     gradient: Array  # the reduced gradient
-    value: Array
-    slots: tuple[Array, ...]
-    scratch: Array
-    calls: list[Callable[[], Any]]  # of the kernel
-    terms: list[Array]  # what they leave for norms
+    calls: Sequence[Callable[[], Any]] = ()  # of the kernel
+    terms: Sequence[Array] = ()  # what they leave for norms
+    arrays: tuple[Any, ...] = ()  # without a kernel, the arguments of `UpdateRule.apply`
 
 
 @final
@@ -116,13 +114,13 @@ class NumpyPass:
             for numbers in self._numbers.values():
                 numbers[:] = rule.kernel_constants
             self._rule = rule
-        for chunk, parts in zip(self._chunks, gradients.of_chunks, strict=True):
-            gradient, value, slots, scratch, calls, terms = chunk
-            reduce_chunk(gradient, parts, op)
-            if self._kernel is None:
-                rule.apply(value, gradient, slots, scratch)
+        all_parts = gradients.of_chunks
+        for k, (gradient, calls, terms, arrays) in enumerate(self._chunks):
+            reduce_chunk(gradient, all_parts[k], op)
             for call in calls:
                 call()
+            if arrays:
+                rule.apply(*arrays)
             if out is not None:
                 out += sums_of_squares(terms)
 
@@ -131,7 +129,7 @@ class NumpyPass:
         value, slots = run.value[chunk], tuple([slot[chunk] for slot in run.slots])
         gradient, scratch = self._arrays(value.dtype, 2, value.size)
         if self._kernel is None:
-            return _BoundChunk(gradient, value, slots, scratch, [], [])
+            return _BoundChunk(gradient, arrays=(value, gradient, slots, scratch))
         wide = accumulator(value.dtype)
         if wide not in self._numbers:
             self._numbers[wide] = np.empty(len(self._kernel.constants), wide)
@@ -141,7 +139,7 @@ class NumpyPass:
 
         numbers = scalars(self._numbers[wide])
         calls, terms = self._kernel.bind(value, gradient, slots, numbers, take)
-        return _BoundChunk(gradient, value, slots, scratch, calls, terms)
+        return _BoundChunk(gradient, calls, terms)
 
     def _arrays(self, dtype: np.dtype[Any], count: int, size: int) -> list[Array]:
         """This many arrays from the scratch memory."""
@@ -225,10 +223,10 @@ class HostRuns:
             gradients = Gradients(self._runs, messages, self._rank, in_place)
         else:
             gradients = keep_per_message(self._gradients, messages, self._gradients_in)
-        passes = self._passes[compiles]
-        if rule.kernel not in passes:
-            passes[rule.kernel] = self._prepare(rule, compiles)
-        passes[rule.kernel].run(rule, gradients, op, out)
+        kernel, passes = rule.kernel, self._passes[compiles]
+        if kernel not in passes:
+            passes[kernel] = self._prepare(rule, compiles)
+        passes[kernel].run(rule, gradients, op, out)
 
     def _gradients_in(self, messages: Sequence[Array]) -> Gradients:
         return Gradients(self._runs, messages, self._rank, NOTHING_IN_PLACE)

@@ -137,7 +137,3 @@ class Update(abc.ABC):
             add_up: adds up an array of float64 over the ranks that have the other shards; `None` if
                 this rank has all.
         """
-
-
-Chunk = Run
-chunks_of = runs_in_memory
