@@ -21,7 +21,7 @@ _Value = TypeVar("_Value")
 
 
 class UpdatesOn(enum.Enum):
-    """The ranks that update variables, and hold the optimizers' slots."""
+    """The ranks that write whole variables: each its copy, or the parameter rank the only one."""
 
     ALL_RANKS = "ALL_RANKS"
     ROOT = "ROOT"
@@ -79,8 +79,8 @@ class ReplicaGroup:
         storage: holds ordinary variables.
         replica_storage: holds `ON_READ` variables, on each replica's own device.
         root: the parameter rank, whose initial values are used.
-        updates_on: the ranks that update variables, and run the function of
-            `StrategyExtended.update`.
+        updates_on: the ranks that write whole variables, and run the function of
+            `StrategyExtended.update`. An optimizer's step may write parts on others: see `Storage`.
         mirrors: whether each replica keeps a copy of every variable on its own device.
         requires_aggregation: whether a write in a replica context needs an aggregation.
         hosts: the host of each rank; by default all ranks are on one host.
@@ -140,8 +140,8 @@ class ReplicaGroup:
         return self.device if self.mirrors else self.parameter_device
 
     @property
-    def updates_here(self) -> bool:
-        """Whether this rank updates variables."""
+    def writes_here(self) -> bool:
+        """Whether this rank writes whole variables."""
         return self.updates_on is UpdatesOn.ALL_RANKS or self.communicator.rank == self.root
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:

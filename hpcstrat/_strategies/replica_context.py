@@ -154,10 +154,10 @@ class ReplicaContext:
         check_arguments(merge_fn, args)
         # `args` and `kwargs` as one nest: it is flattened and compared once.
         given = (tuple(args), dict(kwargs or {}))
-        leaves, structure = nests.flatten(given)
+        _, structure = nests.flatten(given)
         # The function runs only after all replicas have called this with nests of one structure.
         self._group.communicator.exchange(signature_of(current_call(), nests.describe(structure)))
-        merged_args, merged_kwargs = regroup(self._group, given) if leaves else given
+        merged_args, merged_kwargs = regroup(self._group, given)
         before = contexts.current.get()
         try:
             contexts.current.set(AcrossReplicas(self._group))

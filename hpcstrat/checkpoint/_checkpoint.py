@@ -350,7 +350,7 @@ class _Restoring(NamedTuple):
     def _reset(self, slot: Slot) -> None:
         """Fills a slot that is not in the file because no step had updated its variable."""
         v, storage = slot.variable, storage_of(slot.variable)
-        if not state_of(v).group.updates_here:
+        if not state_of(v).group.writes_here:
             return
         if slot.initial is None:
             copy_block(storage, state_of(v).block, slot.block)

@@ -86,7 +86,7 @@ class OptimizerState:
         self.make_slots(optimizer, [new for _, new in updated])
         for old, new in updated:
             group = state_of(new).group
-            if group.updates_here:
+            if group.writes_here:
                 for source, target in zip(other.slots[old], self.slots[new], strict=True):
                     copy_block(group.storage, source, target)
 
@@ -153,7 +153,7 @@ def _slot(
     own = state_of(variable).block
     with call_named(f"{kind} of {variable.name!r}"):
         block = group.storage.create_slot(own, 0.0 if value is None else value, cuts)
-    if value is None and group.updates_here:
+    if value is None and group.writes_here:
         copy_block(group.storage, own, block)
     return block
 
