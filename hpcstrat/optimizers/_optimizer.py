@@ -405,7 +405,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         if plan is None or not plan.fits(gradients):
             return False
         try:
-            rate = self._rate_now() if callable(self._rate) else self._rate
+            rate = self._rate  # inlines `_rate_now`
+            rate = float(rate(state.iterations)) if callable(rate) else rate
             rule = self.update_rule(rate, state.iterations + 1)
         except Exception:  # the slow path gets it too, and raises it on all ranks
             return False
