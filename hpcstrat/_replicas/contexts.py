@@ -1,4 +1,4 @@
-"""The context of a line: outside every strategy, cross-replica, or in a replica.
+"""The context of a line: outside every strategy, cross-replica, in an update, or in a replica.
 
 A line of the program that runs ...     has the context ...
 --------------------------------------  -------------------

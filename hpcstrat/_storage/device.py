@@ -33,8 +33,8 @@ from hpcstrat._update.rule import UpdateRule
 # the next step's Python code runs while the GPU works. Work elsewhere must wait:
 # - marked gradients are summed on the side stream; `_finish_sums` makes the strategy's stream wait
 #   for it before the rest is queued;
-# - an update in host memory reads the message on the host; `OnHostOfGpu.run` copies it there as the
-#   last call on the stream, and blocks until the copy is complete.
+# - an update in host memory reads the message on the host; `OnHostOfGpu.run` copies it there,
+#   and blocks until the copy is complete.
 class DeviceStorage(Storage):
     """Variables of ranks some or all of which compute on GPUs.
 

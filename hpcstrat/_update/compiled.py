@@ -26,7 +26,9 @@ FEWEST = 100_000
 """The fewest elements of an update worth compiling at once: it takes half a second, once per
 machine."""
 FEWEST_UPDATES = 1_000
-"""Updates after which smaller ones are compiled, too. These gain microseconds in each step."""
+"""Updates by the same few messages after which smaller ones are compiled, too. These gain
+microseconds in each step; with messages that are new in each step, as where a host's ranks have
+parts of slots, they would lose more."""
 
 Loop: TypeAlias = "Callable[[Array, Array], Callable[[ctypes.c_void_p, int, int], None]]"
 """Binds two arrays of float64: the rule's numbers, which each call reads, and sums, to which it
@@ -57,8 +59,8 @@ _TYPES = {
 """The C types in which a variable's elements are computed and stored."""
 
 # `_source` puts definitions before it: all that differs between kernels and dtypes. `KERNEL` are
-# the statements for one element. `ARRAYS(DO)`, for example, is `DO(value, 1) DO(momentum, 2)`: the
-# variable's array and the slots', and their columns of the table.
+# the statements for one element. `ARRAYS(DO)`, for example, is `DO(value, 1) DO(slot_momentum, 2)`:
+# the variable's array and the slots', and their columns of the table.
 _LOOP = r"""
 #include <stdint.h>
 #include <string.h>

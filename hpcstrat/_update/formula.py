@@ -1,4 +1,4 @@
-"""A formula: an update that is written once, as a function, and traced to kernels and numbers."""
+"""A formula: an update that is written once, as a function, and traced to passes."""
 
 from __future__ import annotations
 

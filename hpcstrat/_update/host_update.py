@@ -33,9 +33,9 @@ from hpcstrat._update.update import (
 )
 
 Scratch: TypeAlias = "dict[np.dtype[Any], list[Array]]"
-"""Memory to work in, the same for all updates of a storage. Of each dtype, the first array is for
-reduced gradients. Allocated once: new arrays for each chunk would not be in cache, and cost page
-faults."""
+"""Memory to work in, the same for all updates of a storage. Of each dtype of variables, the first
+array is for reduced gradients. Allocated once: new arrays for each chunk would not be in cache, and
+cost page faults."""
 
 
 def _chunks_of(run: Run) -> list[slice]:
@@ -330,7 +330,7 @@ class HostUpdate(Update):
             part.one_pass(norms.rule_of(-1, found[i]), messages, op, in_place, compiles)
 
     def _of_each_variable(self) -> dict[int, HostRuns]:
-        """The run of each variable of which this rank has a shard."""
+        """The runs of each variable of which this rank has a shard."""
         if not self._of_variables:
             self._of_variables = {
                 shard.variable: self._runs_of([shard]) for shard in self._shards if shard.elements

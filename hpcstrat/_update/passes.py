@@ -4,10 +4,10 @@ Numbers change at three times: attributes of the optimizer seldom, the learning 
 every step, and norms are known in the middle of a step. So a kernel's constants are computed in two
 parts. For `learning_rate / max(norm(gradient), beta**step)`:
 
-    def compute(n0, n1, n2):  # the learning rate, the step, beta
+    def compute(n0, n1, n2):  # beta, the learning rate, the step
         try:
-            n3 = power(n2, n1)
-            return (n3, n0,)
+            n3 = power(n0, n2)
+            return (n3, n1,)
         except (ArithmeticError, ValueError):
             return again(n0, n1, n2,)
 

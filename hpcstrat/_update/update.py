@@ -1,15 +1,16 @@
 """What an update does to this rank's shards of the variables, once the gradients are there.
 
 It goes through *runs*, which are contiguous in memory and message: large shards, or several small
-ones. Each rank has an equal share of all elements, although one variable may be larger than all
-others together:
+ones. In central storage on a host, for example, each rank has an equal share of all elements,
+although one variable may be larger than all others together:
 
     variables  |     w      |b |        v         |c|d|   u    |
     ranks      |    rank 0     |    rank 1     |    rank 2     |
     runs       |------------|--|---------------|------|--------|
 
 Small shards that follow each other, such as the end of v, c and d, are one run: they cost no calls
-of their own. This is right because rules are elementwise.
+of their own. This is right because passes are elementwise. Norms of each variable need to know
+where it ends: then each variable is a run.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def keep_per_message(
     # By id, because arrays have no hash; messages are kept, so that no other gets their ids.
     key = id(messages[0]), len(messages)
     if key not in kept:
-        if len(kept) == 3:  # `SharedMemoryCommunicator`: two records, a mailbox before it grew
+        if len(kept) == 3:  # two records or mailboxes that alternate, and buffers
             kept.clear()
         kept[key] = messages, make(messages)
     return kept[key][1]
@@ -102,7 +103,7 @@ class Update(abc.ABC):
     """The update of this rank's shards of some variables.
 
     Attributes:
-        may_be_in_place: whether `in_place` may find gradients; asked first, as it costs no call.
+        may_be_in_place: whether `in_place` may find gradients; to ask this costs no call.
     """
 
     may_be_in_place: bool = False

@@ -219,7 +219,7 @@ class Node(abc.ABC):
     `load` and `fetch` make elements from them. So nodes that reorder or select elements touch no
     data, every rank can walk the whole stream, and each replica loads only its own elements.
 
-    Distribution and checkpoints need four facts about a node, its attributes besides `inputs`. The
+    Distribution needs four facts about a node, its attributes besides `inputs`. The
     constructor sets their defaults; the constructor of a subclass calls it, then sets the facts
     that differ. Do not set them in the body of a class, where the defaults would hide them.
 
