@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -95,38 +96,59 @@ class Shard(NamedTuple):
         return map(self.part, self.elements.split(count))
 
 
-def runs(shards: Iterable[Shard], alignment: int = 1, alone: int = sys.maxsize) -> list[Shard]:
-    """Shards, merged where they follow each other both in the message and in memory.
+def merge(
+    places: Iterable[tuple[Interval, ...]], alignment: int = 1
+) -> list[tuple[int, tuple[Interval, ...]]]:
+    """Merges places that follow each other in every space in which they are counted.
 
     Args:
-        shards: the shards, in the order of the message. Those without elements are left out.
-        alignment: gaps up to the next multiple of this many bytes become a part of the run: on a
-            GPU, one kernel over a gap costs less than two kernels.
-        alone: a shard with this many elements, or more, is not merged.
+        places: where some bytes are, in each of the spaces, such as message and memory; in the
+            order of the first space. Those without bytes are left out.
+        alignment: gaps up to the next multiple of this many bytes are merged too: on a GPU, one
+            kernel over a gap costs less than two kernels.
+
+    Returns:
+        For each merged place the index of its first one, and where it is in each space.
     """
-    merged: list[Shard] = []
-    before = None
-    for shard in filter(lambda shard: shard.elements, shards):
-        if (
-            before is not None
-            and max(before.elements.size, shard.elements.size) < alone
-            and _follows(shard, before, alignment)
+    merged: list[tuple[int, tuple[Interval, ...]]] = []
+    for i, place in enumerate(places):
+        if not place[0]:
+            continue
+        if merged and all(
+            round_up(before.stop, alignment) == after.start
+            for before, after in zip(merged[-1][1], place, strict=True)
         ):
-            first = merged.pop()
-            count = (shard.message.stop - first.message.start) // first.dtype.itemsize
-            merged.append(first.part(Interval(0, count).shift(first.elements.start)))
+            first, start = merged.pop()
+            both = [Interval(a.start, b.stop) for a, b in zip(start, place, strict=True)]
+            merged.append((first, tuple(both)))
         else:
-            merged.append(shard)
-        before = shard
+            merged.append((i, place))
     return merged
 
 
-def _follows(shard: Shard, before: Shard, alignment: int) -> bool:
-    # In memory, the slots too: a rule is applied to a variable and its slots together.
-    places = zip((before.message, *before.memory), (shard.message, *shard.memory), strict=True)
-    return shard.dtype == before.dtype and all(
-        round_up(end.stop, alignment) == start.start for end, start in places
-    )
+def runs(shards: Iterable[Shard], alignment: int = 1, alone: int = sys.maxsize) -> list[Shard]:
+    """Shards of one dtype, merged where they follow each other in the message and in memory.
+
+    In memory, the slots too: a rule is applied to a variable and its slots together.
+
+    Args:
+        shards: the shards, in the order of the message. Those without elements are left out.
+        alignment: see `merge`.
+        alone: a shard with this many elements, or more, is not merged.
+    """
+
+    def kind(shard: Shard) -> tuple[np.dtype[Any], int | None]:
+        return shard.dtype, shard.variable if shard.elements.size >= alone else None
+
+    found = []
+    for (dtype, _), group in itertools.groupby(shards, kind):
+        alike = [*group]
+        places = [(shard.message, *shard.memory) for shard in alike]
+        for i, (message, *memory) in merge(places, alignment):
+            count = message.size // dtype.itemsize
+            elements = Interval(0, count).shift(alike[i].elements.start)
+            found.append(Shard(alike[i].variable, dtype, elements, message, tuple(memory)))
+    return found
 
 
 def divide_up(count: int, unit: int) -> int:

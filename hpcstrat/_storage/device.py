@@ -8,21 +8,15 @@ from typing import final
 import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.device import DeviceCommunicator, Move
+from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import COMMUNICATION, current_call, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts, SlabAllocator
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.device_plan import DevicePlan
+from hpcstrat._storage.device_plan import CentralPlan, DevicePartsPlan, DevicePlan
 from hpcstrat._storage.local import LocalBlocks, OnGpu, OnHostOfGpu, on_stream
-from hpcstrat._storage.order import (
-    MessageOrder,
-    cuts_of,
-    rank_parts_of,
-    rank_slices,
-    slices_of,
-)
+from hpcstrat._storage.order import MessageOrder, cuts_of, rank_parts_of
 from hpcstrat._storage.plan import MessagePool, Plan
 from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
@@ -33,8 +27,8 @@ from hpcstrat._update.rule import UpdateRule
 # the next step's Python code runs while the GPU works. Work elsewhere must wait:
 # - marked gradients are summed on the side stream; `_finish_sums` makes the strategy's stream wait
 #   for it before the rest is queued;
-# - an update in host memory reads the message on the host; `OnHostOfGpu.run` copies it there,
-#   and blocks until the copy is complete.
+# - an update in host memory reads the message on the host; `UpdateOfCopies` copies it there, and
+#   blocks until the copy is complete.
 class DeviceStorage(Storage):
     """Variables of ranks some or all of which compute on GPUs.
 
@@ -47,8 +41,6 @@ class DeviceStorage(Storage):
     """
 
     communicator: DeviceCommunicator
-    _reduces_to: int | None = None
-    """The rank that needs the reduced gradients; `None` if all do."""
 
     def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:
         # Ranks on CPUs and on GPUs can be replicas of one strategy, so memory is chosen per rank.
@@ -79,8 +71,7 @@ class DeviceStorage(Storage):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
         """The plan of updates of whole variables."""
         order = MessageOrder(variables, slots, ALIGNMENT)
-        update = self.local.new_update(order.layout, order.shards)
-        return DevicePlan(order, update, self.local.runs_to_read(order))
+        return DevicePlan(order, self.local.new_update(order, order.shards), self.communicator)
 
     def make_buffers(self, plan: Plan) -> None:
         """Gives the plan a message of its own, in which its buffers are."""
@@ -130,17 +121,14 @@ class DeviceStorage(Storage):
             if plan.started:
                 self._finish_sums()
                 if rest := plan.not_started():
-                    communicator.launch("the sum of gradients", self._prepare_sums(plan, rest))
+                    plan.sum(rest)
             elif op is ReduceOp.SUM and sources is plan.gradients and not plan.has_integers:
-                if plan.sums is None:
-                    plan.sums = self._prepare_sums(plan, range(len(plan.order.blocks)))
-                communicator.launch("the sum of gradients", plan.sums)
+                plan.sum()
             else:
-                self._reduce_message(plan, sources, op)
+                plan.reduce(sources, op)
             if self.updates_here:
-                add_up = self._add_up if plan.slices else None
-                self.local.run(plan, plan.own_message, rule, add_up)
-            self._share(plan)
+                plan.run(rule)
+            plan.send_values()
 
     @span(COMMUNICATION, on_stream("pack"))
     def _pack(self, plan: DevicePlan, values: Sequence[Array], is_reduced: bool) -> list[Array]:
@@ -161,91 +149,6 @@ class DeviceStorage(Storage):
                 values[i] = self.local.here(value)
         return plan.pack(values, is_reduced)
 
-    def _prepare_sums(self, plan: DevicePlan, variables: Collection[int]) -> list[Move]:
-        """The sums of the gradients of some variables in the message, which are floats."""
-        communicator = self.communicator
-        if plan.slices:
-            slices = slices_of(plan.order, plan.slices, variables)
-            prepared = [
-                communicator.prepare_reduce_scatter(*of_dtype)
-                for of_dtype in zip(plan.gradients, plan.own_gradients, slices, strict=True)
-                if of_dtype[-1]
-            ]
-        else:
-            prepared = [
-                communicator.prepare_reduce(gradients, ReduceOp.SUM, self._reduces_to)
-                for gradients in plan.order.views_of(variables, plan.message)
-            ]
-        return [move for of_dtype in prepared for move in of_dtype]
-
-    def _reduce_message(self, plan: DevicePlan, sources: Sequence[Array], op: Aggregation) -> None:
-        """Reduces all values in the message, or given as `DevicePlan.pack` returns them.
-
-        Where it sums floats, other ranks may launch prepared sums instead.
-        """
-        communicator = self.communicator
-        for k, source in enumerate(sources):
-            if not source.size:  # there is no prepared sum of it
-                continue
-            if not plan.slices:
-                self._reduce(source, plan.gradients[k], op)
-            elif op is ReduceOp.SUM:
-                communicator.reduce_scatter_flat(source, plan.own_gradients[k], plan.slices[k])
-            else:
-                # Only optimizers' variables have slots, and optimizers use no other `op`.
-                assert op is FIRST_REPLICA
-                communicator.broadcast_flat(source, 0)
-                for rank, elements, own in plan.slices[k]:
-                    if rank == communicator.rank:
-                        plan.own_gradients[k][own.slice] = source[elements.slice]
-
-    def _reduce(self, source: Array, out: Array, op: Aggregation) -> None:
-        """Reduces a flat array to where updates read it; by `FIRST_REPLICA` in place only."""
-        communicator, root = self.communicator, self._reduces_to
-        if op is FIRST_REPLICA:
-            if root != 0:  # the first replica is rank 0
-                communicator.broadcast_flat(out, 0)
-        elif root is None:
-            communicator.all_reduce_flat(source, out, op)
-        else:
-            communicator.reduce_flat(source, out, op, root)
-
-    def _add_up(self, sums: Array) -> Array:
-        """The sums over whole variables, from those over this rank's shards; see `Update.run`."""
-        flat = sums.reshape(-1)
-        self.communicator.all_reduce_flat(flat, flat, ReduceOp.SUM)
-        return sums
-
-    def _share(self, plan: DevicePlan) -> None:
-        """Sends new values to the ranks that have not computed them.
-
-        What is contiguous in a rank's memory is sent or received in place. That may differ from
-        rank to rank, because memory is freed at different moments; pieces may not.
-        """
-        if self._reduces_to is None and not plan.slices:  # every rank has computed all
-            return
-        # One group of calls for all variables: a message's latency counts more than its bytes.
-        if plan.sharing is None:
-            transfers = plan.transfers()
-            plan.copies = [copy for transfer in transfers for copy in transfer.copies]
-            plan.sharing = self._prepare_sharing(plan, [each.array for each in transfers])
-        if self.updates_here:
-            for value, part in plan.copies:
-                part[...] = value
-        self.communicator.launch("the new values", plan.sharing)
-        if plan.slices or not self.updates_here:
-            for value, part in plan.copies:
-                value[...] = part
-
-    def _prepare_sharing(self, plan: DevicePlan, arrays: Sequence[Array]) -> list[Move]:
-        communicator = self.communicator
-        if plan.slices:
-            pairs = zip(arrays, plan.slices, strict=True)
-            prepared = [communicator.prepare_all_gather(*pair) for pair in pairs]
-        else:
-            prepared = [communicator.prepare_broadcast(array, self._root) for array in arrays]
-        return [move for of_array in prepared for move in of_array]
-
     # ---- sums of marked gradients, while the program computes others
 
     def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
@@ -254,7 +157,7 @@ class DeviceStorage(Storage):
         if not communicator.has_side_stream:
             return False
         with self.local.current(), communicator.side_stream(plan.memory):
-            communicator.launch("the sum of gradients", self._prepare_sums(plan, variables))
+            plan.sum(variables)
         return True
 
     def _finish_sums(self) -> None:
@@ -277,8 +180,7 @@ class MirroredDeviceStorage(DeviceStorage):
     If slots are split, each rank stores only its part of them, and makes only these updates: per
     dtype one reduce-scatter of the gradients and one all-gather of the new values, and between
     these one fused kernel per run of variables. Each element is updated by one rank, so copies stay
-    equal even where some ranks compute on CPUs. Variables without slots are updated by each rank:
-    their plans have no `slices`.
+    equal even where some ranks compute on CPUs. Variables without slots are updated by each rank.
 
     Args:
         communicator: the ranks.
@@ -300,13 +202,11 @@ class MirroredDeviceStorage(DeviceStorage):
         """The plan of updates, of which each rank makes all, or its part if slots are split."""
         if not (self._splits and any(slots)):
             return super().plan(variables, slots)
-        rank = self.communicator.rank
+        communicator, local = self.communicator, self.local
         order = MessageOrder(variables, [()] * len(variables), ALIGNMENT)
-        rank_parts = rank_parts_of(order, order.to_message(slots), rank)
-        own = rank_parts[rank]
-        update = self.local.new_update(own.layout, own.shards)
-        slices = rank_slices(order, rank_parts)
-        return DevicePlan(order, update, self.local.runs_to_read(order), own.layout, slices)
+        rank_parts = rank_parts_of(order, order.to_message(slots), communicator.rank)
+        update = local.new_update(order, rank_parts[communicator.rank].shards)
+        return DevicePartsPlan(order, update, communicator, rank_parts, local.to_read(order))
 
 
 @final
@@ -323,12 +223,14 @@ class CentralDeviceStorage(DeviceStorage):
 
     def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:
         super().__init__(communicator, root, on_host)
-        self._reduces_to = root
         self.updates_here = communicator.rank == root
 
-    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
+    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> CentralPlan:
         """The plan of updates, with slots on the parameter rank only."""
-        return super().plan(variables, slots if self.updates_here else [()] * len(variables))
+        local, own = self.local, slots if self.updates_here else [()] * len(variables)
+        order = MessageOrder(variables, own, ALIGNMENT)
+        update = local.new_update(order, order.shards)
+        return CentralPlan(order, update, self.communicator, self._root, local.to_read(order))
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule

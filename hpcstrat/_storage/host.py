@@ -113,7 +113,7 @@ class CentralHostStorage(Storage):
         """The plan of updates, with this rank's slice of the elements."""
         communicator, order = self.communicator, MessageOrder(variables, slots)
         own = order.shards_of_rank(communicator.rank, communicator.size)
-        return Plan(order, self.local.new_update(order.layout, own, communicator.rank))
+        return Plan(order, self.local.new_update(order, own, communicator.rank))
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in the shared segment, one message per rank."""
@@ -242,13 +242,13 @@ class MirroredHostStorage(Storage):
         local, rank = self.local, self.communicator.rank
         if not (self._splits and any(slots)):
             order = MessageOrder(variables, slots)
-            return Plan(order, local.new_update(order.layout, order.shards))
+            return Plan(order, local.new_update(order, order.shards))
         order = MessageOrder(variables, [()] * len(variables))
         rank_parts = rank_parts_of(order, order.to_message(slots), rank)
-        own = rank_parts[rank]
+        update = local.new_update(order, rank_parts[rank].shards)
         # What is contiguous is copied together.
         values = [runs_in_memory(local.memory.part, part.shards) for part in rank_parts]
-        return PartsPlan(order, local.new_update(own.layout, own.shards), rank_parts, rank, values)
+        return PartsPlan(order, update, rank_parts, rank, values)
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in one message, which several replicas copy as a whole to send it."""

@@ -11,8 +11,8 @@ import numpy as np
 
 from hpcstrat._communicators.base import Write
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import UPDATE, Details, span
-from hpcstrat._core.types import Array, Bytes
+from hpcstrat._core.call_name import Details
+from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import (
     ALIGNMENT,
     Block,
@@ -21,18 +21,15 @@ from hpcstrat._memory.allocator import (
     gpu_memory,
     host_memory,
 )
-from hpcstrat._memory.intervals import Interval, Shard, runs
-from hpcstrat._memory.layout import Layout
+from hpcstrat._memory.intervals import Interval, Shard, merge
 from hpcstrat._memory.segment import Segment
 from hpcstrat._process import settings
-from hpcstrat._storage.device_plan import DevicePlan
 from hpcstrat._storage.order import MessageOrder
-from hpcstrat._storage.plan import Plan
 from hpcstrat._update import compiled
 from hpcstrat._update.device_update import DeviceUpdate
 from hpcstrat._update.host_update import HostUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import Run, Update, runs_in_memory
+from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace, Update, runs_in_memory
 
 # A model that fills the memory can still be saved and restored, because at most one part of it is
 # in memory twice.
@@ -134,12 +131,12 @@ class LocalBlocks:
 
     # ---- updates
 
-    def new_update(self, layout: Layout, shards: Sequence[Shard], rank: int = 0) -> Update:
-        """The update of some shards by messages of this layout.
+    def new_update(self, order: MessageOrder, shards: Sequence[Shard], rank: int = 0) -> Update:
+        """The update of this rank's shards of some variables.
 
         Of several messages, this rank's is the one at index `rank`.
         """
-        is_large = sum(layout.sizes) >= compiled.FEWEST
+        is_large = sum(order.layout.sizes) >= compiled.FEWEST
         after = 0 if is_large else compiled.FEWEST_UPDATES
         after = after if self._compiles else math.inf
         return HostUpdate(self.memory.part, shards, self._scratch, rank, after)
@@ -148,22 +145,27 @@ class LocalBlocks:
         """New memory for messages, on this rank's device."""
         return self.xp.zeros(nbytes, np.uint8)
 
-    def runs_to_read(self, order: MessageOrder) -> list[Run]:
-        """The runs of variables, or of their copies, that programs read on this rank."""
-        blocks = [block.copy or block for block in order.blocks]
-        shards = [of._replace(memory=(blocks[of.variable].memory,)) for of in order.shards]
-        return runs_in_memory(self.readable.part, shards, alignment=ALIGNMENT)
+    def to_read(self, order: MessageOrder) -> list[list[tuple[Interval, Array]]]:
+        """What programs read on this rank of some variables.
 
-    @span(UPDATE, on_stream("update"))
-    def run(
-        self,
-        plan: Plan,
-        message: Array,
-        rule: UpdateRule,
-        add_up: Callable[[Array], Array] | None = None,
-    ) -> None:
-        """Updates this rank's shards by a message on its device; see `Update.run`."""
-        plan.update.run(rule, [message], add_up=add_up)
+        Returns:
+            For each dtype, the elements of the message and the same in memory, flat; one pair for
+            what is contiguous in both.
+        """
+        layout, found = order.layout, []
+        for group in layout.groups:
+            places = [(layout.bytes_of(i), readable_of(order.blocks[i])) for i in group.members]
+            of_dtype = [
+                (group.within(message), self.readable.part(*memory).view(group.dtype))
+                for _, (message, memory) in merge(places, ALIGNMENT)
+            ]
+            found.append(of_dtype)
+        return found
+
+
+def readable_of(block: Block) -> Interval:
+    """The bytes of a block, or of its copy, in the memory that programs read."""
+    return (block.copy or block).memory
 
 
 def flat(array: Array) -> Bytes:
@@ -220,7 +222,7 @@ class OnGpu(LocalBlocks):
         """What programs read."""
         return self._on_gpu
 
-    def new_update(self, layout: Layout, shards: Sequence[Shard], rank: int = 0) -> Update:
+    def new_update(self, order: MessageOrder, shards: Sequence[Shard], rank: int = 0) -> Update:
         """An update of whole runs, each by one kernel."""
         return DeviceUpdate(runs_in_memory(self.memory.part, shards, alignment=ALIGNMENT), shards)
 
@@ -256,8 +258,24 @@ class OnHostOfGpu(OnGpu):
         super().__init__(rank, stream, host_memory())
         self._pinned: Array = np.empty(0, np.uint8)
 
-    new_update = LocalBlocks.new_update
     parts = LocalBlocks.parts
+
+    def new_update(self, order: MessageOrder, shards: Sequence[Shard], rank: int = 0) -> Update:
+        """An update on the host, and of the copies."""
+        places = [(readable_of(block), block.memory) for block in order.blocks]
+        # Variables that lie in a row in both memories are copied by one call.
+        copies = [
+            (self.readable.part(*copy), self.memory.part(*master))
+            for _, (copy, master) in merge(places, ALIGNMENT)
+        ]
+        return UpdateOfCopies(LocalBlocks.new_update(self, order, shards), copies, self._to_pinned)
+
+    def _to_pinned(self, message: Array) -> Array:
+        """Copies a message to host memory that all updates use. Waits for it."""
+        if self._pinned.size < message.size:
+            self._pinned = gpu.allocate_pinned(message.size)
+        message.get(out=self._pinned[: message.size])  # blocks until the copy is complete
+        return self._pinned
 
     def new_variable(self, initial: Array) -> Block:
         """A new block with this value, and its copy."""
@@ -275,34 +293,40 @@ class OnHostOfGpu(OnGpu):
             rule.apply(block.array, gpu.to_host(new), (), block.array)
             fill(block.view, block.array)
 
-    def runs_to_read(self, order: MessageOrder) -> list[Run]:
-        """The runs of copies that are runs of the master copy too; that instead of slots."""
-        shards = []
-        for shard in order.shards:
-            block = order.blocks[shard.variable]
-            assert block.copy is not None
-            shards.append(shard._replace(memory=(block.copy.memory, block.memory)))
-        found: list[Run] = []
-        for run in runs(shards, ALIGNMENT):
-            copy, master = run.memory
-            value = self.readable.part(*copy).view(run.dtype)
-            found.append(Run(run, value, (self.memory.part(*master).view(run.dtype),)))
-        return found
 
-    @span(UPDATE, on_stream("update"))
+@final
+class UpdateOfCopies(Update):
+    """An update in host memory by a message on a GPU, where programs read copies.
+
+    Args:
+        on_host: the update of the master copies.
+        copies: the bytes of the copies and of the masters.
+        to_host: returns a message in host memory.
+    """
+
+    def __init__(
+        self,
+        on_host: Update,
+        copies: Sequence[tuple[Array, Array]],
+        to_host: Callable[[Array], Array],
+    ) -> None:
+        self._on_host = on_host
+        self._copies = copies
+        self._to_host = to_host
+
+    def forget_messages(self) -> None:
+        """See `Update.forget_messages`."""
+        self._on_host.forget_messages()
+
     def run(
         self,
-        plan: Plan,
-        message: Array,
         rule: UpdateRule,
+        messages: Sequence[Array],
+        op: ReduceOp = ReduceOp.SUM,
+        in_place: InPlace = NOTHING_IN_PLACE,
         add_up: Callable[[Array], Array] | None = None,
     ) -> None:
-        """Updates the variables on the host, then their copies. Waits for the message."""
-        if self._pinned.size < message.size:
-            self._pinned = gpu.allocate_pinned(message.size)
-        message.get(out=self._pinned[: message.size])  # blocks until the copy is complete
-        plan.update.run(rule, [self._pinned], add_up=add_up)
-        assert isinstance(plan, DevicePlan)
-        # Variables that lie in a row are copied by one call.
-        for _, copy, (master,) in plan.readable:
+        """See `Update.run`."""
+        self._on_host.run(rule, [*map(self._to_host, messages)], op, in_place, add_up)
+        for copy, master in self._copies:
             fill(copy, master)

@@ -10,14 +10,14 @@ Nothing here changes after it was made.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 from hpcstrat._communicators.device import RankSlice
 from hpcstrat._communicators.reduction import part_of_rank
 from hpcstrat._core.types import Array
 from hpcstrat._memory.allocator import Block, Cuts
-from hpcstrat._memory.intervals import Interval, Shard, runs
+from hpcstrat._memory.intervals import Interval, Shard, merge
 from hpcstrat._memory.layout import Layout, layout_of, layout_of_arrays
 
 T = TypeVar("T")
@@ -28,7 +28,7 @@ class MessageOrder:
 
     The order is dtype by dtype, and of each dtype by creation number. It is equal on all ranks, and
     "variable i" always counts in it. Only callers have an order of their own, that of the call, in
-    which they pass variables and gradients. In memory variables are by address; `intervals.runs`
+    which they pass variables and gradients. In memory variables are by address; `intervals.merge`
     finds where that is the order of the message.
 
     Args:
@@ -83,17 +83,21 @@ class MessageOrder:
             shares[group.dtype] = share.scale(group.dtype.itemsize).shift(group.start)
         return [shard.within(shares[shard.dtype]) for shard in self.shards]
 
-    def parts_of(self, variables: Iterable[int]) -> list[list[Interval]]:
+    def parts_of(self, variables: Collection[int]) -> list[list[Interval]]:
         """Where some variables are in each dtype's elements of the message, neighbours merged."""
-        # Without memory, `runs` merges by the message alone.
-        shards = [self.shards[i]._replace(memory=()) for i in sorted(variables)]
-        merged = runs(shards, self.layout.alignment)
+        layout = self.layout
         return [
-            [group.within(run.message) for run in merged if run.dtype == group.dtype]
-            for group in self.layout.groups
+            [
+                group.within(part)
+                for _, (part,) in merge(
+                    [(layout.bytes_of(i),) for i in group.members if i in variables],
+                    layout.alignment,
+                )
+            ]
+            for group in layout.groups
         ]
 
-    def views_of(self, variables: Iterable[int], message: Array) -> list[Array]:
+    def views_of(self, variables: Collection[int], message: Array) -> list[Array]:
         """Some variables in a message, as flat views; neighbours are merged."""
         return [
             group.of(message)[part.slice]
@@ -163,25 +167,24 @@ def rank_parts_of(
 
 def rank_slices(order: MessageOrder, rank_parts: Sequence[RankPart]) -> list[list[RankSlice]]:
     """For each dtype of the message of all elements, which of these are in which rank's message."""
-    slices: list[list[RankSlice]] = [[] for _ in order.layout.groups]
-    dtypes = [group.dtype for group in order.layout.groups]
-    for rank, part in enumerate(rank_parts):
-        # With their places in the rank's message as "memory", `runs` merges what is contiguous in
-        # both messages.
-        shards = [
-            order.shards[i].part(shard.elements)._replace(memory=(shard.message,))
-            for i, shard in enumerate(part.shards)
-        ]
-        for run in runs(shards, order.layout.alignment):
-            k = dtypes.index(run.dtype)
-            elements = order.layout.groups[k].within(run.message)
-            own = part.layout.groups[k].within(run.memory[0])
-            slices[k].append(RankSlice(rank, elements, own))
+    slices = []
+    for k, group in enumerate(order.layout.groups):
+        of_dtype = []
+        for rank, part in enumerate(rank_parts):
+            # What is contiguous in both messages is merged.
+            places = [
+                (order.shards[i].part(part.shards[i].elements).message, part.shards[i].message)
+                for i in group.members
+            ]
+            for _, (elements, own) in merge(places, order.layout.alignment):
+                own_group = part.layout.groups[k]
+                of_dtype.append(RankSlice(rank, group.within(elements), own_group.within(own)))
+        slices.append(of_dtype)
     return slices
 
 
 def slices_of(
-    order: MessageOrder, slices: Sequence[Sequence[RankSlice]], variables: Iterable[int]
+    order: MessageOrder, slices: Sequence[Sequence[RankSlice]], variables: Collection[int]
 ) -> list[list[RankSlice]]:
     """Those of the `rank_slices`, or of their elements, that belong to some variables."""
     return [

@@ -210,9 +210,9 @@ def test_new_values_go_through_the_message_only_where_memory_ends(strategy, xp, 
     )
     (plan,) = {id(plan): plan for plan in plans}.values()
     # Pieces of 1024 elements; the fifth and the ninth are in two ranges.
-    transfers = plan.transfers()
-    assert [flat.size for flat, _ in transfers] == [1024] * 12 + [192]
-    assert [i for i, (_, parts) in enumerate(transfers) if parts] == [4, 8]
+    pieces = plan.pieces()
+    assert [piece.array.size for piece in pieces] == [1024] * 12 + [192]
+    assert [i for i, piece in enumerate(pieces) if piece.copies] == [4, 8]
     for i, v in enumerate(variables):
         check(v, -(SUM + i * N))
 
@@ -632,7 +632,7 @@ def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):
         def stop(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(type(strategy._group.storage.local), "run", stop)
+        monkeypatch.setattr(device_plan.DevicePlan, "run", stop)
         with pytest.raises(KeyboardInterrupt):
             strategy.run(lambda: optimizer.apply_gradients([(place.xp.ones(3, np.float32), v)]))
         monkeypatch.undo()
