@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _COMPOSED = (
     *("_state", "_all_steps", "_collecting", "_transforming", "_clipping"),
-    *("_formula", "_formula_of_clipped", "_rate"),
+    *("_rule_is_complete", "_formula", "_formula_of_clipped", "_rate"),
 )
 """What a copy of an optimizer makes anew from its other attributes."""
 
@@ -93,6 +93,9 @@ class Optimizer(metaclass=_options.OptimizerType):
         self._transforming = [
             step for step in steps if overrides(step, "transform") and step not in in_formula
         ]
+        # A formula's rule has the steps' numbers, on which the ranks must agree; one of a program's
+        # own has not.
+        self._rule_is_complete = not (self._has_own_rule and steps)
         call = f"{type(self).__name__}.formula"
         self._formula, self._formula_of_clipped = [
             _steps.combine_formulas(call, self.formula, steps, clips)
@@ -396,6 +399,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         state = self._state
         if are_summed or type(context) is not InReplica or self._transforming:
             return False
+        if not self._rule_is_complete:
+            return False
         group = context.group
         try:
             gradients, variables = zip(*pairs, strict=True)
@@ -441,6 +446,9 @@ class Optimizer(metaclass=_options.OptimizerType):
             rate, step = self._rate_now(), state.iterations + 1
             clipping, clipped = self._clipping if sparse else [], self._formula_of_clipped
             rule = clipped.rule(self, rate, step) if clipping else self.update_rule(rate, step)
+            if not self._rule_is_complete:
+                numbers = _steps.numbers_to_agree(self, self._all_steps)
+                rule = rule._replace(constants={**rule.constants, **numbers})
             if sparse and rule.norms is not None:
                 raise ValueError(
                     f"{current_call()}: the update takes norms of whole variables, but the "

@@ -12,6 +12,7 @@ import numpy as np
 
 from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core import gpu
+from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array, IndexedSlices
 from hpcstrat._replicas import contexts
@@ -489,6 +490,16 @@ def _name_numbers(step: UpdateStep, readers: dict[str, Callable[[], Any]]) -> di
         reader = functools.partial(getattr, step, number) if number else lambda: True
         readers[names[number]] = reader
     return names
+
+
+def numbers_to_agree(optimizer: Any, steps: Sequence[UpdateStep]) -> dict[str, float]:
+    """The steps' numbers by name, for an optimizer whose own `update_rule` does not have them."""
+    readers = dict[str, Callable[[], Any]]()
+    for name in [name for step in steps for name in _name_numbers(step, readers).values()]:
+        if name not in (*readers, _RATE, "step"):
+            readers[name] = functools.partial(getattr, optimizer, name)
+    owner, values = type(optimizer).__name__, {name: read() for name, read in readers.items()}
+    return {name: as_number(owner, name, n) for name, n in values.items() if n is not None}
 
 
 def _run_step(

@@ -396,6 +396,42 @@ def test_an_optimizer_with_its_own_rule_clips_norms(strategy, option):
     close(v.numpy(), START - RATE * 0.25 * total / np.linalg.norm(total))
 
 
+@pytest.mark.core
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "make, names",
+    [
+        (lambda: {"clipnorm": 0.25 + RANK}, r"clipnorm=0\.25.*clipnorm=1\.25"),
+        (lambda: {"global_clipnorm": 0.25 + RANK}, r"global_clipnorm=1\.25"),
+        (lambda: {"steps": [Noise(0.25 + RANK)]}, r"Noise_scale=1\.25"),
+        (lambda: {"steps": [Centralize()], "clipnorm": 0.25 + RANK}, r"clipnorm=1\.25"),
+    ],
+    ids=["norms", "a norm of all", "of a step", "of two steps"],
+)
+def test_steps_of_an_optimizer_with_its_own_rule_that_differ_are_refused(strategy, make, names):
+    with strategy.scope():
+        v, optimizer = hs.Variable(START), Overriding(RATE, **make())
+    with pytest.raises(hs.ReplicaMismatchError, match=rf"(?s)Overriding\.apply_grad.*{names}"):
+        apply(strategy, optimizer, v, 0)
+    assert np.array_equal(v.numpy(), START) and optimizer.iterations == 0
+
+
+@pytest.mark.core
+@pytest.mark.mpi(min_size=2)
+def test_an_optimizer_with_its_own_rule_adds_up_the_same_calls_on_all_ranks(strategy):
+    with strategy.scope():
+        v = hs.Variable(START)
+        optimizer = Overriding(RATE, gradient_accumulation_steps=1 + RANK)
+
+    def replica():
+        for _ in range(1 + RANK):
+            optimizer.apply_gradients([(strategy.xp.asarray(own(0)[0]), v)])
+
+    with pytest.raises(hs.ReplicaMismatchError, match=r"(?s)gradient_accumulation_steps=1.*=2"):
+        strategy.run(replica)
+    assert np.array_equal(v.numpy(), START)
+
+
 def test_wrong_steps():
     wrong: Any = [L1]
     with pytest.raises(TypeError, match=r"SGD: steps has <class .*; each must be an instance"):
