@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from hpcstrat.optimizers._optimizer import Optimizer
-from hpcstrat.optimizers._options import ABOVE_0, BELOW_1, not_negative, number_in
+from hpcstrat.optimizers._options import ABOVE_0, BELOW_1, FROM_0_TO_1, NOT_NEGATIVE, any_bool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -49,6 +50,8 @@ class SGD(Optimizer):
         array([-3.25])
     """
 
+    _checks = MappingProxyType({"momentum": FROM_0_TO_1, "nesterov": any_bool})
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.01,
@@ -57,8 +60,8 @@ class SGD(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(learning_rate, **options)
-        self.momentum: float = number_in("SGD", "momentum", momentum)
-        self.nesterov: bool = bool(nesterov)
+        self.momentum: float = momentum
+        self.nesterov: bool = nesterov
 
     @property
     def slots(self) -> dict[str, float]:
@@ -113,6 +116,8 @@ class Lion(Optimizer):
         array([-1.,  0.,  1.])
     """
 
+    _checks = MappingProxyType({"beta_1": ABOVE_0, "beta_2": ABOVE_0})
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.0001,
@@ -121,8 +126,8 @@ class Lion(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(learning_rate, **options)
-        self.beta_1: float = number_in("Lion", "beta_1", beta_1, ABOVE_0)
-        self.beta_2: float = number_in("Lion", "beta_2", beta_2, ABOVE_0)
+        self.beta_1: float = beta_1
+        self.beta_2: float = beta_2
 
     @property
     def slots(self) -> dict[str, float]:
@@ -141,6 +146,8 @@ class Lion(Optimizer):
 class _Moments(Optimizer):
     """Their arguments and slots."""
 
+    _checks = MappingProxyType({"beta_1": BELOW_1, "beta_2": BELOW_1, "epsilon": NOT_NEGATIVE})
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -150,10 +157,9 @@ class _Moments(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(learning_rate, **options)
-        owner = type(self).__name__
-        self.beta_1: float = number_in(owner, "beta_1", beta_1, BELOW_1)
-        self.beta_2: float = number_in(owner, "beta_2", beta_2, BELOW_1)
-        self.epsilon: float = not_negative(owner, "epsilon", epsilon)
+        self.beta_1: float = beta_1
+        self.beta_2: float = beta_2
+        self.epsilon: float = epsilon
 
     @property
     def slots(self) -> dict[str, float]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import abc
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hpcstrat._calls.records import signature_of
 from hpcstrat._core.call_name import current_call, enter_call, leave_call, names_call
@@ -16,7 +17,7 @@ from hpcstrat._update.formula import Formula
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers import _gradients, _options, _steps
-from hpcstrat.optimizers._options import CommonOptions, LearningRate
+from hpcstrat.optimizers._options import Check, CommonOptions, LearningRate
 from hpcstrat.optimizers._state import (
     GradientBuffers,
     OptimizerState,
@@ -60,6 +61,9 @@ class Optimizer(metaclass=_options.OptimizerType):
     ema_overwrite_frequency: int | None
     gradient_accumulation_steps: int | None
     steps: tuple[UpdateStep, ...]
+
+    # Of attributes that a class sets in its `__init__`; applied there, and to later values.
+    _checks: ClassVar[Mapping[str, Check]] = MappingProxyType({})
 
     def __init__(
         self,
@@ -180,7 +184,7 @@ class Optimizer(metaclass=_options.OptimizerType):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
-            _options.check_attribute(self, name, value)
+            value = _options.check_attribute(self, self._checks, name, value)
         super().__setattr__(name, value)
         is_composed = name in BY_OPTION and "_all_steps" in vars(self)
         if is_composed and _steps.steps_of(self) != self._all_steps:

@@ -14,7 +14,7 @@ import numpy as np
 from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import constructor_signature
 from hpcstrat._variable.variable import Variable
-from hpcstrat.optimizers._steps import BY_OPTION, NORM_CLIPPING, UpdateStep, overrides
+from hpcstrat.optimizers._steps import BY_OPTION, NORM_CLIPPING, UpdateStep, numbers_of, overrides
 
 LearningRate: TypeAlias = "float | Variable | Callable[[], float] | Callable[[int], float]"
 
@@ -136,58 +136,96 @@ class OptimizerOptions(CommonOptions, total=False):
     name: str
 
 
-DEFAULTS: Mapping[str, Any] = {
-    "global_clipnorm": None,
-    "clipnorm": None,
-    "clipvalue": None,
-    "weight_decay": None,
-    "use_ema": False,
-    "ema_momentum": 0.99,
-    "ema_overwrite_frequency": None,
-    "gradient_accumulation_steps": None,
-    "steps": (),
+Check: TypeAlias = Callable[[str, str, Any], Any]
+"""Takes an optimizer's class name, an attribute's name and value; returns the value to store."""
+
+
+def _number(allowed: str, is_allowed: Callable[[float], bool], kind: str = "a number") -> Check:
+    def check(owner: str, name: str, value: Any) -> float:
+        number = as_number(owner, name, value, kind)
+        if not is_allowed(number):
+            raise ValueError(f"{owner}: {name} is {value!r}; it must be {allowed}")
+        return number
+
+    return check
+
+
+def _at_least_0(allowed: str) -> Check:
+    return _number(allowed, lambda number: 0 <= number < math.inf, allowed)
+
+
+FROM_0_TO_1 = _number("from 0 to 1", lambda number: 0 <= number <= 1)
+BELOW_1 = _number("at least 0 and less than 1", lambda number: 0 <= number < 1)
+ABOVE_0 = _number("above 0 and at most 1", lambda number: 0 < number <= 1)
+NOT_NEGATIVE = _at_least_0("a number of at least 0")
+_RATE = _at_least_0("a number of at least 0, or a callable")
+_POSITIVE = _number("positive or None", lambda number: number > 0)
+
+
+def any_bool(owner: str, name: str, value: Any) -> bool:
+    """A `Check`: anything that is true or false."""
+    return bool(value)
+
+
+def _count(owner: str, name: str, value: Any) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{owner}: {name} is {value!r}; it must be an int of at least 1, or None")
+    return value
+
+
+def _steps(owner: str, name: str, value: Any) -> tuple[UpdateStep, ...]:
+    steps = tuple(value)
+    for step in steps:
+        if not isinstance(step, UpdateStep):
+            raise TypeError(
+                f"{owner}: {name} has {step!r}; each must be an instance of a subclass of "
+                "UpdateStep"
+            )
+    return steps
+
+
+def _or_none(check: Check) -> Check:
+    return lambda owner, name, value: None if value is None else check(owner, name, value)
+
+
+_OPTIONS: Mapping[str, tuple[Any, Check]] = {
+    "global_clipnorm": (None, _or_none(_POSITIVE)),
+    "clipnorm": (None, _or_none(_POSITIVE)),
+    "clipvalue": (None, _or_none(_POSITIVE)),
+    "weight_decay": (None, _or_none(NOT_NEGATIVE)),
+    "use_ema": (False, any_bool),
+    "ema_momentum": (0.99, FROM_0_TO_1),
+    "ema_overwrite_frequency": (None, _or_none(_count)),
+    "gradient_accumulation_steps": (None, _or_none(_count)),
+    "steps": ((), _steps),
 }
-"""Every option except the name."""
+"""Every option except the name, with its default and its check."""
 
 
 def check_options(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
     """All options except the name, of an optimizer class, with defaults for the missing."""
     owner = kind.__name__
-    if unknown := given.keys() - DEFAULTS.keys():
+    if unknown := given.keys() - _OPTIONS.keys():
         parameters = inspect.signature(kind).parameters.values()
         own = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
-        known = [*dict.fromkeys([*own, *DEFAULTS, "name"])]
+        known = [*dict.fromkeys([*own, *_OPTIONS, "name"])]
         raise _unknown_arguments(owner, [*unknown], known)
-    options = {**DEFAULTS, **given}
-    clipping = [name for name in _CLIPPING if options[name] is not None]
-    for name in clipping:
-        if not as_number(owner, name, options[name]) > 0:
-            raise ValueError(f"{owner}: {name} is {options[name]!r}; it must be positive or None")
-    if len(clipping) > 1:
-        raise ValueError(f"{owner}: {' and '.join(clipping)} exclude each other; pass one of them")
-    if options["weight_decay"] is not None:
-        options["weight_decay"] = not_negative(owner, "weight_decay", options["weight_decay"])
-    number_in(owner, "ema_momentum", options["ema_momentum"])
-    for name in ("ema_overwrite_frequency", "gradient_accumulation_steps"):
-        count = options[name]
-        if count is not None and (
-            isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1
-        ):
-            raise ValueError(
-                f"{owner}: {name} is {count!r}; it must be an int of at least 1, or None"
-            )
+    options = {
+        name: check(owner, name, given.get(name, default))
+        for name, (default, check) in _OPTIONS.items()
+    }
+    _check_clipping(owner, options)
     if options["ema_overwrite_frequency"] is not None and not options["use_ema"]:
         raise ValueError(
             f"{owner}: ema_overwrite_frequency needs moving averages; pass use_ema=True too"
         )
-    options["use_ema"] = bool(options["use_ema"])
-    options["steps"] = tuple(options["steps"])
-    for step in options["steps"]:
-        if not isinstance(step, UpdateStep):
-            raise TypeError(
-                f"{owner}: steps has {step!r}; each must be an instance of a subclass of UpdateStep"
-            )
     return options
+
+
+def _check_clipping(owner: str, options: Mapping[str, Any]) -> None:
+    clipping = [name for name in _CLIPPING if options[name] is not None]
+    if len(clipping) > 1:
+        raise ValueError(f"{owner}: {' and '.join(clipping)} exclude each other; pass one of them")
 
 
 def check_without_formula(owner: str, given: Mapping[str, Any]) -> None:
@@ -195,36 +233,20 @@ def check_without_formula(owner: str, given: Mapping[str, Any]) -> None:
     steps = {name: step for name, step in BY_OPTION.items() if given.get(name)}
     steps |= {type(step).__name__: step for step in given.get("steps", ())}
     for name, step in steps.items():
-        if overrides(step, "formula") and step not in NORM_CLIPPING:
+        if _needs_formula(step):
             raise ValueError(
                 f"{owner}: {name} changes the formula, and update_rule is overridden; leave it out"
             )
 
 
-BELOW_1, ABOVE_0 = "at least 0 and less than 1", "above 0 and at most 1"
-
-
-def number_in(owner: str, argument: str, value: Any, allowed: str = "from 0 to 1") -> float:
-    """The value of an argument as a float from 0 to 1, both of which may be excluded."""
-    number = as_number(owner, argument, value)
-    if not 0 <= number <= 1 or (allowed, number) in ((BELOW_1, 1), (ABOVE_0, 0)):
-        raise ValueError(f"{owner}: {argument} is {value!r}; it must be {allowed}")
-    return number
-
-
-def not_negative(owner: str, argument: str, value: Any) -> float:
-    """The value of an argument as a float."""
-    allowed = "a number of at least 0" + ", or a callable" * (argument == "learning_rate")
-    number = as_number(owner, argument, value, allowed)
-    if not 0 <= number < math.inf:
-        raise ValueError(f"{owner}: {argument} is {value!r}; it must be {allowed}")
-    return number
+def _needs_formula(step: UpdateStep) -> bool:
+    return overrides(step, "formula") and step not in NORM_CLIPPING
 
 
 def rate_of(owner: str, rate: LearningRate) -> float | Callable[[int], float]:
     """A learning rate as a number, or as a function of the number of steps done."""
     if not callable(rate):
-        number = not_negative(owner, "learning_rate", rate)
+        number = _RATE(owner, "learning_rate", rate)
         return (lambda _: float(rate)) if isinstance(rate, Variable) else number
     # A parameter with a default is the callable's own, such as a factor, and not the step.
     takes_step = any(
@@ -260,18 +282,38 @@ class OptimizerType(abc.ABCMeta):
         return constructor_signature(cls)
 
 
-def check_attribute(optimizer: Any, name: str, value: Any) -> None:
-    """Refuses a new value of an optimizer's attribute if it would have no effect."""
+def check_attribute(optimizer: Any, checks: Mapping[str, Check], name: str, value: Any) -> Any:
+    """The new value of an optimizer's attribute, as it is stored.
+
+    Args:
+        optimizer: the optimizer.
+        checks: of its class's own attributes.
+        name: the attribute.
+        value: its new value.
+
+    Raises:
+        AttributeError: it would have no effect.
+        ValueError: it is out of range, or excludes another.
+        TypeError: it is not a number.
+    """
     owner, own = type(optimizer).__name__, vars(optimizer)
-    if name not in own and not hasattr(type(optimizer), name) and "_is_made" in own:
+    is_made, is_composed = "_is_made" in own, "_all_steps" in own
+    if name not in own and not hasattr(type(optimizer), name) and is_made:
         known = sorted(["learning_rate", *(key for key in own if not key.startswith("_"))])
         raise _unknown_attribute(owner, name, known)
-    is_composed = "_all_steps" in own
+    if name in checks:
+        value = checks[name](owner, name, value)
     if name in _FIXED and is_composed and value != own[name]:
         raise AttributeError(
             f"{owner}: {name} is {own[name]!r} and cannot change; pass {name}={value!r} to a new "
             "optimizer instead"
         )
+    # While it is made, `check_options` has checked those that are not its class's own.
+    if is_made and name in _OPTIONS and not _is_its_own(optimizer, name):
+        value = _OPTIONS[name][1](owner, name, value)
+        _check_clipping(owner, {**own, name: value})
+        if own["_has_own_rule"]:
+            check_without_formula(owner, {name: value})
     if is_composed and own["_state"].slots:
         changed = copy.copy(optimizer)
         object.__setattr__(changed, name, value)
@@ -282,6 +324,15 @@ def check_attribute(optimizer: Any, name: str, value: Any) -> None:
                 f"{slots}; with {value!r} they would be {others}. Pass {name}={value!r} to a new "
                 "optimizer instead"
             )
+    return value
+
+
+def _is_its_own(optimizer: Any, option: str) -> bool:
+    """Whether an optimizer's class has given an option a meaning of its own."""
+    if option not in BY_OPTION or not vars(optimizer)["_has_own_rule"]:
+        return option in numbers_of(optimizer.formula)
+    is_taken = option in inspect.signature(type(optimizer)).parameters
+    return _needs_formula(BY_OPTION[option]) and (is_taken or bool(getattr(optimizer, option)))
 
 
 def arguments_of(optimizer: Any) -> dict[str, Any]:
@@ -289,7 +340,8 @@ def arguments_of(optimizer: Any) -> dict[str, Any]:
     own = [
         name for name in inspect.signature(type(optimizer)).parameters if hasattr(optimizer, name)
     ]
-    usual = {**DEFAULTS, "name": type(optimizer).__name__}
+    defaults = {name: default for name, (default, _) in _OPTIONS.items()}
+    usual = {**defaults, "name": type(optimizer).__name__}
     options = [name for name, value in usual.items() if getattr(optimizer, name) != value]
     return {name: getattr(optimizer, name) for name in dict.fromkeys([*own, *options])}
 

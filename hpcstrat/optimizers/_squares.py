@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from hpcstrat._core.arrays import as_number
 from hpcstrat.optimizers._optimizer import Optimizer
-from hpcstrat.optimizers._options import not_negative, number_in
+from hpcstrat.optimizers._options import FROM_0_TO_1, NOT_NEGATIVE, any_bool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,6 +45,8 @@ class Adagrad(Optimizer):
         array([-1.35, -0.75])
     """
 
+    _checks = MappingProxyType({"initial_accumulator_value": NOT_NEGATIVE, "epsilon": NOT_NEGATIVE})
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -52,10 +55,8 @@ class Adagrad(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(learning_rate, **options)
-        self.initial_accumulator_value: float = not_negative(
-            "Adagrad", "initial_accumulator_value", initial_accumulator_value
-        )
-        self.epsilon: float = not_negative("Adagrad", "epsilon", epsilon)
+        self.initial_accumulator_value: float = initial_accumulator_value
+        self.epsilon: float = epsilon
 
     @property
     def slots(self) -> dict[str, float]:
@@ -109,6 +110,15 @@ class RMSprop(Optimizer):
         [-2.0, -4.512]
     """
 
+    _checks = MappingProxyType(
+        {
+            "rho": FROM_0_TO_1,
+            "momentum": FROM_0_TO_1,
+            "epsilon": NOT_NEGATIVE,
+            "centered": any_bool,
+        }
+    )
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -119,10 +129,10 @@ class RMSprop(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(learning_rate, **options)
-        self.rho: float = number_in("RMSprop", "rho", rho)
-        self.momentum: float = number_in("RMSprop", "momentum", momentum)
-        self.epsilon: float = not_negative("RMSprop", "epsilon", epsilon)
-        self.centered: bool = bool(centered)
+        self.rho: float = rho
+        self.momentum: float = momentum
+        self.epsilon: float = epsilon
+        self.centered: bool = centered
 
     @property
     def slots(self) -> dict[str, float]:
@@ -184,6 +194,8 @@ class Adadelta(Optimizer):
         [-0.004138 -0.004138]
     """
 
+    _checks = MappingProxyType({"rho": FROM_0_TO_1, "epsilon": NOT_NEGATIVE})
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -192,8 +204,8 @@ class Adadelta(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(learning_rate, **options)
-        self.rho: float = number_in("Adadelta", "rho", rho)
-        self.epsilon: float = not_negative("Adadelta", "epsilon", epsilon)
+        self.rho: float = rho
+        self.epsilon: float = epsilon
 
     @property
     def slots(self) -> dict[str, float]:
@@ -223,6 +235,13 @@ class Adadelta(Optimizer):
 
 _TAKES_ROOT: Mapping[float, bool | None] = {-0.5: True, -1.0: False, 0.0: None}
 """For each learning rate power, whether squares of gradients count by their root, or not at all."""
+
+
+def _power(owner: str, name: str, value: Any) -> float:
+    power = as_number(owner, name, value)
+    if power not in _TAKES_ROOT:
+        raise ValueError(f"{owner}: {name} is {power!r}; it must be -0.5, 0 or -1")
+    return power
 
 
 @final
@@ -272,6 +291,17 @@ class Ftrl(Optimizer):
         array([-4., -1.])
     """
 
+    _checks = MappingProxyType(
+        {
+            "learning_rate_power": _power,
+            "initial_accumulator_value": NOT_NEGATIVE,
+            "l1_regularization_strength": NOT_NEGATIVE,
+            "l2_regularization_strength": NOT_NEGATIVE,
+            "l2_shrinkage_regularization_strength": NOT_NEGATIVE,
+            "beta": NOT_NEGATIVE,
+        }
+    )
+
     def __init__(
         self,
         learning_rate: LearningRate = 0.001,
@@ -284,26 +314,12 @@ class Ftrl(Optimizer):
         **options: Unpack[OptimizerOptions],
     ) -> None:
         super().__init__(learning_rate, **options)
-        self.learning_rate_power: float = as_number(
-            "Ftrl", "learning_rate_power", learning_rate_power
-        )
-        if self.learning_rate_power not in _TAKES_ROOT:
-            raise ValueError(
-                f"Ftrl: learning_rate_power is {learning_rate_power!r}; it must be -0.5, 0 or -1"
-            )
-        self.initial_accumulator_value: float = not_negative(
-            "Ftrl", "initial_accumulator_value", initial_accumulator_value
-        )
-        self.l1_regularization_strength: float = not_negative(
-            "Ftrl", "l1_regularization_strength", l1_regularization_strength
-        )
-        self.l2_regularization_strength: float = not_negative(
-            "Ftrl", "l2_regularization_strength", l2_regularization_strength
-        )
-        self.l2_shrinkage_regularization_strength: float = not_negative(
-            "Ftrl", "l2_shrinkage_regularization_strength", l2_shrinkage_regularization_strength
-        )
-        self.beta: float = not_negative("Ftrl", "beta", beta)
+        self.learning_rate_power: float = learning_rate_power
+        self.initial_accumulator_value: float = initial_accumulator_value
+        self.l1_regularization_strength: float = l1_regularization_strength
+        self.l2_regularization_strength: float = l2_regularization_strength
+        self.l2_shrinkage_regularization_strength: float = l2_shrinkage_regularization_strength
+        self.beta: float = beta
 
     @property
     def slots(self) -> dict[str, float]:

@@ -542,3 +542,76 @@ def test_an_attribute_without_effect_is_refused(strategy, name, value, message):
     assert repr(optimizer) == before
     strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.asarray(own(1)[0]), v)]))
     close(v.numpy(), by_hand(lambda g, _: g, steps=2)[-1])
+
+
+@pytest.mark.parametrize(
+    "make, name, value, error, message",
+    [
+        (optimizers.SGD, "clipnorm", -1, ValueError, "SGD: clipnorm is -1; it must be positive or"),
+        (optimizers.SGD, "clipvalue", "x", TypeError, "SGD: clipvalue is 'x'; it must be a number"),
+        (optimizers.AdamW, "weight_decay", -1, ValueError, "AdamW: weight_decay is -1; it must be"),
+        (optimizers.SGD, "ema_momentum", 2, ValueError, "SGD: ema_momentum is 2; it must be from"),
+        (optimizers.SGD, "momentum", 1.5, ValueError, "SGD: momentum is 1.5; it must be from 0"),
+        (optimizers.Adam, "beta_1", 1, ValueError, "Adam: beta_1 is 1; it must be at least 0 and"),
+        (optimizers.Ftrl, "learning_rate_power", -2, ValueError, "power is -2.0; it must be -0.5,"),
+        (
+            lambda: optimizers.SGD(clipnorm=1),
+            "clipvalue",
+            1,
+            ValueError,
+            "SGD: clipnorm and clipvalue exclude each other; pass one of them",
+        ),
+        (
+            lambda: Overriding(0.1),
+            "clipvalue",
+            1,
+            ValueError,
+            "Overriding: clipvalue changes the formula, and update_rule is overridden",
+        ),
+    ],
+    ids=[
+        "clipnorm",
+        "clipvalue",
+        "weight_decay",
+        "ema_momentum",
+        "momentum",
+        "beta_1",
+        "learning_rate_power",
+        "two that exclude each other",
+        "update_rule and clipvalue",
+    ],
+)
+def test_an_attribute_takes_what_the_argument_takes(make, name, value, error, message):
+    optimizer = make()
+    before = repr(optimizer)
+    with pytest.raises(error, match=message):
+        setattr(optimizer, name, value)
+    assert repr(optimizer) == before
+
+
+class OwnDecay(Overriding):
+    def __init__(self, weight_decay=None):
+        super().__init__(0.1)
+        self.weight_decay = weight_decay
+
+
+def test_an_option_that_a_class_has_made_its_own_takes_any_value():
+    class Decayed(hs.optimizers.Optimizer):
+        def __init__(self):
+            super().__init__(0.1)
+            self.weight_decay = -0.5
+
+        @property
+        def slots(self):
+            return {}
+
+        @staticmethod
+        def formula(value, gradient, *, learning_rate, weight_decay):
+            return value - learning_rate * (gradient + weight_decay * value)
+
+    for optimizer in OwnDecay(), OwnDecay(-0.5), Decayed():
+        optimizer.weight_decay = -0.25
+        assert optimizer.weight_decay == -0.25
+        optimizer.clipnorm = 2
+        with pytest.raises(ValueError, match="clipnorm is 0; it must be positive or None"):
+            optimizer.clipnorm = 0
