@@ -121,14 +121,15 @@ class DeviceStorage(Storage):
             if plan.started:
                 self._finish_sums()
                 if rest := plan.not_started():
-                    plan.sum(rest)
+                    communicator.launch("the sum of gradients", plan.sums_of(rest))
             elif op is ReduceOp.SUM and sources is plan.gradients and not plan.has_integers:
-                plan.sum()
+                communicator.launch("the sum of gradients", plan.all_sums)
             else:
                 plan.reduce(sources, op)
             if self.updates_here:
                 plan.run(rule)
-            plan.send_values()
+            if plan.new_values is not None:
+                plan.new_values.send(communicator)
 
     @span(COMMUNICATION, on_stream("pack"))
     def _pack(self, plan: DevicePlan, values: Sequence[Array], is_reduced: bool) -> list[Array]:
@@ -157,7 +158,7 @@ class DeviceStorage(Storage):
         if not communicator.has_side_stream:
             return False
         with self.local.current(), communicator.side_stream(plan.memory):
-            plan.sum(variables)
+            communicator.launch("the sum of gradients", plan.sums_of(variables))
         return True
 
     def _finish_sums(self) -> None:

@@ -7,7 +7,8 @@ DevicePartsPlan  each rank has those of its part of the elements; all send new v
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import functools
+from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeAlias, final
 
 from hpcstrat._communicators.device import DeviceCommunicator, Move
@@ -26,13 +27,14 @@ PIECE = 1 << 24
 """Bytes of new values that one call sends. Ranks need not agree on where a run of variables in
 memory ends: only pieces in which one does are copied to the message."""
 
+Copies: TypeAlias = "Sequence[tuple[Array, Array]]"
+"""Arrays, each with the one that is copied to it."""
+
 Readable: TypeAlias = "Sequence[Sequence[tuple[Interval, Array]]]"
 """What programs read on this rank; see `LocalBlocks.to_read`."""
 
 
-def _on_stream(name: str) -> Callable[..., Details]:
-    """The span of a method of a plan."""
-    return lambda plan, *_: Details(name, None, plan.communicator.stream)
+_update_span = span(UPDATE, lambda plan, *_: Details("update", None, plan.communicator.stream))
 
 
 class DevicePlan(Plan):
@@ -65,7 +67,8 @@ class DevicePlan(Plan):
     def _drop(self) -> None:
         self.message: Array = None
         self.gradients: list[Array] = []
-        self._sums: list[Move] | None = None
+        for prepared in ("all_sums", "new_values"):
+            self.__dict__.pop(prepared, None)
 
     def take(self, memory: Array) -> None:
         """Makes the message and its views, in some bytes on this rank's device."""
@@ -109,17 +112,13 @@ class DevicePlan(Plan):
 
     # ---- collective: gradients to where updates read them, and new values to who reads these
 
-    def sum(self, variables: Collection[int] | None = None) -> None:
-        """Sums the gradients of some variables, or of all, in the message. These are floats."""
-        if variables is not None:
-            sums = self._prepare_sums(variables)
-        else:
-            if self._sums is None:
-                self._sums = self._prepare_sums(range(len(self.order.blocks)))
-            sums = self._sums
-        self.communicator.launch("the sum of gradients", sums)
+    @functools.cached_property
+    def all_sums(self) -> Sequence[Move]:
+        """The sums of all gradients in the message, which are floats."""
+        return self.sums_of(range(len(self.order.blocks)))
 
-    def _prepare_sums(self, variables: Collection[int]) -> list[Move]:
+    def sums_of(self, variables: Collection[int]) -> list[Move]:
+        """The sums of the gradients of some variables, likewise."""
         prepare, root = self.communicator.prepare_reduce, self._reduces_to
         gradients = self.order.views_of(variables, self.message)
         return [move for flat in gradients for move in prepare(flat, ReduceOp.SUM, root)]
@@ -140,38 +139,43 @@ class DevicePlan(Plan):
         else:
             self.communicator.all_reduce_flat(source, self.gradients[k], op)
 
-    @span(UPDATE, _on_stream("update"))
+    @_update_span
     def run(self, rule: UpdateRule) -> None:
         """Updates this rank's shards. Collective if `rule` has norms."""
         self.update.run(rule, [self.message])
 
-    def send_values(self) -> None:
-        """Sends new values to the ranks that have not computed them. Here all have."""
+    @functools.cached_property
+    def new_values(self) -> NewValues | None:
+        """How new values reach the ranks that have not computed them; `None` if all have."""
+        return self._prepare_values()
+
+    def _prepare_values(self) -> NewValues | None:
+        return None
 
 
 class NewValues(NamedTuple):
-    """Prepared calls that send new values, and what is copied before and after them.
+    """Prepared calls that send new values to other ranks.
 
     What is contiguous in a rank's memory is sent or received in place. That may differ from rank to
     rank, because memory is freed at different moments; the calls may not.
 
     Attributes:
+        before: arrays that are copied before the calls, each to the array before it.
         moves: the calls.
-        copies: of what is not in place, runs of the variables and their parts of the message.
+        after: what is copied after them.
     """
 
+    before: Copies
     moves: Sequence[Move]
-    copies: Sequence[tuple[Array, Array]]
+    after: Copies
 
-    def send(self, communicator: DeviceCommunicator, sends: bool, receives: bool) -> None:
-        """Makes the calls, on a rank that has computed new values or receives others'."""
-        if sends:
-            for value, part in self.copies:
-                part[...] = value
+    def send(self, communicator: DeviceCommunicator) -> None:
+        """Makes the calls and copies."""
+        for target, source in self.before:
+            target[...] = source
         communicator.launch("the new values", self.moves)
-        if receives:
-            for value, part in self.copies:
-                value[...] = part
+        for target, source in self.after:
+            target[...] = source
 
 
 class Piece(NamedTuple):
@@ -179,11 +183,15 @@ class Piece(NamedTuple):
 
     Attributes:
         array: the variables in place if they are contiguous, else a part of the message.
-        copies: then, each run of the variables and its part of the array.
+        copies: then, the variables from their parts of the message.
     """
 
     array: Array
-    copies: Sequence[tuple[Array, Array]] = ()
+    copies: Copies = ()
+
+
+def _reversed(copies: Copies) -> Copies:
+    return [(source, target) for target, source in copies]
 
 
 def piece_of(
@@ -222,10 +230,6 @@ class CentralPlan(DevicePlan):
         self._root = self._reduces_to = root
         self._readable = readable
 
-    def _drop(self) -> None:
-        super()._drop()
-        self._new: NewValues | None = None
-
     def _reduce(self, k: int, source: Array, op: Aggregation) -> None:
         root = self._root
         if op is not FIRST_REPLICA:
@@ -233,18 +237,14 @@ class CentralPlan(DevicePlan):
         elif root != 0:  # the first replica is rank 0
             self.communicator.broadcast_flat(source, 0)
 
-    def send_values(self) -> None:
-        """Sends the root's to all ranks."""
-        if self._new is None:
-            self._new = self._prepare_values()
-        is_root = self.communicator.rank == self._root
-        self._new.send(self.communicator, is_root, not is_root)
-
     def _prepare_values(self) -> NewValues:
         pieces, send = self.pieces(), self.communicator.prepare_broadcast
         # One group of calls for all variables: a message's latency counts more than its bytes.
         moves = [move for piece in pieces for move in send(piece.array, self._root)]
-        return NewValues(moves, [copy for piece in pieces for copy in piece.copies])
+        from_message = [copy for piece in pieces for copy in piece.copies]
+        if self.communicator.rank == self._root:
+            return NewValues(_reversed(from_message), moves, [])
+        return NewValues([], moves, from_message)
 
     def pieces(self) -> list[Piece]:
         """All new values. The arrays are as large on all ranks."""
@@ -284,7 +284,6 @@ class DevicePartsPlan(DevicePlan):
         super()._drop()
         self._own_message: Array = None
         self._own_gradients: list[Array] = []  # by dtype
-        self._new: NewValues | None = None
 
     @property
     def nbytes(self) -> int:
@@ -299,7 +298,8 @@ class DevicePartsPlan(DevicePlan):
         self._own_message = memory[round_up(super().nbytes, ALIGNMENT) : self.nbytes]
         self._own_gradients = [group.of(self._own_message) for group in self._own.groups]
 
-    def _prepare_sums(self, variables: Collection[int]) -> list[Move]:
+    def sums_of(self, variables: Collection[int]) -> list[Move]:
+        """See `DevicePlan.sums_of`."""
         slices = slices_of(self.order, self._slices, variables)
         groups = zip(self.gradients, self._own_gradients, slices, strict=True)
         return [
@@ -321,7 +321,7 @@ class DevicePartsPlan(DevicePlan):
             if rank == communicator.rank:
                 out[own.slice] = source[elements.slice]
 
-    @span(UPDATE, _on_stream("update"))
+    @_update_span
     def run(self, rule: UpdateRule) -> None:
         """See `DevicePlan.run`."""
         self.update.run(rule, [self._own_message], add_up=self._add_up)
@@ -332,20 +332,14 @@ class DevicePartsPlan(DevicePlan):
         self.communicator.all_reduce_flat(flat, flat, ReduceOp.SUM)
         return sums
 
-    def send_values(self) -> None:
-        """Sends each rank's to all ranks."""
-        if self._new is None:
-            self._new = self._prepare_values()
-        self._new.send(self.communicator, sends=True, receives=True)
-
     def _prepare_values(self) -> NewValues:
         moves: list[Move] = []
-        copies: list[tuple[Array, Array]] = []
+        from_message: list[tuple[Array, Array]] = []
         for readable, message, slices in zip(
             self._readable, self.gradients, self._slices, strict=True
         ):
             # In one piece: slices of the ranks are of all elements.
-            array, of_dtype = piece_of(Interval(0, message.size), readable, message)
+            array, copies = piece_of(Interval(0, message.size), readable, message)
             moves += self.communicator.prepare_all_gather(array, slices)
-            copies += of_dtype
-        return NewValues(moves, copies)
+            from_message += copies
+        return NewValues(_reversed(from_message), moves, from_message)
