@@ -8,9 +8,9 @@ from internals import Header, OnDisk, extents_of, places_of, replacing, write_pi
 class Contents:
     """What a file holds: arrays, whose bytes `parts` returns by name, and metadata."""
 
-    def __init__(self, entries, metadata, parts, notes=(), ranks=1, cuts=None):
+    def __init__(self, entries, metadata, parts, notes=(), ranks=1, shares=None):
         self.places = places_of(entries)
-        self.extents = list(extents_of(self.places, ranks, cuts))
+        self.extents = list(extents_of(self.places, ranks, shares))
         self.stops = [extent.place.stop for extent in self.extents]
         self.header = Header(entries, metadata, self.stops, dict(notes))
         self.parts = parts

@@ -18,8 +18,8 @@ from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._memory.segment import Segment, make_private_segment
 
-Cuts: TypeAlias = tuple[int, ...]
-"""The element at which each rank's part of a variable starts, in rank order, and the last end."""
+Shares: TypeAlias = tuple[Interval, ...]
+"""The elements of a variable that each rank has, in rank order; perhaps none."""
 
 
 class VariableId(NamedTuple):
@@ -43,7 +43,7 @@ class Block:
         storage: creation index of its storage, from 1.
         name: of the variable, in quotes, or of an optimizer's slot.
         copy: the block that `view` is from, where a rank reads a copy on its GPU; else `None`.
-        cuts: how it is split over the ranks, where `array` is only this rank's part, flat; else
+        shares: how it is split over the ranks, where `array` is only this rank's share, flat; else
             `None`.
         checksum: of `array` after the last change that the storage knows of, where it checks;
             else `None`.
@@ -56,11 +56,11 @@ class Block:
         "array",
         "checksum",
         "copy",
-        "cuts",
         "interrupted_by",
         "memory",
         "name",
         "number",
+        "shares",
         "storage",
         "view",
     )
@@ -73,7 +73,7 @@ class Block:
         self.storage: int = 0
         self.name: str = ""
         self.copy: Block | None = None
-        self.cuts: Cuts | None = None
+        self.shares: Shares | None = None
         self.checksum: int | None = None
         self.interrupted_by: str = ""
 

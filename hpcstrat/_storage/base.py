@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import itertools
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 
@@ -14,7 +13,7 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.arrays import checksum
 from hpcstrat._core.call_name import UPDATE, Details, current_call, span
 from hpcstrat._core.types import Aggregation, Array, Bytes, ReduceOp
-from hpcstrat._memory.allocator import Block, Cuts
+from hpcstrat._memory.allocator import Block, Shares
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, writer_of
 from hpcstrat._storage.plan import Plan
@@ -66,25 +65,25 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def _create(self, initial: Array) -> Block: ...
 
-    def split(self, variables: Sequence[Block]) -> Sequence[Cuts | None]:
+    def split(self, variables: Sequence[Block]) -> Sequence[Shares | None]:
         """How slots of these variables are split over the ranks; `None` if they are not split."""
         return [None] * len(variables)
 
-    def create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
+    def create_slot(self, variable: Block, value: float, shares: Shares | None) -> Block:
         """A new block for a slot, like the variable and filled with `value`.
 
         It can be read and written only where updates run. If it is split, it is this rank's part,
-        flat; `cuts` is the variable's item of `split` for all variables that get slots together.
+        flat; `shares` is the variable's item of `split` for all variables that get slots together.
         """
         with self.communicator.change():
-            return self._register(self._create_slot(variable, value, cuts))
+            return self._register(self._create_slot(variable, value, shares))
 
-    def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
+    def _create_slot(self, variable: Block, value: float, shares: Shares | None) -> Block:
         """Each rank that updates the variable makes its own, or its part."""
         communicator, local, array = self.communicator, self.local, variable.array
         shape = array.shape
-        if cuts is not None:
-            shape = (Interval(*cuts[communicator.rank : communicator.rank + 2]).size,)
+        if shares is not None:
+            shape = (shares[communicator.rank].size,)
         with communicator.raise_together(), local.current():
             if self.updates_here:
                 block = local.new_block(shape, array.dtype)
@@ -93,11 +92,11 @@ class Storage(abc.ABC):
                 # It has a number, so that all ranks count the same, but no memory: slots are as
                 # large as the model.
                 block = Block(None, None, Interval(0, 0))
-            # The cuts depend on all variables that get slots together: ranks that differ in these
+            # The shares depend on all variables that get slots together: ranks that differ in these
             # must not continue.
-            facts = (value, variable.identity(), *([] if cuts is None else [cuts]))
+            facts = (value, variable.identity(), *([] if shares is None else [shares]))
             communicator.exchange(signature_of(current_call(), "slot", *facts))
-        block.cuts = cuts
+        block.shares = shares
         return block
 
     @abc.abstractmethod
@@ -279,7 +278,7 @@ class Storage(abc.ABC):
         local = self.local
         with local.current():
             rows, gradient = local.here(rows), local.here(gradient)
-            if blocks[-1].cuts is None:
+            if blocks[-1].shares is None:
                 update_rows([block.array for block in blocks], rows, gradient, rule)
             else:
                 update_rows_in_shards(self.communicator, blocks, rows, gradient, rule)
@@ -289,11 +288,11 @@ class Storage(abc.ABC):
 
         Collective, part by part.
         """
-        assert block.cuts is not None
+        assert block.shares is not None
         communicator, itemsize = self.communicator, block.array.dtype.itemsize
         own = self.local.parts(block)
-        for rank, cuts in enumerate(itertools.pairwise(block.cuts)):
-            for here in Interval(*cuts).scale(itemsize).split(PART):
+        for rank, share in enumerate(block.shares):
+            for here in share.scale(itemsize).split(PART):
                 signature = signature_of(f"{current_call()}: {block.name}", rank, here.start)
                 with communicator.raise_together():
                     part = next(own) if communicator.rank == rank else flat(np.empty(0))

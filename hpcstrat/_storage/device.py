@@ -12,11 +12,11 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import COMMUNICATION, current_call, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
-from hpcstrat._memory.allocator import ALIGNMENT, Block, Cuts, SlabAllocator
+from hpcstrat._memory.allocator import ALIGNMENT, Block, Shares, SlabAllocator
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.device_plan import CentralPlan, DevicePartsPlan, DevicePlan
 from hpcstrat._storage.local import LocalBlocks, OnGpu, OnHostOfGpu, on_stream
-from hpcstrat._storage.order import MessageOrder, cuts_of, rank_parts_of
+from hpcstrat._storage.order import MessageOrder, rank_parts_of, shares_of
 from hpcstrat._storage.plan import MessagePool, Plan
 from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
@@ -193,11 +193,11 @@ class MirroredDeviceStorage(DeviceStorage):
         super().__init__(communicator, root)
         self._splits = splits
 
-    def split(self, variables: Sequence[Block]) -> Sequence[Cuts | None]:
+    def split(self, variables: Sequence[Block]) -> Sequence[Shares | None]:
         """An equal part of all elements per rank."""
         if not self._splits:
             return super().split(variables)
-        return cuts_of(variables, self.communicator.size, ALIGNMENT)
+        return shares_of(variables, self.communicator.size, ALIGNMENT)
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
         """The plan of updates, of which each rank makes all, or its part if slots are split."""

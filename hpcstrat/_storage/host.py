@@ -20,13 +20,13 @@ from hpcstrat._communicators.reduction import reduce_in_chunks
 from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
-from hpcstrat._memory.allocator import Block, Cuts, block_of, private_memory, size_of
+from hpcstrat._memory.allocator import Block, Shares, block_of, private_memory, size_of
 from hpcstrat._memory.intervals import Interval, divide_up
 from hpcstrat._memory.layout import layout_of_arrays
 from hpcstrat._process.settings import keep_freed_memory
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks, flat, writer_of
-from hpcstrat._storage.order import MessageOrder, cuts_of, rank_parts_of
+from hpcstrat._storage.order import MessageOrder, rank_parts_of, shares_of
 from hpcstrat._storage.plan import MessagePool, PartsPlan, Plan
 from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
@@ -93,7 +93,7 @@ class CentralHostStorage(Storage):
         weakref.finalize(block, self._dead.append, number).atexit = False
         return block
 
-    def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
+    def _create_slot(self, variable: Block, value: float, shares: Shares | None) -> Block:
         # As a view of one element: a slot is as large as its variable, and must not cost twice
         # that.
         array = variable.array
@@ -225,16 +225,18 @@ class MirroredHostStorage(Storage):
             own[...] = communicator.exchange(signature)[0][: own.size]
         return block
 
-    def _create_slot(self, variable: Block, value: float, cuts: Cuts | None) -> Block:
-        parts = 1 if cuts is None else self.communicator.size
+    def _create_slot(self, variable: Block, value: float, shares: Shares | None) -> Block:
+        parts = 1 if shares is None else self.communicator.size
         nbytes = divide_up(variable.array.nbytes, parts)
         self.communicator.require_memory(nbytes, signature_of(current_call(), "slot", nbytes))
-        return super()._create_slot(variable, value, cuts)
+        return super()._create_slot(variable, value, shares)
 
-    def split(self, variables: Sequence[Block]) -> Sequence[Cuts | None]:
+    def split(self, variables: Sequence[Block]) -> Sequence[Shares | None]:
         """An equal part of all elements per rank."""
         return (
-            cuts_of(variables, self.communicator.size) if self._splits else super().split(variables)
+            shares_of(variables, self.communicator.size)
+            if self._splits
+            else super().split(variables)
         )
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:

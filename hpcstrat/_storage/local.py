@@ -109,9 +109,8 @@ class LocalBlocks:
         If the block is split over the ranks, `start` counts from the start of the whole, and only
         this rank's part is written.
         """
-        if block.cuts is not None:
-            own = Interval(*block.cuts[self._rank : self._rank + 2])
-            own = own.scale(block.array.dtype.itemsize)
+        if block.shares is not None:
+            own = block.shares[self._rank].scale(block.array.dtype.itemsize)
             here = own & Interval(start, start + part.size)
             part = part[here.shift(-start).slice]
             start = here.start - own.start

@@ -10,13 +10,14 @@ Nothing here changes after it was made.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from typing import NamedTuple, TypeVar
 
 from hpcstrat._communicators.device import RankSlice
 from hpcstrat._communicators.reduction import part_of_rank
 from hpcstrat._core.types import Array
-from hpcstrat._memory.allocator import Block, Cuts
+from hpcstrat._memory.allocator import Block, Shares
 from hpcstrat._memory.intervals import Interval, Shard, merge
 from hpcstrat._memory.layout import Layout, layout_of, layout_of_arrays
 
@@ -110,7 +111,7 @@ _UNIT = 256
 """Parts start at multiples of this many elements: on a GPU, at multiples of 256 bytes."""
 
 
-def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[Cuts]:
+def shares_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[Shares]:
     """Splits all elements of a dtype into equal parts; the last part takes the remainder.
 
     Of fewer than `_UNIT` elements per rank, the last rank has all.
@@ -120,14 +121,15 @@ def cuts_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[C
     # All elements are split, not each variable: ranks have equal parts, whatever the variables'
     # sizes, and a part is one range of memory and of a message.
     layout = layout_of_arrays([variable.array for variable in variables], alignment)
-    cuts: list[Cuts] = [()] * len(variables)
+    shares: list[Shares] = [()] * len(variables)
     for group in layout.groups:
         part = group.elements // size // _UNIT * _UNIT
         for i in group.members:
             first, stop = group.within(layout.bytes_of(i))
-            starts = [min(max(rank * part, first), stop) for rank in range(size)]
-            cuts[i] = tuple([start - first for start in (*starts, stop)])
-    return cuts
+            ends = [min(max(rank * part, first), stop) - first for rank in range(size)]
+            pairs = itertools.pairwise([*ends, stop - first])
+            shares[i] = tuple(itertools.starmap(Interval, pairs))
+    return shares
 
 
 class RankPart(NamedTuple):
@@ -150,10 +152,8 @@ def rank_parts_of(
     The order is one without slots: parts of slots have other shapes.
     """
     dtypes = tuple([block.array.dtype for block in order.blocks])
-    cuts = [of_variable[0].cuts or () for of_variable in slots]
     rank_parts = []
-    for peer in range(len(cuts[0]) - 1):
-        elements = [Interval(*of_variable[peer : peer + 2]) for of_variable in cuts]
+    for peer, elements in enumerate(zip(*[of[0].shares or () for of in slots], strict=True)):
         sizes = tuple([(part.size,) for part in elements])
         layout = layout_of(sizes, dtypes, order.layout.alignment)
         shards = []

@@ -126,16 +126,16 @@ def update_rows_in_shards(
     Collective.
     """
     variable, *slots = blocks
-    cuts = slots[0].cuts
-    assert cuts is not None
+    shares = slots[0].shares
+    assert shares is not None
     xp = gpu.array_module(rows)
     columns = int(np.prod(gradient.shape[1:], dtype=np.int64))
     elements = (rows[:, np.newaxis] * columns + xp.arange(columns)).reshape(-1)
     # Sorted by rank, in the order in which the new values are gathered.
-    owners = sum((elements >= cut).astype(np.int64) for cut in cuts[1:-1])
+    owners = sum((elements >= share.start).astype(np.int64) for share in shares[1:])
     order = xp.argsort(owners, kind="stable")
     elements, gradient = elements[order], gradient.reshape(-1)[order]
-    start, stop = cuts[communicator.rank : communicator.rank + 2]
+    start, stop = shares[communicator.rank]
     own = xp.flatnonzero((elements >= start) & (elements < stop))
     part = variable.array.reshape(-1)[start:stop]
     update_rows([part, *[slot.array for slot in slots]], elements[own] - start, gradient[own], rule)

@@ -154,30 +154,33 @@ def places_of(entries: Mapping[str, Entry]) -> dict[str, Interval]:
 
 
 def extents_of(
-    places: Mapping[str, Interval], ranks: int = 1, cuts: Mapping[str, Sequence[int]] | None = None
+    places: Mapping[str, Interval],
+    ranks: int = 1,
+    shares: Mapping[str, Sequence[Interval]] | None = None,
 ) -> Iterator[Extent]:
     """What each rank writes, in the order of the file.
 
     Args:
         places: the places of the arrays.
         ranks: the number of ranks.
-        cuts: of each array that not every rank has whole: where the part of each rank starts, in
-            bytes, and the last one ends. The others are shared equally.
+        shares: the bytes that each rank has of each array that not every rank has whole. The others
+            are shared equally.
     """
-    cuts = cuts or {}
+    shares = shares or {}
     # Equal parts of all bytes, not of each array: few and large writes for any number of arrays.
-    total = sum(place.size for name, place in places.items() if name not in cuts)
+    total = sum(place.size for name, place in places.items() if name not in shares)
     bounds = [total * rank // ranks for rank in range(ranks + 1)]
     shared = 0  # bytes before this array
     for name, place in places.items():
-        if name in cuts:
-            first, ends = 0, cuts[name]
+        if name in shares:
+            of_ranks = enumerate(shares[name])
         else:
             first = bisect.bisect_right(bounds, shared) - 1
             stop = bisect.bisect_left(bounds, shared + place.size) + 1
             ends = [min(max(end - shared, 0), place.size) for end in bounds[first:stop]]
+            of_ranks = enumerate(itertools.starmap(Interval, itertools.pairwise(ends)), first)
             shared += place.size
-        for rank, own in enumerate(itertools.starmap(Interval, itertools.pairwise(ends)), first):
+        for rank, own in of_ranks:
             if own:
                 yield Extent(rank, name, own, own.shift(place.start))
 

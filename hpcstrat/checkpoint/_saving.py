@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._process import failure
 from hpcstrat._storage.local import host_parts
 from hpcstrat.checkpoint._atomic_file import explaining
@@ -106,7 +107,7 @@ class Saved:
         self._arrays = {name: all_values(v) for name, v in objects.on_read.items()}
         self._blocks = objects.blocks(slots)
         self._places = places_of(entries)
-        self._extents = list(extents_of(self._places, communicator.size, self._cuts()))
+        self._extents = list(extents_of(self._places, communicator.size, self._shares()))
         self.stops: list[int] = [extent.place.stop for extent in self._extents]
         self.header: Header | None = None
         with communicator.raise_together():
@@ -194,7 +195,7 @@ class Saved:
                     start += part.size
 
     def _is_split(self, name: str) -> bool:
-        return name in self._blocks and self._blocks[name][1].cuts is not None
+        return name in self._blocks and self._blocks[name][1].shares is not None
 
     def _all_parts(self, name: str) -> Iterator[Bytes]:
         """The bytes of an array that is split over the ranks. Collective, part by part."""
@@ -211,17 +212,19 @@ class Saved:
             own = own.shift(-own.start)
         return storage_of(v).local.parts(block, own.start, own.stop)
 
-    def _cuts(self) -> dict[str, list[int]]:
+    def _shares(self) -> Mapping[str, Sequence[Interval]]:
         """The arrays that not every rank has whole, as `extents_of` takes them."""
-        size, cuts = self._communicator.size, {}
+        size = self._communicator.size
+        shares: dict[str, list[Interval]] = {}
         for name, (v, block) in self._blocks.items():
             storage = storage_of(v)
-            if block.cuts is not None:
-                cuts[name] = [cut * v.dtype.itemsize for cut in block.cuts]
+            if block.shares is not None:
+                shares[name] = [share.scale(v.dtype.itemsize) for share in block.shares]
             # A variable made outside every scope has one replica: it differs from rank to rank.
             elif not storage.has_all_blocks or storage.communicator.size < size:
-                cuts[name] = [0] * (self.root + 1) + [self._places[name].size] * (size - self.root)
-        return cuts
+                shares[name] = [Interval(0, 0)] * size
+                shares[name][self.root] = Interval(0, self._places[name].size)
+        return shares
 
 
 def finish_background() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from hpcstrat._calls.collective import collective
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array, Bytes, IndexedSlices
-from hpcstrat._memory.allocator import Block, Cuts
+from hpcstrat._memory.allocator import Block, Shares
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import ReplicaGroup
@@ -65,12 +65,12 @@ class OptimizerState:
         missing = [v for v in variables if v not in self.slots]
         for group in dict.fromkeys(state_of(v).group for v in missing):
             new = sorted([v for v in missing if state_of(v).group is group], key=_number_of)
-            cuts = group.storage.split([state_of(v).block for v in new])
+            shares = group.storage.split([state_of(v).block for v in new])
             made: list[list[Block]] = [[] for _ in new]
             # Kind by kind, in the order of the variables: so each kind is contiguous in memory, as
             # the variables are.
             for kind, value in optimizer.all_slots.items():
-                for v, of, slots in zip(new, cuts, made, strict=True):
+                for v, of, slots in zip(new, shares, made, strict=True):
                     slots.append(_slot(group, f"{optimizer.name}: {kind}", v, value, of))
             self.slots |= zip(new, map(tuple, made), strict=True)
 
@@ -142,17 +142,17 @@ state_of_optimizer: Callable[[Any], OptimizerState] = operator.attrgetter("_stat
 def copy_block(storage: Storage, source: Block, target: Block) -> None:
     """Copies values of a variable or slot, on a rank that updates it; on all if it is split."""
     start = 0
-    for part in storage.local.parts(source) if source.cuts is None else storage.all_parts(source):
+    for part in storage.local.parts(source) if source.shares is None else storage.all_parts(source):
         storage.local.write_part(target, start, part)
         start += part.size
 
 
 def _slot(
-    group: ReplicaGroup, kind: str, variable: Variable, value: float | None, cuts: Cuts | None
+    group: ReplicaGroup, kind: str, variable: Variable, value: float | None, shares: Shares | None
 ) -> Block:
     own = state_of(variable).block
     with call_named(f"{kind} of {variable.name!r}"):
-        block = group.storage.create_slot(own, 0.0 if value is None else value, cuts)
+        block = group.storage.create_slot(own, 0.0 if value is None else value, shares)
     if value is None and group.writes_here:
         copy_block(group.storage, own, block)
     return block
@@ -208,7 +208,7 @@ def list_variables(optimizer: Any, rate: float) -> list[OptimizerVariable]:
 def _read(variable: Variable, block: Block) -> np.ndarray[Any, Any]:
     group = state_of(variable).group
     value = None
-    if block.cuts is not None:
+    if block.shares is not None:
         return _join(variable, group.storage.all_parts(block))
     with group.communicator.raise_together():
         if group.communicator.rank == group.root:

@@ -25,6 +25,7 @@ from internals import (
     PART,
     CheckpointFile,
     Entry,
+    Interval,
     OnDisk,
     _atomic_file,
     checksum,
@@ -187,14 +188,15 @@ def test_ranks_share_all_bytes_and_none_is_of_two(size, arrays, random):
     """Against lists of all bytes: of arrays that all ranks have, the root alone, or each in part."""
     root = random.randrange(size)
     places = places_of(entries_of({name: count for name, (count, _) in arrays.items()}))
-    cuts = {
+    ends = {
         name: [0] * (root + 1) + [count] * (size - root)
         if kind == "root"
         else [0, *sorted(random.randint(0, count) for _ in range(size - 1)), count]
         for name, (count, kind) in arrays.items()
         if kind != "all"
     }
-    extents = list(extents_of(places, size, cuts))
+    shares = {name: [*map(Interval, of, of[1:])] for name, of in ends.items()}
+    extents = list(extents_of(places, size, shares))
     whole = [(name, byte) for name, place in places.items() for byte in range(place.size)]
     assert [(e.name, byte) for e in extents for byte in range(*e.own)] == whole
     assert [byte for e in extents for byte in range(*e.place)] == list(range(len(whole)))
@@ -203,8 +205,8 @@ def test_ranks_share_all_bytes_and_none_is_of_two(size, arrays, random):
     for rank in range(size):
         found = {(e.name, byte) for e in extents if e.rank == rank for byte in range(*e.own)}
         expected = set(common[len(common) * rank // size : len(common) * (rank + 1) // size])
-        for name, ends in cuts.items():
-            expected |= {(name, byte) for byte in range(*ends[rank : rank + 2])}
+        for name, of_ranks in shares.items():
+            expected |= {(name, byte) for byte in range(*of_ranks[rank])}
         assert found == expected
 
 

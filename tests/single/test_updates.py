@@ -22,9 +22,9 @@ from internals import (
     RangeAllocator,
     SlabAllocator,
     compiled,
-    cuts_of,
     rank_parts_of,
     rank_slices,
+    shares_of,
     sums_of_squares,
 )
 from package_kernels import optimizers_of
@@ -212,18 +212,18 @@ def test_ranks_with_their_own_slots_update_their_sections(variables, ranks, seed
     memory, random = Memory(), np.random.default_rng(seed)
     blocks = made_in(memory, variables, random)
     gradients = gradients_of(blocks, ranks, random)
-    cuts = cuts_of(blocks, ranks)
-    assert all(cut[0] == 0 and [*cut] == sorted(cut) for cut in cuts)
+    all_shares = shares_of(blocks, ranks)
+    for block, shares in zip(blocks, all_shares, strict=True):
+        assert [n for share in shares for n in range(*share)] == [*range(block.array.size)]
     whole = [[memory.new_block(block.array.shape, block.array.dtype)] for block in blocks]
     expected = expected_of(momentum(), blocks, whole, gradients)
     states = [[] for _ in blocks]
     for rank in range(ranks):
         slots = []
-        for block, cut in zip(blocks, cuts, strict=True):
-            start, stop = cut[rank : rank + 2]
-            slot = memory.new_block((stop - start,), block.array.dtype)
+        for block, shares in zip(blocks, all_shares, strict=True):
+            slot = memory.new_block((shares[rank].size,), block.array.dtype)
             slot.array[...] = 0
-            slot.cuts = cut
+            slot.shares = shares
             slots.append([slot])
         order = MessageOrder(blocks, [()] * len(blocks))
         section = rank_parts_of(order, slots, rank)[rank]
@@ -254,9 +254,9 @@ def test_slices_of_ranks_are_all_elements_once(variables, ranks):
     blocks = by_dtype(blocks)
     order = MessageOrder(blocks, [()] * len(blocks), ALIGNMENT)
     slots = []
-    for cut in cuts_of(blocks, ranks, ALIGNMENT):
+    for shares in shares_of(blocks, ranks, ALIGNMENT):
         slot = Block(None, None, Interval(0, 0))
-        slot.cuts = cut
+        slot.shares = shares
         slots.append([slot])
     sections = rank_parts_of(order, slots, 0)
     slices = rank_slices(order, sections)
@@ -269,10 +269,8 @@ def test_slices_of_ranks_are_all_elements_once(variables, ranks):
         for i in group.members:
             here = group.within(order.layout.bytes_of(i))
             of_variable = owners[here.slice].tolist()
-            cut = slots[i][0].cuts
-            assert of_variable == [
-                rank for rank in range(ranks) for _ in range(*cut[rank : rank + 2])
-            ]
+            shares = slots[i][0].shares
+            assert of_variable == [rank for rank, share in enumerate(shares) for _ in range(*share)]
             # The rank's own array has these elements where its section has them.
             for rank, section in enumerate(sections):
                 (shard,) = [shard for shard in section.shards if shard.variable == i]
