@@ -5,6 +5,7 @@ words, and holes where variables were freed.
 """
 
 import functools
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -18,6 +19,7 @@ from internals import (
     HostUpdate,
     Interval,
     MessageOrder,
+    MessagePool,
     Plan,
     RangeAllocator,
     SlabAllocator,
@@ -286,3 +288,31 @@ def test_slices_of_ranks_are_all_elements_once(variables, ranks):
                     assert start + place - first == in_section
                     if k > shard.elements.start + 3:
                         break
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pool_that_grows_has_let_go_of_its_memory_before(kind):
+    """Or there would have to be room for both. Plans keep views of it, and arguments of calls."""
+    lent = []
+
+    def allocate(nbytes, _):
+        assert [memory() for memory in lent] == [None] * len(lent)
+        made = np.zeros(nbytes, np.uint8)
+        lent.append(weakref.ref(made))
+        return made
+
+    memory, pool, random = Memory(), MessagePool(allocate), np.random.default_rng(0)
+    plans = []
+    for size in (10, 20, 20, 5, 30):
+        blocks = made_in(memory, [(size, DTYPES[0], False)], random)
+        slots = [[memory.new_block((size,), DTYPES[0])]]
+        order = MessageOrder(blocks, slots)
+        plans.append(Plan(order, kind(memory.part, order.shards, {})))
+    for plan in plans:
+        pool.lend(plan, None)
+        plan.write(plan.memory, [block.array for block in plan.order.blocks])
+        for _ in range(2):  # so that a kernel is bound, or compiled
+            plan.update.run(momentum(), [plan.memory])
+        assert not pool.has_own(plan)
+    assert len(lent) == 3
+    assert plans[0].memory is plans[3].memory is None
