@@ -25,7 +25,7 @@ from hpcstrat._communicators import rail
 from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named
-from hpcstrat._storage.host import MirroredHostStorage
+from hpcstrat._storage.mirrored_host import MirroredHostStorage
 from hpcstrat._update.rule import UpdateRule
 
 

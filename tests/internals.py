@@ -81,8 +81,8 @@ from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn, Workers
 from hpcstrat._storage import base as storage
 from hpcstrat._storage import device_plan, local, make_replica_storage
 from hpcstrat._storage.device import CentralDeviceStorage, MirroredDeviceStorage
-from hpcstrat._storage.host import MirroredHostStorage
 from hpcstrat._storage.local import PART, host_parts
+from hpcstrat._storage.mirrored_host import MirroredHostStorage
 from hpcstrat._storage.order import MessageOrder, rank_parts_of, rank_slices, shares_of
 from hpcstrat._storage.plan import MessagePool, Plan
 from hpcstrat._strategies.base import Strategy

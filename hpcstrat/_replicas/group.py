@@ -15,7 +15,7 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._core import device_names, gpu
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.host import MirroredHostStorage
+from hpcstrat._storage.mirrored_host import MirroredHostStorage
 
 _Value = TypeVar("_Value")
 

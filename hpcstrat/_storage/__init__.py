@@ -10,7 +10,8 @@ from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.call_name import current_call
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.host import CentralHostStorage, MirroredHostStorage
+from hpcstrat._storage.central_host import CentralHostStorage
+from hpcstrat._storage.mirrored_host import MirroredHostStorage
 
 _central_host = functools.cache(CentralHostStorage)
 """The storage in a communicator's segment, the same for every strategy."""

@@ -1,14 +1,9 @@
-"""Storage in host memory: one copy that all ranks share, or a copy on each replica."""
+"""Storage in host memory: a copy of the variables on each replica."""
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
 import threading
-import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import final
 
 import numpy as np
@@ -17,171 +12,18 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.point_to_point import Background
 from hpcstrat._communicators.reduction import reduce_in_chunks
-from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
-from hpcstrat._memory.allocator import Block, Shares, block_of, private_memory, size_of
-from hpcstrat._memory.intervals import Interval, divide_up
+from hpcstrat._memory.allocator import Block, Shares, private_memory
+from hpcstrat._memory.intervals import divide_up
 from hpcstrat._memory.layout import layout_of_arrays
 from hpcstrat._process.settings import keep_freed_memory
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks, flat, writer_of
 from hpcstrat._storage.order import MessageOrder, rank_parts_of, shares_of
 from hpcstrat._storage.plan import MessagePool, PartsPlan, Plan
-from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import NOTHING_IN_PLACE, runs_in_memory
-
-
-@final
-class CentralHostStorage(Storage):
-    """One copy for all ranks of a host.
-
-    All ranks allocate by the same rule from the same reports, so they need not tell each other
-    where a block is. A block's memory is reused once all ranks have reported that its variable is
-    dead: garbage collection comes at different moments on different ranks.
-
-    An update is cooperative: each rank leaves its gradients in its mailbox; after a barrier each
-    rank reduces and updates its slice of the elements, chunk by chunk while they are in cache;
-    after another barrier all read the new values. A rank that an exception stops in between does
-    not reach the second barrier, so that no rank reads variables that are changed in part.
-    """
-
-    communicator: SharedMemoryCommunicator
-
-    def __init__(self, communicator: SharedMemoryCommunicator) -> None:
-        keep_freed_memory()  # here, where a program begins to make gradients on the host
-        super().__init__(communicator, LocalBlocks(communicator.rank, lambda: communicator.segment))
-        self._dead: deque[int] = deque()  # numbers of blocks, not yet reported
-        self._reports: Counter[int] = Counter()  # number of a block -> ranks that reported it
-        self._places: dict[int, tuple[int, int]] = {}
-        self._norm_sums: Block | None = None  # of all ranks, for updates with norms
-
-    def _create(self, initial: Array) -> Block:
-        communicator = self.communicator
-        dead = [self._dead.popleft() for _ in range(len(self._dead))]
-        shape, dtype = initial.shape, initial.dtype
-        try:
-            reports = communicator.all_gather_obj(dead, (dtype, shape, self._number))
-        except Exception:
-            # No rank has received the report: it is sent again with the next variable.
-            self._dead.extendleft(dead)
-            raise
-        # Every rank counts the same reports in the same call, so all free the same ranges at the
-        # same time.
-        self._note_dead([number for of_rank in reports for number in of_rank])
-        nbytes = size_of(shape, dtype)
-        # All ranks allocate the same, so all of them raise here or none. `raise_together` records
-        # that nothing was interrupted.
-        with communicator.raise_together():
-            start = communicator.heap.allocate(nbytes, dtype.itemsize)
-        try:
-            with communicator.raise_together():
-                if communicator.rank == 0:  # pages belong to the file, and so to all ranks
-                    communicator.segment.commit(start, start + nbytes)
-                part = communicator.segment.part(start, start + nbytes)
-                block = block_of(part, start, shape, dtype)
-                if communicator.rank == 0:
-                    block.array[...] = initial
-            # No rank may read before rank 0 has written the value, or continue without the memory.
-            communicator.exchange(signature_of(f"{current_call()}: memory"))
-        except Exception:
-            communicator.heap.free(start, nbytes)
-            raise
-        number = self._created + 1
-        self._places[number] = (start, nbytes)
-        weakref.finalize(block, self._dead.append, number).atexit = False
-        return block
-
-    def _create_slot(self, variable: Block, value: float, shares: Shares | None) -> Block:
-        # As a view of one element: a slot is as large as its variable, and must not cost twice
-        # that.
-        array = variable.array
-        return self._create(np.broadcast_to(array.dtype.type(value), array.shape))
-
-    def _note_dead(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._reports[number] += 1
-            # A rank that has not reported may still read the variable.
-            if self._reports[number] == self.communicator.size:
-                del self._reports[number]
-                free = self.communicator.heap.free(*self._places.pop(number))
-                if self.communicator.rank == 0:
-                    self.communicator.segment.release(*free)
-
-    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
-        """The plan of updates, with this rank's slice of the elements."""
-        communicator, order = self.communicator, MessageOrder(variables, slots)
-        own = order.shards_of_rank(communicator.rank, communicator.size)
-        return Plan(order, self.local.new_update(order, own, communicator.rank))
-
-    def make_buffers(self, plan: Plan) -> None:
-        """Makes buffers in the shared segment, one message per rank."""
-        # In elements of a cache line, where the memory then starts too: the messages share no
-        # lines, since the ranks write them at the same time.
-        lines = divide_up(plan.order.layout.nbytes, LINE)
-        dtype = np.dtype((np.void, LINE))
-        block = self.create(np.zeros((self.communicator.size, lines), dtype))
-        messages = list(block.array.view(np.uint8))
-        plan.give_buffers(messages, messages[self.communicator.rank], block)
-
-    def _update(
-        self,
-        signature: CallSignature,
-        plan: Plan,
-        values: Sequence[Array] | None,
-        op: Aggregation,
-        rule: UpdateRule,
-    ) -> None:
-        communicator = self.communicator
-        add_up = None if rule.norms is None else self._prepare_sums(plan, rule.norms.most)
-        in_place = NOTHING_IN_PLACE
-        if values is None:
-            communicator.exchange(signature)
-            messages = plan.buffer_messages
-        elif op is FIRST_REPLICA and communicator.rank != 0:
-            messages = communicator.exchange(signature)
-        else:
-            if op is not FIRST_REPLICA and plan.update.may_be_in_place:
-                # No other rank needs this rank's part of a large gradient.
-                in_place = plan.update.in_place(values)
-            write = functools.partial(plan.write, values=values, in_place=in_place)
-            messages = communicator.exchange(signature, plan.order.layout.nbytes, write)
-        if op is FIRST_REPLICA:
-            plan.update.run(rule, messages[:1], add_up=add_up)
-        else:
-            plan.update.run(rule, messages, op, in_place, add_up)
-        # Until all have written, a read could see both new and old elements.
-        communicator.sync()
-
-    def _prepare_sums(self, plan: Plan, count: int) -> Callable[[Array], Array]:
-        """A function that adds up the ranks' sums, in rank order: the same bits on every rank."""
-        communicator = self.communicator
-        # Twice, used by turns: a rank may be in the next pass while another still adds up.
-        shape = (2, communicator.size, len(plan.order.blocks), count)
-        size = math.prod(shape)
-        if self._norm_sums is None or self._norm_sums.array.size < size:
-            with call_named(f"{current_call()}: norms"):
-                self._norm_sums = self.create(np.zeros(size))
-        turns = itertools.cycle(self._norm_sums.array[:size].reshape(shape))
-
-        def add_up(own: Array) -> Array:
-            sums: Array = next(turns)
-            sums[communicator.rank] = own
-            communicator.sync()
-            return sums.sum(axis=0)
-
-        return add_up
-
-    def _update_rows(
-        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
-    ) -> None:
-        """Each rank updates its share of the rows."""
-        communicator = self.communicator
-        # Rows are all different, so ranks that update different rows never touch the same memory.
-        share = Interval(0, len(rows)).of_rank(communicator.rank, communicator.size).slice
-        update_rows([block.array for block in blocks], rows[share], gradient[share], rule)
-        communicator.sync()
+from hpcstrat._update.update import runs_in_memory
 
 
 @final
