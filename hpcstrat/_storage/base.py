@@ -126,8 +126,9 @@ class Storage(abc.ABC):
             plan.require_whole()
         # Part of the signature: a rank whose gradients are in its buffers sends none, and the
         # others must expect that.
-        in_buffers = plan.buffers is not None and plan.are_in_buffers(values)
-        if plan.started and not (in_buffers and op is ReduceOp.SUM):
+        buffers = plan.buffers
+        in_buffers = bool(buffers.arrays) and buffers.are(values)
+        if buffers.started and not (in_buffers and op is ReduceOp.SUM):
             with communicator.raise_together():
                 raise RuntimeError(
                     f"{current_call()}: its gradient buffers are being summed, since some were "
@@ -199,12 +200,13 @@ class Storage(abc.ABC):
         communicator = self.communicator
         with communicator.raise_together():
             communicator.exchange(plan.signature_of_marks(variables))
-        plan.marked.update(variables)
+        buffers = plan.buffers
+        buffers.marked.update(variables)
         self._marked.add(plan)
-        new = plan.marked - plan.started
+        new = buffers.marked - buffers.started
         # Small gradients are summed in one message, or together with the rest.
         if may_start and sum(plan.order.blocks[i].array.nbytes for i in new) >= FEWEST_BYTES:
-            plan.started |= new if self._start_sums(plan, sorted(new)) else set()
+            buffers.started |= new if self._start_sums(plan, sorted(new)) else set()
 
     def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
         """Starts to sum some of the plan's buffers if this saves time; returns whether it does."""
@@ -213,8 +215,7 @@ class Storage(abc.ABC):
     def end_marks(self, plan: Plan) -> None:
         """Clears the marks of a plan whose variables were updated."""
         self._marked.discard(plan)
-        plan.marked.clear()
-        plan.started.clear()
+        plan.buffers.end_marks()
 
     def drop_marks(self) -> None:
         """Clears all marks after an error. Then nothing reads the buffers. Not collective."""

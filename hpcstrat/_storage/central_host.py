@@ -22,7 +22,7 @@ from hpcstrat._process.settings import keep_freed_memory
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks
 from hpcstrat._storage.order import MessageOrder
-from hpcstrat._storage.plan import Plan
+from hpcstrat._storage.plan import Buffers, Plan
 from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import NOTHING_IN_PLACE
@@ -118,7 +118,7 @@ class CentralHostStorage(Storage):
         dtype = np.dtype((np.void, LINE))
         block = self.create(np.zeros((self.communicator.size, lines), dtype))
         messages = list(block.array.view(np.uint8))
-        plan.give_buffers(messages, messages[self.communicator.rank], block)
+        plan.buffers = Buffers(plan.order, messages, messages[self.communicator.rank], block)
 
     def _update(
         self,
@@ -133,7 +133,7 @@ class CentralHostStorage(Storage):
         in_place = NOTHING_IN_PLACE
         if values is None:
             communicator.exchange(signature)
-            messages = plan.buffer_messages
+            messages = plan.buffers.messages
         elif op is FIRST_REPLICA and communicator.rank != 0:
             messages = communicator.exchange(signature)
         else:

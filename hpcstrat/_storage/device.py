@@ -17,7 +17,7 @@ from hpcstrat._storage.base import Storage
 from hpcstrat._storage.device_plan import CentralPlan, DevicePartsPlan, DevicePlan
 from hpcstrat._storage.local import LocalBlocks, OnGpu, OnHostOfGpu, on_stream
 from hpcstrat._storage.order import MessageOrder, rank_parts_of, shares_of
-from hpcstrat._storage.plan import MessagePool, Plan
+from hpcstrat._storage.plan import Buffers, MessagePool, Plan
 from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
 
@@ -81,7 +81,7 @@ class DeviceStorage(Storage):
             self.communicator.exchange(plan.signature())
             # After the exchange, when a rank without enough memory would have raised on all ranks.
             plan.take(memory)
-        plan.give_buffers([plan.message], plan.message)
+        plan.buffers = Buffers(plan.order, [plan.message], plan.message)
 
     def _check_unchanged(self, blocks: Sequence[Block]) -> None:
         """Compares the ranks' copies with each other, because CuPy cannot forbid writing."""
@@ -118,9 +118,9 @@ class DeviceStorage(Storage):
             except BaseException as error:
                 communicator.calls.share_error(error, number)
                 raise
-            if plan.started:
+            if plan.buffers.started:
                 self._finish_sums()
-                if rest := plan.not_started():
+                if rest := plan.buffers.not_started():
                     communicator.launch("the sum of gradients", plan.sums_of(rest))
             elif op is ReduceOp.SUM and sources is plan.gradients and not plan.has_integers:
                 communicator.launch("the sum of gradients", plan.all_sums)
@@ -135,7 +135,7 @@ class DeviceStorage(Storage):
     def _pack(self, plan: DevicePlan, values: Sequence[Array], is_reduced: bool) -> list[Array]:
         """`DevicePlan.pack` of values on any device."""
         # Buffers are in the message, which would be overwritten where the order is another.
-        if plan.buffers is not None:
+        if plan.buffers.arrays:
             values = [
                 value.copy() if _may_overlap(value, plan.message) else value for value in values
             ]

@@ -21,7 +21,7 @@ from hpcstrat._process.settings import keep_freed_memory
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks, flat, writer_of
 from hpcstrat._storage.order import MessageOrder, rank_parts_of, shares_of
-from hpcstrat._storage.plan import MessagePool, PartsPlan, Plan
+from hpcstrat._storage.plan import Buffers, MessagePool, PartsPlan, Plan
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import runs_in_memory
 
@@ -101,7 +101,7 @@ class MirroredHostStorage(Storage):
             message = self.communicator.new_buffer(nbytes, plan.signature())
             message[...] = 0
             self.communicator.exchange(plan.signature())
-        plan.give_buffers([message], message)
+        plan.buffers = Buffers(plan.order, [message], message)
 
     # ---- updates
 
@@ -127,7 +127,7 @@ class MirroredHostStorage(Storage):
             # call is allowed.
             communicator.exchange(signature)
             if values is None:
-                plan.update.run(rule, plan.buffer_messages)
+                plan.update.run(rule, plan.buffers.messages)
             else:
                 in_place = plan.update.in_place(values)  # large gradients are not copied
                 plan.write(plan.memory, values, in_place)
@@ -145,11 +145,11 @@ class MirroredHostStorage(Storage):
 
         def write(message: Array) -> None:
             if values is None:
-                message[: layout.nbytes] = plan.buffer_messages[0]
+                message[: layout.nbytes] = plan.buffers.messages[0]
             else:
                 plan.write(message, values)
 
-        if plan.started:
+        if plan.buffers.started:
             return self._sums_of_marked(signature, plan)
         if op is not FIRST_REPLICA:
             communicator.reduce_message(signature, layout, write, op, plan.memory)
@@ -207,9 +207,9 @@ class MirroredHostStorage(Storage):
     ) -> list[Bytes]:
         """Messages whose sum is the gradients, or new values, of this rank's shards."""
         communicator = self.communicator
-        if plan.started:
+        if plan.buffers.started:
             return [self._sums_of_marked(signature, plan)]
-        given = plan.order.layout.views(plan.buffer_messages[0]) if values is None else values
+        given = plan.order.layout.views(plan.buffers.messages[0]) if values is None else values
         flat = [array.reshape(-1) for array in given]
         layouts = [part.layout for part in plan.rank_parts]
 
@@ -272,6 +272,6 @@ class MirroredHostStorage(Storage):
     def _sums_of_marked(self, signature: CallSignature, plan: Plan) -> Bytes:
         """All sums, once the ranks agree on the update: those that have started, and the rest."""
         self.communicator.exchange(signature)
-        self._start_sums(plan, plan.not_started())
+        self._start_sums(plan, plan.buffers.not_started())
         self._finish_sums()
         return plan.memory

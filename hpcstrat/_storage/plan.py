@@ -23,6 +23,53 @@ from hpcstrat._update.update import (
 )
 
 
+@final
+class Buffers:
+    """Arrays for the gradients of a plan's variables, which are then not copied.
+
+    Args:
+        order: the variables.
+        messages: those that an update from the buffers reads: all ranks', or only this rank's.
+        own: this rank's message; the buffers are its parts. `None` if there are no buffers yet.
+        owner: the block that the messages are in, if they are in one. It is kept alive.
+
+    Attributes:
+        arrays: the buffers, in the order of the call.
+        messages: as above.
+        marked: the variables whose gradients are complete in this step.
+        started: those whose sums have started.
+    """
+
+    def __init__(
+        self,
+        order: MessageOrder,
+        messages: Sequence[Array] = (),
+        own: Array = None,
+        owner: Block | None = None,
+    ) -> None:
+        self._count = len(order.blocks)
+        self._owner = owner
+        self.arrays: list[Array] = [] if own is None else order.to_call(order.layout.views(own))
+        self.messages = messages
+        self.marked: set[int] = set()
+        self.started: set[int] = set()
+
+    def are(self, gradients: Sequence[Array]) -> bool:
+        """Whether these, in the order of the call, are the buffers, and so need not be copied."""
+        # By identity, which costs nothing: another array, even over the same memory, is copied like
+        # any gradient.
+        return bool(self.arrays) and all(map(operator.is_, gradients, self.arrays))
+
+    def not_started(self) -> set[int]:
+        """The variables whose gradients' sums have not started in this step."""
+        return {*range(self._count)} - self.started
+
+    def end_marks(self) -> None:
+        """Forgets what is marked."""
+        self.marked.clear()
+        self.started.clear()
+
+
 class Plan:
     """The update of some variables by the gradients, or new values, in a message.
 
@@ -33,21 +80,14 @@ class Plan:
     Attributes:
         memory: for its message or, on hosts, for sums of gradients: lent by a `MessagePool` or its
             own. `None` until then, and in central storage on a host.
-        buffers: arrays for the variables' gradients, in the order of the call, or `None`.
-        buffer_messages: the messages that an update from buffers reads.
-        marked: the variables whose gradients, in buffers, are complete in this step.
-        started: those whose sums have started.
+        buffers: for gradients that need not be copied. It has none at first.
     """
 
     def __init__(self, order: MessageOrder, update: Update) -> None:
         self.order = order
         self.update = update
         self.memory: Array = None
-        self.buffers: list[Array] | None = None
-        self.buffer_messages: list[Array] = []
-        self._buffers_owner: Block | None = None
-        self.marked: set[int] = set()
-        self.started: set[int] = set()
+        self.buffers = Buffers(order)
         # The types, shapes and dtypes of a steady step's gradients, in the order of the call.
         in_call = order.to_call(order.blocks)
         self._expected = [(type(b.view), b.array.shape, b.array.dtype) for b in in_call]
@@ -127,27 +167,7 @@ class Plan:
             else:
                 view[...] = value
 
-    # ---- buffers
-
-    def give_buffers(self, messages: list[Array], own: Array, owner: Block | None = None) -> None:
-        """Makes the parts of this rank's `own` message the buffers.
-
-        `messages` are those that an update reads: all ranks', or only this rank's. They are in the
-        block `owner`, if given, which this plan keeps alive.
-        """
-        self.buffers = self.order.to_call(self.order.layout.views(own))
-        self.buffer_messages = messages
-        self._buffers_owner = owner
-
-    def are_in_buffers(self, gradients: Sequence[Array]) -> bool:
-        """Whether these, in the order of the call, are the buffers, and so need not be copied."""
-        # By identity, which costs nothing: another array, even over the same memory, is copied like
-        # any gradient.
-        return self.buffers is not None and all(map(operator.is_, gradients, self.buffers))
-
-    def not_started(self) -> set[int]:
-        """The variables whose gradients' sums have not started in this step."""
-        return {*range(len(self.order.blocks))} - self.started
+    # ---- sums of marked gradients
 
     def parts_to_sum(self, variables: Collection[int]) -> tuple[list[list[Array]], list[Array]]:
         """What is summed for some variables, on hosts, and where the sums are.
@@ -157,7 +177,7 @@ class Plan:
             together; and of `memory`, for this rank. Neighbours are merged.
         """
         sums = self.order.views_of(variables, self.memory)
-        return [self.order.views_of(variables, self.buffer_messages[0])], sums
+        return [self.order.views_of(variables, self.buffers.messages[0])], sums
 
 
 @final
@@ -198,7 +218,7 @@ class PartsPlan(Plan):
     def parts_to_sum(self, variables: Collection[int]) -> tuple[list[list[Array]], list[Array]]:
         """See `Plan.parts_to_sum`; each rank gets the sums of its part."""
         slices = slices_of(self.order, self._slices, variables)
-        buffers, sums = self.buffer_messages[0], self.memory
+        buffers, sums = self.buffers.messages[0], self.memory
         sources: list[list[Array]] = [[] for _ in self.rank_parts]
         targets: list[Array] = []
         groups = zip(self.order.layout.groups, self.own.layout.groups, slices, strict=True)

@@ -600,7 +600,7 @@ class Optimizer(metaclass=_options.OptimizerType):
         variables = list(variables)
         group, state = _gradients.agree_on_group(variables), self._state
         plan = state.plan_of(self, group, variables)
-        if plan.buffers is None:
+        if not plan.buffers.arrays:
             group.storage.make_buffers(plan)
         return GradientBuffers(state, group, plan, variables, self._sums_early)
 

@@ -98,7 +98,7 @@ class OptimizerState:
             plan = group.storage.plan(
                 [state_of(v).block for v in variables], [self.slots[v] for v in variables]
             )
-            droppable = [other for other, old in self.plans.items() if old.buffers is None]
+            droppable = [other for other, old in self.plans.items() if not old.buffers.arrays]
             for other in droppable[: 1 - _MOST_PLANS]:
                 del self.plans[other]
             self.plans[wanted] = plan
@@ -106,14 +106,14 @@ class OptimizerState:
 
     def check_marked(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
         """Checks that a step gets all buffers if some are marked, perhaps with `IndexedSlices`."""
-        if self.marked is None or not self.marked[1].marked:
+        if self.marked is None or not self.marked[1].buffers.marked:
             return
         group, plan = self.marked
         with group.communicator.raise_together():
             check_pairs(pairs)
             dense = [pair for pair in pairs if not isinstance(pair[0], IndexedSlices)]
             is_all = self.plans.get((group, *[v for _, v in dense])) is plan
-            if not is_all or not plan.are_in_buffers([gradient for gradient, _ in dense]):
+            if not is_all or not plan.buffers.are([gradient for gradient, _ in dense]):
                 raise ValueError(
                     f"{current_call()}: some gradient buffers are marked ready in this step, so "
                     "it takes all of them, with their variables in their order: zip(buffers, "
@@ -253,7 +253,7 @@ class GradientBuffers(list[Any]):
         variables: Sequence[Variable],
         may_start: Callable[[], bool],
     ) -> None:
-        super().__init__(plan.buffers or [])
+        super().__init__(plan.buffers.arrays)
         self._state = state
         self._group = group
         self._plan = plan
@@ -296,7 +296,7 @@ class GradientBuffers(list[Any]):
             (array([0.75], dtype=float32), array([1.5], dtype=float32))
         """
         plan, variables = self._plan, self._variables_of(buffers)
-        marked = plan.marked
+        marked = plan.buffers.marked
         for k, i in enumerate(variables):
             if i in marked or i in variables[:k]:
                 name = plan.order.blocks[i].name
@@ -305,7 +305,7 @@ class GradientBuffers(list[Any]):
                     "each once, and pass all buffers to apply_gradients before the next step"
                 )
         other = self._state.marked
-        if not marked and other is not None and other[1].marked:
+        if not marked and other is not None and other[1].buffers.marked:
             raise ValueError(
                 f"{current_call()}: buffers of other variables of this optimizer are marked in "
                 "this step; pass them to apply_gradients first"
@@ -319,7 +319,7 @@ class GradientBuffers(list[Any]):
             raise ValueError(
                 f"{current_call()}: got no arguments; pass gradient buffers, at least one"
             )
-        every = self._plan.order.to_message(self._plan.buffers or [])
+        every = self._plan.order.to_message(self._plan.buffers.arrays)
         variables = {id(buffer): i for i, buffer in enumerate(every)}
         for i, buffer in enumerate(buffers, 1):
             if id(buffer) not in variables:

@@ -257,7 +257,7 @@ READY = """
         for i in (2, 1):
             buffers[i][...] = (rank + 1) * (i + 1)
             buffers.ready(buffers[i])
-        begun.append(len(plan.started))
+        begun.append(len(plan.buffers.started))
         buffers[0][...] = rank + 1
         if applies:
             optimizer.apply_gradients(zip(buffers, variables))

@@ -251,9 +251,9 @@ def test_exact_sums(strategy, place):
             )
             assert total.tolist() == [N * (N + 1) / 2] * 20_000
             plain.apply_gradients([(strategy.xp.ones(5, np.float32), other)])
-        assert bool(model.plan.started) is begins(strategy, place)
+        assert bool(model.plan.buffers.started) is begins(strategy, place)
         model.apply()
-        assert not model.plan.marked and not model.plan.started
+        assert not model.plan.buffers.marked and not model.plan.buffers.started
 
     for number in range(3):
         strategy.run(step, args=(number,))
@@ -295,10 +295,10 @@ def test_several_at_once_and_few_bytes_that_wait(strategy, place):
     def step():
         model.write(0)
         model.buffers.ready(model.buffers[3], model.buffers[1])
-        assert model.plan.marked == {1, 3} and not model.plan.started
+        assert model.plan.buffers.marked == {1, 3} and not model.plan.buffers.started
         model.buffers.ready(model.buffers[2])
-        assert model.plan.marked == {1, 2, 3}
-        assert model.plan.started == ({1, 2, 3} if begins(strategy, place) else set())
+        assert model.plan.buffers.marked == {1, 2, 3}
+        assert model.plan.buffers.started == ({1, 2, 3} if begins(strategy, place) else set())
         model.apply()
 
     strategy.run(step)
@@ -313,7 +313,7 @@ def test_what_is_done_with_gradients_first_is_done_first(strategy, optimizer):
     def step():
         model.write(0)
         model.buffers.ready(*model.buffers)
-        assert model.plan.marked and not model.plan.started
+        assert model.plan.buffers.marked and not model.plan.buffers.started
         model.apply()
 
     strategy.run(step)
@@ -403,7 +403,7 @@ def test_what_is_wrong_on_all_ranks(model, place, wrong):
 
     with pytest.raises(error, match=message):
         model.strategy.run(step)
-    assert not model.plan.marked and not model.plan.started
+    assert not model.plan.buffers.marked and not model.plan.buffers.started
     check_works(model, place)
 
 

@@ -20,12 +20,11 @@ def test_buffers_may_be_passed_in_another_order():
     blocks = [storage.create(np.zeros(3, np.float32)) for _ in range(3)]
     plan = storage.plan(blocks, [()] * 3)
     storage.make_buffers(plan)
-    assert plan.buffers is not None
     rule = optimizers.SGD(1.0).update_rule(1.0, 1)
     for turn in range(3):
-        for number, buffer in enumerate(plan.buffers):
+        for number, buffer in enumerate(plan.buffers.arrays):
             buffer[...] = number + 1
-        values = [plan.buffers[(i + turn) % 3] for i in range(3)]
+        values = [plan.buffers.arrays[(i + turn) % 3] for i in range(3)]
         values[2] = values[2][::-1]  # a view
         before = [block.array.copy() for block in blocks]
         storage.update(plan, values, ReduceOp.SUM, rule)
@@ -60,7 +59,7 @@ def test_buffers_stay_when_another_plan_needs_a_larger_message():
     storage.update(small, [np.full(3, 1, np.float32)], ReduceOp.SUM, rule)
     storage.make_buffers(small)
     storage.update(large, [np.full(3000, 2, np.float32)], ReduceOp.SUM, rule)
-    (buffer,) = small.buffers or []
+    (buffer,) = small.buffers.arrays
     buffer[...] = 4
     storage.update(small, [buffer], ReduceOp.SUM, rule)
     assert [block.array[-1] for block in blocks] == [-5, -2]
