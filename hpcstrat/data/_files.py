@@ -108,13 +108,13 @@ def save(node: Node, path: str, replaces: bool = True) -> str:
         if communicator.rank == 0 and (replaces or not _is_saved(path)):
             watchdog = communicator.watchdog
             with watchdog.extend_timeout(math.inf) if watchdog else contextlib.nullcontext():
-                _save(elements, path, pipeline)
+                _save(elements, path, pipeline, replaces)
         communicator.exchange(signature_of(current_call(), "saved", path))
     return pipeline
 
 
-def _save(elements: Iterator[Any], path: str, pipeline: str) -> None:
-    """Writes elements to the folder `path`, and replaces an earlier one when it is complete."""
+def _save(elements: Iterator[Any], path: str, pipeline: str, replaces: bool) -> None:
+    """Writes elements to a folder, which becomes `path` when it is complete."""
     path = os.path.abspath(path)
     if os.path.lexists(path) and not _is_saved(path):
         raise FileExistsError(
@@ -125,16 +125,33 @@ def _save(elements: Iterator[Any], path: str, pipeline: str) -> None:
     try:
         with contextlib.ExitStack() as files:
             _write(elements, partial, files, pipeline)
-        if os.path.lexists(path):
-            previous = f"{path}.previous-{secrets.token_hex(4)}"
-            os.rename(path, previous)
-            os.rename(partial, path)
-            shutil.rmtree(previous)
-        else:
-            os.rename(partial, path)
+        _move(partial, path, replaces)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _move(partial: str, path: str, replaces: bool) -> None:
+    """Makes a complete folder `path`, or removes it: if not `replaces`, the first one is kept."""
+    replaced: list[str] = []
+    # Another program may do the same at this moment. Python has no call that exchanges
+    # two folders.
+    while True:
+        try:
+            os.rename(partial, path)
+            break
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+        if not replaces:  # programs may have mapped the files that are there
+            shutil.rmtree(partial)
+            break
+        previous = f"{path}.previous-{secrets.token_hex(4)}"
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(path, previous)
+            replaced.append(previous)
+    for folder in replaced:
+        shutil.rmtree(folder)
 
 
 def _write(

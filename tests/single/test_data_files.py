@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 from typing import Any
 
 import numpy as np
@@ -260,6 +261,37 @@ def test_a_cache_that_is_not_complete_is_not_used(tmp_path):
     assert os.listdir(tmp_path) == ["kept.partial-0123"]
     wrong.clear()
     assert items(Dataset.range(5).map(fail).cache(str(tmp_path / "kept"))) == [0, 1, 2, 3, 4]
+
+
+def test_two_programs_that_replace_a_dataset_at_once(tmp_path, monkeypatch):
+    path, rename = tmp_path / "data", os.rename
+
+    def rename_after_another(source, target):
+        if ".previous-" in os.fspath(target):  # the other program has moved it away
+            monkeypatch.undo()
+            shutil.rmtree(source)
+        rename(source, target)
+
+    Dataset.range(5).save(path)
+    monkeypatch.setattr(os, "rename", rename_after_another)
+    Dataset.range(3).save(path)
+    assert items(Dataset.load(path)) == [0, 1, 2] and os.listdir(tmp_path) == ["data"]
+
+
+def test_a_cache_that_another_program_has_completed_meanwhile_is_kept(tmp_path):
+    path, other = tmp_path / "kept", tmp_path / "other"
+
+    def program(x):
+        if x == 2 and other.exists():
+            os.rename(other, path)
+        return x
+
+    Dataset.range(3).map(program).cache(path)
+    number = os.stat(path / "leaf0").st_ino
+    os.rename(path, other)
+
+    assert items(Dataset.range(3).map(program).cache(path)) == [0, 1, 2]
+    assert os.stat(path / "leaf0").st_ino == number and os.listdir(tmp_path) == ["kept"]
 
 
 def test_a_cache_of_another_pipeline_is_refused(tmp_path):
