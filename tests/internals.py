@@ -3,7 +3,6 @@
 from hpcstrat import _program
 from hpcstrat._calls import mismatch, records
 from hpcstrat._calls.collective import CallState
-from hpcstrat._calls.mismatch import user_frame_of
 from hpcstrat._calls.records import (
     CallDescription,
     CallSignature,
@@ -53,6 +52,7 @@ from hpcstrat._core.call_name import (
 )
 from hpcstrat._core.public_names import INSTEAD, RENAMED, Missing
 from hpcstrat._core.types import select
+from hpcstrat._core.user_frames import user_frame_of
 from hpcstrat._memory import layout, segment
 from hpcstrat._memory.allocator import (
     ALIGNMENT,

@@ -56,9 +56,9 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 
-from hpcstrat._calls.mismatch import user_frame, user_frame_in_call
 from hpcstrat._calls.records import CallSignature
 from hpcstrat._core.call_name import current_call, enter_call, explain_arguments, leave_call
+from hpcstrat._core.user_frames import user_frame, user_frame_in_call
 from hpcstrat._process import failure
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
