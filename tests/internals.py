@@ -112,18 +112,10 @@ from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._update.rule import sums_of_squares
 from hpcstrat._watchdog import host_channels, watchdog
-from hpcstrat._watchdog.channels import (
-    LIMIT,
-    SLOT,
-    UNKNOWN,
-    Connection,
-    Listener,
-    RankStatus,
-    StatusChannel,
-    reach,
-)
+from hpcstrat._watchdog.channels import LIMIT, SLOT, UNKNOWN, RankStatus, StatusChannel
 from hpcstrat._watchdog.host_channels import MemberChannel, RootChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
+from hpcstrat._watchdog.tcp import Connection, Listener, reach
 from hpcstrat._watchdog.watchdog import Watchdog
 from hpcstrat.checkpoint import _atomic_file
 from hpcstrat.checkpoint._atomic_file import replacing

@@ -13,17 +13,8 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from hpcstrat._watchdog.channels import (
-    CONNECT_SECONDS,
-    UNKNOWN,
-    Connection,
-    Listener,
-    Place,
-    RankStatus,
-    StatusChannel,
-    reach,
-    share_slots,
-)
+from hpcstrat._watchdog.channels import UNKNOWN, Place, RankStatus, StatusChannel, share_slots
+from hpcstrat._watchdog.tcp import CONNECT_SECONDS, Connection, Listener, reach
 
 _BYTES = 1 << 15  # of places that rank 0 gets at a beat from all hosts, besides one from each
 _LOOK_SECONDS = 0.05  # between two checks whether all have tried to connect

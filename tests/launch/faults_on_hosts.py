@@ -116,16 +116,16 @@ ON_HOSTS = {
 }
 STRANGERS = """
 import socket, struct
-from hpcstrat._watchdog import channels
+from hpcstrat._watchdog import tcp
 
-def addresses(port, addresses=channels._addresses):
+def addresses(port, addresses=tcp._addresses):
     global silent
     silent, reset = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
     reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     reset.close()
     return addresses(port)
 
-channels._addresses = addresses
+tcp._addresses = addresses
 """
 
 ON_HOSTS = {
