@@ -8,7 +8,6 @@ import functools
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -21,7 +20,7 @@ from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import call_named, join_by_rank
+from hpcstrat._core.call_name import call_named, join_by_rank, warn_together
 from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._process.worlds import World
 from hpcstrat._watchdog.channels import StatusChannel, share_slots
@@ -67,11 +66,12 @@ def _connect() -> HostCommunicator:
         communicator, channel = connect_host(world)
     if channel is not None:
         communicator.watchdog = Watchdog(communicator.rank, communicator.calls, channel)
-    elif communicator.rank == 0:
-        warnings.warn(
+    else:
+        warn_together(
             "hpcstrat: the ranks' hosts cannot reach each other by TCP, so a rank that never comes "
             "is not noticed; open their ports to each other, or give the job a time limit",
-            stacklevel=2,
+            UserWarning,
+            communicator.rank == 0,
         )
     # After mpi4py's own hook, so it runs before MPI is finalized.
     atexit.register(_leave, communicator, os.getpid())

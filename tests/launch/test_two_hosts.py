@@ -285,3 +285,31 @@ def test_marked_gradients_where_one_thread_only_may_call_mpi(launch):
     result = launch(program, 2, "01", env={"HPCSTRAT_OUTPUT": "all"})
     assert (result.status, result.stderr, result.leftovers) == (0, "", [])
     assert result.stdout == "[0, 0, 0]\n" * 2
+
+
+@pytest.mark.parametrize("action", ["default", "error"])
+def test_hosts_that_cannot_connect_to_rank_0(launch, action):
+    """The job goes on without a watchdog, and says so; if that is an error, all ranks raise it."""
+    if launch.open_mpi:
+        pytest.skip("only MPICH can pose as several hosts")
+    program = f"""
+    import warnings
+    import hpcstrat as hs
+    from hpcstrat._watchdog import tcp
+
+    tcp._addresses = lambda port: [("127.0.0.1", 1)]
+    warnings.filterwarnings("{action}", "hpcstrat: the ranks' hosts cannot reach each other by TCP")
+    try:
+        hs.barrier()
+    except UserWarning as error:
+        print(f"rank {{hs.rank()}} raises")
+    else:
+        print(f"rank {{hs.rank()}} goes on")
+    """
+    env = {"MPIR_CVAR_NUM_CLIQUES": "2", "HPCSTRAT_OUTPUT": "all"}
+    result = launch(program, 3, env=env)
+    does = "goes on" if action == "default" else "raises"
+    assert result.status == 0
+    assert sorted(result.stdout.splitlines()) == [f"rank {rank} {does}" for rank in range(3)]
+    warned = re.findall(r"program_\w+\.py:9: UserWarning: hpcstrat: the ranks.*", result.stderr)
+    assert len(warned) == (action == "default") and "HPCSTRAT_" not in result.stderr
