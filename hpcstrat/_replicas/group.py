@@ -20,7 +20,7 @@ from hpcstrat._storage.mirrored_host import MirroredHostStorage
 _Value = TypeVar("_Value")
 
 
-class UpdatesOn(enum.Enum):
+class WritesOn(enum.Enum):
     """The ranks that write whole variables: each its copy, or the parameter rank the only one."""
 
     ALL_RANKS = "ALL_RANKS"
@@ -79,7 +79,7 @@ class ReplicaGroup:
         storage: holds ordinary variables.
         replica_storage: holds `ON_READ` variables, on each replica's own device.
         root: the parameter rank, whose initial values are used.
-        updates_on: the ranks that write whole variables, and run the function of
+        writes_on: the ranks that write whole variables, and run the function of
             `StrategyExtended.update`. An optimizer's step may write parts on others: see `Storage`.
         mirrors: whether each replica keeps a copy of every variable on its own device.
         requires_aggregation: whether a write in a replica context needs an aggregation.
@@ -99,7 +99,7 @@ class ReplicaGroup:
     storage: Storage
     replica_storage: Storage
     root: int = 0
-    updates_on: UpdatesOn = UpdatesOn.ALL_RANKS
+    writes_on: WritesOn = WritesOn.ALL_RANKS
     mirrors: bool = False
     requires_aggregation: bool = True
     hosts: Sequence[int] = ()
@@ -142,7 +142,7 @@ class ReplicaGroup:
     @property
     def writes_here(self) -> bool:
         """Whether this rank writes whole variables."""
-        return self.updates_on is UpdatesOn.ALL_RANKS or self.communicator.rank == self.root
+        return self.writes_on is WritesOn.ALL_RANKS or self.communicator.rank == self.root
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the group's stream and GPU are current; on the CPU it does nothing."""

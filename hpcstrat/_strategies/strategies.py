@@ -14,7 +14,7 @@ from hpcstrat._core import device_names
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import parse_choice
 from hpcstrat._process import worlds
-from hpcstrat._replicas.group import ReplicaGroup, UpdatesOn
+from hpcstrat._replicas.group import ReplicaGroup, WritesOn
 from hpcstrat._storage import make_central_storage, make_replica_storage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import agree_on_placement, place
@@ -92,7 +92,7 @@ class CentralStorageStrategy(Strategy):
             storage = make_replica_storage(communicator, root, shard_updates=True)
         else:
             storage = make_central_storage(communicator, root, on_host=parameter != devices[root])
-        updates_on = UpdatesOn.ALL_RANKS if communicator.size == 1 or shards else UpdatesOn.ROOT
+        writes_on = WritesOn.ALL_RANKS if communicator.size == 1 or shards else WritesOn.ROOT
         super().__init__(
             ReplicaGroup(
                 call,
@@ -102,7 +102,7 @@ class CentralStorageStrategy(Strategy):
                 storage,
                 local,
                 root=root,
-                updates_on=updates_on,
+                writes_on=writes_on,
             )
         )
 
@@ -248,7 +248,7 @@ def make_mirrored_group(
         # Otherwise ranks that place replicas differently would differ only in speed and rounding.
         agree_on_placement(communicator, devices, shard_updates)
     local = storage = make_replica_storage(communicator)
-    updates_on = UpdatesOn.ALL_RANKS
+    writes_on = WritesOn.ALL_RANKS
     # With sharded updates one rank updates each element, so CPUs and GPUs have equal copies.
     if shard_updates:
         storage = make_replica_storage(communicator, shard_updates=True)
@@ -257,7 +257,7 @@ def make_mirrored_group(
         and len({device.kind for device in devices}) > 1
     ):
         # A CPU and a GPU round differently: copies that each updates itself would not stay equal.
-        storage, updates_on = make_central_storage(communicator, root=0), UpdatesOn.ROOT
+        storage, writes_on = make_central_storage(communicator, root=0), WritesOn.ROOT
     return ReplicaGroup(
         call,
         communicator,
@@ -265,7 +265,7 @@ def make_mirrored_group(
         devices[0],
         storage,
         local,
-        updates_on=updates_on,
+        writes_on=writes_on,
         mirrors=True,
         hosts=hosts,
     )

@@ -19,7 +19,7 @@ from internals import (
     NewFile,
     ReplicaGroup,
     StagedCommunicator,
-    UpdatesOn,
+    WritesOn,
     connect_devices,
     device_names,
     make_replica_storage,
@@ -58,7 +58,7 @@ def apart(place):
     communicator = connect_devices(("",) * N, None, StagedCommunicator)
     devices = [device_names.CPU] * N
     storage = CentralDeviceStorage(communicator, root=N - 1)
-    updates_on = UpdatesOn.ALL_RANKS if N == 1 else UpdatesOn.ROOT
+    writes_on = WritesOn.ALL_RANKS if N == 1 else WritesOn.ROOT
     local = make_replica_storage(communicator)
     return hs.Strategy(
         ReplicaGroup(
@@ -69,7 +69,7 @@ def apart(place):
             storage,
             local,
             root=N - 1,
-            updates_on=updates_on,
+            writes_on=writes_on,
         )
     )
 
