@@ -87,7 +87,7 @@ class Plan:
         self.order = order
         self.update = update
         self.memory: Array = None
-        self.buffers = Buffers(order)
+        self.buffers: Buffers = Buffers(order)
         # The types, shapes and dtypes of a steady step's gradients, in the order of the call.
         in_call = order.to_call(order.blocks)
         self._expected = [(type(b.view), b.array.shape, b.array.dtype) for b in in_call]
