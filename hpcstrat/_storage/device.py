@@ -10,12 +10,12 @@ import numpy as np
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import COMMUNICATION, current_call, span
+from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT, Block, Shares, SlabAllocator
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.device_plan import CentralPlan, DevicePartsPlan, DevicePlan
-from hpcstrat._storage.local import LocalBlocks, OnGpu, OnHostOfGpu, on_stream
+from hpcstrat._storage.local import LocalBlocks, OnGpu, OnHostOfGpu
 from hpcstrat._storage.order import MessageOrder, rank_parts_of, shares_of
 from hpcstrat._storage.plan import Buffers, MessagePool, Plan
 from hpcstrat._update.rows import row_view, update_rows
@@ -67,11 +67,6 @@ class DeviceStorage(Storage):
             # The parameter rank's value replaces the other ranks' values.
             communicator.broadcast_flat((block.copy or block).array.reshape(-1), self._root)
         return block
-
-    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
-        """The plan of updates of whole variables."""
-        order = MessageOrder(variables, slots, ALIGNMENT)
-        return DevicePlan(order, self.local.new_update(order, order.shards), self.communicator)
 
     def make_buffers(self, plan: Plan) -> None:
         """Gives the plan a message of its own, in which its buffers are."""
@@ -131,7 +126,7 @@ class DeviceStorage(Storage):
             if plan.new_values is not None:
                 plan.new_values.send(communicator)
 
-    @span(COMMUNICATION, on_stream("pack"))
+    @span(COMMUNICATION, lambda storage, *_: Details("pack", None, storage.stream))
     def _pack(self, plan: DevicePlan, values: Sequence[Array], is_reduced: bool) -> list[Array]:
         """`DevicePlan.pack` of values on any device."""
         # Buffers are in the message, which would be overwritten where the order is another.
@@ -201,9 +196,10 @@ class MirroredDeviceStorage(DeviceStorage):
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
         """The plan of updates, of which each rank makes all, or its part if slots are split."""
-        if not (self._splits and any(slots)):
-            return super().plan(variables, slots)
         communicator, local = self.communicator, self.local
+        if not (self._splits and any(slots)):
+            order = MessageOrder(variables, slots, ALIGNMENT)
+            return DevicePlan(order, local.new_update(order, order.shards), communicator)
         order = MessageOrder(variables, [()] * len(variables), ALIGNMENT)
         rank_parts = rank_parts_of(order, order.to_message(slots), communicator.rank)
         update = local.new_update(order, rank_parts[communicator.rank].shards)

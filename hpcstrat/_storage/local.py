@@ -11,7 +11,6 @@ import numpy as np
 
 from hpcstrat._communicators.base import Write
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import Details
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import (
     ALIGNMENT,
@@ -37,11 +36,6 @@ PART = 1 << 22
 """The most bytes of a block that are read or written at once."""
 
 BlockMemory: TypeAlias = PrivateMemory | SlabAllocator | Segment
-
-
-def on_stream(name: str) -> Callable[..., Details]:
-    """The span of a method of an object that has a `stream`."""
-    return lambda owner, *_, **__: Details(name, None, owner.stream)
 
 
 class LocalBlocks:
