@@ -11,13 +11,12 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.allocator import Block
-from hpcstrat._storage.order import MessageOrder, RankPart, rank_slices, slices_of
+from hpcstrat._storage.order import MessageOrder
 from hpcstrat._update.rule import NO_CONSTANTS
 from hpcstrat._update.update import (
     NOTHING_IN_PLACE,
     InPlace,
     PerMessage,
-    Run,
     Update,
     keep_per_message,
 )
@@ -178,56 +177,6 @@ class Plan:
         """
         sums = self.order.views_of(variables, self.memory)
         return [self.order.views_of(variables, self.buffers.messages[0])], sums
-
-
-@final
-class PartsPlan(Plan):
-    """The plan of a rank that updates its part of the variables, on a host.
-
-    Args:
-        order, update: see `Plan`.
-        rank_parts: each rank's part.
-        rank: this rank.
-        values: for each rank its shards of the variables in this rank's memory.
-
-    Attributes:
-        own: this rank's part.
-        rank_parts, values: as above.
-    """
-
-    def __init__(
-        self,
-        order: MessageOrder,
-        update: Update,
-        rank_parts: Sequence[RankPart],
-        rank: int,
-        values: Sequence[Sequence[Run]],
-    ) -> None:
-        super().__init__(order, update)
-        self.rank_parts = rank_parts
-        self.own: RankPart = rank_parts[rank]
-        self.values = values
-        self._rank = rank
-        self._slices = rank_slices(order, rank_parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sums of this rank's part."""
-        return self.own.layout.nbytes
-
-    def parts_to_sum(self, variables: Collection[int]) -> tuple[list[list[Array]], list[Array]]:
-        """See `Plan.parts_to_sum`; each rank gets the sums of its part."""
-        slices = slices_of(self.order, self._slices, variables)
-        buffers, sums = self.buffers.messages[0], self.memory
-        sources: list[list[Array]] = [[] for _ in self.rank_parts]
-        targets: list[Array] = []
-        groups = zip(self.order.layout.groups, self.own.layout.groups, slices, strict=True)
-        for group, own_group, of_dtype in groups:
-            for rank, elements, own in of_dtype:
-                sources[rank].append(group.of(buffers)[elements.slice])
-                if rank == self._rank:
-                    targets.append(own_group.of(sums)[own.slice])
-        return sources, targets
 
 
 @final
