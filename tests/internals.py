@@ -62,7 +62,7 @@ from hpcstrat._memory.allocator import (
     gpu_memory,
     private_memory,
 )
-from hpcstrat._memory.intervals import Interval, Shard, divide_up, round_up, runs
+from hpcstrat._memory.intervals import Interval, Shard, divide_up, merge, round_up, runs
 from hpcstrat._memory.layout import Layout, PackKernel, layout_of
 from hpcstrat._memory.segment import available_memory, make_private_segment, physical_memory
 from hpcstrat._process import (
@@ -107,7 +107,7 @@ from hpcstrat._tools.timeline_shares import (
     read,
     share_out,
 )
-from hpcstrat._update import compiled, device_update, library_cache, rows
+from hpcstrat._update import compiled, device_kernels, device_update, library_cache, rows
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._update.rule import sums_of_squares

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from internals import (
     accumulator,
-    device_update,
+    device_kernels,
     layout,
     rows,
 )
@@ -47,20 +47,20 @@ def text(kernel, name, arguments):
 
 def kernels_of(rule, dtype):
     """The kernels of an update, each with arguments for it."""
-    numbers, table = array(3, np.float64), array(3, np.int64)
+    numbers, ints, owners = array(3, np.float64), array(3, np.int64), array(3, np.int32)
     given = [array(3, dtype) for _ in range(2 + len(rule.kernel.slots))]
-    constants, norms, done = rule.kernel_constants, rule.norms, 0
+    constants, norms, found = rule.kernel_constants, rule.norms, []
     for k, (one, after) in enumerate(itertools.pairwise(norms.passes if norms else ())):
         assert norms is not None
-        constants = [numbers] if done else norms.given[0]
-        kernel = device_update.squares_kernel(one.kernel, dtype, bool(done))
-        yield kernel, [*constants, *given, table, numbers]
+        constants = [numbers, owners] if k else norms.given[0]
+        kernel = device_kernels.squares_kernel(one.kernel, dtype, k > 0)
+        yield kernel, [*constants, *given, ints, ints, numbers]
         terms, passed = len(one.are_global), norms.given[k + 1]
-        kernel = device_update.numbers_kernel(after.code, done, terms, len(passed))
-        yield kernel, [numbers, table, 1, *passed, numbers, numbers]
-        done += terms
-        constants = [numbers, table]
-    kernel = device_update.update_kernel(rule.kernel, dtype, bool(done))
+        kernel = device_kernels.norms_kernel(len(found), one.are_global, after.code, len(passed))
+        found += [numbers] * terms
+        yield kernel, [numbers, 1, *passed, *found, numbers]
+        constants = [numbers, owners]
+    kernel = device_kernels.update_kernel(rule.kernel, dtype, norms is not None)
     yield kernel, [*constants, *given]
 
 
@@ -79,8 +79,8 @@ def sources():
                 texts.append(
                     text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
                 )
-    numbers, table = array(3, np.float64), array(3, np.int64)
-    texts.append(text(device_update.add_kernel(), "add", [numbers, table, 1, numbers]))
+    numbers, ints = array(3, np.float64), array(3, np.int64)
+    texts.append(text(device_kernels.add_kernel(), "add", [numbers, ints, ints, 1, numbers]))
     for itemsize in layout._WORDS:
         code = layout._kernel(itemsize).code
         texts.append(code.replace("copy_arrays(", f"copy_arrays_{itemsize}("))

@@ -12,6 +12,7 @@ from internals import (
     Shard,
     accumulator,
     apply_on_gpu,
+    device_kernels,
     device_update,
     gpu,
     layout,
@@ -87,8 +88,8 @@ def cupy():
         patch.setattr(gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(gpu, "array_module", lambda *arrays: module)
         caches = (
-            *(device_update.update_kernel, device_update.squares_kernel),
-            *(device_update.numbers_kernel, device_update.add_kernel),
+            *(device_kernels.update_kernel, device_kernels.squares_kernel),
+            *(device_kernels.norms_kernel, device_kernels.add_kernel),
             *(rows._kernel, layout._kernel),
         )
         for cache in caches:
@@ -136,7 +137,7 @@ def update(optimizer, step, value, gradient, slots):
     every = Interval(0, value.size)
     shard = Shard(0, value.dtype, every, every.scale(value.itemsize), ())
     runs = [device_update.Run(shard, value, tuple(slots))]
-    norms = device_update.DeviceNorms(runs, [shard], update.norms, is_split=False)
+    norms = device_update.DeviceNorms(runs, [shard], update.norms.passes)
     norms.run(update.norms, [(gradient.copy(), value, *slots)], None)
 
 

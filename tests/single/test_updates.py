@@ -22,10 +22,14 @@ from internals import (
     MessagePool,
     Plan,
     RangeAllocator,
+    Shard,
     SlabAllocator,
     compiled,
+    device_update,
+    merge,
     rank_parts_of,
     rank_slices,
+    runs,
     shares_of,
     sums_of_squares,
 )
@@ -244,8 +248,8 @@ def test_ranks_with_their_own_slots_update_their_sections(variables, ranks, seed
     assert results == expected
 
 
-@given(variables=VARIABLES, ranks=RANKS)
-def test_slices_of_ranks_are_all_elements_once(variables, ranks):
+def on_devices(variables, ranks):
+    """The order of some variables in a GPU's memory, and each with a slot that is split."""
     memory = SlabAllocator(lambda nbytes: np.zeros(min(nbytes, 1 << 23), np.uint8))
     blocks = []
     for number, (size, dtype, has_hole) in enumerate(variables):
@@ -260,6 +264,12 @@ def test_slices_of_ranks_are_all_elements_once(variables, ranks):
         slot = Block(None, None, Interval(0, 0))
         slot.shares = shares
         slots.append([slot])
+    return order, slots
+
+
+@given(variables=VARIABLES, ranks=RANKS)
+def test_slices_of_ranks_are_all_elements_once(variables, ranks):
+    order, slots = on_devices(variables, ranks)
     sections = rank_parts_of(order, slots, 0)
     slices = rank_slices(order, sections)
     for group, of_group in zip(order.layout.groups, slices, strict=True):
@@ -316,3 +326,35 @@ def test_a_pool_that_grows_has_let_go_of_its_memory_before(kind):
         assert not pool.has_own(plan)
     assert len(lent) == 3
     assert plans[0].memory is plans[3].memory is None
+
+
+@given(variables=VARIABLES, ranks=RANKS, size=st.sampled_from([256, 1024]))
+def test_strips_are_all_elements_once(variables, ranks, size):
+    order, slots = on_devices(variables, ranks)
+    for section in rank_parts_of(order, slots, 0):
+        strips, owners = [], {}
+        for run in runs(section.shards, ALIGNMENT):
+            starts, stops, of_run = device_update.strips_in(run, section.shards, size)
+            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+                assert 0 < stop - start <= size
+                elements = Interval(start, stop).scale(run.dtype.itemsize)
+                strips.append(elements.shift(run.message.start))
+            first = run.message.start // ALIGNMENT
+            owners |= {first + i: owner for i, owner in enumerate(of_run.tolist())}
+        all_strips, *of_variables = zip(
+            *[ends.tolist() for ends in device_update.strips_of(section.shards, size)], strict=True
+        )
+        assert all_strips == (0, len(strips))
+        for shard, (first, last) in zip(section.shards, of_variables, strict=True):
+            merged = [place for _, (place,) in merge([(strip,) for strip in strips[first:last]])]
+            assert merged == [shard.message] * bool(shard.elements)
+            here = range(shard.message.start // ALIGNMENT, -(-shard.message.stop // ALIGNMENT))
+            assert {owners[i] for i in here} <= {shard.variable}
+
+
+def test_there_are_not_many_more_strips_than_variables():
+    for total in (0, 1, 10**6, 10**9, 10**12):
+        shard = Shard(0, DTYPES[0], Interval(0, total), Interval(0, total).scale(4), ())
+        size = device_update.strip_size([shard])
+        assert size % device_update.THREADS == 0
+        assert -(-total // size) <= device_update.MOST_STRIPS
