@@ -31,6 +31,7 @@ from internals import (
     rank_slices,
     runs,
     shares_of,
+    signature_of,
     sums_of_squares,
 )
 from package_kernels import optimizers_of
@@ -319,7 +320,7 @@ def test_a_pool_that_grows_has_let_go_of_its_memory_before(kind):
         order = MessageOrder(blocks, slots)
         plans.append(Plan(order, kind(memory.part, order.shards, {})))
     for plan in plans:
-        pool.lend(plan, None)
+        pool.lend(plan, signature_of("a test"))
         plan.write(plan.memory, [block.array for block in plan.order.blocks])
         for _ in range(2):  # so that a kernel is bound, or compiled
             plan.update.run(momentum(), [plan.memory])
