@@ -13,13 +13,7 @@ from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.allocator import Block
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._update.rule import NO_CONSTANTS
-from hpcstrat._update.update import (
-    NOTHING_IN_PLACE,
-    InPlace,
-    PerMessage,
-    Update,
-    keep_per_message,
-)
+from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace, KeptByMessage, Update
 
 
 @final
@@ -92,7 +86,7 @@ class Plan:
         self._expected = [(type(b.view), b.array.shape, b.array.dtype) for b in in_call]
         # By call: `assign` and `assign_add` of a variable, for example, share a plan.
         self._signatures: dict[tuple[str, Aggregation, tuple[str, ...]], CallSignature] = {}
-        self._views: PerMessage[list[Array]] = {}
+        self._views = KeptByMessage(lambda messages: order.layout.views(messages[0]))
 
     # ---- what the ranks agree on, and checks
 
@@ -154,9 +148,7 @@ class Plan:
         self, message: Array, values: Sequence[Array], in_place: InPlace = NOTHING_IN_PLACE
     ) -> None:
         """Copies gradients, or new values, into a message, except for what is read in place."""
-        views = keep_per_message(
-            self._views, [message], lambda messages: self.order.layout.views(messages[0])
-        )
+        views = self._views.of([message])
         for i, (view, value) in enumerate(zip(views, values, strict=True)):
             if i in in_place:
                 absent, gradient = in_place[i]

@@ -42,11 +42,10 @@ from hpcstrat._update.rule import Norms, UpdateRule
 from hpcstrat._update.update import (
     NOTHING_IN_PLACE,
     InPlace,
-    PerMessage,
+    KeptByMessage,
     Run,
     Update,
     gradients_of,
-    keep_per_message,
 )
 
 Operands: TypeAlias = "Sequence[tuple[Array, ...]]"
@@ -205,7 +204,7 @@ class DeviceUpdate(Update):
     def __init__(self, runs: Sequence[Run], shards: Sequence[Shard]) -> None:
         self._runs = runs
         self._shards = shards
-        self._gradients: PerMessage[list[list[Array]]] = {}
+        self._gradients = KeptByMessage(functools.partial(gradients_of, runs))
         self._norms: dict[tuple[Pass, ...], DeviceNorms] = {}
 
     def forget_messages(self) -> None:
@@ -221,9 +220,7 @@ class DeviceUpdate(Update):
         add_up: Callable[[Array], Array] | None = None,
     ) -> None:
         """See `Update.run`."""
-        gradients = keep_per_message(
-            self._gradients, messages, functools.partial(gradients_of, self._runs)
-        )
+        gradients = self._gradients.of(messages)
         operands = [
             (gradient, run.value, *run.slots)
             for run, (gradient,) in zip(self._runs, gradients, strict=True)

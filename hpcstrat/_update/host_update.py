@@ -1,16 +1,16 @@
 """Updates in host memory: by NumPy's operations on chunks that fit in cache, or compiled loops.
 
-HostUpdate   what depends on norms: one pass after another, over all runs or each variable's
-HostRuns     the runs of some shards, for which it chooses:
-NumpyPass    one pass over them with one kernel, chunk by chunk
-CompiledPass the same as one call per dtype
+HostUpdate   passes over all elements: the update, and before it those for norms
+HostRuns     some elements of one dtype that a pass treats alike; for each kernel it prepares:
+NumpyPass    a pass over them, chunk by chunk, or
+CompiledPass the same in one call
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -23,12 +23,12 @@ from hpcstrat._update.kernel import Kernel, scalars
 from hpcstrat._update.rule import UpdateRule, sums_of_squares
 from hpcstrat._update.update import (
     NOTHING_IN_PLACE,
+    GradientInPlace,
     InPlace,
-    PerMessage,
+    KeptByMessage,
     Run,
     Update,
     gradients_of,
-    keep_per_message,
     runs_in_memory,
 )
 
@@ -49,20 +49,24 @@ class Gradients:
 
     Args:
         runs: the runs.
+        rank: which of the messages is this rank's.
         messages: all ranks' messages, or one.
-        rank: which of them is this rank's.
         in_place: gradients of this rank that are not in its message.
     """
 
     def __init__(
-        self, runs: Sequence[Run], messages: Sequence[Array], rank: int, in_place: InPlace
+        self,
+        runs: Sequence[Run],
+        rank: int,
+        messages: Sequence[Array],
+        in_place: InPlace = NOTHING_IN_PLACE,
     ) -> None:
         self._runs = runs
         self._of_runs = gradients_of(runs, messages)
         for run, of_run in zip(runs, self._of_runs, strict=True):
             # Only large shards are read in place, and these are runs of their own.
             if run.shard.variable in in_place:
-                _, own = in_place[run.shard.variable]
+                own = in_place[run.shard.variable].gradient
                 of_run[rank] = own[run.shard.elements.slice]
 
     @functools.cached_property
@@ -75,20 +79,25 @@ class Gradients:
         ]
 
     @functools.cached_property
-    def tables(self) -> list[tuple[np.dtype[Any], compiled.Table]]:
-        """For each dtype its runs, with their gradients."""
-        arrays: dict[np.dtype[Any], list[list[Array]]] = {}
-        for run, of_run in zip(self._runs, self._of_runs, strict=True):
-            arrays.setdefault(run.shard.dtype, []).append([run.value, *run.slots, *of_run])
-        count = len(self._of_runs[0]) if self._of_runs else 0
-        return [(dtype, compiled.table(of_dtype, count)) for dtype, of_dtype in arrays.items()]
+    def table(self) -> compiled.Table:
+        """The runs, with their gradients."""
+        pairs = zip(self._runs, self._of_runs, strict=True)
+        rows = [[run.value, *run.slots, *of_run] for run, of_run in pairs]
+        return compiled.table(rows, len(self._of_runs[0]))
 
 
 class _BoundChunk(NamedTuple):
-    gradient: Array  # the reduced gradient
-    calls: Sequence[Callable[[], Any]] = ()  # of the kernel
-    terms: Sequence[Array] = ()  # what they leave for norms
-    arrays: tuple[Any, ...] = ()  # without a kernel, the arguments of `UpdateRule.apply`
+    """What a pass by NumPy does to a chunk of a run.
+
+    Attributes:
+        gradient: gets the reduced gradient.
+        calls: what is called then.
+        terms: of a pass for norms, the arrays that have their terms then.
+    """
+
+    gradient: Array
+    calls: Sequence[Callable[[], Any]]
+    terms: Sequence[Array] = ()
 
 
 @final
@@ -96,50 +105,43 @@ class NumpyPass:
     """A pass by NumPy's operations, which go over each chunk a dozen times.
 
     Args:
-        kernel: the kernel; `None` for rules without one, which are functions.
-        runs: the runs.
+        rule: the first rule that it applies; the others differ in nothing but numbers.
+        runs: the runs, of one dtype.
         scratch: memory to work in.
     """
 
-    def __init__(self, kernel: Kernel | None, runs: Sequence[Run], scratch: Scratch) -> None:
-        self._kernel = kernel
+    def __init__(self, rule: UpdateRule, runs: Sequence[Run], scratch: Scratch) -> None:
+        self._rule = rule  # the last, and its constants
+        self._numbers = np.array(rule.kernel_constants, accumulator(runs[0].value.dtype))
         self._scratch = scratch
-        self._rule: UpdateRule | None = None  # the last
-        self._numbers: dict[np.dtype[Any], Array] = {}  # its constants, which calls read
         self._chunks = [self._bind(run, chunk) for run in runs for chunk in _chunks_of(run)]
 
     def run(self, rule: UpdateRule, gradients: Gradients, op: ReduceOp, out: Array | None) -> None:
         """Reduces the gradients, and applies the rule; adds the squares of each term to `out`."""
         if rule is not self._rule:
-            for numbers in self._numbers.values():
-                numbers[:] = rule.kernel_constants
-            self._rule = rule
-        all_parts = gradients.of_chunks
-        for k, (gradient, calls, terms, arrays) in enumerate(self._chunks):
-            reduce_chunk(gradient, all_parts[k], op)
-            for call in calls:
+            self._numbers[:], self._rule = rule.kernel_constants, rule
+        for chunk, parts in zip(self._chunks, gradients.of_chunks, strict=True):
+            reduce_chunk(chunk.gradient, parts, op)
+            for call in chunk.calls:
                 call()
-            if arrays:
-                rule.apply(*arrays)
             if out is not None:
-                out += sums_of_squares(terms)
+                out += sums_of_squares(chunk.terms)
 
     def _bind(self, run: Run, chunk: slice) -> _BoundChunk:
-        """Prepares the kernel for a chunk, with its numbers, which change from step to step."""
-        value, slots = run.value[chunk], tuple([slot[chunk] for slot in run.slots])
+        value, slots = run.value[chunk], [slot[chunk] for slot in run.slots]
         gradient, scratch = self._arrays(value.dtype, 2, value.size)
-        if self._kernel is None:
-            return _BoundChunk(gradient, arrays=(value, gradient, slots, scratch))
-        wide = accumulator(value.dtype)
-        if wide not in self._numbers:
-            self._numbers[wide] = np.empty(len(self._kernel.constants), wide)
+        kernel = self._rule.kernel
+        if kernel is None:  # each rule is a function of its own
+            return _BoundChunk(
+                gradient, [lambda: self._rule.apply(value, gradient, slots, scratch)]
+            )
 
         def take(dtype: np.dtype[Any], count: int) -> list[Array]:
             return self._arrays(dtype, 1 + count, value.size)[1:]  # the first is the gradient's
 
-        numbers = scalars(self._numbers[wide])
-        calls, terms = self._kernel.bind(value, gradient, slots, numbers, take)
-        return _BoundChunk(gradient, calls, terms)
+        return _BoundChunk(
+            gradient, *kernel.bind(value, gradient, slots, scalars(self._numbers), take)
+        )
 
     def _arrays(self, dtype: np.dtype[Any], count: int, size: int) -> list[Array]:
         """This many arrays from the scratch memory."""
@@ -150,38 +152,38 @@ class NumpyPass:
 
 @final
 class CompiledPass:
-    """A pass by compiled loops.
+    """A pass by a compiled loop.
 
     Args:
-        kernel: the kernel.
-        loops: its loop for each dtype.
+        rule: see `NumpyPass`.
+        bind: the loop of its kernel.
+        terms: how many terms the kernel has.
     """
 
-    def __init__(self, kernel: Kernel, loops: Mapping[np.dtype[Any], compiled.Loop]) -> None:
-        self._rule: UpdateRule | None = None  # the last
-        self._numbers = np.empty(len(kernel.constants))  # its constants
-        self._sums = np.empty(len(kernel.terms))
-        self._calls = {dtype: bind(self._numbers, self._sums) for dtype, bind in loops.items()}
+    def __init__(self, rule: UpdateRule, bind: compiled.Loop, terms: int) -> None:
+        self._rule = rule  # the last, and its constants
+        self._numbers = np.array(rule.kernel_constants)
+        self._sums = np.empty(terms)
+        self._call = bind(self._numbers, self._sums)
 
     def run(self, rule: UpdateRule, gradients: Gradients, op: ReduceOp, out: Array | None) -> None:
         """See `NumpyPass.run`; the operation is SUM, in rank order as NumPy's."""
         if rule is not self._rule:
             self._numbers[:], self._rule = rule.kernel_constants, rule
         if out is not None:
-            self._sums.fill(0)
-        for dtype, table in gradients.tables:
-            self._calls[dtype](*table)
+            self._sums[:] = out
+        self._call(*gradients.table)
         if out is not None:
-            out += self._sums
+            out[:] = self._sums
 
 
 @final
 class HostRuns:
-    """Runs in host memory, and what has been prepared for passes over them.
+    """Runs of one dtype in host memory, and the passes over them that have been prepared.
 
     Args:
         part_of_memory: see `runs_in_memory`.
-        shards: see `HostUpdate`.
+        shards: likewise; at least one, and all have elements.
         scratch: memory to work in.
         rank: which of the messages is this rank's.
     """
@@ -194,13 +196,11 @@ class HostRuns:
         rank: int,
     ) -> None:
         self._runs = runs_in_memory(part_of_memory, shards, CHUNK)
-        self._dtypes = dict.fromkeys(shard.dtype for shard in shards)
         self._scratch = scratch
-        self._rank = rank
-        self._gradients: PerMessage[Gradients] = {}
-        # By whether they may be compiled, then by kernel.
-        self._passes: dict[bool, dict[Kernel | None, NumpyPass | CompiledPass]]
-        self._passes = {False: {}, True: {}}
+        self._gradients_in = functools.partial(Gradients, self._runs, rank)
+        self._gradients = KeptByMessage(self._gradients_in)
+        # By kernel, and whether they may be compiled.
+        self._passes: dict[tuple[Kernel | None, bool], NumpyPass | CompiledPass] = {}
 
     def forget_messages(self) -> None:
         """See `Update.forget_messages`."""
@@ -220,27 +220,21 @@ class HostRuns:
         A pass for norms adds the sum of squares of each term to `out`.
         """
         if in_place:
-            gradients = Gradients(self._runs, messages, self._rank, in_place)
+            gradients = self._gradients_in(messages, in_place)
         else:
-            gradients = keep_per_message(self._gradients, messages, self._gradients_in)
-        kernel, passes = rule.kernel, self._passes[compiles]
-        if kernel not in passes:
-            passes[kernel] = self._prepare(rule, compiles)
-        passes[kernel].run(rule, gradients, op, out)
-
-    def _gradients_in(self, messages: Sequence[Array]) -> Gradients:
-        return Gradients(self._runs, messages, self._rank, NOTHING_IN_PLACE)
+            gradients = self._gradients.of(messages)
+        key = rule.kernel, compiles
+        if key not in self._passes:
+            self._passes[key] = self._prepare(rule, compiles)
+        self._passes[key].run(rule, gradients, op, out)
 
     def _prepare(self, rule: UpdateRule, compiles: bool) -> NumpyPass | CompiledPass:
         kernel = rule.kernel
         if compiles and kernel is not None:
-            # All or none: half an update in C and half in NumPy would need the bookkeeping of both,
-            # for a rare case.
-            found = {dtype: compiled.loop(rule, dtype) for dtype in self._dtypes}
-            loops = {dtype: loop for dtype, loop in found.items() if loop is not None}
-            if len(loops) == len(found):
-                return CompiledPass(kernel, loops)
-        return NumpyPass(kernel, self._runs, self._scratch)
+            loop = compiled.loop(rule, self._runs[0].shard.dtype)
+            if loop is not None:
+                return CompiledPass(rule, loop, len(kernel.terms))
+        return NumpyPass(rule, self._runs, self._scratch)
 
 
 @final
@@ -252,8 +246,7 @@ class HostUpdate(Update):
         shards: for each variable this rank's part, in the order of the message.
         scratch: memory to work in.
         rank: which of the messages is this rank's.
-        compile_after: updates since messages were last forgotten until loops are compiled, where
-            the rule and all dtypes have one.
+        compile_after: updates since messages were last forgotten until loops are compiled.
     """
 
     def __init__(
@@ -264,14 +257,18 @@ class HostUpdate(Update):
         rank: int = 0,
         compile_after: float = math.inf,
     ) -> None:
-        self._shards = shards
+        self._count = len(shards)  # of the variables
+        self._shards = [shard for shard in shards if shard.elements]
         self._runs_of = functools.partial(HostRuns, part_of_memory, scratch=scratch, rank=rank)
-        self._all = self._runs_of(shards)
+        of_dtypes: dict[np.dtype[Any], list[Shard]] = {}
+        for shard in self._shards:
+            of_dtypes.setdefault(shard.dtype, []).append(shard)
+        self._all = [self._runs_of(of_dtype) for of_dtype in of_dtypes.values()]
         self._of_variables: dict[int, HostRuns] = {}
         self._compile_after = compile_after
         self._updates = 0
         # A small gradient costs less to copy than to read in place.
-        self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
+        self._large = [shard for shard in self._shards if shard.elements.size >= CHUNK]
         self.may_be_in_place = bool(self._large)
 
     def in_place(self, gradients: Sequence[Array]) -> InPlace:
@@ -283,14 +280,14 @@ class HostUpdate(Update):
             # message. A read-only array may be a variable, which other ranks update meanwhile.
             flags = gradient.flags
             if flags.c_contiguous and flags.writeable and gradient.dtype == shard.dtype:
-                in_place[shard.variable] = shard.elements, gradient.reshape(-1)
+                in_place[shard.variable] = GradientInPlace(shard.elements, gradient.reshape(-1))
         return in_place
 
     def forget_messages(self) -> None:
         """See `Update.forget_messages`."""
         self._updates = 0  # tables for loops cost more than NumPy's calls take
-        for of_shards in (self._all, *self._of_variables.values()):
-            of_shards.forget_messages()
+        for runs in (*self._all, *self._of_variables.values()):
+            runs.forget_messages()
 
     def run(
         self,
@@ -306,33 +303,30 @@ class HostUpdate(Update):
         compiles = self._updates > self._compile_after and op is ReduceOp.SUM
         norms = rule.norms
         if norms is None:
-            self._all.one_pass(rule, messages, op, in_place, compiles)
+            for runs in self._all:
+                runs.one_pass(rule, messages, op, in_place, compiles)
             return
         # For norms over all variables, runs need not end where variables do.
-        parts: Mapping[int, HostRuns] = {0: self._all}
-        found: list[list[float]] = [[]]  # of each part, its norms so far
-        for k, one in enumerate(norms.passes[:-1]):
-            are_global = one.are_global
-            if len(found) == 1 and not all(are_global):
-                parts, found = self._of_each_variable(), found * len(self._shards)
+        parts = [(0, runs) for runs in self._all]
+        found: list[list[float]] = [[]] * self._count  # of each variable, its norms so far
+        for k, each in enumerate(norms.passes[:-1]):
+            if not all(each.are_global):
+                parts = self._of_each_variable()
             # As many columns in every pass, as a shared array of central storage has.
-            squares, count = np.zeros((len(self._shards), norms.most)), len(are_global)
-            for i, part in parts.items():
+            squares, count = np.zeros((self._count, norms.most)), len(each.are_global)
+            for i, runs in parts:
                 before = norms.rule_of(k, found[i])
-                part.one_pass(before, messages, op, in_place, compiles, squares[i, :count])
+                runs.one_pass(before, messages, op, in_place, compiles, squares[i, :count])
             # A norm needs all elements of a variable, some of them on other ranks, so nothing can
             # be updated before. The gradients are reduced again: a copy would cost as much memory.
             sums = (squares if add_up is None else add_up(squares))[:, :count]
-            sums = np.where(are_global, sums.sum(axis=0), sums)
-            roots = np.sqrt(sums[: len(found)]).tolist()
-            found = [before + own for before, own in zip(found, roots, strict=True)]
-        for i, part in parts.items():
-            part.one_pass(norms.rule_of(-1, found[i]), messages, op, in_place, compiles)
+            roots = np.sqrt(np.where(each.are_global, sums.sum(axis=0), sums)).tolist()
+            found = [earlier + own for earlier, own in zip(found, roots, strict=True)]
+        for i, runs in parts:
+            runs.one_pass(norms.rule_of(-1, found[i]), messages, op, in_place, compiles)
 
-    def _of_each_variable(self) -> dict[int, HostRuns]:
+    def _of_each_variable(self) -> list[tuple[int, HostRuns]]:
         """The runs of each variable of which this rank has a shard."""
         if not self._of_variables:
-            self._of_variables = {
-                shard.variable: self._runs_of([shard]) for shard in self._shards if shard.elements
-            }
-        return self._of_variables
+            self._of_variables = {shard.variable: self._runs_of([shard]) for shard in self._shards}
+        return [*self._of_variables.items()]

@@ -19,16 +19,29 @@ import abc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._update.rule import UpdateRule
 
 T = TypeVar("T")
-InPlace: TypeAlias = Mapping[int, tuple[Interval, Array]]
-"""Gradients that this rank reads where they are, by variable: the elements that are therefore not
-in its message, and the whole gradient, flat."""
+
+
+class GradientInPlace(NamedTuple):
+    """A gradient that this rank reads where it is.
+
+    Attributes:
+        elements: those that it reads, which are therefore not in its message.
+        gradient: the whole gradient, flat.
+    """
+
+    elements: Interval
+    gradient: Array
+
+
+InPlace: TypeAlias = Mapping[int, GradientInPlace]
+"""Such gradients by variable."""
 NOTHING_IN_PLACE: InPlace = MappingProxyType({})
 
 
@@ -75,28 +88,30 @@ def gradients_of(runs: Sequence[Run], messages: Sequence[Array]) -> list[list[Ar
     ]
 
 
-PerMessage: TypeAlias = dict[tuple[int, int], tuple[Sequence[Array], T]]
-
-
-def keep_per_message(
-    kept: PerMessage[T],
-    messages: Sequence[Array],
-    make: Callable[[Sequence[Array]], T],
-) -> T:
-    """What is made once per message. An update's messages are mostly the same few arrays.
+class KeptByMessage(Generic[T]):
+    """What is made once for each message. An update's messages are mostly the same few arrays.
 
     Args:
-        kept: what was made before, by message.
-        messages: of all ranks; the first one stands for all.
-        make: makes it.
+        make: makes it from all ranks' messages.
     """
-    # By id, because arrays have no hash; messages are kept, so that no other gets their ids.
-    key = id(messages[0]), len(messages)
-    if key not in kept:
-        if len(kept) == 3:  # two records or mailboxes that alternate, and buffers
-            kept.clear()
-        kept[key] = messages, make(messages)
-    return kept[key][1]
+
+    def __init__(self, make: Callable[[Sequence[Array]], T]) -> None:
+        self._make = make
+        self._kept: dict[tuple[int, int], tuple[Sequence[Array], T]] = {}
+
+    def of(self, messages: Sequence[Array]) -> T:
+        """What was made from these; the first one stands for all."""
+        # By id, because arrays have no hash; messages are kept, so that no other gets their ids.
+        key = id(messages[0]), len(messages)
+        if key not in self._kept:
+            if len(self._kept) == 3:  # two records or mailboxes that alternate, and buffers
+                self.clear()
+            self._kept[key] = messages, self._make(messages)
+        return self._kept[key][1]
+
+    def clear(self) -> None:
+        """Drops all, and so the messages."""
+        self._kept.clear()
 
 
 class Update(abc.ABC):
