@@ -18,19 +18,19 @@ from hpcstrat._memory.allocator import Block
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.rule import UpdateRule
 
+# One thread per element of the result: the same bits in every run, and on every rank. `WIDE` stands
+# for the type of `total`, such as `float`, and `COMBINED` for a text of `IN_CUDA`.
 _COMBINE = """
 const long long segment = i / columns, column = i % columns;
 const long long stop = segment + 1 < segments ? starts[segment + 1] : rows;
 long long row = starts[segment];
-{wide} total = ({wide})values[order[row] * columns + column];
-while (++row < stop) {{
-    const {wide} next = ({wide})values[order[row] * columns + column];
-    total = {combined};
-}}
-combined = (T)total;
+WIDE total = (WIDE)values[order[row] * columns + column];
+while (++row < stop) {
+    const WIDE next = (WIDE)values[order[row] * columns + column];
+    total = COMBINED;
+}
+result = (T)total;
 """
-
-
 IN_CUDA: dict[np.ufunc | None, str] = {
     np.add: "total + next",
     np.multiply: "total * next",
@@ -46,8 +46,12 @@ def combine_rows(
 ) -> tuple[Array, Array]:
     """The distinct rows, ascending, and for each row its values, combined in their order.
 
-    CuPy's `add.reduceat` subtracts prefix sums: it loses digits in long arrays, and spreads a NaN
-    to all rows.
+        indices   7  2  7      the values of rows 7, 2 and 7
+        values    a  b  c
+        order     1  0  2      of the values, by row: b, a, c
+        starts    0  1         where each row starts in this order
+        rows      2  7
+        result    b  a + c
 
     Args:
         indices: integers of shape `(k,)`, not negative.
@@ -73,6 +77,8 @@ def combine_rows(
                 values[order], starts, axis=0, dtype=accumulator(values.dtype)
             )
             return rows, reduced.astype(values.dtype, copy=False)
+    # CuPy's `add.reduceat` subtracts prefix sums: it loses digits in long arrays, and spreads a NaN
+    # to all rows.
     combined = xp.empty((rows.size, *values.shape[1:]), values.dtype)
     columns = combined.size // max(rows.size, 1)
     kernel = _kernel(combination, accumulator(values.dtype) != values.dtype)
@@ -82,12 +88,12 @@ def combine_rows(
 
 @functools.cache
 def _kernel(combination: np.ufunc | None, is_short: bool) -> Any:
-    """One thread per element of the result: the same bits in every run, and on every rank."""
+    wide = "float" if is_short else "T"
     return gpu.load_cupy("a sparse gradient").ElementwiseKernel(
         "raw T values, raw int64 order, raw int64 starts, int64 columns, int64 segments, int64 "
         "rows",
-        "T combined",
-        _COMBINE.format(wide="float" if is_short else "T", combined=IN_CUDA[combination]),
+        "T result",
+        _COMBINE.replace("WIDE", wide).replace("COMBINED", IN_CUDA[combination]),
         "hpcstrat_combine_rows",
         no_return=True,
     )
