@@ -1,18 +1,23 @@
 """Passes over all elements, which an update is made of, and what computes their kernels' constants.
 
 Numbers change at three times: attributes of the optimizer seldom, the learning rate and the step in
-every step, and norms are known in the middle of a step. So a kernel's constants are computed in two
-parts. For `learning_rate / max(norm(gradient), beta**step)`:
+every step, and norms are known in the middle of a step. So of the numbers that lead to a kernel's
+constants, those that depend on norms are *late*, and all others *early*. For the constant
+`learning_rate / max(norm(gradient), beta**step)`:
+
+    early    power = beta**step               once per step, in Python
+    late     most = max(norm, power)          once per variable, in Python, or for all variables at
+    late     constant = learning_rate / most  once on a GPU
+
+The late ones are *given* the early ones that they take: here the power and the learning rate. The
+code is, in Python and in CUDA C++:
 
     def compute(n0, n1, n2):  # beta, the learning rate, the step
         try:
             n3 = power(n0, n2)
-            return (n3, n1,)
+            return (n3, n1, )
         except (ArithmeticError, ValueError):
-            return again(n0, n1, n2,)
-
-in Python, once per step; and what depends on norms from these numbers, once per variable, as such a
-function in Python or, for all variables at once, on a GPU:
+            return again(n0, n1, n2)  # with functions that return inf or nan instead
 
     const auto late_0 = norm_0 > given_0 || norm_0 != norm_0 ? norm_0 : given_0;
     const auto late_1 = given_1 / late_0;
@@ -22,15 +27,14 @@ function in Python or, for all variables at once, on a GPU:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 from hpcstrat._update.kernel import Kernel, kernel_of
 from hpcstrat._update.symbols import (
-    NORMS,
-    NUMPY_WHERE_PYTHON_RAISES,
     OPERATIONS,
     PYTHON,
+    PYTHON_THAT_NEVER_RAISES,
     Symbol,
     global_norm,
     in_order,
@@ -50,7 +54,7 @@ class Pass:
         are_global: of a pass for norms: whether each norm is over all variables of the update, or
             over each.
         given_in: computes, from the formula's numbers in a step, what is given to `constants_of`
-            and `code`: all that does not depend on norms. Without norms it is the constants.
+            and `code`. Without norms it is the constants.
         constants_of: computes the kernel's constants from the numbers that are given, and the norms
             of all passes before.
         code: the same in CUDA C++: it computes row `i` of `numbers` from `given_0`, `given_1` and
@@ -64,75 +68,91 @@ class Pass:
     code: str
 
 
-def make_pass(
+def norms_pass(
     name: str,
-    given: Sequence[Symbol],
+    elements: Mapping[str, Symbol],
     numbers: Sequence[Symbol],
     norms: Sequence[Symbol],
-    results: Sequence[Symbol],
+    wanted: Sequence[Symbol],
+) -> Pass:
+    """The pass that finds the norms wanted; see `make_pass`."""
+    terms = {f"term_{i}": norm.operands[0] for i, norm in enumerate(wanted)}
+    are_global = tuple([norm.function is global_norm for norm in wanted])
+    return make_pass(name, elements, numbers, norms, terms, are_global)
+
+
+def make_pass(
+    name: str,
+    elements: Mapping[str, Symbol],
+    numbers: Sequence[Symbol],
+    norms: Sequence[Symbol],
+    results: Mapping[str, Symbol],
+    are_global: tuple[bool, ...] = (),
 ) -> Pass:
     """The pass that computes these results.
 
     Args:
         name: of its kernel.
-        given: the gradient, the value and the slots.
+        elements: see `kernel_of`.
         numbers: the formula's.
         norms: of all passes before.
-        results: the new value and slots, or other norms.
+        results: see `kernel_of`.
+        are_global: see `Pass`.
     """
-    are_global = tuple([one.function is global_norm for one in results if one.function in NORMS])
-    if are_global:
-        results = [norm.operands[0] for norm in results]
-    kernel, constants = kernel_of(name, given, results, bool(are_global))
-    late = [
-        symbol
-        for symbol in in_order(constants)
-        if symbol.is_computed and any(norm in symbol.inputs() for norm in norms)
-    ]
-    taken = [*[operand for symbol in late for operand in symbol.operands], *constants]
+    kernel, constants = kernel_of(name, elements, results)
+    order = in_order(constants)
+    late: list[Symbol] = []
+    for symbol in order:
+        if any(operand in norms or operand in late for operand in symbol.operands):
+            late.append(symbol)
+    early = [symbol for symbol in order if symbol not in late and symbol not in norms]
     # Exponentials on a GPU may have other last bits, so it is given all that it can be.
-    passed = [symbol for symbol in dict.fromkeys(taken) if symbol not in (*late, *norms)]
+    taken = [*[operand for symbol in late for operand in symbol.operands], *constants]
+    given = [symbol for symbol in dict.fromkeys(taken) if symbol in early]
     return Pass(
         kernel,
         are_global,
-        _in_python(numbers, passed),
-        _in_python([*passed, *norms], constants),
-        _in_cuda(passed, norms, late, constants),
+        _in_python(numbers, early, given),
+        _in_python([*given, *norms], late, constants),
+        _in_cuda(given, norms, late, constants),
     )
 
 
-def _in_python(given: Sequence[Symbol], wanted: Sequence[Symbol]) -> Compute:
-    """A function of the given numbers that returns those wanted.
+def _in_python(
+    given: Sequence[Symbol], steps: Sequence[Symbol], wanted: Sequence[Symbol]
+) -> Compute:
+    """A function of the given numbers that goes through these steps and returns those wanted.
 
-    It is written in Python: a loop over a table would take as long as the update of 1,000 elements.
+    It is code, as in the example: a loop over a table would take as long as the update of 1,000
+    elements.
     """
     texts = {symbol: f"n{i}" for i, symbol in enumerate(given)}
-    parameters = "".join([f"{text}, " for text in texts.values()])
+    parameters = ", ".join(texts.values())
     lines = []
-    for symbol in in_order(wanted, known=given):
-        if not symbol.is_computed:
-            texts[symbol] = repr(symbol.operands[0])  # a literal
-            continue
-        operands = [texts[operand] for operand in symbol.operands]
-        texts[symbol] = f"n{len(texts)}"
-        text = str(OPERATIONS[symbol.function].in_python).format(*operands)
-        lines.append(f"    {texts[symbol]} = {text}")
+    for symbol in steps:
+        if symbol.is_computed:
+            operands = [texts[operand] for operand in symbol.operands]
+            texts[symbol] = f"n{len(texts)}"
+            text = str(OPERATIONS[symbol.function].in_python).format(*operands)
+            lines.append(f"        {texts[symbol]} = {text}")
+        elif symbol.literal is not None:
+            texts[symbol] = repr(symbol.literal)
     results = "".join([f"{texts[symbol]}, " for symbol in wanted])
     code = "\n".join(
         [
             f"def compute({parameters}):",
-            "  try:",
+            "    try:",
             *lines,
-            f"    return ({results})",
-            "  except (ArithmeticError, ValueError):",
-            f"    return again({parameters})",
+            f"        return ({results})",
+            "    except (ArithmeticError, ValueError):",
+            f"        return again({parameters})",
         ]
     )
-    again: dict[str, Any] = dict(NUMPY_WHERE_PYTHON_RAISES)
-    exec(code, again)
-    once = PYTHON | {"again": again["compute"]}
-    exec(code, once)
-    return once["compute"]
+    slow, fast = dict(PYTHON_THAT_NEVER_RAISES), dict(PYTHON)
+    exec(code, slow)  # defines `compute` in `slow`
+    fast["again"] = slow["compute"]
+    exec(code, fast)
+    return fast["compute"]
 
 
 def _in_cuda(

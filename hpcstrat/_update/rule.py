@@ -83,10 +83,8 @@ class Norms(NamedTuple):
 
     def rule_of(self, k: int, found: Sequence[float]) -> UpdateRule:
         """The rule of a pass, from the norms of those before; the last pass is the update."""
-        kernel, constants = (
-            self.passes[k].kernel,
-            self.passes[k].constants_of(*self.given[k], *found),
-        )
+        kernel = self.passes[k].kernel
+        constants = self.passes[k].constants_of(*self.given[k], *found)
         apply = functools.partial(kernel.apply, constants)
         return UpdateRule(apply, NO_CONSTANTS, kernel, constants)
 

@@ -1,11 +1,19 @@
-"""Symbols for elements and numbers while a formula is traced, and the operations they allow."""
+"""Symbols for elements and numbers while a formula is traced, and the operations they allow.
+
+A formula is called once, with symbols, and each operation makes another. `value - 2 * gradient` is
+
+    Symbol(ELEMENT, np.subtract, value, Symbol(ELEMENT, np.multiply, two, gradient))
+
+where `value` and `gradient` are `Symbol(ELEMENT)`, and `two` is `Symbol(NUMBER, literal=2.0)`. It
+becomes NumPy's calls and C for elements, or Python and C for numbers: see `OPERATIONS`.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, final
 
 import numpy as np
@@ -15,11 +23,32 @@ from hpcstrat._core.types import Array
 ELEMENT, CONDITION, NUMBER = "element", "condition", "number"
 
 
+def _choose(condition: Array, a: Array, b: Array, out: Array) -> None:
+    out[...] = np.where(condition, a, b)
+
+
+# Of two zeros with different signs, NumPy's own maximum takes one that depends on the processor and
+# on the place in the array.
+def _maximum(a: Array, b: Array, out: Array) -> None:
+    _choose((a > b) | (a != a), a, b, out)
+
+
+def _minimum(a: Array, b: Array, out: Array) -> None:
+    _choose((a < b) | (a != a), a, b, out)
+
+
 class Operation(NamedTuple):
-    """An operation as a text with its operands: in C, and on numbers in Python."""
+    """How an operation, which has NumPy's function as its name, is computed.
+
+    Attributes:
+        in_c: a text with the operands.
+        in_python: a text for numbers, with the names of `PYTHON`; `None` if only elements have it.
+        on_arrays: takes arrays, and last the one for the result; `None`: NumPy's function does.
+    """
 
     in_c: str
     in_python: str | None
+    on_arrays: Callable[..., Any] | None = None
 
 
 OPERATIONS: dict[Any, Operation] = {
@@ -34,16 +63,20 @@ OPERATIONS: dict[Any, Operation] = {
     np.sign: Operation("{0} > 0 ? 1 : {0} < 0 ? -1 : {0} == 0 ? 0 : {0}", None),
     # Unlike Python's `max`, nan if either is.
     np.maximum: Operation(
-        "{0} > {1} || {0} != {0} ? {0} : {1}", "{0} if {0} > {1} or {0} != {0} else {1}"
+        "{0} > {1} || {0} != {0} ? {0} : {1}",
+        "{0} if {0} > {1} or {0} != {0} else {1}",
+        _maximum,
     ),
     np.minimum: Operation(
-        "{0} < {1} || {0} != {0} ? {0} : {1}", "{0} if {0} < {1} or {0} != {0} else {1}"
+        "{0} < {1} || {0} != {0} ? {0} : {1}",
+        "{0} if {0} < {1} or {0} != {0} else {1}",
+        _minimum,
     ),
     np.less: Operation("{} < {}", "{} < {}"),
     np.less_equal: Operation("{} <= {}", "{} <= {}"),
     np.greater: Operation("{} > {}", "{} > {}"),
     np.greater_equal: Operation("{} >= {}", "{} >= {}"),
-    np.where: Operation("{} ? {} : {}", "{1} if {0} else {2}"),
+    np.where: Operation("{} ? {} : {}", "{1} if {0} else {2}", _choose),
     np.power: Operation("pow({}, {})", "power({}, {})"),
     np.exp: Operation("exp({})", "exp({})"),
     np.log: Operation("log({})", "log({})"),
@@ -55,6 +88,7 @@ _ON_ELEMENTS = OPERATIONS.keys() - {np.power, np.exp, np.log, np.positive}
 _ON_NUMBERS = {function for function, one in OPERATIONS.items() if one.in_python is not None}
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
 
+_LITERALS = {"inf": math.inf, "nan": math.nan}
 _MAY_RAISE: dict[str, Callable[..., float]] = {
     "divide": operator.truediv,
     "sqrt": math.sqrt,
@@ -64,15 +98,12 @@ _MAY_RAISE: dict[str, Callable[..., float]] = {
 }
 
 
-def _as_numpy(name: str) -> Callable[..., float]:
-    """One of these functions, with NumPy's result where Python's raises.
-
-    A norm may be 0 or infinite.
-    """
+def _with_result_of_numpy(name: str, function: Callable[..., float]) -> Callable[..., float]:
+    """The function, with NumPy's result where Python's raises: a norm may be 0 or infinite."""
 
     def compute(*operands: float) -> float:
         try:
-            return _MAY_RAISE[name](*operands)
+            return function(*operands)
         except (ArithmeticError, ValueError):
             with np.errstate(all="ignore"):
                 return float(getattr(np, name)(*map(float, operands)))
@@ -80,27 +111,12 @@ def _as_numpy(name: str) -> Callable[..., float]:
     return compute
 
 
-_LITERALS = {"inf": math.inf, "nan": math.nan}
 PYTHON: dict[str, Any] = _LITERALS | _MAY_RAISE
 """The names in the texts in Python."""
-NUMPY_WHERE_PYTHON_RAISES: dict[str, Any] = _LITERALS | {
-    name: _as_numpy(name) for name in _MAY_RAISE
+PYTHON_THAT_NEVER_RAISES: dict[str, Any] = _LITERALS | {
+    name: _with_result_of_numpy(name, function) for name, function in _MAY_RAISE.items()
 }
 """The same names, with functions that do not raise, but are slower."""
-
-
-def _choose(condition: Array, a: Array, b: Array, out: Array) -> None:
-    out[...] = np.where(condition, a, b)
-
-
-# Of two zeros with different signs, NumPy's own maximum takes one that depends on the processor and
-# on the place in the array.
-NUMPY: dict[Any, Callable[..., Any]] = {
-    np.where: _choose,
-    np.maximum: lambda a, b, out: _choose((a > b) | (a != a), a, b, out),
-    np.minimum: lambda a, b, out: _choose((a < b) | (a != a), a, b, out),
-}
-"""What computes operations whose function in NumPy takes no array for the result, or differs."""
 
 
 def _operator(function: Any) -> Callable[..., Symbol]:
@@ -117,12 +133,12 @@ class Symbol:
 
     Attributes:
         kind: an element, a condition on elements, or a number, which is the same for all elements.
-        function: NumPy's; `None` for the formula's arguments and for literals.
-        operands: the function's arguments; of a formula's argument its name, of a literal its
-            value.
+        function: NumPy's, or `global_norm`; `None` for the formula's arguments and for literals.
+        operands: the function's arguments.
+        literal: the value of a literal; else `None`.
     """
 
-    __slots__ = ("function", "kind", "operands")
+    __slots__ = ("function", "kind", "literal", "operands")
     __add__, __radd__ = _operator(np.add), _reflect(np.add)
     __sub__, __rsub__ = _operator(np.subtract), _reflect(np.subtract)
     __mul__, __rmul__ = _operator(np.multiply), _reflect(np.multiply)
@@ -131,8 +147,15 @@ class Symbol:
     __lt__, __le__ = _operator(np.less), _operator(np.less_equal)
     __gt__, __ge__ = _operator(np.greater), _operator(np.greater_equal)
 
-    def __init__(self, kind: str, function: Any, *operands: Any) -> None:
+    def __init__(
+        self,
+        kind: str,
+        function: Callable[..., Any] | None = None,
+        *operands: Symbol,
+        literal: float | None = None,
+    ) -> None:
         self.kind, self.function, self.operands = kind, function, operands
+        self.literal = literal
 
     def __array_ufunc__(self, ufunc: Any, method: str, *arguments: Any, **options: Any) -> Symbol:
         if method != "__call__" or options:
@@ -155,15 +178,8 @@ class Symbol:
 
     @property
     def is_computed(self) -> bool:
-        """Whether a pass computes it: it is not given, as arguments, literals and norms are."""
+        """Whether a pass computes it, unlike arguments, literals and the norms of other passes."""
         return self.function is not None and self.function not in NORMS
-
-    def inputs(self) -> Iterator[Symbol]:
-        """All symbols that this symbol depends on, some several times."""
-        if self.function is not None:
-            for operand in self.operands:
-                yield operand
-                yield from operand.inputs()
 
     def __pow__(self, exponent: Any) -> Symbol:
         if self.kind == ELEMENT and isinstance(exponent, (int, float)) and exponent in (0.5, 2):
@@ -199,15 +215,15 @@ def global_norm(element: Symbol) -> Symbol:
 NORMS = (np.linalg.norm, global_norm)
 
 
-def in_order(results: Sequence[Symbol], known: Collection[Symbol] = ()) -> list[Symbol]:
+def in_order(results: Sequence[Symbol]) -> list[Symbol]:
     """The results and all that they depend on, each once and after its operands.
 
-    What is in a norm is left out: it belongs to an earlier pass. So is what is known.
+    What is in a norm is left out: it belongs to an earlier pass.
     """
     order: dict[Symbol, None] = {}
 
     def visit(symbol: Symbol) -> None:
-        if symbol in order or symbol in known:
+        if symbol in order:
             return
         if symbol.is_computed:
             for operand in symbol.operands:
@@ -220,12 +236,18 @@ def in_order(results: Sequence[Symbol], known: Collection[Symbol] = ()) -> list[
 
 
 def layers_of(results: Sequence[Symbol]) -> list[list[Symbol]]:
-    """The norms that the results take, those that these take, and so on; some several times."""
-    layers: list[list[Symbol]] = []
+    """All norms that the results depend on, each in one layer, which depends on those before only.
+
+    Clipping a gradient by its norm, for example, before an update that divides by the norm of the
+    clipped gradient, gives two layers of one norm.
+    """
+    height: dict[Symbol, int] = {}  # of each norm's layer, seen from the results
+    count = 0
     while norms := [symbol for symbol in in_order(results) if symbol.function in NORMS]:
-        layers.append(norms)
+        height |= dict.fromkeys(norms, count)  # again, higher, if another norm depends on it
         results = [norm.operands[0] for norm in norms]
-    return layers
+        count += 1
+    return [[norm for norm in height if height[norm] == k] for k in reversed(range(count))]
 
 
 def statements_in_c(symbols: Sequence[Symbol], names: dict[Symbol, str], prefix: str) -> list[str]:
@@ -244,7 +266,7 @@ def _apply(function: Any, *arguments: Any) -> Symbol:
     operands = []
     for argument in arguments:
         if isinstance(argument, (int, float, np.integer, np.floating)):
-            argument = Symbol(NUMBER, None, float(argument))
+            argument = Symbol(NUMBER, literal=float(argument))
         elif not isinstance(argument, Symbol):
             _refuse(
                 f"an operand is of type {type(argument).__name__}; take what the formula is given, "

@@ -460,17 +460,14 @@ def combine_formulas(
         taken = {name: numbers[name] for name in own}
         return formula(value, gradient, *slots, **taken)
 
-    whole: Any = combined
+    whole: Callable[..., Any] = combined
     pairs = [*zip(steps, names, strict=True)]
     clipping = [pair for pair in pairs if clips and pair[0] in NORM_CLIPPING]
     others = [pair for pair in pairs if pair[0] not in NORM_CLIPPING]
     for step, of_step in reversed([*clipping, *others]):
         if overrides(step, "formula"):
             whole = functools.partial(_run_step, step, of_step, whole)
-    whole.__signature__ = inspect.Signature(
-        [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in every]
-    )
-    return Formula(call, whole, readers)
+    return Formula(call, whole, tuple(every), readers)
 
 
 def _name_numbers(step: UpdateStep, readers: dict[str, Callable[[], Any]]) -> dict[str, str]:
