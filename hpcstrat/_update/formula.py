@@ -14,20 +14,27 @@ from hpcstrat._update.rule import Norms, UpdateRule
 from hpcstrat._update.symbols import ELEMENT, NUMBER, Symbol, layers_of
 
 _CHANGING = ("learning_rate", "step")
-"""The numbers of a formula that may change in every step; all others stay for a while."""
+"""The numbers of a formula that may change in every step; all others seldom do."""
 
 
 class Formula:
-    """The formula of an optimizer, traced for each choice of its options and slots.
+    """The formula of an optimizer.
+
+    A step does again only what follows from what has changed since the last:
+
+        options, slots          the function is traced to passes, once for each choice
+        other attributes        they are bound to the passes, by `_prepare`
+        learning rate, step     the kernels' constants are computed, by `_rule_of_step`
+        nothing                 it is the same rule
 
     Args:
         call: its name for messages, such as `Adam.formula`.
         function: takes the value, the gradient and the slots of one element by position, and the
             numbers and options by name. It returns the new value, or a tuple of the new value and
             the new slots. An option is `None` or a `bool`, known when the formula is traced.
-        names: of its numbers and options: `learning_rate` and `step`, which are new in each step,
-            and those that seldom change: attributes of the optimizer, and others.
-        readers: read those others.
+        names: of its numbers and options: `learning_rate`, `step`, and what seldom changes, which
+            are attributes of the optimizer, and others.
+        readers: read the others.
     """
 
     def __init__(
@@ -45,11 +52,11 @@ class Formula:
         self._read_attributes = _reader_of(attributes)
         self._readers = tuple(readers.values())
         self._traced: dict[tuple[Any, ...], tuple[Pass, ...]] = {}
-        # The last values of what seldom changes, and what makes a rule with them; the last values
-        # of what changes, and the rule.
+        # Of the last step: what it read, and what that was made to; its rate and number, and its
+        # rule.
         self._values: tuple[Any, ...] | None = None
-        self._make_rule: Callable[..., UpdateRule]
-        self._now: tuple[float, ...] | None = None
+        self._rule_at: Callable[[float, float], UpdateRule]
+        self._now: tuple[float, float] | None = None
         self._rule: UpdateRule
 
     def rule(self, optimizer: Any, learning_rate: float, step: int) -> UpdateRule:
@@ -64,16 +71,18 @@ class Formula:
         if self._readers:
             values += tuple([read() for read in self._readers])
         if values != self._values:
-            self._make_rule = self._with(values, tuple(optimizer.all_slots))
+            self._rule_at = self._prepare(values, tuple(optimizer.all_slots))
             self._values, self._now = values, None
         now = learning_rate, step if self._takes_step else 0
         if now != self._now:
-            self._rule = self._make_rule(float(learning_rate), float(step))
+            self._rule = self._rule_at(float(learning_rate), float(step))
             self._now = now
         return self._rule
 
-    def _with(self, values: Sequence[Any], slots: tuple[str, ...]) -> Callable[..., UpdateRule]:
-        """What makes rules with these values, from those that change in each step."""
+    def _prepare(
+        self, values: Sequence[Any], slots: tuple[str, ...]
+    ) -> Callable[[float, float], UpdateRule]:
+        """Makes rules with these values, from a learning rate and the number of a step."""
         named = dict(zip(self._lasting, values, strict=True))
         options = {
             name: value for name, value in named.items() if value is None or isinstance(value, bool)
@@ -92,7 +101,7 @@ class Formula:
         agreed = dict.fromkeys(changing, 0.0) | numbers | flags
         passes = self._traced[key]
         given_in = [functools.partial(each.given_in, *numbers.values()) for each in passes]
-        return functools.partial(_make_rule, passes, given_in, agreed)
+        return functools.partial(_rule_of_step, passes, given_in, agreed)
 
     def _trace(
         self, slots: Sequence[str], numbers: Sequence[str], options: Mapping[str, bool | None]
@@ -130,7 +139,7 @@ def _reader_of(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
     return lambda thing: tuple([getattr(thing, name) for name in names])
 
 
-def _make_rule(
+def _rule_of_step(
     passes: tuple[Pass, ...],
     given_in: Sequence[Compute],
     agreed: Mapping[str, float],

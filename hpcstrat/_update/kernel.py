@@ -130,7 +130,7 @@ class Kernel:
         slots: Sequence[Array],
         scratch: Array | None = None,
     ) -> list[Array]:
-        """Computes once, on flat NumPy arrays; returns the terms."""
+        """`UpdateRule.apply`, with the kernel's constants, on NumPy arrays; returns the terms."""
         calls, terms = self.bind(
             value,
             gradient,

@@ -27,14 +27,16 @@ code is, in Python and in CUDA C++:
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+import numpy as np
 
 from hpcstrat._update.kernel import Kernel, kernel_of
 from hpcstrat._update.symbols import (
     OPERATIONS,
-    PYTHON,
-    PYTHON_THAT_NEVER_RAISES,
     Symbol,
     global_norm,
     in_order,
@@ -118,6 +120,35 @@ def make_pass(
     )
 
 
+_MAY_RAISE: dict[str, Callable[..., float]] = {
+    "divide": operator.truediv,
+    "sqrt": math.sqrt,
+    "power": math.pow,  # `**` makes complex numbers
+    "exp": math.exp,
+    "log": math.log,
+}
+
+
+def _or_as_numpy(name: str) -> Callable[..., float]:
+    """One of these functions, with NumPy's result where it raises: a norm may be 0 or infinite."""
+
+    def compute(*operands: float) -> float:
+        try:
+            return _MAY_RAISE[name](*operands)
+        except (ArithmeticError, ValueError):
+            with np.errstate(all="ignore"):
+                return float(getattr(np, name)(*map(float, operands)))
+
+    return compute
+
+
+_LITERALS = {"inf": math.inf, "nan": math.nan}
+_FAST: dict[str, Any] = _LITERALS | _MAY_RAISE
+"""The names in texts in Python."""
+_NEVER_RAISING: dict[str, Any] = _LITERALS | {name: _or_as_numpy(name) for name in _MAY_RAISE}
+"""The same names, with functions that are slower."""
+
+
 def _in_python(
     given: Sequence[Symbol], steps: Sequence[Symbol], wanted: Sequence[Symbol]
 ) -> Compute:
@@ -148,7 +179,7 @@ def _in_python(
             f"        return again({parameters})",
         ]
     )
-    slow, fast = dict(PYTHON_THAT_NEVER_RAISES), dict(PYTHON)
+    slow, fast = _NEVER_RAISING.copy(), _FAST.copy()
     exec(code, slow)  # defines `compute` in `slow`
     fast["again"] = slow["compute"]
     exec(code, fast)

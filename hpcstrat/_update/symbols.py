@@ -10,8 +10,6 @@ becomes NumPy's calls and C for elements, or Python and C for numbers: see `OPER
 
 from __future__ import annotations
 
-import math
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, final
@@ -42,7 +40,7 @@ class Operation(NamedTuple):
 
     Attributes:
         in_c: a text with the operands.
-        in_python: a text for numbers, with the names of `PYTHON`; `None` if only elements have it.
+        in_python: a text for numbers, with names of `passes.py`; `None` if only elements have it.
         on_arrays: takes arrays, and last the one for the result; `None`: NumPy's function does.
     """
 
@@ -87,36 +85,6 @@ OPERATIONS: dict[Any, Operation] = {
 _ON_ELEMENTS = OPERATIONS.keys() - {np.power, np.exp, np.log, np.positive}
 _ON_NUMBERS = {function for function, one in OPERATIONS.items() if one.in_python is not None}
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
-
-_LITERALS = {"inf": math.inf, "nan": math.nan}
-_MAY_RAISE: dict[str, Callable[..., float]] = {
-    "divide": operator.truediv,
-    "sqrt": math.sqrt,
-    "power": math.pow,  # `**` makes complex numbers
-    "exp": math.exp,
-    "log": math.log,
-}
-
-
-def _with_result_of_numpy(name: str, function: Callable[..., float]) -> Callable[..., float]:
-    """The function, with NumPy's result where Python's raises: a norm may be 0 or infinite."""
-
-    def compute(*operands: float) -> float:
-        try:
-            return function(*operands)
-        except (ArithmeticError, ValueError):
-            with np.errstate(all="ignore"):
-                return float(getattr(np, name)(*map(float, operands)))
-
-    return compute
-
-
-PYTHON: dict[str, Any] = _LITERALS | _MAY_RAISE
-"""The names in the texts in Python."""
-PYTHON_THAT_NEVER_RAISES: dict[str, Any] = _LITERALS | {
-    name: _with_result_of_numpy(name, function) for name, function in _MAY_RAISE.items()
-}
-"""The same names, with functions that do not raise, but are slower."""
 
 
 def _operator(function: Any) -> Callable[..., Symbol]:
@@ -166,15 +134,13 @@ class Symbol:
         return _apply(ufunc, *arguments)
 
     def __array_function__(self, function: Any, types: Any, arguments: Any, options: Any) -> Symbol:
+        if function is np.where and not options and len(arguments) == 3:
+            return _apply(np.where, *arguments)
         if function is np.linalg.norm and not options and len(arguments) == 1:
             if self.kind != ELEMENT:
                 _refuse("numpy.linalg.norm takes an element")
             return Symbol(NUMBER, np.linalg.norm, self)
-        if function is not np.where or options or len(arguments) != 3:
-            _refuse(
-                f"numpy.{function.__name__} is not allowed in a formula: formulas are elementwise"
-            )
-        return _apply(np.where, *arguments)
+        _refuse(f"numpy.{function.__name__} is not allowed in a formula: formulas are elementwise")
 
     @property
     def is_computed(self) -> bool:
@@ -263,6 +229,7 @@ def statements_in_c(symbols: Sequence[Symbol], names: dict[Symbol, str], prefix:
 
 
 def _apply(function: Any, *arguments: Any) -> Symbol:
+    """The symbol of an operation, or `TypeError` if formulas cannot have it."""
     operands = []
     for argument in arguments:
         if isinstance(argument, (int, float, np.integer, np.floating)):
@@ -299,6 +266,7 @@ def _article(symbol: Symbol) -> str:
 
 
 def _refuse(why: str) -> NoReturn:
+    """Raises a `TypeError` that names the line of the formula: the last outside this file."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename == __file__:
         frame = frame.f_back
