@@ -23,8 +23,8 @@ class Formula:
     A step does again only what follows from what has changed since the last:
 
         options, slots          the function is traced to passes, once for each choice
-        other attributes        they are bound to the passes, by `_prepare`
-        learning rate, step     the kernels' constants are computed, by `_rule_of_step`
+        other attributes        `_prepare` binds them to the passes
+        learning rate, step     the kernels' constants are computed, and a rule is made
         nothing                 it is the same rule
 
     Args:
@@ -52,10 +52,10 @@ class Formula:
         self._read_attributes = _reader_of(attributes)
         self._readers = tuple(readers.values())
         self._traced: dict[tuple[Any, ...], tuple[Pass, ...]] = {}
-        # Of the last step: what it read, and what that was made to; its rate and number, and its
-        # rule.
+        # Of the last step: what it read, and what `_prepare` made of it; its rate and number, and
+        # its rule.
         self._values: tuple[Any, ...] | None = None
-        self._rule_at: Callable[[float, float], UpdateRule]
+        self._prepared: tuple[tuple[Pass, ...], list[Compute], dict[str, float]]
         self._now: tuple[float, float] | None = None
         self._rule: UpdateRule
 
@@ -71,18 +71,37 @@ class Formula:
         if self._readers:
             values += tuple([read() for read in self._readers])
         if values != self._values:
-            self._rule_at = self._prepare(values, tuple(optimizer.all_slots))
+            self._prepared = self._prepare(values, tuple(optimizer.all_slots))
             self._values, self._now = values, None
         now = learning_rate, step if self._takes_step else 0
-        if now != self._now:
-            self._rule = self._rule_at(float(learning_rate), float(step))
-            self._now = now
+        if now == self._now:
+            return self._rule
+        passes, given_in, agreed = self._prepared
+        rate, number = float(learning_rate), float(step)
+        constants = agreed.copy()
+        constants["learning_rate"] = rate
+        if self._takes_step:
+            constants["step"] = number
+        kernel = passes[-1].kernel
+        if len(passes) == 1:
+            numbers = given_in[0](rate, number)
+            apply = functools.partial(kernel.apply, numbers)
+            self._rule = UpdateRule(apply, constants, kernel, numbers)
+        else:
+            norms = Norms(passes, tuple([given(rate, number) for given in given_in]))
+            self._rule = UpdateRule(norms.apply, constants, kernel, norms=norms)
+        self._now = now
         return self._rule
 
     def _prepare(
         self, values: Sequence[Any], slots: tuple[str, ...]
-    ) -> Callable[[float, float], UpdateRule]:
-        """Makes rules with these values, from a learning rate and the number of a step."""
+    ) -> tuple[tuple[Pass, ...], list[Compute], dict[str, float]]:
+        """What these values of attributes give.
+
+        Returns:
+            The passes; of each what its kernel is given, as a function of the learning rate and
+            the step; and what the ranks must agree on, by name, with a place for these two.
+        """
         named = dict(zip(self._lasting, values, strict=True))
         options = {
             name: value for name, value in named.items() if value is None or isinstance(value, bool)
@@ -101,7 +120,7 @@ class Formula:
         agreed = dict.fromkeys(changing, 0.0) | numbers | flags
         passes = self._traced[key]
         given_in = [functools.partial(each.given_in, *numbers.values()) for each in passes]
-        return functools.partial(_rule_of_step, passes, given_in, agreed)
+        return passes, given_in, agreed
 
     def _trace(
         self, slots: Sequence[str], numbers: Sequence[str], options: Mapping[str, bool | None]
@@ -137,30 +156,3 @@ def _reader_of(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
     if len(names) > 1:
         return operator.attrgetter(*names)
     return lambda thing: tuple([getattr(thing, name) for name in names])
-
-
-def _rule_of_step(
-    passes: tuple[Pass, ...],
-    given_in: Sequence[Compute],
-    agreed: Mapping[str, float],
-    learning_rate: float,
-    step: float,
-) -> UpdateRule:
-    """The rule of one step.
-
-    Args:
-        passes: of the formula.
-        given_in: of each pass, with the numbers that seldom change.
-        agreed: what the ranks must agree on, by name, with any rate and step.
-        learning_rate: of this step.
-        step: its number.
-    """
-    constants = {**agreed, "learning_rate": learning_rate}
-    if "step" in agreed:
-        constants["step"] = step
-    kernel = passes[-1].kernel
-    if len(passes) > 1:
-        norms = Norms(passes, tuple([given(learning_rate, step) for given in given_in]))
-        return UpdateRule(norms.apply, constants, kernel, norms=norms)
-    numbers = given_in[0](learning_rate, step)
-    return UpdateRule(functools.partial(kernel.apply, numbers), constants, kernel, numbers)
