@@ -117,55 +117,60 @@ def squares_kernel(kernel: Kernel, dtype: np.dtype[Any], by_variable: bool) -> A
 
     The norm of a gradient, for example, is in CUDA C++:
 
-        const long long strip = i / 256;
+        const long long strip = i / 256, thread = i % 256;
         double sum_0 = 0;
-        for (long long k = starts[strip] + i % 256; k < stops[strip]; k += 256) {
+        for (long long k = starts[strip] + thread; k < stops[strip]; k += 256) {
             T gradient = (T)given_gradient[k];
             T value = (T)given_value[k];
             T term_0;
             term_0 = gradient;
             sum_0 += square_of(term_0);
         }
-        sums[i * 1 + 0] = sum_0;
+        sums[((first + strip) * 256 + thread) * 1 + 0] = sum_0;
     """
     computed, arrays = _computed(dtype), ("gradient", "value", *kernel.slots)
     parameters, constants = _constants(kernel, dtype, by_variable, "starts[strip]")
-    terms = range(len(kernel.terms))
+    count = len(kernel.terms)
+    terms = range(count)
     return _elementwise(
         [
             *parameters,
             *[f"raw T given_{name}" for name in arrays],
-            *["raw int64 starts", "raw int64 stops"],
+            *["raw int64 starts", "raw int64 stops", "int64 first"],
         ],
         ["raw float64 sums"],
         [
-            f"const long long strip = i / {THREADS};",
+            f"const long long strip = i / {THREADS}, thread = i % {THREADS};",
             *constants,
             *[f"double sum_{j} = 0;" for j in terms],
-            f"for (long long k = starts[strip] + i % {THREADS}; k < stops[strip]; k += {THREADS})",
-            "{",
+            f"for (long long k = starts[strip] + thread; k < stops[strip]; k += {THREADS}) {{",
             *[f"{computed} {name} = ({computed})given_{name}[k];" for name in arrays],
             *[f"{computed} term_{j};" for j in terms],
             kernel.body,
             *[f"sum_{j} += square_of(term_{j});" for j in terms],
             "}",
-            *[f"sums[i * {len(terms)} + {j}] = sum_{j};" for j in terms],
+            *[
+                f"sums[((first + strip) * {THREADS} + thread) * {count} + {j}] = sum_{j};"
+                for j in terms
+            ],
         ],
         kernel.name,
     )
 
 
 @functools.cache
-def add_kernel() -> Any:
-    """The sums of some rows of an array of `columns`: rows `starts[j]` to `stops[j]` to row `j`."""
+def add_kernel(terms: int) -> Any:
+    """The sums of some strips by thread and term: of strips `starts[j]` to `stops[j]` to `j`."""
+    columns = THREADS * terms
     return _elementwise(
-        ["raw float64 sums", "raw int64 starts", "raw int64 stops", "int64 columns"],
+        ["raw float64 sums", "raw int64 starts", "raw int64 stops"],
         ["raw float64 added"],
         [
-            "const long long j = i / columns, column = i % columns;",
+            f"const long long j = i / {columns}, column = i % {columns};",
             "double sum = 0;",
             _UNROLL,
-            "for (long long k = starts[j]; k < stops[j]; ++k) sum += sums[k * columns + column];",
+            "for (long long k = starts[j]; k < stops[j]; ++k)",
+            f"sum += sums[k * {columns} + column];",
             "added[i] = sum;",
         ],
         "add",

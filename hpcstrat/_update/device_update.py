@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
@@ -60,43 +60,52 @@ class RunStrips(NamedTuple):
     """The strips of a run of variables, which are some elements of one variable each.
 
     Attributes:
+        first: the number of its first strip, counted over all runs.
         starts: the first element of each strip, counted in the run.
         stops: the element after the last of each strip.
         owners: for each 256 bytes of the run, the variable whose elements they are.
     """
 
+    first: int
     starts: Array
     stops: Array
     owners: Array
 
 
 def strip_size(shards: Sequence[Shard]) -> int:
-    """The elements of a strip of full length."""
+    """The elements of a strip of full length, which are a multiple of 256 bytes."""
     count = sum([shard.elements.size for shard in shards])
     return round_up(max(STRIP, divide_up(count, MOST_STRIPS)), THREADS)
 
 
-def strips_in(run: Shard, shards: Sequence[Shard], size: int) -> RunStrips:
-    """The strips of a run, in NumPy arrays.
+def strips_of_runs(runs: Sequence[Shard], shards: Sequence[Shard], size: int) -> list[RunStrips]:
+    """The strips of each run, in NumPy arrays.
 
     Args:
-        run: the run.
+        runs: all runs of the shards.
         shards: this rank's part of each variable, in the order of the message.
         size: the elements of a strip of full length.
     """
-    members = [shard for shard in shards if run.message & shard.message]
-    strips = [strip for shard in members for strip in shard.split(size)]
-    starts = np.array([strip.message.start for strip in strips], np.int64) - run.message.start
-    stops = np.array([strip.message.stop for strip in strips], np.int64) - run.message.start
-    # Each starts at the next multiple of 256 bytes after the one before.
-    variables = np.array([strip.variable for strip in strips], np.int32)
-    owners = np.repeat(variables, -(-(stops - starts) // ALIGNMENT))
-    assert owners.size == divide_up(run.message.size, ALIGNMENT)
-    return RunStrips(starts // run.dtype.itemsize, stops // run.dtype.itemsize, owners)
+    found: list[RunStrips] = []
+    first = 0
+    for run in runs:
+        members = [shard for shard in shards if run.message & shard.message]
+        strips = [strip for shard in members for strip in shard.split(size)]
+        variables = np.array([strip.variable for strip in strips], np.int32)
+        # Bytes, counted in the run.
+        starts = np.array([strip.message.start for strip in strips], np.int64) - run.message.start
+        stops = np.array([strip.message.stop for strip in strips], np.int64) - run.message.start
+        # Each strip starts at the next multiple of 256 bytes after the one before.
+        owners = np.repeat(variables, -(-(stops - starts) // ALIGNMENT))
+        assert owners.size == divide_up(run.message.size, ALIGNMENT)
+        itemsize = run.dtype.itemsize
+        found.append(RunStrips(first, starts // itemsize, stops // itemsize, owners))
+        first += len(strips)
+    return found
 
 
-def strips_of(shards: Sequence[Shard], size: int) -> tuple[Array, Array]:
-    """The strips of all variables together, and then those of each, counted over all runs.
+def strips_of_variables(shards: Sequence[Shard], size: int) -> tuple[Array, Array]:
+    """The numbers of the strips of all variables together, and then of each.
 
     Returns:
         The first ones, and those after the last, in NumPy arrays.
@@ -106,22 +115,24 @@ def strips_of(shards: Sequence[Shard], size: int) -> tuple[Array, Array]:
     return np.append(0, ends[:-1]), np.append(ends[-1], ends[1:])
 
 
-class PassArrays(NamedTuple):
-    """What the kernels of a pass for norms write, and what they take from passes before.
+class NormsPass(NamedTuple):
+    """A pass that finds norms: its kernels, in the order in which they run, and what they write.
 
     Attributes:
-        of_runs: for each run the sums of its strips, by strip, thread and term.
-        of_strips: the same of all runs, in one array.
-        of_variables: the sums of all variables and of each, by variable, thread and term.
-        earlier: the norms of passes before, each by variable.
-        norms: those of this pass.
+        squares: the kernel of each run that writes `sums_of_strips`.
+        add: the kernel that writes `sums_of_variables`.
+        compute: the kernel that writes `norms` and `numbers`.
+        sums_of_strips: by strip, thread and term.
+        sums_of_variables: by variable, thread and term; the first are of all variables together.
+        norms: of the passes before and then of this one, each by variable.
         numbers: the constants of the next pass, by variable.
     """
 
-    of_runs: list[Array]
-    of_strips: Array
-    of_variables: Array
-    earlier: list[Array]
+    squares: list[Any]
+    add: Any
+    compute: Any
+    sums_of_strips: Array
+    sums_of_variables: Array
     norms: list[Array]
     numbers: Array
 
@@ -132,69 +143,65 @@ class DeviceNorms:
     Args:
         runs: the runs of the variables.
         shards: this rank's part of each variable, in the order of the message.
-        passes: those of the update.
+        norms: the norms, with any numbers.
     """
 
-    def __init__(
-        self, runs: Sequence[Run], shards: Sequence[Shard], passes: Sequence[Pass]
-    ) -> None:
+    def __init__(self, runs: Sequence[Run], shards: Sequence[Shard], norms: Norms) -> None:
         xp = gpu.load_cupy("an update")
-        size = strip_size(shards)
+        size, variables = strip_size(shards), len(shards)
         self._runs = [
-            RunStrips(*map(xp.asarray, strips_in(run.shard, shards, size))) for run in runs
+            RunStrips(first, *map(xp.asarray, arrays))
+            for first, *arrays in strips_of_runs([run.shard for run in runs], shards, size)
         ]
-        self._strips_of = [*map(xp.asarray, strips_of(shards, size))]
-        ends = [*itertools.accumulate([run.starts.size for run in self._runs], initial=0)]
-        self._passes: list[PassArrays] = []
-        earlier: list[Array] = []
-        for one, after in itertools.pairwise(passes):
-            terms = len(one.are_global)
-            of_strips = xp.zeros((ends[-1], THREADS, terms))
-            made = PassArrays(
-                [of_strips[start:stop] for start, stop in itertools.pairwise(ends)],
-                of_strips,
-                xp.zeros((1 + len(shards), THREADS, terms)),
-                earlier,
-                [xp.zeros(len(shards)) for _ in range(terms)],
-                xp.zeros((len(shards), len(after.kernel.constants))),
+        self._strips_of_variables = [*map(xp.asarray, strips_of_variables(shards, size))]
+        strips = sum([run.starts.size for run in self._runs])
+        dtypes = [run.shard.dtype for run in runs]
+        self._passes: list[NormsPass] = []
+        found: list[Array] = []
+        for k, (one, after) in enumerate(itertools.pairwise(norms.passes)):
+            terms, given = len(one.are_global), len(norms.given[k + 1])
+            compute = norms_kernel(len(found), one.are_global, after.code, given)
+            found = [*found, *[xp.zeros(variables) for _ in range(terms)]]
+            self._passes.append(
+                NormsPass(
+                    [squares_kernel(one.kernel, dtype, by_variable=k > 0) for dtype in dtypes],
+                    add_kernel(terms),
+                    compute,
+                    xp.zeros((strips, THREADS, terms)),
+                    xp.zeros((1 + variables, THREADS, terms)),
+                    found,
+                    xp.zeros((variables, len(after.kernel.constants))),
+                )
             )
-            self._passes.append(made)
-            earlier = [*earlier, *made.norms]
+        last = norms.passes[-1].kernel
+        self._updates = [update_kernel(last, dtype, by_variable=True) for dtype in dtypes]
 
     def run(
         self, norms: Norms, operands: Operands, add_up: Callable[[Array], Array] | None
     ) -> None:
-        """Makes the update of a rule with these passes.
+        """Makes the update of a rule with these norms, of which only numbers may be others.
 
         Args:
-            norms: its norms.
+            norms: the norms.
             operands: the variables.
             add_up: see `Update.run`.
         """
-        for k in range(len(self._passes)):
-            self._find_norms(k, norms, operands, add_up)
-        numbers = self._passes[-1].numbers
-        for run, arrays in zip(self._runs, operands, strict=True):
-            update = update_kernel(norms.passes[-1].kernel, arrays[0].dtype, by_variable=True)
+        numbers: Array = None
+        for one, given in zip(self._passes, norms.given[1:], strict=True):
+            for run, squares, arrays in zip(self._runs, one.squares, operands, strict=True):
+                constants = norms.given[0] if numbers is None else (numbers, run.owners)
+                strips = run.starts, run.stops, run.first
+                threads = THREADS * run.starts.size
+                squares(*constants, *arrays, *strips, one.sums_of_strips, size=threads)
+            sums = one.sums_of_variables
+            one.add(one.sums_of_strips, *self._strips_of_variables, sums, size=sums.size)
+            if add_up is not None:
+                # Not the sums of all threads, which would be 256 times as many bytes to exchange.
+                sums = add_up(sums.sum(axis=1, keepdims=True))
+            numbers = one.numbers
+            one.compute(sums, sums.shape[1], *given, *one.norms, numbers)
+        for run, update, arrays in zip(self._runs, self._updates, operands, strict=True):
             update(numbers, run.owners, *arrays)
-
-    def _find_norms(
-        self, k: int, norms: Norms, operands: Operands, add_up: Callable[[Array], Array] | None
-    ) -> None:
-        """Finds the norms of pass `k`, and the constants of the next."""
-        (one, after), made = norms.passes[k : k + 2], self._passes[k]
-        for run, arrays, sums in zip(self._runs, operands, made.of_runs, strict=True):
-            constants = (self._passes[k - 1].numbers, run.owners) if k else norms.given[0]
-            square = squares_kernel(one.kernel, arrays[0].dtype, by_variable=k > 0)
-            square(*constants, *arrays, run.starts, run.stops, sums, size=len(sums) * THREADS)
-        add, columns, sums = add_kernel(), THREADS * len(made.norms), made.of_variables
-        add(made.of_strips, *self._strips_of, columns, sums, size=sums.size)
-        if add_up is not None:
-            # Not the sums of all threads, which would be 256 times as many bytes to exchange.
-            sums = add_up(sums.sum(axis=1, keepdims=True))
-        given = norms.given[k + 1]
-        compute = norms_kernel(len(made.earlier), one.are_global, after.code, len(given))
-        compute(sums, sums.shape[1], *given, *made.earlier, *made.norms, made.numbers)
 
 
 @final
@@ -231,7 +238,7 @@ class DeviceUpdate(Update):
             return
         passes = rule.norms.passes
         if passes not in self._norms:
-            self._norms[passes] = DeviceNorms(self._runs, self._shards, passes)
+            self._norms[passes] = DeviceNorms(self._runs, self._shards, rule.norms)
         self._norms[passes].run(rule.norms, operands, add_up)
 
 

@@ -54,7 +54,7 @@ def kernels_of(rule, dtype):
         assert norms is not None
         constants = [numbers, owners] if k else norms.given[0]
         kernel = device_kernels.squares_kernel(one.kernel, dtype, k > 0)
-        yield kernel, [*constants, *given, ints, ints, numbers]
+        yield kernel, [*constants, *given, ints, ints, 1, numbers]
         terms, passed = len(one.are_global), norms.given[k + 1]
         kernel = device_kernels.norms_kernel(len(found), one.are_global, after.code, len(passed))
         found += [numbers] * terms
@@ -80,7 +80,7 @@ def sources():
                     text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
                 )
     numbers, ints = array(3, np.float64), array(3, np.int64)
-    texts.append(text(device_kernels.add_kernel(), "add", [numbers, ints, ints, 1, numbers]))
+    texts.append(text(device_kernels.add_kernel(2), "add", [numbers, ints, ints, numbers]))
     for itemsize in layout._WORDS:
         code = layout._kernel(itemsize).code
         texts.append(code.replace("copy_arrays(", f"copy_arrays_{itemsize}("))

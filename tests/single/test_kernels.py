@@ -137,7 +137,7 @@ def update(optimizer, step, value, gradient, slots):
     every = Interval(0, value.size)
     shard = Shard(0, value.dtype, every, every.scale(value.itemsize), ())
     runs = [device_update.Run(shard, value, tuple(slots))]
-    norms = device_update.DeviceNorms(runs, [shard], update.norms.passes)
+    norms = device_update.DeviceNorms(runs, [shard], update.norms)
     norms.run(update.norms, [(gradient.copy(), value, *slots)], None)
 
 

@@ -334,21 +334,22 @@ def test_strips_are_all_elements_once(variables, ranks, size):
     order, slots = on_devices(variables, ranks)
     for section in rank_parts_of(order, slots, 0):
         strips, owners = [], {}
-        for run in runs(section.shards, ALIGNMENT):
-            starts, stops, of_run = device_update.strips_in(run, section.shards, size)
-            for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+        merged = runs(section.shards, ALIGNMENT)
+        of_runs = device_update.strips_of_runs(merged, section.shards, size)
+        for run, of_run in zip(merged, of_runs, strict=True):
+            assert of_run.first == len(strips)
+            for start, stop in zip(of_run.starts.tolist(), of_run.stops.tolist(), strict=True):
                 assert 0 < stop - start <= size
                 elements = Interval(start, stop).scale(run.dtype.itemsize)
                 strips.append(elements.shift(run.message.start))
             first = run.message.start // ALIGNMENT
-            owners |= {first + i: owner for i, owner in enumerate(of_run.tolist())}
-        all_strips, *of_variables = zip(
-            *[ends.tolist() for ends in device_update.strips_of(section.shards, size)], strict=True
-        )
+            owners |= {first + i: owner for i, owner in enumerate(of_run.owners.tolist())}
+        ends = device_update.strips_of_variables(section.shards, size)
+        all_strips, *of_variables = zip(*[each.tolist() for each in ends], strict=True)
         assert all_strips == (0, len(strips))
         for shard, (first, last) in zip(section.shards, of_variables, strict=True):
-            merged = [place for _, (place,) in merge([(strip,) for strip in strips[first:last]])]
-            assert merged == [shard.message] * bool(shard.elements)
+            whole = [place for _, (place,) in merge([(strip,) for strip in strips[first:last]])]
+            assert whole == [shard.message] * bool(shard.elements)
             here = range(shard.message.start // ALIGNMENT, -(-shard.message.stop // ALIGNMENT))
             assert {owners[i] for i in here} <= {shard.variable}
 
