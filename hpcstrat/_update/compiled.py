@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -58,9 +58,7 @@ _TYPES = {
 }
 """The C types in which a variable's elements are computed and stored."""
 
-# `_source` puts definitions before it: all that differs between kernels and dtypes. `KERNEL` are
-# the statements for one element. `ARRAYS(DO)`, for example, is `DO(value, 1) DO(slot_momentum, 2)`:
-# the variable's array and the slots', and their columns of the table.
+# `_source` defines the names in capitals, which are all that differs between kernels and dtypes.
 _LOOP = r"""
 #include <stdint.h>
 #include <string.h>
@@ -70,7 +68,7 @@ typedef NUMBER number;
 typedef STORED stored;
 #define BLOCK 256  // eight buffers of this many elements fit in the fastest cache
 
-// ---- The sums of a block of all messages, in their order: in `sums`, or where the only message is
+// ---- A block's sum of messages, in their order: in `sums`, or where the only message is
 
 #if IS_WHOLE
 
@@ -146,25 +144,6 @@ static inline const number *add_up(const int64_t *message, int64_t messages, int
 
 #endif
 
-// ---- The kernel, for each element of a block
-
-#define TAKE(name, place) const number name = given[place];
-#define LOAD(name, column) number name = all_##name[i];
-#define STORE(name, column) all_##name[i] = name;
-#define DECLARE(term) number term_##term;
-#define KEEP(term) terms_##term[i] = term_##term;
-
-// Numbers that are stored as they are computed with are changed in place; others in a buffer.
-#if IS_WHOLE
-#define OPEN(name, column) number *restrict const all_##name = (number *)row[column] + start;
-#define CLOSE(name, column)
-#else
-#define OPEN(name, column) \
-    number all_##name[BLOCK]; \
-    read((const stored *)row[column] + start, all_##name, count);
-#define CLOSE(name, column) write(all_##name, (stored *)row[column] + start, count);
-#endif
-
 // ---- Sums of squares, as `rule.sums_of_squares` computes them
 
 static inline void add_squares(const number *terms, double *restrict lanes, int64_t count) {
@@ -177,41 +156,47 @@ static inline double sum(const double *lanes) {
     for (int64_t j = 0; j < LANES; ++j) sum += lanes[j];
     return sum;
 }
-#define START_SUM(term) double lanes_##term[LANES] = {0};
-#define MAKE_ROOM(term) number terms_##term[BLOCK];
-#define ADD_SQUARES(term) add_squares(terms_##term, lanes_##term, count);
-#define END_SUM(term) sums[term] += sum(lanes_##term);
 
 // ---- All runs
 
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+#define FOR_EACH_ELEMENT(SUM) \
+    for (int64_t i = 0; i < count; ++i) { \
+        const number gradient = SUM; \
+        LOAD KERNEL STORE \
+    }
+
 static inline void update_chunk(const int64_t *row, int64_t start, int64_t stop, int64_t messages,
-                                const double *given, double *sums) {
+                                const double *given, double *squares) {
     const int64_t *const message = row + FIRST_MESSAGE;
-    CONSTANTS(TAKE)
-    TERMS(START_SUM)
+    TAKE_NUMBERS
+    double lanes[TERMS][LANES];
+    memset(lanes, 0, sizeof lanes);
     for (; start < stop; start += BLOCK) {
         const int64_t count = smaller(BLOCK, stop - start);
-        ARRAYS(OPEN)
-        TERMS(MAKE_ROOM)
-        number sums_of_messages[BLOCK];
-        const number *restrict const gradients =
-            add_up(message, messages, start, count, sums_of_messages);
-        for (int64_t i = 0; i < count; ++i) {
-            const number gradient = gradients[i];
-            ARRAYS(LOAD) TERMS(DECLARE) KERNEL CHANGED(STORE) TERMS(KEEP)
+        OPEN
+        number terms[TERMS][BLOCK], room[BLOCK];
+        // The last message is added in the kernel's loop: two need no other loop.
+        const int64_t others = IS_WHOLE && messages > 1 ? messages - 1 : messages;
+        const number *restrict const sums = add_up(message, others, start, count, room);
+        if (others < messages) {
+            const number *restrict const last = (const number *)message[others] + start;
+            FOR_EACH_ELEMENT(sums[i] + last[i])
+        } else {
+            FOR_EACH_ELEMENT(sums[i])
         }
-        CHANGED(CLOSE)
-        TERMS(ADD_SQUARES)
+        CLOSE
+        for (int term = 0; term < TERMS; ++term) add_squares(terms[term], lanes[term], count);
     }
-    TERMS(END_SUM)
+    for (int term = 0; term < TERMS; ++term) squares[term] += sum(lanes[term]);
 }
 
-void update(const double *given, double *sums, const int64_t *row, int64_t rows, int64_t messages) {
+void update(const double *given, double *squares, const int64_t *row, int64_t rows,
+            int64_t messages) {
     for (; rows > 0; --rows, row += FIRST_MESSAGE + messages)
         for (int64_t start = 0; start < row[0]; start += CHUNK)
-            update_chunk(row, start, smaller(start + CHUNK, row[0]), messages, given, sums);
+            update_chunk(row, start, smaller(start + CHUNK, row[0]), messages, given, squares);
 }
 """
 
@@ -256,28 +241,53 @@ def load(rule: UpdateRule, dtype: np.dtype[Any]) -> Loop:
 
 
 def _source(kernel: Kernel, dtype: str) -> str:
-    """The C code of a kernel's loop."""
+    """The C code of a kernel's loop.
 
-    def each(rows: Iterable[tuple[Any, ...]]) -> str:
-        return " ".join(f"DO({', '.join(map(str, row))})" for row in rows)
+    For SGD with momentum, for example, of float32, there are these definitions:
 
-    columns = [*enumerate(("value", *kernel.slots), 1)]
+        TAKE_NUMBERS  const number number_0 = given[0];
+                      const number number_1 = given[1];
+        OPEN          number *restrict const all_value = (number *)row[1] + start;
+                      number *restrict const all_slot_momentum = (number *)row[2] + start;
+        LOAD          number value = all_value[i];
+                      number slot_momentum = all_slot_momentum[i];
+        STORE         all_value[i] = value;
+                      all_slot_momentum[i] = slot_momentum;
+    """
     computed, stored = _TYPES[dtype]
+    arrays = ("value", *kernel.slots)
+    changed = () if kernel.terms else arrays
+    terms = range(len(kernel.terms))
+    if computed == stored:  # changed where they are
+        opened, closed = "number *restrict const all_{0} = (number *)row[{1}] + start;", ""
+    else:
+        opened = "number all_{0}[BLOCK]; read((const stored *)row[{1}] + start, all_{0}, count);"
+        closed = "write(all_{0}, (stored *)row[{1}] + start, count);"
     definitions = {
-        "NUMBER": computed,
-        "STORED": stored,
-        "IS_WHOLE": int(computed == stored),
-        "IS_FLOAT16": int(dtype == "float16"),
-        "LANES": LANES,
-        "CHUNK": CHUNK,
-        "FIRST_MESSAGE": 1 + len(columns),
-        "CONSTANTS(DO)": each((name, place) for place, name in enumerate(kernel.constants)),
-        "ARRAYS(DO)": (arrays := each((name, column) for column, name in columns)),
-        "CHANGED(DO)": "" if kernel.terms else arrays,
-        "TERMS(DO)": each((term,) for term in range(len(kernel.terms))),
-        "KERNEL": kernel.body.replace("\n", " "),
+        "NUMBER": [computed],
+        "STORED": [stored],
+        "IS_WHOLE": [int(computed == stored)],
+        "IS_FLOAT16": [int(dtype == "float16")],
+        "LANES": [LANES],
+        "CHUNK": [CHUNK],
+        "FIRST_MESSAGE": [1 + len(arrays)],
+        "TERMS": [len(terms)],
+        "TAKE_NUMBERS": [
+            f"const number {name} = given[{place}];" for place, name in enumerate(kernel.constants)
+        ],
+        "OPEN": [opened.format(name, column) for column, name in enumerate(arrays, 1)],
+        "LOAD": [
+            *[f"number {name} = all_{name}[i];" for name in arrays],
+            *[f"number term_{term};" for term in terms],
+        ],
+        "KERNEL": kernel.body.splitlines(),
+        "STORE": [
+            *[f"all_{name}[i] = {name};" for name in changed],
+            *[f"terms[{term}][i] = term_{term};" for term in terms],
+        ],
+        "CLOSE": [closed.format(name, column) for column, name in enumerate(changed, 1)],
     }
-    lines = [f"#define {name} {text}" for name, text in definitions.items()]
+    lines = [f"#define {name} {' '.join(map(str, text))}" for name, text in definitions.items()]
     return "\n".join([*lines, _LOOP])
 
 
