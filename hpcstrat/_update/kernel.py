@@ -161,16 +161,14 @@ def kernel_of(
         elements: the gradient, the value and the slots, by their names in C.
         results: what is assigned to the value and the slots, or to terms of norms.
     """
-    # A new slot may be another slot's old value. It is copied first, as a result of its own, so
-    # that no result is where another one will be.
-    results = {
-        name: Symbol(ELEMENT, np.positive, new)
-        if name in elements and new in elements.values()
-        else new
-        for name, new in results.items()
-        if elements.get(name) is not new
-    }
-    order = in_order([*results.values()])
+    changed: dict[str, Symbol] = {}
+    for to, new in results.items():
+        # A new slot may be another slot's old value. It is copied first, as a result of its own, so
+        # that no result is where another one will be.
+        is_copy = to in elements and new in elements.values()
+        if new is not elements.get(to):
+            changed[to] = Symbol(ELEMENT, np.positive, new) if is_copy else new
+    order = in_order([*changed.values()])
     computed = [symbol for symbol in order if symbol.kind != NUMBER and symbol.is_computed]
     taken = {operand for symbol in computed for operand in symbol.operands}
     constants = [symbol for symbol in order if symbol.kind == NUMBER and symbol in taken]
@@ -178,10 +176,10 @@ def kernel_of(
     texts = {symbol: text for text, symbol in elements.items()}
     texts |= zip(constants, names, strict=True)
     lines = statements_in_c(computed, texts, "step")
-    lines += [f"{to} = {texts[result]};" for to, result in results.items()]
+    lines += [f"{to} = {texts[new]};" for to, new in changed.items()]
     key = (name, tuple(elements)[2:], names, "\n".join(lines))
     if key not in _kernels:
-        _kernels[key] = Kernel(*key, *_numpy_steps(elements, constants, computed, results))
+        _kernels[key] = Kernel(*key, *_numpy_steps(elements, constants, computed, changed))
     return _kernels[key], constants
 
 
@@ -193,42 +191,41 @@ def _numpy_steps(
 ) -> tuple[list[KernelStep], dict[str, int], list[int]]:
     """The steps of a kernel, its numbers of arrays, and the arrays of its terms.
 
-    There are as few arrays as possible: together they should fit in cache. A result is written over
-    what is not needed any more: a new value or slot over the old one, its *home*, if it can; else
-    any result over the gradient, or else over scratch memory, of which there is more if all is
-    needed. With one operation more per new value and slot, for a copy from scratch memory to where
-    it belongs, an update took 1.5 to 2.5 times as long. Adam:
+    There are as few arrays as possible: together they should fit in cache. A new value or slot is
+    written over the old one, its *home*, if no later step reads that. Any other result is written
+    over what no later step reads: the gradient, or scratch memory, of which there is one array more
+    if that is needed. (Without homes, with a copy at the end for each new value and slot, updates
+    took 1.5 to 2.5 times as long.) Adam, for example, has one scratch array:
 
-        step                      is written to   whose content
-        a = gradient * gradient   new scratch
-        b = a - v                 scratch         a is not needed after this
-        c = number_0 * b          scratch         b is not needed after this
-        new_v = v + c             v (home)        v is not needed after this
-        d = gradient - m          gradient        gradient is not needed after this
-        e = number_1 * d          gradient        d is not needed after this
-        new_m = m + e             m (home)        m is not needed after this
-        f = sqrt(new_v)           gradient        e was not needed before this
-        g = f + number_3          gradient        f is not needed after this
-        h = new_m / g             gradient        g is not needed after this
-        k = number_2 * h          gradient        h is not needed after this
-        new = value - k           value (home)    value is not needed after this
+        step                      reads             writes      free after it
+        a = gradient * gradient   gradient          scratch
+        b = a - v                 scratch, v        scratch
+        c = number_0 * b          scratch           scratch
+        new_v = v + c             v, scratch        v (home)    scratch
+        d = gradient - m          gradient, m       gradient    scratch
+        e = number_1 * d          gradient          gradient    scratch
+        new_m = m + e             m, gradient       m (home)    scratch, gradient
+        f = sqrt(new_v)           v                 gradient    scratch
+        g = f + number_3          gradient          gradient    scratch
+        h = new_m / g             m, gradient       gradient    scratch
+        k = number_2 * h          gradient          gradient    scratch
+        new = value - k           value, gradient   value (home)
     """
     places = {symbol: Place(ELEMENT, i) for i, symbol in enumerate(elements.values())}
-    contents = {place: symbol for symbol, place in places.items()}  # of the arrays
+    contents = {place: symbol for symbol, place in places.items()}
     homes = {new: places[elements[name]] for name, new in results.items() if name in elements}
     # A pass for norms changes nothing, so that the next finds the same gradient.
     scratch = [places[elements["gradient"]]] if homes else []
     arrays = {ELEMENT: len(elements), CONDITION: 0}
     places |= {number: Place(NUMBER, i) for i, number in enumerate(constants)}
-    needed_until = {symbol: -1 for symbol in elements.values()}
-    needed_until |= {operand: i for i, one in enumerate(computed) for operand in one.operands}
-    needed_until |= dict.fromkeys(results.values(), len(computed))
+    last_read = dict.fromkeys(elements.values(), -1)  # of each symbol, the last step that reads it
+    last_read |= {operand: i for i, one in enumerate(computed) for operand in one.operands}
+    last_read |= dict.fromkeys(results.values(), len(computed))  # after all
     steps: list[KernelStep] = []
     for i, symbol in enumerate(computed):
-        fitting = [place for place in scratch if place.kind == symbol.kind]
-        if symbol in homes:
-            fitting.insert(0, homes[symbol])
-        free = [place for place in fitting if needed_until[contents[place]] <= i]
+        fitting = [homes[symbol]] if symbol in homes else []
+        fitting += [place for place in scratch if place.kind == symbol.kind]
+        free = [place for place in fitting if last_read[contents[place]] <= i]
         if free:
             out = free[0]
         else:
@@ -239,7 +236,7 @@ def _numpy_steps(
         function: Any = OPERATIONS[symbol.function].on_arrays or symbol.function
         steps.append(KernelStep(function, operands, out))
         places[symbol], contents[out] = out, symbol
-    for name, new in results.items():  # those whose homes were needed too long are copied there
+    for name, new in results.items():  # those that could not be written to their homes
         if name in elements and places[new] != places[elements[name]]:
             steps.append(KernelStep(np.positive, (places[new],), places[elements[name]]))
     terms = [places[term].position for name, term in results.items() if name not in elements]
