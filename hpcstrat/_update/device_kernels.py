@@ -1,12 +1,15 @@
 """The CUDA kernels of an update, whose text is made from the kernels of its passes.
 
 update_kernel   changes the elements, one in each thread
-squares_kernel  for norms: adds up squares of terms over strips of elements
-add_kernel      adds up the sums of strips
-norms_kernel    takes the roots, and computes the constants of the next kernel with them
+squares_kernel  for norms: adds up squares over strips, each of them some elements of one variable
+add_kernel      adds up these sums over the strips of a variable, or of all
+norms_kernel    takes the roots, and computes the constants of the next pass with them
 
-A pass that follows one for norms has constants for each variable, as a row of an array `numbers`.
-Every 256 bytes of a run of variables are of one variable at most; the array `owners` has it.
+`device_update.py` launches them, and has a picture of the sums.
+
+After a pass for norms, the next one has constants for each variable: a row of an array `numbers`.
+Which row an element needs is in an array `owners`: 256 bytes, from a multiple of 256 on, have
+elements of one variable only.
 """
 
 from __future__ import annotations

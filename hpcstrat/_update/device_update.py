@@ -164,13 +164,13 @@ class DeviceNorms:
             found = [*found, *[xp.zeros(variables) for _ in range(terms)]]
             self._passes.append(
                 NormsPass(
-                    [squares_kernel(one.kernel, dtype, by_variable=k > 0) for dtype in dtypes],
-                    add_kernel(terms),
-                    compute,
-                    xp.zeros((strips, THREADS, terms)),
-                    xp.zeros((1 + variables, THREADS, terms)),
-                    found,
-                    xp.zeros((variables, len(after.kernel.constants))),
+                    squares=[squares_kernel(one.kernel, dtype, k > 0) for dtype in dtypes],
+                    add=add_kernel(terms),
+                    compute=compute,
+                    sums_of_strips=xp.zeros((strips, THREADS, terms)),
+                    sums_of_variables=xp.zeros((1 + variables, THREADS, terms)),
+                    norms=found,
+                    numbers=xp.zeros((variables, len(after.kernel.constants))),
                 )
             )
         last = norms.passes[-1].kernel
@@ -206,7 +206,12 @@ class DeviceNorms:
 
 @final
 class DeviceUpdate(Update):
-    """An update on a GPU, by the only message, which has the reduced gradients."""
+    """An update on a GPU, by the only message, which has the reduced gradients.
+
+    Args:
+        runs: the runs of the shards.
+        shards: this rank's part of each variable, in the order of the message.
+    """
 
     def __init__(self, runs: Sequence[Run], shards: Sequence[Shard]) -> None:
         self._runs = runs
