@@ -31,8 +31,9 @@ microseconds in each step; with messages that are new in each step, as where a h
 parts of slots, they would lose more."""
 
 Loop: TypeAlias = "Callable[[Array, Array], Callable[[ctypes.c_void_p, int, int], None]]"
-"""Binds two arrays of float64: the rule's numbers, which each call reads, and sums, to which it
-adds the squares of each term of norms. What it returns is called with the fields of a `Table`."""
+"""Binds two arrays of float64: the kernel's constants, which each call reads, and for each of its
+terms a sum, to which each call adds its squares. What it returns is called with the fields of a
+`Table`."""
 
 
 class Table(NamedTuple):
@@ -303,19 +304,19 @@ def _matches_numpy(bind: Loop, rule: UpdateRule, kernel: Kernel, dtype: np.dtype
     special = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-6, 6e4)
     with np.errstate(all="ignore"):
         arrays = []
-        for _ in range(3 + len(kernel.slots)):
+        for _ in range(1 + len(kernel.slots) + 4):  # four messages: all that can be done with any
             numbers = random.standard_normal(1009)
             if kernel.terms:  # numbers whose sums of squares are not nan
                 numbers = abs(numbers)
             else:
                 numbers[::7] = random.choice(special, numbers[::7].size)
             arrays.append(numbers.astype(dtype))
-        *changed, first, second = arrays
+        changed, messages = arrays[:-4], arrays[-4:]
         copies = [array.copy() for array in changed]
         sums = np.zeros(len(kernel.terms))
-        bind(np.array(rule.kernel_constants), sums)(*table([(*changed, first, second)], 2))
-        gradient = np.empty_like(first)
-        reduce_chunk(gradient, [first, second], ReduceOp.SUM)
+        bind(np.array(rule.kernel_constants), sums)(*table([arrays], 4))
+        gradient = np.empty_like(copies[0])
+        reduce_chunk(gradient, messages, ReduceOp.SUM)
         terms = kernel.apply(rule.kernel_constants, copies[0], gradient, copies[1:])
         found = [sums, *[array.astype(np.float64) for array in changed]]
         wanted = [sums_of_squares(terms), *[array.astype(np.float64) for array in copies]]
