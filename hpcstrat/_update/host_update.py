@@ -1,9 +1,12 @@
 """Updates in host memory: by NumPy's operations on chunks that fit in cache, or compiled loops.
 
-HostUpdate   passes over all elements: the update, and before it those for norms
-HostRuns     some elements of one dtype that a pass treats alike; for each kernel it prepares:
-NumpyPass    a pass over them, chunk by chunk, or
-CompiledPass the same in one call
+An update is one pass over all elements, or several if it takes norms:
+
+    HostUpdate              makes the passes, over all variables or over each
+      HostRuns              the elements of a pass: those of one dtype, in runs
+        Gradients           what it reads of some messages, prepared once for these
+        NumpyPass, or       what it does by a kernel, prepared once for this
+        CompiledPass
 """
 
 from __future__ import annotations
@@ -105,7 +108,7 @@ class NumpyPass:
     """A pass by NumPy's operations, which go over each chunk a dozen times.
 
     Args:
-        rule: the first rule that it applies; the others differ in nothing but numbers.
+        rule: the first rule that it applies; all have the same kernel.
         runs: the runs, of one dtype.
         scratch: memory to work in.
     """
@@ -179,7 +182,7 @@ class CompiledPass:
 
 @final
 class HostRuns:
-    """Runs of one dtype in host memory, and the passes over them that have been prepared.
+    """Runs of one dtype in host memory, and what has been prepared for passes over them.
 
     Args:
         part_of_memory: see `runs_in_memory`.
