@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from hpcstrat._core.arrays import as_number
-from hpcstrat._update.passes import Compute, Pass, make_pass, norms_pass
+from hpcstrat._update.passes import Compute, Pass, passes_of
 from hpcstrat._update.rule import Norms, UpdateRule
-from hpcstrat._update.symbols import ELEMENT, NUMBER, Symbol, layers_of
+from hpcstrat._update.symbols import ELEMENT, NUMBER, Symbol
 
 _CHANGING = ("learning_rate", "step")
 """The numbers of a formula that may change in every step; all others seldom do."""
@@ -139,16 +139,8 @@ class Formula:
                 f"{self._call} returned {kinds}; it must return the new value and {len(slots)} new "
                 "slots, in this order, all of them made of elements"
             )
-        name, inputs = self._owner.lower(), [*symbols.values()]
-        # Norms need all elements of a variable before any can change: passes before the update,
-        # which change nothing. A pass may depend on the norms of those before.
-        passes: list[Pass] = []
-        norms: list[Symbol] = []
-        for layer in layers_of(results):
-            passes.append(norms_pass(f"{name}_norms", elements, inputs, norms, layer))
-            norms += layer
         changed = dict(zip(texts[1:], results, strict=True))
-        return *passes, make_pass(name, elements, inputs, norms, changed)
+        return passes_of(self._owner.lower(), elements, [*symbols.values()], changed)
 
 
 def _reader_of(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:

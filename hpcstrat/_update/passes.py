@@ -40,6 +40,7 @@ from hpcstrat._update.symbols import (
     Symbol,
     global_norm,
     in_order,
+    layers_of,
     statements_in_c,
 )
 
@@ -70,37 +71,42 @@ class Pass:
     code: str
 
 
-def norms_pass(
+def passes_of(
     name: str,
     elements: Mapping[str, Symbol],
     numbers: Sequence[Symbol],
-    norms: Sequence[Symbol],
-    wanted: Sequence[Symbol],
-) -> Pass:
-    """The pass that finds the norms wanted; see `make_pass`."""
-    terms = {f"term_{i}": norm.operands[0] for i, norm in enumerate(wanted)}
-    are_global = tuple([norm.function is global_norm for norm in wanted])
-    return make_pass(name, elements, numbers, norms, terms, are_global)
+    results: Mapping[str, Symbol],
+) -> tuple[Pass, ...]:
+    """The passes of a formula: one for each layer of norms, and the update.
+
+    Norms need all elements of a variable before any can change. A pass may depend on the norms of
+    those before.
+
+    Args:
+        name: of the update's kernel.
+        elements: see `kernel_of`.
+        numbers: the formula's.
+        results: see `kernel_of`.
+    """
+    passes: list[Pass] = []
+    norms: list[Symbol] = []
+    for layer in layers_of([*results.values()]):
+        terms = {f"term_{i}": norm.operands[0] for i, norm in enumerate(layer)}
+        are_global = tuple([norm.function is global_norm for norm in layer])
+        passes.append(_pass(f"{name}_norms", elements, numbers, norms, terms, are_global))
+        norms += layer
+    return *passes, _pass(name, elements, numbers, norms, results, ())
 
 
-def make_pass(
+def _pass(
     name: str,
     elements: Mapping[str, Symbol],
     numbers: Sequence[Symbol],
     norms: Sequence[Symbol],
     results: Mapping[str, Symbol],
-    are_global: tuple[bool, ...] = (),
+    are_global: tuple[bool, ...],
 ) -> Pass:
-    """The pass that computes these results.
-
-    Args:
-        name: of its kernel.
-        elements: see `kernel_of`.
-        numbers: the formula's.
-        norms: of all passes before.
-        results: see `kernel_of`.
-        are_global: see `Pass`.
-    """
+    """The pass that computes these results from elements, numbers and the norms found before."""
     kernel, constants = kernel_of(name, elements, results)
     order = in_order(constants)
     late: list[Symbol] = []

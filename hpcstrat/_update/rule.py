@@ -65,8 +65,10 @@ class Norms(NamedTuple):
     """The norms over variables that an update of their elements depends on, in one step.
 
     They are found in passes over all elements, which change nothing; a pass may depend on the norms
-    of those before. A rank that has only a part of the elements sums its own, and the ranks add
-    their sums. Squares are summed in float64.
+    of those before. The LAMB algorithm with `clipnorm` has three passes, for example: one finds
+    the gradient's norm, the next those of the value and of its change, which depends on the
+    gradient's, and the last is the update. A rank that has only a part of the elements sums its
+    own, and the ranks add their sums. Squares are summed in float64.
 
     Attributes:
         passes: those for norms, and last the update.
