@@ -1,9 +1,9 @@
 """Updates on a GPU, on the current stream: a kernel per run of elements, and passes for norms.
 
-DeviceUpdate  an update, by one kernel per run or, where the rule takes norms, with
-DeviceNorms   what is prepared for a formula: passes for norms, and then that kernel
+DeviceUpdate  an update; if its rule takes norms, it is made by
+DeviceNorms   the passes that find the norms, and then the update
 
-Squares are added up in stages. Here a and b are in one run, and c is in another:
+For norms, squares are added up in stages. Here a and b are in one run, and c is in another:
 
     elements            |       20,000 of a      |  | 9 of b |  | 10,000 of c |
     strips              |  8192  |  8192  | 3616 |  |    9   |  | 8192 | 1808 |
@@ -13,8 +13,8 @@ Squares are added up in stages. Here a and b are in one run, and c is in another
 
 The 256 threads of a strip take every 256th element (`squares_kernel`). Each of these sums is added
 up over the strips of a variable and, for norms over all variables, over all strips (`add_kernel`).
-Then the 256 that are left are added up (`norms_kernel`). No thread adds up many numbers, and ranks
-with the same elements have the same sums, bit for bit.
+Then the 256 that are left are added up (`norms_kernel`). The order is always the same: ranks with
+the same elements have the same sums, bit for bit.
 """
 
 from __future__ import annotations
@@ -53,11 +53,19 @@ Operands: TypeAlias = "Sequence[tuple[Array, ...]]"
 STRIP = 32 * THREADS
 """Elements of a strip; more if there would be more than `MOST_STRIPS`."""
 MOST_STRIPS = 512
-"""Strips of full length. More threads would not read faster, but more sums take longer to add."""
+"""The most strips, except for one more of each variable. More threads would not read faster, and a
+thread of `add_kernel` adds up a sum of each strip."""
 
 
 class RunStrips(NamedTuple):
     """The strips of a run of variables, which are some elements of one variable each.
+
+    The run of a and b in the picture, if they are of float32, has
+
+        first   0
+        starts  0,    8192,  16384, 20032
+        stops   8192, 16384, 20000, 20041
+        owners  0 (313 times), 1
 
     Attributes:
         first: the number of its first strip, counted over all runs.
@@ -108,7 +116,8 @@ def strips_of_variables(shards: Sequence[Shard], size: int) -> tuple[Array, Arra
     """The numbers of the strips of all variables together, and then of each.
 
     Returns:
-        The first ones, and those after the last, in NumPy arrays.
+        The first ones, and those after the last, in NumPy arrays: in the picture 0, 0, 3, 4 and
+        6, 3, 4, 6.
     """
     counts = [divide_up(shard.elements.size, size) for shard in shards]
     ends = np.cumsum([0, *counts])
