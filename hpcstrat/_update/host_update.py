@@ -94,13 +94,15 @@ class _BoundChunk(NamedTuple):
 
     Attributes:
         gradient: gets the reduced gradient.
-        calls: what is called then.
-        terms: of a pass for norms, the arrays that have their terms then.
+        calls: those of the kernel.
+        terms: if it is for norms, the arrays that have its terms then.
+        arrays: without a kernel, the arguments of `UpdateRule.apply`.
     """
 
     gradient: Array
-    calls: Sequence[Callable[[], Any]]
+    calls: Sequence[Callable[[], Any]] = ()
     terms: Sequence[Array] = ()
+    arrays: tuple[Any, ...] = ()
 
 
 @final
@@ -127,6 +129,8 @@ class NumpyPass:
             reduce_chunk(chunk.gradient, parts, op)
             for call in chunk.calls:
                 call()
+            if chunk.arrays:
+                rule.apply(*chunk.arrays)
             if out is not None:
                 out += sums_of_squares(chunk.terms)
 
@@ -134,10 +138,8 @@ class NumpyPass:
         value, slots = run.value[chunk], [slot[chunk] for slot in run.slots]
         gradient, scratch = self._arrays(value.dtype, 2, value.size)
         kernel = self._rule.kernel
-        if kernel is None:  # each rule is a function of its own
-            return _BoundChunk(
-                gradient, [lambda: self._rule.apply(value, gradient, slots, scratch)]
-            )
+        if kernel is None:
+            return _BoundChunk(gradient, arrays=(value, gradient, slots, scratch))
 
         def take(dtype: np.dtype[Any], count: int) -> list[Array]:
             return self._arrays(dtype, 1 + count, value.size)[1:]  # the first is the gradient's
