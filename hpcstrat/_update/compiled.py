@@ -71,7 +71,7 @@ typedef STORED stored;
 
 // ---- A block's sum of messages, in their order: in `sums`, or where the only message is
 
-#if IS_WHOLE
+#if !IS_16_BIT
 
 // No message is copied: to add two takes half the time of copying one first.
 static inline const number *add_up(const int64_t *message, int64_t messages, int64_t start,
@@ -128,10 +128,11 @@ static inline void write(const number *restrict from, stored *restrict to, int64
 }
 #endif
 
+// Added up in `float`, and rounded once, as NumPy does it in `reduce_chunk`.
 static inline const number *add_up(const int64_t *message, int64_t messages, int64_t start,
                                    int64_t count, number *restrict sums) {
     read((const stored *)message[0] + start, sums, count);
-    if (messages == 1) return sums;
+    if (messages == 1) return sums;  // nothing to round
     for (int64_t k = 1; k < messages; ++k) {
         number next[BLOCK];
         read((const stored *)message[k] + start, next, count);
@@ -179,7 +180,7 @@ static inline void update_chunk(const int64_t *row, int64_t start, int64_t stop,
         OPEN
         number terms[TERMS][BLOCK], room[BLOCK];
         // The last message is added in the kernel's loop: two need no other loop.
-        const int64_t others = IS_WHOLE && messages > 1 ? messages - 1 : messages;
+        const int64_t others = IS_16_BIT || messages == 1 ? messages : messages - 1;
         const number *restrict const sums = add_up(message, others, start, count, room);
         if (others < messages) {
             const number *restrict const last = (const number *)message[others] + start;
@@ -267,7 +268,7 @@ def _source(kernel: Kernel, dtype: str) -> str:
     definitions = {
         "NUMBER": [computed],
         "STORED": [stored],
-        "IS_WHOLE": [int(computed == stored)],
+        "IS_16_BIT": [int(computed != stored)],
         "IS_FLOAT16": [int(dtype == "float16")],
         "LANES": [LANES],
         "CHUNK": [CHUNK],
