@@ -24,7 +24,8 @@ from hpcstrat._memory.segment import check_available, make_shared_segment, physi
 LINE = 64
 """Bytes of a rank's flag: a whole cache line."""
 
-# Polls before the core is offered to another rank. More would cost more where ranks share cores.
+# Polls before the core is offered to another rank, if every rank has its own. Where ranks share
+# cores it is offered at once, or the rank that is waited for may not run.
 _SPINS = 20
 # Polls before the rank sleeps: then another rank computes, perhaps on this core.
 _YIELDS = 300
@@ -66,11 +67,11 @@ class _FlagBarrier:
         self._others = indices
         self._progress = comm.Iprobe
         cores = set().union(*comm.allgather(os.sched_getaffinity(0)))
-        self._yields, self._sleep = _YIELDS, _SLEEP
+        self._spins, self._yields, self._sleep = 0, _YIELDS, _SLEEP
         if comm.size <= len(cores):
-            self._yields = _YIELDS_ON_CORES
+            self._spins, self._yields = _SPINS, _YIELDS_ON_CORES
         elif comm.size > _CROWD * len(cores):
-            self._yields, self._sleep = _SPINS, _SLEEP_IN_CROWD
+            self._spins, self._yields, self._sleep = _SPINS, _SPINS, _SLEEP_IN_CROWD
         self.calls = 0
 
     def __call__(self) -> None:
@@ -83,13 +84,13 @@ class _FlagBarrier:
                 self._wait(index)
 
     def _wait(self, index: int) -> None:
-        flags, calls, yields = self._flags, self.calls, self._yields
+        flags, calls, spins, yields = self._flags, self.calls, self._spins, self._yields
         polls = 0
         while flags[index] < calls:
             polls += 1
             if polls > yields:
                 time.sleep(self._sleep)
-            elif polls > _SPINS:
+            elif polls > spins:
                 os.sched_yield()
             if polls > yields or polls % _PROGRESS == 0:
                 # A message that the other rank waits to send moves only in a call of MPI.
