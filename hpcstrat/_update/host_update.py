@@ -125,14 +125,16 @@ class NumpyPass:
         """Reduces the gradients, and applies the rule; adds the squares of each term to `out`."""
         if rule is not self._rule:
             self._numbers[:], self._rule = rule.kernel_constants, rule
-        for chunk, parts in zip(self._chunks, gradients.of_chunks, strict=True):
-            reduce_chunk(chunk.gradient, parts, op)
-            for call in chunk.calls:
+        all_parts = gradients.of_chunks
+        # Fields by name, and `zip`, would make a small update 2 % slower.
+        for k, (gradient, calls, terms, arrays) in enumerate(self._chunks):
+            reduce_chunk(gradient, all_parts[k], op)
+            for call in calls:
                 call()
-            if chunk.arrays:
-                rule.apply(*chunk.arrays)
+            if arrays:
+                rule.apply(*arrays)
             if out is not None:
-                out += sums_of_squares(chunk.terms)
+                out += sums_of_squares(terms)
 
     def _bind(self, run: Run, chunk: slice) -> _BoundChunk:
         value, slots = run.value[chunk], [slot[chunk] for slot in run.slots]
