@@ -13,8 +13,9 @@ For norms, squares are added up in stages. Here a and b are in one run, and c is
 
 The 256 threads of a strip take every 256th element (`squares_kernel`). Each of these sums is added
 up over the strips of a variable and, for norms over all variables, over all strips (`add_kernel`).
-Then the 256 that are left are added up (`norms_kernel`). The order is always the same: ranks with
-the same elements have the same sums, bit for bit.
+Then, if ranks have shards of variables, their sums are added up; and last the 256 that are left
+(`norms_kernel`). The order is always the same: ranks with the same elements have the same sums, bit
+for bit.
 """
 
 from __future__ import annotations
@@ -132,7 +133,8 @@ class NormsPass(NamedTuple):
         add: the kernel that writes `sums_of_variables`.
         compute: the kernel that writes `norms` and `numbers`.
         sums_of_strips: by strip, thread and term.
-        sums_of_variables: by variable, thread and term; the first are of all variables together.
+        sums_of_variables: by variable, thread and term. The first are of all variables together,
+            and if all norms are, there are no others.
         norms: of the passes before and then of this one, each by variable.
         numbers: the constants of the next pass, by variable.
     """
@@ -170,6 +172,7 @@ class DeviceNorms:
         for k, (one, after) in enumerate(itertools.pairwise(norms.passes)):
             terms, given = len(one.are_global), len(norms.given[k + 1])
             compute = norms_kernel(len(found), one.are_global, after.code, given)
+            rows = 1 if all(one.are_global) else 1 + variables
             found = [*found, *[xp.zeros(variables) for _ in range(terms)]]
             self._passes.append(
                 NormsPass(
@@ -177,7 +180,7 @@ class DeviceNorms:
                     add=add_kernel(terms),
                     compute=compute,
                     sums_of_strips=xp.zeros((strips, THREADS, terms)),
-                    sums_of_variables=xp.zeros((1 + variables, THREADS, terms)),
+                    sums_of_variables=xp.zeros((rows, THREADS, terms)),
                     norms=found,
                     numbers=xp.zeros((variables, len(after.kernel.constants))),
                 )
@@ -205,10 +208,9 @@ class DeviceNorms:
             sums = one.sums_of_variables
             one.add(one.sums_of_strips, *self._strips_of_variables, sums, size=sums.size)
             if add_up is not None:
-                # Not the sums of all threads, which would be 256 times as many bytes to exchange.
-                sums = add_up(sums.sum(axis=1, keepdims=True))
+                sums = add_up(sums)
             numbers = one.numbers
-            one.compute(sums, sums.shape[1], *given, *one.norms, numbers)
+            one.compute(sums, *given, *one.norms, numbers)
         for run, update, arrays in zip(self._runs, self._updates, operands, strict=True):
             update(numbers, run.owners, *arrays)
 
