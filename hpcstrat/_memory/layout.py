@@ -22,7 +22,7 @@ class DtypeGroup(NamedTuple):
 
     dtype: np.dtype[Any]
     start: int  # the byte at which they start
-    elements: int  # how many there are
+    elements: int  # how many there are, with the gaps between arrays
     members: tuple[int, ...]  # the indices of the arrays of this dtype
 
     def of(self, message: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -70,7 +70,8 @@ class Layout:
             start = end = round_up(end, max(alignment, GROUP_ALIGNMENT))
             members = tuple([i for i, other in enumerate(dtypes) if other == dtype])
             for i in members:
-                self.starts[i] = round_up(end, alignment)
+                # A group ends where its last element does: arrays without elements are in no gap.
+                self.starts[i] = round_up(end, alignment) if self.sizes[i] else end
                 end = self.starts[i] + self.sizes[i] * dtype.itemsize
             self.groups.append(DtypeGroup(dtype, start, (end - start) // dtype.itemsize, members))
         self.nbytes = end
