@@ -111,7 +111,8 @@ class CallSignature(NamedTuple):
             if isinstance(item, ManyValues):
                 passed += item.items
             elif isinstance(item, VariableId) and self.call.endswith(f" of {item.name}"):
-                return CallDescription(f"{self.call} ({_words_of(item)})")
+                call = f"{self.call} ({_words_of(item)})"
+                return CallDescription(call, numbers=tuple(arguments))
             elif (described := _describe(item)) is not None:
                 passed.append(described)
             elif item != "*":  # a nest that is one leaf

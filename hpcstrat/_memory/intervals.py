@@ -127,9 +127,10 @@ def merge(
 
 
 def runs(shards: Iterable[Shard], alignment: int = 1, alone: int = sys.maxsize) -> list[Shard]:
-    """Shards of one dtype, merged where they follow each other in the message and in memory.
+    """Shards, of which those of one dtype are merged where they follow each other everywhere.
 
-    In memory, the slots too: a rule is applied to a variable and its slots together.
+    That is in the message and in memory, in which the slots follow, too: a rule is applied to a
+    variable and its slots together.
 
     Args:
         shards: the shards, in the order of the message. Those without elements are left out.

@@ -24,7 +24,7 @@ def make_replica_storage(
 
     Args:
         communicator: the replicas.
-        root: the rank whose initial values count.
+        root: the rank whose initial values count; on hosts it is rank 0.
         shard_updates: whether each replica has only a part of the slots, and updates that part.
     """
     is_split = shard_updates and communicator.size > 1

@@ -25,7 +25,7 @@ FEWEST_BYTES = 1 << 20
 
 
 class Storage(abc.ABC):
-    """Stores variables. Its methods are collective: all ranks call them.
+    """Stores variables. Methods that make, change or publish them are collective.
 
     Attributes:
         communicator: the ranks that share the variables.
@@ -94,8 +94,9 @@ class Storage(abc.ABC):
                 block = Block(None, None, Interval(0, 0))
             # The shares depend on all variables that get slots together: ranks that differ in these
             # must not continue.
-            facts = (value, variable.identity(), *([] if shares is None else [shares]))
-            communicator.exchange(signature_of(current_call(), "slot", *facts))
+            facts = (f"initial value={value}", variable.identity())
+            shared = [] if shares is None else [shares]
+            communicator.exchange(signature_of(current_call(), *facts, *shared))
         block.shares = shares
         return block
 
@@ -206,7 +207,7 @@ class Storage(abc.ABC):
         new = buffers.marked - buffers.started
         # Small gradients are summed in one message, or together with the rest.
         if may_start and sum(plan.order.blocks[i].array.nbytes for i in new) >= FEWEST_BYTES:
-            buffers.started |= new if self._start_sums(plan, sorted(new)) else set()
+            buffers.started |= new if self._start_sums(plan, new) else set()
 
     def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
         """Starts to sum some of the plan's buffers if this saves time; returns whether it does."""

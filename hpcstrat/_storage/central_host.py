@@ -8,7 +8,7 @@ import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import numpy as np
 
@@ -52,12 +52,13 @@ class CentralHostStorage(Storage):
         self._places: dict[int, tuple[int, int]] = {}
         self._norm_sums: Block | None = None  # of all ranks, for updates with norms
 
-    def _create(self, initial: Array) -> Block:
+    def _create(self, initial: Array, *facts: Any) -> Block:
+        """A new block; the ranks must agree on its shape, its dtype and these facts."""
         communicator = self.communicator
         dead = [self._dead.popleft() for _ in range(len(self._dead))]
         shape, dtype = initial.shape, initial.dtype
         try:
-            reports = communicator.all_gather_obj(dead, (dtype, shape, self._number))
+            reports = communicator.all_gather_obj(dead, (dtype, shape, self._number), *facts)
         except Exception:
             # No rank has received the report: it is sent again with the next variable.
             self._dead.extendleft(dead)
@@ -81,7 +82,7 @@ class CentralHostStorage(Storage):
             # No rank may read before rank 0 has written the value, or continue without the memory.
             communicator.exchange(signature_of(f"{current_call()}: memory"))
         except Exception:
-            communicator.heap.free(start, nbytes)
+            self._free(start, nbytes)
             raise
         number = self._created + 1
         self._places[number] = (start, nbytes)
@@ -92,7 +93,8 @@ class CentralHostStorage(Storage):
         # As a view of one element: a slot is as large as its variable, and must not cost twice
         # that.
         array = variable.array
-        return self._create(np.broadcast_to(array.dtype.type(value), array.shape))
+        initial = np.broadcast_to(array.dtype.type(value), array.shape)
+        return self._create(initial, f"initial value={value}", variable.identity())
 
     def _note_dead(self, numbers: Sequence[int]) -> None:
         for number in numbers:
@@ -100,15 +102,18 @@ class CentralHostStorage(Storage):
             # A rank that has not reported may still read the variable.
             if self._reports[number] == self.communicator.size:
                 del self._reports[number]
-                free = self.communicator.heap.free(*self._places.pop(number))
-                if self.communicator.rank == 0:
-                    self.communicator.segment.release(*free)
+                self._free(*self._places.pop(number))
+
+    def _free(self, start: int, nbytes: int) -> None:
+        free = self.communicator.heap.free(start, nbytes)
+        if self.communicator.rank == 0:
+            self.communicator.segment.release(*free)
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates, with this rank's slice of the elements."""
         communicator, order = self.communicator, MessageOrder(variables, slots)
         own = order.shards_of_rank(communicator.rank, communicator.size)
-        return Plan(order, self.local.new_update(order, own, communicator.rank))
+        return Plan(order, self.local.new_update(order, own))
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in the shared segment, one message per rank."""

@@ -178,34 +178,27 @@ class NewValues(NamedTuple):
             target[...] = source
 
 
-class Piece(NamedTuple):
-    """New values that one call sends.
-
-    Attributes:
-        array: the variables in place if they are contiguous, else a part of the message.
-        copies: then, the variables from their parts of the message.
-    """
-
-    array: Array
-    copies: Copies = ()
-
-
 def _reversed(copies: Copies) -> Copies:
     return [(source, target) for target, source in copies]
 
 
 def piece_of(
     elements: Interval, readable: Sequence[tuple[Interval, Array]], message: Array
-) -> Piece:
-    """Some elements of a dtype, of which programs read these runs."""
+) -> tuple[Array, Copies]:
+    """The new values of some elements of a dtype, of which programs read these runs.
+
+    Returns:
+        The variables in place if they are contiguous. Else that part of the message, and the
+        variables, to be copied from their parts of it.
+    """
     copies = [
         (value[both.shift(-of_run.start).slice], message[both.slice])
         for of_run, value in readable
         if (both := of_run & elements)
     ]
     if len(copies) == 1 and copies[0][0].size == elements.size:
-        return Piece(copies[0][0])
-    return Piece(message[elements.slice], copies)
+        return copies[0][0], []
+    return message[elements.slice], copies
 
 
 @final
@@ -240,13 +233,13 @@ class CentralPlan(DevicePlan):
     def _prepare_values(self) -> NewValues:
         pieces, send = self.pieces(), self.communicator.prepare_broadcast
         # One group of calls for all variables: a message's latency counts more than its bytes.
-        moves = [move for piece in pieces for move in send(piece.array, self._root)]
-        from_message = [copy for piece in pieces for copy in piece.copies]
+        moves = [move for array, _ in pieces for move in send(array, self._root)]
+        from_message = [copy for _, copies in pieces for copy in copies]
         if self.communicator.rank == self._root:
             return NewValues(_reversed(from_message), moves, [])
         return NewValues([], moves, from_message)
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[tuple[Array, Copies]]:
         """All new values. The arrays are as large on all ranks."""
         return [
             piece_of(elements, readable, message)

@@ -43,7 +43,7 @@ class LocalBlocks:
 
     Args:
         rank: this rank, which has its own part of blocks that are split.
-        memory: returns what updates change; called when it is first needed.
+        memory: returns returns what updates change, which it makes when it is first called.
 
     Attributes:
         stream: the strategy's stream; `None` on a CPU.
@@ -124,15 +124,12 @@ class LocalBlocks:
 
     # ---- updates
 
-    def new_update(self, order: MessageOrder, shards: Sequence[Shard], rank: int = 0) -> Update:
-        """The update of this rank's shards of some variables.
-
-        Of several messages, this rank's is the one at index `rank`.
-        """
+    def new_update(self, order: MessageOrder, shards: Sequence[Shard]) -> Update:
+        """The update of this rank's shards of some variables."""
         is_large = sum(order.layout.sizes) >= compiled.FEWEST
         after = 0 if is_large else compiled.FEWEST_UPDATES
         after = after if self._compiles else math.inf
-        return HostUpdate(self.memory.part, shards, self._scratch, rank, after)
+        return HostUpdate(self.memory.part, shards, self._scratch, self._rank, after)
 
     def zeros(self, nbytes: int) -> Array:
         """New memory for messages, on this rank's device."""
@@ -215,7 +212,7 @@ class OnGpu(LocalBlocks):
         """What programs read."""
         return self._on_gpu
 
-    def new_update(self, order: MessageOrder, shards: Sequence[Shard], rank: int = 0) -> Update:
+    def new_update(self, order: MessageOrder, shards: Sequence[Shard]) -> Update:
         """An update of whole runs, each by one kernel."""
         return DeviceUpdate(runs_in_memory(self.memory.part, shards, alignment=ALIGNMENT), shards)
 
@@ -253,7 +250,7 @@ class OnHostOfGpu(OnGpu):
 
     parts = LocalBlocks.parts
 
-    def new_update(self, order: MessageOrder, shards: Sequence[Shard], rank: int = 0) -> Update:
+    def new_update(self, order: MessageOrder, shards: Sequence[Shard]) -> Update:
         """An update on the host, and of the copies."""
         places = [(readable_of(block), block.memory) for block in order.blocks]
         # Variables that lie in a row in both memories are copied by one call.

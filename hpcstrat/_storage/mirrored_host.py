@@ -41,7 +41,7 @@ class PartsPlan(Plan):
         order, update: see `Plan`.
         rank_parts: each rank's part.
         rank: this rank.
-        values: for each rank its shards of the variables in this rank's memory.
+        values: for each rank the runs of its shards of the variables in this rank's memory.
 
     Attributes:
         own: this rank's part.
@@ -175,8 +175,6 @@ class MirroredHostStorage(Storage):
             if isinstance(plan, PartsPlan):
                 self._update_part(signature, plan, values, op, rule)
                 return
-            if plan.memory is None:
-                self._messages.lend(plan, signature)
             if communicator.size > 1:
                 plan.update.run(rule, [self._reduce(signature, plan, values, op)])
                 return
@@ -186,9 +184,15 @@ class MirroredHostStorage(Storage):
             if values is None:
                 plan.update.run(rule, plan.buffers.messages)
             else:
+                self._lend(plan, signature)
                 in_place = plan.update.in_place(values)  # large gradients are not copied
                 plan.write(plan.memory, values, in_place)
                 plan.update.run(rule, [plan.memory], in_place=in_place)
+
+    def _lend(self, plan: Plan, signature: CallSignature) -> None:
+        if plan.memory is None:
+            with self.communicator.raise_together():
+                self._messages.lend(plan, signature)
 
     def _reduce(
         self,
@@ -209,6 +213,7 @@ class MirroredHostStorage(Storage):
         if plan.buffers.started:
             return self._sums_of_marked(signature, plan)
         if op is not FIRST_REPLICA:
+            self._lend(plan, signature)
             communicator.reduce_message(signature, layout, write, op, plan.memory)
             return plan.memory
         if communicator.rank == 0:
@@ -267,14 +272,14 @@ class MirroredHostStorage(Storage):
         if plan.buffers.started:
             return [self._sums_of_marked(signature, plan)]
         given = plan.order.layout.views(plan.buffers.messages[0]) if values is None else values
-        flat = [array.reshape(-1) for array in given]
+        gradients = [array.reshape(-1) for array in given]
         layouts = [part.layout for part in plan.rank_parts]
 
         def write(rank: int, message: Bytes) -> None:
             for shard in plan.rank_parts[rank].shards if message.size else ():
                 if shard.elements:  # most ranks have no part of most variables
-                    gradient = flat[shard.variable][shard.elements.slice]
-                    message[shard.message.slice].view(shard.dtype)[...] = gradient
+                    own = gradients[shard.variable][shard.elements.slice]
+                    message[shard.message.slice].view(shard.dtype)[...] = own
 
         if op is ReduceOp.SUM:
             return communicator.sum_sections(signature, layouts, write)

@@ -108,7 +108,7 @@ class MessageOrder:
 
 
 _UNIT = 256
-"""Parts start at multiples of this many elements: on a GPU, at multiples of 256 bytes."""
+"""Parts start at multiples of this many elements, and so, whatever the dtype, of 256 bytes."""
 
 
 def shares_of(variables: Sequence[Block], size: int, alignment: int = 1) -> list[Shares]:

@@ -71,8 +71,8 @@ class Plan:
         update: what happens to this rank's shards of them.
 
     Attributes:
-        memory: for its message or, on hosts, for sums of gradients: lent by a `MessagePool` or its
-            own. `None` until then, and in central storage on a host.
+        memory: of its message on a device or of a single replica; else, in mirrored storage on a
+            host, of the sums of gradients. Lent by a `MessagePool` or its own; `None` until then.
         buffers: for gradients that need not be copied. It has none at first.
     """
 

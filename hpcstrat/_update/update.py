@@ -104,7 +104,7 @@ class KeptByMessage(Generic[T]):
         # By id, because arrays have no hash; messages are kept, so that no other gets their ids.
         key = id(messages[0]), len(messages)
         if key not in self._kept:
-            if len(self._kept) == 3:  # two records or mailboxes that alternate, and buffers
+            if len(self._kept) == 3:  # two records that alternate or a mailbox, and buffers
                 self.clear()
             self._kept[key] = messages, self._make(messages)
         return self._kept[key][1]

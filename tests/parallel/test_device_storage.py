@@ -212,8 +212,8 @@ def test_new_values_go_through_the_message_only_where_memory_ends(strategy, xp, 
     (plan,) = {id(plan): plan for plan in plans}.values()
     # Pieces of 1024 elements; the fifth and the ninth are in two ranges.
     pieces = plan.pieces()
-    assert [piece.array.size for piece in pieces] == [1024] * 12 + [192]
-    assert [i for i, piece in enumerate(pieces) if piece.copies] == [4, 8]
+    assert [array.size for array, _ in pieces] == [1024] * 12 + [192]
+    assert [i for i, (_, copies) in enumerate(pieces) if copies] == [4, 8]
     for i, v in enumerate(variables):
         check(v, -(SUM + i * N))
 

@@ -46,6 +46,21 @@ def test_learning_rates_that_differ_are_refused(strategy, gradient):
     assert table.numpy()[3].tolist() == [1 - 0.5 * N] * 2
 
 
+@pytest.mark.mpi(min_size=2)  # one rank's slots are the only ones
+def test_slots_that_start_differently_are_refused(strategy, xp):
+    def step(start):
+        optimizer = hs.optimizers.Adagrad(0.5, initial_accumulator_value=start, epsilon=0.0)
+        strategy.run(lambda: optimizer.apply_gradients([(xp.ones(3), v)]))
+
+    with strategy.scope():
+        v = hs.Variable(np.zeros(3))
+    with pytest.raises(hs.ReplicaMismatchError, match="rank 1: .* with initial value=1.5"):
+        step(0.5 + RANK)
+    assert v.numpy().tolist() == [0] * 3
+    step(0.0)
+    assert v.numpy().tolist() == [-0.5] * 3
+
+
 @pytest.mark.parametrize("gradient", [dense, rows])
 def test_only_a_parameter_without_a_default_is_the_step(strategy, gradient):
     rates = {

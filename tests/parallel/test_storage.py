@@ -191,6 +191,23 @@ def test_memory_that_one_rank_does_not_get(strategy, monkeypatch):
         assert start_of(second) - start_of(first) < MIB
 
 
+@on_the_cpu
+def test_a_message_for_which_one_rank_has_no_memory(place, monkeypatch):
+    def refuse(*_):
+        raise MemoryError("none left")
+
+    with place.make(hs.MirroredStrategy) as strategy:
+        with strategy.scope():
+            v = hs.Variable(np.zeros(3), aggregation="SUM")
+        with monkeypatch.context() as patch:
+            if RANK == N - 1:
+                patch.setattr(strategy._group.storage._messages, "_allocate", refuse)
+            with pytest.raises(MemoryError, match="none left"):
+                strategy.run(lambda: v.assign(np.ones(3)))
+        strategy.run(lambda: v.assign(np.ones(3)))
+        assert v.numpy().tolist() == [N] * 3
+
+
 @pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 def test_an_initial_value_that_fails_on_one_rank(strategy):
     for failing in range(N):
