@@ -219,12 +219,12 @@ def timed(made, rounds, steps, expected=None, others=None):
     ways |= {name: other.turn for name, other in others.items()}
     medians = interleaved(ways, rounds, steps, COMM)
     expected = expected or next(iter(made.values()))[1]()
-    for weights in (
-        *[weights for _, weights in made.values()],
-        *[other.weights for other in others.values()],
-    ):
+    all_weights = {name: weights for name, (_, weights) in made.items()}
+    all_weights |= {name: other.weights for name, other in others.items()}
+    for name, weights in all_weights.items():
         for one, another in zip(weights() or expected, expected, strict=True):
-            np.testing.assert_allclose(one, another, rtol=1e-2, atol=1e-3)
+            # Apart by more than rounding where a unit of some sample is at the kink of its ReLU.
+            np.testing.assert_allclose(one, another, rtol=1e-2, atol=2e-3, err_msg=name)
     return medians, expected
 
 

@@ -43,7 +43,7 @@ class LocalBlocks:
 
     Args:
         rank: this rank, which has its own part of blocks that are split.
-        memory: returns returns what updates change, which it makes when it is first called.
+        memory: returns what updates change, which it makes when it is first called.
 
     Attributes:
         stream: the strategy's stream; `None` on a CPU.

@@ -186,11 +186,11 @@ def norms_kernel(earlier: int, are_global: tuple[bool, ...], code: str, given: i
 
     It takes sums by variable, thread and term; the first are of all variables together.
 
-    Clipping by the norm of each gradient, for example, is in CUDA C++:
+    For an update by `learning_rate / max(norm, least)`, for example, it is in CUDA C++:
 
         double sum_0 = 0;
         #pragma unroll 16
-        for (long long k = 0; k < 256; ++k) sum_0 += sums[((1 + i) * 256 + k) * 1 + 0];
+        for (long long k = 0; k < threads; ++k) sum_0 += sums[((1 + i) * threads + k) * 1 + 0];
         norm_0 = sqrt(sum_0);
         const auto late_0 = norm_0 > given_0 || norm_0 != norm_0 ? norm_0 : given_0;
         const auto late_1 = given_1 / late_0;
@@ -205,17 +205,17 @@ def norms_kernel(earlier: int, are_global: tuple[bool, ...], code: str, given: i
     lines = []
     for j, is_global in enumerate(are_global):
         row = "0" if is_global else "(1 + i)"
-        place = f"({row} * {THREADS} + k) * {len(are_global)} + {j}"
+        place = f"({row} * threads + k) * {len(are_global)} + {j}"
         lines += [
             f"double sum_{j} = 0;",
             _UNROLL,
-            f"for (long long k = 0; k < {THREADS}; ++k) sum_{j} += sums[{place}];",
+            f"for (long long k = 0; k < threads; ++k) sum_{j} += sums[{place}];",
             f"norm_{earlier + j} = sqrt(sum_{j});",
         ]
     norms = [f"float64 norm_{j}" for j in range(earlier + len(are_global))]
     numbers = [f"float64 given_{j}" for j in range(given)]
     return _elementwise(
-        ["raw float64 sums", *numbers, *norms[:earlier]],
+        ["raw float64 sums", "int64 threads", *numbers, *norms[:earlier]],
         [*norms[earlier:], "raw float64 numbers"],
         [*lines, code],
         "norms",

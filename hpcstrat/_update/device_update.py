@@ -20,6 +20,7 @@ for bit.
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -59,7 +60,7 @@ thread of `add_kernel` adds up a sum of each strip."""
 
 
 class RunStrips(NamedTuple):
-    """The strips of a run of variables, which are some elements of one variable each.
+    """The strips of a run; each is some elements of one variable.
 
     The run of a and b in the picture, if they are of float32, has
 
@@ -91,15 +92,17 @@ def strips_of_runs(runs: Sequence[Shard], shards: Sequence[Shard], size: int) ->
     """The strips of each run, in NumPy arrays.
 
     Args:
-        runs: all runs of the shards.
+        runs: all runs of the shards, in their order.
         shards: this rank's part of each variable, in the order of the message.
         size: the elements of a strip of full length.
     """
     found: list[RunStrips] = []
     first = 0
+    rest = collections.deque(shard for shard in shards if shard.elements)
     for run in runs:
-        members = [shard for shard in shards if run.message & shard.message]
-        strips = [strip for shard in members for strip in shard.split(size)]
+        strips: list[Shard] = []
+        while rest and run.message & rest[0].message:
+            strips += rest.popleft().split(size)
         variables = np.array([strip.variable for strip in strips], np.int32)
         # Bytes, counted in the run.
         starts = np.array([strip.message.start for strip in strips], np.int64) - run.message.start
@@ -208,9 +211,10 @@ class DeviceNorms:
             sums = one.sums_of_variables
             one.add(one.sums_of_strips, *self._strips_of_variables, sums, size=sums.size)
             if add_up is not None:
-                sums = add_up(sums)
+                # Not the sums of all threads and variables: those are many bytes to exchange.
+                sums = add_up(sums if len(sums) == 1 else sums.sum(axis=1, keepdims=True))
             numbers = one.numbers
-            one.compute(sums, *given, *one.norms, numbers)
+            one.compute(sums, sums.shape[1], *given, *one.norms, numbers)
         for run, update, arrays in zip(self._runs, self._updates, operands, strict=True):
             update(numbers, run.owners, *arrays)
 

@@ -52,7 +52,7 @@ class Gradients:
 
     Args:
         runs: the runs.
-        rank: which of the messages is this rank's.
+        rank: which of the messages is this rank's, if there is more than one.
         messages: all ranks' messages, or one.
         in_place: gradients of this rank that are not in its message.
     """
@@ -192,7 +192,7 @@ class HostRuns:
         part_of_memory: see `runs_in_memory`.
         shards: likewise; at least one, and all have elements.
         scratch: memory to work in.
-        rank: which of the messages is this rank's.
+        rank: which of the messages is this rank's, if there is more than one.
     """
 
     def __init__(
@@ -252,7 +252,7 @@ class HostUpdate(Update):
         part_of_memory: see `runs_in_memory`.
         shards: for each variable this rank's part, in the order of the message.
         scratch: memory to work in.
-        rank: which of the messages is this rank's.
+        rank: which of the messages is this rank's, if there is more than one.
         compile_after: updates since messages were last forgotten until loops are compiled.
     """
 
@@ -292,7 +292,9 @@ class HostUpdate(Update):
 
     def forget_messages(self) -> None:
         """See `Update.forget_messages`."""
-        self._updates = 0  # tables for loops cost more than NumPy's calls take
+        # Counted anew: for each new message a loop needs a table, which costs more than NumPy's
+        # calls take.
+        self._updates = 0
         for runs in (*self._all, *self._of_variables.values()):
             runs.forget_messages()
 

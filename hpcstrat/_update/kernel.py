@@ -72,7 +72,7 @@ class Kernel:
         steps: the same as calls of NumPy's functions. The first arrays are the gradient, the value
             and the slots.
         arrays: the number of arrays of each kind.
-        terms: for norms, the arrays of their terms.
+        terms: for norms, which arrays have their terms then.
     """
 
     name: str

@@ -33,8 +33,8 @@ class UpdateRule(NamedTuple):
         apply: the function. NumPy's functions work on both kinds of array.
         constants: the numbers in `apply`, by name; the learning rate at least. Ranks whose
             constants differ raise `ReplicaMismatchError`, which names them.
-        kernel: the same update as NumPy's calls, in C and in CUDA C++. Updates of whole variables,
-            and all on a GPU, use it instead of `apply` if it is given.
+        kernel: the same update as NumPy's calls, in C and in CUDA C++. If it is given, updates use
+            it instead of `apply`, but not those of rows in host memory.
         kernel_constants: the constants of the kernel, in its order.
         norms: the norms of whole variables that it needs. Then `apply` takes a whole variable, and
             the kernel's constants are those of `norms.rule_of`.
@@ -80,7 +80,7 @@ class Norms(NamedTuple):
 
     @property
     def most(self) -> int:
-        """The norms of the pass that has most."""
+        """How many norms the pass with most has."""
         return max([len(each.are_global) for each in self.passes])
 
     def rule_of(self, k: int, found: Sequence[float]) -> UpdateRule:

@@ -10,7 +10,8 @@ although one variable may be larger than all others together:
 
 Small shards that follow each other, such as the end of v, c and d, are one run: they cost no calls
 of their own. This is right because passes are elementwise. Norms of each variable need to know
-where it ends: then each variable is a run.
+where it ends: on a host each variable is then a run, and on a GPU a table has the owner of each
+element.
 """
 
 from __future__ import annotations

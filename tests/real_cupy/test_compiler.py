@@ -58,7 +58,7 @@ def kernels_of(rule, dtype):
         terms, passed = len(one.are_global), norms.given[k + 1]
         kernel = device_kernels.norms_kernel(len(found), one.are_global, after.code, len(passed))
         found += [numbers] * terms
-        yield kernel, [numbers, *passed, *found, numbers]
+        yield kernel, [numbers, 1, *passed, *found, numbers]
         constants = [numbers, owners]
     kernel = device_kernels.update_kernel(rule.kernel, dtype, norms is not None)
     yield kernel, [*constants, *given]
