@@ -163,12 +163,12 @@ class DeviceNorms:
     def __init__(self, runs: Sequence[Run], shards: Sequence[Shard], norms: Norms) -> None:
         xp = gpu.load_cupy("an update")
         size, variables = strip_size(shards), len(shards)
-        self._runs = [
+        self._strips = [
             RunStrips(first, *map(xp.asarray, arrays))
             for first, *arrays in strips_of_runs([run.shard for run in runs], shards, size)
         ]
         self._strips_of_variables = [*map(xp.asarray, strips_of_variables(shards, size))]
-        strips = sum([run.starts.size for run in self._runs])
+        strips = sum([run.starts.size for run in self._strips])
         dtypes = [run.shard.dtype for run in runs]
         self._passes: list[NormsPass] = []
         found: list[Array] = []
@@ -201,22 +201,23 @@ class DeviceNorms:
             operands: the variables.
             add_up: see `Update.run`.
         """
-        numbers: Array = None
+        constants: list[tuple[Any, ...]] = [norms.given[0]] * len(operands)  # of each run
         for one, given in zip(self._passes, norms.given[1:], strict=True):
-            for run, squares, arrays in zip(self._runs, one.squares, operands, strict=True):
-                constants = norms.given[0] if numbers is None else (numbers, run.owners)
-                strips = run.starts, run.stops, run.first
-                threads = THREADS * run.starts.size
-                squares(*constants, *arrays, *strips, one.sums_of_strips, size=threads)
+            for squares, own, arrays, strips in zip(
+                one.squares, constants, operands, self._strips, strict=True
+            ):
+                place = strips.starts, strips.stops, strips.first
+                threads = THREADS * strips.starts.size
+                squares(*own, *arrays, *place, one.sums_of_strips, size=threads)
             sums = one.sums_of_variables
             one.add(one.sums_of_strips, *self._strips_of_variables, sums, size=sums.size)
             if add_up is not None:
                 # Not the sums of all threads and variables: those are many bytes to exchange.
                 sums = add_up(sums if len(sums) == 1 else sums.sum(axis=1, keepdims=True))
-            numbers = one.numbers
-            one.compute(sums, sums.shape[1], *given, *one.norms, numbers)
-        for run, update, arrays in zip(self._runs, self._updates, operands, strict=True):
-            update(numbers, run.owners, *arrays)
+            one.compute(sums, sums.shape[1], *given, *one.norms, one.numbers)
+            constants = [(one.numbers, strips.owners) for strips in self._strips]
+        for update, own, arrays in zip(self._updates, constants, operands, strict=True):
+            update(*own, *arrays)
 
 
 @final
@@ -231,12 +232,12 @@ class DeviceUpdate(Update):
     def __init__(self, runs: Sequence[Run], shards: Sequence[Shard]) -> None:
         self._runs = runs
         self._shards = shards
-        self._gradients = KeptByMessage(functools.partial(gradients_of, runs))
-        self._norms: dict[tuple[Pass, ...], DeviceNorms] = {}
+        self._operands = KeptByMessage(functools.partial(_operands_in, runs))
+        self._norms_by_passes: dict[tuple[Pass, ...], DeviceNorms] = {}
 
     def forget_messages(self) -> None:
         """See `Update.forget_messages`."""
-        self._gradients.clear()
+        self._operands.clear()
 
     def run(
         self,
@@ -247,19 +248,22 @@ class DeviceUpdate(Update):
         add_up: Callable[[Array], Array] | None = None,
     ) -> None:
         """See `Update.run`."""
-        gradients = self._gradients.of(messages)
-        operands = [
-            (gradient, run.value, *run.slots)
-            for run, (gradient,) in zip(self._runs, gradients, strict=True)
-        ]
+        operands = self._operands.of(messages)
         if rule.norms is None:
             for gradient, value, *slots in operands:
                 apply_on_gpu(rule, value, gradient, slots)
             return
-        passes = rule.norms.passes
-        if passes not in self._norms:
-            self._norms[passes] = DeviceNorms(self._runs, self._shards, rule.norms)
-        self._norms[passes].run(rule.norms, operands, add_up)
+        passes, made = rule.norms.passes, self._norms_by_passes
+        if passes not in made:
+            made[passes] = DeviceNorms(self._runs, self._shards, rule.norms)
+        made[passes].run(rule.norms, operands, add_up)
+
+
+def _operands_in(runs: Sequence[Run], messages: Sequence[Array]) -> Operands:
+    return [
+        (gradient, run.value, *run.slots)
+        for run, (gradient,) in zip(runs, gradients_of(runs, messages), strict=True)
+    ]
 
 
 def apply_on_gpu(rule: UpdateRule, value: Array, gradient: Array, slots: Sequence[Array]) -> None:
