@@ -55,7 +55,7 @@ class Formula:
         # Of the last step: what it read, and what `_prepare` made of it; its rate and number, and
         # its rule.
         self._values: tuple[Any, ...] | None = None
-        self._prepared: tuple[tuple[Pass, ...], list[Compute], dict[str, float]]
+        self._prepared: tuple[tuple[Pass, ...], list[Compute], dict[str, float], Callable[..., Any]]
         self._now: tuple[float, float] | None = None
         self._rule: UpdateRule
 
@@ -76,7 +76,7 @@ class Formula:
         now = learning_rate, step if self._takes_step else 0
         if now == self._now:
             return self._rule
-        passes, given_in, agreed = self._prepared
+        passes, given_in, agreed, apply_last = self._prepared
         rate, number = float(learning_rate), float(step)
         constants = agreed.copy()
         constants["learning_rate"] = rate
@@ -85,7 +85,7 @@ class Formula:
         kernel = passes[-1].kernel
         if len(passes) == 1:
             numbers = given_in[0](rate, number)
-            apply = functools.partial(kernel.apply, numbers)
+            apply = functools.partial(apply_last, numbers)
             self._rule = UpdateRule(apply, constants, kernel, numbers)
         else:
             norms = Norms(passes, tuple([given(rate, number) for given in given_in]))
@@ -95,12 +95,13 @@ class Formula:
 
     def _prepare(
         self, values: Sequence[Any], slots: tuple[str, ...]
-    ) -> tuple[tuple[Pass, ...], list[Compute], dict[str, float]]:
+    ) -> tuple[tuple[Pass, ...], list[Compute], dict[str, float], Callable[..., Any]]:
         """What these values of attributes give.
 
         Returns:
             The passes; of each what its kernel is given, as a function of the learning rate and
-            the step; and what the ranks must agree on, by name, with a place for these two.
+            the step; what the ranks must agree on, by name, with a place for these two; and
+            `Kernel.apply` of the last pass.
         """
         named = dict(zip(self._lasting, values, strict=True))
         options = {
@@ -120,7 +121,7 @@ class Formula:
         agreed = dict.fromkeys(changing, 0.0) | numbers | flags
         passes = self._traced[key]
         given_in = [functools.partial(each.given_in, *numbers.values()) for each in passes]
-        return passes, given_in, agreed
+        return passes, given_in, agreed, passes[-1].kernel.apply
 
     def _trace(
         self, slots: Sequence[str], numbers: Sequence[str], options: Mapping[str, bool | None]
