@@ -7,7 +7,7 @@ import itertools
 import math
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -25,7 +25,7 @@ from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.plan import Buffers, Plan
 from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import NOTHING_IN_PLACE
+from hpcstrat._update.update import NOTHING_IN_PLACE, AddUp
 
 
 @final
@@ -154,7 +154,7 @@ class CentralHostStorage(Storage):
         # Until all have written, a read could see both new and old elements.
         communicator.sync()
 
-    def _prepare_sums(self, plan: Plan, count: int) -> Callable[[Array], Array]:
+    def _prepare_sums(self, plan: Plan, count: int) -> AddUp:
         """A function that adds up the ranks' sums, in rank order: the same bits on every rank."""
         communicator = self.communicator
         # Twice, used by turns: a rank may be in the next pass while another still adds up.
@@ -165,7 +165,7 @@ class CentralHostStorage(Storage):
                 self._norm_sums = self.create(np.zeros(size))
         turns = itertools.cycle(self._norm_sums.array[:size].reshape(shape))
 
-        def add_up(own: Array) -> Array:
+        def add_up(own: Array, _: tuple[bool, ...]) -> Array:
             sums: Array = next(turns)
             sums[communicator.rank] = own
             communicator.sync()

@@ -126,6 +126,26 @@ class DeviceStorage(Storage):
             if plan.new_values is not None:
                 plan.new_values.send(communicator)
 
+    def _update_rows_on_root(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None:
+        """`_update_rows` by the root alone, which sends the new rows to all."""
+        variable, arrays = blocks[0], [block.array for block in blocks]
+        is_root = self.communicator.rank == self._root
+        with self.local.current():
+            rows, gradient = self.local.here(rows), self.local.here(gradient)
+            if is_root and variable.copy is not None:
+                # The master copy is in host memory, and only the new rows travel to the GPU.
+                host_rows = gpu.to_host(rows)
+                update_rows(arrays, host_rows, gpu.to_host(gradient), rule)
+                new = self.local.here(row_view(variable.array, gradient.ndim - 1)[host_rows])
+            else:
+                if is_root:
+                    update_rows(arrays, rows, gradient, rule)
+                new = row_view(variable.array, gradient.ndim - 1)[rows]
+            self.communicator.broadcast_flat(new.reshape(-1), self._root)
+            row_view((variable.copy or variable).array, gradient.ndim - 1)[rows] = new
+
     @span(COMMUNICATION, lambda storage, *_: Details("pack", None, storage.stream))
     def _pack(self, plan: DevicePlan, values: Sequence[Array], is_reduced: bool) -> list[Array]:
         """`DevicePlan.pack` of values on any device."""
@@ -175,18 +195,27 @@ class MirroredDeviceStorage(DeviceStorage):
 
     If slots are split, each rank stores only its part of them, and makes only these updates: per
     dtype one reduce-scatter of the gradients and one all-gather of the new values, and between
-    these one fused kernel per run of variables. Each element is updated by one rank, so copies stay
-    equal even where some ranks compute on CPUs. Variables without slots are updated by each rank.
+    these one fused kernel per run of variables. Variables without slots are updated by each rank
+    or, if some ranks compute on CPUs, by the root alone: what one rank updates has the same bits in
+    all copies.
 
     Args:
         communicator: the ranks.
         root: the rank whose initial values count.
         splits: whether slots are split over the ranks.
+        rounds_alike: see `make_replica_storage`.
     """
 
-    def __init__(self, communicator: DeviceCommunicator, root: int, splits: bool = False) -> None:
+    def __init__(
+        self,
+        communicator: DeviceCommunicator,
+        root: int,
+        splits: bool = False,
+        rounds_alike: bool = True,
+    ) -> None:
         super().__init__(communicator, root)
         self._splits = splits
+        self._rounds_alike = rounds_alike
 
     def split(self, variables: Sequence[Block]) -> Sequence[Shares | None]:
         """An equal part of all elements per rank."""
@@ -198,12 +227,24 @@ class MirroredDeviceStorage(DeviceStorage):
         """The plan of updates, of which each rank makes all, or its part if slots are split."""
         communicator, local = self.communicator, self.local
         if not (self._splits and any(slots)):
-            order = MessageOrder(variables, slots, ALIGNMENT)
-            return DevicePlan(order, local.new_update(order, order.shards), communicator)
+            order, root = MessageOrder(variables, slots, ALIGNMENT), self._root
+            if self._rounds_alike:
+                return DevicePlan(order, local.new_update(order, order.shards), communicator)
+            own = order.shards if communicator.rank == root else []
+            update = local.new_update(order, own)
+            return CentralPlan(order, update, communicator, root, local.to_read(order))
         order = MessageOrder(variables, [()] * len(variables), ALIGNMENT)
         rank_parts = rank_parts_of(order, order.to_message(slots), communicator.rank)
         update = local.new_update(order, rank_parts[communicator.rank].shards)
         return DevicePartsPlan(order, update, communicator, rank_parts, local.to_read(order))
+
+    def _update_rows(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None:
+        if self._rounds_alike or blocks[-1].shares is not None:
+            super()._update_rows(blocks, rows, gradient, rule)
+        else:
+            self._update_rows_on_root(blocks, rows, gradient, rule)
 
 
 @final
@@ -229,23 +270,7 @@ class CentralDeviceStorage(DeviceStorage):
         update = local.new_update(order, order.shards)
         return CentralPlan(order, update, self.communicator, self._root, local.to_read(order))
 
-    def _update_rows(
-        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
-    ) -> None:
-        variable, arrays = blocks[0], [block.array for block in blocks]
-        with self.local.current():
-            rows, gradient = self.local.here(rows), self.local.here(gradient)
-            if self.updates_here and variable.copy is not None:
-                # The master copy is in host memory, and only the new rows travel to the GPU.
-                host_rows = gpu.to_host(rows)
-                update_rows(arrays, host_rows, gpu.to_host(gradient), rule)
-                new = self.local.here(row_view(variable.array, gradient.ndim - 1)[host_rows])
-            else:
-                if self.updates_here:
-                    update_rows(arrays, rows, gradient, rule)
-                new = row_view(variable.array, gradient.ndim - 1)[rows]
-            self.communicator.broadcast_flat(new.reshape(-1), self._root)
-            row_view((variable.copy or variable).array, gradient.ndim - 1)[rows] = new
+    _update_rows = DeviceStorage._update_rows_on_root
 
     def publish(self, blocks: Sequence[Block]) -> None:
         """Broadcasts the parameter rank's values."""

@@ -20,8 +20,9 @@ from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._memory.layout import PackKernel, packings_of
 from hpcstrat._storage.order import MessageOrder, RankPart, rank_slices, slices_of
 from hpcstrat._storage.plan import Plan
+from hpcstrat._update.device_update import add_up_with_gpus
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import Update
+from hpcstrat._update.update import AddUp, Update
 
 PIECE = 1 << 24
 """Bytes of new values that one call sends. Ranks need not agree on where a run of variables in
@@ -271,6 +272,8 @@ class DevicePartsPlan(DevicePlan):
         self._own = rank_parts[communicator.rank].layout
         self._slices = rank_slices(order, rank_parts)
         self._readable = readable
+        add_up = _add_up_on_host if communicator.stream is None else _add_up
+        self._add_up: AddUp = functools.partial(add_up, communicator)
         super().__init__(order, update, communicator)
 
     def _drop(self) -> None:
@@ -319,12 +322,6 @@ class DevicePartsPlan(DevicePlan):
         """See `DevicePlan.run`."""
         self.update.run(rule, [self._own_message], add_up=self._add_up)
 
-    def _add_up(self, sums: Array) -> Array:
-        """The sums over whole variables, from those over this rank's shards; see `Update.run`."""
-        flat = sums.reshape(-1)
-        self.communicator.all_reduce_flat(flat, flat, ReduceOp.SUM)
-        return sums
-
     def _prepare_values(self) -> NewValues:
         moves: list[Move] = []
         from_message: list[tuple[Array, Array]] = []
@@ -336,3 +333,19 @@ class DevicePartsPlan(DevicePlan):
             moves += self.communicator.prepare_all_gather(array, slices)
             from_message += copies
         return NewValues(_reversed(from_message), moves, from_message)
+
+
+def _add_up(
+    communicator: DeviceCommunicator, sums: Array, are_global: tuple[bool, ...] = ()
+) -> Array:
+    """`AddUp` on a GPU."""
+    flat = sums.reshape(-1)
+    communicator.all_reduce_flat(flat, flat, ReduceOp.SUM)
+    return sums
+
+
+def _add_up_on_host(
+    communicator: DeviceCommunicator, sums: Array, are_global: tuple[bool, ...]
+) -> Array:
+    """`AddUp` on a host among GPUs."""
+    return add_up_with_gpus(sums, are_global, functools.partial(_add_up, communicator))

@@ -28,7 +28,7 @@ from hpcstrat._update import compiled
 from hpcstrat._update.device_update import DeviceUpdate
 from hpcstrat._update.host_update import HostUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace, Update, runs_in_memory
+from hpcstrat._update.update import NOTHING_IN_PLACE, AddUp, InPlace, Update, runs_in_memory
 
 # A model that fills the memory can still be saved and restored, because at most one part of it is
 # in memory twice.
@@ -314,7 +314,7 @@ class UpdateOfCopies(Update):
         messages: Sequence[Array],
         op: ReduceOp = ReduceOp.SUM,
         in_place: InPlace = NOTHING_IN_PLACE,
-        add_up: Callable[[Array], Array] | None = None,
+        add_up: AddUp | None = None,
     ) -> None:
         """See `Update.run`."""
         self._on_host.run(rule, [*map(self._to_host, messages)], op, in_place, add_up)

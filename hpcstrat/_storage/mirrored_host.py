@@ -240,7 +240,7 @@ class MirroredHostStorage(Storage):
                 reduce_in_chunks(group.of(plan.memory), [*map(group.of, messages)], ReduceOp.SUM)
             messages = [plan.memory]
 
-        def add_up(sums: Array) -> Array:
+        def add_up(sums: Array, _: tuple[bool, ...]) -> Array:
             with call_named(f"{current_call()}: norms"):
                 return communicator.all_reduce([sums], ReduceOp.SUM)[0]
 

@@ -249,14 +249,12 @@ def make_mirrored_group(
         agree_on_placement(communicator, devices, shard_updates)
     local = storage = make_replica_storage(communicator)
     writes_on = WritesOn.ALL_RANKS
-    # With sharded updates one rank updates each element, so CPUs and GPUs have equal copies.
+    # A CPU and a GPU round differently: copies that each updates itself would not stay equal. With
+    # sharded updates, too, one rank updates each element.
+    rounds_alike = len({device.kind for device in devices}) == 1
     if shard_updates:
-        storage = make_replica_storage(communicator, shard_updates=True)
-    elif (
-        isinstance(communicator, DeviceCommunicator)
-        and len({device.kind for device in devices}) > 1
-    ):
-        # A CPU and a GPU round differently: copies that each updates itself would not stay equal.
+        storage = make_replica_storage(communicator, shard_updates=True, rounds_alike=rounds_alike)
+    elif isinstance(communicator, DeviceCommunicator) and not rounds_alike:
         storage, writes_on = make_central_storage(communicator, root=0), WritesOn.ROOT
     return ReplicaGroup(
         call,

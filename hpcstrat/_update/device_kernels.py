@@ -184,13 +184,14 @@ def add_kernel(terms: int) -> Any:
 def norms_kernel(earlier: int, are_global: tuple[bool, ...], code: str, given: int) -> Any:
     """The norms of a pass for variable `i`, and the constants of the next pass.
 
-    It takes sums by variable, thread and term; the first are of all variables together.
+    It takes sums by variable, thread and term; the first are of all variables together, if there
+    is such a norm.
 
     For an update by `learning_rate / max(norm, least)`, for example, it is in CUDA C++:
 
         double sum_0 = 0;
         #pragma unroll 16
-        for (long long k = 0; k < threads; ++k) sum_0 += sums[((1 + i) * threads + k) * 1 + 0];
+        for (long long k = 0; k < threads; ++k) sum_0 += sums[((0 + i) * threads + k) * 1 + 0];
         norm_0 = sqrt(sum_0);
         const auto late_0 = norm_0 > given_0 || norm_0 != norm_0 ? norm_0 : given_0;
         const auto late_1 = given_1 / late_0;
@@ -204,7 +205,7 @@ def norms_kernel(earlier: int, are_global: tuple[bool, ...], code: str, given: i
     """
     lines = []
     for j, is_global in enumerate(are_global):
-        row = "0" if is_global else "(1 + i)"
+        row = "0" if is_global else f"({int(any(are_global))} + i)"
         place = f"({row} * threads + k) * {len(are_global)} + {j}"
         lines += [
             f"double sum_{j} = 0;",

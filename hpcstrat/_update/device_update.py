@@ -15,7 +15,12 @@ The 256 threads of a strip take every 256th element (`squares_kernel`). Each of 
 up over the strips of a variable and, for norms over all variables, over all strips (`add_kernel`).
 Then, if ranks have shards of variables, their sums are added up; and last the 256 that are left
 (`norms_kernel`). The order is always the same: ranks with the same elements have the same sums, bit
-for bit.
+for bit. What ranks exchange is an array by row, thread and term, here with 2 terms:
+
+    norms             rows             shape
+    all global        all              (1, 256, 2)
+    none global       a, b, c          (3, 1, 2)     the threads' sums are added up before
+    one of each       all, a, b, c     (4, 1, 2)
 """
 
 from __future__ import annotations
@@ -43,6 +48,7 @@ from hpcstrat._update.passes import Pass
 from hpcstrat._update.rule import Norms, UpdateRule
 from hpcstrat._update.update import (
     NOTHING_IN_PLACE,
+    AddUp,
     InPlace,
     KeptByMessage,
     Run,
@@ -132,21 +138,25 @@ class NormsPass(NamedTuple):
     """A pass that finds norms: its kernels, in the order in which they run, and what they write.
 
     Attributes:
+        are_global: see `Pass`.
         squares: the kernel of each run that writes `sums_of_strips`.
-        add: the kernel that writes `sums_of_variables`.
+        add: the kernel that writes `sums`.
         compute: the kernel that writes `norms` and `numbers`.
+        strips: of each row of `sums`, the number of the first strip, and that after the last.
         sums_of_strips: by strip, thread and term.
-        sums_of_variables: by variable, thread and term. The first are of all variables together,
-            and if all norms are, there are no others.
+        sums: by row, thread and term. A row is a variable, except if all norms are global; the
+            first is all variables together, if any norm is.
         norms: of the passes before and then of this one, each by variable.
         numbers: the constants of the next pass, by variable.
     """
 
+    are_global: tuple[bool, ...]
     squares: list[Any]
     add: Any
     compute: Any
+    strips: list[Array]
     sums_of_strips: Array
-    sums_of_variables: Array
+    sums: Array
     norms: list[Array]
     numbers: Array
 
@@ -167,7 +177,7 @@ class DeviceNorms:
             RunStrips(first, *map(xp.asarray, arrays))
             for first, *arrays in strips_of_runs([run.shard for run in runs], shards, size)
         ]
-        self._strips_of_variables = [*map(xp.asarray, strips_of_variables(shards, size))]
+        strips_of_rows = [*map(xp.asarray, strips_of_variables(shards, size))]
         strips = sum([run.starts.size for run in self._strips])
         dtypes = [run.shard.dtype for run in runs]
         self._passes: list[NormsPass] = []
@@ -175,15 +185,18 @@ class DeviceNorms:
         for k, (one, after) in enumerate(itertools.pairwise(norms.passes)):
             terms, given = len(one.are_global), len(norms.given[k + 1])
             compute = norms_kernel(len(found), one.are_global, after.code, given)
-            rows = 1 if all(one.are_global) else 1 + variables
+            rows = slice(not any(one.are_global), 1 if all(one.are_global) else None)
+            of_rows = [numbers[rows] for numbers in strips_of_rows]
             found = [*found, *[xp.zeros(variables) for _ in range(terms)]]
             self._passes.append(
                 NormsPass(
+                    are_global=one.are_global,
                     squares=[squares_kernel(one.kernel, dtype, k > 0) for dtype in dtypes],
                     add=add_kernel(terms),
                     compute=compute,
+                    strips=of_rows,
                     sums_of_strips=xp.zeros((strips, THREADS, terms)),
-                    sums_of_variables=xp.zeros((rows, THREADS, terms)),
+                    sums=xp.zeros((len(of_rows[0]), THREADS, terms)),
                     norms=found,
                     numbers=xp.zeros((variables, len(after.kernel.constants))),
                 )
@@ -191,9 +204,7 @@ class DeviceNorms:
         last = norms.passes[-1].kernel
         self._updates = [update_kernel(last, dtype, by_variable=True) for dtype in dtypes]
 
-    def run(
-        self, norms: Norms, operands: Operands, add_up: Callable[[Array], Array] | None
-    ) -> None:
+    def run(self, norms: Norms, operands: Operands, add_up: AddUp | None) -> None:
         """Makes the update of a rule with these norms, of which only numbers may be others.
 
         Args:
@@ -209,11 +220,12 @@ class DeviceNorms:
                 place = strips.starts, strips.stops, strips.first
                 threads = THREADS * strips.starts.size
                 squares(*own, *arrays, *place, one.sums_of_strips, size=threads)
-            sums = one.sums_of_variables
-            one.add(one.sums_of_strips, *self._strips_of_variables, sums, size=sums.size)
+            sums = one.sums
+            one.add(one.sums_of_strips, *one.strips, sums, size=sums.size)
             if add_up is not None:
                 # Not the sums of all threads and variables: those are many bytes to exchange.
-                sums = add_up(sums if len(sums) == 1 else sums.sum(axis=1, keepdims=True))
+                own = sums if all(one.are_global) else sums.sum(axis=1, keepdims=True)
+                sums = add_up(own, one.are_global)
             one.compute(sums, sums.shape[1], *given, *one.norms, one.numbers)
             constants = [(one.numbers, strips.owners) for strips in self._strips]
         for update, own, arrays in zip(self._updates, constants, operands, strict=True):
@@ -245,7 +257,7 @@ class DeviceUpdate(Update):
         messages: Sequence[Array],
         op: ReduceOp = ReduceOp.SUM,
         in_place: InPlace = NOTHING_IN_PLACE,
-        add_up: Callable[[Array], Array] | None = None,
+        add_up: AddUp | None = None,
     ) -> None:
         """See `Update.run`."""
         operands = self._operands.of(messages)
@@ -257,6 +269,30 @@ class DeviceUpdate(Update):
         if passes not in made:
             made[passes] = DeviceNorms(self._runs, self._shards, rule.norms)
         made[passes].run(rule.norms, operands, add_up)
+
+
+def add_up_with_gpus(
+    sums: Array, are_global: tuple[bool, ...], add_up: Callable[[Array], Array]
+) -> Array:
+    """`AddUp` on a host, where other ranks exchange what a GPU has.
+
+    Args:
+        sums: in NumPy, by variable and norm.
+        are_global: see `AddUp`.
+        add_up: adds up an array of the shape that ranks exchange.
+    """
+    terms = len(are_global)
+    by_variable = sums[:, np.newaxis, :terms]
+    of_all = by_variable.sum(axis=0, keepdims=True)
+    if all(are_global):
+        own = np.pad(of_all, ((0, 0), (0, THREADS - 1), (0, 0)))  # as if one thread had added up
+    else:
+        own = np.concatenate([*[of_all] * any(are_global), by_variable])
+    # The sums of all variables are in the only row, or those of the others add up to them.
+    rows = add_up(own).sum(axis=1)[-len(sums) :]
+    added = np.zeros_like(sums)
+    added[: len(rows), :terms] = rows
+    return added
 
 
 def _operands_in(runs: Sequence[Run], messages: Sequence[Array]) -> Operands:

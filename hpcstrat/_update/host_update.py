@@ -26,6 +26,7 @@ from hpcstrat._update.kernel import Kernel, scalars
 from hpcstrat._update.rule import UpdateRule, sums_of_squares
 from hpcstrat._update.update import (
     NOTHING_IN_PLACE,
+    AddUp,
     GradientInPlace,
     InPlace,
     KeptByMessage,
@@ -304,7 +305,7 @@ class HostUpdate(Update):
         messages: Sequence[Array],
         op: ReduceOp = ReduceOp.SUM,
         in_place: InPlace = NOTHING_IN_PLACE,
-        add_up: Callable[[Array], Array] | None = None,
+        add_up: AddUp | None = None,
     ) -> None:
         """See `Update.run`."""
         self._updates += 1
@@ -328,7 +329,9 @@ class HostUpdate(Update):
                 runs.one_pass(before, messages, op, in_place, compiles, squares[i, :count])
             # A norm needs all elements of a variable, some of them on other ranks, so nothing can
             # be updated before. The gradients are reduced again: a copy would cost as much memory.
-            sums = (squares if add_up is None else add_up(squares))[:, :count]
+            if add_up is not None:
+                squares = add_up(squares, each.are_global)
+            sums = squares[:, :count]
             roots = np.sqrt(np.where(each.are_global, sums.sum(axis=0), sums)).tolist()
             found = [earlier + own for earlier, own in zip(found, roots, strict=True)]
         for i, runs in parts:

@@ -28,6 +28,13 @@ from hpcstrat._update.rule import UpdateRule
 
 T = TypeVar("T")
 
+AddUp: TypeAlias = "Callable[[Array, tuple[bool, ...]], Array]"
+"""Adds up sums of squares over the ranks that have the other shards.
+
+It takes an array of float64, one row for each variable on a host (see `device_update.py` for a
+GPU), and for each norm whether it is over all variables.
+"""
+
 
 class GradientInPlace(NamedTuple):
     """A gradient that this rank reads where it is.
@@ -142,7 +149,7 @@ class Update(abc.ABC):
         messages: Sequence[Array],
         op: ReduceOp = ReduceOp.SUM,
         in_place: InPlace = NOTHING_IN_PLACE,
-        add_up: Callable[[Array], Array] | None = None,
+        add_up: AddUp | None = None,
     ) -> None:
         """Reduces the messages, and updates the variables and slots.
 
@@ -151,6 +158,5 @@ class Update(abc.ABC):
             messages: all ranks', or the only one that counts.
             op: how the messages are reduced.
             in_place: gradients of this rank that are not, or not wholly, in its message.
-            add_up: adds up an array of float64 over the ranks that have the other shards; `None` if
-                this rank has all.
+            add_up: see `AddUp`; `None` if this rank has all shards.
         """

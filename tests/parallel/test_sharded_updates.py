@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from internals import state_of_optimizer
+from internals import device_update, rows, state_of_optimizer
 from lamb import LAMB
 from mpi4py import MPI
 from slow import slow_but
@@ -138,6 +138,79 @@ def test_norms_take_all_parts(both, optimizer):
         np.testing.assert_allclose(
             one, other, rtol=2e-3 if one.dtype == np.float16 else 1e-5, atol=1e-6
         )
+
+
+class NormOfOne(hs.optimizers.Optimizer):
+    """Takes a norm of one variable, of which each rank has a part, and so no other."""
+
+    @property
+    def slots(self):
+        return {"sum": 0.0}
+
+    @staticmethod
+    def formula(value, gradient, total, *, learning_rate):
+        total = total + gradient / np.linalg.norm(gradient)
+        return value - learning_rate * total, total
+
+
+OF_BOTH_KINDS = {
+    **{name: (WITH_NORMS[name], SHAPES, DTYPES) for name in WITH_NORMS},
+    "a norm of one variable": (lambda: NormOfOne(0.1), [(999,)], ["float64"]),
+    "global_clipnorm of one variable": (WITH_NORMS["global_clipnorm"], [(999,)], ["float64"]),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("place", ["GPU"], indirect=True)
+@pytest.mark.parametrize("is_host", [{0}, {N - 1}], ids=["CPU first", "CPU last"])
+@pytest.mark.parametrize("case", OF_BOTH_KINDS)
+@pytest.mark.filterwarnings("ignore:.*exchange data through host memory instead of NCCL")
+def test_norms_take_the_parts_of_hosts_and_gpus(place, is_host, case):
+    devices = ["CPU:0" if r in is_host else gpu for r, gpu in enumerate(place.devices)]
+    with hs.MirroredStrategy(["CPU:0"] * N) as one, ShardedMirroredStrategy(devices) as other:
+        expected, found = (
+            Model(strategy, *OF_BOTH_KINDS[case]).train(3).values() for strategy in (one, other)
+        )
+    for one, other in zip(expected, found, strict=True):
+        assert len({each.tobytes() for each in MPI.COMM_WORLD.allgather(other)}) == 1
+        np.testing.assert_allclose(
+            other, one, rtol=2e-3 if one.dtype == np.float16 else 1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("place", ["GPU"], indirect=True)
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "sparse"])
+@pytest.mark.filterwarnings("ignore:.*exchange data through host memory instead of NCCL")
+def test_copies_on_hosts_and_gpus_are_equal(place, optimizer, is_sparse, monkeypatch):
+    """Although a GPU rounds differently: it fuses multiplications with additions."""
+
+    original = device_update.apply_on_gpu
+
+    def apply_on_gpu(rule, value, gradient, slots):
+        original(rule, value, gradient, slots)
+        value *= 1.25
+
+    with ShardedMirroredStrategy(["CPU:0", *place.devices[1:]]) as strategy:
+        model = Model(strategy, OPTIMIZERS[optimizer], [(300, 7), (3,)], ["float32", "float64"])
+        with monkeypatch.context() as patch:
+            for module in (device_update, rows):
+                patch.setattr(module, "apply_on_gpu", apply_on_gpu)
+            for _ in range(2):
+                if is_sparse:
+                    strategy.run(sparse_step, args=(model,))
+                else:
+                    model.train(1)
+        for v in model.variables:
+            assert len({each.tobytes() for each in MPI.COMM_WORLD.allgather(v.numpy())}) == 1
+
+
+def sparse_step(model):
+    xp = model.strategy.xp
+    names = xp.asarray([7, 299 - RANK, 7, 150, 0])
+    slices = hs.IndexedSlices(xp.ones((5, 7), xp.float32), names)
+    model.optimizer.apply_gradients([(slices, model.variables[0])])
 
 
 def test_some_variables_and_others_later(both, place):

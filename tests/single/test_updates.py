@@ -202,13 +202,13 @@ def test_norms_of_variables_that_are_split(kind, variables, ranks, seed):
             own = order.shards_of_rank(rank, ranks)
             update = kind(memory.part, own, {}, rank)
             before = memory.bytes.copy()
-            update.run(rule, messages, add_up=lambda own: parts.append(own.copy()) or own)
+            update.run(rule, messages, add_up=lambda own, _: parts.append(own.copy()) or own)
             memory.bytes[...] = before
         total = sum(parts)
         np.testing.assert_allclose(total, sums, rtol=1e-6)
         for rank in range(ranks):
             own = order.shards_of_rank(rank, ranks)
-            kind(memory.part, own, {}, rank).run(rule, messages, add_up=lambda _: np.array(sums))
+            kind(memory.part, own, {}, rank).run(rule, messages, add_up=lambda *_: np.array(sums))
     for block, of_block, wanted in zip(blocks, slots, expected, strict=True):
         for array, result in zip([block, *of_block], wanted, strict=True):
             np.testing.assert_array_equal(array.array.astype(np.float64), result)
