@@ -55,22 +55,21 @@ OPTIMIZERS = {
 
 def optimizers_of(dtype):
     """The optimizers that variables of this dtype can have, by name."""
-    if dtype.kind == "c":
-        ordered = optimizers.Adamax, optimizers.Lion, optimizers.Ftrl
-        return {name: one for name, one in OPTIMIZERS.items() if not isinstance(one, ordered)}
     options = {
-        "clipped values": optimizers.SGD(0.1, 0.9, clipvalue=0.5),
         "clipped norms": optimizers.SGD(0.1, 0.9, clipnorm=0.5),
         "averages": optimizers.SGD(0.1, use_ema=True, weight_decay=0.1),
         "averages that overwrite": optimizers.SGD(0.1, use_ema=True, ema_overwrite_frequency=2),
     }
-    return OPTIMIZERS | options | {"choices": Choosing(0.1), "norms": LAMB(0.1)}
+    every = OPTIMIZERS | options | {"norms": LAMB(0.1)}
+    if dtype.kind == "c":
+        ordered = optimizers.Adamax, optimizers.Lion, optimizers.Ftrl
+        return {name: one for name, one in every.items() if not isinstance(one, ordered)}
+    clipped = {"clipped values": optimizers.SGD(0.1, 0.9, clipvalue=0.5)}
+    return every | clipped | {"choices": Choosing(0.1)}
 
 
 def with_norms_of_norms(dtype):
     """Optimizers whose norms depend on other norms, by name."""
-    if dtype.kind == "c":
-        return {}
     return {
         "norms of norms": LAMB(0.1, clipnorm=0.5),
         "norms of a norm of all": LAMB(0.1, global_clipnorm=0.5),

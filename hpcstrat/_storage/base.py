@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from hpcstrat._memory.allocator import Block, Shares
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, writer_of
 from hpcstrat._storage.plan import Plan
+from hpcstrat._update.kernel import Kernel
 from hpcstrat._update.rows import update_rows, update_rows_in_shards
 from hpcstrat._update.rule import UpdateRule
 
@@ -44,6 +46,7 @@ class Storage(abc.ABC):
         self._number = communicator.calls.count_storage()
         self._created = 0
         self._has_interrupted = False
+        self._prepared: set[tuple[Kernel | None, np.dtype[Any]]] = set()  # for updates of rows
         self._marked: weakref.WeakSet[Plan] = weakref.WeakSet()  # with marks in this step
 
     def create(self, initial: Array) -> Block:
@@ -235,6 +238,14 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers for a plan, from which the gradients of its variables are not copied."""
+
+    def prepare_rows(self, variables: Sequence[Block], slots: int, rule: UpdateRule) -> None:
+        """Does `Update.prepare` for `update_rows` of variables with so many slots."""
+        for variable in variables if self.updates_here else ():
+            kernel = rule.kernel, variable.array.dtype
+            if kernel not in self._prepared:
+                self.local.prepare_rows(rule, variable, slots)
+                self._prepared.add(kernel)
 
     @span(UPDATE, lambda *args, **_: Details(current_call(), args[4].nbytes))
     def update_rows(

@@ -102,6 +102,11 @@ class DeviceStorage(Storage):
         number = communicator.calls.number
         with self.local.current():
             try:
+                # Before the ranks agree: a kernel that does not compile must change nothing.
+                kernels = rule.kernel if rule.norms is None else rule.norms.passes
+                if kernels not in plan.prepared and self.updates_here:
+                    plan.prepare(rule)
+                    plan.prepared.add(kernels)
                 if plan.memory is None:
                     self._messages.lend(plan, signature)
                 sources = plan.gradients

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, TypeAlias, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 from hpcstrat._communicators.device import DeviceCommunicator, Move
 from hpcstrat._core import gpu
@@ -51,6 +51,7 @@ class DevicePlan(Plan):
         message: the message of the gradients.
         gradients: the message by dtype.
         has_integers: whether some of the variables are integers: NCCL casts these to sum them.
+        prepared: the kernels of rules, or their passes, that `prepare` has had.
     """
 
     _reduces_to: int | None = None
@@ -62,6 +63,7 @@ class DevicePlan(Plan):
         super().__init__(order, update)
         self.communicator = communicator
         self.has_integers: bool = any(group.dtype.kind in "iu" for group in order.layout.groups)
+        self.prepared: set[Any] = {None}  # a rule without a kernel needs nothing
         self._packings: list[PackKernel] = []  # on a GPU
         self._drop()
 
@@ -139,6 +141,10 @@ class DevicePlan(Plan):
             self.communicator.broadcast_flat(source, 0)
         else:
             self.communicator.all_reduce_flat(source, self.gradients[k], op)
+
+    def prepare(self, rule: UpdateRule) -> None:
+        """See `Update.prepare`."""
+        self.update.prepare(rule)
 
     @_update_span
     def run(self, rule: UpdateRule) -> None:
@@ -316,6 +322,10 @@ class DevicePartsPlan(DevicePlan):
         for rank, elements, own in slices:
             if rank == communicator.rank:
                 out[own.slice] = source[elements.slice]
+
+    def prepare(self, rule: UpdateRule) -> None:
+        """See `Update.prepare`."""
+        self.update.prepare(rule, lambda sums, _: sums)
 
     @_update_span
     def run(self, rule: UpdateRule) -> None:

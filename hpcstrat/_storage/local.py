@@ -25,7 +25,7 @@ from hpcstrat._memory.segment import Segment
 from hpcstrat._process import settings
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._update import compiled
-from hpcstrat._update.device_update import DeviceUpdate
+from hpcstrat._update.device_update import DeviceUpdate, prepare_on_gpu
 from hpcstrat._update.host_update import HostUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import NOTHING_IN_PLACE, AddUp, InPlace, Update, runs_in_memory
@@ -131,6 +131,10 @@ class LocalBlocks:
         after = after if self._compiles else math.inf
         return HostUpdate(self.memory.part, shards, self._scratch, self._rank, after)
 
+    def prepare_rows(self, rule: UpdateRule, variable: Block, slots: int) -> None:
+        """Does `Update.prepare` for updates of rows."""
+        return
+
     def zeros(self, nbytes: int) -> Array:
         """New memory for messages, on this rank's device."""
         return self.xp.zeros(nbytes, np.uint8)
@@ -215,6 +219,12 @@ class OnGpu(LocalBlocks):
     def new_update(self, order: MessageOrder, shards: Sequence[Shard]) -> Update:
         """An update of whole runs, each by one kernel."""
         return DeviceUpdate(runs_in_memory(self.memory.part, shards, alignment=ALIGNMENT), shards)
+
+    def prepare_rows(self, rule: UpdateRule, variable: Block, slots: int) -> None:
+        """See `LocalBlocks.prepare_rows`."""
+        if variable.copy is None:  # else they are updated on the host
+            with self.current():
+                prepare_on_gpu(rule, variable.array.dtype, slots)
 
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """See `LocalBlocks.write`."""

@@ -34,6 +34,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 import numpy as np
 
 from hpcstrat._core import gpu
+from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.intervals import Shard, divide_up, round_up
@@ -204,13 +205,24 @@ class DeviceNorms:
         last = norms.passes[-1].kernel
         self._updates = [update_kernel(last, dtype, by_variable=True) for dtype in dtypes]
 
-    def run(self, norms: Norms, operands: Operands, add_up: AddUp | None) -> None:
+    def prepare(self, norms: Norms, runs: Sequence[Run], add_up: AddUp | None) -> None:
+        """See `Update.prepare`. It finds the norms of other gradients."""
+        operands = [(run.value, run.value, *run.slots) for run in runs]
+        self.run(norms, operands, add_up, changes=False)
+        numbers = self._passes[-1].numbers
+        for update, arrays, strips in zip(self._updates, operands, self._strips, strict=True):
+            update(numbers, strips.owners, *[array[:1].copy() for array in arrays])
+
+    def run(
+        self, norms: Norms, operands: Operands, add_up: AddUp | None, changes: bool = True
+    ) -> None:
         """Makes the update of a rule with these norms, of which only numbers may be others.
 
         Args:
             norms: the norms.
             operands: the variables.
             add_up: see `Update.run`.
+            changes: whether it changes the variables, and not only finds the norms.
         """
         constants: list[tuple[Any, ...]] = [norms.given[0]] * len(operands)  # of each run
         for one, given in zip(self._passes, norms.given[1:], strict=True):
@@ -228,6 +240,8 @@ class DeviceNorms:
                 sums = add_up(own, one.are_global)
             one.compute(sums, sums.shape[1], *given, *one.norms, one.numbers)
             constants = [(one.numbers, strips.owners) for strips in self._strips]
+        if not changes:
+            return
         for update, own, arrays in zip(self._updates, constants, operands, strict=True):
             update(*own, *arrays)
 
@@ -251,6 +265,15 @@ class DeviceUpdate(Update):
         """See `Update.forget_messages`."""
         self._operands.clear()
 
+    def prepare(self, rule: UpdateRule, add_up: AddUp | None = None) -> None:
+        """See `Update.prepare`."""
+        for dtype, run in {run.shard.dtype: run for run in self._runs}.items():
+            prepare_on_gpu(rule, dtype, len(run.slots))
+        if rule.norms is not None:
+            made = DeviceNorms(self._runs, self._shards, rule.norms)
+            made.prepare(rule.norms, self._runs, add_up)
+            self._norms_by_passes[rule.norms.passes] = made
+
     def run(
         self,
         rule: UpdateRule,
@@ -265,10 +288,7 @@ class DeviceUpdate(Update):
             for gradient, value, *slots in operands:
                 apply_on_gpu(rule, value, gradient, slots)
             return
-        passes, made = rule.norms.passes, self._norms_by_passes
-        if passes not in made:
-            made[passes] = DeviceNorms(self._runs, self._shards, rule.norms)
-        made[passes].run(rule.norms, operands, add_up)
+        self._norms_by_passes[rule.norms.passes].run(rule.norms, operands, add_up)
 
 
 def add_up_with_gpus(
@@ -300,6 +320,31 @@ def _operands_in(runs: Sequence[Run], messages: Sequence[Array]) -> Operands:
         (gradient, run.value, *run.slots)
         for run, (gradient,) in zip(runs, gradients_of(runs, messages), strict=True)
     ]
+
+
+def prepare_on_gpu(rule: UpdateRule, dtype: np.dtype[Any], slots: int) -> None:
+    """Checks that a rule can update variables of a dtype, and compiles its kernel.
+
+    Those of a rule with norms are only checked.
+
+    Raises:
+        TypeError: the rule needs real numbers.
+    """
+    kernels = [rule.kernel] if rule.norms is None else [one.kernel for one in rule.norms.passes]
+    names = {name for kernel in kernels if kernel for name in kernel.of_reals}
+    if names and dtype.kind == "c":
+        functions = ", ".join([f"numpy.{name}" for name in sorted(names)])
+        clips = " with clipvalue" * ("clipvalue" in rule.constants)
+        raise TypeError(
+            f"{current_call()}: the update{clips} takes {functions} of elements, and a variable is "
+            f"of {dtype.name}, which has no order on a GPU. Make its real and imaginary parts two "
+            "variables, or take an optimizer and options that only add, multiply, divide and take "
+            "roots, such as Adam without clipvalue"
+        )
+    if rule.kernel is not None and rule.norms is None:
+        xp = gpu.load_cupy("an update")
+        value, gradient, *states = xp.zeros((2 + slots, 1), dtype)
+        apply_on_gpu(rule, value, gradient, states)
 
 
 def apply_on_gpu(rule: UpdateRule, value: Array, gradient: Array, slots: Sequence[Array]) -> None:

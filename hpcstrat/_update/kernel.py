@@ -35,6 +35,7 @@ from hpcstrat._update.symbols import (
     NUMBER,
     OPERATIONS,
     Symbol,
+    functions_of_reals,
     in_order,
     statements_in_c,
 )
@@ -69,6 +70,7 @@ class Kernel:
         body: statements in C, CUDA C++ too, that change `value` and the slots by `gradient`, for
             one element. All have the variable's dtype; where that has 16 bits, `float`. Statements
             for norms change nothing and assign to `term_0` and so on.
+        of_reals: names of the functions in it that only real numbers have.
         steps: the same as calls of NumPy's functions. The first arrays are the gradient, the value
             and the slots.
         arrays: the number of arrays of each kind.
@@ -79,6 +81,7 @@ class Kernel:
     slots: tuple[str, ...]
     constants: tuple[str, ...]
     body: str
+    of_reals: tuple[str, ...]
     steps: Sequence[KernelStep]
     arrays: dict[str, int]
     terms: Sequence[int]
@@ -179,7 +182,8 @@ def kernel_of(
     lines += [f"{to} = {texts[new]};" for to, new in changed.items()]
     key = (name, tuple(elements)[2:], names, "\n".join(lines))
     if key not in _kernels:
-        _kernels[key] = Kernel(*key, *_numpy_steps(elements, constants, computed, changed))
+        steps = _numpy_steps(elements, constants, computed, changed)
+        _kernels[key] = Kernel(*key, functions_of_reals(computed), *steps)
     return _kernels[key], constants
 
 

@@ -85,6 +85,7 @@ OPERATIONS: dict[Any, Operation] = {
 _ON_ELEMENTS = OPERATIONS.keys() - {np.power, np.exp, np.log, np.positive}
 _ON_NUMBERS = {function for function, one in OPERATIONS.items() if one.in_python is not None}
 _COMPARISONS = (np.less, np.less_equal, np.greater, np.greater_equal)
+_OF_REALS = {np.absolute, np.sign, np.maximum, np.minimum, *_COMPARISONS}
 
 
 def _operator(function: Any) -> Callable[..., Symbol]:
@@ -214,6 +215,12 @@ def layers_of(results: Sequence[Symbol]) -> list[list[Symbol]]:
         results = [norm.operands[0] for norm in norms]
         count += 1
     return [[norm for norm in height if height[norm] == k] for k in reversed(range(count))]
+
+
+def functions_of_reals(symbols: Sequence[Symbol]) -> tuple[str, ...]:
+    """The names of the functions among these that CUDA C++ does not have for complex numbers."""
+    functions = {one.function for one in symbols}
+    return tuple(sorted(function.__name__ for function in _OF_REALS & functions))
 
 
 def statements_in_c(symbols: Sequence[Symbol], names: dict[Symbol, str], prefix: str) -> list[str]:

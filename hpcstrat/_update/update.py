@@ -142,6 +142,20 @@ class Update(abc.ABC):
         """
         return NOTHING_IN_PLACE
 
+    def prepare(self, rule: UpdateRule, add_up: AddUp | None = None) -> None:
+        """Checks that `run` can apply a rule, and compiles what it needs; here there is nothing.
+
+        It changes no variable. What fails here would leave some updated and others not.
+
+        Args:
+            rule: the first with its kernel, or with its passes.
+            add_up: stands for that of `run`; nothing is exchanged.
+
+        Raises:
+            TypeError: it cannot, because of a dtype.
+        """
+        return
+
     @abc.abstractmethod
     def run(
         self,

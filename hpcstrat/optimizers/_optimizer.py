@@ -353,7 +353,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         Raises:
             ValueError: no variable has a gradient, a gradient has a wrong shape or dtype, or a
                 variable occurs twice or cannot be changed by optimizers. Nothing has changed.
-            TypeError: the name is not a string.
+            TypeError: the name is not a string; or the update takes functions, such as
+                `numpy.maximum`, that a GPU does not have for a complex variable.
             ReplicaMismatchError: the replicas pass gradients of different variables, or have
                 different learning rates.
             RuntimeError: this line runs in another strategy than the variables'.
@@ -458,6 +459,9 @@ class Optimizer(metaclass=_options.OptimizerType):
                     f"{current_call()}: the update takes norms of whole variables, but the "
                     f"gradient of {sparse[0][1].name!r} is an IndexedSlices; pass an array"
                 )
+            if sparse:
+                blocks = [state_of(v).block for _, v in sparse]
+                group.storage.prepare_rows(blocks, len(self.all_slots), rule)
         are_summed = are_summed or not isinstance(contexts.context(), InReplica)
         if are_summed:
             group.communicator.require_equal(gradients)
