@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from hpcstrat._core.arrays import as_number
 from hpcstrat._update.passes import Compute, Pass, passes_of
 from hpcstrat._update.rule import Norms, UpdateRule
@@ -15,6 +17,8 @@ from hpcstrat._update.symbols import ELEMENT, NUMBER, Symbol
 
 _CHANGING = ("learning_rate", "step")
 """The numbers of a formula that may change in every step; all others seldom do."""
+_LASTING = (int, float, np.generic, type(None))
+"""Attributes whose value stays that of the object."""
 
 
 class Formula:
@@ -70,9 +74,15 @@ class Formula:
         values = self._read_attributes(optimizer)
         if self._readers:
             values += tuple([read() for read in self._readers])
-        if values != self._values:
+        try:
+            is_new = values != self._values
+        except ValueError:  # of an array, which may be unequal in some elements
+            is_new = True
+        if is_new:
             self._prepared = self._prepare(values, tuple(optimizer.all_slots))
-            self._values, self._now = values, None
+            # What can change in place, such as a variable, is read again in each step.
+            lasts = all(isinstance(value, _LASTING) for value in values)
+            self._values, self._now = values if lasts else None, None
         now = learning_rate, step if self._takes_step else 0
         if now == self._now:
             return self._rule
@@ -92,6 +102,10 @@ class Formula:
             self._rule = UpdateRule(norms.apply, constants, kernel, norms=norms)
         self._now = now
         return self._rule
+
+    def forget(self) -> None:
+        """Makes the next step bind the attributes anew: `True` takes another trace than 1.0."""
+        self._values = None
 
     def _prepare(
         self, values: Sequence[Any], slots: tuple[str, ...]

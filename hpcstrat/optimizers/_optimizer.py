@@ -185,6 +185,9 @@ class Optimizer(metaclass=_options.OptimizerType):
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
             value = _options.check_attribute(self, self._checks, name, value)
+            if "_formula" in vars(self) and type(getattr(self, name, None)) is not type(value):
+                self._formula.forget()
+                self._formula_of_clipped.forget()
         super().__setattr__(name, value)
         is_composed = name in BY_OPTION and "_all_steps" in vars(self)
         if is_composed and _steps.steps_of(self) != self._all_steps:

@@ -141,6 +141,50 @@ def test_numbers_and_options_are_attributes():
         }
 
 
+def test_a_number_may_become_an_option_and_an_option_a_number():
+    seen = []
+
+    def formula(w, g, *, learning_rate, scale):
+        seen.append(type(scale))
+        return w - learning_rate * g * (3 if scale is True else scale)
+
+    optimizer: Any = optimizer_of(formula, scale=1.0)
+    for optimizer.scale, factor in [(1.0, 1), (True, 3), (1, 1), (True, 3), (np.float64(1), 1)]:
+        value = np.zeros(2)
+        optimizer.update_rule(0.5, 1).apply(value, np.ones(2), (), np.empty(2))
+        assert value.tolist() == [-0.5 * factor] * 2
+    assert len(seen) == 2  # each form was traced once
+
+
+def test_an_attribute_that_changes_in_place():
+    optimizer: Any = optimizer_of(
+        lambda w, g, *, learning_rate, scale: w - learning_rate * scale * g, scale=np.array(1.0)
+    )
+    for factor in (1, 1, 2, 4):
+        optimizer.scale[...] = factor
+        value = np.zeros(2)
+        optimizer.update_rule(0.5, 1).apply(value, np.ones(2), (), np.empty(2))
+        assert value.tolist() == [-0.5 * factor] * 2
+
+
+def put_unseen(optimizer, name, value):
+    """Sets what the optimizer cannot see set, as where a property returns another value."""
+    vars(optimizer)[name] = value
+
+
+@pytest.mark.parametrize("wrong", [np.ones(2), [1.0, 2.0]], ids=repr)
+@pytest.mark.parametrize("put", [setattr, put_unseen])
+def test_an_attribute_that_becomes_an_array_is_named(wrong, put):
+    optimizer: Any = optimizer_of(lambda w, g, *, scale: w - scale * g, scale=0.5)
+    check(optimizer, np.float64)
+    put(optimizer, "scale", wrong)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=r"Own: scale is .*; it must be a number"):
+            optimizer.update_rule(0.5, 1)
+    put(optimizer, "scale", 0.25)
+    check(optimizer, np.float64)
+
+
 def test_numbers_of_steps():
     optimizer = optimizer_of(
         lambda w, g, *, learning_rate, step: w + learning_rate * np.sqrt(step) * g
