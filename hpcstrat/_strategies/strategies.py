@@ -11,6 +11,7 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import connect, disconnect_on_error
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import device_names
+from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import parse_choice
 from hpcstrat._process import worlds
@@ -334,6 +335,7 @@ class CommunicationOptions:
 
     Raises:
         ValueError: `bytes_per_pack` is negative, or `implementation` is not one of its choices.
+        TypeError: `bytes_per_pack` is not a number.
     """
 
     def __init__(
@@ -392,6 +394,7 @@ class HierarchicalCopyAllReduce(CrossDeviceOps):
 
     Raises:
         ValueError: `num_packs` is negative.
+        TypeError: it is not a number.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -407,6 +410,7 @@ class NcclAllReduce(CrossDeviceOps):
 
     Raises:
         ValueError: `num_packs` is negative.
+        TypeError: it is not a number.
     """
 
     def __init__(self, num_packs: int = 1) -> None:
@@ -414,7 +418,7 @@ class NcclAllReduce(CrossDeviceOps):
 
 
 def _check_count(call: str, argument: str, number: int) -> None:
-    if number < 0:
+    if as_number(call, argument, number, "a number of at least 0") < 0:
         raise ValueError(f"{call}: {argument} is {number}; it must be at least 0")
 
 

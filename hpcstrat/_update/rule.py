@@ -31,8 +31,9 @@ class UpdateRule(NamedTuple):
 
     Attributes:
         apply: the function. NumPy's functions work on both kinds of array.
-        constants: the numbers in `apply`, by name; the learning rate at least. Ranks whose
-            constants differ raise `ReplicaMismatchError`, which names them.
+        constants: the numbers in `apply`, by name. Ranks whose constants differ raise
+            `ReplicaMismatchError`, which names them; so do ranks whose learning rates differ, which
+            need not be among these.
         kernel: the same update as NumPy's calls, in C and in CUDA C++. If it is given, updates use
             it instead of `apply`, but not those of rows in host memory.
         kernel_constants: the constants of the kernel, in its order.

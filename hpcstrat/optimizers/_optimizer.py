@@ -421,6 +421,8 @@ class Optimizer(metaclass=_options.OptimizerType):
             rate = self._rate  # inlines `_rate_now`
             rate = float(rate(state.iterations)) if callable(rate) else rate
             rule = self.update_rule(rate, state.iterations + 1)
+            if "learning_rate" not in rule.constants:
+                rule = _with_rate(rule, rate)
         except Exception:  # the slow path gets it too, and raises it on all ranks
             return False
         try:
@@ -454,6 +456,8 @@ class Optimizer(metaclass=_options.OptimizerType):
             rate, step = self._rate_now(), state.iterations + 1
             clipping, clipped = self._clipping if sparse else [], self._formula_of_clipped
             rule = clipped.rule(self, rate, step) if clipping else self.update_rule(rate, step)
+            if "learning_rate" not in rule.constants:
+                rule = _with_rate(rule, rate)
             if not self._rule_is_complete:
                 numbers = _steps.numbers_to_agree(self, self._all_steps)
                 rule = rule._replace(constants={**rule.constants, **numbers})
@@ -614,3 +618,8 @@ class Optimizer(metaclass=_options.OptimizerType):
     def _sums_early(self) -> bool:
         """Whether gradients that are marked can be summed before the step."""
         return not (self._collecting or self._transforming or self._clipping)
+
+
+def _with_rate(rule: UpdateRule, rate: float) -> UpdateRule:
+    """A program's own rule, with the learning rate among what the ranks must agree on."""
+    return rule._replace(constants={"learning_rate": rate, **rule.constants})

@@ -399,8 +399,21 @@ def test_tensorflows_choices_of_communication_change_nothing(place):
         assert strategy.extended.reduce_to("SUM", value, "CPU:0", options) == N
 
 
+TEXT: Any = "x"
+NOTHING: Any = None
 WRONG: Any = {
     "packs": (lambda: hs.NcclAllReduce(-1), ValueError, "^NcclAllReduce: num_packs is -1"),
+    "packs, a text": (
+        lambda: hs.NcclAllReduce(TEXT),
+        TypeError,
+        "^NcclAllReduce: num_packs is 'x'; it must",
+    ),
+    "copies, None": (lambda: hs.HierarchicalCopyAllReduce(NOTHING), TypeError, "num_packs is None"),
+    "bytes, a text": (
+        lambda: hs.CommunicationOptions(TEXT),
+        TypeError,
+        "Options: bytes_per_pack is 'x'",
+    ),
     "copies": (lambda: hs.HierarchicalCopyAllReduce(-1), ValueError, "num_packs is -1"),
     "sums": (lambda: hs.ReductionToOneDevice(None, max), NotImplementedError, "Strategy.gather"),
     "bytes": (lambda: hs.CommunicationOptions(-1), ValueError, "bytes_per_pack is -1"),

@@ -107,6 +107,39 @@ def test_constants_that_differ_are_named(strategy):
     np.testing.assert_array_equal(w.numpy(), np.ones((4, 3)))
 
 
+class Nameless(hs.optimizers.Optimizer):
+    """A rule of its own that names no number."""
+
+    @property
+    def slots(self):
+        return {}
+
+    def update_rule(self, learning_rate, step):
+        def apply(value, gradient, slots, scratch):
+            np.multiply(gradient, learning_rate, out=scratch)
+            scratch += gradient
+            value -= scratch
+
+        return hs.optimizers.UpdateRule(apply)
+
+
+@pytest.mark.core
+def test_learning_rates_are_compared_though_a_rule_does_not_name_them(strategy):
+    with strategy.scope():
+        w, optimizer = hs.Variable(np.ones((4, 3))), Nameless(0.5)
+    for done in range(2):  # the first step, and one like the last
+        train(strategy, w, optimizer, 1)
+        expected = 1 - 1.5 * sum(range(1, N + 1)) * (1 + done)
+        np.testing.assert_array_equal(w.numpy(), np.full((4, 3), expected))
+        optimizer.learning_rate = 0.5 if RANK else 0.25
+        if N > 1:
+            said = r"(?s)Nameless\.apply_gradients.*learning_rate=0\.25"
+            with pytest.raises(hs.ReplicaMismatchError, match=said):
+                train(strategy, w, optimizer, 1)
+        np.testing.assert_array_equal(w.numpy(), np.full((4, 3), expected))
+        optimizer.learning_rate = 0.5
+
+
 @pytest.mark.core
 def test_rows_of_a_table(strategy):
     """A sparse step changes its rows as a dense step does, and no other row."""
