@@ -230,12 +230,14 @@ class MirroredHostStorage(Storage):
     ) -> None:
         """Updates this rank's part, and gets the other ranks' new values."""
         communicator, rank = self.communicator, self.communicator.rank
+        if rule.norms is not None and not self._messages.has_own(plan):
+            # Before the exchange, when a rank without enough memory still stops the others.
+            with communicator.raise_together():
+                plan.take(np.empty(plan.nbytes, np.uint8))
         messages = self._messages_of(signature, plan, values, op)
         if rule.norms is not None:
             # The norms are exchanged between two passes over the gradients. Summed first, these
             # outlive the messages.
-            if not self._messages.has_own(plan):
-                plan.take(np.empty(plan.nbytes, np.uint8))
             for group in plan.own.layout.groups:
                 reduce_in_chunks(group.of(plan.memory), [*map(group.of, messages)], ReduceOp.SUM)
             messages = [plan.memory]
