@@ -7,17 +7,20 @@ Each network is a multilayer perceptron, trained by SGD with momentum 0.9 on hal
 The alternatives:
 
     ours       hpcstrat.CentralStorageStrategy: reduction to the parameter rank, update, broadcast
+    mirrored   hpcstrat.MirroredStrategy: one all-reduce, an update on every rank
+    sharded    the same with shard_updates: reduce-scatter, an update of a part, all-gather
     by hand    CuPy and NCCL: one all-reduce of the flat gradient, a fused update on every rank
     DDP        torch.nn.parallel.DistributedDataParallel, if PyTorch is installed
 
 They take turns, round by round, so that all see the same state of the machine. The table has
-medians over rounds, and their ratios to ours. Ours and the hand-written step must end with the same
-weights. After the steps come the cost of single calls, the cost of feeding a step with batches from
-the host, and the memory of Adam's slots on the GPUs.
+medians over rounds, and their ratios to ours. Our steps and the hand-written one must end with the
+same weights. Before the steps comes the memory of Adam's slots on the GPUs, after them the cost of
+single calls, and the cost of feeding a step with batches from the host.
 """
 
 import argparse
 import itertools
+import random
 import tempfile
 import time
 
@@ -46,10 +49,15 @@ COMM = MPI.COMM_WORLD
 
 
 def interleaved(ways, rounds, steps):
-    """The median seconds per call of each of `ways`, over rounds of `steps` calls."""
+    """The median seconds per call of each of `ways`, over rounds of `steps` calls.
+
+    Each round has its own order, equal on all ranks, so that no alternative always follows the
+    same other one.
+    """
     times = {name: [] for name in ways}
     for turn in range(rounds + 2):
-        for name, call in ways.items():
+        for name in random.Random(turn).sample(list(ways), len(ways)):
+            call = ways[name]
             cp.cuda.Device().synchronize()
             COMM.Barrier()
             begin = time.perf_counter()
@@ -67,6 +75,37 @@ def show(title, medians):
     ours = next(iter(medians.values()))
     shown = ", ".join(f"{name} {1e6 * t:,.0f} ({ours / t:.2f})" for name, t in medians.items())
     print(f"{title:42} {shown}", flush=True)
+
+
+# ---- memory
+
+
+def memory_of_slots(strategy):
+    layers = next(reversed(NETWORKS))
+    with strategy.scope():
+        weights = [hs.Variable(value) for value in initial(layers)]
+        optimizer = hs.optimizers.Adam()
+    zeros = [cp.zeros(weight.shape, np.float32) for weight in weights]
+
+    def apply():
+        optimizer.apply_gradients(zip(zeros, weights, strict=True))
+
+    before = used()
+    strategy.run(apply)
+    size = sum(weight.size for weight in weights) * 4 / 2**20
+    print(
+        f"Adam, {size:.0f} MiB of parameters: the first step takes {used() - before:.0f} MiB "
+        f"over all ranks; the slots are {2 * size:.0f}, a message is {size:.0f} on each rank\n"
+    )
+
+
+def used():
+    """MiB in use on all GPUs of the ranks; a GPU that ranks share counts once."""
+    cp.cuda.Device().synchronize()
+    COMM.Barrier()
+    free, total = cp.cuda.runtime.memGetInfo()
+    identity = bytes(cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)["uuid"])
+    return sum(dict(COMM.allgather((identity, total - free))).values()) / 2**20
 
 
 # ---- a step
@@ -87,9 +126,9 @@ def gradients(weights, x, y):
 
 
 def initial(layers):
-    random = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
     for a, b in itertools.pairwise(layers):
-        yield random.normal(0, (2 / a) ** 0.5, (a, b)).astype(np.float32)
+        yield generator.normal(0, (2 / a) ** 0.5, (a, b)).astype(np.float32)
         yield np.zeros(b, np.float32)
 
 
@@ -166,18 +205,27 @@ def ddp(layers, x, y):
 
 
 def time_steps(strategy, by_hand, rounds):
+    strategies = {
+        "ours": strategy,
+        "mirrored": hs.MirroredStrategy(),
+        "sharded": hs.MirroredStrategy(shard_updates=True),
+    }
     print(f"A step, microseconds (ours / that), {COMM.size} ranks")
     for layers, (batch, steps) in NETWORKS.items():
-        random = np.random.default_rng(COMM.rank)
-        x, y = (cp.asarray(random.random((batch, n), np.float32)) for n in (layers[0], layers[-1]))
-        our_step, our_weights = ours(strategy, layers, x, y)
-        hand_step, hand_weights = by_hand.step(layers, x, y)
-        ways = {"ours": our_step, "by hand": hand_step}
+        generator = np.random.default_rng(COMM.rank)
+        x, y = (
+            cp.asarray(generator.random((batch, n), np.float32)) for n in (layers[0], layers[-1])
+        )
+        made = {name: ours(one, layers, x, y) for name, one in strategies.items()}
+        made["by hand"] = by_hand.step(layers, x, y)
+        ways = {name: step for name, (step, _) in made.items()}
         if torch is not None:
             ways["DDP"] = ddp(layers, x, y)
         medians = interleaved(ways, rounds, steps)
-        for one, other in zip(our_weights(), hand_weights(), strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+        ends = [weights() for _, weights in made.values()]
+        for end in ends[:-1]:
+            for one, other in zip(end, ends[-1], strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
         show(f"{'-'.join(map(str, layers))}, batch {batch}", medians)
 
 
@@ -253,37 +301,6 @@ def time_input(strategy, rounds):
     )
 
 
-# ---- memory
-
-
-def memory_of_slots(strategy):
-    layers = next(reversed(NETWORKS))
-    with strategy.scope():
-        weights = [hs.Variable(value) for value in initial(layers)]
-        optimizer = hs.optimizers.Adam()
-    zeros = [cp.zeros(weight.shape, np.float32) for weight in weights]
-
-    def apply():
-        optimizer.apply_gradients(zip(zeros, weights, strict=True))
-
-    before = used()
-    strategy.run(apply)
-    size = sum(weight.size for weight in weights) * 4 / 2**20
-    print(
-        f"\nAdam, {size:.0f} MiB of parameters: the first step takes {used() - before:.0f} MiB "
-        f"over all ranks; the slots are {2 * size:.0f}, a message is {size:.0f} on each rank"
-    )
-
-
-def used():
-    """MiB in use on all GPUs of the ranks; a GPU that ranks share counts once."""
-    cp.cuda.Device().synchronize()
-    COMM.Barrier()
-    free, total = cp.cuda.runtime.memGetInfo()
-    identity = bytes(cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)["uuid"])
-    return sum(dict(COMM.allgather((identity, total - free))).values()) / 2**20
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -307,10 +324,10 @@ def main():
             torch.distributed.init_process_group(
                 "nccl", init_method=f"file://{meeting}/ranks", rank=COMM.rank, world_size=COMM.size
             )
+        memory_of_slots(strategy)  # first: later there is memory that other models left
         time_steps(strategy, by_hand, rounds)
         time_calls(strategy, by_hand, rounds)
         time_input(strategy, rounds)
-        memory_of_slots(strategy)
         COMM.Barrier()
         if torch is not None:
             torch.distributed.destroy_process_group()
