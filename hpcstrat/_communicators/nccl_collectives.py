@@ -375,6 +375,7 @@ class RunAhead:
             self._events: list[Any] = [
                 stream.cuda.Event(block=True, disable_timing=True) for _ in range(AHEAD)
             ]
+        self._device: Any = stream.cuda.Device(stream.ordinal)
         self._waiting = waiting
         self._noted = 0  # calls
         self._done = 0  # the number of the last call that the GPU is known to have done
@@ -415,6 +416,8 @@ class RunAhead:
         self._thread.join()
 
     def _wait(self) -> None:
+        # CUDA may open a context on the GPU that is current in a thread: in a new one, GPU 0.
+        self._device.use()
         while True:
             self._look.wait()
             self._look.clear()

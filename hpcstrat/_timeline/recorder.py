@@ -311,10 +311,11 @@ class GpuSpans:
         """Waits until the GPU has done all that has ended on the host."""
         # Not polled: CuPy polls while it holds Python's lock, and if the program waits for room in
         # CUDA's launch queue, the poll does not return.
-        for _ in range(len(self._ended)):
-            span = self._ended.popleft()
-            span.events[1].synchronize()
-            self._done.append(span)
+        with self._cuda.Device(self._ordinal):
+            for _ in range(len(self._ended)):
+                span = self._ended.popleft()
+                span.events[1].synchronize()
+                self._done.append(span)
 
     def take_done(self) -> Iterator[tuple[Span, int, int, int]]:
         """Each span that the GPU has done, its track, start and end, by the host's clock in ns."""

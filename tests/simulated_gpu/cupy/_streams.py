@@ -504,6 +504,7 @@ class Event:
     @property
     def done(self):
         """CuPy's. If done, the host knows that the work is done."""
+        self._check_device()
         take_driver("cudaEventQuery")
         if self._marker is not None and not self._marker.done:
             with lock:
@@ -515,8 +516,17 @@ class Event:
 
     def synchronize(self):
         """CuPy's."""
+        self._check_device()
         until(self._marker)
         _checker.host().learn(self._clock)
+
+    def _check_device(self):
+        if state().device != self._device:
+            raise _checker.report(
+                f"the simulated GPU: {_checker.shown(_checker.place())} asks for an event of GPU "
+                f"{self._device} while GPU {state().device} is current in its thread, on which CUDA "
+                "may then open a context; make the event's GPU current"
+            )
 
     def __getattr__(self, name):
         raise AttributeError(f"the simulated GPU does not have Event.{name}")
