@@ -47,18 +47,20 @@ def text(kernel, name, arguments):
 
 def kernels_of(rule, dtype):
     """The kernels of an update, each with arguments for it."""
-    numbers, ints, owners = array(3, np.float64), array(3, np.int64), array(3, np.int32)
+    # Of as many dimensions as the update's: CuPy declares arrays by them.
+    numbers, ints, owners = array((3, 2), np.float64), array(3, np.int64), array(3, np.int32)
+    norm, sums = array(3, np.float64), array((3, 2, 2), np.float64)
     given = [array(3, dtype) for _ in range(2 + len(rule.kernel.slots))]
     constants, norms, found = rule.kernel_constants, rule.norms, []
     for k, (one, after) in enumerate(itertools.pairwise(norms.passes if norms else ())):
         assert norms is not None
         constants = [numbers, owners] if k else norms.given[0]
         kernel = device_kernels.squares_kernel(one.kernel, dtype, k > 0)
-        yield kernel, [*constants, *given, ints, ints, 1, numbers]
+        yield kernel, [*constants, *given, ints, ints, 1, sums]
         terms, passed = len(one.are_global), norms.given[k + 1]
         kernel = device_kernels.norms_kernel(len(found), one.are_global, after.code, len(passed))
-        found += [numbers] * terms
-        yield kernel, [numbers, 1, *passed, *found, numbers]
+        found += [norm] * terms
+        yield kernel, [sums, 1, *passed, *found, numbers]
         constants = [numbers, owners]
     kernel = device_kernels.update_kernel(rule.kernel, dtype, norms is not None)
     yield kernel, [*constants, *given]
@@ -79,8 +81,8 @@ def sources():
                 texts.append(
                     text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
                 )
-    numbers, ints = array(3, np.float64), array(3, np.int64)
-    texts.append(text(device_kernels.add_kernel(2), "add", [numbers, ints, ints, numbers]))
+    sums, ints = array((3, 2, 2), np.float64), array(3, np.int64)
+    texts.append(text(device_kernels.add_kernel(2), "add", [sums, ints, ints, sums]))
     for itemsize in layout._WORDS:
         code = layout._kernel(itemsize).code
         texts.append(code.replace("copy_arrays(", f"copy_arrays_{itemsize}("))
