@@ -439,13 +439,17 @@ class _Work:
             elif call.verb == "allGather":
                 target[...] = np.frombuffer(b"".join(parts), call.dtype)
             elif call.verb == "reduceScatter":
-                whole = _reduced(
-                    [np.frombuffer(part, call.dtype) for part in parts], call.facts["op"]
+                own = slice(rank * call.count, (rank + 1) * call.count)
+                target[...] = _reduced(
+                    [np.frombuffer(part, call.dtype)[own] for part in parts],
+                    call.facts["op"],
+                    last=rank,
                 )
-                target[...] = whole[rank * call.count : (rank + 1) * call.count]
             else:
                 target[...] = _reduced(
-                    [np.frombuffer(part, call.dtype) for part in parts], call.facts["op"]
+                    [np.frombuffer(part, call.dtype) for part in parts],
+                    call.facts["op"],
+                    last=call.facts.get("root", 0),
                 )
 
 
@@ -462,8 +466,12 @@ def _shown(call):
     return f"{verb}({', '.join([f'{count} {dtype}', *named])})"
 
 
-def _reduced(parts, op):
-    """Reduces in the order of ranks; 16-bit floats as float32, rounded once."""
+def _reduced(parts, op, last):
+    """Reduces around the ring of ranks up to the last; 16-bit floats as float32, rounded once.
+
+    NCCL's orders too depend on the call, and on an element's place in it.
+    """
+    parts = parts[last + 1 :] + parts[: last + 1]
     wide = [part.astype(np.float32) if part.dtype.itemsize == 2 else part for part in parts]
     total = wide[0].copy()
     with np.errstate(all="ignore"):
