@@ -695,12 +695,40 @@ def test_check_and_info(simulated, ranks):
     assert facts["ranks"][0]["versions"]["NCCL"] == "2.32.3"
 
 
+TESTS = pathlib.Path(__file__).parents[1]
+KIT = [TESTS / "conformance" / name for name in ("golden.json", "cases")]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 4]))
 def test_the_conformance_kit(simulated, ranks):
-    kit = pathlib.Path(__file__).parents[1] / "conformance"
-    result = simulated(kit / "compare.py", ranks, kit / "golden.json", kit / "cases")
+    result = simulated(TESTS / "conformance" / "compare.py", ranks, *KIT)
     assert result.status == 0 and " passed, 0 failed" in result.stdout
+    assert result.stderr == ""
+
+
+ONE_GPU = {"SIMULATED_GPUS": "1", "HPCSTRAT_TEST_GPU": None}
+PYTEST = """
+import sys
+
+import pytest
+
+sys.exit(pytest.main(["--with-mpi", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.gpu
+def test_tests_on_a_host_with_fewer_gpus_than_ranks(simulated):
+    """Those of the CPU pass, also where strategies are made without devices."""
+    file = TESTS / "parallel" / "test_extended.py"
+    result = simulated(PYTEST, 2, "-k", "choices_of_communication", file, env=ONE_GPU)
+    assert result.status == 0 and "1 passed, 1 skipped" in result.stdout
+    assert "SKIPPED [1]" in result.stdout and "2 ranks and 1 GPU; launch/share-gpu" in result.stdout
+    result = simulated(
+        TESTS / "conformance" / "compare.py", 2, *KIT, "--only", "reduce", env=ONE_GPU
+    )
+    assert result.status == 0 and " passed, 0 failed" in result.stdout
+    assert result.stderr == "there are fewer GPUs than ranks: the replicas compute on CPUs\n"
 
 
 CALLS = """

@@ -55,6 +55,15 @@ def _fits(item, size):
     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    """The summary has one line for all tests that lack GPUs, not one for each."""
+    report = yield
+    if report.skipped and item.get_closest_marker("gpu") and isinstance(report.longrepr, tuple):
+        report.longrepr = __file__, None, report.longrepr[-1]
+    return report
+
+
 def pytest_collection_finish():
     # Thousands of collected tests live to the end; a collection need not visit them, and many tests
     # collect often.
@@ -113,7 +122,8 @@ def place(request):
     elif not gpu.has_cupy():
         missing = "CuPy is not installed"
     elif count < size and not is_shared:
-        missing = f"{size} ranks and {count} GPUs; launch/share-gpu lets ranks share one"
+        gpus = f"{count} GPU{'s' * (count > 1)}"
+        missing = f"{size} ranks and {gpus}; launch/share-gpu lets ranks share one"
     else:
         found = Place(
             "GPU", gpu.load_cupy("a test"), [f"GPU:{rank % count}" for rank in range(size)]
@@ -124,6 +134,16 @@ def place(request):
     if os.environ.get("HPCSTRAT_TEST_GPU") == "1":
         pytest.fail(f"HPCSTRAT_TEST_GPU=1: {missing}")
     pytest.skip(missing)
+
+
+@pytest.fixture(autouse=True)
+def _gpus_only_where_they_are_wanted(request, monkeypatch):
+    """Hides GPUs from tests on the CPU: there may be fewer than ranks, or no CuPy for them.
+
+    In the package only: CUDA reads CUDA_VISIBLE_DEVICES once, for later tests too.
+    """
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(gpu, "visible_gpus", lambda: ())
 
 
 if simulated_gpu.is_wanted():

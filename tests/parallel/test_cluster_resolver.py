@@ -2,7 +2,6 @@ import json
 import socket
 
 import pytest
-from internals import gpu
 from mpi4py import MPI
 
 from hpcstrat.cluster_resolver import (
@@ -47,7 +46,6 @@ def test_what_was_asked_once_is_not_collective():
 
 
 def test_what_is_not_asked_of_mpi_is_the_same_on_every_rank(monkeypatch):
-    monkeypatch.setattr(gpu, "visible_gpus", lambda: ())  # which the last one counts
     spec = ClusterSpec({"worker": ["a:1", "b:2"], "ps": ["c:3"]})
     assert (spec.jobs, spec.num_tasks("worker"), spec.task_indices("worker")) == (
         ["worker", "ps"],

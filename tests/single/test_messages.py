@@ -15,7 +15,7 @@ from hpcstrat.checkpoint import Checkpoint
 from hpcstrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from hpcstrat.data import Dataset
 
-STRATEGY = hs.MirroredStrategy()
+STRATEGY = hs.MirroredStrategy(["CPU:0"])  # made before any fixture hides the host's GPUs
 with STRATEGY.scope():
     W = hs.Variable(np.zeros(3, np.float32), name="w")
 WRONG: Any = 5
