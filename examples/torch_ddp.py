@@ -41,7 +41,7 @@ def main():
     strategy = hs.CentralStorageStrategy()
     loader = torch.utils.data.DataLoader(load_data(), options.batch_size)
     batches = strategy.experimental_distribute_dataset(loader)
-    module = make_module()
+    module = make_module().to(hs.torch.device(strategy))
     hs.torch.broadcast(module)
     optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
 

@@ -27,12 +27,37 @@ from hpcstrat._memory import layout as layouts
 from hpcstrat._program import extend_timeout, rank
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas import group as groups
+from hpcstrat._strategies import base as strategies
 from hpcstrat._variable.variable import Variable
 from hpcstrat.checkpoint import _atomic_file
 
 _HOUR = 3600.0  # seconds that the others wait longer while rank 0 reads or writes a file
 # The modules whose parameters were found equal on all ranks.
 _compared: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@call_name.names_call("device")
+def device(strategy: strategies.Strategy) -> Any:
+    """The `torch.device` of this rank's replica: its GPU, or the CPU.
+
+    Never communicates.
+
+    A replica's part of the batches is there, so move its module there too, before the first step:
+    `module.to(hs.torch.device(strategy))`.
+
+    Args:
+        strategy: any strategy.
+
+    Raises:
+        TypeError: `strategy` is not a strategy.
+    """
+    if not isinstance(strategy, strategies.Strategy):
+        raise TypeError(
+            f"{call_name.current_call()}: strategy is of type {type(strategy).__name__}; pass a "
+            "strategy"
+        )
+    stream = strategies.group_of(strategy).stream
+    return _torch().device("cpu") if stream is None else _torch().device("cuda", stream.ordinal)
 
 
 @call_name.names_call("as_tensors")

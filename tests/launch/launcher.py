@@ -1,6 +1,7 @@
 """Starts programs under `mpirun`, each with a time limit, and checks what they leave behind."""
 
 import contextlib
+import importlib.util
 import os
 import pathlib
 import re
@@ -21,6 +22,27 @@ _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_ST
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 _LOOK_SECONDS = 0.1
 _SETTLE_SECONDS = 20
+
+
+def skip_unless_it_computes(library, are_gpus_seen):
+    """Skips a test of `torch` or `jax`, or of neither, that cannot compute where replicas do."""
+    if library not in ("torch", "jax"):
+        return
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed")
+    if are_gpus_seen and simulated_gpu.is_wanted():
+        pytest.skip(f"{library} does not know simulated GPUs")
+    if are_gpus_seen and not _has_cuda(library):
+        pytest.skip(f"{library} is installed without CUDA")
+
+
+def _has_cuda(library):
+    # How it was built: CUDA must not start in the process of the tests.
+    if library == "torch":
+        import torch  # pyright: ignore[reportMissingImports]
+
+        return torch.version.cuda is not None
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 from documents import BLOCKS, PAGES, ROOT, Block
+from launcher import skip_unless_it_computes
 
 FOLDERS = ("examples", "benchmarks", "launch", "slurm", "tests", "docs")
 RANKS = "1 3"
@@ -86,6 +87,7 @@ def test_code_stands_in_blocks_of_a_known_language():
 def test_program(launch, block, ranks, gpus):
     skip_unless_it_runs(block)
     are_seen, numbers = gpus
+    skip_unless_it_computes(block.says.get("needs"), are_seen)
     write_files(block.page, launch.folder)
     program = launch.folder / block.says["file"] if "file" in block.says else block.text
     if are_seen and ranks not in numbers:

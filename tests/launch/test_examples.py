@@ -6,6 +6,7 @@ import shutil
 
 import numpy as np
 import pytest
+from launcher import skip_unless_it_computes
 from sklearn.datasets import load_digits
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -234,14 +235,15 @@ DDP = """
 
 
 @pytest.mark.parametrize("example", ["torch_mlp.py", "torch_ddp.py"])
-def test_modules_of_pytorch_learn_as_ddp_does(launch, tmp_path, example):
-    pytest.importorskip("torch", reason="PyTorch is not installed")
+def test_modules_of_pytorch_learn_as_ddp_does(launch, gpus, tmp_path, example):
+    are_seen, numbers = gpus
+    skip_unless_it_computes("torch", are_seen)
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     ddp = launch(DDP, 2, ROOT / "examples", tmp_path / "ranks", env=env, timeout=60)
     expected = numbers_of(ddp.stdout.splitlines())
     assert len(expected) == 3 and expected == sorted(expected, reverse=True)
-    for ranks in (None, 2, 4):
-        result = launch(ROOT / "examples" / example, ranks, env=env, timeout=60)
+    for ranks in [ranks for ranks in (None, 2, 4) if ranks in numbers]:
+        result = launch(ROOT / "examples" / example, ranks, gpus=are_seen, env=env, timeout=60)
         assert (result.status, result.stderr, result.leftovers) == (0, "", [])
         found = numbers_of(result.stdout.splitlines())
         assert found[0] == pytest.approx(expected[0], rel=rounding(steps=28, batch_size=64))

@@ -1,10 +1,10 @@
 """Programs with PyTorch or JAX: the documentation's, and DataLoaders with worker processes."""
 
-import importlib.util
 import pathlib
 import re
 
 import pytest
+from launcher import skip_unless_it_computes
 
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAMS = re.findall(
@@ -13,6 +13,7 @@ PROGRAMS = re.findall(
     re.MULTILINE | re.DOTALL,
 )
 ENV = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
+ON_GPUS = {"JAX_PLATFORMS": None, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 
 def numbers_of(text):
@@ -20,11 +21,16 @@ def numbers_of(text):
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_programs_of_the_documentation(launch, library):
-    if importlib.util.find_spec(library) is None:
-        pytest.skip(f"{library} is not installed")
+def test_programs_of_the_documentation(launch, gpus, library):
+    are_seen, numbers = gpus
+    skip_unless_it_computes(library, are_seen)
     (program,) = [program for program in PROGRAMS if f"import {library}\n" in program]
-    results = [launch(program, ranks, env=ENV, timeout=60) for ranks in (1, 2, 3)]
+    env = ENV | ON_GPUS if are_seen else ENV
+    results = [
+        launch(program, ranks, gpus=are_seen, env=env, timeout=60)
+        for ranks in (1, 2, 3)
+        if ranks in numbers
+    ]
     for result in results:
         assert (result.status, result.stderr, result.leftovers) == (0, "", [])
     first, *others = [numbers_of(result.stdout) for result in results]

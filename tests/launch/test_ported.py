@@ -7,15 +7,20 @@ it has a picture.py, its picture in docs/gallery.
 import ast
 import dataclasses
 import difflib
-import importlib.util
 import pathlib
 import re
 
 import pytest
+from launcher import skip_unless_it_computes
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "ported"
-ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+ENV = {
+    "OMP_NUM_THREADS": "1",
+    # On GPUs JAX would take all memory, and round factors to 10 bits.
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+}
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
@@ -28,8 +33,8 @@ class Port:
         rel: how far the printed numbers may be apart, relatively.
         why: the reason for that.
         abs: how far, absolutely, for numbers near zero.
-        on_gpus: whether it computes with NumPy or CuPy; `before.py` then takes `--gpu`.
-        needs: a module without which neither program runs.
+        needs: a module without which neither program runs, and which chooses where `before.py`
+            computes; else `before.py` takes `--gpu`.
         recorded: whether `before.py` needs a package that the tests do not install. What it
             printed is in `before.txt`, below a line with the package's version.
         mpi4py: whether `before.py` is an mpi4py program, which computes with NumPy only.
@@ -41,7 +46,6 @@ class Port:
     rel: float
     why: str
     abs: float = 0
-    on_gpus: bool = True
     needs: str | None = None
     recorded: bool = False
     mpi4py: bool = False
@@ -94,7 +98,6 @@ PORTS = [
     Port(
         "torch_ddp_series",
         needs="torch",
-        on_gpus=False,
         rel=1e-5,
         abs=2e-6,
         why="six decimals are printed; 256 steps in 32 bits towards one minimum",
@@ -102,7 +105,6 @@ PORTS = [
     Port(
         "torch_gpt",
         needs="torch",
-        on_gpus=False,
         rel=0,
         abs=2e-6,
         why="six decimals are printed; 200 steps in 64 bits",
@@ -110,7 +112,6 @@ PORTS = [
     Port(
         "jax_mnist",
         needs="jax",
-        on_gpus=False,
         rel=1e-4,
         abs=2e-6,
         why="six decimals are printed; 96 steps in 32 bits",
@@ -127,7 +128,7 @@ def cases():
     for i, port in enumerate(PORTS):
         quick = (2, 3)[i % 2]
         name = "-".join(filter(None, [port.name, port.needs]))
-        for gpus in ("CPU", "GPU")[: 1 + port.on_gpus]:
+        for gpus in ("CPU", "GPU"):
             marks = [slow] * (gpus == "CPU" and port.name not in QUICK)
             found.append(pytest.param(gpus, port, [quick], id=f"{name}-{gpus}", marks=marks))
             rest = [None, 1, 5 - quick, 4]
@@ -135,31 +136,26 @@ def cases():
     return found
 
 
-def skip_unless_it_runs(port):
-    if port.needs is not None and importlib.util.find_spec(port.needs) is None:
-        pytest.skip(f"{port.needs} is not installed")
-
-
 def original(launch, port, are_seen, options):
     """What the original prints: one process."""
     if port.recorded:
         return port.path("before.txt").read_text().partition("\n")[2]
-    if are_seen and not port.mpi4py:
+    if are_seen and not port.mpi4py and port.needs is None:
         options = [*options, "--gpu"]
-    result = launch(port.path("before.py"), None, *options, gpus=are_seen, env=ONE_THREAD)
+    result = launch(port.path("before.py"), None, *options, gpus=are_seen, env=ENV)
     assert result.status == 0
     return result.stdout
 
 
 def check(launch, port, counts, are_seen=False, options=()):
     """The port prints, on these numbers of ranks, what the original prints."""
-    skip_unless_it_runs(port)
+    skip_unless_it_computes(port.needs, are_seen)
     options = [*port.options, *options]
     before = original(launch, port, are_seen, options)
     expected = [float(number) for number in NUMBER.findall(before)]
     assert expected
     for ranks in counts:
-        result = launch(port.path("after.py"), ranks, *options, gpus=are_seen, env=ONE_THREAD)
+        result = launch(port.path("after.py"), ranks, *options, gpus=are_seen, env=ENV)
         assert (result.status, result.leftovers) == (0, [])
         assert "Warning" not in result.stderr
         assert NUMBER.sub("#", result.stdout) == NUMBER.sub("#", before)
@@ -188,7 +184,7 @@ def test_some_replicas_have_no_data(launch, port):
 def test_an_mpi4py_program_prints_the_same_on_any_number_of_ranks(launch, port):
     """What it prints alone is what hpcstrat's is compared with."""
     alone = original(launch, port, False, port.options)
-    result = launch(port.path("before.py"), 3, *port.options, env=ONE_THREAD)
+    result = launch(port.path("before.py"), 3, *port.options, env=ENV)
     assert (result.status, result.stdout, result.leftovers) == (0, alone, [])
 
 
@@ -204,12 +200,12 @@ def test_an_mpi4py_program_prints_the_same_on_any_number_of_ranks(launch, port):
 def test_pictures_of_the_gallery(launch, port, tmp_path):
     """docs/gallery has two of each, light and dark; the gallery's command draws it again."""
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    skip_unless_it_runs(port)
+    skip_unless_it_computes(port.needs, False)
     pictures = sorted((ROOT / "docs" / "gallery").glob(f"ported-{port.name}-*"))
     assert [path.stem.rpartition("-")[2] for path in pictures] == ["dark", "light"]
     assert all(path.stat().st_size < 60_000 for path in pictures if path.suffix == ".svg")
     drawn = tmp_path / f"drawn{pictures[0].suffix}"
-    result = launch(FOLDER / "draw.py", 4, port.name, drawn, *port.options, env=ONE_THREAD)
+    result = launch(FOLDER / "draw.py", 4, port.name, drawn, *port.options, env=ENV)
     assert (result.status, result.leftovers) == (0, [])
     assert "Warning" not in result.stderr
     assert drawn.stat().st_size > 1000

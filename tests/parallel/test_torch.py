@@ -97,6 +97,15 @@ def train(module, model, optimizer, reduce, steps=8):
     return losses
 
 
+def test_the_device_of_a_replica(strategy):
+    # PyTorch does not know simulated GPUs, but their names.
+    on_gpu = None if strategy.xp is np else strategy.xp.zeros(1).device.id
+    expected = torch.device("cpu") if on_gpu is None else torch.device("cuda", on_gpu)
+    assert hs.torch.device(strategy) == expected
+    found = strategy.run(lambda: hs.torch.device(strategy) == expected)
+    assert all(strategy.experimental_local_results(found))
+
+
 @pytest.mark.parametrize("optimizer", slow_but(["SGD"], OPTIMIZERS))
 @pytest.mark.parametrize("kind", MODULES)
 def test_the_losses_are_those_of_ddp(strategy, ddp, kind, optimizer):

@@ -19,7 +19,12 @@ def test_it_is_imported_when_it_is_named():
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
-CALLS = {"seed": (0,), "load": (__file__,), "save": ({}, "unused")}
+CALLS = {
+    "seed": (0,),
+    "load": (__file__,),
+    "save": ({}, "unused"),
+    "device": (hs.MirroredStrategy(["CPU:0"]),),
+}
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -29,3 +34,8 @@ def test_without_pytorch(monkeypatch, call):
         ImportError, match=rf"^{call} needs PyTorch, which cannot be imported .*; install it"
     ):
         getattr(hs.torch, call)(*CALLS[call])
+
+
+def test_the_device_of_what_is_no_strategy():
+    with pytest.raises(TypeError, match="^device: strategy is of type str; pass a strategy"):
+        hs.torch.device("cuda")  # pyright: ignore[reportArgumentType]

@@ -22,8 +22,7 @@ class Trainer:
     """Trains a model; goes on from the snapshot if there is one."""
 
     def __init__(self, model, train_data, optimizer, save_every, snapshot_path):
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = model.to(self.device)
+        self.model = model.to(hs.torch.device(strategy))
         self.train_data = train_data
         self.batches = strategy.experimental_distribute_dataset(train_data)
         self.optimizer = optimizer

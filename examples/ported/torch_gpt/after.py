@@ -108,7 +108,7 @@ def main():
     torch.manual_seed(0)
     text = pathlib.Path(__file__).with_name("sonnets.txt").read_text()
     characters = sorted(set(text))
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = hs.torch.device(strategy)
     model = GPT(len(characters)).to(device)
     hs.torch.broadcast(model)
     decayed = [p for p in model.parameters() if p.dim() > 1]
