@@ -14,7 +14,7 @@ itself. A table comes at the end, whatever happened; --log keeps what was printe
 its seconds. Ranks are started by `mpirun`, or by the command in MPIRUN (which may have options),
 through launch/share-gpu if there are more ranks than GPUs.
 
-It has not run on a GPU yet. The tests run it on simulated GPUs, which have no kernels that spin.
+The tests run it on simulated GPUs, which have no kernels that spin.
 """
 
 import argparse

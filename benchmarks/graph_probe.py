@@ -11,7 +11,7 @@ halved midway without another capture. Both ways must end with the same weights,
 on one or two ranks. The graph is destroyed before the communicator: NCCL would wait for ever for
 what a graph still holds.
 
-It has not run on a GPU yet. The tests run it on simulated GPUs, without cuBLAS.
+The tests run it on simulated GPUs, without cuBLAS.
 """
 
 import argparse
