@@ -25,6 +25,8 @@ from hpcstrat._process import failure
 
 AHEAD = 32
 """Calls of NCCL, two per update mostly, that a host may be ahead: the GPU then has enough to do."""
+_TOGETHER = 8
+"""The host waits once for as many of them: to ask for each would cost each update a microsecond."""
 _TYPES = {
     "int8": "NCCL_INT8",
     "int32": "NCCL_INT32",
@@ -361,8 +363,7 @@ class RunAhead:
     with a lock held. The next call of CUDA, such as for an event's state, waits for that lock, in
     CuPy with Python's lock held: no thread of the process runs any more, and nothing ends the job.
     So the host waits here first, where it counts as waiting. The watchdog only reads numbers, which
-    a thread of this class updates: it waits for the GPU in a call during which CuPy releases
-    Python's lock.
+    a thread of this class updates. Both wait by `gpu.wait_for`, without Python's lock.
 
     Args:
         stream: makes the events, on its GPU.
@@ -371,10 +372,7 @@ class RunAhead:
 
     def __init__(self, stream: gpu.Stream, waiting: Waiting) -> None:
         with stream.current():
-            # Threads sleep while they wait for them: spinning would take a core from the program.
-            self._events: list[Any] = [
-                stream.cuda.Event(block=True, disable_timing=True) for _ in range(AHEAD)
-            ]
+            self._events: list[Any] = [stream.cuda.Event(disable_timing=True) for _ in range(AHEAD)]
         self._device: Any = stream.cuda.Device(stream.ordinal)
         self._waiting = waiting
         self._noted = 0  # calls
@@ -389,17 +387,15 @@ class RunAhead:
 
         Waits while the host is too far ahead.
         """
-        event = self._events[self._noted % AHEAD]
-        if self._noted >= AHEAD:
-            # Without asking first whether it is done: that would hold Python's lock, and this
-            # returns at once if it is.
+        noted = self._noted
+        if noted % _TOGETHER == 0 and noted >= AHEAD:  # the next calls record these events again
             self._waiting.depth += 1
             try:
-                event.synchronize()
+                gpu.wait_for(self._events[(noted + _TOGETHER - 1) % AHEAD], pause=1e-4)
             finally:
                 self._waiting.depth -= 1
-        event.record(raw)
-        self._noted += 1
+        self._events[noted % AHEAD].record(raw)
+        self._noted = noted + 1
 
     def is_behind(self) -> bool:
         """Whether the GPU has calls left, as far as is known.
@@ -427,7 +423,7 @@ class RunAhead:
             if self._done < noted:
                 try:
                     # The event may belong to a newer call by now, which is done later.
-                    self._events[(noted - 1) % AHEAD].synchronize()
+                    gpu.wait_for(self._events[(noted - 1) % AHEAD], pause=1e-2)
                 except Exception:  # the program gets the same error in its next call of CUDA
                     pass
                 self._done = noted

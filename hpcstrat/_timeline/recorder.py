@@ -309,12 +309,10 @@ class GpuSpans:
 
     def wait(self) -> None:
         """Waits until the GPU has done all that has ended on the host."""
-        # Not polled: CuPy polls while it holds Python's lock, and if the program waits for room in
-        # CUDA's launch queue, the poll does not return.
         with self._cuda.Device(self._ordinal):
             for _ in range(len(self._ended)):
                 span = self._ended.popleft()
-                span.events[1].synchronize()
+                gpu.wait_for(span.events[1])
                 self._done.append(span)
 
     def take_done(self) -> Iterator[tuple[Span, int, int, int]]:
@@ -342,6 +340,6 @@ class GpuSpans:
             try:
                 event = self._spare.pop()
             except IndexError:
-                event = self._cuda.Event(block=True)  # a thread that waits for it sleeps
+                event = self._cuda.Event()
             event.record(stream)
         return event

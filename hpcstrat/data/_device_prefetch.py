@@ -67,7 +67,7 @@ class _Slot:
         if self.copied is not None:
             # The previous transfer from this memory may still be running: a step is yielded before
             # its transfer ends.
-            self.copied.synchronize()
+            gpu.wait_for(self.copied)
         if self._memory.size < nbytes:
             self._memory = gpu.allocate_pinned(nbytes)
         self.layout.write(self._memory, arrays)
@@ -140,9 +140,8 @@ def _copy(loaded: _Slot, xp: Any, copies: Any) -> tuple[Step, Any]:
     free.record(current)
     copies.wait_event(free)
     flat.set(loaded.pinned, stream=copies)
-    arrived = xp.cuda.Event(block=True, disable_timing=True)
+    arrived = xp.cuda.Event(disable_timing=True)
     arrived.record(copies)
-    # The loader thread waits for it: it sleeps, where other events let it spin on a core.
     loaded.copied = arrived
     leaves, loaded.leaves = loaded.leaves, []  # a slot must not keep a batch
     for i, array in zip(loaded.moved, loaded.layout.views(flat), strict=True):

@@ -109,7 +109,7 @@ BUGS = {
         [
             (
                 "data/_device_prefetch.py",
-                "            self.copied.synchronize()\n",
+                "            gpu.wait_for(self.copied)\n",
                 "            pass\n",
             )
         ],

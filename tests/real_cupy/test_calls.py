@@ -105,7 +105,7 @@ SAMPLES = {
 }
 METHODS = {
     "an event": lambda: [event().record(stream()), event().done],
-    "an event for which the host sleeps": lambda: CUDA.Event(block=True, disable_timing=True).synchronize(),
+    "an event's address": lambda: [event().ptr, event().synchronize()],
     "a stream waits": lambda: stream().wait_event(event()),
     "a stream is pushed": lambda: stream().__enter__(),
     "a stream is popped": lambda: stream().__exit__(None, None, None),

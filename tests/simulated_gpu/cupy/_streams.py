@@ -484,6 +484,14 @@ class Event:
         self._marker = None
         self._at = None
         self._device = state().device
+        self._query = None
+
+    @property
+    def ptr(self):
+        """CuPy's: what the simulated driver takes. Like an H100's it answers at once, always."""
+        if self._query is None:
+            self._query = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0 if self._is_done() else 600)
+        return ctypes.cast(self._query, ctypes.c_void_p).value
 
     def record(self, stream=None):
         """CuPy's."""
@@ -504,8 +512,11 @@ class Event:
     @property
     def done(self):
         """CuPy's. If done, the host knows that the work is done."""
-        self._check_device()
         take_driver("cudaEventQuery")
+        return self._is_done()
+
+    def _is_done(self):
+        self._check_device()
         if self._marker is not None and not self._marker.done:
             with lock:
                 progress()
