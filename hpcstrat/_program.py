@@ -14,11 +14,12 @@ import numpy as np
 from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect, find_connected
-from hpcstrat._core import nests
+from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import host_copy
 from hpcstrat._core.call_name import current_call, explained, names_call
 from hpcstrat._core.types import DistributedValues
 from hpcstrat._process import launchers, worlds
+from hpcstrat._strategies import step_graphs
 from hpcstrat._variable.variable import Variable
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -308,7 +309,27 @@ def function(fn: _Function) -> _Function: ...
 @overload
 def function(fn: None = None, **options: Any) -> Callable[[_Function], _Function]: ...
 def function(fn: Any = None, **options: Any) -> Any:
-    """Replaces `tf.function`; the function runs as it is.
+    """Replaces `tf.function`: on GPUs a step becomes a CUDA graph, on hosts it runs as it is.
+
+    Decorate the function that `Strategy.run` runs, or one that calls `run`. On GPUs the replica
+    function then runs twice for each kind of arguments: for arrays of these shapes and dtypes, and
+    equal other arguments. The third call is captured as a graph, and each later one is one launch,
+    with the same results. Optimizers count these steps, and take the learning rate and their other
+    numbers anew. The function's Python code runs no more, as in TensorFlow: prints happen no more,
+    and numbers in attributes are those of the capture. Another value of a global, or of a variable
+    around the function, makes another kind; at most 8 are captured. A function around `run` runs
+    its own lines in each call.
+
+    Its arrays are CuPy's. What it returns are copies. `run` is collective then: all ranks call it.
+
+    What cannot be captured runs as it is, on all ranks, after a warning that names the line: a
+    function that reads values on the host, as `float(loss)` does, or uses NumPy arrays; keeps an
+    array that it makes, in an attribute or a list; multiplies matrices otherwise than by `@`,
+    `matmul` and `dot`, of at most two dimensions and of floats; makes variables; passes gradients
+    as `IndexedSlices`; or whose optimizer accumulates gradients, has steps that collect or
+    transform them, its own `update_rule`, or norms of what depends on the step's number. Programs
+    that import PyTorch, JAX or TensorFlow have no graphs, nor have strategies with variables on the
+    host or without NCCL, and runs with `HPCSTRAT_CHECK` or `HPCSTRAT_TIMELINE`.
 
     Args:
         fn: the function; `@function` and `@function()` both work.
@@ -327,4 +348,6 @@ def function(fn: Any = None, **options: Any) -> Any:
     del options
     if fn is not None and not callable(fn):
         raise TypeError(f"function: fn is {fn!r}; pass a function, as `@function` does")
-    return (lambda inner: inner) if fn is None else fn
+    if fn is None:
+        return function
+    return step_graphs.function_of(fn) if gpu.has_cupy() else fn

@@ -114,6 +114,8 @@ class CallState:
         thread: the thread that made the last call.
         waiting: the block that this rank is in while it waits for the others.
         barred: why no call may be made; `None` if calls may be made.
+        is_capturing: whether the calls' work on the GPU only becomes a graph: an error leaves
+            nothing half done.
         escaped_hash: hash of the calls after which this rank raised an exception that other ranks
             may not know of.
         last_escaped: the last such exception.
@@ -130,6 +132,7 @@ class CallState:
         self.thread: int = threading.get_ident()
         self.waiting: Waiting = Waiting()
         self.barred: Barred | None = None
+        self.is_capturing: bool = False
         self.escaped_hash: int = 0
         self.last_escaped: BaseException | None = None
         self.last_escaped_call: int = 0
@@ -189,7 +192,7 @@ class CallState:
             Whether the call counts as interrupted.
         """
         # All ranks raised this error together, before anything changed.
-        if self.all_raise:
+        if self.all_raise or (self.is_capturing and isinstance(error, Exception)):
             return False
         if self.size > 1:
             self.interrupt(error, call or current_call())

@@ -77,9 +77,11 @@ class DeviceCommunicator(Communicator):
         active_stream: the stream that the calls for storage use now: `stream`, or the side stream.
         agree: compares the ranks' signatures of a call, as `exchange` without messages does.
         has_side_stream: whether there is a side stream.
+        can_capture: whether what it puts on the stream can become a graph.
     """
 
     has_side_stream: bool = False
+    can_capture: bool = False
 
     def __init__(self, control: HostCommunicator, stream: gpu.Stream | None) -> None:
         super().__init__(control.rank, control.size, control.calls)
@@ -154,6 +156,11 @@ class DeviceCommunicator(Communicator):
         for move in moves:
             move.make()
 
+    def launch_graph(self, graph: Any) -> None:
+        """Launches a `cupy.cuda.Graph` on `stream`, which is current. Collective."""
+        assert self.stream is not None
+        graph.launch(self.stream.raw)
+
     def side_stream(self, memory: Array) -> contextlib.AbstractContextManager[None]:
         """A block whose calls for storage use a second stream, after what is on `stream` now.
 
@@ -194,6 +201,7 @@ class StagedCommunicator(DeviceCommunicator):
 
     def __init__(self, control: HostCommunicator, stream: gpu.Stream | None) -> None:
         super().__init__(control, stream)
+        self.can_capture = control.size == 1  # more exchange host memory
         self._pinned: Bytes = np.empty(0, np.uint8)
 
     def reduce_arrays(

@@ -48,6 +48,7 @@ class NcclCommunicator(DeviceCommunicator):
     stream: gpu.Stream
     active_stream: gpu.Stream
     has_side_stream = True
+    can_capture = True
 
     def __init__(self, control: HostCommunicator, stream: gpu.Stream) -> None:
         super().__init__(control, stream)
@@ -301,6 +302,10 @@ class NcclCommunicator(DeviceCommunicator):
     def launch(self, what: str, moves: Sequence[Move]) -> None:
         """See `DeviceCommunicator.launch`."""
         self._collectives.launch(what, self.active_stream, moves)
+
+    def launch_graph(self, graph: Any) -> None:
+        """See `DeviceCommunicator.launch_graph`."""
+        self._collectives.launch_graph(graph)
 
     @contextlib.contextmanager
     def side_stream(self, memory: Array) -> Iterator[None]:

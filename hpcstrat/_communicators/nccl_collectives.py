@@ -274,7 +274,16 @@ class NcclCollectives:
             raise
         finally:
             waiting.depth -= 1
-        self._run_ahead.note(stream.raw)
+        # An event of a capture would become a part of the graph, and never be done.
+        if self._stream.capture is None:
+            self._run_ahead.note(stream.raw)
+
+    def launch_graph(self, graph: Any) -> None:
+        """Launches a graph with calls of NCCL on the strategy's stream. All ranks do."""
+        self.join_side_stream()
+        with self._control.calls.waiting:
+            graph.launch(self._stream.raw)
+        self._run_ahead.note(self._stream.raw)
 
     def _divide(self, array: Array, op: ReduceOp) -> None:
         if REDUCTIONS[op].is_mean:
@@ -310,6 +319,8 @@ class NcclCollectives:
             self.join_side_stream()
             # NCCL's communicator must not be destroyed before its work is done.
             self._stream.synchronize()
+            # NCCL waits for ever for what a graph still holds.
+            self._stream.drop_graphs()
             comm, self._comm = self._comm, None
             if self._control.watchdog is not None:
                 self._control.watchdog.remove_check(self._failure, self._run_ahead.is_behind)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import importlib.util
 import os
 import sys
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from typing import Any, final
 
 import numpy as np
+
+from hpcstrat._core.cublas import GraphProducts
 
 _NOT_READY = 600
 # CUDA's stub of the library, which is not a driver, and a driver that finds no device.
@@ -113,6 +116,9 @@ class Stream:
         entered: the event that this stream waits for where it becomes current.
         left: the event that the program's stream waits for afterwards.
         reads: events after which this stream has read other libraries' memory, and that memory.
+        capture: the `CapturedStep` that the work on this stream becomes; `None` if it is done.
+        updates: its method that takes the rules of updates, also in a rehearsal; else `None`.
+        graphs: all that were made.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -125,6 +131,9 @@ class Stream:
         self.entered: Any = self.cuda.Event(disable_timing=True)
         self.left: Any = self.cuda.Event(disable_timing=True)
         self.reads: deque[tuple[Any, list[Any]]] = deque()
+        self.capture: Any = None
+        self.updates: Callable[..., Any] | None = None
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
         _computing.add(ordinal)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
@@ -175,6 +184,27 @@ class Stream:
     def synchronize(self) -> None:
         """Waits until all work on this stream is done."""
         self.raw.synchronize()
+
+    def require_eager(self, what: str) -> None:
+        """Refuses what a launch of a graph would not repeat, while the stream captures.
+
+        Raises:
+            RuntimeError: it captures.
+        """
+        if self.capture is not None:
+            raise RuntimeError(f"{what} cannot be part of a CUDA graph")
+
+    @functools.cached_property
+    def products(self) -> GraphProducts:
+        """Matrix products for graphs; this stream is current and does not capture."""
+        return GraphProducts(self)
+
+    def drop_graphs(self) -> None:
+        """Destroys all graphs; the stream has no work."""
+        if self.graphs:
+            for graph in [*self.graphs]:
+                graph.drop()
+            gc.collect()  # what else holds one, such as the traceback of an error
 
 
 _NOTHING = contextlib.nullcontext()

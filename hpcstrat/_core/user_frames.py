@@ -67,6 +67,22 @@ def user_frame_in_call(thread: int) -> str | None:
     return None
 
 
+def user_frame_of_error(error: BaseException) -> str:
+    """Where in the user's program an exception was raised; empty if it is of no line of that."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        path, module = trace.tb_frame.f_code.co_filename, trace.tb_frame.f_globals.get("__name__")
+        # The path of a line in Cython is relative to where it was compiled.
+        is_cupy = str(module).partition(".")[0] in ("cupy", "cupy_backends")
+        if not is_cupy and not path.startswith((_PACKAGE, *_installed_paths())):
+            found = trace
+        trace = trace.tb_next
+    if found is None:
+        return ""
+    code = found.tb_frame.f_code
+    return f"{_near(code.co_filename)}:{found.tb_lineno} in {code.co_name}"
+
+
 def _location_of(frame: FrameType | None) -> str:
     """File, line and function of the program that this stack is in; not of installed packages."""
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):

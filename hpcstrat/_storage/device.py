@@ -109,6 +109,8 @@ class DeviceStorage(Storage):
                     plan.prepared.add(kernels)
                 if plan.memory is None:
                     self._messages.lend(plan, signature)
+                if self.stream is not None and self.stream.capture is not None:
+                    self.stream.capture.keep(plan, plan.memory)
                 sources = plan.gradients
                 if values is not None:
                     sources = self._pack(plan, values, op is not FIRST_REPLICA)
@@ -175,7 +177,7 @@ class DeviceStorage(Storage):
     def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
         assert isinstance(plan, DevicePlan)
         communicator = self.communicator
-        if not communicator.has_side_stream:
+        if not communicator.has_side_stream or (self.stream and self.stream.capture):
             return False
         with self.local.current(), communicator.side_stream(plan.memory):
             communicator.launch("the sum of gradients", plan.sums_of(variables))

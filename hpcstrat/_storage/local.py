@@ -216,6 +216,16 @@ class OnGpu(LocalBlocks):
         """What programs read."""
         return self._on_gpu
 
+    def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
+        """See `LocalBlocks.new_block`."""
+        self._stream.require_eager("a new variable, or an optimizer's first step,")
+        return super().new_block(shape, dtype)
+
+    def zeros(self, nbytes: int) -> Array:
+        """See `LocalBlocks.zeros`."""
+        self._stream.require_eager("memory for a larger message")
+        return super().zeros(nbytes)
+
     def new_update(self, order: MessageOrder, shards: Sequence[Shard]) -> Update:
         """An update of whole runs, each by one kernel."""
         return DeviceUpdate(runs_in_memory(self.memory.part, shards, alignment=ALIGNMENT), shards)

@@ -25,7 +25,7 @@ from hpcstrat._replicas.contexts import (
     require_cross_replica,
 )
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._strategies import exchange, reduce
+from hpcstrat._strategies import exchange, reduce, step_graphs
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.transfer import (
     check_same_structure,
@@ -259,11 +259,16 @@ class Strategy:
         stream = self._group.stream
         if stream is None:
             return self._run(fn, args, kwargs)
+        steps = step_graphs.active.get() or getattr(fn, step_graphs.STEPS, None)
         with stream.current():
-            return self._run(fn, args, kwargs)
+            return self._run(fn, args, kwargs, steps)
 
     def _run(
-        self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        steps: step_graphs.StepFunction | None = None,
     ) -> Any:
         communicator, before = self._group.communicator, contexts.current.get()
         # The context is set inside the `try`: a signal may raise right after it was set.
@@ -276,7 +281,11 @@ class Strategy:
             own = [select(arg) for arg in args]
             own_by_name = {name: select(arg) for name, arg in kwargs.items()} if kwargs else {}
             contexts.current.set(self._in_replica)
-            result = regroup(self._group, fn(*own, **own_by_name))
+            if steps is None:
+                result = fn(*own, **own_by_name)
+            else:
+                result = steps.run(self._group, fn, own, own_by_name)
+            result = regroup(self._group, result)
             if communicator.checks:
                 check_same_structure(communicator, result)
             return result

@@ -221,3 +221,14 @@ def norms_kernel(earlier: int, are_global: tuple[bool, ...], code: str, given: i
         [*lines, code],
         "norms",
     )
+
+
+@functools.cache
+def numbers_kernel(count: int) -> Any:
+    """Writes its parameters to an array, from which the kernels of a graph take them."""
+    return _elementwise(
+        [f"float64 given_{k}" for k in range(count)],
+        ["raw float64 numbers"],
+        [f"numbers[{k}] = given_{k};" for k in range(count)],
+        "numbers",
+    )

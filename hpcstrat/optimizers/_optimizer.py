@@ -423,6 +423,8 @@ class Optimizer(metaclass=_options.OptimizerType):
             rule = self.update_rule(rate, state.iterations + 1)
             if "learning_rate" not in rule.constants:
                 rule = _with_rate(rule, rate)
+            if group.stream is not None and group.stream.updates is not None:
+                rule = group.stream.updates(rule, state, self._next_rule)
         except Exception:  # the slow path gets it too, and raises it on all ranks
             return False
         try:
@@ -433,6 +435,12 @@ class Optimizer(metaclass=_options.OptimizerType):
             raise
         return True
 
+    def _next_rule(self) -> UpdateRule | None:
+        """The rule of the next step, if that can be taken as the fast path takes it."""
+        if self._collecting or self._transforming or not self._rule_is_complete:
+            return None
+        return self.update_rule(self._rate_now(), self._state.iterations + 1)
+
     def _apply(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
         """Any step: checks the gradients, sums them over the replicas, clips them, and updates."""
         _gradients.check_pairs(pairs)
@@ -440,6 +448,8 @@ class Optimizer(metaclass=_options.OptimizerType):
             contexts.group().communicator.exchange(signature_of(current_call(), "no variable"))
             return
         group = _gradients.group_of_variable(pairs[0][1], "to")
+        if group.stream is not None and group.stream.capture is not None:
+            group.stream.require_eager(f"this step of {self.name}")
         state = self._state
         with group.communicator.raise_together():
             gradients, dense, sparse = _gradients.prepare_pairs(pairs)

@@ -374,7 +374,10 @@ def join_slots(
 
 def collect(optimizer: Any, steps: Sequence[UpdateStep], pairs: Pairs) -> Pairs | None:
     """What the steps make of the gradients of one call, or `None`."""
-    with contexts.group().communicator.raise_together():
+    group = contexts.group()
+    if group.stream is not None and group.stream.capture is not None:
+        group.stream.require_eager("a step that collects gradients, such as their accumulation,")
+    with group.communicator.raise_together():
         for step in steps:
             _gradients.check_pairs(pairs)
             collected = step.collect(pairs, optimizer)

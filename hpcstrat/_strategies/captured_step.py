@@ -1,0 +1,283 @@
+"""One call of a replica function as a CUDA graph: its capture, its memory, and its launches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._core import gpu, nests
+from hpcstrat._core.types import Array
+from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._update.device_kernels import numbers_kernel
+from hpcstrat._update.rule import UpdateRule
+from hpcstrat._variable.variable import Variable
+
+MOST_NUMBERS = 256
+"""Numbers of all updates in a graph: a kernel takes them as parameters."""
+MOST_OBJECTS = 100_000
+"""Objects among which a function's arrays are looked for."""
+BY_VALUE = frozenset({bool, int, float, complex, str, type(None)})
+"""Types of arguments and results that have no memory."""
+
+
+class CapturedUpdate(NamedTuple):
+    """An update in a graph.
+
+    Attributes:
+        state: what the optimizer keeps, with the number of steps done.
+        next_rule: returns the rule of its next step, or `None` if it is of another kind.
+        kernels: of its rule.
+    """
+
+    state: Any
+    next_rule: Callable[[], UpdateRule | None]
+    kernels: tuple[Any, ...]
+
+
+@final
+class CapturedStep:
+    """A graph, and the memory that it reads and writes.
+
+    Args:
+        group: the replicas.
+
+    Attributes:
+        number: of the capture, the same on all ranks; 0 before.
+        is_possible: whether there can be one.
+    """
+
+    def __init__(self, group: ReplicaGroup) -> None:
+        assert group.stream is not None
+        self._group, self._stream = group, group.stream
+        self.number = 0
+        self.is_possible = True
+        self._graph: Any = None
+        xp = self._stream.xp
+        self._pool = xp.cuda.MemoryPool()  # nobody else gets memory that the graph uses
+        self._memory: Array = xp.empty(MOST_NUMBERS, np.float64)
+        self._written: tuple[float, ...] | None = None
+        self._kept: list[Any] = []
+        self._allocated: list[range] = []
+        self._updates: list[CapturedUpdate] = []
+        self._before: list[tuple[Any, int]] = []
+        self._numbers: list[float] = []
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a graph."""
+        return self._graph is not None
+
+    # ---- rehearsal and capture
+
+    def rehearse(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the function as it will be captured: kernels are compiled, the pool gets memory."""
+        try:
+            products = self._stream.products
+        except Exception:  # there is no cuBLAS, or no memory for it
+            self.is_possible = False
+            return fn(*args, **kwargs)
+        with self._in_pool(), products.replace_cupys():
+            return fn(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _in_pool(self) -> Iterator[None]:
+        """A block in which memory is the graph's, and optimizers read numbers from the GPU's."""
+        stream, self._numbers, self._updates, self._before = self._stream, [], [], []
+        stream.updates = self.take
+        try:
+            with stream.xp.cuda.using_allocator(self._allocate):
+                yield
+        finally:
+            stream.updates = None
+
+    def record(
+        self, number: int, fn: Any, leaves: Sequence[Any], structure: nests.Structure
+    ) -> None:
+        """Runs the function, and makes a graph of what it puts on the stream."""
+        stream, xp, calls = self._stream, self._stream.xp, self._group.communicator.calls
+        self.number, self._kept, self._allocated = number, [], []
+        self._escaped = calls.escaped_hash, calls.last_escaped, calls.last_escaped_call
+        with self._in_pool():
+            self._inputs = [xp.empty_like(leaf) if gpu.is_on_gpu(leaf) else leaf for leaf in leaves]
+            args, kwargs = structure.unflatten(self._inputs)
+            with self._capturing(), stream.products.replace_cupys():
+                result = fn(*args, **kwargs)
+        self._results, self._structure = nests.flatten(result)
+        for used in _memory_behind(fn):
+            self._kept.append(used)
+            # Each launch would have to bind it anew.
+            if gpu.is_on_gpu(used) and any(used.data.ptr in one for one in self._allocated):
+                raise TypeError("it keeps an array that it makes; write to an array in place")
+        for leaf in self._results:
+            if not isinstance(leaf, (xp.ndarray, np.ndarray, np.generic, Variable, *BY_VALUE)):
+                raise TypeError(f"it returns an object of type {type(leaf).__name__}")
+        stream.graphs.add(self)
+
+    @contextlib.contextmanager
+    def _capturing(self) -> Iterator[None]:
+        stream, calls = self._stream, self._group.communicator.calls
+        # Relaxed, as is CuPy's default: memory may be allocated.
+        stream.raw.begin_capture()
+        stream.capture, calls.is_capturing = self, True
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(Exception):  # of a capture that the first error has ended
+                stream.raw.end_capture()
+            raise
+        else:
+            self._graph = stream.raw.end_capture()
+        finally:
+            stream.capture, calls.is_capturing = None, False
+
+    def _allocate(self, nbytes: int) -> Any:
+        memory = self._pool.malloc(nbytes)
+        self._allocated.append(range(memory.ptr, memory.ptr + nbytes))
+        return memory
+
+    def keep(self, *used: Any) -> None:
+        """Keeps objects alive whose memory the graph uses."""
+        self._kept += used
+
+    def take(
+        self, rule: UpdateRule, state: Any, next_rule: Callable[[], UpdateRule | None]
+    ) -> UpdateRule:
+        """A rule whose kernels read its numbers from the GPU's memory; see `CapturedUpdate`.
+
+        Raises:
+            ValueError: it has others, or none.
+        """
+        numbers, norms, first = _numbers_of(rule), rule.norms, len(self._numbers)
+        in_memory = norms is None or not norms.given[0]
+        if rule.kernel is None or not in_memory or first + len(numbers) > MOST_NUMBERS:
+            if self._stream.capture is None:
+                return rule
+            raise ValueError("the update takes numbers from the host")
+        self._before.append((state, state.iterations))
+        self._updates.append(CapturedUpdate(state, next_rule, _kernels_of(rule)))
+        self._numbers += numbers
+        if self._stream.capture is None:
+            self._write(self._numbers)
+        # An array without dimensions is broadcast to a kernel's other operands.
+        places = iter([self._memory[first + i] for i in range(len(numbers))])
+        if norms is None:
+            return rule._replace(kernel_constants=tuple(places))
+        given = tuple([tuple([next(places) for _ in of_pass]) for of_pass in norms.given])
+        return rule._replace(norms=norms._replace(given=given))
+
+    def _write(self, numbers: Sequence[float]) -> None:
+        if numbers and tuple(numbers) != self._written:
+            self._written = tuple(numbers)
+            numbers_kernel(len(numbers))(*numbers, self._memory, size=1)
+
+    def undo(self) -> None:
+        """Leaves optimizers and the calls' state as before the capture: nothing was done."""
+        for state, iterations in reversed(self._before):
+            state.iterations = iterations
+        calls = self._group.communicator.calls
+        calls.escaped_hash, calls.last_escaped, calls.last_escaped_call = self._escaped
+        self._group.storage.drop_marks()
+        self.drop()
+
+    def drop(self) -> None:
+        """Destroys the graph."""
+        self._graph = None
+
+    # ---- launch
+
+    def next_numbers(self) -> tuple[list[float], int] | None:
+        """The numbers of the next launch; `None` if an update has other kernels by then.
+
+        With a checksum of these, and of all numbers on which the ranks must agree.
+        """
+        values, agreed, before = list[float](), list[float](), list[tuple[Any, int]]()
+        try:
+            for state, next_rule, kernels in self._updates:
+                rule = next_rule()
+                if rule is None or _kernels_of(rule) != kernels:
+                    return None
+                values += _numbers_of(rule)
+                agreed += rule.constants.values()
+                before.append((state, state.iterations))
+                state.iterations += 1  # for the next update of this optimizer
+        except Exception:  # a schedule's, for example: the function raises it, too
+            return None
+        finally:
+            for state, iterations in reversed(before):
+                state.iterations = iterations
+        return values, zlib.crc32(np.array([*values, *agreed], np.float64).tobytes())
+
+    def launch(self, leaves: Sequence[Any], numbers: Sequence[float] | None) -> Any:
+        """Launches the graph, right after the capture without numbers; returns its results."""
+        for own, given in zip(self._inputs, leaves, strict=True):
+            if gpu.is_on_gpu(own):
+                self._stream.xp.copyto(own, given)
+        self._write(self._numbers if numbers is None else numbers)
+        communicator = self._group.communicator
+        assert isinstance(communicator, DeviceCommunicator)
+        try:
+            communicator.launch_graph(self._graph)
+            if numbers is not None:  # else the function itself has counted the steps
+                for state, _, _ in self._updates:
+                    state.iterations += 1
+        except BaseException as error:  # a signal's may come between these lines
+            communicator.calls.mark_interrupted(error, "Strategy.run")
+            raise
+        results = [
+            leaf.copy() if gpu.is_on_gpu(leaf) or isinstance(leaf, np.ndarray) else leaf
+            for leaf in self._results
+        ]
+        return self._structure.unflatten(results)
+
+
+def _kernels_of(rule: UpdateRule) -> tuple[Any, ...]:
+    return rule.kernel, None if rule.norms is None else rule.norms.passes
+
+
+def _numbers_of(rule: UpdateRule) -> list[float]:
+    if rule.norms is None:
+        return [float(number) for number in rule.kernel_constants]
+    return [float(number) for of_pass in rule.norms.given for number in of_pass]
+
+
+# ---- what a function uses that the program may drop
+
+
+@functools.lru_cache(maxsize=1024)
+def names_in(code: CodeType) -> tuple[str, ...]:
+    """The names in some code, and in that of the functions in it, which may be of globals."""
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return tuple(
+        dict.fromkeys([*code.co_names, *[name for one in inner for name in names_in(one)]])
+    )
+
+
+def _memory_behind(fn: Any) -> list[Any]:
+    """The arrays on a GPU, and the variables, that a function can reach now.
+
+    A graph has their addresses, and the program may drop them, as where it binds an attribute anew.
+    """
+    found, seen, left = list[Any](), set[int](), [fn]
+    while left and len(seen) < MOST_OBJECTS:
+        thing = left.pop()
+        kind = type(thing)
+        if id(thing) in seen or kind in BY_VALUE or isinstance(thing, (ModuleType, type, CodeType)):
+            continue
+        seen.add(id(thing))
+        if gpu.is_on_gpu(thing) or isinstance(thing, Variable):
+            found.append(thing)
+        elif kind is FunctionType:
+            named = map(thing.__globals__.get, names_in(thing.__code__))
+            left += [*gc.get_referents(*(thing.__closure__ or ())), *(thing.__defaults__ or ())]
+            left += [*(thing.__kwdefaults__ or {}).values(), *named, *vars(thing).values()]
+        elif kind.__module__.partition(".")[0] not in ("hpcstrat", "numpy", "cupy"):
+            left += gc.get_referents(thing)
+    return found

@@ -1,0 +1,288 @@
+"""Replica functions as CUDA graphs: what `hs.function` makes of calls of `Strategy.run` on GPUs.
+
+A step of small arrays takes the GPU less time than the host needs to launch its kernels. A graph
+has all of them, and takes one launch. For each kind of arguments, such as arrays of these shapes
+and dtypes, the calls on all ranks are
+
+    the first    run as it is: it makes variables and slots, and connects NCCL
+    the second   rehearsed: it runs with the kernels and the memory of a graph, which are made here
+    the third    captured: it runs, but its kernels become a graph, which is launched at the end
+    the others   launches of the graph, on which the ranks agree by one record
+
+The arguments are copied to the arrays with which the graph was captured, and results from those
+that it writes. There is one set of arguments, and not two in turn: the copy and the graphs are on
+one stream, where a copy within the GPU's memory takes less time than a launch.
+
+The numbers of an update, such as the learning rate, change from step to step, so its kernels take
+them from the GPU's memory here. The host computes them as in any step, and writes what has changed
+before the launch.
+
+All ranks capture, launch, or run the function as it is. What one rank cannot capture, all run as it
+is from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, final
+
+import numpy as np
+
+from hpcstrat._calls.records import signature_of
+from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._core import nests
+from hpcstrat._core.call_name import call_named, warn_together
+from hpcstrat._core.types import Bytes
+from hpcstrat._core.user_frames import user_frame_of_error
+from hpcstrat._process import settings
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica
+from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._strategies.captured_step import BY_VALUE, CapturedStep, names_in
+
+STEPS = "_hpcstrat_steps"
+"""The attribute with the `StepFunction` of a function that `function_of` returned."""
+MOST_KINDS = 8
+"""Kinds of calls that are captured: each graph keeps the memory of a whole step."""
+FOREIGN = ("jax", "tensorflow", "torch")
+"""Modules whose arrays are in pools of their own, which would give a graph's memory to others."""
+
+# What a rank offers to do with a call: to launch the graph of this number; else
+_CAPTURE, _RUN, _FOREIGN, _ON_HOST, _MANY, _PROBLEM = 0, -1, -2, -3, -4, -5
+_REASONS = {
+    _PROBLEM: "a rank has no cuBLAS, or no memory for it",
+    _FOREIGN: f"a rank has imported one of {', '.join(FOREIGN)}, whose arrays a graph cannot hold",
+    _ON_HOST: "an argument is an array on the host, or on another GPU",
+    _MANY: f"its arguments are of more than {MOST_KINDS} kinds; pass numbers that change as arrays",
+}
+_OFFER = struct.Struct("<qq")
+
+active: ContextVar[StepFunction | None] = ContextVar("hpcstrat_function", default=None)
+"""The `hs.function` around this line, outside of replicas."""
+
+
+def function_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that `hs.function` returns where there may be a GPU."""
+    steps = StepFunction(fn)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # In a replica it is the function of `Strategy.run`, or called by that: a part of it.
+        if type(contexts.current.get()) is InReplica:
+            return fn(*args, **kwargs)
+        outer = active.set(steps)
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            active.reset(outer)
+
+    setattr(call, STEPS, steps)
+    return call
+
+
+@final
+class StepFunction:
+    """What has become of the replica functions that run in, or are, one `hs.function`.
+
+    Args:
+        fn: the function, for its name.
+    """
+
+    def __init__(self, fn: Any) -> None:
+        self._name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
+        self._by_group: dict[ReplicaGroup, GroupSteps] = {}
+
+    def run(
+        self, group: ReplicaGroup, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Runs a replica function, in its context and on its stream. Collective."""
+        steps = self._by_group.get(group)
+        if steps is None:
+            steps = self._by_group[group] = GroupSteps(self._name, group)
+        return fn(*args, **kwargs) if steps.is_eager else steps.run(fn, args, kwargs)
+
+
+class Kind(NamedTuple):
+    """What calls have in common that are launches of one graph.
+
+    Attributes:
+        key: equal for calls of one kind.
+        kept: objects that `key` has by their identity.
+    """
+
+    key: tuple[Any, ...]
+    kept: Sequence[Any]
+
+
+@final
+class GroupSteps:
+    """The graphs of one `hs.function` on the replicas of a strategy.
+
+    Args:
+        name: the function's.
+        group: the replicas.
+
+    Attributes:
+        is_eager: whether all calls run as they are.
+    """
+
+    def __init__(self, name: str, group: ReplicaGroup) -> None:
+        communicator = group.communicator
+        # The same on all ranks.
+        self.is_eager: bool = (
+            not isinstance(communicator, DeviceCommunicator)
+            or not communicator.can_capture
+            or communicator.checks
+            or group.parameter_device.kind != "GPU"
+            or settings.timeline() != ""
+        )
+        self._name = name.rpartition(".<locals>.")[2]
+        self._group = group
+        # Of each kind; `None` between the first call and the second.
+        self._steps: dict[tuple[Any, ...], CapturedStep | None] = {}
+        self._kept: dict[tuple[Any, ...], Sequence[Any]] = {}
+        self._warned: set[int] = set()
+
+    def run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs, rehearses, captures or launches a call."""
+        leaves, structure = nests.flatten((tuple(args), dict(kwargs)))
+        kind = self._kind_of(fn, leaves, structure)
+        step = None if kind is None else self._steps.get(kind.key)
+        numbers = None if step is None or not step.is_captured else step.next_numbers()
+        own = self._offer(kind, step, numbers is not None)
+        offers = self._exchange(own, 0 if numbers is None else numbers[1])
+        if own >= 0 and all(offer == offers[0] for offer in offers):
+            assert step is not None
+            if numbers is not None:
+                return step.launch(leaves, numbers[0])
+            if self._capture(step, fn, leaves, structure):
+                return step.launch(leaves, None)
+            return fn(*args, **kwargs)
+        self._tell({offer for offer, _ in offers})
+        if self.is_eager or own != _RUN or kind is None:
+            return fn(*args, **kwargs)
+        if kind.key in self._steps and step is None:
+            step = CapturedStep(self._group)
+            result = step.rehearse(fn, args, kwargs)
+        else:  # or an option of an optimizer has changed: what follows from it is made once more
+            step, result = None, fn(*args, **kwargs)
+        self._steps[kind.key], self._kept[kind.key] = step, kind.kept
+        return result
+
+    def _offer(self, kind: Kind | None, step: CapturedStep | None, fits: bool) -> int:
+        if any(name in sys.modules for name in FOREIGN):
+            return _FOREIGN
+        if kind is None:
+            return _ON_HOST
+        if kind.key not in self._steps and len(self._steps) == MOST_KINDS:
+            return _MANY
+        if step is None:
+            return _RUN
+        if not step.is_possible:
+            return _PROBLEM
+        if not step.is_captured:
+            return _CAPTURE
+        return step.number if fits else _RUN
+
+    def _exchange(self, offer: int, numbers: int) -> list[tuple[int, int]]:
+        """The ranks' offers, each with a checksum of numbers on which they must agree."""
+        own, communicator = _OFFER.pack(offer, numbers), self._group.communicator
+        if communicator.size == 1:
+            return [(offer, numbers)]
+
+        def write(message: Bytes) -> None:
+            message[: len(own)] = np.frombuffer(own, np.uint8)
+
+        messages = communicator.exchange(signature_of("Strategy.run", self._name), len(own), write)
+        return [_OFFER.unpack(message[: len(own)].tobytes()) for message in messages]
+
+    def _kind_of(self, fn: Any, leaves: Sequence[Any], structure: nests.Structure) -> Kind | None:
+        """The kind of a call; `None` if an array is not in the memory of this GPU."""
+        stream, key, kept = self._group.stream, list[Any](), list[Any]()
+        assert stream is not None
+        for leaf in leaves:
+            if type(leaf) is stream.xp.ndarray:
+                if leaf.data.device_id != stream.ordinal:
+                    return None
+                key.append((leaf.shape, leaf.dtype, leaf.strides))
+            elif isinstance(leaf, np.ndarray):
+                return None
+            else:
+                _add(leaf, key, kept)
+        # A function that is defined again in each step is the same if it refers to the same.
+        for part in _parts_of(fn):
+            _add(part, key, kept)
+        return Kind((structure, *key), kept)
+
+    def _capture(
+        self, step: CapturedStep, fn: Any, leaves: Sequence[Any], structure: nests.Structure
+    ) -> bool:
+        """Captures a call on all ranks, or on none; returns whether it has. Collective."""
+        group, calls = self._group, self._group.communicator.calls
+        try:
+            # Of all functions of these ranks no other capture has this number.
+            step.record(calls.number + 1, fn, leaves, structure)
+            if group.communicator.size > 1:
+                group.communicator.exchange(signature_of("Strategy.run", self._name, "captured"))
+        except BaseException as error:
+            step.undo()
+            if not isinstance(error, Exception):
+                raise
+            # Ranks that wait in an exchange, of the function or the one above, raise there.
+            where, reason = user_frame_of_error(error), str(error)
+            if where:
+                reason = f"{where}: {type(error).__name__}: {reason}"
+            if not calls.all_raise:
+                with call_named("Strategy.run"):
+                    calls.raise_on_others(RuntimeError(reason))
+            self._give_up(reason)
+            return False
+        return True
+
+    def _tell(self, offers: set[int]) -> None:
+        """Warns once of each reason for which a rank cannot make graphs."""
+        reasons = offers & _REASONS.keys()
+        if lasting := reasons - {_MANY}:  # each further exchange would cost time
+            self._give_up(_REASONS[min(lasting)])
+        elif reasons - self._warned:
+            self._warn("", _REASONS[_MANY])
+        self._warned |= reasons
+
+    def _give_up(self, reason: str) -> None:
+        self.is_eager = True
+        self._steps.clear()
+        self._kept.clear()
+        self._warn(" from now on", reason)
+
+    def _warn(self, since: str, reason: str) -> None:
+        warn_together(
+            f"hs.function: {self._name} runs without a CUDA graph{since}: {reason}",
+            UserWarning,
+            self._group.communicator.rank == 0,
+        )
+
+
+def _parts_of(fn: Any) -> list[Any]:
+    """A function's code, its closure and defaults, and the globals that it names."""
+    inner = getattr(fn, "__func__", fn)
+    if hasattr(inner, STEPS):
+        inner = inner.__wrapped__
+    try:
+        cells = [cell.cell_contents for cell in inner.__closure__ or ()]
+        defaults = [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
+        named = map(inner.__globals__.get, names_in(inner.__code__))
+        return [inner.__code__, getattr(fn, "__self__", None), *cells, *defaults, *named]
+    except (AttributeError, ValueError):  # another object that can be called, or an empty cell
+        return [fn]
+
+
+def _add(thing: Any, key: list[Any], kept: list[Any]) -> None:
+    if type(thing) in BY_VALUE or isinstance(thing, np.generic):
+        key.append((type(thing), thing))
+    else:
+        key.append(id(thing))
+        kept.append(thing)
