@@ -679,6 +679,56 @@ def test_what_a_graph_must_not_do(simulated, old, new, said):
     assert result.status != 0 and said in result.stderr, result.stderr
 
 
+FUNCTION = """
+import sys
+import numpy as np
+import hpcstrat as hs
+
+strategy = hs.MirroredStrategy()
+xp = strategy.xp
+with strategy.scope():
+    w, optimizer = hs.Variable(np.ones((3, 2), np.float32)), hs.optimizers.SGD(0.5)
+
+@hs.function
+def step(x):
+    optimizer.apply_gradients([(x.T @ (x @ w) / strategy.num_replicas_in_sync, w)])
+
+x = xp.full((1, 3), 0.5, np.float32)
+for i in range(200):
+    if i == 100 and sys.argv[1] == "hangs" and hs.rank() == 1:
+        hs.barrier()
+    strategy.run(step, args=(x,))
+hs.on_lead(lambda: print(optimizer.iterations, w.numpy().sum().round(3), flush=True))
+if sys.argv[1] == "closes":
+    strategy.close()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", slow_but([2], [None, 1, 2, 3]))
+@pytest.mark.parametrize("end", ["closes", "ends"])
+def test_a_program_with_a_graph(simulated, ranks, end):
+    """Its graphs end before its communicator."""
+    result = simulated(FUNCTION, ranks, end)
+    assert result.status == 0 and result.stdout == "200 0.0\n", result.stderr
+
+
+@pytest.mark.gpu
+def test_a_rank_that_makes_another_call_than_a_launch(simulated):
+    result = simulated(FUNCTION, 2, "hangs")
+    assert result.status != 0
+    assert "rank 0: Strategy.run(step), at " in result.stderr, result.stderr
+    assert "rank 1: barrier(), at " in result.stderr, result.stderr
+
+
+@pytest.mark.gpu
+def test_nccl_that_hangs_in_a_graph(simulated):
+    """Its eleventh call is the first captured. Hosts count as waiting for it, as in other steps."""
+    hangs = {"SIMULATED_GPU_FAULTS": "nccl-hangs@1:11"}
+    result = simulated(FUNCTION, 2, "ends", env=HANGS_SOON | hangs)
+    assert result.status != 0 and "Strategy.run" in result.stderr, result.stderr
+
+
 # ---- programs
 
 

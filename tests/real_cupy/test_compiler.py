@@ -50,6 +50,7 @@ def kernels_of(rule, dtype):
     # Of as many dimensions as the update's: CuPy declares arrays by them.
     numbers, ints, owners = array((3, 2), np.float64), array(3, np.int64), array(3, np.int32)
     norm, sums = array(3, np.float64), array((3, 2, 2), np.float64)
+    number = array((), np.float64)
     given = [array(3, dtype) for _ in range(2 + len(rule.kernel.slots))]
     constants, norms, found = rule.kernel_constants, rule.norms, []
     for k, (one, after) in enumerate(itertools.pairwise(norms.passes if norms else ())):
@@ -61,9 +62,12 @@ def kernels_of(rule, dtype):
         kernel = device_kernels.norms_kernel(len(found), one.are_global, after.code, len(passed))
         found += [norm] * terms
         yield kernel, [sums, 1, *passed, *found, numbers]
+        yield kernel, [sums, 1, *[number] * len(passed), *found, numbers]  # in a graph
         constants = [numbers, owners]
     kernel = device_kernels.update_kernel(rule.kernel, dtype, norms is not None)
     yield kernel, [*constants, *given]
+    if norms is None:
+        yield kernel, [*[number] * len(constants), *given]
 
 
 def sources():
@@ -83,6 +87,8 @@ def sources():
                 )
     sums, ints = array((3, 2, 2), np.float64), array(3, np.int64)
     texts.append(text(device_kernels.add_kernel(2), "add", [sums, ints, ints, sums]))
+    numbers = device_kernels.numbers_kernel(2)
+    texts.append(text(numbers, "numbers", [1.0, 2.0, array(3, np.float64)]))
     for itemsize in layout._WORDS:
         code = layout._kernel(itemsize).code
         texts.append(code.replace("copy_arrays(", f"copy_arrays_{itemsize}("))

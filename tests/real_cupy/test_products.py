@@ -1,0 +1,146 @@
+"""Matrix products for CUDA graphs: what real CuPy's arrays and operators give cuBLAS."""
+
+import ctypes
+import types
+from typing import Any
+
+import numpy as np
+import pytest
+from internals import cublas
+from on_host import array, cupy, variable
+
+DTYPES = {0: np.float32, 1: np.float64, 2: np.float16}
+
+
+class Library:
+    """cuBLAS on the host."""
+
+    calls = 0
+
+    def cublasGemmEx(
+        self,
+        _,
+        op_a,
+        op_b,
+        m,
+        n,
+        k,
+        alpha,
+        a,
+        kind,
+        lead_a,
+        b,
+        _b,
+        lead_b,
+        beta,
+        c,
+        _c,
+        lead_c,
+        *to,
+    ):
+        self.calls += 1
+        assert to == ({0: 68, 1: 70, 2: 68}[kind], -1) and kind == _b == _c
+        assert (alpha._obj.value, beta._obj.value) == (1, 0)
+        left = memory(a, kind, *((k, m) if op_a else (m, k)), lead_a)
+        right = memory(b, kind, *((n, k) if op_b else (k, n)), lead_b)
+        out = memory(c, kind, m, n, lead_c)
+        out[...] = (left.T if op_a else left) @ (right.T if op_b else right)
+
+
+def memory(place, kind, rows, columns, lead):
+    """A matrix in column order."""
+    dtype = np.dtype(DTYPES[kind])
+    raw: Any = (ctypes.c_uint8 * (dtype.itemsize * ((columns - 1) * lead + rows))).from_address(
+        place.value
+    )
+    flat = np.frombuffer(raw, dtype)
+    return np.lib.stride_tricks.as_strided(
+        flat, (rows, columns), (dtype.itemsize, dtype.itemsize * lead)
+    )
+
+
+def on_host(values):
+    """The elements of a CuPy array over host memory."""
+    raw: Any = (ctypes.c_uint8 * max(values.nbytes, 1)).from_address(values.data.ptr)
+    flat = np.frombuffer(raw, np.uint8)
+    return np.lib.stride_tricks.as_strided(flat.view(values.dtype), values.shape, values.strides)
+
+
+def filled(shape, dtype=np.float32):
+    made = array(shape, dtype)
+    on_host(made)[...] = np.random.default_rng(0).integers(-3, 4, shape)
+    return made
+
+
+@pytest.fixture
+def products(monkeypatch):
+    made: Any = cublas.GraphProducts.__new__(cublas.GraphProducts)
+    raw = types.SimpleNamespace(ptr=5)
+    cuda = types.SimpleNamespace(get_current_stream=lambda: raw)
+    made._stream = types.SimpleNamespace(xp=cupy, cuda=cuda, raw=raw)
+    made._library, made._handle = Library(), None
+    monkeypatch.setattr(cupy, "empty", array)
+    with made.replace_cupys():
+        yield made._library
+
+
+SHAPES = [((2, 3), (3, 4)), ((3,), (3, 4)), ((2, 3), (3,)), ((1, 3), (3, 2)), ((2, 1), (1, 5))]
+
+
+@pytest.mark.parametrize(("left", "right"), SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_shapes_and_dtypes(products, left, right, dtype):
+    a, b = filled(left, dtype), filled(right, dtype)
+    for result in (a @ b, cupy.matmul(a, b), cupy.dot(a, b), np.matmul(a, b)):
+        assert type(result) is cupy.ndarray and result.dtype == dtype
+        np.testing.assert_array_equal(on_host(result), on_host(a) @ on_host(b))
+    assert products.calls == 4
+
+
+def test_orders(products):
+    a, b = filled((4, 3)), filled((5, 4))
+    for left, right in [(a.T, b.T), (a.T, filled((4, 2))), (filled((2, 4)), b.T)]:
+        np.testing.assert_array_equal(on_host(left @ right), on_host(left) @ on_host(right))
+    out = array((3, 5))
+    assert cupy.matmul(a.T, b.T, out=out) is out
+    np.testing.assert_array_equal(on_host(out), on_host(a).T @ on_host(b).T)
+    assert products.calls == 4
+
+
+def test_variables(products, monkeypatch):
+    v, a = variable((3, 4)), filled((2, 3))
+    monkeypatch.setattr(type(v), "value", lambda v: v._state.block.view)  # as in a replica
+    for result in (a @ v, cupy.dot(a, v), v.value().T @ a.T):
+        assert type(result) is cupy.ndarray
+    assert products.calls == 3
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (array((2, 2, 3)), array((2, 3, 2))),
+        (array((2, 3), np.int64), array((3, 2), np.int64)),
+        (array((2, 3), np.complex64), array((3, 2), np.complex64)),
+        (array(3), array(3)),
+        (array((2, 3)), array((4, 2))),
+    ],
+    ids=["batches", "integers", "complex", "vectors", "shapes"],
+)
+def test_what_is_left_to_cupy(products, a, b):
+    with pytest.raises((cupy.cuda.runtime.CUDARuntimeError, ValueError)):
+        cupy.matmul(a, b)
+    assert products.calls == 0
+
+
+def test_cupy_is_as_before():
+    before = cupy.matmul, cupy.dot, cupy.ndarray.__matmul__
+    made: Any = cublas.GraphProducts.__new__(cublas.GraphProducts)
+    made._stream = types.SimpleNamespace(xp=cupy)
+    with made.replace_cupys():
+        assert cupy.matmul is not before[0]
+    assert before == (cupy.matmul, cupy.dot, cupy.ndarray.__matmul__)
+    assert "__matmul__" not in vars(cupy.ndarray)
+
+
+def test_the_library_that_cupy_uses():
+    assert ctypes.CDLL(cublas._path(cupy.cuda)).cublasGemmEx
