@@ -662,12 +662,12 @@ GRAPH_BUGS = {
     "a host that waits": (
         "cp.subtract(self._outputs[-1]",
         "float(self.rate)\n        cp.subtract(self._outputs[-1]",
-        "cudaErrorStreamCaptureUnsupported: ",
+        "RuntimeError: the current stream is capturing, so D2H transfers are disallowed",
     ),
     "a host's array": (
         "cp.subtract(self._outputs[-1]",
         "cp.asarray(np.ones(3))\n        cp.subtract(self._outputs[-1]",
-        "cudaErrorStreamCaptureUnsupported: ",
+        "RuntimeError: the current stream is capturing, so H2D transfers are disallowed",
     ),
 }
 

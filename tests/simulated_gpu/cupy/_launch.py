@@ -115,7 +115,7 @@ def from_host(value, dtype=None, order="K"):
     CuPy first copies them to its own pinned memory, except from pinned memory in the right order.
     """
     queue = _streams.current_queue()
-    queue.refuse_capture()
+    queue.refuse_capture("H2D transfers")
     if (
         isinstance(value, np.ndarray)
         and value.ndim

@@ -63,12 +63,17 @@ class Queue(_checker.Lane):
                     self._wait(other.marker())
         super().start()
 
-    def refuse_capture(self):
-        """Raises if the stream captures: CUDA then allows no waits, and no copies from or to hosts.
+    def refuse_capture(self, copies=None):
+        """Raises if the stream captures: no waits are allowed then, and no copies from or to hosts.
+
+        Args:
+            copies: what is refused, if CuPy refuses it; else CUDA does.
 
         Raises:
-            CUDARuntimeError: the stream captures.
+            RuntimeError: the stream captures.
         """
+        if self.captured is not None and copies is not None:
+            raise RuntimeError(f"the current stream is capturing, so {copies} are disallowed")
         if self.captured is not None:
             from .cuda.runtime import CUDARuntimeError
 

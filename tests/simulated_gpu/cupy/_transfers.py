@@ -80,7 +80,7 @@ def to_device(target, source, queue, is_async, keeps=False):
         is_async: whether the host continues meanwhile. Memory that is not pinned is read first.
         keeps: whether pinned memory is kept alive until the host has waited.
     """
-    queue.refuse_capture()
+    queue.refuse_capture("H2D transfers")
     queue.start()
     target.touch(queue, writes=True)
     memory, view = _pinned(source), target.host
@@ -99,7 +99,7 @@ def to_device(target, source, queue, is_async, keeps=False):
 
 def to_host(source, target, queue, is_async):
     """Copies device memory to a contiguous NumPy array; if it is not pinned, the host waits."""
-    queue.refuse_capture()
+    queue.refuse_capture("D2H transfers")
     queue.start()
     source.touch(queue, writes=False)
     memory, view = _pinned(target), source.host
