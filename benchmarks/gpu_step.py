@@ -224,8 +224,10 @@ def time_steps(strategy, by_hand, rounds):
         medians = interleaved(ways, rounds, steps)
         ends = [weights() for _, weights in made.values()]
         for end in ends[:-1]:
-            for one, other in zip(end, ends[-1], strict=True):
-                np.testing.assert_allclose(one, other, rtol=1e-2, atol=1e-3)
+            # Sums in another order part the ways of ReLUs that are near 0: after 850 steps on 4
+            # ranks, by up to 3 % of what was learned. A wrong sum changes all of it.
+            for one, other, first in zip(end, ends[-1], initial(layers), strict=True):
+                assert np.linalg.norm(one - other) <= 0.1 * np.linalg.norm(other - first)
         show(f"{'-'.join(map(str, layers))}, batch {batch}", medians)
 
 
