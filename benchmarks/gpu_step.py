@@ -9,8 +9,9 @@ The alternatives:
     ours       hpcstrat.CentralStorageStrategy: reduction to the parameter rank, update, broadcast
     mirrored   hpcstrat.MirroredStrategy: one all-reduce, an update on every rank
     sharded    the same with shard_updates: reduce-scatter, an update of a part, all-gather
+    graph      ours as one CUDA graph, by hs.function; not beside PyTorch, where it makes none
     by hand    CuPy and NCCL: one all-reduce of the flat gradient, a fused update on every rank
-    DDP        torch.nn.parallel.DistributedDataParallel, if PyTorch is installed
+    DDP        torch.nn.parallel.DistributedDataParallel, if PyTorch is installed and wanted
 
 They take turns, round by round, so that all see the same state of the machine. The table has
 medians over rounds, and their ratios to ours. Our steps and the hand-written one must end with the
@@ -19,10 +20,13 @@ single calls, and the cost of feeding a step with batches from the host.
 """
 
 import argparse
+import importlib
+import importlib.util
 import itertools
 import random
 import tempfile
 import time
+from typing import Any
 
 import cupy as cp
 import numpy as np
@@ -31,10 +35,7 @@ from mpi4py import MPI
 
 import hpcstrat as hs
 
-try:
-    import torch
-except ImportError:
-    torch = None
+torch: Any = None  # imported in `main`, if at all
 
 NETWORKS = {  # layers: (batch per replica, steps per round)
     (64, 32, 10): (32, 200),
@@ -132,7 +133,7 @@ def initial(layers):
         yield np.zeros(b, np.float32)
 
 
-def ours(strategy, layers, x, y):
+def ours(strategy, layers, x, y, make=lambda step: step):
     with strategy.scope():
         weights = [hs.Variable(value) for value in initial(layers)]
         optimizer = hs.optimizers.SGD(RATE, MOMENTUM)
@@ -141,9 +142,8 @@ def ours(strategy, layers, x, y):
         values = [weight.value() for weight in weights]
         optimizer.apply_gradients(zip(gradients(values, x, y), weights, strict=True))
 
-    return lambda: strategy.run(replica_step, args=(x, y)), lambda: [
-        weight.numpy() for weight in weights
-    ]
+    step = make(replica_step)
+    return lambda: strategy.run(step, args=(x, y)), lambda: [weight.numpy() for weight in weights]
 
 
 class ByHand:
@@ -217,6 +217,8 @@ def time_steps(strategy, by_hand, rounds):
             cp.asarray(generator.random((batch, n), np.float32)) for n in (layers[0], layers[-1])
         )
         made = {name: ours(one, layers, x, y) for name, one in strategies.items()}
+        if torch is None:
+            made["graph"] = ours(strategy, layers, x, y, hs.function)
         made["by hand"] = by_hand.step(layers, x, y)
         ways = {name: step for name, (step, _) in made.items()}
         if torch is not None:
@@ -308,7 +310,12 @@ def main():
     parser.add_argument(
         "--rounds", type=int, default=15, help="turns that each way takes (%(default)s)"
     )
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--without-torch", action="store_true", help="without DDP, with graphs")
+    options = parser.parse_args()
+    rounds = options.rounds
+    global torch
+    if not options.without_torch and importlib.util.find_spec("torch"):
+        torch = importlib.import_module("torch")
     strategy = hs.CentralStorageStrategy()
     if strategy.xp is not cp:
         parser.error("there is no GPU here")
