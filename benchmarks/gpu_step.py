@@ -14,8 +14,8 @@ The alternatives:
     DDP        torch.nn.parallel.DistributedDataParallel, if PyTorch is installed and wanted
 
 They take turns, round by round, so that all see the same state of the machine. The table has
-medians over rounds, and their ratios to ours. Our steps and the hand-written one must end with the
-same weights. Before the steps comes the memory of Adam's slots on the GPUs, after them the cost of
+medians over rounds, and their ratios to ours. Our steps and the hand-written one must learn the
+same weights, but for what another order of sums changes. Before the steps comes the memory of Adam's slots on the GPUs, after them the cost of
 single calls, and the cost of feeding a step with batches from the host.
 """
 

@@ -371,9 +371,9 @@ class RunAhead:
     """Records an event after each call of NCCL, on the call's stream.
 
     A host that runs ahead of a hanging GPU fills CUDA's launch queue, and then waits in the driver
-    with a lock held. The next call of CUDA, such as for an event's state, waits for that lock, in
-    CuPy with Python's lock held: no thread of the process runs any more, and nothing ends the job.
-    So the host waits here first, where it counts as waiting. The watchdog only reads numbers, which
+    with a lock held. Other calls of CUDA may wait for that lock; if CuPy makes one of them with
+    Python's lock held, no thread of the process runs any more, and nothing ends the job. So the
+    host waits here first, where it counts as waiting. The watchdog only reads numbers, which
     a thread of this class updates. Both wait by `gpu.wait_for`, without Python's lock.
 
     Args:

@@ -66,8 +66,9 @@ class _Slot:
         nbytes = self.layout.nbytes
         if self.copied is not None:
             # The previous transfer from this memory may still be running: a step is yielded before
-            # its transfer ends.
-            gpu.wait_for(self.copied)
+            # its transfer ends. Where the GPU is slower than the host, each load waits here: with a
+            # pause much longer than a step the GPU would run out of batches.
+            gpu.wait_for(self.copied, pause=1e-4)
         if self._memory.size < nbytes:
             self._memory = gpu.allocate_pinned(nbytes)
         self.layout.write(self._memory, arrays)

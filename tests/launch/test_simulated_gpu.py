@@ -109,7 +109,7 @@ BUGS = {
         [
             (
                 "data/_device_prefetch.py",
-                "            gpu.wait_for(self.copied)\n",
+                "            gpu.wait_for(self.copied, pause=1e-4)\n",
                 "            pass\n",
             )
         ],
@@ -590,6 +590,30 @@ def test_a_context_that_is_lost_at_the_end(simulated, ranks):
     result = simulated(LOSES, ranks, env=HANGS_SOON)
     assert result.status != 0 and "cudaErrorIllegalAddress: " in result.stderr
     assert result.leftovers == []
+
+
+RUNS_ON = """
+import cupy
+import numpy as np
+import hpcstrat as hs
+
+strategy = hs.MirroredStrategy()
+with strategy.scope():
+    w, optimizer = hs.Variable(np.ones(3)), hs.optimizers.SGD(0.5)
+gradient = strategy.xp.ones(3)
+for i in range(500):
+    if i == 100 and hs.rank() == 1:
+        cupy._faults.lose_context()
+    strategy.run(lambda: optimizer.apply_gradients([(gradient, w)]))
+"""
+
+
+@pytest.mark.gpu
+def test_a_context_that_is_lost_where_no_step_waits_for_the_gpu(simulated):
+    """The host looks at the GPU from time to time, and raises what is wrong."""
+    result = simulated(RUNS_ON, 2, env=HANGS_SOON)
+    assert result.status != 0 and "cudaErrorIllegalAddress: " in result.stderr
+    assert "apply_gradients" in result.stderr and result.leftovers == []
 
 
 # ---- a step as one graph

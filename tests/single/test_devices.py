@@ -1,8 +1,10 @@
 import importlib.util
+import types
 
 import numpy as np
 import pytest
 from internals import call_named, device_names
+from internals import gpu as gpus
 
 
 @pytest.fixture(autouse=True)
@@ -141,3 +143,20 @@ def test_a_gpu_that_is_not_there(monkeypatch):
         device_names.ordinal(gpu(1), 0, [["a"]])
     with pytest.raises(RuntimeError, match="^call: there is no GPU:0; this process sees no GPUs"):
         device_names.ordinal(gpu(0), 0, [[]])
+
+
+@pytest.mark.parametrize("status", [0, 700])
+def test_a_wait_for_an_event_looks_and_sleeps(monkeypatch, status):
+    def fail():
+        raise RuntimeError("an illegal address")
+
+    seen, answers = [], iter([600, 600, status])
+    monkeypatch.setattr(gpus, "_event_query", lambda: lambda at: seen.append(at) or next(answers))
+    monkeypatch.setattr(gpus, "time", types.SimpleNamespace(sleep=seen.append))
+    event = types.SimpleNamespace(ptr=17, synchronize=fail)
+    if status:
+        with pytest.raises(RuntimeError, match="an illegal address"):
+            gpus.wait_for(event, pause=0.25)
+    else:
+        gpus.wait_for(event, pause=0.25)
+    assert seen == [17, 0.25, 17, 0.25, 17]

@@ -495,7 +495,7 @@ class Event:
     def ptr(self):
         """CuPy's: what the simulated driver takes. Like an H100's it answers at once, always."""
         if self._query is None:
-            self._query = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0 if self._is_done() else 600)
+            self._query = ctypes.CFUNCTYPE(ctypes.c_int)(self._status)
         return ctypes.cast(self._query, ctypes.c_void_p).value
 
     def record(self, stream=None):
@@ -519,6 +519,11 @@ class Event:
         """CuPy's. If done, the host knows that the work is done."""
         take_driver("cudaEventQuery")
         return self._is_done()
+
+    def _status(self):
+        if _faults.is_context_lost:
+            return 700
+        return 0 if self._is_done() else 600
 
     def _is_done(self):
         self._check_device()
