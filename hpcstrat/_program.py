@@ -14,6 +14,7 @@ import numpy as np
 from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect, find_connected
+from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import host_copy
 from hpcstrat._core.call_name import current_call, explained, names_call
@@ -124,7 +125,7 @@ def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         by rank 0 alone: https://example.org/flowers.csv
         {'rows': 150}
     """
-    communicator, result = connect(), None
+    communicator, result = _connect(), None
     if communicator.rank == 0:
         if not callable(fn):
             raise TypeError(
@@ -152,7 +153,7 @@ def broadcast_object(obj: Any) -> Any:
         >>> hs.broadcast_object({"seed": 7, "host": f"of rank {hs.rank()}"})
         {'seed': 7, 'host': 'of rank 0'}
     """
-    return connect().broadcast_obj(obj)
+    return _connect().broadcast_obj(obj)
 
 
 @collective("any_rank", communicator_of=lambda _: connect())
@@ -187,7 +188,15 @@ def any_rank(flag: Any) -> bool:
         raise TypeError(
             f"{current_call()}: flag is {flag!r}; it must be True or False, as of `count > 0`"
         )
-    return bool(connect().highest(bool(flag)))
+    return bool(_connect().highest(bool(flag)))
+
+
+def _connect() -> HostCommunicator:
+    """All ranks, for values on the host, which differ from step to step."""
+    communicator = connect()
+    if communicator.calls.is_capturing:
+        raise RuntimeError(f"{current_call()} cannot be part of a CUDA graph")
+    return communicator
 
 
 def barrier() -> None:
@@ -316,15 +325,17 @@ def function(fn: Any = None, **options: Any) -> Any:
     equal other arguments. The third call is captured as a graph, and each later one is one launch,
     with the same results. Optimizers count these steps, and take the learning rate and their other
     numbers anew. The function's Python code runs no more, as in TensorFlow: prints happen no more,
-    and numbers in attributes are those of the capture. Another value of a global, or of a variable
-    around the function, makes another kind; at most 8 are captured. A function around `run` runs
-    its own lines in each call.
+    and numbers in attributes, and those drawn by Python's and NumPy's generators, are those of the
+    capture. Another value of a global that the function names, or of a variable around it, makes
+    another kind; at most 8 are captured. A function around `run` runs its own lines in each call.
 
     Its arrays are CuPy's. What it returns are copies. `run` is collective then: all ranks call it.
 
     What cannot be captured runs as it is, on all ranks, after a warning that names the line: a
-    function that reads values on the host, as `float(loss)` does, or uses NumPy arrays; keeps an
-    array that it makes, in an attribute or a list; multiplies matrices otherwise than by `@`,
+    function that reads values on the host, as `float(loss)` and `optimizer.iterations` do, sets
+    an option of an optimizer, or uses NumPy arrays or variables outside of every scope; writes to
+    its arguments; keeps an array that it makes, in an attribute or a list; calls `any_rank`,
+    `broadcast_object` or `on_lead`; multiplies matrices otherwise than by `@`,
     `matmul` and `dot`, of at most two dimensions and of floats; makes variables; passes gradients
     as `IndexedSlices`; or whose optimizer accumulates gradients, has steps that collect or
     transform them, its own `update_rule`, or norms of what depends on the step's number. Programs

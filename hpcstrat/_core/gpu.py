@@ -152,6 +152,7 @@ class Stream:
             return self.xp.asarray(array)
         if array.data.device_id == self.ordinal:
             return array
+        self.require_eager("an array on another GPU")
         other = self.cuda.Device(array.data.device_id)
         with other:
             # CuPy copies nothing strided from another GPU.

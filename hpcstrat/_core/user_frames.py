@@ -74,13 +74,18 @@ def user_frame_of_error(error: BaseException) -> str:
         path, module = trace.tb_frame.f_code.co_filename, trace.tb_frame.f_globals.get("__name__")
         # The path of a line in Cython is relative to where it was compiled.
         is_cupy = str(module).partition(".")[0] in ("cupy", "cupy_backends")
-        if not is_cupy and not path.startswith((_PACKAGE, *_installed_paths())):
+        if not is_cupy and is_of_program(path):
             found = trace
         trace = trace.tb_next
     if found is None:
         return ""
     code = found.tb_frame.f_code
     return f"{_near(code.co_filename)}:{found.tb_lineno} in {code.co_name}"
+
+
+def is_of_program(path: str) -> bool:
+    """Whether a file is the program's, and not an installed package's."""
+    return not path.startswith((_PACKAGE, *_installed_paths()))
 
 
 def _location_of(frame: FrameType | None) -> str:

@@ -216,6 +216,11 @@ class Storage(abc.ABC):
         """Starts to sum some of the plan's buffers if this saves time; returns whether it does."""
         return False
 
+    @property
+    def has_marks(self) -> bool:
+        """Whether gradients are marked that no update has summed yet."""
+        return bool(self._marked)
+
     def end_marks(self, plan: Plan) -> None:
         """Clears the marks of a plan whose variables were updated."""
         self._marked.discard(plan)

@@ -239,6 +239,8 @@ class OnGpu(LocalBlocks):
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """See `LocalBlocks.write`."""
         with self.current():
+            if self._stream.capture is not None:
+                self._stream.capture.keep(block)
             rule.apply(block.array, self.here(new), (), block.array)
 
     def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:

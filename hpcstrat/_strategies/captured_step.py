@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import gc
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -16,14 +13,13 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.types import Array
 from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._strategies.reachable import memory_behind
 from hpcstrat._update.device_kernels import numbers_kernel
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._variable.variable import Variable
+from hpcstrat._variable.variable import Variable, state_of
 
 MOST_NUMBERS = 256
 """Numbers of all updates in a graph: a kernel takes them as parameters."""
-MOST_OBJECTS = 100_000
-"""Objects among which a function's arrays are looked for."""
 BY_VALUE = frozenset({bool, int, float, complex, str, type(None)})
 """Types of arguments and results that have no memory."""
 
@@ -64,6 +60,7 @@ class CapturedStep:
         self._pool = xp.cuda.MemoryPool()  # nobody else gets memory that the graph uses
         self._memory: Array = xp.empty(MOST_NUMBERS, np.float64)
         self._written: tuple[float, ...] | None = None
+        self._writes_arguments = False
         self._kept: list[Any] = []
         self._allocated: list[range] = []
         self._updates: list[CapturedUpdate] = []
@@ -84,8 +81,13 @@ class CapturedStep:
         except Exception:  # there is no cuBLAS, or no memory for it
             self.is_possible = False
             return fn(*args, **kwargs)
+        leaves, _ = nests.flatten((tuple(args), dict(kwargs)))
+        given = [*filter(gpu.is_on_gpu, leaves)]
+        before = [leaf.copy() for leaf in given]
         with self._in_pool(), products.replace_cupys():
-            return fn(*args, **kwargs)
+            result = fn(*args, **kwargs)
+        self._writes_arguments = not all(map(_are_equal, before, given))
+        return result
 
     @contextlib.contextmanager
     def _in_pool(self) -> Iterator[None]:
@@ -106,16 +108,21 @@ class CapturedStep:
         self.number, self._kept, self._allocated = number, [], []
         self._escaped = calls.escaped_hash, calls.last_escaped, calls.last_escaped_call
         with self._in_pool():
+            if self._writes_arguments:  # of which the graph has copies
+                raise TypeError("it writes to an array that is an argument; return a new one")
             self._inputs = [xp.empty_like(leaf) if gpu.is_on_gpu(leaf) else leaf for leaf in leaves]
             args, kwargs = structure.unflatten(self._inputs)
             with self._capturing(), stream.products.replace_cupys():
                 result = fn(*args, **kwargs)
         self._results, self._structure = nests.flatten(result)
-        for used in _memory_behind(fn):
+        for used in memory_behind(fn):
             self._kept.append(used)
             # Each launch would have to bind it anew.
             if gpu.is_on_gpu(used) and any(used.data.ptr in one for one in self._allocated):
                 raise TypeError("it keeps an array that it makes; write to an array in place")
+            # Its value is read on the host, and would be the capture's.
+            if isinstance(used, Variable) and not gpu.is_on_gpu(state_of(used).block.view):
+                raise TypeError(f"it refers to {used.name!r}, a variable outside of every scope")
         for leaf in self._results:
             if not isinstance(leaf, (xp.ndarray, np.ndarray, np.generic, Variable, *BY_VALUE)):
                 raise TypeError(f"it returns an object of type {type(leaf).__name__}")
@@ -188,8 +195,9 @@ class CapturedStep:
         self.drop()
 
     def drop(self) -> None:
-        """Destroys the graph."""
+        """Destroys the graph, and frees its memory."""
         self._graph = None
+        self._inputs, self._results, self._kept, self._updates = [], [], [], []
 
     # ---- launch
 
@@ -238,6 +246,11 @@ class CapturedStep:
         return self._structure.unflatten(results)
 
 
+def _are_equal(one: Array, other: Array) -> bool:
+    one, other = [array.copy().reshape(-1).view(np.uint8) for array in (one, other)]
+    return not bool((one != other).any())
+
+
 def _kernels_of(rule: UpdateRule) -> tuple[Any, ...]:
     return rule.kernel, None if rule.norms is None else rule.norms.passes
 
@@ -246,38 +259,3 @@ def _numbers_of(rule: UpdateRule) -> list[float]:
     if rule.norms is None:
         return [float(number) for number in rule.kernel_constants]
     return [float(number) for of_pass in rule.norms.given for number in of_pass]
-
-
-# ---- what a function uses that the program may drop
-
-
-@functools.lru_cache(maxsize=1024)
-def names_in(code: CodeType) -> tuple[str, ...]:
-    """The names in some code, and in that of the functions in it, which may be of globals."""
-    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-    return tuple(
-        dict.fromkeys([*code.co_names, *[name for one in inner for name in names_in(one)]])
-    )
-
-
-def _memory_behind(fn: Any) -> list[Any]:
-    """The arrays on a GPU, and the variables, that a function can reach now.
-
-    A graph has their addresses, and the program may drop them, as where it binds an attribute anew.
-    """
-    found, seen, left = list[Any](), set[int](), [fn]
-    while left and len(seen) < MOST_OBJECTS:
-        thing = left.pop()
-        kind = type(thing)
-        if id(thing) in seen or kind in BY_VALUE or isinstance(thing, (ModuleType, type, CodeType)):
-            continue
-        seen.add(id(thing))
-        if gpu.is_on_gpu(thing) or isinstance(thing, Variable):
-            found.append(thing)
-        elif kind is FunctionType:
-            named = map(thing.__globals__.get, names_in(thing.__code__))
-            left += [*gc.get_referents(*(thing.__closure__ or ())), *(thing.__defaults__ or ())]
-            left += [*(thing.__kwdefaults__ or {}).values(), *named, *vars(thing).values()]
-        elif kind.__module__.partition(".")[0] not in ("hpcstrat", "numpy", "cupy"):
-            left += gc.get_referents(thing)
-    return found

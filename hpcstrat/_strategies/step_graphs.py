@@ -42,7 +42,8 @@ from hpcstrat._process import settings
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._strategies.captured_step import BY_VALUE, CapturedStep, names_in
+from hpcstrat._strategies.captured_step import BY_VALUE, CapturedStep
+from hpcstrat._strategies.reachable import globals_in
 
 STEPS = "_hpcstrat_steps"
 """The attribute with the `StepFunction` of a function that `function_of` returned."""
@@ -103,7 +104,10 @@ class StepFunction:
         steps = self._by_group.get(group)
         if steps is None:
             steps = self._by_group[group] = GroupSteps(self._name, group)
-        return fn(*args, **kwargs) if steps.is_eager else steps.run(fn, args, kwargs)
+        # A launch would sum marked gradients again. The ranks mark together.
+        if steps.is_eager or group.storage.has_marks:
+            return fn(*args, **kwargs)
+        return steps.run(fn, args, kwargs)
 
 
 class Kind(NamedTuple):
@@ -274,14 +278,18 @@ def _parts_of(fn: Any) -> list[Any]:
     try:
         cells = [cell.cell_contents for cell in inner.__closure__ or ()]
         defaults = [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
-        named = map(inner.__globals__.get, names_in(inner.__code__))
+        named = map(inner.__globals__.get, globals_in(inner.__code__))
         return [inner.__code__, getattr(fn, "__self__", None), *cells, *defaults, *named]
     except (AttributeError, ValueError):  # another object that can be called, or an empty cell
         return [fn]
 
 
 def _add(thing: Any, key: list[Any], kept: list[Any]) -> None:
-    if type(thing) in BY_VALUE or isinstance(thing, np.generic):
+    if isinstance(thing, np.generic):
+        key.append((type(thing), thing.dtype, thing.tobytes()))
+    elif type(thing) in (float, complex):
+        key.append((type(thing), repr(thing)))  # 0.0 == -0.0, and nan != nan
+    elif type(thing) in BY_VALUE:
         key.append((type(thing), thing))
     else:
         key.append(id(thing))

@@ -180,10 +180,12 @@ class Optimizer(metaclass=_options.OptimizerType):
             >>> optimizer.iterations
             2
         """
+        self._require_eager("iterations")
         return self._state.iterations
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not name.startswith("_"):
+            self._require_eager(name)
             value = _options.check_attribute(self, self._checks, name, value)
             if "_formula" in vars(self) and type(getattr(self, name, None)) is not type(value):
                 self._formula.forget()
@@ -228,12 +230,22 @@ class Optimizer(metaclass=_options.OptimizerType):
             >>> w.numpy()
             array([-1.75])
         """
+        self._require_eager("learning_rate")
         return self._learning_rate
 
     @learning_rate.setter
     def learning_rate(self, value: LearningRate) -> None:
         self._rate = _options.rate_of(type(self).__name__, value)
         self._learning_rate = value
+
+    def _require_eager(self, name: str) -> None:
+        """Refuses what a replica function reads or sets while it becomes a CUDA graph."""
+        context = contexts.current.get()
+        if type(context) is not InReplica or (stream := context.group.stream) is None:
+            return
+        # The rule of a step may read it: it is made anew before each launch.
+        if stream.capture is not None and not current_call().endswith(".apply_gradients"):
+            stream.require_eager(f"{self.name}.{name}, a value on the host,")
 
     def _rate_now(self) -> float:
         return float(self._rate(self._state.iterations)) if callable(self._rate) else self._rate

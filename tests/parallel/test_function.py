@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import select, step_graphs
+import strategies
+from internals import reachable, select, step_graphs
 from lamb import LAMB
 from mpi4py import MPI
 from strategies import ShardedMirroredStrategy, strategies_for
@@ -291,6 +292,16 @@ def test_a_rank_with_another_rate(mirrored):
     assert captured(step) == (1, True) and model.optimizer.iterations == done + 4
 
 
+def test_negative_zero(mirrored):
+    step = hs.function(lambda x, number: x * number)
+    for number in (0.0, np.float32(0)):
+        for sign in (1, -1):
+            for _ in range(4):
+                (first, *_) = own(mirrored.run(step, args=(mirrored.xp.ones(2), sign * number)))
+                assert np.signbit(first) == (sign < 0)
+    assert captured(step) == (4, True)
+
+
 # ---- what else a function may contain
 
 
@@ -363,6 +374,35 @@ def test_gradient_buffers(strategy):
     other, step = trained(hs.function)
     check_equal(eager, other)
     assert captured(step) == (1, True)
+
+
+@pytest.mark.parametrize("rows", [6, 60_000], ids=["small", "large"])
+def test_gradients_that_another_function_marks(strategy, rows):
+    """The sums of large ones have started; a graph would add up once more."""
+
+    def trained(decorate):
+        xp = strategy.xp
+        with strategy.scope():
+            w, optimizer = hs.Variable(np.zeros((rows, 5), np.float32)), hs.optimizers.SGD(0.5)
+        (buffer,) = buffers = optimizer.gradient_buffers([w])
+
+        def mark(x):
+            xp.add(x, w.value(), out=buffer)
+            buffers.ready(buffer)
+
+        @decorate
+        def apply():
+            optimizer.apply_gradients(zip(buffers, [w], strict=True))
+
+        for i in range(12):
+            if i % 4 == 3:
+                buffer[...] = i
+            else:
+                strategy.run(mark, args=(xp.full((rows, 5), i, np.float32),))
+            strategy.run(apply)
+        return [w.numpy()]
+
+    check_equal(trained(lambda fn: fn), trained(hs.function))
 
 
 # ---- what a graph cannot have: the function runs as it is
@@ -454,7 +494,35 @@ def constant(step, batch):
     return hs.get_strategy().xp.asarray(np.ones(3, np.float32))
 
 
+def sets_the_rate(step, batch):
+    step(batch)
+    step.__self__.optimizer.learning_rate = 0.5
+
+
+def writes_to_its_argument(step, batch):
+    step(batch)
+    batch[0][...] *= 0.5
+
+
+def counts_on_the_host(step, batch):
+    step(batch)
+    return step.__self__.optimizer.iterations
+
+
 CANNOT = {
+    "an argument": (OPTIMIZERS["SGD"], writes_to_its_argument, "writes to an array that is an arg"),
+    "the number of steps": (OPTIMIZERS["SGD"], counts_on_the_host, "SGD.iterations, a value on"),
+    "a new rate": (OPTIMIZERS["SGD"], sets_the_rate, "SGD.learning_rate, a value on the host, can"),
+    "an object of rank 0": (
+        OPTIMIZERS["SGD"],
+        lambda step, batch: hs.broadcast_object(1) * step(batch),
+        "broadcast_object cannot be part of a CUDA graph",
+    ),
+    "a flag": (
+        OPTIMIZERS["SGD"],
+        lambda step, batch: hs.any_rank(True) * step(batch),
+        "any_rank cannot be part of a CUDA graph",
+    ),
     "accumulation": (
         lambda: hs.optimizers.SGD(0.5, gradient_accumulation_steps=2),
         lambda step, batch: step(batch),
@@ -496,6 +564,42 @@ def test_what_cannot_be_captured(mirrored, optimizer, change, said):
     check_equal(models[0].state(), models[1].state())
     assert captured(step) == (0, False) and len(caught) == (RANK == 0)
     assert all(said in str(one.message) for one in caught), caught[0].message
+
+
+@pytest.mark.parametrize("use", [float, lambda v: v.assign_add(1) and 1], ids=["read", "write"])
+def test_a_variable_outside_of_every_scope(mirrored, use):
+    """It is on the host: the program changes it there, and a graph would not see that."""
+    if N > 1 and use is not float:
+        pytest.skip("only a single replica may write it")
+    xp, found, seen = mirrored.xp, [], hs.Variable(0.0)
+    step = hs.function(lambda x: x * use(seen))
+
+    def run():
+        for i in range(6):
+            if use is float:
+                seen.assign(float(i))
+            found.append(own(mirrored.run(step, args=(xp.ones(3),)))[0])
+
+    texts = warned(run)
+    assert found == ([0, 1, 2, 3, 4, 5] if use is float else [1] * 6)
+    assert float(seen) == 5 + (use is not float)
+    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert all("outside of every scope" in t or "of no strategy" in t for t in texts), texts
+
+
+def test_an_array_on_another_gpu(mirrored):
+    xp = mirrored.xp
+    if (count := xp.cuda.runtime.getDeviceCount()) == 1:
+        pytest.skip("there is one GPU")
+    with mirrored.scope():
+        v = hs.Variable(np.zeros(3), aggregation="SUM")
+    with xp.cuda.Device((RANK + 1) % count):
+        other = xp.ones(3)
+    step = hs.function(lambda: v.assign_add(other, read_value=False))
+    texts = warned(lambda: [mirrored.run(step) for _ in range(5)])
+    assert v.numpy().tolist() == [5 * N] * 3
+    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert all("an array on another GPU cannot be part" in text for text in texts), texts
 
 
 def warned(call):
@@ -604,8 +708,13 @@ SCALE: Any = None
 class Masked:
     """Objects whose attributes a function reads."""
 
+    last: Any = None
+
     def __init__(self, mask):
         self.mask = mask
+
+    def scale(self, x):
+        return x * self.mask * SCALE
 
 
 def test_a_global_that_is_bound_anew(mirrored):
@@ -651,9 +760,69 @@ def test_an_attribute_that_is_bound_anew(mirrored):
     assert captured(step) == (1, True) and len(junk) == 6
 
 
+def test_arrays_behind_methods_and_modules(mirrored, monkeypatch):
+    """The graph has the old arrays, as above."""
+    global SCALE
+    xp, thing = mirrored.xp, Masked(1.0)
+    SCALE = xp.full(1000, 3.0)
+    monkeypatch.setattr(strategies, "SCALE", xp.full(1000, 4.0), raising=False)
+
+    @hs.function
+    def step(x):
+        return thing.scale(x) + strategies.SCALE  # pyright: ignore[reportAttributeAccessIssue]
+
+    x = xp.ones(1000)
+    for _ in range(4):
+        mirrored.run(step, args=(x,))
+    SCALE = None
+    monkeypatch.delattr(strategies, "SCALE")
+    junk = [xp.full(1000, np.nan) for _ in range(6)]
+    assert set(own(mirrored.run(step, args=(x,)))) == {7.0}
+    assert captured(step) == (1, True) and len(junk) == 6
+
+
+def test_a_metric_that_is_dropped(mirrored):
+    """The graph writes to its memory, which no new variable gets."""
+    xp, metrics = mirrored.xp, []
+    with mirrored.scope():
+        metrics.append(hs.metrics.Mean())
+    step = hs.function(lambda x: metrics[0].update_state(x))
+    for _ in range(4):
+        mirrored.run(step, args=(xp.ones(3),))
+    metrics[0] = None
+    gc.collect()
+    with mirrored.scope():
+        variables = [hs.Variable(np.full(2, 7.0)) for _ in range(8)]
+    mirrored.run(step, args=(xp.ones(3),))
+    assert captured(step) == (1, True)
+    assert all(v.numpy().tolist() == [7, 7] for v in variables)
+
+
+reshape: Any = 0
+
+
+def test_a_global_with_the_name_of_an_attribute(mirrored):
+    """It is none of the function's, which has one kind."""
+    global reshape
+    step = hs.function(lambda x: x.reshape(-1))
+    for reshape in range(12):  # noqa: B007
+        mirrored.run(step, args=(mirrored.xp.ones((2, 2)),))
+    assert captured(step) == (1, True)
+
+
+def test_more_objects_than_are_looked_at(mirrored, monkeypatch):
+    monkeypatch.setattr(reachable, "MOST_OBJECTS", 500)
+    things = [Masked(i) for i in range(1000)]
+    step = hs.function(lambda x: x * len(things))
+    texts = warned(lambda: [mirrored.run(step, args=(mirrored.xp.ones(2),)) for _ in range(4)])
+    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert all("it can reach more than 500 objects" in text for text in texts)
+
+
 KEEPS = {
     "attribute": lambda model, _, loss: setattr(model, "last", loss),
     "list": lambda _, losses, loss: losses.append(loss),
+    "class": lambda *given: setattr(Masked, "last", given[-1]),
     "view": lambda _, losses, loss: losses.append({"loss": loss.reshape(1)}),
 }
 

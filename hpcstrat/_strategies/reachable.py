@@ -1,0 +1,80 @@
+"""What a function uses: the globals that it names, and the memory that it can reach."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import gc
+import sys
+from types import CodeType, FunctionType, ModuleType
+from typing import Any
+
+from hpcstrat._core import gpu
+from hpcstrat._core.user_frames import is_of_program
+from hpcstrat._variable.variable import Variable
+
+MOST_OBJECTS = 1_000_000
+"""Objects among which a function's arrays are looked for."""
+# `co_names` has the names of attributes, too.
+_READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
+_PLAIN = (bool, int, float, complex, str, type(None), CodeType)
+
+
+@functools.lru_cache(maxsize=1024)
+def globals_in(code: CodeType) -> tuple[str, ...]:
+    """The globals that some code reads, and the code of the functions in it."""
+    own = [one.argval for one in dis.get_instructions(code) if one.opname in _READS]
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return tuple(dict.fromkeys([*own, *[name for one in inner for name in globals_in(one)]]))
+
+
+def _named_in(code: CodeType) -> set[str]:
+    """The names of globals and attributes in some code."""
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return {*code.co_names}.union(*map(_named_in, inner))
+
+
+def memory_behind(fn: Any) -> list[Any]:
+    """The arrays on a GPU, and the variables, that a function can reach now.
+
+    A graph has their addresses, and the program may drop them, as where it binds an attribute anew.
+
+    Raises:
+        TypeError: it reaches too many objects.
+    """
+    found, seen, left = list[Any](), set[int](), [fn]
+    while left:
+        thing = left.pop()
+        kind = type(thing)
+        if id(thing) in seen or kind in _PLAIN or isinstance(thing, ModuleType):
+            continue
+        if len(seen) == MOST_OBJECTS:
+            raise TypeError(f"it can reach more than {MOST_OBJECTS:,} objects")
+        seen.add(id(thing))
+        if gpu.is_on_gpu(thing) or isinstance(thing, Variable):
+            found.append(thing)
+        elif kind is FunctionType:
+            left += _behind_function(thing)
+        elif isinstance(thing, type):
+            module = sys.modules.get(thing.__module__)
+            if module is not None and _is_of_program(module):
+                left += [*vars(thing).values(), *thing.__bases__]
+        elif kind.__module__.partition(".")[0] not in ("hpcstrat", "numpy", "cupy"):
+            left += gc.get_referents(thing)
+    return found
+
+
+def _behind_function(fn: FunctionType) -> list[Any]:
+    left = [*gc.get_referents(*(fn.__closure__ or ())), *(fn.__defaults__ or ())]
+    left += [*(fn.__kwdefaults__ or {}).values(), *vars(fn).values()]
+    for name in globals_in(fn.__code__):
+        named = fn.__globals__.get(name)
+        left.append(named)
+        if isinstance(named, ModuleType) and _is_of_program(named):
+            left += map(vars(named).get, _named_in(fn.__code__))
+    return left
+
+
+def _is_of_program(module: ModuleType) -> bool:
+    path = getattr(module, "__file__", None)
+    return module.__name__ == "__main__" or (path is not None and is_of_program(path))
