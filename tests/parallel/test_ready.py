@@ -189,17 +189,6 @@ class Model:
         return plan
 
 
-def check_equal(found, expected, place):
-    """The same bits on the host; nearly on GPUs."""
-    for one, other in zip(found, expected, strict=True):
-        if place.kind == "CPU":
-            np.testing.assert_array_equal(one, other, strict=True)
-        else:
-            np.testing.assert_allclose(
-                one, other, rtol=2e-3 if one.dtype == np.float16 else 1e-5, atol=1e-6
-            )
-
-
 # ---- results
 
 
@@ -208,7 +197,7 @@ def check_equal(found, expected, place):
 )
 def test_results_are_those_without_marks(strategy, place, optimizer):
     expected = Model(strategy, OPTIMIZERS[optimizer]).train()
-    check_equal(Model(strategy, OPTIMIZERS[optimizer]).train([4, 0]), expected, place)
+    drawn.check_equal(Model(strategy, OPTIMIZERS[optimizer]).train([4, 0]), expected, place)
 
 
 @pytest.mark.parametrize("order", slow_but(["all", "some"], ORDERS))
@@ -217,7 +206,7 @@ def test_any_of_any_dtype_in_any_order(strategy, place, order, dtypes):
     """16-bit floats take another path between hosts, as does everything in a message with them."""
     dtypes = (dtypes.split() * 6)[:6]
     expected = Model(strategy, OPTIMIZERS["Adam"], dtypes=dtypes).train(steps=2)
-    check_equal(
+    drawn.check_equal(
         Model(strategy, OPTIMIZERS["Adam"], dtypes=dtypes).train(ORDERS[order], 2), expected, place
     )
 
@@ -231,7 +220,7 @@ def test_any_number_of_elements(strategy, place, sizes):
     """Messages that every rank sums itself, and large ones, summed in parts in the same order."""
     shapes = [(size,) for size in sizes]
     expected = Model(strategy, OPTIMIZERS["Adam"], shapes).train(steps=2)
-    check_equal(Model(strategy, OPTIMIZERS["Adam"], shapes).train([1, 0], 2), expected, place)
+    drawn.check_equal(Model(strategy, OPTIMIZERS["Adam"], shapes).train([1, 0], 2), expected, place)
 
 
 def test_exact_sums(strategy, place):
@@ -287,7 +276,7 @@ def test_two_optimizers_and_slices_beside_buffers(strategy, place):
         for number in range(2):
             strategy.run(step, args=(number,))
         results.append([v.numpy() for v in (*one.variables, *two.variables, table)])
-    check_equal(results[1], results[0], place)
+    drawn.check_equal(results[1], results[0], place)
 
 
 def test_several_at_once_and_few_bytes_that_wait(strategy, place):
@@ -304,7 +293,7 @@ def test_several_at_once_and_few_bytes_that_wait(strategy, place):
 
     strategy.run(step)
     expected = Model(strategy, OPTIMIZERS["SGD"], [(10,), (100,), (200,), (5,)]).train(steps=1)
-    check_equal([v.numpy() for v in model.variables], expected, place)
+    drawn.check_equal([v.numpy() for v in model.variables], expected, place)
 
 
 @pytest.mark.parametrize("optimizer", slow_but(["global_clipnorm", "accumulated"], BEGIN_LATER))
@@ -331,7 +320,9 @@ def check_works(model, place):
         mine.assign(v)
     for _ in range(2):
         other.strategy.run(other.step, args=(3,))
-    check_equal([v.numpy() for v in model.variables], [v.numpy() for v in other.variables], place)
+    drawn.check_equal(
+        [v.numpy() for v in model.variables], [v.numpy() for v in other.variables], place
+    )
 
 
 @pytest.fixture
@@ -503,7 +494,9 @@ def test_an_error_that_the_function_catches(model, place):
     model.strategy.run(step)
     other = Model(model.strategy, OPTIMIZERS["SGD"], [v.shape for v in model.variables])
     model.strategy.run(other.step, args=(3,))
-    check_equal([v.numpy() for v in model.variables], [v.numpy() for v in other.variables], place)
+    drawn.check_equal(
+        [v.numpy() for v in model.variables], [v.numpy() for v in other.variables], place
+    )
 
 
 def test_buffers_of_other_variables_of_the_optimizer(model, place):

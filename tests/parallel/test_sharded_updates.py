@@ -92,18 +92,6 @@ def both(place):
         yield one, other
 
 
-def check_equal(found, expected, place):
-    """The same bits on the host; nearly on GPUs."""
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        if place.kind == "CPU":
-            np.testing.assert_array_equal(one, other, strict=True)
-        else:
-            np.testing.assert_allclose(
-                one, other, rtol=2e-3 if one.dtype == np.float16 else 1e-5, atol=1e-6
-            )
-
-
 @pytest.fixture
 def path(tmp_path):
     """The same path on all ranks."""
@@ -118,7 +106,7 @@ def test_values_and_slots_are_those_of_unsplit_updates(both, place, optimizer):
     expected, found = (
         Model(strategy, OPTIMIZERS[optimizer]).train(4).values() for strategy in both
     )
-    check_equal(found, expected, place)
+    drawn.check_equal(found, expected, place)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +119,7 @@ def test_any_number_of_elements(both, place, count):
         for strategy in both
     )
     expected, found = (model.values() for model in made)
-    check_equal(found, expected, place)
+    drawn.check_equal(found, expected, place)
 
 
 @pytest.mark.parametrize("optimizer", WITH_NORMS)
@@ -141,9 +129,7 @@ def test_norms_take_all_parts(both, optimizer):
     )
     # Each rank adds up the squares of its part.
     for one, other in zip(found, expected, strict=True):
-        np.testing.assert_allclose(
-            one, other, rtol=2e-3 if one.dtype == np.float16 else 1e-5, atol=1e-6
-        )
+        drawn.check_close(one, other)
 
 
 class NormOfOne(hs.optimizers.Optimizer):
@@ -180,9 +166,7 @@ def test_norms_take_the_parts_of_hosts_and_gpus(place, is_host, case):
         )
     for one, other in zip(expected, found, strict=True):
         assert len({each.tobytes() for each in MPI.COMM_WORLD.allgather(other)}) == 1
-        np.testing.assert_allclose(
-            other, one, rtol=2e-3 if one.dtype == np.float16 else 1e-5, atol=1e-6
-        )
+        drawn.check_close(other, one)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -230,7 +214,7 @@ def test_some_variables_and_others_later(both, place):
         with strategy.scope():
             model.variables.append(hs.Variable(np.ones((40, 50)), name="later"))
         results.append(model.train(2, first=7).values())
-    check_equal(results[1], results[0], place)
+    drawn.check_equal(results[1], results[0], place)
 
 
 def test_two_optimizers_split_the_same_variables_each_its_way(both, place):
@@ -241,7 +225,7 @@ def test_two_optimizers_split_the_same_variables_each_its_way(both, place):
         model.train(1, first=1, only=slice(3)).train(1, first=2)
         second, model.optimizer = model.optimizer, first
         results.append([*model.train(1, first=3).values(), *(v.numpy() for v in second.variables)])
-    check_equal(results[1], results[0], place)
+    drawn.check_equal(results[1], results[0], place)
 
 
 def test_the_learning_rate_may_change(both, place):
@@ -252,7 +236,7 @@ def test_the_learning_rate_may_change(both, place):
         model.train(1, first=1)
         model.optimizer.learning_rate = lambda step: 0.1 / (step + 1)
         results.append(model.train(2, first=2).values())
-    check_equal(results[1], results[0], place)
+    drawn.check_equal(results[1], results[0], place)
 
 
 def test_sparse_gradients(both, place):
@@ -274,7 +258,7 @@ def test_sparse_gradients(both, place):
         for _ in range(2):
             strategy.run(step)
         results.append(model.values())
-    check_equal(results[1], results[0], place)
+    drawn.check_equal(results[1], results[0], place)
 
 
 def test_gradients_in_buffers(both, place):
@@ -292,7 +276,7 @@ def test_gradients_in_buffers(both, place):
         for _ in range(3):
             strategy.run(step)
         results.append(model.values())
-    check_equal(results[1], results[0], place)
+    drawn.check_equal(results[1], results[0], place)
 
 
 def test_gradients_that_are_reduced_already(both, place):
@@ -307,7 +291,7 @@ def test_gradients_that_are_reduced_already(both, place):
                 ]
                 model.optimizer.apply_gradients(zip(gradients, model.variables, strict=True))
         results.append(model.values())
-    check_equal(results[1], results[0], place)
+    drawn.check_equal(results[1], results[0], place)
 
 
 def test_a_copy_of_an_optimizer_goes_on_by_itself(place):
@@ -315,8 +299,8 @@ def test_a_copy_of_an_optimizer_goes_on_by_itself(place):
         model = Model(strategy, OPTIMIZERS["Adam"]).train(1, only=slice(2)).train(1, first=1)
         other = copy.copy(model)
         other.variables, other.optimizer = copy.deepcopy((model.variables, model.optimizer))
-        check_equal(other.values(), model.values(), place)
-        check_equal(other.train(1, first=2).values(), model.train(1, first=2).values(), place)
+        drawn.check_equal(other.values(), model.values(), place)
+        drawn.check_equal(other.train(1, first=2).values(), model.train(1, first=2).values(), place)
 
 
 def test_assignments_reach_every_copy(place):
@@ -380,9 +364,7 @@ def test_norms_for_which_a_rank_has_no_memory(both, optimizer, monkeypatch):
                 model.train(1)
     assert model.optimizer.iterations == 0
     for one, other in zip(model.train(3).values(), expected.values(), strict=True):
-        np.testing.assert_allclose(
-            one, other, rtol=2e-3 if one.dtype == np.float16 else 1e-5, atol=1e-6
-        )
+        drawn.check_close(one, other)
 
 
 # ---- checkpoints
@@ -404,8 +386,10 @@ def test_checkpoints_fit_both_ways_round(place, path, saves, restores):
         saved.checkpoint.save(path)
         restored = Model(other, OPTIMIZERS["averages"])
         restored.checkpoint.restore(path)
-        check_equal(restored.values(), saved.values(), place)
-        check_equal(restored.train(2, first=3).values(), saved.train(2, first=3).values(), place)
+        drawn.check_equal(restored.values(), saved.values(), place)
+        drawn.check_equal(
+            restored.train(2, first=3).values(), saved.train(2, first=3).values(), place
+        )
 
 
 @pytest.mark.parametrize(
@@ -458,9 +442,9 @@ def test_a_disk_that_fills_between_parts_of_slots_is_an_error_everywhere(place, 
                 model.checkpoint.save(path)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        check_equal(model.values(), after, place)
+        drawn.check_equal(model.values(), after, place)
         model.checkpoint.restore(path)
-        check_equal(model.values(), before, place)
+        drawn.check_equal(model.values(), before, place)
 
 
 # ---- misuse
@@ -480,7 +464,7 @@ def test_central_storage_takes_it_too(place):
     for shard_updates in (False, True):
         with hs.CentralStorageStrategy(place.devices, shard_updates=shard_updates) as strategy:
             results.append(Model(strategy, OPTIMIZERS["Adam"]).train(3).values())
-    check_equal(results[1], results[0], place)
+    drawn.check_equal(results[1], results[0], place)
 
 
 @pytest.mark.mpi(min_size=2)
@@ -510,8 +494,8 @@ def test_ranks_that_update_other_variables_are_told(both, place):
         with pytest.raises(hs.ReplicaMismatchError, match="'v"):
             model.train(1, only=slice(RANK == 0, None))
         results.append(model.train(1, first=2).values())
-    check_equal(results[2], results[0], place)
-    check_equal(results[3], results[1], place)
+    drawn.check_equal(results[2], results[0], place)
+    drawn.check_equal(results[3], results[1], place)
 
 
 class Asked:
