@@ -20,6 +20,8 @@ from hpcstrat._core.arrays import host_copy
 from hpcstrat._core.call_name import current_call, explained, names_call
 from hpcstrat._core.types import DistributedValues
 from hpcstrat._process import launchers, worlds
+from hpcstrat._replicas import contexts
+from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._strategies import step_graphs
 from hpcstrat._variable.variable import Variable
 
@@ -193,10 +195,10 @@ def any_rank(flag: Any) -> bool:
 
 def _connect() -> HostCommunicator:
     """All ranks, for values on the host, which differ from step to step."""
-    communicator = connect()
-    if communicator.calls.is_capturing:
-        raise RuntimeError(f"{current_call()} cannot be part of a CUDA graph")
-    return communicator
+    context = contexts.current.get()
+    if type(context) is InReplica and context.group.stream is not None:
+        context.group.stream.require_eager(current_call())
+    return connect()
 
 
 def barrier() -> None:

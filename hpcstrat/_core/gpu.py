@@ -193,7 +193,9 @@ class Stream:
             RuntimeError: it captures.
         """
         if self.capture is not None:
-            raise RuntimeError(f"{what} cannot be part of a CUDA graph")
+            error = RuntimeError(f"{what} cannot be part of a CUDA graph")
+            self.capture.refused = error  # the program may catch it
+            raise error
 
     @functools.cached_property
     def products(self) -> GraphProducts:

@@ -48,6 +48,7 @@ class CapturedStep:
     Attributes:
         number: of the capture, the same on all ranks; 0 before.
         is_possible: whether there can be one.
+        refused: the last error for which there can be none, which the function may have caught.
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
@@ -55,6 +56,7 @@ class CapturedStep:
         self._group, self._stream = group, group.stream
         self.number = 0
         self.is_possible = True
+        self.refused: Exception | None = None
         self._graph: Any = None
         xp = self._stream.xp
         self._pool = xp.cuda.MemoryPool()  # nobody else gets memory that the graph uses
@@ -114,6 +116,8 @@ class CapturedStep:
             args, kwargs = structure.unflatten(self._inputs)
             with self._capturing(), stream.products.replace_cupys():
                 result = fn(*args, **kwargs)
+                if self.refused is not None:
+                    raise self.refused
         self._results, self._structure = nests.flatten(result)
         for used in memory_behind(fn):
             self._kept.append(used)

@@ -1,5 +1,6 @@
 """hs.function on GPUs: the values of a step that runs as it is, captured or not."""
 
+import contextlib
 import gc
 import warnings
 from typing import Any
@@ -504,6 +505,11 @@ def writes_to_its_argument(step, batch):
     batch[0][...] *= 0.5
 
 
+def catches(step, batch):
+    with contextlib.suppress(RuntimeError):
+        return step(batch) * step.__self__.optimizer.iterations
+
+
 def counts_on_the_host(step, batch):
     step(batch)
     return step.__self__.optimizer.iterations
@@ -513,6 +519,7 @@ CANNOT = {
     "an argument": (OPTIMIZERS["SGD"], writes_to_its_argument, "writes to an array that is an arg"),
     "the number of steps": (OPTIMIZERS["SGD"], counts_on_the_host, "SGD.iterations, a value on"),
     "a new rate": (OPTIMIZERS["SGD"], sets_the_rate, "SGD.learning_rate, a value on the host, can"),
+    "a refusal that is caught": (OPTIMIZERS["SGD"], catches, "SGD.iterations, a value on the host"),
     "an object of rank 0": (
         OPTIMIZERS["SGD"],
         lambda step, batch: hs.broadcast_object(1) * step(batch),
