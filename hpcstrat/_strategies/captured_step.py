@@ -119,7 +119,8 @@ class CapturedStep:
                 if self.refused is not None:
                     raise self.refused
         self._results, self._structure = nests.flatten(result)
-        for used in memory_behind(fn):
+        objects = [leaf for leaf in leaves if not gpu.is_on_gpu(leaf)]
+        for used in memory_behind([fn, *objects]):
             self._kept.append(used)
             # Each launch would have to bind it anew.
             if gpu.is_on_gpu(used) and any(used.data.ptr in one for one in self._allocated):

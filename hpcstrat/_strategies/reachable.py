@@ -34,15 +34,15 @@ def _named_in(code: CodeType) -> set[str]:
     return {*code.co_names}.union(*map(_named_in, inner))
 
 
-def memory_behind(fn: Any) -> list[Any]:
-    """The arrays on a GPU, and the variables, that a function can reach now.
+def memory_behind(objects: list[Any]) -> list[Any]:
+    """The arrays on a GPU, and the variables, that a function and its arguments can reach now.
 
     A graph has their addresses, and the program may drop them, as where it binds an attribute anew.
 
     Raises:
-        TypeError: it reaches too many objects.
+        TypeError: they reach too many objects.
     """
-    found, seen, left = list[Any](), set[int](), [fn]
+    found, seen, left = list[Any](), set[int](), [*objects]
     while left:
         thing = left.pop()
         kind = type(thing)

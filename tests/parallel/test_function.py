@@ -768,23 +768,23 @@ def test_an_attribute_that_is_bound_anew(mirrored):
 
 
 def test_arrays_behind_methods_and_modules(mirrored, monkeypatch):
-    """The graph has the old arrays, as above."""
+    """And behind arguments. The graph has the old arrays, as above."""
     global SCALE
-    xp, thing = mirrored.xp, Masked(1.0)
+    xp, thing, given = mirrored.xp, Masked(1.0), Masked(mirrored.xp.full(1000, 2.0))
     SCALE = xp.full(1000, 3.0)
     monkeypatch.setattr(strategies, "SCALE", xp.full(1000, 4.0), raising=False)
 
     @hs.function
-    def step(x):
-        return thing.scale(x) + strategies.SCALE  # pyright: ignore[reportAttributeAccessIssue]
+    def step(x, given):
+        return thing.scale(x) + given.mask + strategies.SCALE  # pyright: ignore[reportAttributeAccessIssue]
 
     x = xp.ones(1000)
     for _ in range(4):
-        mirrored.run(step, args=(x,))
-    SCALE = None
+        mirrored.run(step, args=(x, given))
+    SCALE = given.mask = None
     monkeypatch.delattr(strategies, "SCALE")
     junk = [xp.full(1000, np.nan) for _ in range(6)]
-    assert set(own(mirrored.run(step, args=(x,)))) == {7.0}
+    assert set(own(mirrored.run(step, args=(x, given)))) == {9.0}
     assert captured(step) == (1, True) and len(junk) == 6
 
 
