@@ -101,55 +101,38 @@ class DeviceCommunicator(Communicator):
         return self._control.collect_messages(sizes, write)
 
     @abc.abstractmethod
-    def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
-        """Reduces the ranks' arrays elementwise into every rank's `out`, which may be the array."""
+    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int | None = None) -> None:
+        """Reduces the ranks' arrays elementwise into rank `root`'s `out`, or into every rank's.
 
-    @abc.abstractmethod
-    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
-        """Reduces the ranks' arrays elementwise into rank `root`'s `out`, which may be the array.
-
-        On the other ranks `out` is undefined afterwards.
+        `out` may be the array. On other ranks than the root it is undefined afterwards.
         """
 
-    @abc.abstractmethod
     def broadcast_flat(self, array: Array, root: int) -> None:
         """Copies the array of rank `root` to all ranks' arrays."""
+        self.launch("the broadcast of new values", self.prepare_broadcast(array, root))
+
+    # ---- calls with the same arrays in many steps: prepared once, launched in each step
 
     @abc.abstractmethod
-    def reduce_scatter_flat(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
-        """Sums the ranks' arrays of floats; each rank's `out` gets the elements of its slices."""
-
-    @abc.abstractmethod
-    def all_gather_flat(self, array: Array, slices: Sequence[RankSlice]) -> None:
-        """Copies each slice of its rank's array to all ranks' arrays."""
-
-    # ---- the same calls with the same arrays in many steps: prepared once, launched in each step
-
     def prepare_reduce(self, array: Array, op: ReduceOp, root: int | None) -> list[Move]:
-        """A `reduce_flat` of floats in place, or without `root` an `all_reduce_flat`.
+        """A `reduce_flat` of floats in place.
 
         Not of what is cast or divided after it, such as integers: moves are launched together.
         """
-        if root is None:
-            make = functools.partial(self.all_reduce_flat, array, array, op)
-        else:
-            make = functools.partial(self.reduce_flat, array, array, op, root)
-        return [Move(make, array.nbytes)]
 
+    @abc.abstractmethod
     def prepare_broadcast(self, array: Array, root: int) -> list[Move]:
         """A `broadcast_flat`."""
-        return [Move(functools.partial(self.broadcast_flat, array, root), array.nbytes)]
 
+    @abc.abstractmethod
     def prepare_reduce_scatter(
         self, array: Array, out: Array, slices: Sequence[RankSlice]
     ) -> list[Move]:
-        """A `reduce_scatter_flat`."""
-        make = functools.partial(self.reduce_scatter_flat, array, out, slices)
-        return [Move(make, array.nbytes)]
+        """Sums the ranks' arrays of floats; each rank's `out` gets the elements of its slices."""
 
+    @abc.abstractmethod
     def prepare_all_gather(self, array: Array, slices: Sequence[RankSlice]) -> list[Move]:
-        """An `all_gather_flat`."""
-        return [Move(functools.partial(self.all_gather_flat, array, slices), array.nbytes)]
+        """Copies each slice of its rank's array to all ranks' arrays."""
 
     def launch(self, what: str, moves: Sequence[Move]) -> None:
         """Makes prepared calls, named `what` in errors, all at once. `stream` is current."""
@@ -306,8 +289,9 @@ class StagedCommunicator(DeviceCommunicator):
         return copies
 
     @span(COMMUNICATION, _on_stream("all-reduce"))
-    def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
-        """See `DeviceCommunicator.all_reduce_flat`."""
+    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int | None = None) -> None:
+        """See `DeviceCommunicator.reduce_flat`."""
+        # With a root too: through the host all ranks get the messages anyway.
         if self.size > 1:
             hosts = self._host_copies([array.reshape(-1)])
             with call_named("the sum of gradients"):
@@ -315,15 +299,26 @@ class StagedCommunicator(DeviceCommunicator):
         elif array is not out:
             out[...] = array.reshape(-1)
 
-    @span(COMMUNICATION, _on_stream("reduce"))
-    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
-        """See `DeviceCommunicator.reduce_flat`."""
-        # Through the host all ranks get the messages anyway, and other ranks' `out` is undefined.
-        self.all_reduce_flat(array, out, op)
+    def prepare_reduce(self, array: Array, op: ReduceOp, root: int | None) -> list[Move]:
+        """See `DeviceCommunicator.prepare_reduce`."""
+        return _prepare(self.reduce_flat, array, array, op, root)
+
+    def prepare_broadcast(self, array: Array, root: int) -> list[Move]:
+        """See `DeviceCommunicator.prepare_broadcast`."""
+        return _prepare(self._broadcast, array, root)
+
+    def prepare_reduce_scatter(
+        self, array: Array, out: Array, slices: Sequence[RankSlice]
+    ) -> list[Move]:
+        """See `DeviceCommunicator.prepare_reduce_scatter`."""
+        return _prepare(self._reduce_scatter, array, out, slices)
+
+    def prepare_all_gather(self, array: Array, slices: Sequence[RankSlice]) -> list[Move]:
+        """See `DeviceCommunicator.prepare_all_gather`."""
+        return _prepare(self._all_gather, array, slices)
 
     @span(COMMUNICATION, _on_stream("broadcast"))
-    def broadcast_flat(self, array: Array, root: int) -> None:
-        """See `DeviceCommunicator.broadcast_flat`."""
+    def _broadcast(self, array: Array, root: int) -> None:
         if self.size == 1:
             return
         # With the root's number: ranks that disagree about it would wait for each other.
@@ -340,18 +335,16 @@ class StagedCommunicator(DeviceCommunicator):
             _fill(array, message[: array.nbytes].view(array.dtype))
 
     @span(COMMUNICATION, _on_stream("reduce-scatter"))
-    def reduce_scatter_flat(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
-        """See `DeviceCommunicator.reduce_scatter_flat`."""
+    def _reduce_scatter(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
         with call_named("the sum of gradients"):
-            hosts = self._host_copies([array.reshape(-1)])
+            hosts = self._host_copies([array])
             (total,) = self._control.reduce_arrays((ReduceOp.SUM.name,), hosts, ReduceOp.SUM)
         for rank, elements, own in slices:
             if rank == self.rank:
                 _fill(out[own.slice], total[elements.slice])
 
     @span(COMMUNICATION, _on_stream("all-gather"))
-    def all_gather_flat(self, array: Array, slices: Sequence[RankSlice]) -> None:
-        """See `DeviceCommunicator.all_gather_flat`."""
+    def _all_gather(self, array: Array, slices: Sequence[RankSlice]) -> None:
         # Copied once more: the next slice overwrites the pinned memory.
         own = [
             self._host_copies([array[elements.slice]])[0].copy()
@@ -369,6 +362,10 @@ class StagedCommunicator(DeviceCommunicator):
 
     def close(self) -> None:
         """See `DeviceCommunicator.close`. Pinned memory is freed with this object."""
+
+
+def _prepare(move: Callable[..., None], array: Array, *options: Any) -> list[Move]:
+    return [Move(functools.partial(move, array, *options), array.nbytes)]
 
 
 def _fill(array: Array, host: Array) -> None:

@@ -259,26 +259,9 @@ class NcclCommunicator(DeviceCommunicator):
 
     # ---- flat arrays, for storage
 
-    def all_reduce_flat(self, array: Array, out: Array, op: ReduceOp) -> None:
-        """See `DeviceCommunicator.all_reduce_flat`."""
-        self._collectives.reduce("the sum of gradients", self.active_stream, array, out, op)
-
-    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int) -> None:
+    def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int | None = None) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
         self._collectives.reduce("the sum of gradients", self.active_stream, array, out, op, root)
-
-    def broadcast_flat(self, array: Array, root: int) -> None:
-        """See `DeviceCommunicator.broadcast_flat`."""
-        self.launch("the broadcast of new values", self.prepare_broadcast(array, root))
-
-    def reduce_scatter_flat(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
-        """See `DeviceCommunicator.reduce_scatter_flat`."""
-        moves = self.prepare_reduce_scatter(array.reshape(-1), out, slices)
-        self.launch("the sum of gradients", moves)
-
-    def all_gather_flat(self, array: Array, slices: Sequence[RankSlice]) -> None:
-        """See `DeviceCommunicator.all_gather_flat`."""
-        self.launch("the new values", self.prepare_all_gather(array, slices))
 
     def prepare_reduce(self, array: Array, op: ReduceOp, root: int | None) -> list[Move]:
         """See `DeviceCommunicator.prepare_reduce`."""

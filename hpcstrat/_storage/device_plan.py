@@ -137,10 +137,10 @@ class DevicePlan(Plan):
 
     def _reduce(self, k: int, source: Array, op: Aggregation) -> None:
         """Reduces the values of dtype `k`; by `FIRST_REPLICA` they are in the message."""
-        if op is FIRST_REPLICA:
+        if op is not FIRST_REPLICA:
+            self.communicator.reduce_flat(source, self.gradients[k], op, self._reduces_to)
+        elif self._reduces_to != 0:  # the first replica is rank 0
             self.communicator.broadcast_flat(source, 0)
-        else:
-            self.communicator.all_reduce_flat(source, self.gradients[k], op)
 
     def prepare(self, rule: UpdateRule) -> None:
         """See `Update.prepare`."""
@@ -230,13 +230,6 @@ class CentralPlan(DevicePlan):
         self._root = self._reduces_to = root
         self._readable = readable
 
-    def _reduce(self, k: int, source: Array, op: Aggregation) -> None:
-        root = self._root
-        if op is not FIRST_REPLICA:
-            self.communicator.reduce_flat(source, self.gradients[k], op, root)
-        elif root != 0:  # the first replica is rank 0
-            self.communicator.broadcast_flat(source, 0)
-
     def _prepare_values(self) -> NewValues:
         pieces, send = self.pieces(), self.communicator.prepare_broadcast
         # One group of calls for all variables: a message's latency counts more than its bytes.
@@ -314,7 +307,8 @@ class DevicePartsPlan(DevicePlan):
     def _reduce(self, k: int, source: Array, op: Aggregation) -> None:
         communicator, out, slices = self.communicator, self._own_gradients[k], self._slices[k]
         if op is ReduceOp.SUM:
-            communicator.reduce_scatter_flat(source, out, slices)
+            moves = communicator.prepare_reduce_scatter(source, out, slices)
+            communicator.launch("the sum of gradients", moves)
             return
         # Only optimizers' variables have slots, and optimizers use no other `op`.
         assert op is FIRST_REPLICA
@@ -350,7 +344,7 @@ def _add_up(
 ) -> Array:
     """`AddUp` on a GPU."""
     flat = sums.reshape(-1)
-    communicator.all_reduce_flat(flat, flat, ReduceOp.SUM)
+    communicator.reduce_flat(flat, flat, ReduceOp.SUM)
     return sums
 
 

@@ -83,9 +83,7 @@ def check_gpu(tracks):
         if track >= GPU_TRACKS and spans[0].category != "input"
     ]
     runs = [span for span in stream if span.category == "run"]
-    sums = [
-        span for span in stream if span.name in ("reduce", "all-reduce", "the sum of gradients")
-    ]
+    sums = [span for span in stream if span.name in ("all-reduce", "the sum of gradients")]
     assert [span.nbytes for span in sums] == [4000] * 6
     for run, one in zip(runs, sums, strict=True):
         assert run.start <= one.start <= one.end <= run.end

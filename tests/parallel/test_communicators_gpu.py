@@ -288,10 +288,7 @@ def test_flat_arrays_are_reduced_in_place(communicator, place, name, size):
         for root in (None, *range(n)):
             with communicator.stream.current():
                 mine = xp.asarray(numbers * (communicator.rank + 1))
-                if root is None:
-                    communicator.all_reduce_flat(mine, mine, op)
-                else:
-                    communicator.reduce_flat(mine, mine, op, root)
+                communicator.reduce_flat(mine, mine, op, root)
             if root in (None, communicator.rank):
                 check(mine, expected, xp)
 
@@ -307,10 +304,7 @@ def test_arrays_are_reduced_from_where_they_are(communicator, place, name, op):
         with communicator.stream.current():
             mine = place.xp.asarray(numbers * (communicator.rank + 1))
             out = place.xp.full(35, -1, name)
-            if root is None:
-                communicator.all_reduce_flat(mine, out, op)
-            else:
-                communicator.reduce_flat(mine, out, op, root)
+            communicator.reduce_flat(mine, out, op, root)
         check(mine, numbers * (communicator.rank + 1), place.xp)
         if root in (None, communicator.rank):
             check(out, expected.astype(name), place.xp)
