@@ -17,7 +17,7 @@ from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.call_name import COMMUNICATION, Details, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.intervals import Interval, divide_up
-from hpcstrat._memory.layout import Layout, Sections, layout_of_sections, sections_in
+from hpcstrat._memory.layout import Layout, layout_of_sections, sections_in
 
 
 @final
@@ -221,9 +221,9 @@ class HierarchicalCommunicator(MpiCommunicator):
         messages = self._host.exchange(signature, sent.nbytes, write_all)
         clients = self._clients[self.rank]
         self._reserve(max(sum(sizes), len(self._servers) * max(sizes)))
-        received = sections_in(self._receive_buffer, [sizes[self.rank]] * len(self._servers)).all()
+        received = sections_in(self._receive_buffer, [sizes[self.rank]] * len(self._servers))
         incoming = dict(zip(self._servers, received, strict=True))
-        sums = sections_in(self._send_buffer, [sizes[rank] for rank in clients]).all()
+        sums = sections_in(self._send_buffer, [sizes[rank] for rank in clients])
         outgoing = dict(zip(clients, sums, strict=True)) | {self.rank: incoming[self.rank]}
         parts_for = {
             rank: [message[sent.bytes_of(rank).slice] for message in messages] for rank in clients
@@ -258,7 +258,7 @@ class HierarchicalCommunicator(MpiCommunicator):
             def sections_of(peer: int, message: Bytes) -> dict[int, Bytes]:
                 """What a rank of this host receives for all of them: its clients' sections."""
                 clients = self._clients[peer]
-                sections = sections_in(message, [sizes[rank] for rank in clients]).all()
+                sections = sections_in(message, [sizes[rank] for rank in clients])
                 return dict(zip(clients, sections, strict=True))
 
             def receive(message: Bytes) -> None:
@@ -290,18 +290,17 @@ class HierarchicalCommunicator(MpiCommunicator):
             results.append(whole[start : start + own.size].reshape(own.shape).copy())
         return results
 
-    def _all_gather(self, sections: Sections) -> None:
+    def _all_gather(self, messages: Sequence[Bytes], layout: Layout) -> None:
         """Each rank sends its large section to all others itself, if no host has a second rank.
 
         Otherwise a host would get everything once for each of its ranks. MPI passes sections on
         from rank to rank: if one rank has nearly everything, its link would carry that once for
         every other rank.
         """
-        total = sum(sections.sizes)
-        is_even = self.size * max(sections.sizes) <= 2 * total
+        total = sum(layout.sizes)
+        is_even = self.size * max(layout.sizes) <= 2 * total
         if len(self._hosts) == self.size and is_even and total > self._messages.PIECE:
-            own = sections.of(self.rank)
-            incoming = dict(enumerate(sections.all()))
+            own, incoming = messages[self.rank], dict(enumerate(messages))
             self._messages.swap(dict.fromkeys(incoming, own), incoming)
         else:
-            super()._all_gather(sections)
+            super()._all_gather(messages, layout)

@@ -14,7 +14,7 @@ from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.point_to_point import Background, PointToPoint, pieces
 from hpcstrat._core.call_name import WAITING, list_by_rank, span
 from hpcstrat._core.types import Bytes
-from hpcstrat._memory.layout import GROUP_ALIGNMENT, Sections, sections_in
+from hpcstrat._memory.layout import GROUP_ALIGNMENT, Layout, layout_of_sections
 
 FEW_RANKS = 16
 """Up to this many ranks exchange whole records, with short messages in them: 4 KiB in one call."""
@@ -115,11 +115,12 @@ class MpiCommunicator(HostCommunicator):
         if max(sizes) <= self._short:
             return [record[HEADER:] for record in self._records]
         self._reserve(sum(sizes))
-        messages = sections_in(self._receive_buffer, sizes)
+        layout = layout_of_sections(sizes)
+        messages = layout.views(self._receive_buffer)
         if write is not None:
-            write(messages.of(self.rank))
-        self._all_gather(messages)
-        return messages.all()
+            write(messages[self.rank])
+        self._all_gather(messages, layout)
+        return messages
 
     def _reserve(self, nbytes: int) -> None:
         """Makes room for sections of `nbytes` bytes, to send and to receive.
@@ -151,18 +152,21 @@ class MpiCommunicator(HostCommunicator):
             self.calls.note_shared_error()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
 
-    def _all_gather(self, sections: Sections) -> None:
-        """Fills in every rank's section except this rank's own, which is there already.
+    def _all_gather(self, messages: Sequence[Bytes], layout: Layout) -> None:
+        """Fills in every rank's message except this rank's own, which is there already.
 
-        The sizes are all ranks'.
+        Args:
+            messages: of all ranks, in the receive buffer.
+            layout: where they are.
         """
-        roots = [rank for rank, size in enumerate(sections.sizes) if size]
-        if len(roots) > 1 and sections.starts[-1] + sections.sizes[-1] <= self.LARGEST:
-            self._comm.Allgatherv(self._in_place, sections.for_mpi())
+        roots = [rank for rank, size in enumerate(layout.sizes) if size]
+        if len(roots) > 1 and layout.nbytes <= self.LARGEST:
+            places = layout.sizes, layout.starts
+            self._comm.Allgatherv(self._in_place, (self._receive_buffer, places))
             return
         # Of one rank's message MPI would otherwise make a ring, one rank after the other.
         for root in roots:
-            for piece in pieces(sections.of(root), self.LARGEST):
+            for piece in pieces(messages[root], self.LARGEST):
                 self._comm.Bcast(piece, root=root)
 
     def exchange_sections(
@@ -199,13 +203,16 @@ class MpiCommunicator(HostCommunicator):
             longest: bytes of the longest section on any rank.
             write: writes a section, given the rank that it is for, and the memory.
         """
-        ours = sections_in(self._send_buffer, sizes)
-        theirs = sections_in(self._receive_buffer, their_sizes)
-        for rank, section in enumerate(ours.all()):
+        sent, received = layout_of_sections(sizes), layout_of_sections(their_sizes)
+        ours, theirs = sent.views(self._send_buffer), received.views(self._receive_buffer)
+        for rank, section in enumerate(ours):
             write(rank, section)
         if self.size * longest <= self._messages.PIECE:
-            self._comm.Alltoallv(ours.for_mpi(), theirs.for_mpi())
+            self._comm.Alltoallv(
+                (self._send_buffer, (sent.sizes, sent.starts)),
+                (self._receive_buffer, (received.sizes, received.starts)),
+            )
         else:
-            theirs.of(self.rank)[...] = ours.of(self.rank)
-            self._messages.swap(dict(enumerate(ours.all())), dict(enumerate(theirs.all())))
-        return theirs.all()
+            theirs[self.rank][...] = ours[self.rank]
+            self._messages.swap(dict(enumerate(ours)), dict(enumerate(theirs)))
+        return theirs

@@ -152,7 +152,7 @@ class Rail:
                 here = (some.shift(share.start) & share).slice
                 reduce_in_chunks(sums[here], [part[here] for part in parts], partial)
 
-        received = dict(zip(self._ranks, room.all(), strict=True))
+        received = dict(zip(self._ranks, room, strict=True))
         is_there = sums is parts[0]
         self._messages.swap(self._by_rank(sums, shares), received, None if is_there else add_up)
         reduction = REDUCTIONS[op]

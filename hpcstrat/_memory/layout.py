@@ -232,26 +232,6 @@ def _kernel(itemsize: int) -> Any:
     return gpu.load_cupy("packing").RawKernel(code, "copy_arrays")
 
 
-class Sections(NamedTuple):
-    """One section per rank in one buffer, which MPI sends from or receives into."""
-
-    memory: Bytes
-    sizes: Sequence[int]  # bytes of each rank's section
-    starts: Sequence[int]  # the first byte of each
-
-    def of(self, rank: int) -> Bytes:
-        """The section of a rank."""
-        return self.memory[self.starts[rank] : self.starts[rank] + self.sizes[rank]]
-
-    def all(self) -> list[Bytes]:
-        """The sections of all ranks, in rank order."""
-        return [self.of(rank) for rank in range(len(self.sizes))]
-
-    def for_mpi(self) -> tuple[Bytes, tuple[Sequence[int], Sequence[int]]]:
-        """The buffer in the form that mpi4py expects."""
-        return self.memory, (self.sizes, self.starts)
-
-
 def layout_of_sections(sizes: Sequence[int]) -> Layout:
     """The layout of a message that consists of sections of these sizes, in bytes."""
     return layout_of(
@@ -259,6 +239,6 @@ def layout_of_sections(sizes: Sequence[int]) -> Layout:
     )
 
 
-def sections_in(memory: Bytes, sizes: Sequence[int]) -> Sections:
+def sections_in(memory: Bytes, sizes: Sequence[int]) -> list[Bytes]:
     """Sections of these sizes, in bytes, at the start of a buffer."""
-    return Sections(memory, sizes, layout_of_sections(sizes).starts)
+    return layout_of_sections(sizes).views(memory)
