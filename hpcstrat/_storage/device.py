@@ -14,7 +14,7 @@ from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT, Block, Shares, SlabAllocator
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.device_plan import CentralPlan, DevicePartsPlan, DevicePlan
+from hpcstrat._storage.device_plan import DevicePartsPlan, DevicePlan
 from hpcstrat._storage.local import LocalBlocks, OnGpu, OnHostOfGpu
 from hpcstrat._storage.order import MessageOrder, rank_parts_of, shares_of
 from hpcstrat._storage.plan import Buffers, MessagePool, Plan
@@ -234,12 +234,11 @@ class MirroredDeviceStorage(DeviceStorage):
         """The plan of updates, of which each rank makes all, or its part if slots are split."""
         communicator, local = self.communicator, self.local
         if not (self._splits and any(slots)):
-            order, root = MessageOrder(variables, slots, ALIGNMENT), self._root
-            if self._rounds_alike:
-                return DevicePlan(order, local.new_update(order, order.shards), communicator)
-            own = order.shards if communicator.rank == root else []
+            order = MessageOrder(variables, slots, ALIGNMENT)
+            root = None if self._rounds_alike else self._root
+            own = order.shards if root in (None, communicator.rank) else []
             update = local.new_update(order, own)
-            return CentralPlan(order, update, communicator, root, local.to_read(order))
+            return DevicePlan(order, update, communicator, root, local.to_read(order))
         order = MessageOrder(variables, [()] * len(variables), ALIGNMENT)
         rank_parts = rank_parts_of(order, order.to_message(slots), communicator.rank)
         update = local.new_update(order, rank_parts[communicator.rank].shards)
@@ -270,12 +269,12 @@ class CentralDeviceStorage(DeviceStorage):
         super().__init__(communicator, root, on_host)
         self.updates_here = communicator.rank == root
 
-    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> CentralPlan:
+    def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
         """The plan of updates, with slots on the parameter rank only."""
         local, own = self.local, slots if self.updates_here else [()] * len(variables)
         order = MessageOrder(variables, own, ALIGNMENT)
         update = local.new_update(order, order.shards)
-        return CentralPlan(order, update, self.communicator, self._root, local.to_read(order))
+        return DevicePlan(order, update, self.communicator, self._root, local.to_read(order))
 
     _update_rows = DeviceStorage._update_rows_on_root
 

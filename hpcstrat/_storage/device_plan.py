@@ -39,29 +39,39 @@ _update_span = span(UPDATE, lambda plan, *_: Details("update", None, plan.commun
 
 
 class DevicePlan(Plan):
-    """The plan of an update that every rank makes, by a flat message on its own device.
+    """The plan of an update that every rank makes, or the root alone, by a flat message.
 
     Args:
         order: see `Plan`. Its message has the same gaps as the memory, so that a run of variables
             is also a run of the message.
         update: see `Plan`.
         communicator: the ranks.
+        root: the only rank that makes the update; `None` if every rank does.
+        readable: what programs read on this rank, if a root makes the update.
 
     Attributes:
-        message: the message of the gradients.
+        message: the message of the gradients, on this rank's device.
         gradients: the message by dtype.
+        sums: the message that the update reads.
         has_integers: whether some of the variables are integers: NCCL casts these to sum them.
         prepared: the kernels of rules, or their passes, that `prepare` has had.
     """
 
-    _reduces_to: int | None = None
-    """The rank that needs the gradients; `None` if all do."""
+    _add_up: AddUp | None = None
+    """Adds up the norms of the ranks' shards; `None` if the update has all elements."""
 
     def __init__(
-        self, order: MessageOrder, update: Update, communicator: DeviceCommunicator
+        self,
+        order: MessageOrder,
+        update: Update,
+        communicator: DeviceCommunicator,
+        root: int | None = None,
+        readable: Readable = (),
     ) -> None:
         super().__init__(order, update)
         self.communicator = communicator
+        self._root = root
+        self._readable = readable
         self.has_integers: bool = any(group.dtype.kind in "iu" for group in order.layout.groups)
         self.prepared: set[Any] = {None}  # a rule without a kernel needs nothing
         self._packings: list[PackKernel] = []  # on a GPU
@@ -69,6 +79,7 @@ class DevicePlan(Plan):
 
     def _drop(self) -> None:
         self.message: Array = None
+        self.sums: Array = None
         self.gradients: list[Array] = []
         for prepared in ("all_sums", "new_values"):
             self.__dict__.pop(prepared, None)
@@ -77,7 +88,7 @@ class DevicePlan(Plan):
         """Makes the message and its views, in some bytes on this rank's device."""
         super().take(memory)
         layout = self.order.layout
-        self.message = memory[: layout.nbytes]
+        self.message = self.sums = memory[: layout.nbytes]
         self.gradients = [group.of(self.message) for group in layout.groups]
         # Kernels, views and addresses are made once: a steady step only launches.
         if not self._packings and gpu.is_on_gpu(memory):
@@ -122,7 +133,7 @@ class DevicePlan(Plan):
 
     def sums_of(self, variables: Collection[int]) -> list[Move]:
         """The sums of the gradients of some variables, likewise."""
-        prepare, root = self.communicator.prepare_reduce, self._reduces_to
+        prepare, root = self.communicator.prepare_reduce, self._root
         gradients = self.order.views_of(variables, self.message)
         return [move for flat in gradients for move in prepare(flat, ReduceOp.SUM, root)]
 
@@ -138,26 +149,40 @@ class DevicePlan(Plan):
     def _reduce(self, k: int, source: Array, op: Aggregation) -> None:
         """Reduces the values of dtype `k`; by `FIRST_REPLICA` they are in the message."""
         if op is not FIRST_REPLICA:
-            self.communicator.reduce_flat(source, self.gradients[k], op, self._reduces_to)
-        elif self._reduces_to != 0:  # the first replica is rank 0
+            self.communicator.reduce_flat(source, self.gradients[k], op, self._root)
+        elif self._root != 0:  # the first replica is rank 0
             self.communicator.broadcast_flat(source, 0)
 
     def prepare(self, rule: UpdateRule) -> None:
         """See `Update.prepare`."""
-        self.update.prepare(rule)
+        self.update.prepare(rule, None if self._add_up is None else lambda sums, _: sums)
 
     @_update_span
     def run(self, rule: UpdateRule) -> None:
         """Updates this rank's shards. Collective if `rule` has norms."""
-        self.update.run(rule, [self.message])
+        self.update.run(rule, [self.sums], add_up=self._add_up)
 
     @functools.cached_property
     def new_values(self) -> NewValues | None:
         """How new values reach the ranks that have not computed them; `None` if all have."""
-        return self._prepare_values()
+        root = self._root
+        if root is None:
+            return None
+        pieces, send = self.pieces(), self.communicator.prepare_broadcast
+        # One group of calls for all variables: a message's latency counts more than its bytes.
+        moves = [move for array, _ in pieces for move in send(array, root)]
+        from_message = [copy for _, copies in pieces for copy in copies]
+        if self.communicator.rank == root:
+            return NewValues(_reversed(from_message), moves, [])
+        return NewValues([], moves, from_message)
 
-    def _prepare_values(self) -> NewValues | None:
-        return None
+    def pieces(self) -> list[tuple[Array, Copies]]:
+        """All new values. The arrays are as large on all ranks."""
+        return [
+            piece_of(elements, readable, message)
+            for readable, message in zip(self._readable, self.gradients, strict=True)
+            for elements in Interval(0, message.size).split(PIECE // message.itemsize)
+        ]
 
 
 class NewValues(NamedTuple):
@@ -209,46 +234,6 @@ def piece_of(
 
 
 @final
-class CentralPlan(DevicePlan):
-    """The plan of an update that only the root makes.
-
-    Args:
-        order, update, communicator: see `DevicePlan`.
-        root: the rank.
-        readable: what programs read on this rank.
-    """
-
-    def __init__(
-        self,
-        order: MessageOrder,
-        update: Update,
-        communicator: DeviceCommunicator,
-        root: int,
-        readable: Readable,
-    ) -> None:
-        super().__init__(order, update, communicator)
-        self._root = self._reduces_to = root
-        self._readable = readable
-
-    def _prepare_values(self) -> NewValues:
-        pieces, send = self.pieces(), self.communicator.prepare_broadcast
-        # One group of calls for all variables: a message's latency counts more than its bytes.
-        moves = [move for array, _ in pieces for move in send(array, self._root)]
-        from_message = [copy for _, copies in pieces for copy in copies]
-        if self.communicator.rank == self._root:
-            return NewValues(_reversed(from_message), moves, [])
-        return NewValues([], moves, from_message)
-
-    def pieces(self) -> list[tuple[Array, Copies]]:
-        """All new values. The arrays are as large on all ranks."""
-        return [
-            piece_of(elements, readable, message)
-            for readable, message in zip(self._readable, self.gradients, strict=True)
-            for elements in Interval(0, message.size).split(PIECE // message.itemsize)
-        ]
-
-
-@final
 class DevicePartsPlan(DevicePlan):
     """The plan of an update of which each rank makes its part.
 
@@ -270,14 +255,12 @@ class DevicePartsPlan(DevicePlan):
     ) -> None:
         self._own = rank_parts[communicator.rank].layout
         self._slices = rank_slices(order, rank_parts)
-        self._readable = readable
         add_up = _add_up_on_host if communicator.stream is None else _add_up
-        self._add_up: AddUp = functools.partial(add_up, communicator)
-        super().__init__(order, update, communicator)
+        self._add_up = functools.partial(add_up, communicator)
+        super().__init__(order, update, communicator, readable=readable)
 
     def _drop(self) -> None:
         super()._drop()
-        self._own_message: Array = None
         self._own_gradients: list[Array] = []  # by dtype
 
     @property
@@ -290,8 +273,8 @@ class DevicePartsPlan(DevicePlan):
     def take(self, memory: Array) -> None:
         """Makes both messages and their views, in some bytes on this rank's device."""
         super().take(memory)
-        self._own_message = memory[round_up(super().nbytes, ALIGNMENT) : self.nbytes]
-        self._own_gradients = [group.of(self._own_message) for group in self._own.groups]
+        self.sums = memory[round_up(super().nbytes, ALIGNMENT) : self.nbytes]
+        self._own_gradients = [group.of(self.sums) for group in self._own.groups]
 
     def sums_of(self, variables: Collection[int]) -> list[Move]:
         """See `DevicePlan.sums_of`."""
@@ -317,16 +300,9 @@ class DevicePartsPlan(DevicePlan):
             if rank == communicator.rank:
                 out[own.slice] = source[elements.slice]
 
-    def prepare(self, rule: UpdateRule) -> None:
-        """See `Update.prepare`."""
-        self.update.prepare(rule, lambda sums, _: sums)
-
-    @_update_span
-    def run(self, rule: UpdateRule) -> None:
-        """See `DevicePlan.run`."""
-        self.update.run(rule, [self._own_message], add_up=self._add_up)
-
-    def _prepare_values(self) -> NewValues:
+    @functools.cached_property
+    def new_values(self) -> NewValues:
+        """See `DevicePlan.new_values`."""
         moves: list[Move] = []
         from_message: list[tuple[Array, Array]] = []
         for readable, message, slices in zip(

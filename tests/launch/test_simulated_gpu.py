@@ -200,7 +200,7 @@ BUGS = {
         [
             (
                 "_storage/device_plan.py",
-                "for move in send(array, self._root)",
+                "for move in send(array, root)",
                 "for move in send(array, 0)",
             )
         ],
