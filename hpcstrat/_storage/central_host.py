@@ -23,6 +23,7 @@ from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.plan import Buffers, Plan
+from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import NOTHING_IN_PLACE, AddUp
@@ -133,7 +134,8 @@ class CentralHostStorage(Storage):
         op: Aggregation,
         rule: UpdateRule,
     ) -> None:
-        communicator = self.communicator
+        communicator, update = self.communicator, plan.update
+        assert isinstance(update, HostUpdate)
         add_up = None if rule.norms is None else self._prepare_sums(plan, rule.norms.most)
         in_place = NOTHING_IN_PLACE
         if values is None:
@@ -142,15 +144,15 @@ class CentralHostStorage(Storage):
         elif op is FIRST_REPLICA and communicator.rank != 0:
             messages = communicator.exchange(signature)
         else:
-            if op is not FIRST_REPLICA and plan.update.may_be_in_place:
+            if op is not FIRST_REPLICA and update.may_be_in_place:
                 # No other rank needs this rank's part of a large gradient.
-                in_place = plan.update.in_place(values)
+                in_place = update.in_place(values)
             write = functools.partial(plan.write, values=values, in_place=in_place)
             messages = communicator.exchange(signature, plan.order.layout.nbytes, write)
         if op is FIRST_REPLICA:
-            plan.update.run(rule, messages[:1], add_up=add_up)
+            update.run(rule, messages[:1], add_up)
         else:
-            plan.update.run(rule, messages, op, in_place, add_up)
+            update.run(rule, messages, add_up, op, in_place)
         # Until all have written, a read could see both new and old elements.
         communicator.sync()
 

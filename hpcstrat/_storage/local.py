@@ -11,7 +11,7 @@ import numpy as np
 
 from hpcstrat._communicators.base import Write
 from hpcstrat._core import gpu
-from hpcstrat._core.types import Array, Bytes, ReduceOp
+from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.allocator import (
     ALIGNMENT,
     Block,
@@ -28,7 +28,7 @@ from hpcstrat._update import compiled
 from hpcstrat._update.device_update import DeviceUpdate, prepare_on_gpu
 from hpcstrat._update.host_update import HostUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import NOTHING_IN_PLACE, AddUp, InPlace, Update, runs_in_memory
+from hpcstrat._update.update import AddUp, Update, runs_in_memory
 
 # A model that fills the memory can still be saved and restored, because at most one part of it is
 # in memory twice.
@@ -330,15 +330,8 @@ class UpdateOfCopies(Update):
         """See `Update.forget_messages`."""
         self._on_host.forget_messages()
 
-    def run(
-        self,
-        rule: UpdateRule,
-        messages: Sequence[Array],
-        op: ReduceOp = ReduceOp.SUM,
-        in_place: InPlace = NOTHING_IN_PLACE,
-        add_up: AddUp | None = None,
-    ) -> None:
+    def run(self, rule: UpdateRule, messages: Sequence[Array], add_up: AddUp | None = None) -> None:
         """See `Update.run`."""
-        self._on_host.run(rule, [*map(self._to_host, messages)], op, in_place, add_up)
+        self._on_host.run(rule, [*map(self._to_host, messages)], add_up)
         for copy, master in self._copies:
             fill(copy, master)

@@ -29,6 +29,7 @@ from hpcstrat._storage.order import (
     slices_of,
 )
 from hpcstrat._storage.plan import Buffers, MessagePool, Plan
+from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import Run, Update, runs_in_memory
 
@@ -185,6 +186,7 @@ class MirroredHostStorage(Storage):
                 plan.update.run(rule, plan.buffers.messages)
             else:
                 self._lend(plan, signature)
+                assert isinstance(plan.update, HostUpdate)
                 in_place = plan.update.in_place(values)  # large gradients are not copied
                 plan.write(plan.memory, values, in_place)
                 plan.update.run(rule, [plan.memory], in_place=in_place)

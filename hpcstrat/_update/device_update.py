@@ -35,7 +35,7 @@ import numpy as np
 
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._core.types import Array
 from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.intervals import Shard, divide_up, round_up
 from hpcstrat._update.device_kernels import (
@@ -48,9 +48,7 @@ from hpcstrat._update.device_kernels import (
 from hpcstrat._update.passes import Pass
 from hpcstrat._update.rule import Norms, UpdateRule
 from hpcstrat._update.update import (
-    NOTHING_IN_PLACE,
     AddUp,
-    InPlace,
     KeptByMessage,
     Run,
     Update,
@@ -274,14 +272,7 @@ class DeviceUpdate(Update):
             made.prepare(rule.norms, self._runs, add_up)
             self._norms_by_passes[rule.norms.passes] = made
 
-    def run(
-        self,
-        rule: UpdateRule,
-        messages: Sequence[Array],
-        op: ReduceOp = ReduceOp.SUM,
-        in_place: InPlace = NOTHING_IN_PLACE,
-        add_up: AddUp | None = None,
-    ) -> None:
+    def run(self, rule: UpdateRule, messages: Sequence[Array], add_up: AddUp | None = None) -> None:
         """See `Update.run`."""
         operands = self._operands.of(messages)
         if rule.norms is None:

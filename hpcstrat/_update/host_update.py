@@ -255,6 +255,9 @@ class HostUpdate(Update):
         scratch: memory to work in.
         rank: which of the messages is this rank's, if there is more than one.
         compile_after: updates since messages were last forgotten until loops are compiled.
+
+    Attributes:
+        may_be_in_place: whether `in_place` may find gradients; to ask this costs no call.
     """
 
     def __init__(
@@ -277,10 +280,13 @@ class HostUpdate(Update):
         self._updates = 0
         # A small gradient costs less to copy than to read in place.
         self._large = [shard for shard in self._shards if shard.elements.size >= CHUNK]
-        self.may_be_in_place = bool(self._large)
+        self.may_be_in_place: bool = bool(self._large)
 
     def in_place(self, gradients: Sequence[Array]) -> InPlace:
-        """Large gradients that are as the messages would have them."""
+        """Large gradients that are as the messages would have them: these are read in place.
+
+        This requires that no other rank needs this rank's gradients of its own shards.
+        """
         in_place = {}
         for shard in self._large:
             gradient = gradients[shard.variable]
@@ -303,11 +309,14 @@ class HostUpdate(Update):
         self,
         rule: UpdateRule,
         messages: Sequence[Array],
+        add_up: AddUp | None = None,
         op: ReduceOp = ReduceOp.SUM,
         in_place: InPlace = NOTHING_IN_PLACE,
-        add_up: AddUp | None = None,
     ) -> None:
-        """See `Update.run`."""
+        """See `Update.run`. The messages are reduced by `op`.
+
+        Gradients that are `in_place` are not, or not wholly, in this rank's message.
+        """
         self._updates += 1
         # Other operations than sums are rare, on small variables.
         compiles = self._updates > self._compile_after and op is ReduceOp.SUM

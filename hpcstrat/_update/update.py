@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-from hpcstrat._core.types import Array, ReduceOp
+from hpcstrat._core.types import Array
 from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._update.rule import UpdateRule
 
@@ -123,24 +123,11 @@ class KeptByMessage(Generic[T]):
 
 
 class Update(abc.ABC):
-    """The update of this rank's shards of some variables.
-
-    Attributes:
-        may_be_in_place: whether `in_place` may find gradients; to ask this costs no call.
-    """
-
-    may_be_in_place: bool = False
+    """The update of this rank's shards of some variables."""
 
     @abc.abstractmethod
     def forget_messages(self) -> None:
         """Drops what it keeps for the next update with the same messages, and so the messages."""
-
-    def in_place(self, gradients: Sequence[Array]) -> InPlace:
-        """Those of this rank's gradients that are read in place; here there are none.
-
-        This requires that no other rank needs this rank's gradients of its own shards.
-        """
-        return NOTHING_IN_PLACE
 
     def prepare(self, rule: UpdateRule, add_up: AddUp | None = None) -> None:
         """Checks that `run` can apply a rule, and compiles what it needs; here there is nothing.
@@ -157,20 +144,11 @@ class Update(abc.ABC):
         return
 
     @abc.abstractmethod
-    def run(
-        self,
-        rule: UpdateRule,
-        messages: Sequence[Array],
-        op: ReduceOp = ReduceOp.SUM,
-        in_place: InPlace = NOTHING_IN_PLACE,
-        add_up: AddUp | None = None,
-    ) -> None:
-        """Reduces the messages, and updates the variables and slots.
+    def run(self, rule: UpdateRule, messages: Sequence[Array], add_up: AddUp | None = None) -> None:
+        """Sums the messages, and updates the variables and slots.
 
         Args:
             rule: the update.
             messages: all ranks', or the only one that counts.
-            op: how the messages are reduced.
-            in_place: gradients of this rank that are not, or not wholly, in its message.
             add_up: see `AddUp`; `None` if this rank has all shards.
         """

@@ -36,8 +36,6 @@ from internals import (
 )
 from package_kernels import optimizers_of
 
-from hpcstrat import ReduceOp
-
 DTYPES = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
 SIZES = st.integers(0, 5) | st.sampled_from([63, 64, 65, 1000, CHUNK + 1, 2 * CHUNK + 3])
 # For each variable its size, its dtype, and whether one that was made before it is freed.
@@ -161,7 +159,7 @@ def test_ranks_that_share_memory_update_their_shards(kind, variables, ranks, see
     for message, own, of_rank in zip(messages, gradients, in_place, strict=True):
         plan.write(message, own, of_rank)
     for update, of_rank in zip(updates, in_place, strict=True):
-        update.run(momentum(), messages, ReduceOp.SUM, of_rank)
+        update.run(momentum(), messages, in_place=of_rank)
     assert bits_of(blocks, slots) == expected
 
 
