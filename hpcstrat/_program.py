@@ -21,7 +21,6 @@ from hpcstrat._core.call_name import current_call, explained, names_call
 from hpcstrat._core.types import DistributedValues
 from hpcstrat._process import launchers, worlds
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._strategies import step_graphs
 from hpcstrat._variable.variable import Variable
 
@@ -196,7 +195,7 @@ def any_rank(flag: Any) -> bool:
 def _connect() -> HostCommunicator:
     """All ranks, for values on the host, which differ from step to step."""
     context = contexts.current.get()
-    if type(context) is InReplica and context.group.stream is not None:
+    if context is not None and context.group.stream is not None:  # also that of a merge_call
         context.group.stream.require_eager(current_call())
     return connect()
 
@@ -336,13 +335,14 @@ def function(fn: Any = None, **options: Any) -> Any:
     What cannot be captured runs as it is, on all ranks, after a warning that names the line: a
     function that reads values on the host, as `float(loss)` and `optimizer.iterations` do, sets
     an option of an optimizer, or uses NumPy arrays or variables outside of every scope; writes to
-    its arguments; keeps an array that it makes, in an attribute or a list; calls `any_rank`,
-    `broadcast_object` or `on_lead`; multiplies matrices otherwise than by `@`,
-    `matmul` and `dot`, of at most two dimensions and of floats; makes variables; passes gradients
-    as `IndexedSlices`; or whose optimizer accumulates gradients, has steps that collect or
-    transform them, its own `update_rule`, or norms of what depends on the step's number. Programs
-    that import PyTorch, JAX or TensorFlow have no graphs, nor have strategies with variables on the
-    host or without NCCL, and runs with `HPCSTRAT_CHECK` or `HPCSTRAT_TIMELINE`.
+    its arguments; keeps an array that it makes, in an attribute or a list; makes arrays on another
+    stream; calls `any_rank`, `broadcast_object` or `on_lead`; multiplies matrices otherwise than by
+    `@`, `matmul` and `dot`, of at most two dimensions and of floats; makes variables; passes
+    gradients as `IndexedSlices`; or whose optimizer accumulates gradients, has steps that collect
+    or transform them, its own `update_rule`, or norms of what depends on the step's number.
+    Programs that import PyTorch, JAX, TensorFlow or `numba.cuda` have no graphs, nor have
+    strategies with variables on the host or without NCCL, and runs with `HPCSTRAT_CHECK` or
+    `HPCSTRAT_TIMELINE`.
 
     Args:
         fn: the function; `@function` and `@function()` both work.

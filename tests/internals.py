@@ -85,7 +85,7 @@ from hpcstrat._storage.local import PART, host_parts
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
 from hpcstrat._storage.order import MessageOrder, rank_parts_of, rank_slices, shares_of
 from hpcstrat._storage.plan import MessagePool, Plan
-from hpcstrat._strategies import reachable, step_graphs
+from hpcstrat._strategies import captured_step, reachable, step_graphs
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._strategies.strategies import make_mirrored_group

@@ -202,10 +202,11 @@ class Stream:
         """Matrix products for graphs; this stream is current and does not capture."""
         return GraphProducts(self)
 
-    def drop_graphs(self) -> None:
-        """Destroys all graphs; the stream has no work."""
-        if self.graphs:
-            for graph in [*self.graphs]:
+    def drop_graphs(self, group: Any = None) -> None:
+        """Destroys the graphs of these replicas, or all, once the stream has no work."""
+        if graphs := [graph for graph in self.graphs if group in (None, graph.group)]:
+            self.synchronize()
+            for graph in graphs:
                 graph.drop()
             gc.collect()  # what else holds one, such as the traceback of an error
 

@@ -185,6 +185,8 @@ class Strategy:
             # An NCCL communicator may be closed only when no rank uses it any more.
             group.communicator.barrier()
             group.is_closed = True
+            if group.stream is not None:
+                group.stream.drop_graphs(group)
             if isinstance(group.communicator, DeviceCommunicator):
                 disconnect_devices(group.communicator)
 

@@ -46,6 +46,7 @@ class CapturedStep:
         group: the replicas.
 
     Attributes:
+        group: the replicas.
         number: of the capture, the same on all ranks; 0 before.
         is_possible: whether there can be one.
         refused: the last error for which there can be none, which the function may have caught.
@@ -53,7 +54,7 @@ class CapturedStep:
 
     def __init__(self, group: ReplicaGroup) -> None:
         assert group.stream is not None
-        self._group, self._stream = group, group.stream
+        self.group, self._stream = group, group.stream
         self.number = 0
         self.is_possible = True
         self.refused: Exception | None = None
@@ -78,25 +79,28 @@ class CapturedStep:
 
     def rehearse(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the function as it will be captured: kernels are compiled, the pool gets memory."""
-        try:
-            products = self._stream.products
-        except Exception:  # there is no cuBLAS, or no memory for it
-            self.is_possible = False
-            return fn(*args, **kwargs)
         leaves, _ = nests.flatten((tuple(args), dict(kwargs)))
         given = [*filter(gpu.is_on_gpu, leaves)]
-        before = [leaf.copy() for leaf in given]
+        try:
+            products = self._stream.products
+            before = [leaf.copy() for leaf in given]
+        except Exception:  # there is no cuBLAS, or no memory
+            self.is_possible = False
+            return fn(*args, **kwargs)
         with self._in_pool(), products.replace_cupys():
             result = fn(*args, **kwargs)
-        self._writes_arguments = not all(map(_are_equal, before, given))
+        try:
+            self._writes_arguments = not all(map(_are_equal, before, given))
+        except MemoryError:
+            self.is_possible = False
         return result
 
     @contextlib.contextmanager
     def _in_pool(self) -> Iterator[None]:
         """A block in which memory is the graph's, and optimizers read numbers from the GPU's."""
         stream, self._numbers, self._updates, self._before = self._stream, [], [], []
-        stream.updates = self.take
         try:
+            stream.updates = self.take
             with stream.xp.cuda.using_allocator(self._allocate):
                 yield
         finally:
@@ -106,7 +110,7 @@ class CapturedStep:
         self, number: int, fn: Any, leaves: Sequence[Any], structure: nests.Structure
     ) -> None:
         """Runs the function, and makes a graph of what it puts on the stream."""
-        stream, xp, calls = self._stream, self._stream.xp, self._group.communicator.calls
+        stream, xp, calls = self._stream, self._stream.xp, self.group.communicator.calls
         self.number, self._kept, self._allocated = number, [], []
         self._escaped = calls.escaped_hash, calls.last_escaped, calls.last_escaped_call
         with self._in_pool():
@@ -135,11 +139,11 @@ class CapturedStep:
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
-        stream, calls = self._stream, self._group.communicator.calls
-        # Relaxed, as is CuPy's default: memory may be allocated.
-        stream.raw.begin_capture()
-        stream.capture, calls.is_capturing = self, True
+        stream, calls = self._stream, self.group.communicator.calls
         try:
+            # Relaxed, as is CuPy's default: memory may be allocated.
+            stream.raw.begin_capture()
+            stream.capture, calls.is_capturing = self, True
             yield
         except BaseException:
             with contextlib.suppress(Exception):  # of a capture that the first error has ended
@@ -147,11 +151,20 @@ class CapturedStep:
             raise
         else:
             self._graph = stream.raw.end_capture()
+            self._graph.upload(stream.raw)  # here the ranks can still give up: it takes memory
         finally:
             stream.capture, calls.is_capturing = None, False
 
     def _allocate(self, nbytes: int) -> Any:
-        memory = self._pool.malloc(nbytes)
+        stream, cuda = self._stream, self._stream.cuda
+        # Nearly all that works on arrays comes here.
+        if stream.capture is not None and not cuda.get_current_stream().is_capturing():
+            stream.require_eager("work on another stream")
+        try:
+            memory = self._pool.malloc(nbytes)
+        except MemoryError:  # the program's pool has what the first call used
+            stream.xp.get_default_memory_pool().free_all_blocks()
+            memory = self._pool.malloc(nbytes)
         self._allocated.append(range(memory.ptr, memory.ptr + nbytes))
         return memory
 
@@ -187,21 +200,22 @@ class CapturedStep:
 
     def _write(self, numbers: Sequence[float]) -> None:
         if numbers and tuple(numbers) != self._written:
-            self._written = tuple(numbers)
+            self._written = None  # if it is interrupted
             numbers_kernel(len(numbers))(*numbers, self._memory, size=1)
+            self._written = tuple(numbers)
 
     def undo(self) -> None:
         """Leaves optimizers and the calls' state as before the capture: nothing was done."""
         for state, iterations in reversed(self._before):
             state.iterations = iterations
-        calls = self._group.communicator.calls
+        calls = self.group.communicator.calls
         calls.escaped_hash, calls.last_escaped, calls.last_escaped_call = self._escaped
-        self._group.storage.drop_marks()
+        self.group.storage.drop_marks()
         self.drop()
 
     def drop(self) -> None:
         """Destroys the graph, and frees its memory."""
-        self._graph = None
+        self._graph, self._pool = None, self._stream.xp.cuda.MemoryPool()
         self._inputs, self._results, self._kept, self._updates = [], [], [], []
 
     # ---- launch
@@ -230,13 +244,13 @@ class CapturedStep:
 
     def launch(self, leaves: Sequence[Any], numbers: Sequence[float] | None) -> Any:
         """Launches the graph, right after the capture without numbers; returns its results."""
-        for own, given in zip(self._inputs, leaves, strict=True):
-            if gpu.is_on_gpu(own):
-                self._stream.xp.copyto(own, given)
-        self._write(self._numbers if numbers is None else numbers)
-        communicator = self._group.communicator
+        communicator = self.group.communicator
         assert isinstance(communicator, DeviceCommunicator)
-        try:
+        try:  # the other ranks launch, whatever happens here
+            for own, given in zip(self._inputs, leaves, strict=True):
+                if gpu.is_on_gpu(own):
+                    self._stream.xp.copyto(own, given)
+            self._write(self._numbers if numbers is None else numbers)
             communicator.launch_graph(self._graph)
             if numbers is not None:  # else the function itself has counted the steps
                 for state, _, _ in self._updates:
@@ -252,8 +266,7 @@ class CapturedStep:
 
 
 def _are_equal(one: Array, other: Array) -> bool:
-    one, other = [array.copy().reshape(-1).view(np.uint8) for array in (one, other)]
-    return not bool((one != other).any())
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # or both are nan
 
 
 def _kernels_of(rule: UpdateRule) -> tuple[Any, ...]:

@@ -59,7 +59,7 @@ def memory_behind(objects: list[Any]) -> list[Any]:
             module = sys.modules.get(thing.__module__)
             if module is not None and _is_of_program(module):
                 left += [*vars(thing).values(), *thing.__bases__]
-        elif kind.__module__.partition(".")[0] not in ("hpcstrat", "numpy", "cupy"):
+        elif kind.__module__.partition(".")[0] not in ("hpcstrat", "numpy"):
             left += gc.get_referents(thing)
     return found
 
@@ -67,11 +67,17 @@ def memory_behind(objects: list[Any]) -> list[Any]:
 def _behind_function(fn: FunctionType) -> list[Any]:
     left = [*gc.get_referents(*(fn.__closure__ or ())), *(fn.__defaults__ or ())]
     left += [*(fn.__kwdefaults__ or {}).values(), *vars(fn).values()]
-    for name in globals_in(fn.__code__):
-        named = fn.__globals__.get(name)
-        left.append(named)
-        if isinstance(named, ModuleType) and _is_of_program(named):
-            left += map(vars(named).get, _named_in(fn.__code__))
+    left += map(fn.__globals__.get, globals_in(fn.__code__))
+    # Of modules, also in packages or imported by the function, only what it names.
+    names, seen = _named_in(fn.__code__), set[ModuleType]()
+    modules = [*left, *map(sys.modules.get, names)]
+    while modules:
+        module = modules.pop()
+        if isinstance(module, ModuleType) and module not in seen and _is_of_program(module):
+            seen.add(module)
+            inside = [vars(module).get(name) for name in names]
+            modules += inside
+            left += inside
     return left
 
 

@@ -28,6 +28,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -49,8 +50,8 @@ STEPS = "_hpcstrat_steps"
 """The attribute with the `StepFunction` of a function that `function_of` returned."""
 MOST_KINDS = 8
 """Kinds of calls that are captured: each graph keeps the memory of a whole step."""
-FOREIGN = ("jax", "tensorflow", "torch")
-"""Modules whose arrays are in pools of their own, which would give a graph's memory to others."""
+FOREIGN = ("jax", "numba.cuda", "tensorflow", "torch")
+"""Modules with pools or streams of their own, whose arrays and work a graph would not have."""
 
 # What a rank offers to do with a call: to launch the graph of this number; else
 _CAPTURE, _RUN, _FOREIGN, _ON_HOST, _MANY, _PROBLEM = 0, -1, -2, -3, -4, -5
@@ -68,6 +69,8 @@ active: ContextVar[StepFunction | None] = ContextVar("hpcstrat_function", defaul
 
 def function_of(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function that `hs.function` returns where there may be a GPU."""
+    if isinstance(fn, staticmethod):  # which a class calls without its object
+        return staticmethod(function_of(fn.__func__))
     steps = StepFunction(fn)
 
     @functools.wraps(fn)
@@ -103,6 +106,8 @@ class StepFunction:
         """Runs a replica function, in its context and on its stream. Collective."""
         steps = self._by_group.get(group)
         if steps is None:
+            # Those of closed strategies are only memory.
+            self._by_group = {one: of for one, of in self._by_group.items() if not one.is_closed}
             steps = self._by_group[group] = GroupSteps(self._name, group)
         # A launch would sum marked gradients again. The ranks mark together.
         if steps.is_eager or group.storage.has_marks:
@@ -271,17 +276,37 @@ class GroupSteps:
 
 
 def _parts_of(fn: Any) -> list[Any]:
-    """A function's code, its closure and defaults, and the globals that it names."""
-    inner = getattr(fn, "__func__", fn)
-    if hasattr(inner, STEPS):
-        inner = inner.__wrapped__
+    """What a function refers to: its code, closure, defaults, object, and the globals it names.
+
+    Also what the function refers to that it wraps, or that a partial or another object calls.
+    """
+    parts, left = list[Any](), [fn]
+    while left:
+        one = left.pop()
+        if isinstance(one, MethodType):
+            parts.append(one.__self__)
+            left.append(one.__func__)
+        elif isinstance(one, functools.partial):
+            parts += [*one.args, *one.keywords, *one.keywords.values()]
+            left.append(one.func)
+        elif not isinstance(one, FunctionType):
+            parts.append(one)
+            left += [call for call in (type(one).__call__,) if isinstance(call, FunctionType)]
+        else:
+            if (inner := getattr(one, "__wrapped__", None)) is not None:
+                left.append(inner)
+            if not hasattr(one, STEPS):
+                parts += _parts_of_function(one)
+    return parts
+
+
+def _parts_of_function(fn: FunctionType) -> list[Any]:
     try:
-        cells = [cell.cell_contents for cell in inner.__closure__ or ()]
-        defaults = [*(inner.__defaults__ or ()), *(inner.__kwdefaults__ or {}).values()]
-        named = map(inner.__globals__.get, globals_in(inner.__code__))
-        return [inner.__code__, getattr(fn, "__self__", None), *cells, *defaults, *named]
-    except (AttributeError, ValueError):  # another object that can be called, or an empty cell
+        cells = [cell.cell_contents for cell in fn.__closure__ or ()]
+    except ValueError:  # one is empty
         return [fn]
+    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    return [fn.__code__, *cells, *defaults, *map(fn.__globals__.get, globals_in(fn.__code__))]
 
 
 def _add(thing: Any, key: list[Any], kept: list[Any]) -> None:

@@ -351,7 +351,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         try:
             state, context = self._state, contexts.context()
             is_replica = isinstance(context, InReplica)
-            if is_replica and context.group is not state.group and context.group.stream is not None:
+            if context is not None and context.group is not state.group and context.group.stream:
                 context.group.stream.require_eager("a write to a variable of no strategy")
             if isinstance(context, InUpdate):
                 context.require_writable(self)

@@ -241,7 +241,7 @@ class Optimizer(metaclass=_options.OptimizerType):
     def _require_eager(self, name: str) -> None:
         """Refuses what a replica function reads or sets while it becomes a CUDA graph."""
         context = contexts.current.get()
-        if type(context) is not InReplica or (stream := context.group.stream) is None:
+        if context is None or (stream := context.group.stream) is None:
             return
         # The rule of a step may read it: it is made anew before each launch.
         if stream.capture is not None and not current_call().endswith(".apply_gradients"):

@@ -4,6 +4,7 @@ import bisect
 import contextlib
 import os
 import threading
+import weakref
 
 import numpy as np
 
@@ -105,13 +106,16 @@ class Memory:
 
 
 class PooledMemory(Memory):
-    """Memory from the pool: a block from the arena of the stream that was current."""
+    """Memory from a pool: a block from the arena of the stream that was current."""
 
-    def __init__(self, block, arena, size):
-        self.block, self._arena, self.size = block, arena, size
+    def __init__(self, block, pool, arena, size):
+        self.block, self._pool, self._arena, self.size = block, weakref.ref(pool), arena, size
         self.device_id = block.device
 
     def _give_back(self):
+        if self._pool() is None:
+            self.block.forget()
+            return
         self.block.is_free = True
         self._arena.append(self.block)
 
@@ -207,7 +211,7 @@ class MemoryPool:
         block.is_free = False
         if not queue.later:  # else earlier work may still use it, as on a GPU
             block.buffer.fill(_POISON)
-        return MemoryPointer(PooledMemory(block, arena, size), 0)
+        return MemoryPointer(PooledMemory(block, self, arena, size), 0)
 
     def _found(self, arena, need):
         if _faults.value("out-of-memory", "allocations", lasts=True) is not None:
@@ -232,6 +236,9 @@ class MemoryPool:
         for arena in self._arenas.values():
             while arena:
                 arena.pop().forget()
+
+    def __del__(self):
+        self.free_all_blocks()
 
     def __getattr__(self, name):
         raise AttributeError(f"the simulated GPU does not have MemoryPool.{name}")

@@ -1,0 +1,118 @@
+"""What the tests of hs.function share: a network, its batches, and what has become of a function."""
+
+import warnings
+from typing import Any
+
+import numpy as np
+from internals import select, step_graphs
+from mpi4py import MPI
+
+import hpcstrat as hs
+
+COMM = MPI.COMM_WORLD
+N, RANK = COMM.size, COMM.rank
+SHAPES = [(6, 5), (5,), (5, 3), (3,)]
+CALLS = 7
+
+
+def batches(strategy, sizes=(4,) * CALLS):
+    """Batches of these sizes per replica, or per replica and call."""
+    xp, rng = strategy.xp, np.random.default_rng(RANK)
+    found = []
+    for size in sizes:
+        x, y = (rng.random((size, columns), np.float32) for columns in (6, 3))
+        pair = xp.asarray(x), xp.asarray(y)
+        found.append(
+            strategy.experimental_distribute_values_from_function(lambda _, pair=pair: pair)
+        )
+    return found
+
+
+class Model:
+    """A network with its optimizer and its step."""
+
+    def __init__(self, strategy, optimizer):
+        rng = np.random.default_rng(0)
+        self.strategy, self.xp = strategy, strategy.xp
+        with strategy.scope():
+            self.weights = [hs.Variable(rng.normal(0, 0.3, s).astype(np.float32)) for s in SHAPES]
+            self.optimizer = optimizer()
+            self.mean = hs.metrics.Mean()
+        self.last: Any = self.xp.ones(())
+        self.restore: Any = None
+        self.other_stream = self.xp.cuda.Stream(non_blocking=True)
+
+    def step(self, batch):
+        x, y = batch
+        a, b, c, d = self.weights
+        hidden = self.xp.maximum(x @ a + b, 0)
+        error = (self.xp.dot(hidden, c) + d - y) / (4 * N)
+        back = (error @ c.value().T) * (hidden > 0)
+        gradients = [x.T @ back, back.sum(axis=0), hidden.T @ error, error.sum(axis=0)]
+        self.optimizer.apply_gradients(zip(gradients, self.weights, strict=True))
+        loss = (error * error).sum()
+        self.mean.update_state(loss)
+        return loss
+
+    def state(self):
+        return [
+            *[v.numpy() for v in self.weights],
+            *[v.numpy() for v in self.optimizer.variables],
+            self.mean.result(),
+        ]
+
+
+def own(value):
+    return hs.asnumpy(select(value))
+
+
+def train(strategy, optimizer, decorate, given=None, between=None):
+    """The losses of all calls and the state after them, and the model's step."""
+    model = Model(strategy, optimizer)
+    step = decorate(model.step)
+    losses = []
+    for i, batch in enumerate(batches(strategy) if given is None else given(strategy)):
+        if between is not None:
+            between(i, model)
+        losses.append(strategy.run(step, args=(batch,)))
+    return [*map(own, losses), *model.state()], step
+
+
+def captured(step):
+    """The graphs of a function, and whether it still makes some."""
+    of_groups = getattr(step, step_graphs.STEPS)._by_group.values()
+    graphs = [s for g in of_groups for s in g._steps.values() if s is not None and s.is_captured]
+    return len(graphs), not any(g.is_eager for g in of_groups)
+
+
+def check_equal(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def compare(strategy, optimizer, graphs=1, **options):
+    eager, _ = train(strategy, optimizer, lambda fn: fn, **options)
+    other, step = train(strategy, optimizer, hs.function, **options)
+    check_equal(eager, other)
+    assert captured(step) == (graphs, bool(graphs))
+
+
+OPTIMIZERS = {
+    "SGD": lambda: hs.optimizers.SGD(0.5),
+    "momentum": lambda: hs.optimizers.SGD(0.5, momentum=0.9, nesterov=True),
+    "Adam": lambda: hs.optimizers.Adam(0.01),
+    "schedule": lambda: hs.optimizers.SGD(hs.optimizers.schedules.CosineDecay(0.5, 5)),
+    "global_clipnorm": lambda: hs.optimizers.Adam(0.01, global_clipnorm=0.05),
+    "clipnorm, ema": lambda: hs.optimizers.SGD(
+        lambda step: 1 / (1 + step), clipnorm=0.01, use_ema=True, ema_overwrite_frequency=3
+    ),
+    "decay": lambda: hs.optimizers.AdamW(0.01, weight_decay=0.1, clipvalue=0.01),
+}
+
+
+def warned(call):
+    """The texts of the warnings, on rank 0."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(one.message) for one in caught]

@@ -1,0 +1,373 @@
+"""hs.function on GPUs: what a graph cannot have, where the function runs as it is."""
+
+import contextlib
+import warnings
+
+import numpy as np
+import pytest
+from graphs import (
+    CALLS,
+    OPTIMIZERS,
+    RANK,
+    Model,
+    N,
+    batches,
+    captured,
+    check_equal,
+    own,
+    train,
+    warned,
+)
+from internals import step_graphs
+from lamb import LAMB
+from strategies import ShardedMirroredStrategy, strategies_for
+
+import hpcstrat as hs
+
+pytestmark = [
+    pytest.mark.core,
+    pytest.mark.parametrize("place", ["GPU"], indirect=True),
+]
+
+
+@pytest.fixture(params=[*strategies_for(N), ShardedMirroredStrategy])
+def strategy(request, place):
+    with place.make(request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def mirrored(place):
+    with place.make(hs.MirroredStrategy) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _no_foreign_module(monkeypatch):
+    monkeypatch.setattr(step_graphs, "FOREIGN", ())  # other tests may have imported one
+
+
+def falls_back(strategy, optimizer, change, said, **options):
+    """Compares a function that cannot be captured, on any rank or on some."""
+
+    def decorate(fn, wrap):
+        def step(batch):
+            return change(fn, batch)
+
+        return wrap(step)
+
+    eager, _ = train(strategy, optimizer, lambda fn: decorate(fn, lambda step: step), **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        other, step = train(strategy, optimizer, lambda fn: decorate(fn, hs.function), **options)
+    check_equal(eager, other)
+    assert captured(step) == (0, False)
+    texts = [str(one.message) for one in caught]
+    assert len(texts) == (RANK == 0) and all(said in text for text in texts), texts
+    assert all("step runs without a CUDA graph from now on: " in text for text in texts)
+
+
+def reads(when, ranks):
+    def change(step, batch):
+        if when == "before" and RANK in ranks:
+            float(batch[0].sum())
+        loss = step(batch)
+        if when == "after" and RANK in ranks:
+            float(loss)
+        if when == "between":
+            if RANK in ranks:
+                float(loss)
+            loss = step(batch)
+        return loss
+
+    return change
+
+
+@pytest.mark.parametrize("when", ["before", "after", "between"])
+@pytest.mark.parametrize("ranks", [range(N), [0], [N - 1]], ids=["all", "first", "last"])
+def test_a_host_that_reads(strategy, when, ranks):
+    said = (
+        "in change: RuntimeError: the current stream is capturing, so D2H transfers are disallowed"
+    )
+    if 0 not in ranks and when != "before":  # found in an exchange after the function
+        said += f" (found by rank {N - 1})"
+    falls_back(strategy, OPTIMIZERS["Adam"], reads(when, ranks), said)
+
+
+def test_the_line_that_reads(mirrored):
+    line = reads.__code__.co_firstlineno + 3
+    said = (
+        f"test_function_refused.py:{line} in change: RuntimeError: the current stream is capturing"
+    )
+    falls_back(mirrored, OPTIMIZERS["Adam"], reads("before", range(N)), said)
+
+
+class PlainSGD(hs.optimizers.Optimizer):
+    """Without a formula."""
+
+    @property
+    def slots(self):
+        return {}
+
+    def update_rule(self, learning_rate, step):
+        def apply(value, gradient, slots, scratch):
+            value -= np.multiply(gradient, learning_rate, out=scratch)
+
+        return hs.optimizers.UpdateRule(apply, {"learning_rate": learning_rate})
+
+
+class Centralize(hs.optimizers.UpdateStep):
+    """Overrides `transform`."""
+
+    def transform(self, grads_and_vars, optimizer):
+        return [(gradient - gradient.mean(), v) for gradient, v in grads_and_vars]
+
+
+class Pair:
+    """Not a nest."""
+
+    def __init__(self, *members):
+        self.members = members
+
+
+def constant(step, batch):
+    step(batch)
+    return hs.get_strategy().xp.asarray(np.ones(3, np.float32))
+
+
+def sets_the_rate(step, batch):
+    step(batch)
+    step.__self__.optimizer.learning_rate = 0.5
+
+
+def writes_to_its_argument(step, batch):
+    step(batch)
+    batch[0][...] *= 0.5
+
+
+def catches(step, batch):
+    with contextlib.suppress(RuntimeError):
+        return step(batch) * step.__self__.optimizer.iterations
+
+
+def counts_on_the_host(step, batch):
+    step(batch)
+    return step.__self__.optimizer.iterations
+
+
+def across_replicas(call):
+    def change(step, batch):
+        step(batch)
+        return hs.get_replica_context().merge_call(lambda _: call(step.__self__.optimizer))
+
+    return change
+
+
+def computes_elsewhere(step, batch):
+    loss, model = step(batch), step.__self__
+    model.xp.cuda.Stream.null.synchronize()  # which made the array
+    with model.other_stream:
+        model.last += model.xp.ones(()) / 2
+    model.other_stream.synchronize()
+    return loss
+
+
+CANNOT = {
+    "an argument": (OPTIMIZERS["SGD"], writes_to_its_argument, "writes to an array that is an arg"),
+    "the number of steps": (OPTIMIZERS["SGD"], counts_on_the_host, "SGD.iterations, a value on"),
+    "the same across replicas": (
+        OPTIMIZERS["SGD"],
+        across_replicas(lambda optimizer: optimizer.iterations),
+        "SGD.iterations, a value on the host, cannot be part",
+    ),
+    "a rate set across replicas": (
+        OPTIMIZERS["SGD"],
+        across_replicas(lambda optimizer: setattr(optimizer, "learning_rate", 0.5)),
+        "SGD.learning_rate, a value on the host, cannot be part",
+    ),
+    "a flag across replicas": (
+        OPTIMIZERS["SGD"],
+        across_replicas(lambda optimizer: hs.any_rank(True)),
+        "any_rank cannot be part of a CUDA graph",
+    ),
+    "another stream": (OPTIMIZERS["SGD"], computes_elsewhere, "work on another stream cannot be"),
+    "a new rate": (OPTIMIZERS["SGD"], sets_the_rate, "SGD.learning_rate, a value on the host, can"),
+    "a refusal that is caught": (OPTIMIZERS["SGD"], catches, "SGD.iterations, a value on the host"),
+    "an object of rank 0": (
+        OPTIMIZERS["SGD"],
+        lambda step, batch: hs.broadcast_object(1) * step(batch),
+        "broadcast_object cannot be part of a CUDA graph",
+    ),
+    "a flag": (
+        OPTIMIZERS["SGD"],
+        lambda step, batch: hs.any_rank(True) * step(batch),
+        "any_rank cannot be part of a CUDA graph",
+    ),
+    "accumulation": (
+        lambda: hs.optimizers.SGD(0.5, gradient_accumulation_steps=2),
+        lambda step, batch: step(batch),
+        "a step that collects gradients, such as their accumulation, cannot be part",
+    ),
+    "an own rule": (
+        lambda: PlainSGD(0.5),
+        lambda step, batch: step(batch),
+        "this step of PlainSGD cannot be part of a CUDA graph",
+    ),
+    "norms that take numbers": (
+        lambda: LAMB(0.01),
+        lambda step, batch: step(batch),
+        "this step of LAMB cannot be part of a CUDA graph",
+    ),
+    "a transformation": (
+        lambda: hs.optimizers.SGD(0.5, steps=[Centralize()]),
+        lambda step, batch: step(batch),
+        "this step of SGD cannot be part of a CUDA graph",
+    ),
+    "arrays of the host": (OPTIMIZERS["SGD"], constant, "so H2D transfers are disallowed"),
+    "an object": (
+        OPTIMIZERS["SGD"],
+        lambda step, batch: Pair(step(batch)),
+        "it returns an object of type Pair",
+    ),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "change", "said"), CANNOT.values(), ids=CANNOT)
+def test_what_cannot_be_captured(mirrored, optimizer, change, said):
+    models = [Model(mirrored, optimizer) for _ in range(2)]
+    step = hs.function(lambda batch: change(models[1].step, batch))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in batches(mirrored):
+            mirrored.run(models[0].step, args=(batch,))
+            mirrored.run(step, args=(batch,))
+    check_equal(models[0].state(), models[1].state())
+    assert float(models[1].last) in (1, 1 + CALLS / 2)
+    assert captured(step) == (0, False) and len(caught) == (RANK == 0)
+    assert all(said in str(one.message) for one in caught), caught[0].message
+
+
+@pytest.mark.parametrize("use", [float, lambda v: v.assign_add(1) and 1], ids=["read", "write"])
+def test_a_variable_outside_of_every_scope(mirrored, use):
+    """It is on the host: the program changes it there, and a graph would not see that."""
+    if N > 1 and use is not float:
+        pytest.skip("only a single replica may write it")
+    xp, found, seen = mirrored.xp, [], hs.Variable(0.0)
+    step = hs.function(lambda x: x * use(seen))
+
+    def run():
+        for i in range(6):
+            if use is float:
+                seen.assign(float(i))
+            found.append(own(mirrored.run(step, args=(xp.ones(3),)))[0])
+
+    texts = warned(run)
+    assert found == ([0, 1, 2, 3, 4, 5] if use is float else [1] * 6)
+    assert float(seen) == 5 + (use is not float)
+    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert all("outside of every scope" in t or "of no strategy" in t for t in texts), texts
+
+
+def test_an_array_on_another_gpu(mirrored):
+    xp = mirrored.xp
+    if (count := xp.cuda.runtime.getDeviceCount()) == 1:
+        pytest.skip("there is one GPU")
+    with mirrored.scope():
+        v = hs.Variable(np.zeros(3), aggregation="SUM")
+    with xp.cuda.Device((RANK + 1) % count):
+        other = xp.ones(3)
+    step = hs.function(lambda: v.assign_add(other, read_value=False))
+    texts = warned(lambda: [mirrored.run(step) for _ in range(5)])
+    assert v.numpy().tolist() == [5 * N] * 3
+    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert all("an array on another GPU cannot be part" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("ranks", [range(N), [N - 1]], ids=["all", "last"])
+def test_arguments_on_the_host(mirrored, ranks):
+    step, model = hs.function(lambda x: 2 * x), Model(mirrored, OPTIMIZERS["SGD"])
+    given = np.ones(3) if RANK in ranks else model.xp.ones(3)
+    texts = warned(lambda: [mirrored.run(step, args=(given,)) for _ in range(4)])
+    assert len(texts) == (RANK == 0) and captured(step) == (0, False)
+    assert all(text.endswith("on the host, or on another GPU") for text in texts)
+
+
+def test_numbers_that_change(mirrored):
+    """Each is another kind, as in TensorFlow; some are captured, and the rest run as they are."""
+    xp = mirrored.xp
+    step = hs.function(lambda x, i: x + i)
+    x, found = xp.ones(3), []
+
+    def run():
+        for i in [*range(12)] * 4:
+            found.append(own(mirrored.run(step, args=(x, i)))[0])
+
+    texts = warned(run)
+    assert found == [1 + i for i in [*range(12)] * 4]
+    assert captured(step) == (8, True)
+    assert len(texts) == (RANK == 0) and all("of more than 8 kinds" in text for text in texts)
+
+
+def test_an_update_of_another_variable(strategy):
+    """Its slots are made when the step is captured, from a number on the host or a variable."""
+
+    def trained(decorate, ema):
+        xp = strategy.xp
+        with strategy.scope():
+            optimizer = hs.optimizers.SGD(0.5, use_ema=ema, momentum=0.5)
+            variables = [hs.Variable(np.zeros(3, np.float32)) for _ in range(2)]
+
+        @decorate
+        def step(x):
+            used = variables[: len(calls) // 3 + 1]
+            optimizer.apply_gradients([(x * (1 + i), v) for i, v in enumerate(used)])
+
+        calls = []
+        for _ in range(6):
+            calls.append(0)
+            strategy.run(step, args=(xp.ones(3, np.float32),))
+        return [v.numpy() for v in (*variables, *optimizer.variables)], step
+
+    for ema in (False, True):
+        eager, _ = trained(lambda fn: fn, ema)
+        found = []
+        texts = warned(lambda ema=ema, found=found: found.extend(trained(hs.function, ema)))
+        check_equal(eager, found[0])
+        assert captured(found[1]) == (0, False)
+        assert len(texts) == (RANK == 0)
+        assert all("this step of SGD cannot be part of a CUDA graph" in text for text in texts)
+
+
+def test_other_modules(mirrored, monkeypatch):
+    monkeypatch.setattr(step_graphs, "FOREIGN", ("numpy",))
+    step = hs.function(lambda x: 2 * x)
+    texts = warned(lambda: [mirrored.run(step, args=(mirrored.xp.ones(2),)) for _ in range(4)])
+    assert len(texts) == (RANK == 0) and captured(step) == (0, False)
+    assert all("a rank has imported one of " in text for text in texts)
+
+
+def test_an_error_of_the_program(mirrored):
+    """Raised where the function is captured, and again."""
+    calls = []
+
+    @hs.function
+    def step(x):
+        calls.append(x)
+        if len(calls) > 2:
+            raise ValueError("odd")
+        return x + 1
+
+    x = mirrored.xp.ones(3)
+    for _ in range(2):
+        mirrored.run(step, args=(x,))
+
+    def third():
+        with pytest.raises(ValueError, match="odd"):
+            mirrored.run(step, args=(x,))
+
+    texts = warned(third)
+    assert len(calls) == 4 and len(texts) == (RANK == 0)
+    assert all("in step: ValueError: odd" in text for text in texts)
+    with pytest.raises(ValueError, match="odd"):
+        mirrored.run(step, args=(x,))
+    hs.barrier()
