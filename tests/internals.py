@@ -77,7 +77,7 @@ from hpcstrat._process import (
 from hpcstrat._process.job_files import Note, State
 from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.group import ReplicaGroup, Workers, WritesOn
+from hpcstrat._replicas.group import ReplicaGroup, Workers
 from hpcstrat._storage import base as storage
 from hpcstrat._storage import device_plan, local, make_replica_storage, mirrored_host
 from hpcstrat._storage.device import CentralDeviceStorage, MirroredDeviceStorage

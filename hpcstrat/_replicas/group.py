@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,13 +17,6 @@ from hpcstrat._storage.base import Storage
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
 
 _Value = TypeVar("_Value")
-
-
-class WritesOn(enum.Enum):
-    """The ranks that write whole variables: each its copy, or the parameter rank the only one."""
-
-    ALL_RANKS = "ALL_RANKS"
-    ROOT = "ROOT"
 
 
 @dataclass(frozen=True)
@@ -79,8 +71,6 @@ class ReplicaGroup:
         storage: holds ordinary variables.
         replica_storage: holds `ON_READ` variables, on each replica's own device.
         root: the parameter rank, whose initial values are used.
-        writes_on: the ranks that write whole variables, and run the function of
-            `StrategyExtended.update`. An optimizer's step may write parts on others: see `Storage`.
         mirrors: whether each replica keeps a copy of every variable on its own device.
         requires_aggregation: whether a write in a replica context needs an aggregation.
         hosts: the host of each rank; by default all ranks are on one host.
@@ -99,7 +89,6 @@ class ReplicaGroup:
     storage: Storage
     replica_storage: Storage
     root: int = 0
-    writes_on: WritesOn = WritesOn.ALL_RANKS
     mirrors: bool = False
     requires_aggregation: bool = True
     hosts: Sequence[int] = ()
@@ -140,9 +129,18 @@ class ReplicaGroup:
         return self.device if self.mirrors else self.parameter_device
 
     @property
+    def root_writes(self) -> bool:
+        """Whether the parameter rank alone writes whole variables, and not each rank its copy.
+
+        It then runs the function of `StrategyExtended.update`. An optimizer's step may write parts
+        on others: see `Storage`.
+        """
+        return self.storage.is_central and self.communicator.size > 1
+
+    @property
     def writes_here(self) -> bool:
         """Whether this rank writes whole variables."""
-        return self.writes_on is WritesOn.ALL_RANKS or self.communicator.rank == self.root
+        return not self.root_writes or self.communicator.rank == self.root
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the group's stream and GPU are current; on the CPU it does nothing."""

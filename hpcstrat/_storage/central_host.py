@@ -44,6 +44,7 @@ class CentralHostStorage(Storage):
     """
 
     communicator: SharedMemoryCommunicator
+    is_central = True
 
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
         keep_freed_memory()  # here, where a program begins to make gradients on the host

@@ -263,6 +263,7 @@ class CentralDeviceStorage(DeviceStorage):
     master copy is in host memory.
     """
 
+    is_central = True
     has_all_blocks = False
 
     def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:

@@ -26,7 +26,7 @@ from hpcstrat._replicas.contexts import (
     check_cross_replica,
     require_cross_replica,
 )
-from hpcstrat._replicas.group import ReplicaGroup, WritesOn
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import reduce
 from hpcstrat._strategies.transfer import from_wire, regroup, to_wire
 from hpcstrat._variable.variable import Variable, state_of
@@ -463,7 +463,7 @@ class StrategyExtended:
         )
         # If one rank updates the variables that exist once, an update writes either those, or
         # ON_READ variables, which every rank writes; never both.
-        is_on_all_ranks = group.writes_on is WritesOn.ALL_RANKS
+        is_on_all_ranks = not group.root_writes
         writable = [v for v in variables if is_on_all_ranks or state_of(v).is_on_read is is_on_read]
         # The function writes in place: no rank may still be reading.
         communicator.barrier()

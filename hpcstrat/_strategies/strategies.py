@@ -15,7 +15,7 @@ from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import parse_choice
 from hpcstrat._process import worlds
-from hpcstrat._replicas.group import ReplicaGroup, WritesOn
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage import make_central_storage, make_replica_storage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import agree_on_placement, place
@@ -93,18 +93,8 @@ class CentralStorageStrategy(Strategy):
             storage = make_replica_storage(communicator, root, shard_updates=True)
         else:
             storage = make_central_storage(communicator, root, on_host=parameter != devices[root])
-        writes_on = WritesOn.ALL_RANKS if communicator.size == 1 or shards else WritesOn.ROOT
         super().__init__(
-            ReplicaGroup(
-                call,
-                communicator,
-                devices,
-                parameter,
-                storage,
-                local,
-                root=root,
-                writes_on=writes_on,
-            )
+            ReplicaGroup(call, communicator, devices, parameter, storage, local, root=root)
         )
 
 
@@ -249,14 +239,13 @@ def make_mirrored_group(
         # Otherwise ranks that place replicas differently would differ only in speed and rounding.
         agree_on_placement(communicator, devices, shard_updates)
     local = storage = make_replica_storage(communicator)
-    writes_on = WritesOn.ALL_RANKS
     # A CPU and a GPU round differently: copies that each updates itself would not stay equal. With
     # sharded updates, too, one rank updates each element.
     rounds_alike = len({device.kind for device in devices}) == 1
     if shard_updates:
         storage = make_replica_storage(communicator, shard_updates=True, rounds_alike=rounds_alike)
     elif isinstance(communicator, DeviceCommunicator) and not rounds_alike:
-        storage, writes_on = make_central_storage(communicator, root=0), WritesOn.ROOT
+        storage = make_central_storage(communicator, root=0)
     return ReplicaGroup(
         call,
         communicator,
@@ -264,7 +253,6 @@ def make_mirrored_group(
         devices[0],
         storage,
         local,
-        writes_on=writes_on,
         mirrors=True,
         hosts=hosts,
     )

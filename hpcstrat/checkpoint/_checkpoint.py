@@ -16,7 +16,6 @@ from hpcstrat._core.call_name import CHECKPOINT, current_call, names_call, span
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.allocator import Block
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._replicas.group import WritesOn
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import PART, flat, writer_of
 from hpcstrat._variable.variable import Variable, state_of
@@ -308,9 +307,7 @@ class _Restoring(NamedTuple):
         """
         # If each rank keeps a copy, each gets every part. One rank writes central storage, which is
         # published at the end.
-        is_everywhere = (
-            state_of(v).group.writes_on is WritesOn.ALL_RANKS and self.communicator.size > 1
-        )
+        is_everywhere = not state_of(v).group.root_writes and self.communicator.size > 1
         parts = self._parts(name)
         for place in Interval(0, v.size * v.dtype.itemsize).split(PART):
             with self.communicator.raise_together():

@@ -20,7 +20,7 @@ from hpcstrat._core import gpu, nests
 from hpcstrat._core.call_name import current_call, ranks_in_words
 from hpcstrat._memory.allocator import Block
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.group import ReplicaGroup, WritesOn, default_group
+from hpcstrat._replicas.group import ReplicaGroup, default_group
 from hpcstrat._storage.base import Storage
 from hpcstrat._variable.options import VariableAggregation
 from hpcstrat._variable.variable import Variable, state_of
@@ -212,7 +212,7 @@ def parameter_rank(objects: CheckpointObjects) -> int:
     Raises:
         ValueError: the slots are on different ranks.
     """
-    roots = {group.root for group in _groups(objects) if group.writes_on is WritesOn.ROOT}
+    roots = {group.root for group in _groups(objects) if group.root_writes}
     if len(roots) > 1:
         raise ValueError(
             f"{current_call()}: the objects belong to strategies whose variables live on "

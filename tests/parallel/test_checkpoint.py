@@ -19,7 +19,6 @@ from internals import (
     NewFile,
     ReplicaGroup,
     StagedCommunicator,
-    WritesOn,
     connect_devices,
     device_names,
     make_replica_storage,
@@ -58,19 +57,9 @@ def apart(place):
     communicator = connect_devices(("",) * N, None, StagedCommunicator)
     devices = [device_names.CPU] * N
     storage = CentralDeviceStorage(communicator, root=N - 1)
-    writes_on = WritesOn.ALL_RANKS if N == 1 else WritesOn.ROOT
     local = make_replica_storage(communicator)
     return hs.Strategy(
-        ReplicaGroup(
-            "apart",
-            communicator,
-            devices,
-            device_names.CPU,
-            storage,
-            local,
-            root=N - 1,
-            writes_on=writes_on,
-        )
+        ReplicaGroup("apart", communicator, devices, device_names.CPU, storage, local, root=N - 1)
     )
 
 
