@@ -327,22 +327,23 @@ def function(fn: Any = None, **options: Any) -> Any:
     with the same results. Optimizers count these steps, and take the learning rate and their other
     numbers anew. The function's Python code runs no more, as in TensorFlow: prints happen no more,
     and numbers in attributes, and those drawn by Python's and NumPy's generators, are those of the
-    capture. Another value of a global that the function names, or of a variable around it, makes
-    another kind; at most 8 are captured. A function around `run` runs its own lines in each call.
+    capture; a generator of `cupy.random.default_rng` draws others in each call. Another value of a
+    global that the function names, or of a variable around it, makes another kind; at most 8 are
+    captured. A function around `run` runs its own lines in each call.
 
     Its arrays are CuPy's. What it returns are copies. `run` is collective then: all ranks call it.
 
     What cannot be captured runs as it is, on all ranks, after a warning that names the line: a
-    function that reads values on the host, as `float(loss)` and `optimizer.iterations` do, sets
-    an option of an optimizer, or uses NumPy arrays or variables outside of every scope; writes to
-    its arguments; keeps an array that it makes, in an attribute or a list; makes arrays on another
-    stream; calls `any_rank`, `broadcast_object` or `on_lead`; multiplies matrices otherwise than by
-    `@`, `matmul` and `dot`, of at most two dimensions and of floats; makes variables; passes
-    gradients as `IndexedSlices`; or whose optimizer accumulates gradients, has steps that collect
-    or transform them, its own `update_rule`, or norms of what depends on the step's number.
-    Programs that import PyTorch, JAX, TensorFlow or `numba.cuda` have no graphs, nor have
-    strategies with variables on the host or without NCCL, and runs with `HPCSTRAT_CHECK` or
-    `HPCSTRAT_TIMELINE`.
+    function that reads values on the host, as `float(loss)` and `optimizer.iterations` do, sets an
+    option of an optimizer, or uses NumPy arrays or variables outside of every scope; writes to its
+    arguments; keeps an array that it makes, in an attribute or a list; makes arrays on another
+    stream, records events, or draws by functions of `cupy.random` itself; calls `any_rank`,
+    `broadcast_object` or `on_lead`; multiplies matrices otherwise than by `@`, `matmul` and `dot`,
+    of at most two dimensions and of floats; makes variables; passes gradients as `IndexedSlices`;
+    or whose optimizer accumulates gradients, has steps that collect or transform them, its own
+    `update_rule`, or norms of what depends on the step's number. Programs that import PyTorch, JAX,
+    TensorFlow or `numba.cuda` have no graphs, nor have strategies with variables on the host or
+    without NCCL, and runs with `HPCSTRAT_CHECK` or `HPCSTRAT_TIMELINE`.
 
     Args:
         fn: the function; `@function` and `@function()` both work.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -23,6 +22,28 @@ _TYPES: dict[str, tuple[int, int, type[ctypes.c_float] | type[ctypes.c_double]]]
 }
 _IN_TF32 = 77
 _DEFAULT_ALGORITHM = -1
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    """A block in which a call of a module or class goes to another function.
+
+    That takes the call's own function before the arguments.
+    """
+    is_own, before = name in vars(owner), getattr(owner, name)
+
+    # Not a partial, which would not become a method.
+    def call(*arguments: Any, **options: Any) -> Any:
+        return function(before, *arguments, **options)
+
+    setattr(owner, name, call)
+    try:
+        yield
+    finally:
+        if is_own:
+            setattr(owner, name, before)
+        else:  # it is inherited
+            delattr(owner, name)
 
 
 # CuPy refuses because cuBLAS would allocate its workspace inside the graph. Here it has one, which
@@ -56,22 +77,10 @@ class GraphProducts:
     def replace_cupys(self) -> Iterator[None]:
         """A block in which CuPy's `@`, `matmul` and `dot` come here, on this stream."""
         xp = self._stream.xp
-        functions, array = {"matmul": xp.matmul, "dot": xp.dot}, xp.ndarray
-        inherits = "__matmul__" not in vars(array)  # as in CuPy
-        operator = array.__matmul__
-        try:
-            for name, function in functions.items():
-                setattr(xp, name, functools.partial(self._multiply, function))
-            # A function, which becomes a method.
-            array.__matmul__ = lambda a, b: self._multiply(operator, a, b)
+        with contextlib.ExitStack() as stack:
+            for owner, name in ((xp, "matmul"), (xp, "dot"), (xp.ndarray, "__matmul__")):
+                stack.enter_context(replaced(owner, name, self._multiply))
             yield
-        finally:
-            for name, function in functions.items():
-                setattr(xp, name, function)
-            if inherits:
-                del array.__matmul__
-            else:
-                array.__matmul__ = operator
 
     def _multiply(
         self, by_cupy: Callable[..., Any], a: Any, b: Any, out: Any = None, **options: Any

@@ -11,6 +11,7 @@ import numpy as np
 
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu, nests
+from hpcstrat._core.cublas import replaced
 from hpcstrat._core.types import Array
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.reachable import memory_behind
@@ -22,6 +23,8 @@ MOST_NUMBERS = 256
 """Numbers of all updates in a graph: a kernel takes them as parameters."""
 BY_VALUE = frozenset({bool, int, float, complex, str, type(None)})
 """Types of arguments and results that have no memory."""
+TO_HOST = ("get", "item", "tolist", "__bool__", "__float__", "__int__")
+"""Methods of arrays that read them on the host."""
 
 
 class CapturedUpdate(NamedTuple):
@@ -48,7 +51,6 @@ class CapturedStep:
     Attributes:
         group: the replicas.
         number: of the capture, the same on all ranks; 0 before.
-        is_possible: whether there can be one.
         refused: the last error for which there can be none, which the function may have caught.
     """
 
@@ -56,14 +58,13 @@ class CapturedStep:
         assert group.stream is not None
         self.group, self._stream = group, group.stream
         self.number = 0
-        self.is_possible = True
         self.refused: Exception | None = None
         self._graph: Any = None
         xp = self._stream.xp
         self._pool = xp.cuda.MemoryPool()  # nobody else gets memory that the graph uses
         self._memory: Array = xp.empty(MOST_NUMBERS, np.float64)
         self._written: tuple[float, ...] | None = None
-        self._writes_arguments = False
+        self._problem = ""  # for which there can be none
         self._kept: list[Any] = []
         self._allocated: list[range] = []
         self._updates: list[CapturedUpdate] = []
@@ -84,15 +85,16 @@ class CapturedStep:
         try:
             products = self._stream.products
             before = [leaf.copy() for leaf in given]
-        except Exception:  # there is no cuBLAS, or no memory
-            self.is_possible = False
+        except Exception as error:
+            self._problem = f"cuBLAS does not start, or there is no memory: {error}"
             return fn(*args, **kwargs)
         with self._in_pool(), products.replace_cupys():
             result = fn(*args, **kwargs)
         try:
-            self._writes_arguments = not all(map(_are_equal, before, given))
-        except MemoryError:
-            self.is_possible = False
+            if not all(map(_are_equal, before, given)):  # the graph has copies of them
+                self._problem = "it writes to an array that is an argument; return a new one"
+        except MemoryError as error:
+            self._problem = str(error)
         return result
 
     @contextlib.contextmanager
@@ -114,14 +116,16 @@ class CapturedStep:
         self.number, self._kept, self._allocated = number, [], []
         self._escaped = calls.escaped_hash, calls.last_escaped, calls.last_escaped_call
         with self._in_pool():
-            if self._writes_arguments:  # of which the graph has copies
-                raise TypeError("it writes to an array that is an argument; return a new one")
+            if self._problem:
+                raise RuntimeError(self._problem)
             self._inputs = [xp.empty_like(leaf) if gpu.is_on_gpu(leaf) else leaf for leaf in leaves]
             args, kwargs = structure.unflatten(self._inputs)
-            with self._capturing(), stream.products.replace_cupys():
+            with self._capturing(), stream.products.replace_cupys(), self._watching():
                 result = fn(*args, **kwargs)
                 if self.refused is not None:
                     raise self.refused
+        # A plan that leaves CuPy's cache takes its memory along.
+        self._kept += xp.fft.config.get_plan_cache()
         self._results, self._structure = nests.flatten(result)
         objects = [leaf for leaf in leaves if not gpu.is_on_gpu(leaf)]
         for used in memory_behind([fn, *objects]):
@@ -154,6 +158,39 @@ class CapturedStep:
             self._graph.upload(stream.raw)  # here the ranks can still give up: it takes memory
         finally:
             stream.capture, calls.is_capturing = None, False
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A block in which CuPy's calls are refused that a launch would not repeat.
+
+        What CuPy refuses is noted: the function may catch it.
+        """
+        xp, cuda = self._stream.xp, self._stream.cuda
+
+        def is_here() -> bool:  # and not in another thread
+            return cuda.get_current_stream().ptr == self._stream.raw.ptr
+
+        def refuse(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+            if is_here():
+                self._stream.require_eager("an event, or a random number with a seed of the host,")
+            return call(*arguments, **options)
+
+        def note(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+            try:
+                return call(*arguments, **options)
+            except Exception as error:
+                if is_here():
+                    self.refused = error
+                raise
+
+        with contextlib.ExitStack() as stack:
+            for owner, name, function in (
+                *((owner, "record", refuse) for owner in (cuda.Event, cuda.Stream)),
+                (xp.random.RandomState, "_get_seed", refuse),
+                *((xp.ndarray, name, note) for name in TO_HOST),
+            ):
+                stack.enter_context(replaced(owner, name, function))
+            yield
 
     def _allocate(self, nbytes: int) -> Any:
         stream, cuda = self._stream, self._stream.cuda

@@ -29,7 +29,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 
@@ -54,9 +54,8 @@ FOREIGN = ("jax", "numba.cuda", "tensorflow", "torch")
 """Modules with pools or streams of their own, whose arrays and work a graph would not have."""
 
 # What a rank offers to do with a call: to launch the graph of this number; else
-_CAPTURE, _RUN, _FOREIGN, _ON_HOST, _MANY, _PROBLEM = 0, -1, -2, -3, -4, -5
+_CAPTURE, _RUN, _FOREIGN, _ON_HOST, _MANY = 0, -1, -2, -3, -4
 _REASONS = {
-    _PROBLEM: "a rank has no cuBLAS, or no memory for it",
     _FOREIGN: f"a rank has imported one of {', '.join(FOREIGN)}, whose arrays a graph cannot hold",
     _ON_HOST: "an argument is an array on the host, or on another GPU",
     _MANY: f"its arguments are of more than {MOST_KINDS} kinds; pass numbers that change as arrays",
@@ -115,18 +114,6 @@ class StepFunction:
         return steps.run(fn, args, kwargs)
 
 
-class Kind(NamedTuple):
-    """What calls have in common that are launches of one graph.
-
-    Attributes:
-        key: equal for calls of one kind.
-        kept: objects that `key` has by their identity.
-    """
-
-    key: tuple[Any, ...]
-    kept: Sequence[Any]
-
-
 @final
 class GroupSteps:
     """The graphs of one `hs.function` on the replicas of a strategy.
@@ -151,16 +138,16 @@ class GroupSteps:
         )
         self._name = name.rpartition(".<locals>.")[2]
         self._group = group
-        # Of each kind; `None` between the first call and the second.
-        self._steps: dict[tuple[Any, ...], CapturedStep | None] = {}
-        self._kept: dict[tuple[Any, ...], Sequence[Any]] = {}
+        # Of each kind; `None` between the first call and the second. With objects that the kind has
+        # by their identity.
+        self._steps: dict[tuple[Any, ...], tuple[CapturedStep | None, Sequence[Any]]] = {}
         self._warned: set[int] = set()
 
     def run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs, rehearses, captures or launches a call."""
         leaves, structure = nests.flatten((tuple(args), dict(kwargs)))
-        kind = self._kind_of(fn, leaves, structure)
-        step = None if kind is None else self._steps.get(kind.key)
+        kind, kept = self._kind_of(fn, leaves, structure)
+        step, _ = self._steps.get(kind, (None, ()))
         numbers = None if step is None or not step.is_captured else step.next_numbers()
         own = self._offer(kind, step, numbers is not None)
         offers = self._exchange(own, 0 if numbers is None else numbers[1])
@@ -172,27 +159,25 @@ class GroupSteps:
                 return step.launch(leaves, None)
             return fn(*args, **kwargs)
         self._tell({offer for offer, _ in offers})
-        if self.is_eager or own != _RUN or kind is None:
+        if self.is_eager or own != _RUN:
             return fn(*args, **kwargs)
-        if kind.key in self._steps and step is None:
+        if kind in self._steps and step is None:
             step = CapturedStep(self._group)
             result = step.rehearse(fn, args, kwargs)
         else:  # or an option of an optimizer has changed: what follows from it is made once more
             step, result = None, fn(*args, **kwargs)
-        self._steps[kind.key], self._kept[kind.key] = step, kind.kept
+        self._steps[kind] = step, kept
         return result
 
-    def _offer(self, kind: Kind | None, step: CapturedStep | None, fits: bool) -> int:
+    def _offer(self, kind: tuple[Any, ...], step: CapturedStep | None, fits: bool) -> int:
         if any(name in sys.modules for name in FOREIGN):
             return _FOREIGN
-        if kind is None:
+        if not kind:
             return _ON_HOST
-        if kind.key not in self._steps and len(self._steps) == MOST_KINDS:
+        if kind not in self._steps and len(self._steps) == MOST_KINDS:
             return _MANY
         if step is None:
             return _RUN
-        if not step.is_possible:
-            return _PROBLEM
         if not step.is_captured:
             return _CAPTURE
         return step.number if fits else _RUN
@@ -209,23 +194,28 @@ class GroupSteps:
         messages = communicator.exchange(signature_of("Strategy.run", self._name), len(own), write)
         return [_OFFER.unpack(message[: len(own)].tobytes()) for message in messages]
 
-    def _kind_of(self, fn: Any, leaves: Sequence[Any], structure: nests.Structure) -> Kind | None:
-        """The kind of a call; `None` if an array is not in the memory of this GPU."""
-        stream, key, kept = self._group.stream, list[Any](), list[Any]()
+    def _kind_of(
+        self, fn: Any, leaves: Sequence[Any], structure: nests.Structure
+    ) -> tuple[tuple[Any, ...], Sequence[Any]]:
+        """What a call has in common with launches of its graph, and objects that this refers to.
+
+        Empty if an array is not in the memory of this GPU.
+        """
+        stream, key, kept = self._group.stream, list[Any]([structure]), list[Any]()
         assert stream is not None
         for leaf in leaves:
             if type(leaf) is stream.xp.ndarray:
                 if leaf.data.device_id != stream.ordinal:
-                    return None
+                    return (), ()
                 key.append((leaf.shape, leaf.dtype, leaf.strides))
             elif isinstance(leaf, np.ndarray):
-                return None
+                return (), ()
             else:
                 _add(leaf, key, kept)
         # A function that is defined again in each step is the same if it refers to the same.
         for part in _parts_of(fn):
             _add(part, key, kept)
-        return Kind((structure, *key), kept)
+        return tuple(key), kept
 
     def _capture(
         self, step: CapturedStep, fn: Any, leaves: Sequence[Any], structure: nests.Structure
@@ -264,7 +254,6 @@ class GroupSteps:
     def _give_up(self, reason: str) -> None:
         self.is_eager = True
         self._steps.clear()
-        self._kept.clear()
         self._warn(" from now on", reason)
 
     def _warn(self, since: str, reason: str) -> None:

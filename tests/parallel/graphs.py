@@ -40,6 +40,7 @@ class Model:
             self.mean = hs.metrics.Mean()
         self.last: Any = self.xp.ones(())
         self.restore: Any = None
+        self.events: list[Any] = []
         self.other_stream = self.xp.cuda.Stream(non_blocking=True)
 
     def step(self, batch):
@@ -81,7 +82,7 @@ def train(strategy, optimizer, decorate, given=None, between=None):
 def captured(step):
     """The graphs of a function, and whether it still makes some."""
     of_groups = getattr(step, step_graphs.STEPS)._by_group.values()
-    graphs = [s for g in of_groups for s in g._steps.values() if s is not None and s.is_captured]
+    graphs = [s for g in of_groups for s, _ in g._steps.values() if s is not None and s.is_captured]
     return len(graphs), not any(g.is_eager for g in of_groups)
 
 

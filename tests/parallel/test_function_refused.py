@@ -18,7 +18,7 @@ from graphs import (
     train,
     warned,
 )
-from internals import step_graphs
+from internals import gpu, step_graphs
 from lamb import LAMB
 from strategies import ShardedMirroredStrategy, strategies_for
 
@@ -150,6 +150,22 @@ def catches(step, batch):
         return step(batch) * step.__self__.optimizer.iterations
 
 
+def catches_cupys(step, batch):
+    loss, model = step(batch), step.__self__
+    with contextlib.suppress(RuntimeError):
+        model.last += float(loss > -1) / 2
+    return loss
+
+
+def measures(step, batch):
+    model = step.__self__
+    before = model.xp.cuda.get_current_stream().record()
+    loss, after = step(batch), model.xp.cuda.Event()
+    after.record()
+    model.events = [before, after]
+    return loss
+
+
 def counts_on_the_host(step, batch):
     step(batch)
     return step.__self__.optimizer.iterations
@@ -193,6 +209,12 @@ CANNOT = {
     "another stream": (OPTIMIZERS["SGD"], computes_elsewhere, "work on another stream cannot be"),
     "a new rate": (OPTIMIZERS["SGD"], sets_the_rate, "SGD.learning_rate, a value on the host, can"),
     "a refusal that is caught": (OPTIMIZERS["SGD"], catches, "SGD.iterations, a value on the host"),
+    "one of CuPy's that is caught": (
+        OPTIMIZERS["SGD"],
+        catches_cupys,
+        "so D2H transfers are disallowed",
+    ),
+    "events": (OPTIMIZERS["SGD"], measures, "an event, or a random number with a seed"),
     "an object of rank 0": (
         OPTIMIZERS["SGD"],
         lambda step, batch: hs.broadcast_object(1) * step(batch),
@@ -241,6 +263,8 @@ def test_what_cannot_be_captured(mirrored, optimizer, change, said):
         for batch in batches(mirrored):
             mirrored.run(models[0].step, args=(batch,))
             mirrored.run(step, args=(batch,))
+            for event in models[1].events:  # the program may wait for them
+                event.synchronize()
     check_equal(models[0].state(), models[1].state())
     assert float(models[1].last) in (1, 1 + CALLS / 2)
     assert captured(step) == (0, False) and len(caught) == (RANK == 0)
@@ -266,6 +290,35 @@ def test_a_variable_outside_of_every_scope(mirrored, use):
     assert float(seen) == 5 + (use is not float)
     assert captured(step) == (0, False) and len(texts) == (RANK == 0)
     assert all("outside of every scope" in t or "of no strategy" in t for t in texts), texts
+
+
+def test_random_numbers_with_a_seed_of_the_host(mirrored):
+    """Each call draws others."""
+    random = mirrored.xp.random.RandomState(RANK)
+    step, found = hs.function(lambda x: x * random.binomial(1000, 0.5, 8)), []
+
+    def run():
+        found.extend(own(mirrored.run(step, args=(mirrored.xp.ones(8),))) for _ in range(8))
+
+    texts = warned(run)
+    assert len({one.tobytes() for one in found}) == 8
+    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert all("a random number with a seed of the host" in text for text in texts)
+
+
+@pytest.mark.parametrize("ranks", [range(N), [N - 1]], ids=["all", "last"])
+def test_no_cublas(mirrored, monkeypatch, ranks):
+    def load(_):
+        raise OSError("libcublas.so.13: cannot open shared object file")
+
+    if RANK in ranks:
+        monkeypatch.setattr(gpu.Stream, "products", property(load))
+    step, x = hs.function(lambda x: x @ x), mirrored.xp.ones((2, 2))
+    found = []
+    texts = warned(lambda: [found.append(mirrored.run(step, args=(x,))) for _ in range(4)])
+    assert [own(one).tolist() for one in found] == [[[2, 2], [2, 2]]] * 4
+    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert all("cuBLAS does not start, or there is no memory: libcublas" in one for one in texts)
 
 
 def test_an_array_on_another_gpu(mirrored):

@@ -51,6 +51,7 @@ SAMPLES = {
     "cupy.empty": lambda: cupy.empty((3, 4), np.uint8),
     "cupy.empty_like": lambda: cupy.empty_like(array(3)),
     "cupy.exp": lambda: cupy.exp(array(3)),
+    "cupy.fft.config.get_plan_cache": lambda: [*cupy.fft.config.get_plan_cache()],
     "cupy.flatnonzero": lambda: cupy.flatnonzero(array(3, np.int64)),
     "cupy.from_dlpack": lambda: cupy.from_dlpack(array(3)),
     "cupy.full": lambda: cupy.full((3,), 1.5),

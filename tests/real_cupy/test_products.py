@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import cublas
+from internals import captured_step, cublas
 from on_host import array, cupy, variable
 
 DTYPES = {0: np.float32, 1: np.float64, 2: np.float16}
@@ -144,3 +144,28 @@ def test_cupy_is_as_before():
 
 def test_the_library_that_cupy_uses():
     assert ctypes.CDLL(cublas._path(cupy.cuda)).cublasGemmEx
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (cupy.cuda.Event, "record"),
+        (cupy.cuda.Stream, "record"),
+        (cupy.random.RandomState, "_get_seed"),
+        *[(cupy.ndarray, name) for name in captured_step.TO_HOST],
+    ],
+)
+def test_calls_that_a_capture_watches(owner, name):
+    before = getattr(owner, name)
+    with cublas.replaced(owner, name, lambda call, *given: (call, given)):
+        assert getattr(owner, name)(1, 2) == (before, (1, 2))
+    assert getattr(owner, name) is before
+    assert (name in vars(owner)) is (owner not in (cupy.ndarray, cupy.cuda.Stream))
+
+
+def test_numbers_of_arrays_come_to_what_replaces_them():
+    one = array(())
+    with cublas.replaced(cupy.ndarray, "__float__", lambda *_: 2.5):
+        assert float(one) == 2.5
+    with cublas.replaced(cupy.ndarray, "__bool__", lambda *_: False):
+        assert not one

@@ -2,7 +2,7 @@
 
 import numpy as _np
 
-from . import _functions, cuda, random
+from . import _functions, cuda, fft, random
 from ._arrays import ndarray as ndarray
 from ._kernels import ElementwiseKernel as ElementwiseKernel
 from ._kernels import RawKernel as RawKernel
@@ -38,4 +38,4 @@ def __getattr__(name):
     raise AttributeError(f"the simulated GPU does not have cupy.{name}")
 
 
-__all__ = ["cuda", "random"]
+__all__ = ["cuda", "fft", "random"]

@@ -238,7 +238,8 @@ class MemoryPool:
                 arena.pop().forget()
 
     def __del__(self):
-        self.free_all_blocks()
+        if bisect is not None:  # else Python is at its end
+            self.free_all_blocks()
 
     def __getattr__(self, name):
         raise AttributeError(f"the simulated GPU does not have MemoryPool.{name}")

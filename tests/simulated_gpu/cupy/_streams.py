@@ -485,6 +485,7 @@ class Event:
         if interprocess:
             raise AttributeError("the simulated GPU does not have events of several processes")
         self._is_timed = not disable_timing
+        self._is_captured = False
         self._clock = {}
         self._marker = None
         self._at = None
@@ -505,6 +506,9 @@ class Event:
             from .cuda.runtime import CUDARuntimeError
 
             raise CUDARuntimeError(400)
+        self._is_captured = queue.captured is not None  # then it is a part of the graph
+        if self._is_captured:
+            return
         queue.start()
         self._clock = dict(queue.clock)
         self._marker = queue.marker()
@@ -512,6 +516,7 @@ class Event:
 
     def let_wait(self, queue):
         """Not in CuPy: makes later work on the queue wait for the event."""
+        self._refuse_captured()
         queue.wait(self._clock, self._marker)
 
     @property
@@ -523,10 +528,19 @@ class Event:
     def _status(self):
         if _faults.is_context_lost:
             return 700
+        if self._is_captured:
+            return 907
         return 0 if self._is_done() else 600
+
+    def _refuse_captured(self):
+        if self._is_captured:
+            from .cuda.runtime import CUDARuntimeError
+
+            raise CUDARuntimeError(907)
 
     def _is_done(self):
         self._check_device()
+        self._refuse_captured()
         if self._marker is not None and not self._marker.done:
             with lock:
                 progress()
@@ -538,6 +552,7 @@ class Event:
     def synchronize(self):
         """CuPy's."""
         self._check_device()
+        self._refuse_captured()
         until(self._marker)
         _checker.host().learn(self._clock)
 

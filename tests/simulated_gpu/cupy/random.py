@@ -1,26 +1,56 @@
 """`cupy.random` of the simulated GPU: NumPy's generators, with other numbers than CuPy's."""
 
+import functools
+
 import numpy as np
-from cupy._launch import from_host
+from cupy import _streams
+from cupy._arrays import ndarray
+from cupy._launch import launch
+
+_STATE = 0x5EED
+
+
+class BitGenerator:
+    """CuPy's. Its state is in the GPU's memory; here NumPy has it, and that memory is a mark."""
+
+    def __init__(self, seed):
+        self._numpy = np.random.default_rng(seed)
+        self._state = ndarray(1, np.int64)
+        self._state.fill(_STATE)
+
+    def fill(self, out, draw):
+        """Writes `draw(numpy_generator)` to an array whenever the work is done. Not in CuPy."""
+
+        def work(state, out):
+            drawn = draw(self._numpy)  # not the state of another array
+            out[...] = drawn if state[0] == _STATE else np.zeros_like(drawn)
+            state[0] += 0
+
+        return launch(work, self._state, out=out, also_writes=(self._state,))
 
 
 class Generator:
     """CuPy's."""
 
-    def __init__(self, seed):
-        self._numpy = np.random.default_rng(seed)
+    def __init__(self, bit_generator):
+        self.bit_generator = bit_generator
+
+    def _drawn(self, size, dtype, draw):
+        return self.bit_generator.fill(ndarray(() if size is None else size, dtype), draw)
 
     def random(self, size=None, dtype=np.float64, out=None):
         """CuPy's."""
-        return from_host(self._numpy.random(size, dtype))
+        return self._drawn(size, dtype, lambda numpy: numpy.random(size, dtype))
 
     def standard_normal(self, size=None, dtype=np.float64, out=None):
         """CuPy's."""
-        return from_host(self._numpy.standard_normal(size, dtype))
+        return self._drawn(size, dtype, lambda numpy: numpy.standard_normal(size, dtype))
 
     def integers(self, low, high=None, size=None, dtype=np.int64, endpoint=False):
         """CuPy's."""
-        return from_host(self._numpy.integers(low, high, size, dtype, endpoint))
+        return self._drawn(
+            size, dtype, lambda numpy: numpy.integers(low, high, size, dtype, endpoint)
+        )
 
     def __getattr__(self, name):
         raise AttributeError(f"the simulated GPU does not have Generator.{name}")
@@ -32,7 +62,52 @@ def default_rng(seed=None):
         raise TypeError(
             f"the simulated GPU: cupy.random.default_rng takes a number, not {type(seed).__name__}"
         )
-    return Generator(seed)
+    return Generator(BitGenerator(seed))
+
+
+class RandomState:
+    """CuPy's: cuRAND draws some numbers; others a kernel, which gets a seed from the host."""
+
+    def __init__(self, seed=None):
+        self._rk_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+
+    def _get_seed(self, size):
+        seed = self._rk_seed
+        self._rk_seed += size
+        return seed
+
+    def random_sample(self, size=None, dtype=float):
+        """CuPy's."""
+        if _streams.current_queue().captured is not None:
+            raise NotImplementedError(
+                "calling cuRAND API during stream capture is currently unsupported"
+            )
+        seed = self._get_seed(int(np.prod(size or 1)))
+        return launch(lambda: np.random.default_rng(seed).random(size, dtype))
+
+    def binomial(self, n, p, size=None, dtype=int):
+        """CuPy's."""
+        out = ndarray(() if size is None else size, dtype)
+        seed = self._get_seed(out.host.size)
+
+        def work(out):
+            out[...] = np.random.default_rng(seed).binomial(n, p, size)
+
+        return launch(work, out=out)
+
+    def __getattr__(self, name):
+        raise AttributeError(f"the simulated GPU does not have RandomState.{name}")
+
+
+@functools.cache
+def get_random_state():
+    """CuPy's."""
+    return RandomState()
+
+
+def binomial(n, p, size=None, dtype=int):
+    """CuPy's."""
+    return get_random_state().binomial(n, p, size, dtype)
 
 
 def __getattr__(name):

@@ -8,6 +8,10 @@ _ERRORS = {
     400: ("cudaErrorInvalidResourceHandle", "invalid resource handle"),
     600: ("cudaErrorNotReady", "device not ready"),
     700: ("cudaErrorIllegalAddress", "an illegal memory access was encountered"),
+    907: (
+        "cudaErrorCapturedEvent",
+        "operation not permitted on an event last recorded in a capturing stream",
+    ),
     900: ("cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"),
 }
 
