@@ -94,7 +94,7 @@ def test_on_emulated_hosts(launch, rows):
     megabytes = {row[0]: float(row[3]) for row in found}
     # Each host sends what its ranks need of the other's sum, and then the results of its own
     # ranks: together once the whole.
-    assert all(33.6 < megabytes[name] < 34.5 for name in ("unsharded", "sharded"))
+    assert all(33.5 < megabytes[name] < 34.5 for name in ("unsharded", "sharded"))
     assert "10.77.0." not in subprocess.check_output(["ip", "netns"], text=True)
 
 
