@@ -169,7 +169,7 @@ class CentralHostStorage(Storage):
         turns = itertools.cycle(self._norm_sums.array[:size].reshape(shape))
 
         def add_up(own: Array, _: tuple[bool, ...]) -> Array:
-            sums: Array = next(turns)
+            sums: Array = next(turns)[..., : own.shape[1]]  # a pass may have fewer than the most
             sums[communicator.rank] = own
             communicator.sync()
             return sums.sum(axis=0)

@@ -292,8 +292,7 @@ def add_up_with_gpus(
         are_global: see `AddUp`.
         add_up: adds up an array of the shape that ranks exchange.
     """
-    terms = len(are_global)
-    by_variable = sums[:, np.newaxis, :terms]
+    by_variable = sums[:, np.newaxis]
     of_all = by_variable.sum(axis=0, keepdims=True)
     if all(are_global):
         own = np.pad(of_all, ((0, 0), (0, THREADS - 1), (0, 0)))  # as if one thread had added up
@@ -302,7 +301,7 @@ def add_up_with_gpus(
     # The sums of all variables are in the only row, or those of the others add up to them.
     rows = add_up(own).sum(axis=1)[-len(sums) :]
     added = np.zeros_like(sums)
-    added[: len(rows), :terms] = rows
+    added[: len(rows)] = rows
     return added
 
 

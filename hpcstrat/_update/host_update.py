@@ -331,17 +331,15 @@ class HostUpdate(Update):
         for k, each in enumerate(norms.passes[:-1]):
             if not all(each.are_global):
                 parts = self._of_each_variable()
-            # As many columns in every pass, as a shared array of central storage has.
-            squares, count = np.zeros((self._count, norms.most)), len(each.are_global)
+            squares = np.zeros((self._count, len(each.are_global)))
             for i, runs in parts:
                 before = norms.rule_of(k, found[i])
-                runs.one_pass(before, messages, op, in_place, compiles, squares[i, :count])
+                runs.one_pass(before, messages, op, in_place, compiles, squares[i])
             # A norm needs all elements of a variable, some of them on other ranks, so nothing can
             # be updated before. The gradients are reduced again: a copy would cost as much memory.
             if add_up is not None:
                 squares = add_up(squares, each.are_global)
-            sums = squares[:, :count]
-            roots = np.sqrt(np.where(each.are_global, sums.sum(axis=0), sums)).tolist()
+            roots = np.sqrt(np.where(each.are_global, squares.sum(axis=0), squares)).tolist()
             found = [earlier + own for earlier, own in zip(found, roots, strict=True)]
         for i, runs in parts:
             runs.one_pass(norms.rule_of(-1, found[i]), messages, op, in_place, compiles)
