@@ -18,7 +18,7 @@ from typing import Any
 from hpcstrat._core import gpu
 from hpcstrat._process import launchers
 from hpcstrat._tools.launch import mpiexec, restarts
-from hpcstrat._tools.launch.mpiexec import Job, LaunchError
+from hpcstrat._tools.launch.mpiexec import Job, LaunchError, say
 from hpcstrat._tools.launch.policy import Policy
 
 _HEAD_START_S = 10.0  # for rank 0's message, on a machine on which ranks start slowly
@@ -89,12 +89,8 @@ def run(options: argparse.Namespace) -> int:
                 policy = Policy(ranks, options.restarts, options.min_ranks or ranks)
                 return restarts.run(job, policy)
     except LaunchError as error:
-        _say(str(error))
+        say(str(error))
         return 2
-
-
-def _say(text: str) -> None:
-    print(f"hpcstrat run: {text}", file=sys.stderr)
 
 
 def _program(options: argparse.Namespace) -> AbstractContextManager[list[str]]:
@@ -136,7 +132,7 @@ def _default_ranks() -> int:
         raise LaunchError(f"{error}; -n N starts N ranks nevertheless") from None
     ranks = gpus or mpiexec.physical_cores()
     each = "GPU" if gpus else "core"
-    _say(f"-n {ranks}, one rank for each {each} of this host")
+    say(f"-n {ranks}, one rank for each {each} of this host")
     return ranks
 
 
@@ -155,11 +151,10 @@ def _refuse_other_launchers(options: argparse.Namespace) -> None:
         size = options.n or launcher.size or "N"
         instead = f"{name.split()[0]} -n {size} python {shlex.join(words)}"
     if is_first:
-        _say(
+        say(
             f"{name} has started this process already; start the ranks with one launcher: "
             f"`{instead}`"
         )
-        sys.stderr.flush()
     else:
         time.sleep(_HEAD_START_S)  # the launcher ends all ranks when the first fails
     os._exit(2)  # sys.exit would end the job as a rank's error does, with more output

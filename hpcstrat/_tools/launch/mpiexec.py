@@ -34,6 +34,11 @@ class LaunchError(Exception):
     """No rank can be started; the message says why and what to do."""
 
 
+def say(text: str) -> None:
+    """Prints what the launcher itself says."""
+    print(f"hpcstrat run: {text}", file=sys.stderr, flush=True)
+
+
 class Vendor(NamedTuple):
     """An MPI whose mpiexec is known.
 

@@ -7,14 +7,13 @@ import errno
 import os
 import selectors
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
 
 from hpcstrat._process import guard, job_files, launchers
 from hpcstrat._process.job_files import JobMemory, State
-from hpcstrat._tools.launch.mpiexec import Job, LaunchError
+from hpcstrat._tools.launch.mpiexec import Job, LaunchError, say
 from hpcstrat._tools.launch.policy import Decision, Ended, Policy, decide
 from hpcstrat.checkpoint._new_file import newest_step
 
@@ -69,16 +68,16 @@ def _announce(policy: Policy, ends: list[Ended], decision: Decision, step: int |
     who = f"{decision.ranks} rank{'s' if decision.ranks > 1 else ''}"
     snapshot = "" if step is None else f"; the newest snapshot is of step {step}"
     number = f"restart {len(ends)} of {policy.restarts}"
-    _say(f"{ends[-1].describe()}; {number}{when}, on {who}{snapshot}")
+    say(f"{ends[-1].describe()}; {number}{when}, on {who}{snapshot}")
 
 
 def _announce_end(ends: list[Ended], decision: Decision) -> None:
     what = ends[-1].describe()
     if decision.why:
         first = f"; first, {ends[0].describe()}" if len(ends) > 1 else ""
-        _say(f"{what}; no restart: {decision.why}{first}")
+        say(f"{what}; no restart: {decision.why}{first}")
     elif ends[-1].is_incomplete:
-        _say(f"{what}; the status is 1")
+        say(f"{what}; the status is 1")
 
 
 def _pause(job: Job, seconds: float) -> None:
@@ -116,10 +115,6 @@ def _start(job: Job, policy: Policy, memory: JobMemory, ranks: int) -> Ended:
         signal=job.signal,
         are_seen=bool(notes),
     )
-
-
-def _say(text: str) -> None:
-    print(f"hpcstrat run: {text}", file=sys.stderr, flush=True)
 
 
 class DeathWatch:
@@ -163,7 +158,7 @@ class DeathWatch:
             self._wait_for_all()
         except OSError as error:
             if error.errno not in (errno.ENOSYS, errno.EPERM):  # an old system, or a container's
-                _say(f"who dies first is not seen: {error}")
+                say(f"who dies first is not seen: {error}")
             return
         notes = self._memory.notes(self._ranks).values()
         is_in_order = all(note.state == State.LEFT for note in notes)
