@@ -256,29 +256,26 @@ def ranges_in_words(numbers: Iterable[int]) -> str:
     return ", ".join(shown) + (f" and {left_out} more" if left_out else "")
 
 
-def list_by_rank(
-    said: Iterable[tuple[int, str]], form: str = "{ranks}: {text}", most: int = _MOST
-) -> list[str]:
+def list_by_rank(said: Iterable[tuple[int, str]], form: str = "{ranks}: {text}") -> list[str]:
     """One item for the ranks that say the same, in the order of the first of them.
 
-    If very many differ, one of each kind comes before others of it; kinds differ in more than
-    numbers. So the one rank that makes another call is not lost among hundreds that make the same
-    call with numbers of their own.
+    If very many differ, one of each kind comes before others of it, and a last item counts those
+    that are left out; kinds differ in more than numbers. So the one rank that makes another call
+    is not lost among hundreds that make the same call with numbers of their own.
 
     Args:
         said: ranks in ascending order, and what each says; one that says nothing is left out.
         form: how an item looks.
-        most: how many items are shown; a last one counts the others.
     """
     groups: dict[str, list[int]] = {}
     for rank, text in said:
         if text:
             groups.setdefault(text, []).append(rank)
-    if len(groups) > most:
+    if len(groups) > _MOST:
         kinds = {_NUMBERS.sub("", text): text for text in reversed(groups)}
-        shown = set(list(dict.fromkeys([*reversed(kinds.values()), *groups]))[:most])
+        shown = set(list(dict.fromkeys([*reversed(kinds.values()), *groups]))[:_MOST])
         others = [rank for text, ranks in groups.items() if text not in shown for rank in ranks]
-        left_out = f"{len(groups) - most} more"
+        left_out = f"{len(groups) - _MOST} more"
         groups = {text: ranks for text, ranks in groups.items() if text in shown}
         groups[left_out] = others
     return [form.format(ranks=ranks_in_words(ranks), text=text) for text, ranks in groups.items()]

@@ -133,7 +133,7 @@ class Storage(abc.ABC):
         # Part of the signature: a rank whose gradients are in its buffers sends none, and the
         # others must expect that.
         buffers = plan.buffers
-        in_buffers = bool(buffers.arrays) and buffers.are(values)
+        in_buffers = buffers.are(values)
         if buffers.started and not (in_buffers and op is ReduceOp.SUM):
             with communicator.raise_together():
                 raise RuntimeError(
