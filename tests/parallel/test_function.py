@@ -52,6 +52,40 @@ def test_values_of_eager_steps(strategy, optimizer):
     compare(strategy, optimizer)
 
 
+def test_products(mirrored):
+    """Those for which CuPy calls cuBLAS, and others."""
+    xp, rng = mirrored.xp, np.random.default_rng(0)
+    whole = rng.integers(-9, 9, (3, 3))
+    pairs = [
+        *[(whole.astype(dtype), whole.T.astype(dtype)) for dtype in ("f", "d", "e", "l")],
+        (whole[0] + 0.0, whole[1] + 0.0),
+        (whole[:1] + 0.0, whole[:, :1] + 0.0),
+        (whole[:0] + 0.0, whole + 0.0),
+        (whole[:, :0] + 0.0, whole[:0] + 0.0),
+    ]
+    step = hs.function(lambda *pairs: [f(a, b) for a, b in pairs for f in (xp.matmul, xp.dot)])
+    given = tuple((xp.asarray(a), xp.asarray(b)) for a, b in pairs)
+    for _ in range(4):
+        found = mirrored.run(step, args=given)
+    expected = [a @ b for a, b in pairs for _ in range(2)]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(own(one), other)
+    assert captured(step) == (1, True)
+
+
+@pytest.mark.filterwarnings("ignore:iterating over .* no elements")
+def test_uneven_batches(mirrored):
+    """The last has no elements for some replicas, and comes again and again."""
+    rng = np.random.default_rng(0)
+    x, y = rng.random((8 * N + 1, 6), np.float32), rng.random((8 * N + 1, 3), np.float32)
+
+    def given(strategy):
+        dataset = hs.data.Dataset.from_tensor_slices((x, y)).batch(4 * N).repeat(5)
+        return strategy.experimental_distribute_dataset(dataset)
+
+    compare(mirrored, OPTIMIZERS["Adam"], 2, given=given)
+
+
 def test_results_stay(mirrored):
     """A later launch does not overwrite what the program holds."""
     model = Model(mirrored, OPTIMIZERS["SGD"])

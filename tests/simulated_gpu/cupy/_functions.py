@@ -137,9 +137,18 @@ def _check_no_capture():
         )
 
 
+def _check_product(a, b):
+    """As in CuPy kernels multiply whole numbers, and vectors to a number; empty sums are 0."""
+    _typed("a", a), _typed("b", b)
+    is_number = a.ndim > 0 < b.ndim and a.size == a.shape[-1] and b.size == b.shape[0]
+    is_whole = np.result_type(a.dtype, b.dtype).kind in "biu"
+    if a.size and b.size and not is_number and not is_whole:
+        _check_no_capture()
+
+
 def matmul(a, b, out=None, **refused):
     """CuPy's, which accepts only CuPy arrays."""
-    _check_no_capture()
+    _check_product(a, b)
     if refused:
         raise TypeError(f"the simulated GPU: cupy.matmul does not take {sorted(refused)}")
     return launch(np.matmul, _typed("a", a), _typed("b", b), out=out)
@@ -147,7 +156,7 @@ def matmul(a, b, out=None, **refused):
 
 def dot(a, b, out=None):
     """CuPy's."""
-    _check_no_capture()
+    _check_product(a, b)
     return launch(np.dot, _typed("a", a), _typed("b", b), out=out)
 
 
