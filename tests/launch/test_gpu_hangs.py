@@ -74,6 +74,47 @@ def test_a_hang_is_reported_and_ended(simulated, hang, reads, ranks):
     )
 
 
+GRAPHS = """
+import cupy
+import hpcstrat as hs
+
+strategy = hs.MirroredStrategy()
+with strategy.scope():
+    weights = hs.Variable(cupy.zeros(8))
+    optimizer = hs.optimizers.SGD(0.1)
+
+
+@hs.function
+def step(gradient):
+    for _ in range(20):
+        gradient = gradient * 1.0
+    optimizer.apply_gradients([(gradient, weights)])
+
+
+gradient = cupy.ones(8)
+for _ in range(5000):
+    strategy.run(step, args=(gradient,))
+"""
+
+
+@pytest.mark.parametrize(
+    "env",
+    [
+        {"SIMULATED_GPU_FAULTS": "nccl-hangs@1:40"},
+        {"SIMULATED_GPU_FAULTS": "nccl-hangs:40", "SIMULATED_GPU_LAUNCHES": "100"},
+    ],
+    ids=["on one rank", "in a launch"],
+)
+def test_a_hang_of_a_graph(simulated, env):
+    result = simulated(GRAPHS, 2, env=HANGS_SOON | env)
+    assert result.status != 0 and result.leftovers == []
+    assert "Python's lock" not in result.stderr and "without a CUDA graph" not in result.stderr
+    assert (
+        "hpcstrat: the job ends: the ranks have been waiting for each other for 3 s"
+        in result.stderr
+    )
+
+
 @pytest.mark.slow
 def test_a_timeline_of_a_hang(simulated, tmp_path):
     """Nor may the thread that writes it call CUDA with Python's lock."""

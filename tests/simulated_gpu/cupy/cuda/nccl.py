@@ -1,5 +1,6 @@
 """NCCL as in CuPy: operations are work on streams, done when all ranks have reached them."""
 
+import copy
 import functools
 import itertools
 import os
@@ -272,7 +273,7 @@ class NcclCommunicator:
                 "the simulated GPU: NCCL is called with a stream that is not there any more"
             )
         if queue.captured is not None:
-            queue.captured.append(functools.partial(self._put, stream, calls))
+            queue.captured.append(functools.partial(self._put_again, stream, calls))
             self._graphs.add(queue.captured)
             return
         self._refuse_overlaps(calls)
@@ -284,6 +285,14 @@ class NcclCommunicator:
         self._under_way += 1
         queue.put(_Work(self, calls))
         self._connect(queue, calls)
+
+    def _put_again(self, stream, calls):
+        """`_put` in a launch of a graph."""
+        calls = [copy.copy(call) for call in calls]  # an earlier launch may not be done
+        for call in calls:
+            _faults.counted["nccl calls"] += 1
+            call.hangs = _faults.value("nccl-hangs", "nccl calls") is not None
+        self._put(stream, calls)
 
     def _refuse_overlaps(self, calls):
         """Raises if a call writes what it, or another call of its group, also reads or writes.
