@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
@@ -126,6 +127,9 @@ class CapturedStep:
                     raise self.refused
         # A plan that leaves CuPy's cache takes its memory along.
         self._kept += xp.fft.config.get_plan_cache()
+        given, shape = nests.flatten((args, kwargs))
+        if shape != structure or any(map(operator.is_not, given, self._inputs)):
+            raise TypeError("it changes a list or a dict that is an argument; return a new one")
         self._results, self._structure = nests.flatten(result)
         objects = [leaf for leaf in leaves if not gpu.is_on_gpu(leaf)]
         for used in memory_behind([fn, *objects]):
@@ -186,7 +190,10 @@ class CapturedStep:
         with contextlib.ExitStack() as stack:
             for owner, name, function in (
                 *((owner, "record", refuse) for owner in (cuda.Event, cuda.Stream)),
-                (xp.random.RandomState, "_get_seed", refuse),
+                *(
+                    (xp.random.RandomState, "_get_seed", refuse),
+                    (xp.random.BitGenerator, "__init__", refuse),
+                ),
                 *((xp.ndarray, name, note) for name in TO_HOST),
             ):
                 stack.enter_context(replaced(owner, name, function))

@@ -292,10 +292,18 @@ def test_a_variable_outside_of_every_scope(mirrored, use):
     assert all("outside of every scope" in t or "of no strategy" in t for t in texts), texts
 
 
-def test_random_numbers_with_a_seed_of_the_host(mirrored):
+RANDOM = {
+    "drawn": lambda random, made: made.binomial(1000, 0.5, 8),
+    "a new generator": lambda random, made: random.default_rng().random(8),
+}
+
+
+@pytest.mark.parametrize("draw", RANDOM.values(), ids=RANDOM)
+def test_random_numbers_with_a_seed_of_the_host(mirrored, draw):
     """Each call draws others."""
-    random = mirrored.xp.random.RandomState(RANK)
-    step, found = hs.function(lambda x: x * random.binomial(1000, 0.5, 8)), []
+    random = mirrored.xp.random
+    made = random.RandomState(RANK)
+    step, found = hs.function(lambda x: x * draw(random, made)), []
 
     def run():
         found.extend(own(mirrored.run(step, args=(mirrored.xp.ones(8),))) for _ in range(8))
@@ -343,6 +351,36 @@ def test_arguments_on_the_host(mirrored, ranks):
     texts = warned(lambda: [mirrored.run(step, args=(given,)) for _ in range(4)])
     assert len(texts) == (RANK == 0) and captured(step) == (0, False)
     assert all(text.endswith("on the host, or on another GPU") for text in texts)
+
+
+CHANGES = {
+    "an item": lambda given, new: given["d"].update(y=new),
+    "a new item": lambda given, new: given["d"].update(z=new),
+    "an element": lambda given, new: given["l"].append(new),
+    "a number": lambda given, _: given["d"].update(n=3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_function_that_changes_a_list_or_a_dict(mirrored, change):
+    """Its launches would change nothing."""
+    xp = mirrored.xp
+    step = hs.function(lambda given: change(given, 2 * given["x"]))
+    results = []
+
+    def run():
+        for i in range(6):
+            given = {"x": xp.full(2, float(i)), "d": {"y": xp.ones(2), "n": 2}, "l": [0]}
+            mirrored.run(step, args=(given,))
+            results.append(given)
+
+    texts = warned(run)
+    for i, given in enumerate(results):
+        expected = {"x": xp.full(2, float(i)), "d": {"y": xp.ones(2), "n": 2}, "l": [0]}
+        change(expected, xp.full(2, 2.0 * i))
+        assert str(hs.asnumpy(given)) == str(hs.asnumpy(expected))
+    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert all("it changes a list or a dict that is an argument" in text for text in texts)
 
 
 def test_numbers_that_change(mirrored):

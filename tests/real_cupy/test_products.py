@@ -152,6 +152,7 @@ def test_the_library_that_cupy_uses():
         (cupy.cuda.Event, "record"),
         (cupy.cuda.Stream, "record"),
         (cupy.random.RandomState, "_get_seed"),
+        (cupy.random.BitGenerator, "__init__"),
         *[(cupy.ndarray, name) for name in captured_step.TO_HOST],
     ],
 )
