@@ -272,30 +272,27 @@ def _parts_of(fn: Any) -> list[Any]:
     parts, left = list[Any](), [fn]
     while left:
         one = left.pop()
-        if isinstance(one, MethodType):
+        if type(one) is FunctionType:
+            if (inner := vars(one).get("__wrapped__")) is not None:
+                left.append(inner)
+            if STEPS in vars(one):
+                continue
+            try:
+                parts += [cell.cell_contents for cell in one.__closure__ or ()]
+            except ValueError:  # one is empty
+                parts.append(one)
+            parts += (one.__code__, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values())
+            parts += map(one.__globals__.get, globals_in(one.__code__))
+        elif type(one) is MethodType:
             parts.append(one.__self__)
             left.append(one.__func__)
         elif isinstance(one, functools.partial):
             parts += [*one.args, *one.keywords, *one.keywords.values()]
             left.append(one.func)
-        elif not isinstance(one, FunctionType):
-            parts.append(one)
-            left += [call for call in (type(one).__call__,) if isinstance(call, FunctionType)]
         else:
-            if (inner := getattr(one, "__wrapped__", None)) is not None:
-                left.append(inner)
-            if not hasattr(one, STEPS):
-                parts += _parts_of_function(one)
+            parts.append(one)
+            left += [call for call in (type(one).__call__,) if type(call) is FunctionType]
     return parts
-
-
-def _parts_of_function(fn: FunctionType) -> list[Any]:
-    try:
-        cells = [cell.cell_contents for cell in fn.__closure__ or ()]
-    except ValueError:  # one is empty
-        return [fn]
-    defaults = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
-    return [fn.__code__, *cells, *defaults, *map(fn.__globals__.get, globals_in(fn.__code__))]
 
 
 def _add(thing: Any, key: list[Any], kept: list[Any]) -> None:
