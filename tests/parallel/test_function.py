@@ -65,8 +65,7 @@ def test_products(mirrored):
     ]
     step = hs.function(lambda *pairs: [f(a, b) for a, b in pairs for f in (xp.matmul, xp.dot)])
     given = tuple((xp.asarray(a), xp.asarray(b)) for a, b in pairs)
-    for _ in range(4):
-        found = mirrored.run(step, args=given)
+    found = [mirrored.run(step, args=given) for _ in range(4)][-1]
     expected = [a @ b for a, b in pairs for _ in range(2)]
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(own(one), other)
