@@ -326,10 +326,10 @@ def function(fn: Any = None, **options: Any) -> Any:
     equal other arguments. The third call is captured as a graph, and each later one is one launch,
     with the same results. Optimizers count these steps, and take the learning rate and their other
     numbers anew. The function's Python code runs no more, as in TensorFlow: prints happen no more,
-    and numbers in attributes, and those drawn by Python's and NumPy's generators, are those of the
-    capture; a generator of `cupy.random.default_rng` draws others in each call. Another value of a
-    global that the function names, or of a variable around it, makes another kind; at most 8 are
-    captured. A function around `run` runs its own lines in each call.
+    and numbers and functions in attributes, and numbers drawn by Python's and NumPy's generators,
+    are those of the capture; a generator of `cupy.random.default_rng` draws others in each call.
+    Another value of a global that the function names, or of a variable around it, makes another
+    kind; at most 8 are captured. A function around `run` runs its own lines in each call.
 
     Its arrays are CuPy's. What it returns are copies. `run` is collective then: all ranks call it.
 

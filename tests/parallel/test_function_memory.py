@@ -215,7 +215,16 @@ def test_more_objects_than_are_looked_at(mirrored, monkeypatch):
     assert all("it can reach more than 500 objects" in text for text in texts)
 
 
+LAST: Any = None
+
+
+def keep_in_a_global(*given):
+    global LAST
+    LAST = given[-1]
+
+
 KEEPS = {
+    "global": keep_in_a_global,
     "attribute": lambda model, _, loss: setattr(model, "last", loss),
     "list": lambda _, losses, loss: losses.append(loss),
     "class": lambda *given: setattr(Masked, "last", given[-1]),
