@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -167,36 +168,27 @@ class CapturedStep:
     def _watching(self) -> Iterator[None]:
         """A block in which CuPy's calls are refused that a launch would not repeat.
 
-        What CuPy refuses is noted: the function may catch it.
+        It refuses some itself, which the function may catch.
         """
         xp, cuda = self._stream.xp, self._stream.cuda
 
-        def is_here() -> bool:  # and not in another thread
-            return cuda.get_current_stream().ptr == self._stream.raw.ptr
-
-        def refuse(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-            if is_here():
-                self._stream.require_eager("an event, or a random number with a seed of the host,")
+        def refuse(what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+            if cuda.get_current_stream().ptr == self._stream.raw.ptr:  # else in another thread
+                self._stream.require_eager(what)
             return call(*arguments, **options)
 
-        def note(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-            try:
-                return call(*arguments, **options)
-            except Exception as error:
-                if is_here():
-                    self.refused = error
-                raise
-
+        watched = {
+            "an array that is read on the host": [(xp.ndarray, name) for name in TO_HOST],
+            "an event": [(cuda.Event, "record"), (cuda.Stream, "record")],
+            "a random number with a seed of the host": [
+                (xp.random.RandomState, "_get_seed"),
+                (xp.random.BitGenerator, "__init__"),
+            ],
+        }
         with contextlib.ExitStack() as stack:
-            for owner, name, function in (
-                *((owner, "record", refuse) for owner in (cuda.Event, cuda.Stream)),
-                *(
-                    (xp.random.RandomState, "_get_seed", refuse),
-                    (xp.random.BitGenerator, "__init__", refuse),
-                ),
-                *((xp.ndarray, name, note) for name in TO_HOST),
-            ):
-                stack.enter_context(replaced(owner, name, function))
+            for what, calls in watched.items():
+                for owner, name in calls:
+                    stack.enter_context(replaced(owner, name, functools.partial(refuse, what)))
             yield
 
     def _allocate(self, nbytes: int) -> Any:
