@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from hpcstrat._core import gpu
 from hpcstrat.metrics._counts import CountMetric
 from hpcstrat.metrics._metric import rounded_for
 
@@ -16,6 +18,15 @@ from hpcstrat.metrics._metric import rounded_for
 def _ratio(part: Any, whole: Any) -> Any:
     """`part / whole`, and 0 for 0 / 0."""
     return np.divide(part, whole, out=np.zeros_like(part), where=whole != 0)
+
+
+@functools.cache  # for good: CUDA graphs read them
+def _on_gpu(ordinal: int, dtype: np.dtype[Any], thresholds: bytes) -> Any:
+    """Thresholds on this GPU, which is current, for all its streams."""
+    xp = gpu.load_cupy("a metric")
+    array = xp.asarray(np.frombuffer(thresholds, dtype))
+    xp.cuda.get_current_stream().synchronize()
+    return array
 
 
 class _Counts(NamedTuple):
@@ -57,7 +68,9 @@ class ThresholdMetric(CountMetric):
         self._ascending = np.sort(self.thresholds)
 
     def _bins(self, xp: Any, true: Any, predicted: Any) -> Any:
-        ascending = xp.asarray(rounded_for(self._ascending, predicted.dtype))
+        ascending = rounded_for(self._ascending, predicted.dtype)
+        if xp is not np:
+            ascending = _on_gpu(predicted.data.device_id, ascending.dtype, ascending.tobytes())
         if self.from_logits:
             predicted = 0.5 + 0.5 * xp.tanh(predicted.astype(np.float64) / 2)
         first = (ascending.size + 1) * (true != 0)

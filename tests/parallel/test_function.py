@@ -21,6 +21,7 @@ from graphs import (
 )
 from internals import captured_step, connect, select, step_graphs
 from strategies import ShardedMirroredStrategy, strategies_for
+from test_metrics_of_labels import CASES, data
 
 import hpcstrat as hs
 
@@ -420,6 +421,28 @@ def test_two_optimizers(strategy):
     eager, _ = trained(lambda fn: fn)
     other, step = trained(hs.function)
     check_equal(eager, other)
+    assert captured(step) == (1, True)
+
+
+def test_metrics(mirrored):
+    found = []
+    for decorate in (lambda fn: fn, hs.function):
+        with mirrored.scope():
+            metrics = [(make(), pair) for make, pair, _ in CASES.values()]
+
+        @decorate
+        def step(pairs, weights, metrics=metrics):
+            for (metric, _), pair in zip(metrics, pairs, strict=True):
+                metric.update_state(*pair, weights)
+
+        given = data(RANK, 0)
+        arrays = [[mirrored.xp.asarray(one) for one in pair(given)] for _, pair in metrics]
+        for i in range(5):
+            # Whole, because threads add them up in any order.
+            weights = mirrored.xp.asarray(np.ceil(given["weights"]) + i)
+            mirrored.run(step, args=(arrays, weights))
+        found.append([metric.result() for metric, _ in metrics])
+    check_equal(*found)
     assert captured(step) == (1, True)
 
 
