@@ -687,14 +687,6 @@ def test_a_rank_that_makes_another_call_than_a_launch(simulated):
     assert "rank 1: barrier(), at " in result.stderr, result.stderr
 
 
-@pytest.mark.gpu
-def test_nccl_that_hangs_in_a_graph(simulated):
-    """Its eleventh call is the first captured. Hosts count as waiting for it, as in other steps."""
-    hangs = {"SIMULATED_GPU_FAULTS": "nccl-hangs@1:11"}
-    result = simulated(FUNCTION, 2, "ends", env=HANGS_SOON | hangs)
-    assert result.status != 0 and "Strategy.run" in result.stderr, result.stderr
-
-
 # ---- programs
 
 
