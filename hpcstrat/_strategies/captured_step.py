@@ -131,6 +131,7 @@ class CapturedStep:
         given, shape = nests.flatten((args, kwargs))
         if shape != structure or any(map(operator.is_not, given, self._inputs)):
             raise TypeError("it changes a list or a dict that is an argument; return a new one")
+        self._inputs = [leaf if gpu.is_on_gpu(leaf) else None for leaf in self._inputs]
         self._results, self._structure = nests.flatten(result)
         objects = [leaf for leaf in leaves if not gpu.is_on_gpu(leaf)]
         for used in memory_behind([fn, *objects]):

@@ -37,7 +37,7 @@ def _named_in(code: CodeType) -> set[str]:
 
 
 def memory_behind(objects: list[Any]) -> list[Any]:
-    """The arrays on a GPU, and the variables, that a function and its arguments can reach now.
+    """The objects of CuPy, and variables, that a function and its arguments can reach now.
 
     A graph has their addresses, and the program may drop them, as where it binds an attribute anew.
 
@@ -61,7 +61,9 @@ def memory_behind(objects: list[Any]) -> list[Any]:
             module = sys.modules.get(thing.__module__)
             if module is not None and _is_of_program(module):
                 left += [*vars(thing).values(), *thing.__bases__]
-        elif kind.__module__.partition(".")[0] not in ("hpcstrat", "numpy"):
+        elif (library := kind.__module__.partition(".")[0]) not in ("hpcstrat", "numpy"):
+            if library == "cupy":  # such as the plan of a transform, which has memory
+                found.append(thing)
             left += gc.get_referents(thing)
     return found
 

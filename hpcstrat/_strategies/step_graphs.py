@@ -26,10 +26,11 @@ from __future__ import annotations
 import functools
 import struct
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from types import FunctionType, MethodType
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -61,6 +62,7 @@ _REASONS = {
     _MANY: f"its arguments are of more than {MOST_KINDS} kinds; pass numbers that change as arrays",
 }
 _OFFER = struct.Struct("<qq")
+_References: TypeAlias = Sequence[Callable[[], Any]]
 
 active: ContextVar[StepFunction | None] = ContextVar("hpcstrat_function", default=None)
 """The `hs.function` around this line, outside of replicas."""
@@ -138,15 +140,17 @@ class GroupSteps:
         )
         self._name = name.rpartition(".<locals>.")[2]
         self._group = group
-        # Of each kind; `None` between the first call and the second. With objects that the kind has
-        # by their identity.
-        self._steps: dict[tuple[Any, ...], tuple[CapturedStep | None, Sequence[Any]]] = {}
+        # Of each kind; `None` between the first call and the second. With references to the objects
+        # that the kind has by their identity.
+        self._steps: dict[tuple[Any, ...], tuple[CapturedStep | None, _References]] = {}
         self._warned: set[int] = set()
 
     def run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs, rehearses, captures or launches a call."""
         leaves, structure = nests.flatten((tuple(args), dict(kwargs)))
         kind, kept = self._kind_of(fn, leaves, structure)
+        if kind not in self._steps or _is_dead(self._steps[kind][1]):
+            self._steps = {one: of for one, of in self._steps.items() if not _is_dead(of[1])}
         step, _ = self._steps.get(kind, (None, ()))
         numbers = None if step is None or not step.is_captured else step.next_numbers()
         own = self._offer(kind, step, numbers is not None)
@@ -166,7 +170,7 @@ class GroupSteps:
             result = step.rehearse(fn, args, kwargs)
         else:  # or an option of an optimizer has changed: what follows from it is made once more
             step, result = None, fn(*args, **kwargs)
-        self._steps[kind] = step, kept
+        self._steps[kind] = step, [*map(_reference, kept)]
         return result
 
     def _offer(self, kind: tuple[Any, ...], step: CapturedStep | None, fits: bool) -> int:
@@ -305,3 +309,16 @@ def _add(thing: Any, key: list[Any], kept: list[Any]) -> None:
     else:
         key.append(id(thing))
         kept.append(thing)
+
+
+def _reference(thing: Any) -> Callable[[], Any]:
+    """Weak, so that an object whose method is decorated does not live as long as its class."""
+    try:
+        return weakref.ref(thing)
+    except TypeError:
+        return lambda: thing
+
+
+def _is_dead(references: _References) -> bool:
+    """Whether an object is gone, whose identity another may have."""
+    return any(reference() is None for reference in references)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import strategies
 from graphs import CALLS, OPTIMIZERS, RANK, Model, N, batches, captured, check_equal, own, warned
-from internals import captured_step, reachable, step_graphs
+from internals import captured_step, reachable, select, step_graphs
 
 import hpcstrat as hs
 
@@ -161,6 +161,23 @@ def test_a_generator(mirrored):
     assert captured(step) == (1, True) and len(junk) == 9
 
 
+def test_memory_that_is_no_array(mirrored):
+    xp = mirrored.xp
+    things = [Masked(mirrored.run(lambda: xp.full(1000, 3.0)))]
+    mask = select(things[0].mask)
+    things[0].mask = mask.data
+    del mask
+    step = hs.function(lambda x: x * xp.ndarray(1000, np.float64, things[0].mask))
+    x = xp.ones(1000)
+    for _ in range(4):
+        mirrored.run(step, args=(x,))
+    things[0].mask = None
+    gc.collect()
+    junk = mirrored.run(lambda: [xp.full(1000, np.nan) for _ in range(9)])
+    assert set(own(mirrored.run(step, args=(x,)))) == {3.0}
+    assert captured(step) == (1, True) and len(junk) == 9
+
+
 def test_a_plan_that_is_dropped(mirrored, monkeypatch):
     """Transforms work in its memory."""
     xp = mirrored.xp
@@ -248,6 +265,40 @@ def test_a_function_that_keeps_an_array(mirrored, keep):
 
 
 # ---- a graph's own memory
+
+
+def test_objects_whose_method_is_decorated(mirrored):
+    """They, and what graphs have of them, do not live as long as their class."""
+
+    class Trainer(Model):
+        @hs.function
+        def train(self, batch):
+            return self.step(batch)
+
+    dead, given = [], batches(mirrored)
+    for _ in range(12):
+        trainer = Trainer(mirrored, OPTIMIZERS["Adam"])
+        model = Model(mirrored, OPTIMIZERS["Adam"])
+        for batch in given:
+            mirrored.run(trainer.train, args=(batch,))
+            mirrored.run(model.step, args=(batch,))
+        check_equal(trainer.state(), model.state())
+        assert captured(Trainer.train) == (1, True)
+        dead.append(weakref.ref(trainer))
+        dead.append(weakref.ref(trainer.weights[0]))
+        del trainer
+        gc.collect()
+    assert [one() for one in dead[:-2]] == [None] * 22
+
+
+def test_an_argument_with_the_identity_of_another(mirrored):
+    step, found = hs.function(lambda x, given: x * given.mask), []
+    for i in range(6):
+        given = Masked(float(i))
+        found += [own(mirrored.run(step, args=(mirrored.xp.ones(1), given)))[0] for _ in range(4)]
+        del given
+    assert found == [i for i in range(6) for _ in range(4)]
+    assert captured(step) == (1, True)
 
 
 def test_memory_of_closed_strategies(place):
