@@ -33,7 +33,6 @@ when_left: list[Callable[[HostCommunicator], None]] = []
 """Functions called when all ranks have agreed to leave the program; they may make calls."""
 
 _connected: dict[tuple[str, ...], DeviceCommunicator] = {}
-_users: dict[DeviceCommunicator, int] = {}
 
 
 # A cache and not a global variable, so that `find_connected` can ask whether it was called.
@@ -174,14 +173,8 @@ def connect_devices(
             stream = None if ordinal is None else gpu.Stream(ordinal)
             control.barrier()
         communicator = _connected[gpus] = kind(control, stream)
-        _users[communicator] = 0
-    _users[communicator] += 1
+    communicator.users += 1
     return communicator
-
-
-def keep_connected(communicator: DeviceCommunicator) -> None:
-    """Counts one more user of a communicator of `connect_devices`."""
-    _users[communicator] += 1
 
 
 def disconnect_devices(communicator: DeviceCommunicator) -> None:
@@ -189,9 +182,8 @@ def disconnect_devices(communicator: DeviceCommunicator) -> None:
 
     All ranks call this, after a barrier.
     """
-    _users[communicator] -= 1
-    if not _users[communicator]:
-        del _users[communicator]
+    communicator.users -= 1
+    if not communicator.users:
         for gpus in [gpus for gpus, other in _connected.items() if other is communicator]:
             del _connected[gpus]
         communicator.close()
@@ -224,7 +216,7 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
         for call in when_left:
             call(communicator)
         try:
-            for device in _users:
+            for device in _connected.values():
                 device.close()
         except Exception:  # of the GPU's last work: Python would print it, and exit with status 0
             lines = traceback.format_exc()

@@ -78,6 +78,7 @@ class DeviceCommunicator(Communicator):
         agree: compares the ranks' signatures of a call, as `exchange` without messages does.
         has_side_stream: whether there is a side stream.
         can_capture: whether what it puts on the stream can become a graph.
+        users: how many strategies use it; see `connection.connect_devices`.
     """
 
     has_side_stream: bool = False
@@ -91,6 +92,7 @@ class DeviceCommunicator(Communicator):
         self.has_many_ranks = control.has_many_ranks
         self.stream = stream
         self.active_stream = stream
+        self.users: int = 0
 
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         # GPU calls start with the same records as host calls, so a mismatch is an error before NCCL

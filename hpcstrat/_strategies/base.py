@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._calls.collective import collective
-from hpcstrat._communicators.connection import disconnect_devices, keep_connected
+from hpcstrat._communicators.connection import disconnect_devices
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core.call_name import RUN, Details, names_call, span
 from hpcstrat._core.types import ReduceOp, RunOptions, ValueContext, select
@@ -206,7 +206,7 @@ class Strategy:
         group = self._group
         if isinstance(group.communicator, DeviceCommunicator):
             # Each copy is closed separately; the last one closes the connection.
-            keep_connected(group.communicator)
+            group.communicator.users += 1
         other._connect(dataclasses.replace(group, replica_context=None))
         return other
 
