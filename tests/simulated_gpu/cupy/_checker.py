@@ -88,7 +88,10 @@ def retire(lane):
 
 
 def _bury(clock):
-    for stream in [stream for stream, time in list(_dying.items()) if clock.get(stream, 0) >= time]:
+    # A copy, which is made without a new object for each stream: such an object may start a
+    # collection of garbage, in which another stream dies.
+    dying = _dying.copy()
+    for stream in [stream for stream, time in dying.items() if clock.get(stream, 0) >= time]:
         retired.add(stream)
         _dying.pop(stream, None)
 
