@@ -40,6 +40,8 @@ class Block:
 
     def forget(self):
         """Returns it to CUDA."""
+        if bisect is None:  # Python is at its end
+            return
         place = bisect.bisect(_starts, self.ptr) - 1
         assert _blocks[place] is self
         del _starts[place], _blocks[place]
@@ -238,8 +240,7 @@ class MemoryPool:
                 arena.pop().forget()
 
     def __del__(self):
-        if bisect is not None:  # else Python is at its end
-            self.free_all_blocks()
+        self.free_all_blocks()
 
     def __getattr__(self, name):
         raise AttributeError(f"the simulated GPU does not have MemoryPool.{name}")
