@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 import pytest
 import simulated_gpu
-from internals import failure, gpu
+from internals import failure, gpu, step_graphs
 from strategies import STRATEGIES
 
 import hpcstrat as hs
@@ -164,6 +164,19 @@ def strategy(request, place):
     """One of each kind for several replicas, closed after the test."""
     with place.make(request.param) as made:
         yield made
+
+
+@pytest.fixture
+def mirrored(place):
+    """A `MirroredStrategy`, closed after the test."""
+    with place.make(hs.MirroredStrategy) as made:
+        yield made
+
+
+@pytest.fixture
+def no_foreign_module(monkeypatch):
+    """Lets hs.function make graphs, though another test has imported PyTorch or JAX."""
+    monkeypatch.setattr(step_graphs, "FOREIGN", ())
 
 
 @pytest.fixture

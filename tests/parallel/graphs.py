@@ -4,6 +4,7 @@ import warnings
 from typing import Any
 
 import numpy as np
+import pytest
 from internals import select, step_graphs
 from mpi4py import MPI
 
@@ -13,6 +14,11 @@ COMM = MPI.COMM_WORLD
 N, RANK = COMM.size, COMM.rank
 SHAPES = [(6, 5), (5,), (5, 3), (3,)]
 CALLS = 7
+MARKS = [
+    pytest.mark.core,
+    pytest.mark.parametrize("place", ["GPU"], indirect=True),
+    pytest.mark.usefixtures("no_foreign_module"),
+]
 
 
 def batches(strategy, sizes=(4,) * CALLS):

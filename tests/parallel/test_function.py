@@ -8,6 +8,7 @@ import pytest
 from graphs import (
     CALLS,
     COMM,
+    MARKS,
     OPTIMIZERS,
     RANK,
     SHAPES,
@@ -25,27 +26,13 @@ from test_metrics_of_labels import CASES, data
 
 import hpcstrat as hs
 
-pytestmark = [
-    pytest.mark.core,
-    pytest.mark.parametrize("place", ["GPU"], indirect=True),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(params=[*strategies_for(N), ShardedMirroredStrategy])
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made
-
-
-@pytest.fixture
-def mirrored(place):
-    with place.make(hs.MirroredStrategy) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def _no_foreign_module(monkeypatch):
-    monkeypatch.setattr(step_graphs, "FOREIGN", ())  # other tests may have imported one
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)

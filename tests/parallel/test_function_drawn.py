@@ -4,17 +4,13 @@ import gc
 
 import numpy as np
 import pytest
-from graphs import OPTIMIZERS, RANK, SHAPES, Model, N, check_equal, own, warned
-from internals import step_graphs
+from graphs import MARKS, OPTIMIZERS, RANK, SHAPES, Model, N, check_equal, own, warned
 from slow import slow_but
 from strategies import ShardedMirroredStrategy, strategies_for
 
 import hpcstrat as hs
 
-pytestmark = [
-    pytest.mark.core,
-    pytest.mark.parametrize("place", ["GPU"], indirect=True),
-]
+pytestmark = MARKS
 CALLS = 45
 
 
@@ -22,11 +18,6 @@ CALLS = 45
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made
-
-
-@pytest.fixture(autouse=True)
-def _no_foreign_module(monkeypatch):
-    monkeypatch.setattr(step_graphs, "FOREIGN", ())  # other tests may have imported one
 
 
 def changes(strategy, models, shared):

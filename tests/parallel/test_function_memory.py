@@ -9,26 +9,24 @@ from typing import Any
 import numpy as np
 import pytest
 import strategies
-from graphs import CALLS, OPTIMIZERS, RANK, Model, N, batches, captured, check_equal, own, warned
+from graphs import (
+    CALLS,
+    MARKS,
+    OPTIMIZERS,
+    RANK,
+    Model,
+    N,
+    batches,
+    captured,
+    check_equal,
+    own,
+    warned,
+)
 from internals import captured_step, reachable, select, step_graphs
 
 import hpcstrat as hs
 
-pytestmark = [
-    pytest.mark.core,
-    pytest.mark.parametrize("place", ["GPU"], indirect=True),
-]
-
-
-@pytest.fixture
-def mirrored(place):
-    with place.make(hs.MirroredStrategy) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def _no_foreign_module(monkeypatch):
-    monkeypatch.setattr(step_graphs, "FOREIGN", ())  # other tests may have imported one
+pytestmark = MARKS
 
 
 SCALE: Any = None

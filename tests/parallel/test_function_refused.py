@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from graphs import (
     CALLS,
+    MARKS,
     OPTIMIZERS,
     RANK,
     Model,
@@ -24,27 +25,13 @@ from strategies import ShardedMirroredStrategy, strategies_for
 
 import hpcstrat as hs
 
-pytestmark = [
-    pytest.mark.core,
-    pytest.mark.parametrize("place", ["GPU"], indirect=True),
-]
+pytestmark = MARKS
 
 
 @pytest.fixture(params=[*strategies_for(N), ShardedMirroredStrategy])
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made
-
-
-@pytest.fixture
-def mirrored(place):
-    with place.make(hs.MirroredStrategy) as made:
-        yield made
-
-
-@pytest.fixture(autouse=True)
-def _no_foreign_module(monkeypatch):
-    monkeypatch.setattr(step_graphs, "FOREIGN", ())  # other tests may have imported one
 
 
 def falls_back(strategy, optimizer, change, said, **options):
