@@ -169,7 +169,7 @@ class CapturedStep:
     def _watching(self) -> Iterator[None]:
         """A block in which CuPy's calls are refused that a launch would not repeat.
 
-        It refuses some itself, which the function may catch.
+        CuPy refuses some itself, but the function may catch that.
         """
         xp, cuda = self._stream.xp, self._stream.cuda
 
