@@ -207,8 +207,8 @@ class Storage(abc.ABC):
         with communicator.raise_together():
             communicator.exchange(plan.signature_of_marks(variables))
         buffers = plan.buffers
+        self._marked.add(plan)  # first: a signal may come between, and `drop_marks` clears both
         buffers.marked.update(variables)
-        self._marked.add(plan)
         new = buffers.marked - buffers.started
         # Small gradients are summed in one message, or together with the rest.
         if may_start and sum(plan.order.blocks[i].array.nbytes for i in new) >= FEWEST_BYTES:
@@ -225,8 +225,8 @@ class Storage(abc.ABC):
 
     def end_marks(self, plan: Plan) -> None:
         """Clears the marks of a plan whose variables were updated."""
-        self._marked.discard(plan)
         plan.buffers.end_marks()
+        self._marked.discard(plan)
 
     def drop_marks(self) -> None:
         """Clears all marks after an error. Then nothing reads the buffers. Not collective."""

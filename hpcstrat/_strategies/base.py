@@ -292,12 +292,13 @@ class Strategy:
                 check_same_structure(communicator, result)
             return result
         except BaseException as error:
-            explain_read_only(error)
-            explain_assign(error)
             # Other ranks may not have raised. If the program catches the exception, the next
-            # collective call compares the ranks and ends the job.
+            # collective call compares the ranks and ends the job. This comes first, because what
+            # explains the exception calls its methods, which may raise.
             communicator.calls.note_escaped(error)
             self._group.storage.drop_marks()
+            explain_read_only(error)
+            explain_assign(error)
             explain_arguments(error, fn, args, kwargs)
             explain_empty_part(error, args, kwargs)
             raise

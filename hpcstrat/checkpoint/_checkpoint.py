@@ -249,7 +249,7 @@ class _Restoring(NamedTuple):
             self._run()
         except BaseException as error:
             # Some variables may be restored and some not, perhaps on one rank only (Ctrl-C). Such a
-            # mixture is useless, so reading them raises until they are assigned again.
+            # mixture is useless, so reading them raises until the program makes them again.
             for v in self.objects.variables.values():
                 storage_of(v).mark_interrupted(error, [state_of(v).block])
             raise

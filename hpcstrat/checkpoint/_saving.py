@@ -267,8 +267,8 @@ def check_keep(keep: Any) -> int | None:
 
 # ---- in the background
 
-# The save of this process that runs, or that nobody has waited for: its path, its thread, and the
-# error that ended it, if any. It writes from `_buffer`, so there is one at a time.
+# The save of this process that runs, or that nobody has waited for: its path, its thread, and, once
+# this has ended, its error, if any. It writes from `_buffer`, so there is one at a time.
 _pending: tuple[str, threading.Thread, list[Exception]] | None = None
 # Kept from the last save: fresh memory costs about as much as the copy into it.
 _buffer: Bytes = np.empty(0, np.uint8)
@@ -303,20 +303,21 @@ def _start(path: str, write: Callable[[], None], ending: ExitStack) -> None:
         # failure needs MPI to end the other ranks.
         atexit.register(_finish_at_exit)
         _waits_at_exit = True
-    errors: list[Exception] = []
+    errors: list[Exception] = [OSError("it was interrupted before it started")]
 
     def run() -> None:
         try:
             with ending:
                 write()
+            errors.clear()
         except Exception as error:
-            errors.append(error)
+            errors[:] = [error]
 
     # A daemon: Python waits for other threads before it runs any hook, and then the other ranks
     # know nothing of it. `_finish_at_exit` waits for this thread.
     thread = threading.Thread(target=run, name="hpcstrat-save", daemon=True)
+    _pending = path, thread, errors  # before: a signal may raise in `start`, and the thread runs
     thread.start()
-    _pending = path, thread, errors
 
 
 def _finish() -> tuple[str, Exception | None]:
@@ -328,7 +329,8 @@ def _finish() -> tuple[str, Exception | None]:
     # Meanwhile the other ranks wait, for as long as the disk takes.
     watchdog = connect().watchdog
     with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(_HOUR):
-        thread.join()
+        if thread.ident is not None:
+            thread.join()
     _pending = None
     return path, errors[0] if errors else None
 

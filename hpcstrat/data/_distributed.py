@@ -288,37 +288,45 @@ class DistributedIterator(DatasetIterator):
                 "replicas; call it outside, and pass the result: strategy.run(fn, "
                 "args=(next(iterator),))"
             )
-        step = self._compare_step() if self._compares else next(self._elements, _END)
-        total, value, _, error, is_scarce = step
-        if total is None and error is None:
-            self._end()
-            raise StopIteration
-        assert self._taken is not None
-        # Positions count elements of the pipeline: one per step, or as many as the replicas got.
-        self._taken += (total or 0) if self._assigns else 1
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del step, value, error  # the traceback keeps this frame alive, and thus the batch
-        if is_scarce and not self._dataset._has_warned:
-            self._warn(total)
-        rank, size = self._rank, self._size
-        if size == 1:
-            return value
-        # The most common nests need no flattening: an array, and a tuple of arrays.
-        if type(value) is np.ndarray:
-            return PerReplica(value, rank, size)
-        if type(value) is tuple:
-            parts = []
-            for array in value:
-                if type(array) is not np.ndarray:
-                    break
-                parts.append(PerReplica(array, rank, size))
-            else:
-                return tuple(parts)
-        leaves, structure = _elements.flatten(value)
-        return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
+        taken = self._taken
+        try:
+            step = self._compare_step() if self._compares else next(self._elements, _END)
+            total, value, _, error, is_scarce = step
+            if total is None and error is None:
+                self._end()
+                raise StopIteration
+            # A position counts elements of the pipeline: one per step, or what the replicas got.
+            self._taken = (taken or 0) + ((total or 0) if self._assigns else 1)
+            if error is not None:
+                try:
+                    raise error
+                finally:  # the traceback keeps this frame alive, and thus the batch
+                    del step, value, error
+            if is_scarce and not self._dataset._has_warned:
+                self._warn(total)
+            rank, size = self._rank, self._size
+            if size == 1:
+                return value
+            # The most common nests need no flattening: an array, and a tuple of arrays.
+            if type(value) is np.ndarray:
+                return PerReplica(value, rank, size)
+            if type(value) is tuple:
+                parts = []
+                for array in value:
+                    if type(array) is not np.ndarray:
+                        break
+                    parts.append(PerReplica(array, rank, size))
+                else:
+                    return tuple(parts)
+            leaves, structure = _elements.flatten(value)
+            return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            if self._compares:  # it came after the exchange: the other ranks have this step
+                self._communicator.calls.mark_interrupted(interrupt, self._call)
+            self._go_back(taken)
+            raise
 
     def _end(self) -> None:
         """Ends the pass, at the same step on all ranks."""

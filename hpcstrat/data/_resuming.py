@@ -143,15 +143,21 @@ class DatasetIterator(Resumable):
             Exception: whatever a function of the pipeline raised. The next call returns the next
                 element; if `batch` follows the function, the next batch.
         """
+        taken = self._taken
         try:
-            return next(self._elements)
+            element = next(self._elements)
         except StopIteration:
             self._end()
             raise
-        finally:
+        except Exception:
             # A failed element counts too: a program that resumes after it must not meet it again.
-            if self._taken is not None:
-                self._taken += 1
+            self._taken = (taken or 0) + 1
+            raise
+        except BaseException:
+            self._go_back(taken)
+            raise
+        self._taken = (taken or 0) + 1
+        return element
 
     def get_next(self) -> Any:
         """The next element, as `next` returns it.
@@ -200,6 +206,14 @@ class DatasetIterator(Resumable):
     def _end(self) -> None:
         """Ends the pass and releases the pipeline."""
         self._elements, self._taken = iter(()), None
+
+    def _go_back(self, taken: int | None) -> None:
+        """Makes the next element the one after `taken`, though a signal has interrupted `next`.
+
+        Its exception, such as Ctrl-C's, has ended the generators, which would yield no more.
+        """
+        self._taken = taken
+        self._seek(self._position())
 
     def _position(self) -> Position:
         return self._position_at(self._epoch, self._taken)

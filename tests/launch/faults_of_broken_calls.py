@@ -79,6 +79,12 @@ BROKEN = {
         r"Strategy\.reduce",
     ),
     "a barrier interrupted": broken("'exchange_records'", "hs.barrier()", "barrier"),
+    "an iteration interrupted": broken(
+        "'_differences'",
+        """batches = hs.data.Dataset.range(9).map(lambda x: x).batch(3)
+    for batch in strategy.experimental_distribute_dataset(batches): pass""",
+        r"iterating over Strategy\.experimental_distribute_dataset",
+    ),
     "an own value interrupted": broken(
         "'_assign'", "own.assign(numbers)", r"Variable\.assign of 'Variable'"
     ),
@@ -128,6 +134,16 @@ with contextlib.suppress(MemoryError): strategy.gather(whole, 0)
 np.concatenate = concatenate
 """,
         "MemoryError: full",
+    ),
+    "caught by one rank: an exception without a text": caught(
+        """
+class Silent(ValueError):
+    def __str__(self): raise self
+def fail():
+    if last: raise Silent
+with contextlib.suppress(Silent): strategy.run(fail)
+""",
+        r"(__main__\.)?Silent: <",
     ),
     "caught by one rank: a result that is no array": caught(
         """

@@ -1,0 +1,194 @@
+"""A signal's exception, such as Ctrl-C's, at each moment of a call that the program then repeats."""
+
+import dis
+import functools
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import hpcstrat as hs
+from hpcstrat.data import Dataset
+
+# Python calls a signal's handler after an instruction of these.
+CALLS = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+
+
+@functools.cache
+def names_of(code):
+    return {one.offset: one.opname for one in dis.get_instructions(code)}
+
+
+class Interrupt:
+    """A block in which KeyboardInterrupt comes at the moment of this number, from 1 up.
+
+    Attributes:
+        has_come: whether the block had so many moments.
+    """
+
+    def __init__(self, moment):
+        self._left = moment
+        self._before = {}
+        self.has_come = False
+
+    def __enter__(self):
+        self._trace = sys.gettrace()
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, kind, *_):
+        sys.settrace(self._trace)
+        return kind is KeyboardInterrupt
+
+    def _enter(self, frame, event, argument):
+        if "/hpcstrat/" in frame.f_code.co_filename:
+            frame.f_trace_opcodes = True
+            return self._look
+        return None
+
+    def _look(self, frame, event, argument):
+        if event == "opcode" and not self.has_come:
+            before = self._before.get(frame, "")
+            self._before[frame] = names_of(frame.f_code)[frame.f_lasti]
+            self._left -= before.startswith(CALLS)
+            if not self._left:
+                self.has_come = True
+                raise KeyboardInterrupt
+        elif event == "return":
+            self._before.pop(frame, None)
+        return self._look
+
+
+def at_each_moment(attempt):
+    """Calls `attempt(interrupt)` with a block for each moment; returns the number of moments."""
+    for moment in range(1, 10_000):
+        interrupt = Interrupt(moment)
+        attempt(interrupt)
+        if not interrupt.has_come:
+            return moment - 1
+    raise AssertionError("there is no end")
+
+
+def numbers():
+    return iter(range(8))
+
+
+PIPELINES = {
+    "range": lambda: Dataset.range(8).batch(2),
+    "function": lambda: Dataset.range(8).map(lambda x: x).shuffle(3, seed=1).batch(2),
+    "ahead": lambda: Dataset.range(8).map(lambda x: x, 2).batch(2).prefetch(2),
+    "generated": lambda: Dataset.from_generator(numbers, np.int64).batch(2),
+    "repeated": lambda: (
+        Dataset.range(4).filter(lambda x: True).shuffle(4, seed=2).repeat(2).batch(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_no_element_is_lost(pipeline, is_distributed):
+    def read(interrupt=None):
+        dataset = PIPELINES[pipeline]()
+        if is_distributed:
+            dataset = hs.CentralStorageStrategy().experimental_distribute_dataset(dataset)
+        found, iterator = [], iter(dataset)
+        for at in range(4):
+            if interrupt is not None and at == 2:
+                with interrupt:
+                    found.append(next(iterator).tolist())
+            if len(found) == at:
+                found.append(next(iterator).tolist())
+        assert not [*iterator]
+        return found, [batch.tolist() for batch in dataset]
+
+    expected = read()
+
+    def attempt(interrupt):
+        assert read(interrupt) == expected
+
+    assert at_each_moment(attempt)
+
+
+def test_the_end_of_an_iteration_stays_one():
+    def attempt(interrupt):
+        iterator = iter(PIPELINES["function"]())
+        assert len([*iterator]) == 4
+        with interrupt:
+            next(iterator, None)
+        assert next(iterator, None) is None
+
+    assert at_each_moment(attempt)
+
+
+def test_an_update_by_marked_buffers_is_whole_or_its_variables_are_gone():
+    strategy = hs.CentralStorageStrategy()
+
+    def attempt(interrupt):
+        with strategy.scope():
+            variables = [hs.Variable(np.zeros(3)), hs.Variable(np.zeros(2))]
+            optimizer = hs.optimizers.SGD(1.0)
+        buffers = optimizer.gradient_buffers(variables)
+
+        def step():
+            for buffer in buffers:
+                buffer[...] = -1.0
+                buffers.ready(buffer)
+            optimizer.apply_gradients(zip(buffers, variables, strict=True))
+
+        def steps_done():
+            (value,) = {*np.concatenate([v.numpy() for v in variables])}
+            return value
+
+        with interrupt:
+            strategy.run(step)
+        try:
+            done = steps_done()
+        except RuntimeError as error:
+            assert "an exception interrupted SGD.apply_gradients" in str(error)
+            return
+        assert done in (0, 1)
+        strategy.run(step)
+        assert steps_done() == done + 1
+
+    assert at_each_moment(attempt)
+
+
+def test_a_save_waits_for_one_that_was_interrupted_in_its_start(tmp_path, monkeypatch):
+    w = hs.Variable(np.zeros(1000))
+    checkpoint = hs.checkpoint.Checkpoint(w=w)
+    start, may_write = threading.Thread.start, threading.Event()
+
+    def start_and_raise(thread):
+        start(thread)
+        monkeypatch.setattr(threading.Thread, "start", start)
+        raise KeyboardInterrupt
+
+    def write_late(*arguments, pwrite=hs.checkpoint._new_file.os.pwrite):
+        may_write.wait(30)
+        return pwrite(*arguments)
+
+    monkeypatch.setattr("os.pwrite", write_late)
+    monkeypatch.setattr(threading.Thread, "start", start_and_raise)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path / "first", blocking=False)
+    threading.Timer(0.2, may_write.set).start()
+    w.assign(np.ones(1000))
+    checkpoint.save(tmp_path / "second", blocking=False)
+    assert (tmp_path / "first").exists()
+    checkpoint.restore(tmp_path / "first")
+    assert not w.numpy().any()
+
+
+def test_a_save_that_was_interrupted_before_its_start_is_reported(tmp_path, monkeypatch):
+    def never(_):
+        raise KeyboardInterrupt
+
+    checkpoint = hs.checkpoint.Checkpoint(w=hs.Variable(0.0))
+    monkeypatch.setattr(threading.Thread, "start", never)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path / "saved", blocking=False)
+    monkeypatch.undo()
+    with pytest.raises(OSError, match=r"Checkpoint\.sync of .* interrupted .* nothing was saved"):
+        checkpoint.sync()
+    checkpoint.save(tmp_path / "saved")
