@@ -51,12 +51,13 @@ class RankReport(NamedTuple):
     Attributes:
         words: the call that it makes.
         location: file and line of the program that makes it.
-        problem: class and text of the exception that it raises; `None` if it raises none.
+        problem: class, text and `errno`, 0 without one, of the exception that it raises; `None` if
+            it raises none.
     """
 
     words: CallDescription
     location: str
-    problem: tuple[str, str] | None
+    problem: tuple[str, str, int] | None
 
 
 def report_of(words: CallDescription, error: Exception | None) -> RankReport:
@@ -64,7 +65,7 @@ def report_of(words: CallDescription, error: Exception | None) -> RankReport:
     return RankReport(words, user_frame(), None if error is None else _problem(error))
 
 
-def _problem(error: Exception) -> tuple[str, str]:
+def _problem(error: Exception) -> tuple[str, str, int]:
     cls = type(error)
     # The nearest base class that other ranks know, so that the same `except` works on all of them.
     name = next((base.__name__ for base in cls.__mro__ if base in _EXCEPTIONS.values()), "")
@@ -72,15 +73,18 @@ def _problem(error: Exception) -> tuple[str, str]:
         text = str(error) or repr(error)
     except Exception:  # the user's own class raised it
         text = f"{cls.__name__}()"
+    if isinstance(error, OSError) and isinstance(number := error.errno, int):
+        return name, text.removeprefix(f"[Errno {number}] "), number
     is_named = name or text.startswith(cls.__name__)
-    return name or "RuntimeError", text if is_named else f"{cls.__name__}: {text}"
+    return name or "RuntimeError", text if is_named else f"{cls.__name__}: {text}", 0
 
 
 def raise_as(rank: int, other: RankReport) -> NoReturn:
     """Raises the error of another rank."""
     assert other.problem is not None
-    name, message = other.problem
-    consequence = _EXCEPTIONS[name](f"{message} (found by rank {rank})")
+    name, text, number = other.problem
+    text = f"{text} (found by rank {rank})"
+    consequence = _EXCEPTIONS[name](number, text) if number else _EXCEPTIONS[name](text)
     failure.mark_as_consequence(consequence)
     raise consequence
 

@@ -133,7 +133,8 @@ def new_signature(call: str, *must_match: Any) -> CallSignature:
     """The signature of `call`, the user's name of a method, with these hashable values."""
     # As text, because Python's own hashes differ between processes.
     text = f"{call}({', '.join(_show(item) for item in must_match)})"
-    return CallSignature(hashlib.blake2b(text.encode(), digest_size=16).digest(), call, must_match)
+    encoded = text.encode(errors="surrogatepass")  # paths that are not UTF-8 have surrogates
+    return CallSignature(hashlib.blake2b(encoded, digest_size=16).digest(), call, must_match)
 
 
 # A loop makes the same calls with the same shapes at every step.

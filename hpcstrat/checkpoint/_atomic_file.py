@@ -60,7 +60,8 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
         os.fsync(file.fileno())
         # Without locks another program may have taken our file for a leftover, and removed it.
         if not _is_at(file.name, file.fileno()):
-            raise OSError(errno.EBUSY, "another program is writing to it", file.name)
+            what = "another program is writing to it, or has removed it"
+            raise OSError(errno.EBUSY, what, file.name)
         if keep is not None and keep > 1 and os.path.exists(path):
             _make_way(path, keep)
         os.replace(file.name, path)

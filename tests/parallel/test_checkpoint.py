@@ -533,6 +533,13 @@ def test_a_save_in_the_background_is_of_its_moment(strategy, path):
     assert sorted(os.listdir(os.path.dirname(path))) == ["checkpoint", "checkpoint.1"]
 
 
+def test_a_name_need_not_be_text(saved, path):
+    name = path + os.fsdecode(b"caf\xe9")
+    saved.checkpoint.save(name)
+    saved.checkpoint.restore(name)
+    assert os.path.exists(os.fsencode(name))
+
+
 def refuse(*_):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -1,3 +1,4 @@
+import errno
 import os
 
 import numpy as np
@@ -88,6 +89,10 @@ def test_an_error_of_the_lead_is_everyones():
         hs.on_lead(fail)
     with pytest.raises(TypeError, match="on_lead"):
         hs.on_lead(lambda: lambda: None)
+    # A program that asks for `errno` does the same on all ranks.
+    with pytest.raises(FileExistsError, match=r"^\[Errno 17\] File exists: '/'") as caught:
+        hs.on_lead(os.mkdir, "/")
+    assert caught.value.errno == errno.EEXIST
     assert hs.on_lead(lambda: 7) == 7
 
 
