@@ -2,6 +2,7 @@
 
 import dis
 import functools
+import os
 import sys
 import threading
 
@@ -164,7 +165,7 @@ def test_a_save_waits_for_one_that_was_interrupted_in_its_start(tmp_path, monkey
         monkeypatch.setattr(threading.Thread, "start", start)
         raise KeyboardInterrupt
 
-    def write_late(*arguments, pwrite=hs.checkpoint._new_file.os.pwrite):
+    def write_late(*arguments, pwrite=os.pwrite):
         may_write.wait(30)
         return pwrite(*arguments)
 
