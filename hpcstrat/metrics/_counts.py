@@ -33,7 +33,10 @@ class CountMetric(PairMetric):
                 raise ValueError(f"{type(self).__name__}.update_state: {self._INVALID}")
             return np.bincount(bins.ravel(), None if weights is None else weights.ravel(), size)
         # CuPy's `bincount` would wait for the GPU. An invalid pair counts even if its weight is 0.
-        weights = 1.0 if weights is None else xp.where(bins == self._invalid, 1.0, weights)
+        if weights is None:
+            weights = xp.ones(())  # `at` would copy a number from the host, which graphs refuse
+        else:
+            weights = xp.where(bins == self._invalid, 1.0, weights)
         counts = xp.zeros(size)
         xp.add.at(counts, bins, weights)
         return counts

@@ -417,11 +417,13 @@ class Optimizer(metaclass=_options.OptimizerType):
         """
         context = contexts.current.get()
         state = self._state
-        if are_summed or type(context) is not InReplica or self._transforming:
+        if type(context) is not InReplica or self._transforming:
             return False
         if not self._rule_is_complete:
             return False
         group = context.group
+        if are_summed and group.communicator.checks:  # that they are equal
+            return False
         try:
             gradients, variables = zip(*pairs, strict=True)
             plan = state.plans.get((group, *variables))
@@ -440,7 +442,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         except Exception:  # the slow path gets it too, and raises it on all ranks
             return False
         try:
-            group.storage.update(plan, gradients, ReduceOp.SUM, rule)
+            op = FIRST_REPLICA if are_summed else ReduceOp.SUM
+            group.storage.update(plan, gradients, op, rule)
             state.iterations += 1
         except BaseException as error:  # a signal's may come between these two lines
             group.storage.mark_interrupted(error, plan.order.blocks)
