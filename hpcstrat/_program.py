@@ -322,14 +322,15 @@ def function(fn: Any = None, **options: Any) -> Any:
     """Replaces `tf.function`: on GPUs a step becomes a CUDA graph, on hosts it runs as it is.
 
     Decorate the function that `Strategy.run` runs, or one that calls `run`. On GPUs the replica
-    function then runs twice for each kind of arguments: for arrays of these shapes and dtypes, and
-    equal other arguments. The third call is captured as a graph, and each later one is one launch,
-    with the same results. Optimizers count these steps, and take the learning rate and their other
-    numbers anew. The function's Python code runs no more, as in TensorFlow: prints happen no more,
-    and numbers and functions in attributes, and numbers drawn by Python's and NumPy's generators,
-    are those of the capture; a generator of `cupy.random.default_rng` draws others in each call.
-    Another value of a global that the function names, or of a variable around it, makes another
-    kind; at most 8 are captured. A function around `run` runs its own lines in each call.
+    function then runs twice for each kind of arguments: for arrays of these shapes and dtypes,
+    equal numbers and strings, and the same other objects. The third call is captured as a graph,
+    and each later one is one launch, with the same results. Optimizers count these steps, and take
+    the learning rate and their other numbers anew. The function's Python code runs no more, as in
+    TensorFlow: prints happen no more, and numbers and functions in attributes, and numbers drawn by
+    Python's and NumPy's generators, are those of the capture; a generator of
+    `cupy.random.default_rng` draws others in each call. Another value of a global that the function
+    names, or of a variable around it, makes another kind; at most 8 are captured. A function around
+    `run` runs its own lines in each call.
 
     Its arrays are CuPy's. What it returns are copies. `run` is collective then: all ranks call it.
 
@@ -342,9 +343,10 @@ def function(fn: Any = None, **options: Any) -> Any:
     matrices otherwise than by `@`, `matmul` and `dot`, of at most two dimensions and of floats;
     makes variables; passes gradients as `IndexedSlices`; or whose optimizer accumulates gradients,
     has steps that collect or transform them, its own `update_rule`, or norms of what depends on the
-    step's number. Programs that import PyTorch, JAX, TensorFlow or `numba.cuda` have no graphs, nor
-    have strategies with variables on the host or without NCCL, and runs with `HPCSTRAT_CHECK` or
-    `HPCSTRAT_TIMELINE`.
+    step's number. The second call shows some of that, such as a value that is read; for the rest
+    the Python code of the third runs twice. Programs that import PyTorch, JAX, TensorFlow or
+    `numba.cuda` have no graphs, nor have strategies with variables on the host or without NCCL, and
+    runs with `HPCSTRAT_CHECK` or `HPCSTRAT_TIMELINE`.
 
     Args:
         fn: the function; `@function` and `@function()` both work.

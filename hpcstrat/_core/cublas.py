@@ -46,6 +46,12 @@ def replaced(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[No
             delattr(owner, name)
 
 
+def arrays_of(*operands: Any) -> list[Any]:
+    """The operands, with the CuPy array of each that exports one."""
+    name = "__cupy_get_ndarray__"
+    return [getattr(one, name)() if hasattr(one, name) else one for one in operands]
+
+
 # CuPy refuses because cuBLAS would allocate its workspace inside the graph. Here it has one, which
 # all graphs of a stream share: they run one after the other.
 @final
@@ -85,10 +91,7 @@ class GraphProducts:
     def _multiply(
         self, by_cupy: Callable[..., Any], a: Any, b: Any, out: Any = None, **options: Any
     ) -> Any:
-        a, b = [
-            one.__cupy_get_ndarray__() if hasattr(one, "__cupy_get_ndarray__") else one
-            for one in (a, b)
-        ]
+        a, b = arrays_of(a, b)
         if options or not self._takes(a, b, out):
             return by_cupy(a, b, **options, **({} if out is None else {"out": out}))
         dtype = np.promote_types(a.dtype, b.dtype)

@@ -17,7 +17,7 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._core.cublas import GraphProducts
+from hpcstrat._core.cublas import GraphProducts, arrays_of
 
 _NOT_READY = 600
 # CUDA's stub of the library, which is not a driver, and a driver that finds no device.
@@ -67,15 +67,7 @@ def _accept_variables(product: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(product)
     def multiply(*operands: Any, **options: Any) -> Any:
-        return product(
-            *[
-                operand.__cupy_get_ndarray__()
-                if hasattr(operand, "__cupy_get_ndarray__")
-                else operand
-                for operand in operands
-            ],
-            **options,
-        )
+        return product(*arrays_of(*operands), **options)
 
     return multiply
 
@@ -149,6 +141,10 @@ class Stream:
         The stream is current.
         """
         if not is_on_gpu(array):
+            # A graph has no copies from the host, but kernels with a number as a parameter.
+            is_number = array.size == 1 or (array.size and not any(array.strides))
+            if self.updates is not None and is_number and array.dtype.isbuiltin == 1:
+                return self.xp.full(array.shape, array.flat[0], array.dtype)
             return self.xp.asarray(array)
         if array.data.device_id == self.ordinal:
             return array
@@ -193,9 +189,7 @@ class Stream:
             RuntimeError: it captures.
         """
         if self.capture is not None:
-            error = RuntimeError(f"{what} cannot be part of a CUDA graph")
-            self.capture.refused = error  # the program may catch it
-            raise error
+            self.capture.refuse(what)
 
     @functools.cached_property
     def products(self) -> GraphProducts:

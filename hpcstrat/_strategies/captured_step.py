@@ -15,6 +15,7 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.cublas import replaced
 from hpcstrat._core.types import Array
+from hpcstrat._core.user_frames import user_frame
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.reachable import memory_behind
 from hpcstrat._update.device_kernels import numbers_kernel
@@ -34,11 +35,13 @@ class CapturedUpdate(NamedTuple):
 
     Attributes:
         state: what the optimizer keeps, with the number of steps done.
+        iterations: this number before the update.
         next_rule: returns the rule of its next step, or `None` if it is of another kind.
         kernels: of its rule.
     """
 
     state: Any
+    iterations: int
     next_rule: Callable[[], UpdateRule | None]
     kernels: tuple[Any, ...]
 
@@ -53,24 +56,21 @@ class CapturedStep:
     Attributes:
         group: the replicas.
         number: of the capture, the same on all ranks; 0 before.
-        refused: the last error for which there can be none, which the function may have caught.
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
         assert group.stream is not None
         self.group, self._stream = group, group.stream
         self.number = 0
-        self.refused: Exception | None = None
         self._graph: Any = None
         xp = self._stream.xp
         self._pool = xp.cuda.MemoryPool()  # nobody else gets memory that the graph uses
         self._memory: Array = xp.empty(MOST_NUMBERS, np.float64)
         self._written: tuple[float, ...] | None = None
-        self._problem = ""  # for which there can be none
+        self._refused = ""  # why there can be none
         self._kept: list[Any] = []
         self._allocated: list[range] = []
         self._updates: list[CapturedUpdate] = []
-        self._before: list[tuple[Any, int]] = []
         self._numbers: list[float] = []
 
     @property
@@ -82,27 +82,29 @@ class CapturedStep:
 
     def rehearse(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the function as it will be captured: kernels are compiled, the pool gets memory."""
-        leaves, _ = nests.flatten((tuple(args), dict(kwargs)))
+        call = tuple(args), dict(kwargs)
+        leaves, structure = nests.flatten(call)
         given = [*filter(gpu.is_on_gpu, leaves)]
         try:
             products = self._stream.products
             before = [leaf.copy() for leaf in given]
         except Exception as error:
-            self._problem = f"cuBLAS does not start, or there is no memory: {error}"
+            self._refused = f"cuBLAS does not start, or there is no memory: {error}"
             return fn(*args, **kwargs)
-        with self._in_pool(), products.replace_cupys():
+        with self._in_pool(), products.replace_cupys(), self._watching():
             result = fn(*args, **kwargs)
         try:
             if not all(map(_are_equal, before, given)):  # the graph has copies of them
-                self._problem = "it writes to an array that is an argument; return a new one"
-        except MemoryError as error:
-            self._problem = str(error)
+                raise TypeError("it writes to an array that is an argument; return a new one")
+            self._reached(fn, leaves, structure, call, result)
+        except Exception as error:
+            self._refused = self._refused or str(error) or repr(error)
         return result
 
     @contextlib.contextmanager
     def _in_pool(self) -> Iterator[None]:
         """A block in which memory is the graph's, and optimizers read numbers from the GPU's."""
-        stream, self._numbers, self._updates, self._before = self._stream, [], [], []
+        stream, self._numbers, self._updates = self._stream, [], []
         try:
             stream.updates = self.take
             with stream.xp.cuda.using_allocator(self._allocate):
@@ -111,41 +113,64 @@ class CapturedStep:
             stream.updates = None
 
     def record(
-        self, number: int, fn: Any, leaves: Sequence[Any], structure: nests.Structure
+        self, fn: Any, leaves: Sequence[Any], structure: nests.Structure, agree: Callable[..., Any]
     ) -> None:
-        """Runs the function, and makes a graph of what it puts on the stream."""
+        """Runs the function, and makes a graph of what it puts on the stream. Collective."""
         stream, xp, calls = self._stream, self._stream.xp, self.group.communicator.calls
-        self.number, self._kept, self._allocated = number, [], []
+        # Of all functions of these ranks no other capture has this number.
+        self.number, self._kept, self._allocated = calls.number + 1, [], []
         self._escaped = calls.escaped_hash, calls.last_escaped, calls.last_escaped_call
         with self._in_pool():
-            if self._problem:
-                raise RuntimeError(self._problem)
+            # First, so that no rank runs Python code twice for what the rehearsal has shown.
+            self._raise_refused()
+            agree("captures")
             self._inputs = [xp.empty_like(leaf) if gpu.is_on_gpu(leaf) else leaf for leaf in leaves]
             args, kwargs = structure.unflatten(self._inputs)
             with self._capturing(), stream.products.replace_cupys(), self._watching():
                 result = fn(*args, **kwargs)
-                if self.refused is not None:
-                    raise self.refused
+                self._raise_refused()  # the function may have caught it
         # A plan that leaves CuPy's cache takes its memory along.
         self._kept += xp.fft.config.get_plan_cache()
-        given, shape = nests.flatten((args, kwargs))
-        if shape != structure or any(map(operator.is_not, given, self._inputs)):
-            raise TypeError("it changes a list or a dict that is an argument; return a new one")
+        self._kept += self._reached(fn, self._inputs, structure, (args, kwargs), result)
         self._inputs = [leaf if gpu.is_on_gpu(leaf) else None for leaf in self._inputs]
         self._results, self._structure = nests.flatten(result)
-        objects = [leaf for leaf in leaves if not gpu.is_on_gpu(leaf)]
-        for used in memory_behind([fn, *objects]):
-            self._kept.append(used)
+        stream.graphs.add(self)
+        agree("captured")
+
+    def _reached(
+        self, fn: Any, leaves: Sequence[Any], structure: nests.Structure, given: Any, result: Any
+    ) -> list[Any]:
+        """The memory that the function can reach, after a call with these leaves.
+
+        Raises:
+            TypeError: a launch would not leave what this call has left.
+        """
+        xp, (after, shape) = self._stream.xp, nests.flatten(given)
+        if shape != structure or any(map(operator.is_not, after, leaves)):
+            raise TypeError("it changes a list or a dict that is an argument; return a new one")
+        for leaf in nests.flatten(result)[0]:
+            if not isinstance(leaf, (xp.ndarray, np.ndarray, np.generic, Variable, *BY_VALUE)):
+                raise TypeError(f"it returns an object of type {type(leaf).__name__}")
+        reached = memory_behind([fn, *[leaf for leaf in leaves if not gpu.is_on_gpu(leaf)]])
+        for used in reached:
             # Each launch would have to bind it anew.
             if gpu.is_on_gpu(used) and any(used.data.ptr in one for one in self._allocated):
                 raise TypeError("it keeps an array that it makes; write to an array in place")
             # Its value is read on the host, and would be the capture's.
             if isinstance(used, Variable) and not gpu.is_on_gpu(state_of(used).block.view):
                 raise TypeError(f"it refers to {used.name!r}, a variable outside of every scope")
-        for leaf in self._results:
-            if not isinstance(leaf, (xp.ndarray, np.ndarray, np.generic, Variable, *BY_VALUE)):
-                raise TypeError(f"it returns an object of type {type(leaf).__name__}")
-        stream.graphs.add(self)
+        return reached
+
+    def refuse(self, what: str) -> None:
+        """Notes what a launch would not repeat; raises it while it captures."""
+        error = f"{what} cannot be part of a CUDA graph; do it outside of the function"
+        self._refused = self._refused or f"{user_frame()}: RuntimeError: {error}"
+        if self._stream.capture is not None:
+            raise RuntimeError(error)
+
+    def _raise_refused(self) -> None:
+        if self._refused:
+            raise RuntimeError(self._refused)
 
     @contextlib.contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -169,27 +194,25 @@ class CapturedStep:
     def _watching(self) -> Iterator[None]:
         """A block in which CuPy's calls are refused that a launch would not repeat.
 
-        CuPy refuses some itself, but the function may catch that.
+        CuPy refuses some itself, in a capture, but the function may catch that.
         """
         xp, cuda = self._stream.xp, self._stream.cuda
 
         def refuse(what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
             if cuda.get_current_stream().ptr == self._stream.raw.ptr:  # else in another thread
-                self._stream.require_eager(what)
+                self.refuse(what)
             return call(*arguments, **options)
 
-        watched = {
-            "an array that is read on the host": [(xp.ndarray, name) for name in TO_HOST],
-            "an event": [(cuda.Event, "record"), (cuda.Stream, "record")],
-            "a random number with a seed of the host": [
-                (xp.random.RandomState, "_get_seed"),
-                (xp.random.BitGenerator, "__init__"),
-            ],
-        }
+        seeds = (xp.random.RandomState, "_get_seed"), (xp.random.BitGenerator, "__init__")
+        watched = [
+            *[("an array that is read on the host", xp.ndarray, name) for name in TO_HOST],
+            *[("a random number with a seed of the host", *seed) for seed in seeds],
+        ]
+        if self._stream.capture is not None:  # else the library records some
+            watched += [("an event", owner, "record") for owner in (cuda.Event, cuda.Stream)]
         with contextlib.ExitStack() as stack:
-            for what, calls in watched.items():
-                for owner, name in calls:
-                    stack.enter_context(replaced(owner, name, functools.partial(refuse, what)))
+            for what, owner, name in watched:
+                stack.enter_context(replaced(owner, name, functools.partial(refuse, what)))
             yield
 
     def _allocate(self, nbytes: int) -> Any:
@@ -223,8 +246,7 @@ class CapturedStep:
             if self._stream.capture is None:
                 return rule
             raise ValueError("the update takes numbers from the host")
-        self._before.append((state, state.iterations))
-        self._updates.append(CapturedUpdate(state, next_rule, _kernels_of(rule)))
+        self._updates.append(CapturedUpdate(state, state.iterations, next_rule, _kernels_of(rule)))
         self._numbers += numbers
         if self._stream.capture is None:
             self._write(self._numbers)
@@ -243,8 +265,8 @@ class CapturedStep:
 
     def undo(self) -> None:
         """Leaves optimizers and the calls' state as before the capture: nothing was done."""
-        for state, iterations in reversed(self._before):
-            state.iterations = iterations
+        for update in reversed(self._updates):
+            update.state.iterations = update.iterations
         calls = self.group.communicator.calls
         calls.escaped_hash, calls.last_escaped, calls.last_escaped_call = self._escaped
         self.group.storage.drop_marks()
@@ -264,7 +286,7 @@ class CapturedStep:
         """
         values, agreed, before = list[float](), list[float](), list[tuple[Any, int]]()
         try:
-            for state, next_rule, kernels in self._updates:
+            for state, _, next_rule, kernels in self._updates:
                 rule = next_rule()
                 if rule is None or _kernels_of(rule) != kernels:
                     return None
@@ -290,8 +312,8 @@ class CapturedStep:
             self._write(self._numbers if numbers is None else numbers)
             communicator.launch_graph(self._graph)
             if numbers is not None:  # else the function itself has counted the steps
-                for state, _, _ in self._updates:
-                    state.iterations += 1
+                for update in self._updates:
+                    update.state.iterations += 1
         except BaseException as error:  # a signal's may come between these lines
             communicator.calls.mark_interrupted(error, "Strategy.run")
             raise

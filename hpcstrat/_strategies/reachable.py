@@ -17,16 +17,15 @@ MOST_OBJECTS = 1_000_000
 """Objects among which a function's arrays are looked for."""
 # `co_names` has the names of attributes, too.
 _READS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS")
-_WRITES = ("STORE_GLOBAL",)
 _PLAIN = (bool, int, float, complex, str, type(None), CodeType)
 
 
 @functools.lru_cache(maxsize=1024)
-def globals_in(code: CodeType, accesses: tuple[str, ...] = _READS) -> tuple[str, ...]:
+def globals_in(code: CodeType) -> tuple[str, ...]:
     """The globals that some code reads, and the code of the functions in it."""
-    own = [one.argval for one in dis.get_instructions(code) if one.opname in accesses]
+    own = [one.argval for one in dis.get_instructions(code) if one.opname in _READS]
     inner = [one for one in code.co_consts if isinstance(one, CodeType)]
-    found = [*own, *[name for one in inner for name in globals_in(one, accesses)]]
+    found = [*own, *[name for one in inner for name in globals_in(one)]]
     return tuple(dict.fromkeys(found))
 
 
@@ -71,9 +70,9 @@ def memory_behind(objects: list[Any]) -> list[Any]:
 def _behind_function(fn: FunctionType) -> list[Any]:
     left = [*gc.get_referents(*(fn.__closure__ or ())), *(fn.__defaults__ or ())]
     left += [*(fn.__kwdefaults__ or {}).values(), *vars(fn).values()]
-    left += map(fn.__globals__.get, globals_in(fn.__code__, _READS + _WRITES))
     # Of modules, also in packages or imported by the function, only what it names.
     names, seen = _named_in(fn.__code__), set[ModuleType]()
+    left += map(fn.__globals__.get, names)
     modules = [*left, *map(sys.modules.get, names)]
     while modules:
         module = modules.pop()

@@ -5,7 +5,8 @@ has all of them, and takes one launch. For each kind of arguments, such as array
 and dtypes, the calls on all ranks are
 
     the first    run as it is: it makes variables and slots, and connects NCCL
-    the second   rehearsed: it runs with the kernels and the memory of a graph, which are made here
+    the second   rehearsed: it runs with the kernels and the memory of a graph, which are made here,
+                 and shows most of what a graph cannot have
     the third    captured: it runs, but its kernels become a graph, which is launched at the end
     the others   launches of the graph, on which the ranks agree by one record
 
@@ -24,6 +25,7 @@ is from then on.
 from __future__ import annotations
 
 import functools
+import gc
 import struct
 import sys
 import weakref
@@ -38,12 +40,12 @@ from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import call_named, warn_together
-from hpcstrat._core.types import Bytes
 from hpcstrat._core.user_frames import user_frame_of_error
 from hpcstrat._process import settings
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._storage.local import writer_of
 from hpcstrat._strategies.captured_step import BY_VALUE, CapturedStep
 from hpcstrat._strategies.reachable import globals_in
 
@@ -59,7 +61,8 @@ _CAPTURE, _RUN, _FOREIGN, _ON_HOST, _MANY = 0, -1, -2, -3, -4
 _REASONS = {
     _FOREIGN: f"a rank has imported one of {', '.join(FOREIGN)}, whose arrays a graph cannot hold",
     _ON_HOST: "an argument is an array on the host, or on another GPU",
-    _MANY: f"its arguments are of more than {MOST_KINDS} kinds; pass numbers that change as arrays",
+    _MANY: f"its arguments, or objects that it refers to, are of more than {MOST_KINDS} kinds; use "
+    "fewer shapes, pass numbers that change as arrays, and make other objects once",
 }
 _OFFER = struct.Struct("<qq")
 _References: TypeAlias = Sequence[Callable[[], Any]]
@@ -143,14 +146,17 @@ class GroupSteps:
         # Of each kind; `None` between the first call and the second. With references to the objects
         # that the kind has by their identity.
         self._steps: dict[tuple[Any, ...], tuple[CapturedStep | None, _References]] = {}
-        self._warned: set[int] = set()
+        self._has_warned = False
+        self._died = 0  # kinds, since the last capture, of objects that were gone before theirs
 
     def run(self, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs, rehearses, captures or launches a call."""
         leaves, structure = nests.flatten((tuple(args), dict(kwargs)))
         kind, kept = self._kind_of(fn, leaves, structure)
         if kind not in self._steps or _is_dead(self._steps[kind][1]):
-            self._steps = {one: of for one, of in self._steps.items() if not _is_dead(of[1])}
+            for one in [one for one, (_, kept) in self._steps.items() if _is_dead(kept)]:
+                dead, _ = self._steps.pop(one)
+                self._died += dead is None or not dead.is_captured
         step, _ = self._steps.get(kind, (None, ()))
         numbers = None if step is None or not step.is_captured else step.next_numbers()
         own = self._offer(kind, step, numbers is not None)
@@ -178,7 +184,8 @@ class GroupSteps:
             return _FOREIGN
         if not kind:
             return _ON_HOST
-        if kind not in self._steps and len(self._steps) == MOST_KINDS:
+        if kind not in self._steps and len(self._steps) + self._died >= MOST_KINDS:
+            self._died = 0  # so that later objects have graphs
             return _MANY
         if step is None:
             return _RUN
@@ -188,15 +195,13 @@ class GroupSteps:
 
     def _exchange(self, offer: int, numbers: int) -> list[tuple[int, int]]:
         """The ranks' offers, each with a checksum of numbers on which they must agree."""
-        own, communicator = _OFFER.pack(offer, numbers), self._group.communicator
+        communicator = self._group.communicator
         if communicator.size == 1:
             return [(offer, numbers)]
-
-        def write(message: Bytes) -> None:
-            message[: len(own)] = np.frombuffer(own, np.uint8)
-
-        messages = communicator.exchange(signature_of("Strategy.run", self._name), len(own), write)
-        return [_OFFER.unpack(message[: len(own)].tobytes()) for message in messages]
+        own = writer_of(np.frombuffer(_OFFER.pack(offer, numbers), np.uint8))
+        signature = signature_of("Strategy.run", self._name)
+        messages = communicator.exchange(signature, _OFFER.size, own)
+        return [_OFFER.unpack_from(message.data) for message in messages]
 
     def _kind_of(
         self, fn: Any, leaves: Sequence[Any], structure: nests.Structure
@@ -225,12 +230,15 @@ class GroupSteps:
         self, step: CapturedStep, fn: Any, leaves: Sequence[Any], structure: nests.Structure
     ) -> bool:
         """Captures a call on all ranks, or on none; returns whether it has. Collective."""
-        group, calls = self._group, self._group.communicator.calls
+        communicator = self._group.communicator
+        calls = communicator.calls
+
+        def agree(what: str) -> None:
+            communicator.exchange(signature_of("Strategy.run", self._name, what))
+
         try:
-            # Of all functions of these ranks no other capture has this number.
-            step.record(calls.number + 1, fn, leaves, structure)
-            if group.communicator.size > 1:
-                group.communicator.exchange(signature_of("Strategy.run", self._name, "captured"))
+            step.record(fn, leaves, structure, agree)
+            self._died = 0
         except BaseException as error:
             step.undo()
             if not isinstance(error, Exception):
@@ -251,18 +259,18 @@ class GroupSteps:
         reasons = offers & _REASONS.keys()
         if lasting := reasons - {_MANY}:  # each further exchange would cost time
             self._give_up(_REASONS[min(lasting)])
-        elif reasons - self._warned:
-            self._warn("", _REASONS[_MANY])
-        self._warned |= reasons
+        elif reasons and not self._has_warned:
+            self._has_warned = True
+            self._warn(f": {_REASONS[_MANY]}")
 
     def _give_up(self, reason: str) -> None:
         self.is_eager = True
         self._steps.clear()
-        self._warn(" from now on", reason)
+        self._warn(f" from now on: {reason}")
 
-    def _warn(self, since: str, reason: str) -> None:
+    def _warn(self, why: str) -> None:
         warn_together(
-            f"hs.function: {self._name} runs without a CUDA graph{since}: {reason}",
+            f"hs.function: {self._name} runs without a CUDA graph{why}",
             UserWarning,
             self._group.communicator.rank == 0,
         )
@@ -281,10 +289,7 @@ def _parts_of(fn: Any) -> list[Any]:
                 left.append(inner)
             if STEPS in vars(one):
                 continue
-            try:
-                parts += [cell.cell_contents for cell in one.__closure__ or ()]
-            except ValueError:  # one is empty
-                parts.append(one)
+            parts += gc.get_referents(*(one.__closure__ or ()))  # what is in the cells
             parts += (one.__code__, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values())
             parts += map(one.__globals__.get, globals_in(one.__code__))
         elif type(one) is MethodType:

@@ -411,7 +411,8 @@ def test_two_optimizers(strategy):
     assert captured(step) == (1, True)
 
 
-def test_metrics(mirrored):
+@pytest.mark.parametrize("is_weighted", [True, False])
+def test_metrics(mirrored, is_weighted):
     found = []
     for decorate in (lambda fn: fn, hs.function):
         with mirrored.scope():
@@ -427,9 +428,60 @@ def test_metrics(mirrored):
         for i in range(5):
             # Whole, because threads add them up in any order.
             weights = mirrored.xp.asarray(np.ceil(given["weights"]) + i)
-            mirrored.run(step, args=(arrays, weights))
+            mirrored.run(step, args=(arrays, weights if is_weighted else None))
         found.append([metric.result() for metric, _ in metrics])
     check_equal(*found)
+    assert captured(step) == (1, True)
+
+
+def test_numbers_given_to_variables_and_a_metric(strategy):
+    """A graph has them as parameters of kernels."""
+
+    def trained(decorate):
+        xp = strategy.xp
+        with strategy.scope():
+            steps = hs.Variable(0, aggregation="ONLY_FIRST_REPLICA", dtype=np.int64)
+            seen = hs.Variable(0.0, synchronization="ON_READ", aggregation="SUM")
+            flags = hs.Variable(np.zeros(3, bool), aggregation="ONLY_FIRST_REPLICA")
+            mean = hs.metrics.Mean()
+
+        @decorate
+        def step(x):
+            steps.assign_add(1)
+            seen.assign_add(np.float32(RANK + 0.5))
+            flags.assign(np.broadcast_to(True, 3))
+            mean.update_state(x, sample_weight=2.0)
+
+        for i in range(5):
+            strategy.run(step, args=(xp.full(2, RANK + i / 4),))
+        return [*[v.numpy() for v in (steps, seen, flags)], mean.result()], step
+
+    eager, _ = trained(lambda fn: fn)
+    other, step = trained(hs.function)
+    check_equal(eager, other)
+    assert other[0] == 5 and captured(step) == (1, True)
+
+
+def test_gradients_that_are_summed_already(strategy):
+    """Clipped by hand, as TensorFlow's tutorials do."""
+
+    def trained(decorate):
+        model = Model(strategy, OPTIMIZERS["Adam"])
+        w, optimizer = model.weights[0], model.optimizer
+
+        @decorate
+        def step(batch):
+            gradient = hs.get_replica_context().all_reduce("SUM", batch[0].T @ (batch[0] @ w))
+            gradient = gradient / strategy.xp.sqrt((gradient * gradient).sum())
+            optimizer.apply_gradients([(gradient, w)], skip_gradients_aggregation=True)
+
+        for batch in batches(strategy):
+            strategy.run(step, args=(batch,))
+        return model.state(), step
+
+    eager, _ = trained(lambda fn: fn)
+    other, step = trained(hs.function)
+    check_equal(eager, other)
     assert captured(step) == (1, True)
 
 

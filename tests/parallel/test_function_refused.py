@@ -1,6 +1,7 @@
 """hs.function on GPUs: what a graph cannot have, where the function runs as it is."""
 
 import contextlib
+import functools
 import warnings
 
 import numpy as np
@@ -76,6 +77,7 @@ def test_a_host_that_reads(strategy, when, ranks):
     said = (
         "in change: RuntimeError: an array that is read on the host cannot be part of a CUDA graph"
     )
+    said += "; do it outside of the function"
     if 0 not in ranks and when != "before":  # found in an exchange after the function
         said += f" (found by rank {N - 1})"
     falls_back(strategy, OPTIMIZERS["Adam"], reads(when, ranks), said)
@@ -85,6 +87,24 @@ def test_the_line_that_reads(mirrored):
     line = reads.__code__.co_firstlineno + 3
     said = f"test_function_refused.py:{line} in change: RuntimeError: an array that is read on the"
     falls_back(mirrored, OPTIMIZERS["Adam"], reads("before", range(N)), said)
+
+
+@pytest.mark.parametrize("ranks", [range(N), [N - 1]], ids=["all", "last"])
+def test_a_step_that_reads_runs_once_in_each_call(mirrored, ranks):
+    """Its Python code counts: the second call shows that it reads."""
+    calls = []
+
+    @hs.function
+    def step(x):
+        calls.append(0)
+        loss = (x * 0.5 ** len(calls)).sum()
+        return loss if RANK not in ranks or float(loss) > 0 else -loss
+
+    run = functools.partial(mirrored.run, step, args=(mirrored.xp.ones(2),))
+    found = []
+    assert len(warned(lambda: found.extend(own(run()) for _ in range(5)))) == (RANK == 0)
+    assert found == [1, 0.5, 0.25, 0.125, 0.0625] and len(calls) == 5
+    assert captured(step) == (0, False)
 
 
 class PlainSGD(hs.optimizers.Optimizer):
@@ -382,6 +402,36 @@ def test_numbers_that_change(mirrored):
     assert found == [1 + i for i in [*range(12)] * 4]
     assert captured(step) == (8, True)
     assert len(texts) == (RANK == 0) and all("of more than 8 kinds" in text for text in texts)
+
+
+@pytest.mark.parametrize("where", ["argument", "closure"])
+def test_objects_that_are_new_in_each_call(mirrored, where):
+    """None is captured, and the program hears of it; objects that stay are captured again."""
+    xp, found = mirrored.xp, []
+
+    @hs.function
+    def step(pair):
+        if where == "closure":
+            return mirrored.run(lambda: pair.members[0] + 1)
+        return mirrored.run(lambda pair: pair.members[0] + 1, args=(pair,))
+
+    def run():
+        found.extend(own(step(Pair(xp.full(2, float(i)))))[0] for i in range(20))
+
+    texts = warned(run)
+    assert found == [i + 1 for i in range(20)] and captured(step) == (0, True)
+    assert len(texts) == (RANK == 0) and all("make other objects once" in text for text in texts)
+
+
+def test_new_objects_between_captures(mirrored):
+    """Each program of a search has shapes that are not repeated, and others that are."""
+    step, xp = hs.function(lambda pair, x: pair.members[0] * x), mirrored.xp
+    for i in range(12):
+        pair = Pair(float(i))
+        for size in (3, 3, 3, 2):
+            assert own(mirrored.run(step, args=(pair, xp.ones(size))))[0] == i
+        assert captured(step) == (1, True)
+        del pair
 
 
 def test_an_update_of_another_variable(strategy):
