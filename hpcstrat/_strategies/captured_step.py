@@ -305,17 +305,22 @@ class CapturedStep:
         """Launches the graph, right after the capture without numbers; returns its results."""
         communicator = self.group.communicator
         assert isinstance(communicator, DeviceCommunicator)
+        may_have_run = False
         try:  # the other ranks launch, whatever happens here
             for own, given in zip(self._inputs, leaves, strict=True):
                 if gpu.is_on_gpu(own):
                     self._stream.xp.copyto(own, given)
             self._write(self._numbers if numbers is None else numbers)
+            may_have_run = True
             communicator.launch_graph(self._graph)
             if numbers is not None:  # else the function itself has counted the steps
                 for update in self._updates:
                     update.state.iterations += 1
         except BaseException as error:  # a signal's may come between these lines
             communicator.calls.mark_interrupted(error, "Strategy.run")
+            for update in self._updates if may_have_run else []:
+                blocks = [state_of(v).block for v in update.state.slots]
+                self.group.storage.mark_interrupted(error, blocks)
             raise
         results = [
             leaf.copy() if gpu.is_on_gpu(leaf) or isinstance(leaf, np.ndarray) else leaf

@@ -329,6 +329,28 @@ def test_a_signal_before_a_launch(mirrored, monkeypatch):
     check_equal(models[0].state(), models[1].state())
 
 
+@pytest.mark.mpi(max_size=1)
+@pytest.mark.parametrize("steps", [2, 4])  # before: the next call captures, or launches
+def test_after_a_signal_in_a_launch_the_variables_are_gone(mirrored, monkeypatch, steps):
+    """They have the step, but their optimizer has not counted it."""
+    model = Model(mirrored, OPTIMIZERS["SGD"])
+    step = hs.function(model.step)
+    (batch,) = batches(mirrored, (4,))
+    for _ in range(steps):
+        mirrored.run(step, args=(batch,))
+    communicator = mirrored._group.communicator
+
+    def interrupt(graph, launch=communicator.launch_graph):
+        launch(graph)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(communicator, "launch_graph", interrupt)
+        mirrored.run(step, args=(batch,))
+    with pytest.raises(RuntimeError, match=r"an exception interrupted .*make it again"):
+        model.state()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_signal_after_the_ranks_have_agreed(mirrored, monkeypatch):
     """Others have launched: the next call would end the job."""
