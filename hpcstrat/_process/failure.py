@@ -258,7 +258,10 @@ def end_rank(message: str) -> NoReturn:
 def _started_mpi() -> Any:
     """The module `mpi4py.MPI` if MPI has been started, else None."""
     MPI = sys.modules.get("mpi4py.MPI")
-    return MPI if MPI is not None and MPI.Is_initialized() else None
+    # A thread that ends the job may come here while the main thread imports it.
+    if MPI is None or getattr(MPI.__spec__, "_initializing", False):
+        return None
+    return MPI if MPI.Is_initialized() else None
 
 
 def _can_end_others() -> bool:

@@ -4,6 +4,7 @@ import concurrent.futures
 import socket
 import subprocess
 import sys
+import types
 
 import pytest
 from internals import failure
@@ -50,6 +51,12 @@ def test_only_the_exit_that_ends_the_program_is_told(status, ends):
     assert ended.stdout == f"caught 5\n{ends}registered before\n"
     assert ended.returncode == {"3": 3, "'why'": 1}.get(status, 0)
     assert ended.stderr == ("why\n" if "why" in status else "")
+
+
+def test_mpi_has_not_started_while_it_is_imported(monkeypatch):
+    spec = types.SimpleNamespace(_initializing=True)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", types.SimpleNamespace(__spec__=spec))
+    assert failure._started_mpi() is None
 
 
 def test_the_launcher_is_asked_for_the_end(monkeypatch):
