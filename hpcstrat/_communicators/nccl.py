@@ -75,8 +75,15 @@ class NcclCommunicator(DeviceCommunicator):
         on_host = [i for i in range(len(items)) if i not in on_gpu]
         results: dict[int, Any] = {}
         if on_gpu:
-            must_match = (*must_match, f"on the GPU {on_gpu}")
-            moved = move_on_gpu(must_match, [items[i] for i in on_gpu], *options)
+            must_match, number = (*must_match, f"on the GPU {on_gpu}"), self.calls.number
+            try:
+                moved = move_on_gpu(must_match, [items[i] for i in on_gpu], *options)
+            except Exception:
+                raise
+            except BaseException as error:  # a signal's: in NCCL the others wait for this rank
+                if self.calls.number != number:
+                    self.calls.mark_interrupted(error)
+                raise
             results.update(zip(on_gpu, moved, strict=True))
         if on_host or not items:  # of no items, the ranks still meet
             with self.raise_together():  # the ranks may have met, on the GPU

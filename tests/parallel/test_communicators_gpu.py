@@ -100,6 +100,33 @@ def test_arrays_of_both_kinds_in_one_call(communicator, place):
         assert isinstance(one, module.ndarray) and one.tolist() == [(communicator.size - 1) / 2]
 
 
+@several
+@on_gpu
+@pytest.mark.parametrize(
+    "step, call",
+    [
+        ("bind_reduce", lambda one, x: one.all_reduce([x], SUM)),
+        ("bind_all_gather", lambda one, x: one.all_gather([x], 0)),
+        ("bind_broadcast", lambda one, x: one.broadcast([x], 0)),
+    ],
+    ids=["reduction", "gathering", "broadcast"],
+)
+def test_a_signal_before_nccl_starts_is_not_waited_for(connected, monkeypatch, place, step, call):
+    """The others may be in NCCL: only this rank can end the job, at its next call."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    array = place.xp.ones(3)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(type(connected._collectives), step, interrupt)
+        call(connected, array)
+    assert connected.calls.barred is not None and connected.calls.barred.state == "interrupted"
+    connected.calls.barred = None  # here it came to all
+    (found,) = call(connected, array)
+    assert float(found.sum()) in (3, 3 * N)
+
+
 @pytest.mark.parametrize("op", [SUM, MEAN])
 def test_gradients_of_modules_are_reduced_in_place(communicator, place, op):
     rank, xp = communicator.rank, place.xp
