@@ -323,8 +323,8 @@ class DistributedIterator(DatasetIterator):
         except Exception:
             raise
         except BaseException as interrupt:
-            if self._compares:  # it came after the exchange: the other ranks have this step
-                self._communicator.calls.mark_interrupted(interrupt, self._call)
+            # The other ranks may have taken this step. A single replica takes it again.
+            self._communicator.calls.mark_interrupted(interrupt, self._call)
             self._go_back(taken)
             raise
 

@@ -53,6 +53,9 @@ def with_each(name, *arguments, **others):
 
 
 APPLY = r"SGD\.apply_gradients"
+ITERATE = """batches = hs.data.Dataset.range(9).{}
+    for batch in strategy.experimental_distribute_dataset(batches): pass"""
+ITERATING = r"iterating over Strategy\.experimental_distribute_dataset"
 BROKEN = {
     **with_each("an update interrupted", "'one_pass'", "apply(numbers)", APPLY),
     **with_each("an update interrupted on all ranks", "'one_pass'", "apply(numbers)", APPLY, of=""),
@@ -80,10 +83,10 @@ BROKEN = {
     ),
     "a barrier interrupted": broken("'exchange_records'", "hs.barrier()", "barrier"),
     "an iteration interrupted": broken(
-        "'_differences'",
-        """batches = hs.data.Dataset.range(9).map(lambda x: x).batch(3)
-    for batch in strategy.experimental_distribute_dataset(batches): pass""",
-        r"iterating over Strategy\.experimental_distribute_dataset",
+        "'_differences'", ITERATE.format("map(lambda x: x).batch(3)"), ITERATING
+    ),
+    "an iteration interrupted that exchanges nothing": broken(
+        "'fetch'", ITERATE.format("batch(3)"), ITERATING
     ),
     "an own value interrupted": broken(
         "'_assign'", "own.assign(numbers)", r"Variable\.assign of 'Variable'"
