@@ -38,7 +38,7 @@ class PreemptionHandler:
     Put `with PreemptionHandler(checkpoint, path) as handler:` around the training, and call
     `handler.check()` after each step. A signal to any rank is enough. While the ranks save and
     exit, further signals have no effect. The end of the `with` block, or `close`, restores the
-    previous handlers.
+    previous handlers. Under `gradient_accumulation_steps` they wait for the call that updates.
 
     Args:
         checkpoint: what to save.
@@ -72,7 +72,7 @@ class PreemptionHandler:
                 f"{call} was made in the thread {threading.current_thread().name!r}; "
                 "make it in the main thread"
             )
-        self._path = path
+        self._path, self._checkpoint = path, checkpoint
         self._save: Callable[[], object] = lambda: checkpoint.save(path, keep)
         self._exit_status = exit_status
         # The handler only takes a note: it may run in the middle of a collective call, where
@@ -130,6 +130,8 @@ class PreemptionHandler:
         if not number:
             return
         self._noted = number
+        if objects_of(self._checkpoint).accumulates():
+            return
         self._save()
         if communicator.rank == 0:
             name = {known.value: known.name for known in signal.Signals}.get(
@@ -190,7 +192,8 @@ class CheckpointManager:
     launcher's host. One manager at a time takes them.
 
     In the `with` block it does what `PreemptionHandler` does: after a SIGTERM or SIGUSR1 the ranks
-    save at the end of the step, and exit with status 75.
+    save at the end of the step, and exit with status 75. Under `gradient_accumulation_steps`, what
+    is due is saved after the call that updates.
 
     Args:
         checkpoint: what to save.
@@ -226,6 +229,7 @@ class CheckpointManager:
         self._snapshot_every = check_count("snapshot_every", snapshot_every) or 0
         self._keep = check_keep(keep)
         self._steps = 0
+        self._handled = 0  # the steps up to which everything that was due has been saved
         self._is_ready = False
         self._memory: JobMemory | None = None  # on rank 0, which counts steps for the launcher
         self._takes_snapshots = False  # equal on all ranks
@@ -282,7 +286,7 @@ class CheckpointManager:
             return None
         name = self._path if path == self._path else _IN_MEMORY
         _, step = restore_from(objects_of(self._checkpoint), name, lambda: file)
-        self._steps = step or 0  # a file of `Checkpoint.save` has no step
+        self._steps = self._handled = step or 0  # a file of `Checkpoint.save` has no step
         return name
 
     @span(CHECKPOINT, "step")
@@ -320,10 +324,18 @@ class CheckpointManager:
             self._handler.check()
         if self._memory is not None:
             self._memory.note_step(self._steps)
-        if _is_multiple(self._steps, self._every):
+        file = self._is_due(self._every)
+        snapshot = self._takes_snapshots and self._is_due(self._snapshot_every)
+        if (file or snapshot) and objects_of(self._checkpoint).accumulates():
+            return
+        self._handled = self._steps
+        if file:
             self._save()
-        elif self._takes_snapshots and _is_multiple(self._steps, self._snapshot_every):
+        elif snapshot:
             self._take_snapshot()
+
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and self._steps // every > self._handled // every
 
     @span(CHECKPOINT, "save")
     @collective("CheckpointManager.save", communicator_of=lambda _: connect())
@@ -415,7 +427,3 @@ class CheckpointManager:
             self._handler = None
         if _owner == self._path:
             _owner = ""
-
-
-def _is_multiple(steps: int, every: int) -> bool:
-    return every > 0 and steps % every == 0

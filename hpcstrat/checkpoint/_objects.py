@@ -148,6 +148,10 @@ class CheckpointObjects:
             entries[name] = entry_of(v)._replace(shape=(replicas, *v.shape))
         return entries
 
+    def accumulates(self) -> bool:
+        """Whether an optimizer has gradients that it has not applied, so that nothing is saved."""
+        return any(state_of_optimizer(optimizer).calls for optimizer in self.optimizers.values())
+
     def metadata(self) -> dict[str, dict[str, Any]]:
         """What to save in addition to arrays, by object: its kind and its counts.
 
