@@ -149,7 +149,10 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
         return
     call = call or current_call()
     if group.is_closed:
-        raise RuntimeError(f"{call} was called on a strategy that is closed; make another")
+        raise RuntimeError(
+            f"{call} was called on a strategy that is closed, by close() or the end of "
+            "`with strategy:` (`with strategy.scope():` is for variables); make another"
+        )
     if isinstance(here, InUpdate):
         raise RuntimeError(
             f"{call} was called inside an update, which one rank runs: nothing may communicate "

@@ -178,7 +178,7 @@ class Strategy:
             3
             >>> strategy.run(lambda: 1)
             Traceback (most recent call last):
-            RuntimeError: Strategy.run was called on a strategy that is closed; make another
+            RuntimeError: Strategy.run was called on a strategy that is closed, by close() ...
         """
         group = self._group
         if not group.is_closed:

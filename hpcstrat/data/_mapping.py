@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -143,7 +144,12 @@ class Filter(Transformation):
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         def keeps(element: Any) -> bool:
-            return bool(call_on(self._predicate, element, "Dataset.filter", "predicate"))
+            kept = call_on(self._predicate, element, "Dataset.filter", "predicate")
+            if kept is None or math.prod(getattr(kept, "shape", ())) != 1:
+                raise TypeError(
+                    f"Dataset.filter: predicate returned {kept!r}; it must return True or False"
+                )
+            return bool(kept)
 
         for element in with_failures(self._source.elements(epoch)):
             is_kept = attempt(keeps, element)

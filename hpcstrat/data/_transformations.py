@@ -216,6 +216,9 @@ class Transformable(ResumableDataset):
     def filter(self, predicate: Callable[..., Any], name: str | None = None) -> Self:
         """The elements for which `predicate` is true. Every rank loads all elements.
 
+        Raises:
+            TypeError: while iterating, if `predicate` returns `None` or several values.
+
         Examples:
             >>> pairs = hs.data.Dataset.from_tensor_slices(([1, 2, 3], ["a", "b", "c"]))
             >>> for number, word in pairs.filter(lambda number, word: number != 2):

@@ -464,7 +464,9 @@ class Optimizer(metaclass=_options.OptimizerType):
             return
         group = _gradients.group_of_variable(pairs[0][1], "to")
         if group.stream is not None and group.stream.capture is not None:
-            group.stream.require_eager(f"this step of {self.name}")
+            others = [v for gradient, v in pairs if getattr(gradient, "dtype", None) != v.dtype]
+            given = f", given a gradient that is not a {others[0].dtype} array," if others else ""
+            group.stream.require_eager(f"this step of {self.name}{given}")
         state = self._state
         with group.communicator.raise_together():
             gradients, dense, sparse = _gradients.prepare_pairs(pairs)

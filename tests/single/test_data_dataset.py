@@ -600,6 +600,13 @@ def odd_one_out(*wrong):
     return check
 
 
+@pytest.mark.parametrize("result", [None, np.array([True, False])])
+def test_a_predicate_must_return_one_flag(result):
+    """A function without `return` would leave nothing of a dataset, and say nothing."""
+    with pytest.raises(TypeError, match=r"Dataset\.filter: predicate returned .*True or False"):
+        items(Dataset.range(3).filter(lambda x: result))
+
+
 BAD = ZeroDivisionError
 STAGES = {
     "map": (lambda d: d, [0, 1, BAD, 3, 4, BAD, 6]),
