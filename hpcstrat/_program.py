@@ -335,19 +335,19 @@ def function(fn: Any = None, **options: Any) -> Any:
     Its arrays are CuPy's. What it returns are copies. `run` is collective then: all ranks call it.
 
     What cannot be captured runs as it is, on all ranks, after a warning that names the line: a
-    function that reads values on the host, as `float(loss)` and `optimizer.iterations` do, sets an
-    option of an optimizer, or uses NumPy arrays or variables outside of every scope; writes to its
-    arguments, or changes lists and dicts among them; keeps an array that it makes, in an attribute
-    or a list; makes arrays on another stream, records events, makes generators, or draws by
-    functions of `cupy.random` itself; calls `any_rank`, `broadcast_object` or `on_lead`; multiplies
-    matrices otherwise than by `@`, `matmul` and `dot`, of at most two dimensions and of floats;
-    makes variables; passes gradients that are `None`, `IndexedSlices` or not of their variables'
-    dtypes; or whose optimizer accumulates gradients, has steps that collect or transform them, its
-    own `update_rule`, or norms of what depends on the step's number. The second call shows some of
-    that, such as a value that is read; for the rest the Python code of the third runs twice.
-    Programs that import PyTorch, JAX, TensorFlow or `numba.cuda` have no graphs, nor have
-    strategies with variables on the host or without NCCL, and runs with `HPCSTRAT_CHECK` or
-    `HPCSTRAT_TIMELINE`.
+    function that reads values on the host, as `float(loss)`, `optimizer.iterations` and a learning
+    rate in a variable on a GPU do, sets an option of an optimizer, or uses NumPy arrays or
+    variables outside of every scope; writes to its arguments, or changes lists and dicts among
+    them; keeps an array that it makes, in an attribute or a list; makes arrays on another stream,
+    records events, makes generators, or draws by functions of `cupy.random` itself; calls
+    `any_rank`, `broadcast_object` or `on_lead`; multiplies matrices otherwise than by `@`, `matmul`
+    and `dot`, of at most two dimensions and of floats; makes variables; passes gradients that are
+    `IndexedSlices` or not of their variables' dtypes, or rows to `scatter_add`; or whose optimizer
+    accumulates gradients, has steps that collect or transform them, its own `update_rule`, or norms
+    of what depends on the step's number. The second call shows some of that, such as a value that
+    is read; for the rest the Python code of the third runs twice. Programs that import PyTorch,
+    JAX, TensorFlow or `numba.cuda` have no graphs, nor have strategies with variables on the host
+    or without NCCL, and runs with `HPCSTRAT_CHECK` or `HPCSTRAT_TIMELINE`.
 
     Args:
         fn: the function; `@function` and `@function()` both work.

@@ -430,7 +430,8 @@ class Optimizer(metaclass=_options.OptimizerType):
         except (TypeError, ValueError):  # not pairs of an array and a variable
             return False
         if plan is None or not plan.fits(gradients):
-            return False
+            given = [pair for pair in pairs if pair[0] is not None]
+            return 0 < len(given) < len(pairs) and self._apply_as_before(given, are_summed)
         try:
             rate = self._rate  # inlines `_rate_now`
             rate = float(rate(state.iterations)) if callable(rate) else rate
@@ -464,9 +465,10 @@ class Optimizer(metaclass=_options.OptimizerType):
             return
         group = _gradients.group_of_variable(pairs[0][1], "to")
         if group.stream is not None and group.stream.capture is not None:
-            others = [v for gradient, v in pairs if getattr(gradient, "dtype", None) != v.dtype]
-            given = f", given a gradient that is not a {others[0].dtype} array," if others else ""
-            group.stream.require_eager(f"this step of {self.name}{given}")
+            given = [pair for pair in pairs if pair[0] is not None]
+            others = [v for gradient, v in given if getattr(gradient, "dtype", None) != v.dtype]
+            said = f", given a gradient that is not a {others[0].dtype} array," if others else ""
+            group.stream.require_eager(f"this step of {self.name}{said}")
         state = self._state
         with group.communicator.raise_together():
             gradients, dense, sparse = _gradients.prepare_pairs(pairs)

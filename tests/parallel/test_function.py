@@ -485,17 +485,18 @@ def test_numbers_given_to_variables_and_a_metric(strategy):
 
 
 def test_gradients_that_are_summed_already(strategy):
-    """Clipped by hand, as TensorFlow's tutorials do."""
+    """Clipped by hand, as TensorFlow's tutorials do; one variable has none."""
 
     def trained(decorate):
         model = Model(strategy, OPTIMIZERS["Adam"])
-        w, optimizer = model.weights[0], model.optimizer
+        (w, other, _, _), optimizer = model.weights, model.optimizer
 
         @decorate
         def step(batch):
             gradient = hs.get_replica_context().all_reduce("SUM", batch[0].T @ (batch[0] @ w))
             gradient = gradient / strategy.xp.sqrt((gradient * gradient).sum())
-            optimizer.apply_gradients([(gradient, w)], skip_gradients_aggregation=True)
+            pairs = [(None, other), (gradient, w)]
+            optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
 
         for batch in batches(strategy):
             strategy.run(step, args=(batch,))

@@ -276,20 +276,18 @@ def test_what_cannot_be_captured(mirrored, optimizer, change, said):
     assert all(said in str(one.message) for one in caught), caught[0].message
 
 
-@pytest.mark.parametrize("dtype", [None, "float64"])
-def test_gradients_that_are_not_arrays_of_their_variables_dtypes(mirrored, dtype):
+def test_gradients_that_are_not_arrays_of_their_variables_dtypes(mirrored):
     with mirrored.scope():
         variables = [hs.Variable(np.zeros(3, np.float32)) for _ in range(2)]
         optimizer = hs.optimizers.SGD(0.5)
 
     @hs.function
     def step(x):
-        other = None if dtype is None else x.astype(dtype)
-        optimizer.apply_gradients(zip([x, other], variables, strict=True))
+        optimizer.apply_gradients(zip([x, x.astype(np.float64)], variables, strict=True))
 
     run = functools.partial(mirrored.run, step, args=(mirrored.xp.full(3, RANK + 1, np.float32),))
     texts = warned(lambda: [run() for _ in range(4)])
-    assert [v.numpy()[0] for v in variables] == [-N * (N + 1), -N * (N + 1) * (dtype is not None)]
+    assert [v.numpy()[0] for v in variables] == [-N * (N + 1)] * 2
     assert captured(step) == (0, False) and len(texts) == (RANK == 0)
     said = "this step of SGD, given a gradient that is not a float32 array, cannot be part"
     assert all(said in text for text in texts), texts
