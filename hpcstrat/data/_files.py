@@ -38,6 +38,7 @@ from hpcstrat.data._sources import Indexed, Slices
 _HEADER = "dataset.json"  # written last: a folder that has it is complete
 _FORMAT = 1
 _KINDS = "biufcSUmM"  # the dtypes whose bytes are the whole value
+_HOUR = 3600.0  # seconds that the others wait longer for each element, which may take long to make
 
 
 class _LeafWriter:
@@ -107,7 +108,7 @@ def save(node: Node, path: str, replaces: bool = True) -> str:
     with communicator.raise_together():
         if communicator.rank == 0 and (replaces or not _is_saved(path)):
             watchdog = communicator.watchdog
-            with watchdog.extend_timeout(math.inf) if watchdog else contextlib.nullcontext():
+            with watchdog.extend_timeout(_HOUR) if watchdog else contextlib.nullcontext():
                 _save(elements, path, pipeline, replaces)
         communicator.exchange(signature_of(current_call(), "saved", path))
     return pipeline
@@ -158,8 +159,9 @@ def _write(
     elements: Iterator[Any], folder: str, files: contextlib.ExitStack, pipeline: str
 ) -> None:
     columns: list[_LeafWriter] = []
-    structure, skeleton, count = None, None, 0
+    structure, skeleton, count, communicator = None, None, 0, connect()
     for element in elements:
+        communicator.work()
         count += 1
         leaves, other = _elements.flatten(element)
         if structure is None:
