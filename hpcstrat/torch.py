@@ -94,10 +94,12 @@ def broadcast(module: Any) -> None:
         module: a `torch.nn.Module`, of equal structure on all ranks.
 
     Raises:
+        TypeError: `module` is not a module.
         ReplicaMismatchError: names, shapes or dtypes differ between ranks.
     """
     communicator = connection.connect()
     with communicator.raise_together():
+        _check_module(module)
         named = [*module.named_parameters(), *module.named_buffers()]
         parts = [_bytes(tensor) for _, tensor in named]  # bytes travel whatever the dtype
         described = tuple(
@@ -122,11 +124,12 @@ def average_buffers(module: Any) -> None:
         module: a `torch.nn.Module`, of equal structure on all ranks.
 
     Raises:
-        TypeError: a dtype that cannot be reduced.
+        TypeError: `module` is not a module, or a dtype cannot be reduced.
         ReplicaMismatchError: names, shapes or dtypes differ between ranks.
     """
     communicator = connection.connect()
     with communicator.raise_together():
+        _check_module(module)
         named = [
             (name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()
         ]
@@ -160,8 +163,8 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
     Raises:
         RuntimeError: called outside of a replica function.
         ValueError: `reduce_op` is another operation.
-        TypeError: a gradient is sparse, of a dtype that cannot be reduced, or neither on the CPU
-            nor on the GPU of a strategy on GPUs.
+        TypeError: `module` is not a module; or a gradient is sparse, of a dtype that cannot be
+            reduced, or neither on the CPU nor on the GPU of a strategy on GPUs.
         ReplicaMismatchError: the parameters that require gradients differ between replicas; or
             their values do, which the first call with a module compares, and every call with
             `HPCSTRAT_CHECK=1`.
@@ -179,6 +182,7 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
             raise ValueError(
                 f"{call_name.current_call()}: reduce_op is {op.name}; gradients take SUM or MEAN"
             )
+        _check_module(module)
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
         parameters, must_match = named.values(), [*named]
         own = [_gradient(group, name, p) for name, p in named.items()]
@@ -278,6 +282,14 @@ def _torch() -> Any:
             f"{call_name.current_call()} needs PyTorch, which cannot be imported ({error}); "
             "install it"
         ) from error
+
+
+def _check_module(module: Any) -> None:
+    if not hasattr(module, "named_parameters"):
+        raise TypeError(
+            f"{call_name.current_call()}: module is {type(module).__name__}; pass the "
+            "torch.nn.Module itself, not its parameters"
+        )
 
 
 def _as_tensor(leaf: Any) -> Any:

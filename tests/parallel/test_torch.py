@@ -494,8 +494,15 @@ def test_an_error_of_one_rank_is_that_of_all(strategy):
         reduced(strategy, elsewhere)
     with pytest.raises(ValueError, match="reduce_op is MAX; gradients take SUM or MEAN"):
         reduced(strategy, torch.nn.Linear(1, 1), "MAX")
-    with pytest.raises(AttributeError):
-        hs.torch.broadcast(module if RANK else None)
+    module = torch.nn.Linear(1, 1)
+    wrong = module if RANK else module.parameters()
+    for call in (
+        hs.torch.broadcast,
+        hs.torch.average_buffers,
+        lambda given: reduced(strategy, given),
+    ):
+        with pytest.raises(TypeError, match=r": module is generator; pass the torch\.nn\.Module"):
+            call(wrong)
     check_that_it_works(strategy)
 
 

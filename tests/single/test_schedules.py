@@ -119,6 +119,8 @@ def test_arguments_that_make_no_schedule():
         schedules.CosineDecayRestarts(0.1, 10, t_mul=0.5)
     with pytest.raises(ValueError, match=r"^PiecewiseConstantDecay: 2 boundaries and 2 values"):
         schedules.PiecewiseConstantDecay([1, 2], [0.1, 0.2])
+    with pytest.raises(ValueError, match=r"boundaries are \(20, 10\); they must increase"):
+        schedules.PiecewiseConstantDecay((20, 10), [0.1, 0.2, 0.3])
 
 
 class Halving(schedules.LearningRateSchedule):

@@ -124,7 +124,8 @@ class PiecewiseConstantDecay(LearningRateSchedule):
     """`values[i]` up to and including step `boundaries[i]`, and the last value after that.
 
     Raises:
-        ValueError: `values` does not have exactly one item more than `boundaries`.
+        ValueError: `values` does not have exactly one item more than `boundaries`, or these do not
+            increase.
 
     Examples:
         >>> rate = hs.optimizers.schedules.PiecewiseConstantDecay([10, 20], [0.1, 0.05, 0.01])
@@ -141,6 +142,10 @@ class PiecewiseConstantDecay(LearningRateSchedule):
             raise ValueError(
                 f"PiecewiseConstantDecay: {len(self.boundaries)} boundaries and "
                 f"{len(self.values)} values; there must be one value more than boundaries"
+            )
+        if sorted(self.boundaries) != [*self.boundaries]:
+            raise ValueError(
+                f"PiecewiseConstantDecay: boundaries are {self.boundaries}; they must increase"
             )
 
     def __call__(self, step: int) -> float:
