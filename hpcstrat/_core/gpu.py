@@ -142,9 +142,9 @@ class Stream:
         """
         if not is_on_gpu(array):
             # A graph has no copies from the host, but kernels with a number as a parameter.
-            is_number = array.size == 1 or (array.size and not any(array.strides))
-            if self.updates is not None and is_number and array.dtype.isbuiltin == 1:
-                return self.xp.full(array.shape, array.flat[0], array.dtype)
+            if self.updates is not None and array.dtype.isbuiltin == 1:
+                if array.size == 1 or (array.size and not any(array.strides)):
+                    return self.xp.full(array.shape, array.flat[0], array.dtype)
             return self.xp.asarray(array)
         if array.data.device_id == self.ordinal:
             return array
