@@ -639,9 +639,9 @@ class Strategy:
         Collective: all ranks call this.
 
         Args:
-            value: a nest of arrays of one size along `axis`, the same on every rank. The shapes,
-                dtypes and samples of the contents are compared; with `HPCSTRAT_CHECK=1` all of the
-                contents.
+            value: a nest of arrays of one size along `axis`, the same on every rank. Their shapes
+                and dtypes are compared, and samples of those on the host; with `HPCSTRAT_CHECK=1`
+                all of the contents.
             axis: the axis; a negative one counts from the end.
             return_indices: whether to also return which elements along `axis` each replica has.
 
