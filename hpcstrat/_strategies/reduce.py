@@ -123,7 +123,8 @@ def _reduce_along(
     # Counts are always added. If totals are too, a single message has both.
     if reduction.ufunc is np.add:
         both = [sent for total, count, _ in parts for sent in (total, count)]
-        sums = communicator.all_reduce(both, ReduceOp.SUM, op.name, *must_match)
+        of_mean = ("for MEAN",) * reduction.is_mean
+        sums = communicator.all_reduce(both, ReduceOp.SUM, *of_mean, *must_match)
         totals, counts = sums[::2], sums[1::2]
     else:
         totals = communicator.all_reduce([total for total, *_ in parts], op, *must_match)

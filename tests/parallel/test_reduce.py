@@ -153,6 +153,15 @@ def test_axes(strategy, axis, op):
 EMPTY = {"the first": [0], "the last": [N - 1], "all but the first": list(range(1, N))}
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("op", "named"), [("SUM", "SUM"), ("MEAN", "SUM, for MEAN")])
+def test_a_mismatch_names_the_reduction_once(strategy, op, named):
+    axis = 0 if RANK else 1
+    rank = rf"rank 0: Strategy\.reduce\({named}, axis=1\)"
+    with pytest.raises(hs.ReplicaMismatchError, match=rank):
+        strategy.reduce(op, strategy.run(lambda: strategy.xp.ones((2, 3))), axis=axis)
+
+
 @pytest.mark.core
 @pytest.mark.parametrize("ranks", EMPTY)
 def test_empty_parts_do_not_count(strategy, ranks):
