@@ -33,7 +33,7 @@ from hpcstrat.data._node import (
     PipelineChecksum,
     ShuffleState,
 )
-from hpcstrat.data._resuming import DatasetIterator, ResumableDataset, length
+from hpcstrat.data._resuming import DatasetIterator, ResumableDataset, in_turn, length
 from hpcstrat.data._steps import Prefetcher, Step, assign_elements, step_of_one
 
 _END = Step(None, None)
@@ -255,7 +255,7 @@ class DistributedIterator(DatasetIterator):
         else:
             steps = dataset._split(node, self._epoch, peers.index(self._rank), len(peers))
         prefetcher = dataset._prefetcher
-        return self._ahead(steps) if prefetcher is None else prefetcher(steps)
+        return self._ahead(steps) if prefetcher is None else in_turn(steps, prefetcher, self._epoch)
 
     @property
     def element_spec(self) -> Any:

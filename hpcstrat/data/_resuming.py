@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import functools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, final
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, final
 
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _elements
@@ -19,6 +20,7 @@ from hpcstrat.data._threads import threads_of
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+_T = TypeVar("_T")
 _END = object()
 
 
@@ -201,7 +203,8 @@ class DatasetIterator(Resumable):
         count = prefetched_at_end(self._node)
         if not count:
             return elements
-        return map(unwrap, _take_ahead(with_failures(elements), count, self._epoch))
+        ahead = functools.partial(_take_ahead, count=count)
+        return map(unwrap, in_turn(with_failures(elements), ahead, self._epoch))
 
     def _end(self) -> None:
         """Ends the pass and releases the pipeline."""
@@ -259,22 +262,33 @@ class ResumableDataset(Resumable):
         self._last, self._resumed = weakref.ref(iteration), None
 
 
-def _take_ahead(elements: Iterator[Any], count: int, epoch: EpochPass) -> Iterator[Any]:
-    """The elements of a pass; a thread takes up to `count` before they are asked for."""
-    # A round of a shuffle that only the thread has reached does not count: the next pass must not
-    # depend on how fast the thread is.
+def in_turn(
+    elements: Iterator[_T], ahead: Callable[[Iterator[_T]], Iterator[_T]], epoch: EpochPass
+) -> Iterator[_T]:
+    """`ahead(elements)` for elements of a pass, which `ahead` takes before they are asked for."""
+    # A round of a shuffle that only `ahead` has reached does not count: the next pass must not
+    # depend on how fast a thread is.
     epoch.runs_ahead = True
+    reached: deque[Mapping[ShuffleState, int]] = deque()
 
-    def take() -> tuple[Any, Any]:
-        return next(elements, _END), epoch.reached
+    def noted() -> Iterator[_T]:
+        for element in elements:
+            reached.append(epoch.reached)
+            yield element
 
+    for element in ahead(noted()):
+        epoch.commit(reached.popleft())
+        yield element
+    epoch.commit(epoch.reached)
+
+
+def _take_ahead(elements: Iterator[Any], count: int) -> Iterator[Any]:
+    """The elements; a thread takes up to `count` before they are asked for."""
     with threads_of(1) as submit:
-        waiting = deque([submit(take) for _ in range(count)])
+        waiting = deque([submit(next, elements, _END) for _ in range(count)])
         while True:
-            waiting.append(submit(take))
-            element, reached = waiting.popleft().result()
-            epoch.commit(reached)
-            if element is _END:
+            waiting.append(submit(next, elements, _END))
+            if (element := waiting.popleft().result()) is _END:
                 return
             yield element
 

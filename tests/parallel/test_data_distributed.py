@@ -124,6 +124,28 @@ def test_it_is_left_early_and_begun_again(strategy):
 
 
 @pytest.mark.core
+def test_orders_do_not_depend_on_what_was_prepared_ahead(strategy):
+    """Each iteration is left after its first round of 3 steps; a thread may have begun another."""
+
+    def order(number):
+        given = Dataset.range(12).shuffle(12, seed=3)
+        rounds = [[int(x) for x in given] for _ in range(number + 1)]
+        return rounds[-1][:4]
+
+    for ahead in (0, 1, 4):
+        dataset = Dataset.range(12).shuffle(12, seed=3).batch(4).repeat()
+        dataset = dataset.prefetch(ahead) if ahead else dataset
+        distributed = strategy.experimental_distribute_dataset(dataset)
+        for number in range(3):
+            for step, x in enumerate(distributed):
+                if step == 0:
+                    assert hs.asnumpy(strategy.gather(x, axis=0)).tolist() == order(number)
+                time.sleep(0.01)  # a thread takes further steps meanwhile
+                if step == 2:
+                    break
+
+
+@pytest.mark.core
 def test_batches_go_into_run(strategy, xp):
     x, y = np.arange(20, dtype=np.float32).reshape(10, 2), np.arange(10)
 
