@@ -304,22 +304,7 @@ class DistributedIterator(DatasetIterator):
                     del step, value, error
             if is_scarce and not self._dataset._has_warned:
                 self._warn(total)
-            rank, size = self._rank, self._size
-            if size == 1:
-                return value
-            # The most common nests need no flattening: an array, and a tuple of arrays.
-            if type(value) is np.ndarray:
-                return PerReplica(value, rank, size)
-            if type(value) is tuple:
-                parts = []
-                for array in value:
-                    if type(array) is not np.ndarray:
-                        break
-                    parts.append(PerReplica(array, rank, size))
-                else:
-                    return tuple(parts)
-            leaves, structure = _elements.flatten(value)
-            return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
+            return value if self._size == 1 else self._parts_of(value)
         except Exception:
             raise
         except BaseException as interrupt:
@@ -327,6 +312,23 @@ class DistributedIterator(DatasetIterator):
             self._communicator.calls.mark_interrupted(interrupt, self._call)
             self._go_back(taken)
             raise
+
+    def _parts_of(self, value: Any) -> Any:
+        """This replica's values, as those of a step of several replicas."""
+        rank, size = self._rank, self._size
+        # The most common nests need no flattening: an array, and a tuple of arrays.
+        if type(value) is np.ndarray:
+            return PerReplica(value, rank, size)
+        if type(value) is tuple:
+            parts = []
+            for array in value:
+                if type(array) is not np.ndarray:
+                    break
+                parts.append(PerReplica(array, rank, size))
+            else:
+                return tuple(parts)
+        leaves, structure = _elements.flatten(value)
+        return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
 
     def _end(self) -> None:
         """Ends the pass, at the same step on all ranks."""
