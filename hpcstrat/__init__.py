@@ -19,8 +19,6 @@ from hpcstrat._core.types import PerReplicaSpec as PerReplicaSpec
 from hpcstrat._core.types import ReduceOp as ReduceOp
 from hpcstrat._core.types import ReplicaMismatchError as ReplicaMismatchError
 from hpcstrat._core.types import TensorSpec as TensorSpec
-from hpcstrat._process import failure as _failure
-from hpcstrat._process import settings as _settings
 from hpcstrat._program import any_rank as any_rank
 from hpcstrat._program import asnumpy as asnumpy
 from hpcstrat._program import barrier as barrier
@@ -35,6 +33,8 @@ from hpcstrat._program import progress as progress
 from hpcstrat._program import rank as rank
 from hpcstrat._program import size as size
 from hpcstrat._replicas.contexts import in_cross_replica_context as in_cross_replica_context
+from hpcstrat._process import settings as _settings
+from hpcstrat._start import start as _start
 from hpcstrat._strategies.base import Strategy as Strategy
 from hpcstrat._strategies.current import experimental_set_strategy as experimental_set_strategy
 from hpcstrat._strategies.current import get_replica_context as get_replica_context
@@ -78,8 +78,7 @@ __version__ = "0.1.0"
 
 _set_module(globals(), "torch")  # which takes long
 _set_owners()
-_failure.install_at_import()
-_settings.warn_of_unknown()
+_start()
 if _settings.timeline():
     from hpcstrat._timeline import recorder as _recorder
 

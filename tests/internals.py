@@ -66,15 +66,16 @@ from hpcstrat._memory.intervals import Interval, Shard, divide_up, merge, round_
 from hpcstrat._memory.layout import Layout, PackKernel, layout_of
 from hpcstrat._memory.segment import available_memory, make_private_segment, physical_memory
 from hpcstrat._process import (
+    blas_threads,
     failure,
-    guard,
-    job_files,
     launchers,
+    mpi_library,
     output,
+    reports,
+    segments,
     settings,
     worlds,
 )
-from hpcstrat._process.job_files import Note, State
 from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, Workers
@@ -92,31 +93,13 @@ from hpcstrat._strategies.strategies import make_mirrored_group
 from hpcstrat._timeline import recorder
 from hpcstrat._timeline.recorder import GpuSpans, TimelineRecorder, difference, zero
 from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
-from hpcstrat._tools import check, info
-from hpcstrat._tools.launch import mpiexec, policy, restarts
-from hpcstrat._tools.launch.command import python_command
-from hpcstrat._tools.launch.mpiexec import LaunchError
-from hpcstrat._tools.launch.policy import Decision, Ended, Policy, decide
-from hpcstrat._tools.timeline import advise, timeline
-from hpcstrat._tools.timeline_shares import (
-    KINDS,
-    Rank,
-    Timeline,
-    TraceSpan,
-    move_waiting,
-    periods_of,
-    read,
-    share_out,
-)
 from hpcstrat._update import compiled, device_kernels, device_update, library_cache, rows
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._update.rule import sums_of_squares
-from hpcstrat._watchdog import host_channels, watchdog
-from hpcstrat._watchdog.channels import LIMIT, SLOT, UNKNOWN, RankStatus, StatusChannel
-from hpcstrat._watchdog.host_channels import MemberChannel, RootChannel
+from hpcstrat._watchdog import channels, watchdog
+from hpcstrat._watchdog.channels import UNKNOWN, Link, MemberChannel, RankStatus, RootChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
-from hpcstrat._watchdog.tcp import Connection, Listener, reach
 from hpcstrat._watchdog.watchdog import Watchdog
 from hpcstrat.checkpoint import _atomic_file
 from hpcstrat.checkpoint._atomic_file import replacing

@@ -10,7 +10,7 @@ from hpcstrat._calls.records import LEAVING, CallDescription
 from hpcstrat._core.call_name import join_by_rank, list_by_rank, ranks_in_words
 from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat._core.user_frames import user_frame
-from hpcstrat._process import failure
+from hpcstrat._process import failure, output, reports
 
 # Other ranks raise an error from its class and its text. The exception itself might not be
 # picklable, and a class of the user's may not exist on another rank, so only these travel.
@@ -117,6 +117,8 @@ def lines(by_rank: Sequence[RankReport]) -> str:
 def end_after_leaving(rank: int, statuses: Sequence[int], words: CallDescription) -> NoReturn:
     """Ends the job: some ranks left the program, while others are in a call."""
     gone = [other for other, status in enumerate(statuses) if status == LEAVING]
+    if rank in gone and (hidden := output.take_hidden_errors()):  # it may say why it left
+        reports.say(hidden)
     # One rank that waits speaks for all.
     speaker = next((other for other, status in enumerate(statuses) if status != LEAVING), 0)
     what = "left the program" if rank in gone else f"waits in {words}, at {user_frame()}"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
@@ -22,9 +22,7 @@ from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, join_by_rank, warn_together
 from hpcstrat._process import failure, launchers, settings, worlds
-from hpcstrat._process.worlds import World
-from hpcstrat._watchdog.channels import StatusChannel, share_slots
-from hpcstrat._watchdog.host_channels import connect_hosts
+from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
 
 when_connected: list[Callable[[HostCommunicator], None]] = []
@@ -35,8 +33,11 @@ when_left: list[Callable[[HostCommunicator], None]] = []
 _connected: dict[tuple[str, ...], DeviceCommunicator] = {}
 
 
-# A cache and not a global variable, so that `find_connected` can ask whether it was called.
-@functools.cache
+_communicator: HostCommunicator | None = None
+# Threads may make their first strategies at the same time, but the ranks connect only once.
+_connect_lock = threading.Lock()
+
+
 def connect() -> HostCommunicator:
     """The communicator of all ranks of the program, the same for every strategy. Starts MPI.
 
@@ -47,10 +48,20 @@ def connect() -> HostCommunicator:
             differ.
         OSError: the requested timeline cannot be written.
     """
-    communicator = _connect()
-    for call in when_connected:
-        call(communicator)
-    return communicator
+    global _communicator
+    if _communicator is None:
+        with _connect_lock:
+            if _communicator is None:
+                communicator = _connect()
+                for call in when_connected:
+                    call(communicator)
+                _communicator = communicator
+    return _communicator
+
+
+def find_connected() -> HostCommunicator | None:
+    """The communicator that `connect` returned; `None` if it was not called yet. Starts nothing."""
+    return _communicator
 
 
 def _connect() -> HostCommunicator:
@@ -62,13 +73,20 @@ def _connect() -> HostCommunicator:
         world = worlds.start()
         if world.comm is None or world.size == 1:
             return SoloCommunicator()
-        communicator, channel = connect_host(world)
+        failure.install_when_connected(world.rank)
+        is_one_host = world.local_size == world.size
+        communicator = (
+            SharedMemoryCommunicator(world.comm)
+            if is_one_host
+            else HierarchicalCommunicator(world.comm, world.host_comm)
+        )
+        channel = channels.connect(world.comm, is_one_host)
     if channel is not None:
         communicator.watchdog = Watchdog(communicator.rank, communicator.calls, channel)
     else:
         warn_together(
-            "hpcstrat: the ranks' hosts cannot reach each other by TCP, so a rank that never comes "
-            "is not noticed; open their ports to each other, or give the job a time limit",
+            "hpcstrat: not all ranks can reach rank 0, so a rank that never comes is not noticed; "
+            "open the hosts' TCP ports to each other, or give the job a time limit",
             UserWarning,
             communicator.rank == 0,
         )
@@ -76,23 +94,6 @@ def _connect() -> HostCommunicator:
     atexit.register(_leave, communicator, os.getpid())
     _check_versions(communicator)
     return communicator
-
-
-def connect_host(world: World) -> tuple[HostCommunicator, StatusChannel | None]:
-    """The communicator of all ranks, and the channel of its watchdog if there can be one.
-
-    Collective.
-    """
-    if world.local_size == world.size:
-        communicator = SharedMemoryCommunicator(world.comm)
-        return communicator, StatusChannel(world.rank, *share_slots(world.comm))
-    communicator = HierarchicalCommunicator(world.comm, world.host_comm)
-    return communicator, connect_hosts(world.comm, world.host_comm, world.hosts)
-
-
-def find_connected() -> HostCommunicator | None:
-    """The communicator that `connect` returned; `None` if it was not called yet. Starts nothing."""
-    return connect() if connect.cache_info().currsize else None
 
 
 def _check_versions(communicator: HostCommunicator) -> None:
@@ -211,8 +212,6 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
         # First all ranks agree that they leave here, so that all have made the same calls: only
         # then do the calls of NCCL end.
         communicator.leave()
-        if communicator.watchdog is not None:
-            communicator.watchdog.leave()  # once more: a host's first rank tells what all have said
         for call in when_left:
             call(communicator)
         try:
@@ -225,4 +224,3 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
                 f"{communicator.rank} failed, which was only noticed at its end; start with "
                 "CUDA_LAUNCH_BLOCKING=1 to see where"
             )
-    failure.note_left()

@@ -18,7 +18,7 @@ from contextvars import ContextVar, Token
 from typing import Any, NamedTuple, TypeVar, cast, final
 
 from hpcstrat._core.public_names import ARGUMENTS
-from hpcstrat._process import output, settings
+from hpcstrat._process import reports, settings
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _OWN = ("hpcstrat", "tqdm")  # packages whose lines are not the program's
@@ -101,7 +101,7 @@ def explained(function: Callable[..., Any], given: str) -> Callable[..., Any]:
             return function(*args, **kwargs)
         except TypeError as error:
             if refuses_arguments(error, function, args, kwargs):
-                output.add_note(error, f"{current_call()}: {given}")
+                reports.add_note(error, f"{current_call()}: {given}")
             raise
 
     return call

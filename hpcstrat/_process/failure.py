@@ -1,35 +1,27 @@
 """An error on one rank ends all ranks: with its traceback, its rank, and a non-zero exit status.
 
-| event                     | what this rank does                 | what the other ranks see      |
-|---------------------------|-------------------------------------|-------------------------------|
-| error in the main thread, | prints its traceback; exits, or     | killed wherever they are      |
-| ranks not yet connected   | asks MPICH's launcher for the end   |                               |
-| error, any thread, later  | prints its traceback, `MPI.Abort`   | killed in any call, silently  |
-| error that another rank   | waits 1 s for the cause; is mostly  | nothing of it: the cause      |
-| caused                    | killed before it prints             | ends them                     |
-| `end_job`: ranks hang, or | prints the message, `MPI.Abort`     | killed in any call, silently  |
-| call different things     |                                     |                               |
-| `sys.exit(1)`, ranks not  | the same, and says so               | killed wherever they are      |
-| yet connected             |                                     |                               |
-| `sys.exit(1)`, later      | shows hidden text, tells the        | their next call ends the job: |
-|                           | launcher, and leaves                | "left the program before"     |
-| `raise SystemExit(1)`     | leaves                              | the same; before they are     |
-|                           |                                     | connected, a time-out         |
-| `os._exit(1)`             | nothing                             | killed by the launcher        |
-| crash in C                | Python prints the lines of all      | killed by the launcher        |
-|                           | threads                             |                               |
-| the launcher is gone      | says so, cleans up, and exits       | each does the same            |
-| error only logged; thread | shows the text, and continues       | nothing                       |
-| fails before they connect |                                     |                               |
+| event on a rank                 | what that rank does                   | what the others see         |
+|---------------------------------|---------------------------------------|-----------------------------|
+| uncaught error, main thread     | `sys.excepthook`: prints it, and      | killed wherever they are    |
+|                                 | ends the job                          |                             |
+| uncaught error, other thread    | `threading.excepthook`: the same,     | the same                    |
+|                                 | once the ranks are connected          |                             |
+| either, caused by another rank  | waits 1 s for the cause; is mostly    | nothing: the cause ends     |
+|                                 | killed before it prints               | them                        |
+| ranks hang, or calls differ     | `end_job`: prints why, and ends the   | killed wherever they are    |
+|                                 | job                                   |                             |
+| the program's end, `sys.exit`   | leaves                                | their next call ends the    |
+|                                 |                                       | job: "left the program"     |
+| `os._exit`, a signal, a crash   | nothing; Python prints the lines of   | killed by the launcher or   |
+|                                 | all threads at a crash in C           | the watchdog                |
+| the launcher is gone            | `end_rank`: says so, and exits        | each does the same          |
 
-What the library changes in a process for this, all of it here and in `output.py`, is listed in
-docs/one_program.md. Where it replaces a hook, the hook that was there still prints.
+Where the library replaces a hook, the hook that was there still prints. `hpcstrat/_start.py` lists
+all that is replaced.
 """
 
 from __future__ import annotations
 
-import atexit
-import builtins
 import contextlib
 import faulthandler
 import functools
@@ -43,8 +35,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hpcstrat._process import guard, job_files, launchers, output
-from hpcstrat._process.job_files import State
+from hpcstrat._process import output, reports, segments
 
 _CONSEQUENCE_DELAY = 1.0  # seconds that a rank waits, so that the cause is reported first
 _LEAD_DELAY = 0.3  # seconds that the other ranks give rank 0
@@ -53,48 +44,33 @@ _ABORT_SECONDS = 5.0  # that MPI gets to end the job; then this rank ends itself
 _PMI_SECONDS = 3.0  # that the launcher gets for an answer
 _PMI = "PMI_FD"  # the variable with the connection to a launcher that speaks PMI, as MPICH's
 
-before_the_end: list[Callable[[], None]] = []
-"""Called when this rank ends the job, by the thread that does."""
-
 _process = 0  # this rank's; 0 if it has no others to end
 _rank = 0
 _is_connected = False
+_explain: Callable[[BaseException], None] = lambda error: None
 _latest_hook: Callable[..., object] | None = None
 
 
-def install_at_import() -> None:
-    """Installs what several ranks need before they are connected. Starts nothing.
+def install(rank: int, explain: Callable[[BaseException], None]) -> None:
+    """From now on an uncaught exception in this rank's main thread ends all ranks.
 
-    Raises:
-        RuntimeError: a variable is not as launchers set it.
-        ValueError: a variable has a value that is not allowed.
+    Args:
+        rank: this rank.
+        explain: adds notes to uncaught exceptions of other libraries.
     """
-    launcher = launchers.find()
-    if launcher is None:
-        return
-    # First the end of all ranks, so that an error of what follows, here or in a later import, ends
-    # them: they wait in the start of MPI, or soon will.
-    if not launchers.is_child():
-        _tell_launcher(State.STARTED, rank=launcher.rank)
-        if not launcher.alone or job_files.find() is not None:
-            _install_hook()
-        if not launcher.alone:
-            _set_rank(launcher.rank)
-            sys.exit = _Leave(sys.exit)
-            for name in {"exit", "quit"} & vars(builtins).keys():  # the site's
-                setattr(builtins, name, _Leave(getattr(builtins, name)))
-    output.install()
+    global _explain
+    _explain = explain
+    _set_rank(rank)
+    _install_hook()
 
 
 def install_when_connected(rank: int) -> None:
-    """Installs what several ranks need once they are connected.
-
-    From now on an uncaught exception, in any thread, ends all ranks.
-    """
+    """From now on an uncaught exception in any thread ends all ranks, which are connected."""
+    global _is_connected
     if sys.excepthook is not _latest_hook:  # the program has set its own since
         _install_hook()
-    _set_rank(rank, is_connected=True)
-    _tell_launcher(State.CONNECTED)
+    _set_rank(rank)
+    _is_connected = True
     # Python survives a failed thread. Other ranks would hang: they wait for that thread's calls.
     threading.excepthook = functools.partial(_report_of_thread, threading.excepthook)
     # A segmentation fault prints Python's traceback, unless the user has arranged that.
@@ -104,11 +80,11 @@ def install_when_connected(rank: int) -> None:
             faulthandler.enable(os.dup(sys.__stderr__.fileno()))
 
 
-def _set_rank(rank: int, is_connected: bool = False) -> None:
+def _set_rank(rank: int) -> None:
     """From now on this process is this rank."""
-    global _process, _rank, _is_connected
-    _process, _rank, _is_connected = os.getpid(), rank, is_connected
-    output.tag_with(rank)
+    global _process, _rank
+    _process, _rank = os.getpid(), rank
+    reports.tag_with(rank)
 
 
 # ---- uncaught exceptions
@@ -136,24 +112,21 @@ def _report_of_thread(
 def _report(error: BaseException | None, show: Callable[[], object], ends: bool) -> None:
     """Prints an uncaught exception, as `show` does, and ends all ranks if it `ends` them."""
     if error is not None:
-        for explain in output.explanations:
-            explain(error)
+        _explain(error)
     if not ends or not _can_end_others():
-        if not _process:  # a rank alone
-            _tell_launcher_of(error)
-        with output.reporting():
+        with reports.reporting():
             show()
         return
-    shown = output.capture(show, error)
+    shown = reports.capture(show, error)
     is_consequence = _is_consequence(error)
     if is_consequence:
         time.sleep(_CONSEQUENCE_DELAY)
-    _let_rank_0_speak()
-    if not is_consequence:
-        _tell_launcher_of(error)
-        shown = output.take_hidden_errors() + shown
-    output.say(shown)
-    if _must_abort():
+    if _rank > 0:  # rank 0 alone reports what all ranks would
+        time.sleep(_LEAD_DELAY)
+    reports.say(shown if is_consequence else output.take_hidden_errors() + shown)
+    # An exit status alone might not end the others: MPI does not end them, nor does a launcher that
+    # ignores the status of a process that has not started MPI, as MPICH's does.
+    if _started_mpi() is not None or _PMI in os.environ:
         _abort(1)
 
 
@@ -170,88 +143,25 @@ def _is_consequence(error: BaseException | None) -> bool:
     )
 
 
-# ---- sys.exit, for which Python calls no hook
-
-
-class _Exit(SystemExit):
-    """A `SystemExit` that notices when it ends the program."""
-
-    @property
-    def code(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The status."""
-        status = super().code
-        # Python itself asks, and no line of the program: nothing has caught it.
-        if sys._getframe().f_back is None and status is not None and status != 0:
-            # Registered last it runs first: before mpi4py's own end, which would wait for others.
-            atexit.register(_end_after_exit, status)
-        return status
-
-
-class _Leave:
-    """`sys.exit`, `exit` or `quit`, which from the main thread raises `_Exit`."""
-
-    def __init__(self, leave: Callable[..., object]) -> None:
-        self._leave = leave
-        functools.update_wrapper(self, leave)
-
-    def __repr__(self) -> str:  # which the prompt shows for `exit`
-        return repr(self._leave)
-
-    def __call__(self, code: Any = None) -> NoReturn:
-        try:
-            self._leave(code)
-        except SystemExit as error:
-            if threading.current_thread() is threading.main_thread():
-                raise _Exit(*error.args) from None
-            raise
-        raise AssertionError
-
-
-def _end_after_exit(status: object) -> None:
-    """Ends all ranks if this one leaves early: the others would wait."""
-    if not _can_end_others():
-        return
-    _tell_launcher(State.FAILED, f"sys.exit({status!r})")
-    text = output.take_hidden_errors()
-    if text or not _is_connected:
-        # Open MPI's launcher may crash if a rank ends while another connects to it.
-        _let_rank_0_speak()
-    if not _is_connected and _must_abort():
-        end_job(
-            f"{text}hpcstrat: the job ends: rank {_rank} left the program by "
-            f"sys.exit({status!r}) before the ranks were connected; look at what it printed last",
-            status if isinstance(status, int) else 1,
-        )
-    if text:  # the others' next call ends them, or the launcher, because of this status
-        output.say(text)
-
-
-def _let_rank_0_speak() -> None:
-    """Gives rank 0 time to end the job, so that it alone reports what all ranks would."""
-    if _rank > 0:
-        time.sleep(_LEAD_DELAY)
-
-
 # ---- the end of the job
 
 
-def end_job(message: str, status: int = 1, consequence: bool = False) -> NoReturn:
-    """Ends all ranks: prints the message, tagged, to standard error, and exits with this status.
+def end_job(message: str, consequence: bool = False) -> NoReturn:
+    """Ends all ranks: prints the message, tagged, to standard error, and exits with status 1.
 
     A consequence waits for the rank that reports the cause, and is not printed if that rank ends
     the job first.
     """
     if consequence:
         time.sleep(_CONSEQUENCE_DELAY)
-    output.say(message)
-    _abort(status)
+    reports.say(message)
+    _abort(1)
 
 
 def end_rank(message: str) -> NoReturn:
     """Ends this rank when its launcher, which could end the others, is gone."""
-    output.say(message)
-    _clean_up()
-    guard.unlink_segments(os.getpid(), guard.OPEN_MPI)  # which Open MPI leaves to its launcher
+    reports.say(message)
+    segments.unlink(segments.MPICH + segments.OPEN_MPI)  # the latter's launcher would do it
     os._exit(1)
 
 
@@ -272,9 +182,8 @@ def _can_end_others() -> bool:
 
 
 def _abort(status: int) -> NoReturn:
-    """Ends all ranks, or this process if it is alone; the status is never 0."""
-    status = status or 1
-    _clean_up()
+    """Ends all ranks, or this process if it is alone."""
+    segments.unlink()  # after an abort MPICH's would stay
     if _can_end_others():
         time.sleep(_FORWARD_DELAY)
         if (MPI := _started_mpi()) is not None:
@@ -283,23 +192,6 @@ def _abort(status: int) -> NoReturn:
             with contextlib.suppress(OSError, ValueError):
                 _abort_pmi(int(os.environ[_PMI]), status)
     os._exit(status)  # a non-zero status makes other launchers end the others
-
-
-def _clean_up() -> None:
-    """Saves what others have asked to save, and removes what MPI would leave behind."""
-    for call in before_the_end:
-        with contextlib.suppress(Exception):
-            call()
-    guard.unlink_segments(os.getpid())  # after an abort MPICH's stays in /dev/shm
-
-
-def _must_abort() -> bool:
-    """Whether an exit status alone might not end the others.
-
-    MPI does not end them, nor does a launcher that ignores the status of a process that has not
-    started MPI, as MPICH's does.
-    """
-    return _started_mpi() is not None or _PMI in os.environ
 
 
 def _abort_mpi(MPI: Any, status: int) -> None:
@@ -320,23 +212,3 @@ def _abort_pmi(connection: int, status: int) -> None:
         os.read(connection, 1 << 10)
     os.write(connection, f"cmd=abort exitcode={status}\n".encode())
     select.select([connection], [], [], _PMI_SECONDS)  # the launcher kills this process, too
-
-
-# ---- what the launcher is told
-
-
-def note_left() -> None:
-    """Tells the launcher that this rank leaves in order: what ends it later ends no other rank."""
-    _tell_launcher(State.LEFT)
-
-
-def _tell_launcher_of(error: BaseException | None) -> None:
-    if error is not None:
-        state = State.INTERRUPTED if isinstance(error, KeyboardInterrupt) else State.FAILED
-        _tell_launcher(state, output.summarize(error))
-
-
-def _tell_launcher(state: State, text: str = "", rank: int | None = None) -> None:
-    with contextlib.suppress(Exception):
-        if (memory := job_files.find()) is not None:
-            memory.note(_rank if rank is None else rank, state, text)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import stat
 import sys
 from dataclasses import dataclass
-
-from hpcstrat._process import guard
 
 _MARK = "_HPCSTRAT_PROCESS"  # tells the processes that a rank starts its process id and its job
 # 2(x3): 2 tasks on each of 3 nodes.
@@ -113,13 +112,8 @@ def is_child() -> bool:
     # Same job, other process: the variables were inherited. Other job: started by another launcher.
     if process and process != str(os.getpid()) and job == _job():
         return True
-    connection = _number("PMI_FD")  # to the launcher; a child does not get it
-    try:
-        if connection is not None:
-            os.fstat(connection)
-    except (OSError, OverflowError):
-        return True
-    return False
+    # A child gets the number of the connection to the launcher, but mostly not the connection.
+    return "PMIX_NAMESPACE" not in os.environ and bool(os.environ.get("PMI_FD")) and not _job()
 
 
 def is_importing_child() -> bool:
@@ -130,7 +124,15 @@ def is_importing_child() -> bool:
 
 
 def _job() -> str:
-    return os.environ.get("PMIX_NAMESPACE") or os.environ.get("PMI_FD", "")
+    """What tells this job from one that a rank of it starts; empty if nothing does."""
+    if job := os.environ.get("PMIX_NAMESPACE"):
+        return job
+    # The socket itself: its number is the same in nearly every rank of every job.
+    with contextlib.suppress(OSError, OverflowError):
+        connection = os.fstat(_number("PMI_FD") or -1)
+        if stat.S_ISSOCK(connection.st_mode):
+            return str(connection.st_ino)
+    return ""
 
 
 def find_process() -> int | None:
@@ -147,7 +149,7 @@ def find_process() -> int | None:
             with open(f"/proc/{process}/environ", "rb") as file:
                 if marks[0] not in file.read().split(b"\0"):
                     return process
-            process = int(guard.fields_of(process)[1])
+            process = parent_of(process)
         except PermissionError:
             # Another user's process, such as Slurm's daemon: not one of our wrappers.
             return process
@@ -165,20 +167,31 @@ def is_on_terminal() -> bool:
         with open(f"/proc/{process}/comm") as file:
             # The proxy is between MPICH's `mpirun` and the ranks of a host.
             if file.read().startswith("hydra_pmi_proxy"):
-                process = int(guard.fields_of(process)[1])
+                process = parent_of(process)
         return os.readlink(f"/proc/{process}/fd/2").startswith(("/dev/pts/", "/dev/tty"))
     except OSError:  # it has ended, or is another user's
         return False
 
 
+def parent_of(process: int) -> int:
+    """The process that started this one, or has adopted it; OSError if this one has ended."""
+    return int(_fields_of(process)[1])
+
+
 def is_there(process: int) -> bool:
     """Whether this process is alive."""
     try:
-        return guard.fields_of(process)[0] not in (b"Z", b"X")
+        return _fields_of(process)[0] not in (b"Z", b"X")
     except FileNotFoundError:
         return False
     except OSError:
         return True
+
+
+def _fields_of(process: int) -> list[bytes]:
+    """Its state, parent and so on, from /proc; OSError if it has ended."""
+    with open(f"/proc/{process}/stat", "rb") as file:
+        return file.read().rpartition(b")")[2].split()
 
 
 def expand_tasks(tasks: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""What a rank prints: standard streams that read like one program's, and reports of its failure.
+"""Standard streams that read like those of one program, however many ranks print.
 
 | what is written              | standard output        | standard error                           |
 |------------------------------|------------------------|------------------------------------------|
@@ -8,55 +8,48 @@
 | by any other thread          | as at the top level    | as at the top level                      |
 | while an exception is        | as the place says      | of every rank: it may tell of a failure  |
 | handled, a logged error,     |                        |                                          |
-| hpcstrat's own reports, what |                        |                                          |
-| Python says as it ends       |                        |                                          |
+| an exception that Python     |                        |                                          |
+| ignores, hpcstrat's reports, |                        |                                          |
+| what Python says as it ends  |                        |                                          |
 
-`sys.stdout` and `sys.stderr` are replaced by objects that decide; nothing else is.
+`sys.stdout` and `sys.stderr` are replaced by objects that decide; where errors are hidden,
+`sys.unraisablehook` by one that shows its own.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import functools
 import logging
 import os
 import sys
 import threading
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-from hpcstrat._process import launchers
+from hpcstrat._process import reports
+from hpcstrat._process.launchers import Launcher
 
-_LOG_VARIABLE = "_HPCSTRAT_LOG"  # the file of this rank, where a launcher keeps one
 _HIDDEN_CHARACTERS = 1 << 14  # the last of the hidden text, which are kept
-_PRINT_SECONDS = 3.0  # that the launcher gets to take what is printed
 
 _mode: str | None = None  # HPCSTRAT_OUTPUT, once the streams are replaced
 _hides = False  # whether this rank hides what it prints outside a replica context
 _errors: _ErrorStream | None = None
-_tag = ""  # in front of each line, under several ranks
-_is_reporting: ContextVar[bool] = ContextVar("hpcstrat_is_reporting", default=False)
-
-explanations: list[Callable[[BaseException], None]] = []
-"""Functions that add notes to exceptions of other libraries, if the program does not catch them."""
-
-replica_context: Callable[[], bool] = bool  # False, until it is set from above
-"""Whether this thread is in the context of one of several replicas."""
+_is_replica: Callable[[], bool] = bool  # see `install`
 
 
-def install() -> None:
-    """Replaces the standard streams if a launcher started several processes; starts no MPI.
+def install(launcher: Launcher, is_replica: Callable[[], bool]) -> None:
+    """Replaces the standard streams of one of several ranks; starts no MPI.
+
+    Args:
+        launcher: what started this process.
+        is_replica: whether the calling thread is in the context of one of several replicas.
 
     Raises:
         ValueError: a variable has a value that is not allowed.
     """
-    global _mode, _hides, _errors
-    launcher = launchers.find()
-    if _mode is not None or launcher is None or launcher.alone:
-        return
+    global _mode, _hides, _errors, _is_replica
     output, errors = os.environ.get("HPCSTRAT_OUTPUT", ""), os.environ.get("HPCSTRAT_STDERR", "")
     if output not in ("", "all", "lead"):
         raise ValueError(
@@ -70,7 +63,7 @@ def install() -> None:
             "standard error. Without it the rules of HPCSTRAT_OUTPUT apply, and whatever tells "
             "of a failure is shown."
         )
-    _mode, _hides = output, launcher.rank > 0 and output != "all"
+    _mode, _hides, _is_replica = output, launcher.rank > 0 and output != "all", is_replica
     # A stream is None if Python was started without it.
     if sys.stdout is not None:
         with contextlib.suppress(AttributeError, ValueError):  # another kind of stream; closed
@@ -83,6 +76,17 @@ def install() -> None:
         for handler in logging.root.handlers:  # of a `basicConfig` before the import
             if isinstance(handler, logging.StreamHandler) and handler.stream is replaced:
                 handler.setStream(_errors)
+        sys.unraisablehook = functools.partial(_show_unraisable, sys.unraisablehook)
+
+
+def _show_unraisable(
+    previous: Callable[[sys.UnraisableHookArgs], object], arguments: sys.UnraisableHookArgs
+) -> None:
+    """Shows an exception that Python ignores, such as one of `__del__`."""
+    text = reports.capture(lambda: previous(arguments), arguments.exc_value)
+    if sys.stderr is not None:
+        with reports.reporting():
+            sys.stderr.write(reports.tag(text))
 
 
 def ipython_shell() -> Any:
@@ -148,22 +152,10 @@ class _Stream:
             self._parts[thread] = text[stop:]
 
     def _shows(self) -> bool:
-        return not _hides or (_mode != "lead" and replica_context())
+        return not _hides or (_mode != "lead" and _is_replica())
 
     def _hide(self, text: str) -> None:
-        """Appends hidden text to the file that the launcher keeps for this rank, if any."""
-        path = os.environ.get(_LOG_VARIABLE)
-        if not path:
-            return
-        try:
-            with open(path, "a", errors="replace") as file:
-                file.write(text)
-        except OSError as error:
-            os.environ.pop(_LOG_VARIABLE, None)  # so this is reported once
-            say(
-                f"hpcstrat: the log {path} cannot be written any more, and the program continues: "
-                f"{error.strerror}. Name a folder on a disk that has room"
-            )
+        pass
 
 
 class _Bytes(_Stream):
@@ -195,7 +187,7 @@ class _ErrorStream(_Stream):
     def _shows(self) -> bool:
         if (
             super()._shows()
-            or _is_reporting.get()
+            or reports.is_reporting()
             or sys.exc_info()[0] is not None
             or os.getpid() != self._process  # a forked child
         ):
@@ -209,7 +201,6 @@ class _ErrorStream(_Stream):
     def _hide(self, text: str) -> None:
         with self._lock:
             self._hidden = (self._hidden + text)[-_HIDDEN_CHARACTERS:]
-        super()._hide(text)
 
 
 def _logs_error(frame: FrameType | None) -> bool:
@@ -221,87 +212,3 @@ def _logs_error(frame: FrameType | None) -> bool:
                 return record.levelno >= logging.ERROR
         frame = frame.f_back
     return False
-
-
-# ---- what a rank reports: in one piece, tagged with the rank
-
-
-def tag_with(rank: int) -> None:
-    """From now on every line that is reported names this rank."""
-    global _tag
-    _tag = f"[rank {rank}] "
-
-
-def tag(text: str) -> str:
-    """The text's lines, each prefixed with the rank if there are several."""
-    return "".join(f"{_tag}{line}\n" for line in text.splitlines())
-
-
-def say(text: str) -> None:
-    """Prints the text, tagged, or gives up: a launcher that reads nothing must not block a rank."""
-    lines = tag(text)
-    printing = threading.Thread(target=_print, args=(lines,), name="hpcstrat-print", daemon=True)
-    try:
-        printing.start()
-    except RuntimeError:  # no more threads, or Python ends
-        _print(lines)
-    else:
-        # A thread that still writes is left behind: the end of the job matters more.
-        printing.join(_PRINT_SECONDS)
-
-
-def _print(lines: str) -> None:
-    with contextlib.suppress(Exception):
-        sys.stdout.flush()
-    # The program may have replaced or closed them; rather on standard output than nowhere.
-    for stream in (sys.stderr, sys.__stderr__, sys.__stdout__):
-        with contextlib.suppress(Exception), reporting():
-            stream.write(lines)  # pyright: ignore[reportOptionalMemberAccess]
-            stream.flush()  # pyright: ignore[reportOptionalMemberAccess]
-            return
-
-
-@contextlib.contextmanager
-def reporting() -> Iterator[None]:
-    """A block in which all that this thread writes to standard error is shown, on any rank."""
-    outer = _is_reporting.set(True)
-    try:
-        yield
-    finally:
-        _is_reporting.reset(outer)
-
-
-# ---- the text of an error
-
-
-def summarize(error: BaseException) -> str:
-    """The error's type, message and place."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = os.path.dirname(__file__)
-    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(own)), None)
-    text = "".join(traceback.format_exception_only(error)).strip()
-    if frame is None:
-        return text
-    return f"{text}, at {os.path.basename(frame.filename)}:{frame.lineno} in {frame.name}"
-
-
-def capture(show: Callable[[], object], error: BaseException | None) -> str:
-    """What `show` prints to standard error, or the plain traceback if it prints nothing."""
-    text = io.StringIO()
-    # Captured, to be printed in one piece with the rank in front of each line: the ranks share one
-    # standard error.
-    with contextlib.suppress(Exception), contextlib.redirect_stderr(text):
-        show()
-    shown = text.getvalue()
-    if not shown.strip() and error is not None:
-        shown = "".join(traceback.format_exception(error))
-    # Python 3.10 shows no notes, nor may a hook of the program's.
-    notes = [f"{note}\n" for note in getattr(error, "__notes__", ())]
-    return shown + "".join(note for note in notes if note not in shown)
-
-
-def add_note(error: BaseException, note: str) -> None:
-    """As `BaseException.add_note`, which Python 3.10 lacks, but once."""
-    notes = vars(error).setdefault("__notes__", [])
-    if note not in notes:
-        notes.append(note)

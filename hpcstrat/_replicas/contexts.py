@@ -17,7 +17,6 @@ from contextvars import ContextVar
 from typing import Any, final
 
 from hpcstrat._core.call_name import current_call
-from hpcstrat._process import output
 from hpcstrat._replicas.group import ReplicaGroup, default_group
 
 
@@ -196,11 +195,7 @@ def check_arguments(fn: Any, args: Any, call: str = "") -> None:
         )
 
 
-def _is_one_of_several_replicas() -> bool:
+def is_one_of_several_replicas() -> bool:
     """Whether the caller is one of several replicas."""
     here = context()
     return isinstance(here, InReplica) and here.group.communicator.size > 1
-
-
-# Set here, because the output is in a lower layer, which must not import the contexts.
-output.replica_context = _is_one_of_several_replicas

@@ -18,7 +18,7 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.allocator import Block, Shares, block_of, size_of
 from hpcstrat._memory.intervals import Interval, divide_up
-from hpcstrat._process.settings import keep_freed_memory
+from hpcstrat._process.heap import keep_freed_memory
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks
 from hpcstrat._storage.order import MessageOrder

@@ -17,7 +17,7 @@ from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, Reduc
 from hpcstrat._memory.allocator import Block, Shares, private_memory
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat._memory.layout import layout_of_arrays
-from hpcstrat._process.settings import keep_freed_memory
+from hpcstrat._process.heap import keep_freed_memory
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks, flat, writer_of
 from hpcstrat._storage.order import (

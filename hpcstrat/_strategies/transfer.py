@@ -28,7 +28,7 @@ from hpcstrat._core.types import (
     component_of,
     refuse,
 )
-from hpcstrat._process import output
+from hpcstrat._process import reports
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._variable.variable import Variable
 from hpcstrat.data._elements import checksum_of_arrays
@@ -79,7 +79,7 @@ def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
     if isinstance(error, Exception) and any(
         np.shape(part)[:1] == (0,) for part in parts if hasattr(part, "shape")
     ):
-        output.add_note(
+        reports.add_note(
             error,
             f"{current_call()}: this replica's part of the batch has no elements: the batch had "
             "too few for all replicas. Drop it by Dataset.batch(..., drop_remainder=True), or "
@@ -93,7 +93,7 @@ def explain_arguments(
     """Adds a note if a replica function does not take the arguments that it was called with."""
     if isinstance(error, TypeError) and refuses_arguments(error, fn, args, kwargs or {}):
         given = f"{len(args)} positional argument{'s' * (len(args) != 1)}"
-        output.add_note(
+        reports.add_note(
             error,
             f"{_CALL}: fn was given {given}, the members of args. args=(batch,) passes a batch as "
             "one argument, a tuple or not; args=batch passes the members of a tuple as separate "

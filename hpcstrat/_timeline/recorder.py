@@ -19,7 +19,7 @@ from hpcstrat._communicators.connection import when_connected, when_left
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import names_call, record_to
-from hpcstrat._process import failure, output, worlds
+from hpcstrat._process import reports, worlds
 from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
 
 LIMIT = 1_000_000
@@ -64,7 +64,6 @@ def _start_recording(path: str, communicator: HostCommunicator) -> None:
     record_to(recorder)
     atexit.register(recorder.close)  # before what was registered before
     os.register_at_fork(after_in_child=recorder.stop)
-    failure.before_the_end.append(functools.partial(recorder.close, is_failing=True))
 
 
 @names_call("HPCSTRAT_TIMELINE, the end")
@@ -163,7 +162,7 @@ class TimelineRecorder:
             return None
         self._left -= 1
         if not self._left and self._file.rank == 0:
-            output.say(
+            reports.say(
                 f"hpcstrat: the timeline {self._file.path} is full, and what comes now is not "
                 "recorded; record fewer steps"
             )
@@ -253,7 +252,7 @@ class TimelineRecorder:
         except OSError as error:
             # A full disk must not end the program that the timeline describes.
             self._is_open = False
-            output.say(
+            reports.say(
                 f"hpcstrat: the timeline {file.path} cannot be written any more, and the "
                 f"program continues: {error}. Name a file on a disk that has room"
             )

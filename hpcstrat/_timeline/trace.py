@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from hpcstrat._process import output
+from hpcstrat._process import reports
 
 GPU_TRACKS = 1000
 """The numbers of the GPU's tracks start here, after those of the threads."""
@@ -148,7 +148,7 @@ def join_parts(path: str, hosts: int) -> None:
                     os.unlink(part)
             whole.write(b'{"name": "end", "ph": "M", "pid": 0, "args": {}}\n]\n')
     except OSError as error:  # the ranks still have to end together
-        output.say(
+        reports.say(
             f"hpcstrat: the timeline {path} could not be finalized: {error}; "
             "`python -m hpcstrat timeline` reads it as it is. Name a file on a disk that has room"
         )

@@ -24,7 +24,7 @@ import hpcstrat
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import join_by_rank, names_call, ranges_in_words, ranks_in_words
-from hpcstrat._process import launchers, settings, worlds
+from hpcstrat._process import launchers, mpi_library, settings
 from hpcstrat._tools.launch import mpiexec
 from hpcstrat._update import compiled
 from hpcstrat.optimizers import SGD
@@ -330,7 +330,7 @@ def _versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name.lower())
     try:
-        vendor, version = worlds.load_mpi().get_vendor()
+        vendor, version = mpi_library.load().get_vendor()
         versions["MPI"] = f"{vendor} {'.'.join(map(str, version))}"
     except (ImportError, RuntimeError) as error:
         versions["MPI"] = f"not usable: {str(error).splitlines()[0]}"

@@ -22,7 +22,7 @@ from hpcstrat._core.types import (
     ReduceOp,
     as_dtype,
 )
-from hpcstrat._process.output import add_note, explanations
+from hpcstrat._process.reports import add_note
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._variable.options import NO_AGGREGATION, OPERATIONS, VariableAggregation
@@ -366,6 +366,3 @@ def explain_assign(error: BaseException) -> None:
                 "v.scatter_nd_update(indices, values), rows by "
                 "v.scatter_update(IndexedSlices(values, indices)), or all of it by v.assign(new).",
             )
-
-
-explanations.append(explain_assign)

@@ -1,49 +1,40 @@
-"""What a rank tells the others, and how: in memory that a host's ranks share, by TCP to rank 0.
+"""What each rank tells rank 0, twice a second, over one connection; and what rank 0 answers.
 
-Each rank publishes its `RankStatus` at every beat, twice a second:
+    rank 1, 2, ... N-1  -- a line of JSON, its RankStatus -->  rank 0, which sees all
+                        <------ rank 0's own RankStatus -----
 
-    host 0                                        host 1
-    rank 0         rank 1         rank 2          rank 3         rank 4         rank 5
-      |              |              |               |              |              |
-    [ RankStatus  |  RankStatus  |  RankStatus ]  [ RankStatus  |  RankStatus  |  RankStatus ]
-      |              shared memory                  |              shared memory
-      | RootChannel                                 | MemberChannel, as the leader of its host
-      | <-------------- TCP: a HostFrame ---------- |
-      | --------------- TCP: an empty frame ------> |
-
-On one host this is the memory alone, a `StatusChannel`, and every rank sees all statuses. On
-several, rank 0 alone sees all; what the ranks of the other hosts do is in `host_channels.py`, and
-how their frames travel in `tcp.py`.
+On one host the connections are Unix sockets, on several TCP. They never wait. A process that ends
+closes its connection, so the other side sees its death.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
-import select
-import struct
+import resource
+import secrets
+import socket
 import time
-import zlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, final
 
-from hpcstrat._memory.intervals import round_up
-from hpcstrat._memory.segment import make_shared_segment
+import numpy as np
 
-SLOT = 2048
-"""Bytes of a rank's status in shared memory."""
+from hpcstrat._watchdog.addresses import addresses
 
-_HEAD = struct.Struct("<II")  # length and checksum: a reader may come while the writer writes
-_LONGEST = (400, 150, 40, 0)  # characters of a text in a status: the first that fits
+_CONNECT_SECONDS = 10.0  # that rank 0 is tried, and that it waits for ranks that have reached it
+_LOOK_SECONDS = 0.001  # between two looks at who has connected
+_STRANGERS = 64  # connections that may be waiting to be accepted, or to say who they are
+_LONGEST = 400  # characters of a text in a status
+_ROOM = 1 << 16  # bytes of a line that is not whole yet: no status is as long
+_SPARE_FILES = 256  # that the program may open beside the connections
 
-LIMIT = 2000
-"""The most bytes of a packed status."""
+SILENT_SECONDS = 2.0
+"""Seconds without a new status after which a rank's watchdog counts as not running."""
 
-
-Place: TypeAlias = tuple[int, str, str]
-"""The number, the call and the location of a status."""
+Address: TypeAlias = "tuple[str, int] | str"
+"""Of TCP, or the name of a Unix socket."""
 
 
 class RankStatus(NamedTuple):
@@ -72,143 +63,289 @@ class RankStatus(NamedTuple):
     beat: int = 0
 
     def pack(self) -> bytes:
-        """The status as at most `LIMIT` bytes; long texts are cut."""
-        message = b""
-        # A slot has a fixed size. The end of a path and the start of a call say most, so these stay
-        # when a text is cut.
-        for longest in _LONGEST:
-            short = self._replace(
-                call=self.call[:longest],
-                location=self.location[max(len(self.location) - longest, 0) :],
-            )
-            message = json.dumps(short, ensure_ascii=False).encode(errors="replace")
-            if len(message) <= LIMIT:
-                break
-        return message
+        """The status as a line; of long texts the start of the call and the end of the path."""
+        short = self._replace(call=self.call[:_LONGEST], location=self.location[-_LONGEST:])
+        return json.dumps(short).encode() + b"\n"
 
     @property
-    def place(self) -> Place:
-        """Where it is: what its line in a report shows."""
-        return self.number, self.call, self.location
+    def call_in_words(self) -> str:
+        """Its call, for reports."""
+        return f"call {self.number}, {self.call}" if self.call else "no call"
+
+    @property
+    def words(self) -> str:
+        """Its call and its place, for reports."""
+        return f"{self.call_in_words}, at {self.location}"
 
     @classmethod
-    def unpack(cls, message: bytes) -> RankStatus:
-        """The status in these bytes, which `pack` made.
-
-        Raises:
-            ValueError: they are something else.
-        """
-        fields = json.loads(message)
-        if not isinstance(fields, list) or len(fields) != len(cls._fields):
-            raise ValueError(f"{message!r} is not a status")
-        return cls(*fields)
+    def unpack(cls, line: bytes) -> RankStatus:
+        """The status in this line, which `pack` made."""
+        return cls(*json.loads(line))
 
 
 UNKNOWN = RankStatus(-1, "", "", False, 0, 0.0, False, process=0, beat=-1)
-"""Stands for the status of a rank that has not published one yet."""
+"""Stands for the status of a rank that has not sent one yet."""
 
 
-class StatusChannel:
-    """Where the ranks of one host publish their statuses: a slot of shared memory for each.
-
-    On several hosts the ranks have one of its subclasses in `host_channels.py`.
-
-    Args:
-        index: this rank's index among those of its host.
-        slots: `SLOT` bytes per rank, shape `(ranks, SLOT)`, zeros at first, shared by the ranks.
-        processes: the process id of each rank, 0 for those whose end this process cannot see.
+class Link:
+    """One side of a connection, over which lines travel.
 
     Attributes:
-        every_rank_sees_all: whether every rank sees all statuses; else rank 0 alone does.
-        root_silence: seconds for which rank 0 has not been heard, while this rank ran; 0 on ranks
-            that see all statuses.
+        is_closed: whether the other side has closed it.
     """
 
-    every_rank_sees_all: bool = True
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._received = self._unsent = b""
+        self.is_closed: bool = False
 
-    def __init__(self, index: int, slots: Any, processes: Sequence[int]) -> None:
-        self.root_silence: float = 0.0
-        self._index = index
-        self._slots = [memoryview(slot) for slot in slots]
-        self._statuses = [UNKNOWN] * len(self._slots)  # the last one of each rank of this host
-        self._poll = select.epoll()  # of these files, and of a subclass's sockets
-        self._files: dict[int, int] = {}  # of the processes that can be watched -> index
-        self._dead: list[int] = []  # their indices
-        for other, process in enumerate(processes):
-            if other != index and process:
-                # Where there is no pidfd, the launcher notices the death of a rank.
-                with contextlib.suppress(OSError, AttributeError):
-                    # A pidfd turns readable when its process ends, so a death needs no polling, and
-                    # a process id that is used again is not mistaken for the old process.
-                    self._files[os.pidfd_open(process)] = other
-        for file in self._files:
-            self._poll.register(file, select.EPOLLIN)
+    def send(self, line: bytes) -> None:
+        """Sends a line, or drops it while the end of another one is still on its way."""
+        self._unsent = self._unsent or line
+        with contextlib.suppress(OSError):  # full for now, or closed, which `receive` finds
+            self._unsent = self._unsent[self._socket.send(self._unsent) :]
 
-    def publish(self, status: RankStatus) -> list[RankStatus] | None:
-        """Publishes this rank's status; returns each rank's last one if this rank sees them all."""
-        return self._share(status)
+    def receive(self) -> list[bytes]:
+        """The lines that have come. Who sends too much without a line's end is cut off."""
+        try:
+            part = self._socket.recv(_ROOM)
+            self.is_closed |= not part
+        except BlockingIOError:
+            return []
+        except OSError:
+            self.is_closed, part = True, b""
+        *lines, self._received = (self._received + part).split(b"\n")
+        self.is_closed |= len(self._received) >= _ROOM
+        return lines
 
-    def _share(self, status: RankStatus) -> list[RankStatus]:
-        """Writes this rank's slot; returns the last statuses of its host's ranks."""
-        message = status.pack()
-        slot = self._slots[self._index]
-        slot[_HEAD.size : _HEAD.size + len(message)] = message
-        slot[: _HEAD.size] = _HEAD.pack(len(message), zlib.crc32(message))
-        for index, slot in enumerate(self._slots):
-            length, checksum = _HEAD.unpack_from(slot)
-            message = bytes(slot[_HEAD.size : _HEAD.size + min(length, SLOT - _HEAD.size)])
-            if message and zlib.crc32(message) == checksum:
-                self._statuses[index] = RankStatus.unpack(message)
-        return self._statuses
+    def close(self) -> None:
+        """Closes it, which the other side sees."""
+        self._socket.close()
 
-    def wait(self, seconds: float) -> None:
-        """Returns after these seconds, or earlier if a rank dies."""
-        # Not only until something comes: statuses and answers to them would go back and forth.
-        end, left, has_news = time.monotonic() + seconds, seconds, False
-        while left >= 0 and not has_news:
-            for file, _ in self._poll.poll(left):
-                has_news |= self._receive(file)
-            left = end - time.monotonic()
 
-    def _receive(self, file: int) -> bool:
-        """Takes what has come; returns whether it tells of a death."""
-        self._dead.append(self._files.pop(file))
-        self._poll.unregister(file)
-        os.close(file)
-        return True
+@final
+class RootChannel:
+    """Rank 0's.
+
+    Args:
+        size: the number of ranks.
+
+    Attributes:
+        statuses: each rank's last status.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.statuses: list[RankStatus] = [UNKNOWN] * size
+        self._links: dict[int, Link] = {}
+
+    def add(self, rank: int, link: Link) -> None:
+        """Adds a rank's connection."""
+        self._links[rank] = link
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all ranks are connected."""
+        return len(self._links) == len(self.statuses) - 1
+
+    def exchange(self, status: RankStatus) -> None:
+        """Tells all ranks this rank's status, and takes theirs."""
+        self.statuses[0], line = status, status.pack()
+        for rank, link in self._links.items():
+            for received in link.receive():
+                self.statuses[rank] = RankStatus.unpack(received)
+            link.send(line)
 
     @property
     def dead(self) -> list[int]:
-        """Ranks whose processes are known to have ended."""
-        return self._dead
+        """Ranks whose processes have ended."""
+        return [rank for rank, link in self._links.items() if link.is_closed]
 
     def close(self) -> None:
-        """Releases its files and sockets."""
-        while self._files:
-            os.close(self._files.popitem()[0])
-        self._poll.close()
+        """Closes all connections."""
+        for link in self._links.values():
+            link.close()
 
 
-def share_slots(comm: Any) -> tuple[Any, list[int]]:
-    """The `slots` and `processes` of a `StatusChannel`. Collective.
+@final
+class MemberChannel:
+    """That of any other rank.
 
     Args:
-        comm: the MPI communicator of the ranks of one host.
+        link: the connection to rank 0.
+
+    Attributes:
+        root: rank 0's last status.
+        root_silence: seconds for which this rank has waited, or been at its end, without a word
+            of rank 0.
     """
-    nbytes = round_up(comm.size * SLOT, mmap.PAGESIZE)
-    segment = make_shared_segment(comm, nbytes, least=nbytes)
+
+    def __init__(self, link: Link) -> None:
+        self.root: RankStatus = UNKNOWN
+        self.root_silence: float = 0.0
+        self._link = link
+        self._looked = time.monotonic()
+
+    def exchange(self, status: RankStatus) -> None:
+        """Tells rank 0 this rank's status, and takes its own."""
+        self._link.send(status.pack())
+        now = time.monotonic()
+        lines = self._link.receive()
+        if lines:
+            self.root = RankStatus.unpack(lines[-1])
+        if lines or not (status.waits or status.gone):
+            self.root_silence = 0.0
+        else:
+            # A longer pause is this rank's: it was suspended, perhaps with rank 0.
+            self.root_silence += min(now - self._looked, SILENT_SECONDS)
+        self._looked = now
+
+    @property
+    def root_is_dead(self) -> bool:
+        """Whether rank 0's process has ended, or cannot be reached any more."""
+        return self._link.is_closed
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._link.close()
+
+
+# ---- how the ranks connect
+
+
+@final
+class Listener:
+    """Where ranks connect to rank 0. Strangers that find it keep none out.
+
+    Args:
+        size: the number of ranks.
+        is_one_host: whether they are on one host.
+
+    Attributes:
+        addresses: where ranks reach it.
+        token: what ranks say first, and strangers do not know.
+    """
+
+    def __init__(self, size: int, is_one_host: bool) -> None:
+        self.token: str = secrets.token_hex(16)
+        backlog = size + _STRANGERS
+        if is_one_host:
+            name = f"\0hpcstrat-{secrets.token_hex(16)}"  # abstract: no file stays
+            self._socket = socket.socket(socket.AF_UNIX)
+            self._socket.bind(name)
+            self._socket.listen(backlog)
+            self.addresses: Sequence[Address] = [name]
+        else:
+            self._socket = socket.create_server(("", 0), backlog=backlog)
+            self.addresses = addresses(self._socket.getsockname()[1])
+        self._socket.setblocking(False)
+        self._size = size
+        self._strangers: list[Link] = []  # who have not said yet which rank they are
+
+    def admit_to(self, channel: RootChannel) -> None:
+        """Takes the ranks that have connected."""
+        for _ in range(self._size + _STRANGERS):
+            try:
+                self._strangers.append(Link(self._socket.accept()[0]))
+            except OSError:  # none is there, or has gone already
+                break
+        waiting: list[Link] = []
+        for link in self._strangers:
+            lines = link.receive()
+            rank = self._rank_in(lines[0]) if lines else None
+            if rank is not None:
+                channel.add(rank, link)
+            elif lines or link.is_closed:
+                link.close()
+            else:
+                waiting.append(link)
+        for link in waiting[:-_STRANGERS]:  # a rank says who it is at once
+            link.close()
+        self._strangers = waiting[-_STRANGERS:]
+
+    def _rank_in(self, hello: bytes) -> int | None:
+        token, _, rank = hello.partition(b" ")
+        is_ours = secrets.compare_digest(token, self.token.encode())
+        return int(rank) if is_ours else None
+
+    def close(self) -> None:
+        for link in self._strangers:
+            link.close()
+        self._socket.close()
+
+
+def connect(comm: Any, is_one_host: bool) -> RootChannel | MemberChannel | None:
+    """This rank's channel; `None` on all ranks if one cannot reach rank 0. Collective.
+
+    Args:
+        comm: the MPI communicator of all ranks.
+        is_one_host: whether they are on one host.
+    """
+    from mpi4py import MPI
+
+    failed = np.zeros(1, np.int64)
     if comm.rank == 0:
-        segment.commit(0, nbytes)
-    comm.Barrier()  # no rank may touch pages before they exist
-    slots = segment.array[: comm.size * SLOT].reshape(comm.size, SLOT)
-    by_rank = comm.allgather((os.getpid(), _process_namespace()))
-    own = by_rank[comm.rank][1]
-    # In another namespace the same number is another process.
-    return slots, [process if space == own else 0 for process, space in by_rank]
+        _allow_files(comm.size)
+        channel: RootChannel | MemberChannel | None = _admit_all(comm, is_one_host, failed)
+        is_complete = comm.bcast(channel is not None)
+    else:
+        token, found = comm.bcast(None)
+        channel = reach(found, f"{token} {comm.rank}\n".encode())
+        failed[0] = channel is None
+        comm.Iallreduce(MPI.IN_PLACE, failed).Wait()
+        is_complete = comm.bcast(None)
+    if channel is not None and not is_complete:
+        channel.close()
+        return None
+    if channel is not None:
+        # Else a child would keep the connection open when its parent dies.
+        os.register_at_fork(after_in_child=channel.close)
+    return channel
 
 
-def _process_namespace() -> str:
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return f"of process {os.getpid()}"
+def _admit_all(comm: Any, is_one_host: bool, failed: Any) -> RootChannel | None:
+    """Rank 0's channel once all ranks have connected."""
+    from mpi4py import MPI
+
+    listener, channel = Listener(comm.size, is_one_host), RootChannel(comm.size)
+    comm.bcast((listener.token, listener.addresses))
+    all_have_tried = comm.Iallreduce(MPI.IN_PLACE, failed)
+    end = float("inf")
+    while not channel.is_complete and time.monotonic() < end:
+        listener.admit_to(channel)
+        if end == float("inf") and all_have_tried.Test():
+            # What is still on its way gets some seconds, unless a rank knows that it failed.
+            end = time.monotonic() + (0 if failed[0] else _CONNECT_SECONDS)
+        time.sleep(_LOOK_SECONDS)
+    all_have_tried.Wait()
+    listener.close()
+    if not channel.is_complete:
+        channel.close()
+        return None
+    return channel
+
+
+def reach(found: Sequence[Address], hello: bytes) -> MemberChannel | None:
+    """The channel to rank 0 by the first address that works from here; they share ten seconds."""
+    for address in found:
+        try:
+            if isinstance(address, str):
+                connected = socket.socket(socket.AF_UNIX)
+                connected.connect(address)  # waits for room, which rank 0 makes
+            else:
+                connected = socket.create_connection(address, _CONNECT_SECONDS / len(found))
+            connected.sendall(hello)
+            return MemberChannel(Link(connected))
+        except OSError:
+            continue
+    return None
+
+
+def _allow_files(size: int) -> None:
+    """Raises the soft limit of open files, as far as the hard one lets it, for this many ranks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = size + _SPARE_FILES + _STRANGERS
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, allowed), hard))

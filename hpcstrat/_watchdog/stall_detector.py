@@ -7,13 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from hpcstrat._core.call_name import list_by_rank, ranks_in_words
-from hpcstrat._watchdog.channels import UNKNOWN, RankStatus
+from hpcstrat._watchdog.channels import SILENT_SECONDS, UNKNOWN, RankStatus
 
 SETTLING_SECONDS = 1.5
 """After a rank's death: seconds for the launcher, or the rank's own report, to end the job."""
-
-SILENT_SECONDS = 2.0
-"""Seconds without a new status after which a rank's watchdog counts as not running."""
 
 
 class Diagnosis(NamedTuple):
@@ -21,12 +18,10 @@ class Diagnosis(NamedTuple):
 
     Attributes:
         ends: whether the job ends; otherwise this is only a report.
-        reporter: the rank that prints it.
-        text: what it prints.
+        text: what rank 0 prints.
     """
 
     ends: bool
-    reporter: int
     text: str
 
 
@@ -64,8 +59,6 @@ class StallDetector:
         if missing:
             ends, head = True, self._report_deaths(missing, statuses, now)
         else:
-            # Another rank of a dead rank's host lives, and knows that it left in order.
-            self._dead_since = None
             ends, head = self._report_stall(statuses, silence, now)
         if not head:
             return None
@@ -74,7 +67,7 @@ class StallDetector:
             _line(status, last, seconds) for status, seconds in zip(statuses, silence, strict=True)
         ]
         lines = "".join(f"\n  {line}" for line in list_by_rank(enumerate(said)))
-        return Diagnosis(ends, _reporter(statuses, silence), f"hpcstrat: {head}{lines}")
+        return Diagnosis(ends, f"hpcstrat: {head}{lines}")
 
     def _report_deaths(
         self, missing: Sequence[int], statuses: Sequence[RankStatus], now: float
@@ -130,13 +123,14 @@ class StallDetector:
         )
 
     def _pass_over(self, now: float) -> None:
-        """Does not count the time in which this rank, and perhaps the job, was suspended."""
-        pause = now - self._looked
-        if pause >= SILENT_SECONDS:
-            self._since += pause
-            self._heard = {
-                rank: (beat, since + pause) for rank, (beat, since) in self._heard.items()
-            }
+        """Counts a pause between two looks as two seconds at most.
+
+        In a longer one this rank, and perhaps the whole job, was suspended. But it may also have
+        held the interpreter lock for a moment, again and again, which must not hide a hang.
+        """
+        pause = max(now - self._looked - SILENT_SECONDS, 0.0)
+        self._since += pause
+        self._heard = {rank: (beat, since + pause) for rank, (beat, since) in self._heard.items()}
         self._looked = now
 
     def _silence(
@@ -163,33 +157,20 @@ def _anyone_waits(statuses: Sequence[RankStatus], silence: Sequence[float]) -> b
     )
 
 
-def _reporter(statuses: Sequence[RankStatus], silence: Sequence[float]) -> int:
-    """The lowest rank that waits and whose watchdog answers; if none waits, the lowest alive."""
-    living = [
-        rank
-        for rank, status in enumerate(statuses)
-        if status is not UNKNOWN and silence[rank] < math.inf
-    ]
-    living = [rank for rank in living if silence[rank] < SILENT_SECONDS] or living
-    waiting = [rank for rank in living if statuses[rank].waits]
-    return min(waiting or living, default=0)
-
-
 def _line(status: RankStatus, last: int, silence: float) -> str:
     if status is UNKNOWN:
         return "has never reported"
-    call = f"call {status.number}, {status.call}" if status.call else "no call"
     if status.gone and not status.waits:
         if silence >= SILENT_SECONDS:
             return "has finished"
         return f"has finished, but its process does not end; now at {status.location}"
     if silence == math.inf:
-        return f"last seen in {call}, at {status.location}"
+        return f"last seen in {status.words}"
     if silence >= SILENT_SECONDS:
         why = "stopped, or in C code that holds the interpreter lock"
-        return f"not answering for {silence:.0f} s ({why}); last in {call}, at {status.location}"
+        return f"not answering for {silence:.0f} s ({why}); last in {status.words}"
     if status.waits:
-        return f"waiting in {call}, at {status.location}"
+        return f"waiting in {status.words}"
     if status.number == last:
-        return f"completed {call}; now at {status.location}"
-    return f"has not arrived; last in {call}; now at {status.location}"
+        return f"completed {status.call_in_words}; now at {status.location}"
+    return f"has not arrived; last in {status.call_in_words}; now at {status.location}"

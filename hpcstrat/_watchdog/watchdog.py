@@ -1,21 +1,15 @@
 """The thread that detects ranks that wait for each other forever, and its calls for the library.
 
-What it finds, and who ends the job. The reporter is the lowest rank that waits and whose watchdog
-runs; on several hosts it is rank 0, which alone sees all statuses:
+What it finds, and who ends the job. Rank 0 sees all ranks, every other rank sees rank 0:
 
     event                       how it shows                         who ends the job, and when
     --------------------------  -----------------------------------  -------------------------------
-    ranks wait, none goes on    statuses stay the same               reporter, at the timeout
-    a rank's watchdog stops     its beat stays the same: it is "not  reporter, at the timeout
+    ranks wait, none goes on    statuses stay the same               rank 0, at the timeout
+    a rank's watchdog stops     its beat stays the same: it is "not  rank 0, at the timeout
                                 answering" in the report
-    a rank dies                 its pidfd; on another host its       reporter, 1.5 s later
-                                leader says so, or is cut off
-    the reporter does not act   -                                    others of one host, 5 s later
-    of several hosts:
-      rank 0 dies               its pidfd, or its connections close  its host, leaders; 1.5 s later
-      rank 0's watchdog stops   its beat, or its answers stop        its host, leaders; timeout
-      a rank dies, and rank 0   its pidfd                            its host, 6.5 s later
-      does not act
+    a rank dies                 its connection closes                rank 0, 1.5 s later
+    rank 0 dies                 the same                             all others, 1.5 s later
+    rank 0's watchdog stops     it sends nothing more                who waits, at the timeout
     NCCL fails                  a function of `add_check`            that rank, at once
     not all ranks start MPI     `waiting_for_all`                    who waits, at the timeout
     the launcher is killed      its process ends                     each rank ends by itself
@@ -24,24 +18,22 @@ runs; on several hosts it is rank 0, which alone sees all statuses:
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 from hpcstrat._calls.collective import CallState
-from hpcstrat._core.call_name import ranks_in_words
 from hpcstrat._core.user_frames import user_frame, user_frame_of
-from hpcstrat._process import failure, guard, launchers, output, settings
-from hpcstrat._watchdog.channels import RankStatus, StatusChannel
-from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, Diagnosis, StallDetector
+from hpcstrat._process import failure, launchers, reports, settings
+from hpcstrat._watchdog.channels import MemberChannel, RankStatus, RootChannel
+from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 
 _BEAT_SECONDS = 0.5
 _LAUNCHER_SECONDS = 1.0  # between two checks whether the launcher is there
 _SHORTEST_BEAT_SECONDS = 0.01
 _MOST_OWN_ERRORS = 3  # that the watchdog reports
-_GUARD_SECONDS = 0.5  # for a thread of this rank to end the job, before its guard does
-_GRACE_SECONDS = 5.0  # for the reporter to end the job, before another rank does
 
 
 class Watchdog:
@@ -56,7 +48,7 @@ class Watchdog:
         channel: connects the ranks' watchdogs.
     """
 
-    def __init__(self, rank: int, calls: CallState, channel: StatusChannel) -> None:
+    def __init__(self, rank: int, calls: CallState, channel: RootChannel | MemberChannel) -> None:
         self._rank = rank
         self._calls = calls
         self._channel = channel
@@ -111,7 +103,7 @@ class Watchdog:
         self._gone = True
         # At once: until the next beat the others would take an early end for a crash.
         with contextlib.suppress(Exception), self._lock:
-            self._channel.publish(self._status())
+            self._channel.exchange(self._status())
 
     def _status(self) -> RankStatus:
         calls = self._calls
@@ -149,16 +141,15 @@ class Watchdog:
         while True:
             try:
                 self._look()
-                self._channel.wait(beat)
             except Exception as error:  # the watchdog's own: no reason to end a healthy job
                 what = f"{type(error).__name__}: {error}"
                 if what not in reported and len(reported) < _MOST_OWN_ERRORS:
                     reported.add(what)
-                    output.say(
+                    reports.say(
                         f"hpcstrat: the watchdog hit an internal error and continues: {what}; "
                         "check whether the program causes it"
                     )
-                time.sleep(beat)
+            time.sleep(beat)
 
     def _look(self) -> None:
         with self._checking:
@@ -166,92 +157,87 @@ class Watchdog:
             problems = [problem for check, _ in self._checks if (problem := check())]
         if problems:
             failure.end_job(problems[0])
+        channel = self._channel
         with self._lock:
-            by_rank = self._channel.publish(self._status())
-        if by_rank is not None:
-            diagnosis = self._detector.diagnose(by_rank, self._channel.dead, time.monotonic())
-            if diagnosis is not None:
-                self._act(diagnosis)
-        elif not self._gone:
-            self._require_rank_0()
+            channel.exchange(self._status())
+        if isinstance(channel, RootChannel):
+            found = self._detector.diagnose(channel.statuses, channel.dead, time.monotonic())
+            if found is not None and found.ends:
+                failure.end_job(found.text)
+            if found is not None:
+                reports.say(found.text)
+        else:
+            self._require_rank_0(channel)
 
-    def _require_rank_0(self) -> None:
-        """Ends the job if rank 0, which alone sees all statuses, has ended or is silent.
-
-        Or if a rank of this host has ended, and rank 0 does not act.
-        """
-        now = time.monotonic()
-        dead = self._channel.dead
-        if not dead:
+    def _require_rank_0(self, channel: MemberChannel) -> None:
+        """Ends the job if rank 0, which alone sees all ranks, has ended or is silent."""
+        # If several ranks find this, rank 1 speaks for them.
+        end = functools.partial(failure.end_job, consequence=self._rank > 1)
+        if not channel.root_is_dead or self._gone:
             self._lost_since = None
         elif self._lost_since is None:
-            self._lost_since = now
+            self._lost_since = time.monotonic()
         # Rank 0's own report, or the launcher's, says more than this rank can: give it time.
-        elif now - self._lost_since >= SETTLING_SECONDS + (0 if 0 in dead else _GRACE_SECONDS):
-            failure.end_job(
+        elif time.monotonic() - self._lost_since >= SETTLING_SECONDS:
+            end(
                 "hpcstrat: the job ends: rank 0, or the network to its host, is gone; look at what "
                 "rank 0 printed last"
-                if 0 in dead
-                else f"hpcstrat: the job ends: {ranks_in_words(dead)}, on the host of this rank, "
-                "exited without shutting down; look at its last output and at its host's memory"
             )
-        limit = self._timeout_seconds + sum(self._extensions)
-        if self._channel.root_silence >= limit:
-            failure.end_job(
-                f"hpcstrat: the job ends: rank 0 has been silent for {limit:.0f} s "
-                f"(HPCSTRAT_TIMEOUT_SECONDS); this rank was at {self._location()}. Check whether "
-                "rank 0 still runs and its host still answers"
+        root = channel.root
+        limit = self._timeout_seconds + max(sum(self._extensions), root.extra_seconds)
+        if channel.root_silence < limit:
+            return
+        if root.gone:
+            end(
+                f"hpcstrat: the job ends: rank 0 has finished, and has waited {limit:.0f} s "
+                "(HPCSTRAT_TIMEOUT_SECONDS) for this process, which has finished but does not end; "
+                f"it is at {self._location()}"
             )
-
-    def _act(self, diagnosis: Diagnosis) -> None:
-        if diagnosis.reporter == self._rank or not self._channel.every_rank_sees_all:
-            if diagnosis.ends:
-                failure.end_job(diagnosis.text)
-            output.say(diagnosis.text)
-        elif diagnosis.ends:
-            # The reporter may be stuck, for example in C code that holds the interpreter lock.
-            time.sleep(_GRACE_SECONDS)
-            failure.end_job(diagnosis.text)
+        end(
+            f"hpcstrat: the job ends: rank 0 has been silent for {limit:.0f} s "
+            "(HPCSTRAT_TIMEOUT_SECONDS): it is stopped, or in C code that holds the interpreter "
+            f"lock, or its host does not answer; it was last in {root.words}; this rank was at "
+            f"{self._location()}"
+        )
 
 
 @contextlib.contextmanager
 def waiting_for_all(what: str) -> Iterator[None]:
-    """A block in which the ranks meet for the first time.
+    """A block in which the ranks meet for the first time: there is no channel yet.
 
-    There is no channel yet, so each rank watches only itself. While mpi4py starts MPI no Python
-    thread runs, so a second process reports for this process.
+    Each rank watches only itself: a thread reports that it waits, and ends the job at the limit.
 
     Args:
         what: what this rank waits for, in words.
     """
     stall_seconds = settings.seconds("HPCSTRAT_STALL_SECONDS")
     timeout_seconds = settings.seconds("HPCSTRAT_TIMEOUT_SECONDS")
-    location = user_frame()
-    report = (
-        f"hpcstrat: this rank has waited {stall_seconds:.0f} s for {what} "
-        f"(HPCSTRAT_STALL_SECONDS), at {location}: not all ranks have come; all must create a "
-        f"strategy. The job ends after {timeout_seconds:.0f} s (HPCSTRAT_TIMEOUT_SECONDS)"
-    )
-    end = (
-        f"hpcstrat: the job ends: this rank has waited {timeout_seconds:.0f} s for {what} "
-        f"(HPCSTRAT_TIMEOUT_SECONDS), at {location}: not all ranks have come; all must create a "
-        "strategy"
-    )
-    steps = [(timeout_seconds + _GUARD_SECONDS, output.tag(end))]
-    if stall_seconds < timeout_seconds:
-        steps.insert(0, (stall_seconds, output.tag(report)))
+    where = f"at {user_frame()}: not all ranks have come; all must create a strategy"
     is_done = threading.Event()
-    deadline = time.monotonic() + timeout_seconds
+    begin = time.monotonic()
+
+    def comes_after(seconds: float) -> bool:
+        left = begin + seconds - time.monotonic()
+        while left > 0 and not is_done.wait(min(left, threading.TIMEOUT_MAX)):
+            left = begin + seconds - time.monotonic()
+        return not is_done.is_set()
 
     def watch() -> None:
-        while not is_done.wait(min(max(deadline - time.monotonic(), 0.0), threading.TIMEOUT_MAX)):
-            if time.monotonic() >= deadline:
-                failure.end_job(end)
+        if stall_seconds < timeout_seconds and comes_after(stall_seconds):
+            reports.say(
+                f"hpcstrat: this rank has waited {stall_seconds:.0f} s for {what} "
+                f"(HPCSTRAT_STALL_SECONDS), {where}. The job ends after {timeout_seconds:.0f} s "
+                "(HPCSTRAT_TIMEOUT_SECONDS)"
+            )
+        if comes_after(timeout_seconds):
+            failure.end_job(
+                f"hpcstrat: the job ends: this rank has waited {timeout_seconds:.0f} s for {what} "
+                f"(HPCSTRAT_TIMEOUT_SECONDS), {where}"
+            )
 
     threading.Thread(target=watch, name="hpcstrat-start", daemon=True).start()
     try:
-        with guard.watch(steps):
-            yield
+        yield
     finally:
         is_done.set()
 

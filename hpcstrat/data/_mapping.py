@@ -13,7 +13,7 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._core.call_name import refuses_arguments
-from hpcstrat._process import output
+from hpcstrat._process import reports
 from hpcstrat.data import _elements
 from hpcstrat.data._elements import FailedElement, attempt, unwrap, with_failures
 from hpcstrat.data._node import (
@@ -228,7 +228,7 @@ def _call(
     except TypeError as error:
         if refuses_arguments(error, function, args, {}):
             count = f"{len(args)} argument{'s' * (len(args) > 1)}"
-            output.add_note(error, f"{call}: {argument} was given {count}; {given}")
+            reports.add_note(error, f"{call}: {argument} was given {count}; {given}")
         raise
     except StopIteration as error:  # it would look like the end of the dataset
         raise RuntimeError(

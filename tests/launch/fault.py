@@ -56,14 +56,14 @@ hpcstrat._process.failure._LEAD_DELAY = 30
 # The watchdog reads them when the ranks have connected; until then a busy machine may delay one of
 # them for long.
 LIMITS = """
-from hpcstrat._communicators import connection
+from hpcstrat._watchdog import channels
 
-def connect_host(world, connect_host=connection.connect_host):
-    found = connect_host(world)
+def connect(*arguments, connect=channels.connect):
+    channel = connect(*arguments)
     os.environ.update(HPCSTRAT_STALL_SECONDS="{}", HPCSTRAT_TIMEOUT_SECONDS="{}")
-    return found
+    return channel
 
-connection.connect_host = connect_host
+channels.connect = connect
 """
 ANY = "any"
 WAIT = "\nhs.barrier()\nprint('went on')\n"

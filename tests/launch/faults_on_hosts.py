@@ -59,7 +59,7 @@ ON_HOSTS = {
     ),
     "hosts: SIGSTOP of rank 0": Fault(
         "if rank == 0: stop()" + WAIT,
-        [r"hpcstrat: the job ends: rank 0 has been silent for 3 s .*; this rank was at "],
+        [r"hpcstrat: the job ends: rank 0 has been silent for 3 s .*; it was last in .* in stop; this rank was at "],
         limits=(1, 3),
     ),
     "hosts: SIGKILL": ended(
@@ -116,16 +116,16 @@ ON_HOSTS = {
 }
 STRANGERS = """
 import socket, struct
-from hpcstrat._watchdog import tcp
+from hpcstrat._watchdog import channels
 
-def addresses(port, addresses=tcp._addresses):
+def addresses(port, addresses=channels.addresses):
     global silent
     silent, reset = (socket.create_connection(("127.0.0.1", port)) for _ in range(2))
     reset.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     reset.close()
     return addresses(port)
 
-tcp._addresses = addresses
+channels.addresses = addresses
 """
 
 ON_HOSTS = {

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
-from hpcstrat._process import launchers, settings, worlds
+from hpcstrat._process import launchers, mpi_library
 
 FOLDER = pathlib.Path(__file__).parent
 _VERSION_SECONDS = 10
@@ -168,7 +168,7 @@ def find(named: str | None = None) -> Mpiexec:
 
 def _load_mpi() -> Any:
     try:
-        return worlds.load_mpi()
+        return mpi_library.load()
     except (ImportError, RuntimeError) as error:
         is_without = isinstance(error, ModuleNotFoundError)
         missing = "mpi4py" if is_without else "an MPI library that mpi4py can load"

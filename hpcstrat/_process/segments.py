@@ -1,0 +1,54 @@
+"""MPI's own segments in /dev/shm, which stay there when a rank is killed or aborts."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from hpcstrat._process import launchers
+
+FOLDER = "/dev/shm"
+# How the names of their files there start.
+MPICH = ("mpich_shm_",)
+OPEN_MPI = ("sm_segment.", "vader_segment.")  # of versions 5 and 4
+# The last are of UCX, below both; nothing opens them by name: they have one for microseconds only.
+_ALL = (*MPICH, *OPEN_MPI, "ucx_shm_posix_")
+
+
+def unlink(prefixes: tuple[str, ...] = MPICH) -> None:
+    """Unlinks MPI's own segments that this process has mapped: a forced end would leave them.
+
+    Call it only when every rank of the host has mapped them, or none will.
+    """
+    for inode, path, *deleted in _mapped(os.getpid(), prefixes):
+        with contextlib.suppress(OSError):
+            if not deleted and os.stat(path).st_ino == int(inode):
+                os.unlink(path)
+
+
+def is_mpi_starting(launcher: int) -> bool:
+    """Whether a process below this launcher's is starting MPI, and so has segments of MPI."""
+    processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return any(_is_below(process, launcher) and _mapped(process, _ALL) for process in processes)
+
+
+def _mapped(process: int, prefixes: tuple[str, ...]) -> set[tuple[str, ...]]:
+    """Inode and path of each segment that a process has mapped, and whether it is unlinked."""
+    try:
+        with open(f"/proc/{process}/maps") as maps:
+            return {
+                tuple(line.split()[4:])
+                for line in maps
+                if any(f" {FOLDER}/{prefix}" in line for prefix in prefixes)
+            }
+    except OSError:  # no /proc
+        return set()
+
+
+def _is_below(process: int, ancestor: int) -> bool:
+    with contextlib.suppress(OSError):  # it has ended
+        while process > 1:
+            process = launchers.parent_of(process)
+            if process == ancestor:
+                return True
+    return False
