@@ -183,7 +183,7 @@ def _can_end_others() -> bool:
 
 def _abort(status: int) -> NoReturn:
     """Ends all ranks, or this process if it is alone."""
-    segments.unlink()  # after an abort MPICH's would stay
+    segments.unlink_all()  # after an abort MPICH's would stay
     if _can_end_others():
         time.sleep(_FORWARD_DELAY)
         if (MPI := _started_mpi()) is not None:

@@ -20,7 +20,19 @@ def unlink(prefixes: tuple[str, ...] = MPICH) -> None:
 
     Call it only when every rank of the host has mapped them, or none will.
     """
-    for inode, path, *deleted in _mapped(os.getpid(), prefixes):
+    _unlink(_mapped(os.getpid(), prefixes))
+
+
+def unlink_all() -> None:
+    """Unlinks those of all ranks of this host, some of which may wait in MPI's start: they end."""
+    unlink()
+    if (launcher := launchers.find_process()) is not None:
+        for process in _processes_below(launcher):
+            _unlink(_mapped(process, MPICH))
+
+
+def _unlink(mapped: set[tuple[str, ...]]) -> None:
+    for inode, path, *deleted in mapped:
         with contextlib.suppress(OSError):
             if not deleted and os.stat(path).st_ino == int(inode):
                 os.unlink(path)
@@ -28,8 +40,14 @@ def unlink(prefixes: tuple[str, ...] = MPICH) -> None:
 
 def is_mpi_starting(launcher: int) -> bool:
     """Whether a process below this launcher's is starting MPI, and so has segments of MPI."""
-    processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    return any(_is_below(process, launcher) and _mapped(process, _ALL) for process in processes)
+    return any(_mapped(process, _ALL) for process in _processes_below(launcher))
+
+
+def _processes_below(ancestor: int) -> list[int]:
+    with contextlib.suppress(OSError):  # no /proc
+        processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+        return [process for process in processes if _is_below(process, ancestor)]
+    return []
 
 
 def _mapped(process: int, prefixes: tuple[str, ...]) -> set[tuple[str, ...]]:

@@ -12,7 +12,6 @@ import hpcstrat as hs
 rank, last = hs.rank(), hs.rank() == 1
 """
 CONNECT = "\nhs.CentralStorageStrategy()\nprint('went on')\n"
-LEFT_EARLY = r"rank 1 left the program by sys\.exit\({}\) before the ranks were connected|Process name: \[.*,1\]"
 CHILD = (
     r"hpcstrat cannot connect the ranks: a rank has started this process \(\d+\), so it is not a rank\. "
     "Make strategies and collective calls only in the ranks: put them under `if __name__ == '__main__':`"
@@ -22,14 +21,6 @@ CHILD = (
 def early(program, error, rank=1, **others):
     """An exception before the ranks are connected: nothing of it is left in shared memory."""
     return replace(raised(program + CONNECT, error, rank, **others), begin=IMPORT)
-
-
-def left(program, value, **others):
-    """`sys.exit` with a status before the ranks are connected.
-
-    Open MPI's launcher notices that itself.
-    """
-    return Fault(program + CONNECT, [LEFT_EARLY.format(value)], begin=IMPORT, ranks=2, **others)
 
 
 EARLY = {
@@ -55,27 +46,7 @@ EARLY = {
         rank=0,
         env={"HPCSTRAT_CHEK": "1", "PYTHONWARNINGS": "error"},
     ),
-    "early: sys.exit(3)": left("if last: sys.exit(3)", 3, status=3),
-    "early: sys.exit of a text": left("if last: sys.exit('no data')", "'no data'", status=1),
-    "early: exit(3)": left("if last: exit(3)", 3, status=3),
-    "early: sys.exit(3) where MPI has started": left(
-        "from mpi4py import MPI\nif last: sys.exit(3)", 3, status=3
-    ),
     "early: sys.exit(3) of all": Fault("sys.exit(3)", status=3, begin=IMPORT, ranks=2),
-    "early: sys.exit(3), caught": Fault(
-        "def main():\n    try: sys.exit(3)\n    except SystemExit: pass\nmain()" + CONNECT,
-        prints=[r"went on\n\Z"],
-        status=0,
-        begin=IMPORT,
-        ranks=2,
-    ),
-    "early: sys.exit(3), caught, and no strategy": Fault(
-        "def main():\n    try: sys.exit(3)\n    except SystemExit: pass\nmain()\nprint('through')",
-        prints=[r"\Athrough\n\Z"],
-        status=0,
-        begin=IMPORT,
-        ranks=2,
-    ),
     "early: a strategy in a child": Fault(
         """
         import subprocess

@@ -10,6 +10,7 @@ from fault import (
     Fault,
     missing,
     silenced,
+    silenced_root,
     silent,
     stalled,
     waits,
@@ -31,17 +32,9 @@ STALLS = {
     "C code that holds Python": silenced(
         "if last: hold_python()" + WAIT, BARRIER, silent("rank 2", "(hold_python|<module>)")
     ),
-    "C code that holds Python, rank 0": silenced(
-        "if rank == 0: hold_python()" + WAIT,
-        waits("ranks 1, 2", "barrier"),
-        silent("rank 0", "(hold_python|<module>)"),
-    ),
+    "C code that holds Python, rank 0": silenced_root("if rank == 0: hold_python()" + WAIT),
     "SIGSTOP": silenced("if last: stop()" + WAIT, BARRIER, silent("rank 2", "(stop|<module>)")),
-    "SIGSTOP of rank 0": silenced(
-        "if rank == 0: stop()\nhs.barrier()" + WAIT,
-        waits("ranks 1, 2", "barrier"),
-        silent("rank 0", "(stop|<module>)"),
-    ),
+    "SIGSTOP of rank 0": silenced_root("if rank == 0: stop()\nhs.barrier()" + WAIT),
     "SIGSTOP in the midst of calls": silenced(
         "for i in range(10**9):\n    if i == 2_000 and last: stop()\n    hs.any_rank(False)",
         waits("ranks 0, 1", "any_rank"),
@@ -143,12 +136,21 @@ STALLS = {
         r"  ranks 0, 1: waiting in call \d+, the end of the program\(\), at the end of the program",
         missing("rank 2", "loop"),
     ),
-    "a loop in atexit, after the library's own": stalled(
+    "a loop in atexit, after the library's own": Fault(
         "",
-        "  ranks 0, 1: has finished",
-        rf"  rank 2: has finished, but its process does not end; now at {HERE}loop",
+        [rf"rank 0 has finished, and has waited 1 s .* does not end; it is at {HERE}loop"],
+        r"\[rank 2\] hpcstrat: the job ends",
         begin=BEGIN.replace(
             "strategy =", "if hs.rank() == 2: atexit.register(lambda: loop())\nstrategy ="
+        ),
+        limits=(0.4, 1.2),
+    ),
+    "a loop in atexit of rank 0, after the library's own": stalled(
+        "",
+        "  ranks 1, 2: has finished",
+        rf"  rank 0: has finished, but its process does not end; now at {HERE}loop",
+        begin=BEGIN.replace(
+            "strategy =", "if hs.rank() == 0: atexit.register(lambda: loop())\nstrategy ="
         ),
     ),
     "a time-out extended without end, which has ended": stalled(

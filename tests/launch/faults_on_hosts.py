@@ -11,6 +11,7 @@ from fault import (
     Fault,
     missing,
     silenced,
+    silenced_root,
     silent,
     stalled,
     waits,
@@ -57,11 +58,7 @@ ON_HOSTS = {
         silent("rank 1", "(stop|<module>)"),
         ranks=4,
     ),
-    "hosts: SIGSTOP of rank 0": Fault(
-        "if rank == 0: stop()" + WAIT,
-        [r"hpcstrat: the job ends: rank 0 has been silent for 3 s .*; it was last in .* in stop; this rank was at "],
-        limits=(1, 3),
-    ),
+    "hosts: SIGSTOP of rank 0": silenced_root("if rank == 0: stop()" + WAIT),
     "hosts: SIGKILL": ended(
         "if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER, ranks=3
     ),

@@ -8,13 +8,15 @@ import sys
 import textwrap
 
 import pytest
-from internals import worlds
+from internals import mpi_library
 from slow import slow_but
 
 START = """
     import os, signal, sys, threading, time
+    import hpcstrat as hs
     from hpcstrat._process import failure, worlds
 
+    hs.barrier()
     world = worlds.start()
     last = world.rank == world.size - 1
 """
@@ -114,7 +116,7 @@ def test_end_job(launch, thread):
         START
         + """
     def end():
-        failure.end_job("rank 0 waits for rank 1\\nsince a minute", 7)
+        failure.end_job("rank 0 waits for rank 1\\nsince a minute")
 
     world.comm.Barrier()
     if last and sys.argv[1] == "main":
@@ -126,7 +128,7 @@ def test_end_job(launch, thread):
         2,
         thread,
     )
-    assert result.status == 7
+    assert result.status == 1
     assert result.tagged(1) == ["rank 0 waits for rank 1", "since a minute"]
     assert result.leftovers == []
 
@@ -134,11 +136,11 @@ def test_end_job(launch, thread):
 @pytest.mark.parametrize("ranks", slow_but([1], [None, 1]))
 def test_end_job_of_one_rank(launch, ranks):
     result = launch(
-        "from hpcstrat._process import failure, worlds\nworlds.start()\nprint('before')\nfailure.end_job('it "
-        "ends', 0)",
+        "import hpcstrat as hs\nfrom hpcstrat._process import failure\nhs.barrier()\nprint('before')\n"
+        "failure.end_job('it ends')",
         ranks,
     )
-    assert result.status == 1  # never 0
+    assert result.status == 1
     assert result.stdout == "before\n"
     assert result.stderr.startswith("it ends\n")
     assert result.leftovers == []
@@ -146,8 +148,8 @@ def test_end_job_of_one_rank(launch, ranks):
 
 @pytest.mark.slow
 def test_end_job_before_the_start(launch):
-    result = launch("from hpcstrat._process import failure\nfailure.end_job('it ends', 3)")
-    assert (result.status, result.stderr) == (3, "it ends\n")
+    result = launch("from hpcstrat._process import failure\nfailure.end_job('it ends')")
+    assert (result.status, result.stderr) == (1, "it ends\n")
 
 
 def test_hooks_that_were_there_still_print(launch):
@@ -251,7 +253,7 @@ def test_too_little_shared_memory(launch, launch_on_tmpfs, ranks, options):
 
     Mounting a private `/dev/shm` needs a mount namespace, which root may have.
     """
-    if options == "ro" and worlds.load_mpi().get_vendor() < ("MPICH", (5,)):
+    if options == "ro" and mpi_library.load().get_vendor() < ("MPICH", (5,)):
         pytest.skip("MPICH before 5 may use another folder, or not, by how it was built")
     result = launch_on_tmpfs(
         "import hpcstrat as hs\nhs.CentralStorageStrategy()\nhs.barrier()\n", ranks, options
@@ -308,11 +310,11 @@ def test_shared_memory_that_becomes_too_little_for_a_rank_ends_the_job(launch, l
     program = """
         import os, sys, time
         import hpcstrat as hs
-        from hpcstrat._process import worlds
+        from hpcstrat._process import mpi_library
 
         if hs.rank() == 1:
             time.sleep(1)
-            worlds._is_mpi_starting = lambda: False  # as where the system shows no other process
+            mpi_library._is_mpi_starting = lambda: False  # as where the system shows no other process
         hs.CentralStorageStrategy()
     """
     result = launch_on_tmpfs(program, 2, "size=26m")

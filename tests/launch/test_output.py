@@ -1,6 +1,5 @@
 """Standard output reads as one program's."""
 
-import itertools
 import sys
 import textwrap
 
@@ -10,13 +9,12 @@ from slow import slow_but
 PROGRAM = """
     import sys, threading
     from hpcstrat._process import output
-    output.install()
     print("first")
     from hpcstrat._process import worlds
     world = worlds.start()
     inside = False
     main = threading.current_thread()
-    output.replica_context = lambda: inside and threading.current_thread() is main
+    output._is_replica = lambda: inside and threading.current_thread() is main
     print("cross-replica", "context")
     inside = True
     print(f"replica {world.rank}")
@@ -99,34 +97,26 @@ ENDS = {
     "thread": "import threading, time; threading.Thread(target=lambda: 1 / 0).start(); time.sleep(50)",
     "exit": "sys.exit(3)",
     "text": "sys.exit('the cause')",
-    "raised": "raise SystemExit(3)",
-    "raised text": "raise SystemExit('the cause')",
     "os._exit": "os._exit(3)",
 }
 
 
-# Of these Python tells nothing.
-UNSEEN_ENDS = ("raised", "os._exit")
-QUICK_ENDS = [("early", "text"), ("connected", "raised"), ("connected", "raised text")]
-
-
+# Before the ranks are connected, a thread's error ends nothing, and MPICH's launcher ignores how a
+# process ends that has not started MPI.
 @pytest.mark.parametrize(
-    "moment, end", slow_but(QUICK_ENDS, itertools.product(["early", "connected"], ENDS))
+    "moment, end",
+    slow_but(
+        [("early", "exception"), ("connected", "exit"), ("connected", "text")],
+        [("early", "exception"), *(("connected", end) for end in ENDS)],
+    ),
 )
 def test_what_explains_a_failure_is_shown(launch, moment, end):
     """What was hidden before, and what is written then."""
-    begins = "hs.barrier()" if moment == "connected" else ""
-    if not begins and end in ("raised", "raised text", "os._exit") and not launch.open_mpi:
-        pytest.skip(
-            "MPICH's launcher ignores how a process ends that has not started MPI, and rank 0 waits"
-        )
-    if not begins and end == "thread":
-        pytest.skip("before the ranks are connected, a thread's error ends nothing")
     program = f"""
     import os, sys, warnings
     import hpcstrat as hs
 
-    {begins}
+    {"hs.barrier()" if moment == "connected" else ""}
     if hs.rank() == 1:
         print("look here", file=sys.stderr)
         {ENDS[end]}
@@ -134,10 +124,32 @@ def test_what_explains_a_failure_is_shown(launch, moment, end):
     """
     result = launch(program, 2, timeout=60)
     assert result.status != 0
-    assert result.stderr.count("look here\n") == (end not in UNSEEN_ENDS)
+    assert result.stderr.count("look here\n") == (
+        end != "os._exit"
+    )  # of which Python tells nothing
     assert ("the cause" in result.stderr) == ("the cause" in ENDS[end])
     assert ("ZeroDivisionError" in result.stderr) == (end == "thread")
     assert result.leftovers == []
+
+
+@pytest.mark.parametrize("ranks", slow_but([2], [2, 3]))
+def test_what_python_ignores_is_shown(launch, ranks):
+    program = """
+    import hpcstrat as hs
+
+    class File:
+        def __del__(self):
+            raise OSError(f"disk {hs.rank()} is full")
+
+    hs.barrier()
+    File()
+    hs.barrier()
+    """
+    result = launch(program, ranks)
+    assert result.status == 0
+    for rank in range(1, ranks):
+        assert f"[rank {rank}] OSError: disk {rank} is full\n" in result.stderr
+    assert "OSError: disk 0 is full\n" in result.stderr
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [2, 3]))
@@ -189,10 +201,9 @@ def test_lines_arrive_whole(launch, ranks):
         pytest.skip("mpirun of Open MPI 4 cuts what comes at once every 4 KiB, lines or not")
     program = """
     from hpcstrat._process import output
-    output.install()
     from hpcstrat._process import worlds
     world = worlds.start()
-    output.replica_context = lambda: True
+    output._is_replica = lambda: True
     for number in range(300):
         print("rank", world.rank, "line", number, "x" * 100)
     """
@@ -258,24 +269,6 @@ def test_an_error_where_streams_are_closed_from_the_begin(launch, closed):
     result = launch(with_closed_streams(launch, program, closed), 2)
     assert result.status != 0 and result.leftovers == []
     assert ("[rank 1] ValueError: the cause" in result.stdout) == (closed == "stderr")
-
-
-def test_a_disk_that_is_full_for_what_is_hidden_is_said_once(launch):
-    program = """
-        import sys
-        import hpcstrat as hs
-
-        for stream in (sys.stdout, sys.stderr, sys.stdout):
-            print("a line", file=stream if hs.rank() else sys.stdout)
-        hs.barrier()
-    """
-    result = launch(program, 2, env={"_HPCSTRAT_LOG": "/dev/full"})
-    assert (result.status, result.stdout) == (0, 3 * "a line\n")
-    (line,) = result.stderr.splitlines()
-    assert line.startswith(
-        "[rank 1] hpcstrat: the log /dev/full cannot be written any more, and the program continues: "
-        "No "
-    )
 
 
 @pytest.mark.parametrize("seconds", slow_but(["1e300"], ["1e10", "1e300", "inf"]))

@@ -295,10 +295,10 @@ def test_hosts_that_cannot_connect_to_rank_0(launch, action):
     program = f"""
     import warnings
     import hpcstrat as hs
-    from hpcstrat._watchdog import tcp
+    from hpcstrat._watchdog import channels
 
-    tcp._addresses = lambda port: [("127.0.0.1", 1)]
-    warnings.filterwarnings("{action}", "hpcstrat: the ranks' hosts cannot reach each other by TCP")
+    channels.addresses = lambda port: [("127.0.0.1", 1)]
+    warnings.filterwarnings("{action}", "hpcstrat: not all ranks can reach rank 0")
     try:
         hs.barrier()
     except UserWarning as error:
@@ -311,5 +311,5 @@ def test_hosts_that_cannot_connect_to_rank_0(launch, action):
     does = "goes on" if action == "default" else "raises"
     assert result.status == 0
     assert sorted(result.stdout.splitlines()) == [f"rank {rank} {does}" for rank in range(3)]
-    warned = re.findall(r"program_\w+\.py:9: UserWarning: hpcstrat: the ranks.*", result.stderr)
+    warned = re.findall(r"program_\w+\.py:9: UserWarning: hpcstrat: not all ranks.*", result.stderr)
     assert len(warned) == (action == "default") and "HPCSTRAT_" not in result.stderr

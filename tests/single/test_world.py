@@ -1,15 +1,12 @@
-import contextlib
-import ctypes
+import atexit
 import os
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 import types
 
 import pytest
-from internals import Launcher, guard, launchers, output, restarts, worlds
+from internals import Launcher, launchers, mpi_library, reports, segments, worlds
 
 
 @pytest.fixture
@@ -23,6 +20,24 @@ def fake(monkeypatch):
     )
     monkeypatch.setattr(worlds, "_load_mpi", lambda launcher: module)
     return module
+
+
+@pytest.fixture
+def starts(fake, monkeypatch):
+    """The levels of threads with which the stand-in was started; with an entry first, it fails."""
+    levels = []
+
+    def start(argc, argv, level, provided):
+        levels.append(level)
+        return 16 if len(levels) > 1 else 0
+
+    errors = types.SimpleNamespace(Set_errhandler=lambda handler: None)
+    fake.Is_initialized, fake.ERRORS_RETURN, fake.__file__ = (lambda: False), None, ""
+    fake.COMM_WORLD, fake.COMM_SELF = errors, errors
+    fake.THREAD_SINGLE, fake.THREAD_SERIALIZED, fake.THREAD_MULTIPLE = 0, 2, 3
+    library = types.SimpleNamespace(MPI_Init_thread=start)
+    monkeypatch.setattr(mpi_library.ctypes, "CDLL", lambda path: library)
+    return levels
 
 
 def launched(monkeypatch, size, rank=0, name="mpirun of Open MPI"):
@@ -86,38 +101,27 @@ def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(fake, monk
     ],
 )
 def test_another_mpis_launcher_is_known_before_mpi_starts(
-    fake, monkeypatch, launcher, size, vendor, refused
+    fake, starts, monkeypatch, launcher, size, vendor, refused
 ):
-    started = []
-    fake.Is_initialized = lambda: False
-    fake.THREAD_MULTIPLE, fake.Init_thread, fake.get_vendor = (
-        3,
-        started.append,
-        lambda: (vendor, (5, 0)),
-    )
-    monkeypatch.setattr(
-        worlds, "_speaks_pmix", lambda: False
-    )  # of the library that is really loaded
+    fake.get_vendor = lambda: (vendor, (5, 0))
+    # Of the library that is really loaded.
+    monkeypatch.setattr(mpi_library, "_speaks_pmix", lambda: False)
     launched(monkeypatch, size, name=launcher)
     if refused:
         with pytest.raises(
             RuntimeError, match=r"which mpi4py loads\) is another: .* Start with the mpirun of"
         ):
-            worlds._start_mpi(fake)
+            mpi_library.start(fake)
     else:
-        worlds._start_mpi(fake)
-    assert started == ([] if refused else [3])
+        mpi_library.start(fake)
+    assert starts == ([] if refused else [3])
 
 
-def test_mpich_that_speaks_pmix_may_be_started_by_it(fake, monkeypatch):
-    fake.Is_initialized, fake.THREAD_MULTIPLE, fake.Init_thread = (
-        (lambda: False),
-        3,
-        lambda level: None,
-    )
+def test_mpich_that_speaks_pmix_may_be_started_by_it(fake, starts, monkeypatch):
     launched(monkeypatch, 2)
-    monkeypatch.setattr(worlds, "_speaks_pmix", lambda: True)
-    worlds._start_mpi(fake)
+    monkeypatch.setattr(mpi_library, "_speaks_pmix", lambda: True)
+    mpi_library.start(fake)
+    assert starts == [3]
 
 
 @pytest.mark.parametrize(
@@ -125,37 +129,46 @@ def test_mpich_that_speaks_pmix_may_be_started_by_it(fake, monkeypatch):
     [("MPICH", (5, 0, 2), True), ("MPICH", (4, 3, 2), False), ("Open MPI", (5, 0, 8), False)],
 )
 @pytest.mark.parametrize("size", [1, 2])
-def test_without_shared_memory(fake, monkeypatch, tmp_path, vendor, version, refused, size):
-    started = []
-    fake.Is_initialized, fake.THREAD_MULTIPLE, fake.Init_thread = (lambda: False), 3, started.append
+def test_without_shared_memory(fake, starts, monkeypatch, tmp_path, vendor, version, refused, size):
     fake.get_vendor = lambda: (vendor, version)
-    monkeypatch.setattr(guard, "FOLDER", str(tmp_path / "shm"))
+    monkeypatch.setattr(segments, "FOLDER", str(tmp_path / "shm"))
     monkeypatch.setattr(launchers, "find", lambda: Launcher("a PMI launcher", 0, size, 0, size))
     if refused:
         with pytest.raises(
             RuntimeError,
             match=r"shm does not exist, and MPI \(MPICH 5\.0\.2\) does not start .*shm-size",
         ):
-            worlds._start_mpi(fake)
+            mpi_library.start(fake)
     else:
-        worlds._start_mpi(fake)
-    assert started == ([] if refused else [3])
+        mpi_library.start(fake)
+    assert starts == ([] if refused else [3])
 
 
-def test_the_users_thread_level_of_mpi4py_stays(fake, monkeypatch):
+@pytest.mark.parametrize(
+    "rc, level",
+    [
+        ({"initialize": True, "thread_level": "serialized"}, 2),
+        ({"initialize": True, "thread_level": "serialized", "threads": False}, 0),
+        ({"initialize": False, "thread_level": "serialized"}, 3),
+    ],
+    ids=["a level", "no threads", "not started by mpi4py"],
+)
+def test_the_users_thread_level_of_mpi4py_stays(fake, starts, monkeypatch, rc, level):
     import mpi4py
 
-    started = []
-    fake.Is_initialized = lambda: False
-    fake.Init, fake.Init_thread = (lambda: started.append("alone")), started.append
-    fake.THREAD_SERIALIZED, fake.THREAD_MULTIPLE = "serialized", "multiple"
+    monkeypatch.setattr(atexit, "register", lambda call: None)
     monkeypatch.setattr(launchers, "find", lambda: None)
-    monkeypatch.setattr(mpi4py.rc, "initialize", True)
-    monkeypatch.setattr(mpi4py.rc, "thread_level", "serialized")
-    worlds._start_mpi(fake)
-    monkeypatch.setattr(mpi4py.rc, "threads", False)
-    worlds._start_mpi(fake)
-    assert started == ["serialized", "alone"]
+    for name, value in rc.items():
+        monkeypatch.setattr(mpi4py.rc, name, value)
+    mpi_library.start(fake)
+    assert starts == [level]
+
+
+def test_a_start_of_mpi_that_fails_is_an_error(fake, starts, monkeypatch):
+    monkeypatch.setattr(launchers, "find", lambda: None)
+    starts.append("fails")
+    with pytest.raises(RuntimeError, match="MPI_Init_thread returned 16"):
+        mpi_library.start(fake)
 
 
 def test_srun_has_a_remedy_of_its_own(fake, monkeypatch):
@@ -213,7 +226,7 @@ def test_without_mpi(monkeypatch, error, missing, capfd):
 def shared_memory(monkeypatch):
     """A folder in place of /dev/shm, so that other tests and jobs do not interfere."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
-        monkeypatch.setattr(guard, "FOLDER", folder)
+        monkeypatch.setattr(segments, "FOLDER", folder)
         yield folder
 
 
@@ -237,76 +250,18 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, shared_memory, tmp_path
         f"7f-80 rw-s 00000000 00:1b {inode}      {shared_memory}/ucx_shm_posix_1",
     ):
         maps.write_text(line + "\n")
-        guard.unlink_segments(os.getpid())
-        guard.unlink_segments(os.getpid(), guard.OPEN_MPI)
+        segments.unlink()
+        segments.unlink(segments.OPEN_MPI)
         assert os.path.exists(path)
     maps.write_text(f"7f-80 rw-s 00000000 00:1b {inode}      {path}\n")
-    guard.unlink_segments(os.getpid())
+    segments.unlink()
     assert not os.path.exists(path)
 
 
-@pytest.mark.parametrize(
-    "prefix", ["mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_posix_"]
-)
-def test_segments_that_nobody_uses_are_unlinked(shared_memory, prefix):
-    import mmap
-
-    libc = ctypes.CDLL(None)  # a mapping of `mmap.mmap` keeps its file open
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-    libc.mmap.restype = ctypes.c_void_p
-    before = time.time()
-    paths = [f"{shared_memory}/{prefix}{name}" for name in ("mapped", "open", "orphan", "other")]
-    mapped, held, _, other = files = [open(path, "w+b") for path in paths]
-    mapped.truncate(mmap.PAGESIZE)
-    address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, mapped.fileno(), 0)
-    for file in files:
-        if file is not held:
-            file.close()
-    restarts.unlink_segments(before + 3600)
-    assert [os.path.exists(path) for path in paths] == [True] * 4
-    os.rename(other.name, name := paths[-1].replace(prefix, "another_"))
-    paths[-1] = name
-    restarts.unlink_segments(before)
-    assert [os.path.exists(path) for path in paths] == [True, True, False, True]
-    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE))
-    held.close()
-    restarts.unlink_segments(before)
-    assert [os.path.exists(path) for path in paths] == [False, False, False, True]
-
-
-def test_a_process_that_is_killed_in_a_guarded_block_leaves_no_segment():
-    """Its guard has looked since it made the segment."""
-    program = """if True:
-    import fcntl, mmap, os, signal, sys, termios, time
-    from hpcstrat._process import guard
-
-    block = guard.watch([(600.0, "")])
-    with block:
-        pipe = block.gen.gi_frame.f_locals["guard"].stdin
-        while any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))):  # until the guard has read what to do
-            time.sleep(0.001)
-        with open(sys.argv[1], "w+b") as file:
-            file.truncate(mmap.PAGESIZE)
-            mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        time.sleep(5 * guard._LOOK_SECONDS)
-        os.kill(os.getpid(), signal.SIGKILL)
-    """
-    path = f"/dev/shm/mpich_shm_test_{os.getpid()}"
-    try:
-        assert subprocess.run([sys.executable, "-c", program, path]).returncode == -9
-        deadline = time.monotonic() + 20
-        while os.path.exists(path) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not os.path.exists(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-
-
 def test_messages_are_tagged_under_several_ranks_only(monkeypatch, capsys):
-    output.say("one\ntwo")
-    monkeypatch.setattr(output, "_tag", "[rank 3] ")
-    output.say("one\ntwo\n")
+    reports.say("one\ntwo")
+    monkeypatch.setattr(reports, "_tag", "[rank 3] ")
+    reports.say("one\ntwo\n")
     assert capsys.readouterr().err == "one\ntwo\n[rank 3] one\n[rank 3] two\n"
 
 
@@ -316,13 +271,13 @@ def test_a_stream_that_nobody_reads_keeps_no_rank_from_its_end(monkeypatch):
             threading.Event().wait()
 
     monkeypatch.setattr(sys, "stderr", Full())
-    monkeypatch.setattr(output, "_PRINT_SECONDS", 0.1)
-    printing = threading.Thread(target=output.say, args=("it ends",), daemon=True)
+    monkeypatch.setattr(reports, "_PRINT_SECONDS", 0.1)
+    printing = threading.Thread(target=reports.say, args=("it ends",), daemon=True)
     printing.start()
     printing.join(20)
     assert not printing.is_alive()
 
 
 def test_a_hook_that_prints_nothing_leaves_the_traceback(monkeypatch, capsys):
-    assert "ValueError: lost?" in output.capture(lambda: None, ValueError("lost?"))
+    assert "ValueError: lost?" in reports.capture(lambda: None, ValueError("lost?"))
     assert capsys.readouterr().err == ""

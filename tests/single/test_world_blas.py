@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from internals import settings
+from internals import blas_threads
 from threadpoolctl import threadpool_info, threadpool_limits
 
 SHARES = {  # the cores that each rank may run on, and how many of them it uses
@@ -20,7 +20,7 @@ SHARES = {  # the cores that each rank may run on, and how many of them it uses
 def test_share(case):
     ranges, shares = SHARES[case]
     cores = [set(one) for one in ranges]
-    assert [settings.share_of_cores(cores, rank) for rank in range(len(cores))] == shares
+    assert [blas_threads.share_of_cores(cores, rank) for rank in range(len(cores))] == shares
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def no_variables(monkeypatch):
         monkeypatch.setenv(name, "")  # so that the end of the test undoes what the test sets
 
 
-def blas_threads():
+def threads_of_blas():
     assert (np.ones((2, 2)) @ np.ones((2, 2))).sum() == 8  # loads BLAS
     return [
         library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"
@@ -38,20 +38,20 @@ def blas_threads():
 
 def test_limit_lowers_only(no_variables):
     with threadpool_limits(2, "blas"):
-        before = blas_threads()
-        settings.limit_blas_threads(3)
-        assert blas_threads() == before
+        before = threads_of_blas()
+        blas_threads.limit(3)
+        assert threads_of_blas() == before
 
 
 def test_limit_lowers(no_variables):
     with threadpool_limits(2, "blas"):
-        settings.limit_blas_threads(1)
-        assert blas_threads() and set(blas_threads()) == {1}
+        blas_threads.limit(1)
+        assert threads_of_blas() and set(threads_of_blas()) == {1}
 
 
 def test_the_users_variable_wins(no_variables, monkeypatch):
     monkeypatch.setenv("MKL_NUM_THREADS", "2")
     with threadpool_limits(2, "blas"):
-        before = blas_threads()
-        settings.limit_blas_threads(1)
-        assert blas_threads() == before
+        before = threads_of_blas()
+        blas_threads.limit(1)
+        assert threads_of_blas() == before

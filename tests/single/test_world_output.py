@@ -1,10 +1,13 @@
 import io
 import logging
+import os
+import subprocess
 import sys
+import textwrap
 import threading
 
 import pytest
-from internals import output
+from internals import Launcher, launchers, output, reports
 
 
 @pytest.fixture
@@ -23,10 +26,13 @@ def as_rank(monkeypatch):
         monkeypatch.setattr(output, "_mode", None)
         monkeypatch.setattr(output, "_hides", False)
         monkeypatch.setattr(output, "_errors", None)
-        monkeypatch.setattr(output, "replica_context", lambda: False)
+        monkeypatch.setattr(output, "_is_replica", lambda: False)
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
         monkeypatch.setattr(sys, "stdout", stream)
         monkeypatch.setattr(sys, "stderr", errors or io.StringIO())
-        output.install()
+        launcher = launchers.find()
+        assert launcher is not None
+        output.install(launcher, lambda: False)
         return stream
 
     return install
@@ -46,10 +52,10 @@ def test_rank_0_shows_everything(as_rank):
 def test_other_ranks_show_in_a_replica_context_only(as_rank, monkeypatch):
     stream = as_rank(1)
     print("hidden")
-    monkeypatch.setattr(output, "replica_context", lambda: True)
+    monkeypatch.setattr(output, "_is_replica", lambda: True)
     print("shown")
     sys.stdout.writelines(["x\n", "y\n"])
-    monkeypatch.setattr(output, "replica_context", lambda: False)
+    monkeypatch.setattr(output, "_is_replica", lambda: False)
     print("hidden")
     sys.stdout.writelines(["hidden\n"])
     assert shown(stream) == "shown\nx\ny\n"
@@ -57,9 +63,9 @@ def test_other_ranks_show_in_a_replica_context_only(as_rank, monkeypatch):
 
 def test_part_of_a_line_is_not_lost_when_the_context_ends(as_rank, monkeypatch):
     stream = as_rank(1)
-    monkeypatch.setattr(output, "replica_context", lambda: True)
+    monkeypatch.setattr(output, "_is_replica", lambda: True)
     print("no end of line", end="")
-    monkeypatch.setattr(output, "replica_context", lambda: False)
+    monkeypatch.setattr(output, "_is_replica", lambda: False)
     assert shown(stream) == "no end of line"
 
 
@@ -67,7 +73,7 @@ def test_bytes(as_rank, monkeypatch):
     stream = as_rank(1)
     assert sys.stdout.buffer.write(b"hidden") == 6
     assert sys.stdout.buffer.write(memoryview(b"hidden")) == 6
-    monkeypatch.setattr(output, "replica_context", lambda: True)
+    monkeypatch.setattr(output, "_is_replica", lambda: True)
     sys.stdout.buffer.write(b"shown")
     assert shown(stream) == "shown"
 
@@ -131,7 +137,7 @@ def test_the_value_and_the_errors_of_write_stay(as_rank):
 
 def test_lead(as_rank, monkeypatch):
     stream = as_rank(1, "lead")
-    monkeypatch.setattr(output, "replica_context", lambda: True)
+    monkeypatch.setattr(output, "_is_replica", lambda: True)
     print("hidden")
     assert shown(stream) == ""
 
@@ -147,20 +153,24 @@ def test_another_value_is_an_error(as_rank):
         as_rank(1, "none")
 
 
-def test_no_launcher_no_gate(monkeypatch):
-    monkeypatch.setattr(output, "_mode", None)
-    monkeypatch.setattr(output.launchers, "find", lambda: None)
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stdout", stream)
-    output.install()
-    assert sys.stdout is stream
+@pytest.mark.parametrize("variables", [{}, {"PMI_SIZE": "1", "PMI_RANK": "0"}], ids=str)
+def test_one_rank_has_pythons_own_streams_and_hooks(variables):
+    program = """
+    import sys
+    before = sys.stdout, sys.stderr, sys.excepthook, sys.unraisablehook, sys.exit
+    import hpcstrat
+    assert before == (sys.stdout, sys.stderr, sys.excepthook, sys.unraisablehook, sys.exit)
+    """
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PMI")}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    subprocess.run(command, env=kept | variables, timeout=60, check=True)
 
 
 def test_a_thread_counts_as_the_top_level(as_rank, monkeypatch):
     """Also one that a replica function starts."""
     stream = as_rank(1)
     main = threading.current_thread()
-    monkeypatch.setattr(output, "replica_context", lambda: threading.current_thread() is main)
+    monkeypatch.setattr(output, "_is_replica", lambda: threading.current_thread() is main)
     thread = threading.Thread(target=print, args=("hidden",))
     thread.start()
     thread.join()
@@ -172,7 +182,7 @@ def test_a_thread_may_enter_a_context_of_its_own(as_rank, monkeypatch):
     stream = as_rank(1)
     monkeypatch.setattr(
         output,
-        "replica_context",
+        "_is_replica",
         lambda: threading.current_thread().name == "replica",
     )
     thread = threading.Thread(target=print, args=("shown",), name="replica")
@@ -197,8 +207,7 @@ class Plain:
 
 def test_no_standard_output(as_rank, monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(output, "_mode", None)
-    output.install()
+    output.install(Launcher("mpirun", 1, 2), lambda: False)
     print("nowhere")
 
 
@@ -237,9 +246,9 @@ def test_standard_error(as_rank, monkeypatch):
         raise ValueError
     except ValueError:
         print("handled", file=sys.stderr)
-    with output.reporting():
+    with reports.reporting():
         print("reported", file=sys.stderr)
-    monkeypatch.setattr(output, "replica_context", lambda: True)
+    monkeypatch.setattr(output, "_is_replica", lambda: True)
     print("in a context", file=sys.stderr)
     assert stream.getvalue() == "handled\nreported\nin a context\n"
 
