@@ -176,7 +176,6 @@ QUICK = [
     "a time-out extended too little",
     "a loop before the first strategy",
     "early: an exception",
-    "early: sys.exit(3)",
     "SIGKILL of rank 0",
     "sys.exit(3)",
     "an exception while the others compute",
