@@ -44,13 +44,15 @@ from hpcstrat._core.call_name import (
     WAITING,
     call_named,
     current_call,
+    warn_together,
+)
+from hpcstrat._core.public_names import INSTEAD, RENAMED, Missing
+from hpcstrat._core.ranks_in_words import (
     join_by_rank,
     list_by_rank,
     ranges_in_words,
     ranks_in_words,
-    warn_together,
 )
-from hpcstrat._core.public_names import INSTEAD, RENAMED, Missing
 from hpcstrat._core.types import select
 from hpcstrat._core.user_frames import user_frame_of
 from hpcstrat._memory import layout, segment

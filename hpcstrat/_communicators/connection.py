@@ -20,7 +20,8 @@ from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import call_named, join_by_rank, warn_together
+from hpcstrat._core.call_name import call_named, warn_together
+from hpcstrat._core.ranks_in_words import join_by_rank
 from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._process.worlds import World
 from hpcstrat._watchdog.channels import StatusChannel, share_slots

@@ -19,7 +19,8 @@ from hpcstrat._core.arrays import (
     host_copy,
     is_foreign,
 )
-from hpcstrat._core.call_name import current_call, join_by_rank, names_call, refuses_arguments
+from hpcstrat._core.call_name import current_call, names_call, refuses_arguments
+from hpcstrat._core.ranks_in_words import join_by_rank
 from hpcstrat._core.types import (
     DistributedValues,
     IndexedSlices,

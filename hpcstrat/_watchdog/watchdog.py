@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 
 from hpcstrat._calls.collective import CallState
-from hpcstrat._core.call_name import ranks_in_words
+from hpcstrat._core.ranks_in_words import ranks_in_words
 from hpcstrat._core.user_frames import user_frame, user_frame_of
 from hpcstrat._process import failure, guard, launchers, output, settings
 from hpcstrat._watchdog.channels import RankStatus, StatusChannel

@@ -12,12 +12,11 @@ from hpcstrat._core.call_name import (
     INPUT,
     call_named,
     current_call,
-    join_by_rank,
-    list_by_rank,
     names_call,
     span,
     warn_together,
 )
+from hpcstrat._core.ranks_in_words import join_by_rank, list_by_rank
 from hpcstrat._core.types import PerReplica, PerReplicaSpec, ReplicaMismatchError
 from hpcstrat._process import settings
 from hpcstrat._replicas import contexts
