@@ -70,8 +70,8 @@ INSTEAD = {
     # TensorFlow
     "GradientTape": _GRADIENT,
     "constant": _ARRAY,
-    "distribute": "hs itself, which has the names of tf.distribute",
-    "experimental": "hs itself, which has the names of tf.distribute.experimental",
+    "distribute": "the names of tf.distribute on hs itself, such as hs.MirroredStrategy",
+    "experimental": "its names on hs itself, such as hs.MultiWorkerMirroredStrategy",
     "keras": "hs.optimizers, hs.losses and hs.metrics",
     "train": "hs.checkpoint",
     "TPUStrategy": _STRATEGY,
