@@ -1,5 +1,6 @@
 """The Strategy API of `tf.distribute` for NumPy and CuPy: `mpirun -n 4 python train.py`."""
 
+import sys as _sys
 import typing as _typing
 
 from hpcstrat import checkpoint as checkpoint
@@ -9,8 +10,9 @@ from hpcstrat import data as data
 from hpcstrat import losses as losses
 from hpcstrat import metrics as metrics
 from hpcstrat import optimizers as optimizers
-from hpcstrat._core.public_names import set_module as _set_module
-from hpcstrat._core.public_names import set_owners as _set_owners
+from hpcstrat._core.public_names import INSTEAD as _INSTEAD
+from hpcstrat._core.public_names import getattr_of as _getattr_of
+from hpcstrat._core.public_names import show_as_public as _show_as_public
 from hpcstrat._core.types import DistributedValues as DistributedValues
 from hpcstrat._core.types import IndexedSlices as IndexedSlices
 from hpcstrat._core.types import Mirrored as Mirrored
@@ -73,11 +75,15 @@ from hpcstrat.data import ValueContext as ValueContext
 
 if _typing.TYPE_CHECKING:
     from hpcstrat import torch as torch
+else:  # hidden from type checkers, which would take every name for one of hpcstrat's
+    __getattr__ = _getattr_of(__name__, ["torch"], _INSTEAD)  # PyTorch takes long to import
 
 __version__ = "0.1.0"
 
-_set_module(globals(), "torch")  # which takes long
-_set_owners()
+_show_as_public(
+    *(checkpoint, cluster_resolver, compat.v1, data, losses, metrics, optimizers),
+    _sys.modules[__name__],
+)
 _start()
 if _settings.timeline():
     from hpcstrat._timeline import recorder as _recorder

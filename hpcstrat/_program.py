@@ -17,7 +17,7 @@ from hpcstrat._communicators.connection import connect, find_connected
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import host_copy
-from hpcstrat._core.call_name import current_call, explained, names_call
+from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import DistributedValues
 from hpcstrat._process import launchers, worlds
 from hpcstrat._replicas import contexts
@@ -134,8 +134,7 @@ def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
                 "in on_lead(np.save, path, array)"
             )
         with extend_timeout(_HOUR):
-            given = "fn is called with what follows it, as in on_lead(np.save, path, array)"
-            result = explained(fn, given)(*args, **kwargs)
+            result = fn(*args, **kwargs)
     return communicator.broadcast_obj(result)
 
 

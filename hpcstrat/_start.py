@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-
+from hpcstrat._core.user_frames import warn
 from hpcstrat._process import failure, launchers, output, settings
 from hpcstrat._replicas.contexts import is_one_of_several_replicas
 from hpcstrat._variable.writing import explain_assign
@@ -28,4 +27,4 @@ def start() -> None:
         output.install(launcher, is_one_of_several_replicas)  # sys.stdout, stderr, unraisablehook
     # A misspelt variable would silently do nothing.
     for name, nearest in settings.unknown().items():
-        warnings.warn(f"unknown environment variable {name}; did you mean {nearest}?", stacklevel=3)
+        warn(f"unknown environment variable {name}; did you mean {nearest}?", UserWarning)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._core import arrays, gpu
-from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat._core.types import Array
 from hpcstrat._replicas import contexts
 
@@ -331,6 +330,3 @@ def _as_floats(
         )
     y = gpu.array_module(x).asarray(y) if gpu.is_on_gpu(x) else gpu.to_host(y)
     return y, x.astype(np.float32) if dtype.itemsize == 2 else x, dtype
-
-
-_set_module(globals())

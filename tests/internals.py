@@ -35,7 +35,7 @@ from hpcstrat._communicators.reduction import (
     reduce_in_chunks,
 )
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._core import cublas, device_names, gpu, nests, public_names
+from hpcstrat._core import cublas, device_names, gpu, nests
 from hpcstrat._core.arrays import as_native, is_numeric
 from hpcstrat._core.call_name import (
     COMMUNICATION,
@@ -44,13 +44,14 @@ from hpcstrat._core.call_name import (
     WAITING,
     call_named,
     current_call,
+)
+from hpcstrat._core.public_names import INSTEAD
+from hpcstrat._core.ranks_in_words import (
     join_by_rank,
     list_by_rank,
     ranges_in_words,
     ranks_in_words,
-    warn_together,
 )
-from hpcstrat._core.public_names import INSTEAD, RENAMED, Missing
 from hpcstrat._core.types import select
 from hpcstrat._core.user_frames import user_frame_of
 from hpcstrat._memory import layout, segment

@@ -5,8 +5,6 @@ import inspect
 import pkgutil
 import re
 
-from internals import Missing
-
 import hpcstrat as hs
 
 # Programs import from these, not from the files of a package such as hpcstrat.data.options.
@@ -41,8 +39,6 @@ def public_names(with_methods=True):
                     is_ours = str(getattr(inner, "__module__", "")).startswith(
                         "hpcstrat"
                     ) or isinstance(inner, property)
-                    if isinstance(inner, Missing):
-                        continue
                     if not method.startswith("_") and is_ours:
                         found[f"{module.__name__}.{name}.{method}"] = inner
     return found
@@ -55,6 +51,6 @@ _CALLS = {re.sub(rf"^({_MODULES})\.", "", name) for name in public_names()}
 def begins_with_a_call(text):
     """Whether a message starts with a public name: `Strategy.reduce: `, `barrier: `."""
     name, colon = re.findall(r"^([\w.]*)(:?)", text)[0]
-    # `rank` and `agree` start other sentences too.
+    # `rank` and `function` start other sentences too.
     is_a_word = re.fullmatch("[a-z]*", name) is not None
     return name in _CALLS and (colon == ":" or not is_a_word)

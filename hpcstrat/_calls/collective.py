@@ -57,7 +57,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 from hpcstrat._calls.records import CallSignature
-from hpcstrat._core.call_name import current_call, enter_call, explain_arguments, leave_call
+from hpcstrat._core.call_name import current_call, enter_call, leave_call
 from hpcstrat._core.user_frames import user_frame, user_frame_in_call
 from hpcstrat._process import failure
 
@@ -363,7 +363,6 @@ def collective(
                 try:
                     return function(*args, **kwargs)
                 except BaseException as error:
-                    explain_arguments(error)
                     calls.share_error(error, number)
                     raise
             finally:

@@ -17,7 +17,8 @@ from hpcstrat._calls.mismatch import RankReport
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators import reduction
 from hpcstrat._core.arrays import as_native, checksum
-from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, join_by_rank, span
+from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, span
+from hpcstrat._core.ranks_in_words import join_by_rank
 from hpcstrat._core.types import Array, Bytes, ReduceOp, ReplicaMismatchError
 from hpcstrat._process import settings
 from hpcstrat._watchdog.watchdog import Watchdog

@@ -20,7 +20,9 @@ from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import call_named, join_by_rank, warn_together
+from hpcstrat._core.call_name import call_named
+from hpcstrat._core.ranks_in_words import join_by_rank
+from hpcstrat._core.user_frames import warn
 from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
@@ -84,11 +86,10 @@ def _connect() -> HostCommunicator:
     if channel is not None:
         communicator.watchdog = Watchdog(communicator.rank, communicator.calls, channel)
     else:
-        warn_together(
+        warn(
             "hpcstrat: not all ranks can reach rank 0, so a rank that never comes is not noticed; "
             "open the hosts' TCP ports to each other, or give the job a time limit",
             UserWarning,
-            communicator.rank == 0,
         )
     # After mpi4py's own hook, so it runs before MPI is finalized.
     atexit.register(_leave, communicator, os.getpid())

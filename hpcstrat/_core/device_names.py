@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import current_call, ranks_in_words
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.ranks_in_words import ranks_in_words
 
 # All of TensorFlow's spellings. The only job and task is this process's own.
 _FORMS = re.compile(

@@ -12,7 +12,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hpcstrat._core import nests
-from hpcstrat._core.public_names import ONE_EACH
 
 Array: TypeAlias = Any
 """A `numpy.ndarray` on a CPU device, a `cupy.ndarray` on a GPU."""
@@ -316,7 +315,11 @@ class DistributedValues:
 
 def refuse(call: str) -> NoReturn:
     """Raises the `TypeError` for a distributed value that is used as a number or an array."""
-    raise TypeError(f"{call}: {ONE_EACH}")
+    raise TypeError(
+        f"{call}: this is one value per replica; reduce it first: strategy.reduce('MEAN', value, "
+        "axis=None), or look at all of them: strategy.experimental_local_results(value). A replica "
+        "function is given its own: strategy.run(fn, args=(value,))"
+    )
 
 
 _REFUSED = """

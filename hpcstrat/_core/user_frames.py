@@ -1,4 +1,4 @@
-"""Where a thread is in the user's program: for reports of ranks that wait or disagree."""
+"""Where a thread is in the user's program: for reports of ranks that wait or disagree, warnings."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 import threading
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 
@@ -81,6 +82,15 @@ def user_frame_of_error(error: BaseException) -> str:
         return ""
     code = found.tb_frame.f_code
     return f"{_near(code.co_filename)}:{found.tb_lineno} in {code.co_name}"
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Warns at the line of the program that called the library."""
+    # Python 3.10 has no `skip_file_prefixes`.
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and not is_of_program(frame.f_code.co_filename):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
 
 
 def is_of_program(path: str) -> bool:

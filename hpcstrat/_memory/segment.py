@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._core.call_name import list_by_rank
+from hpcstrat._core.ranks_in_words import list_by_rank
 from hpcstrat._memory.intervals import round_up
 
 # Of each version of control groups: where the hierarchy is mounted, the file with the bytes that a

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
@@ -16,6 +17,7 @@ from hpcstrat._communicators.connection import disconnect_devices
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core.call_name import RUN, Details, names_call, span
 from hpcstrat._core.types import ReduceOp, RunOptions, ValueContext, select
+from hpcstrat._core.user_frames import warn
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (
     AcrossReplicas,
@@ -29,7 +31,6 @@ from hpcstrat._strategies import exchange, reduce, step_graphs
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.transfer import (
     check_same_structure,
-    explain_arguments,
     explain_empty_part,
     regroup,
     require_equal_arguments,
@@ -299,7 +300,6 @@ class Strategy:
             self._group.storage.drop_marks()
             explain_read_only(error)
             explain_assign(error)
-            explain_arguments(error, fn, args, kwargs)
             explain_empty_part(error, args, kwargs)
             raise
         finally:
@@ -695,6 +695,32 @@ class Strategy:
             [[4, 5]] [0]
         """
         return Dataset.from_tensor_slices(numpy_input)
+
+    # ---- TensorFlow's older names
+
+    def experimental_run_v2(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        options: RunOptions | None = None,
+    ) -> Any:
+        """Deprecated: TensorFlow 2.0's name of `run`."""
+        _warn_of_older_name("experimental_run_v2", "run")
+        return self.run(fn, args, kwargs, options)
+
+    def experimental_distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Deprecated: TensorFlow's older name of `distribute_datasets_from_function`."""
+        new = "distribute_datasets_from_function"
+        _warn_of_older_name(f"experimental_{new}", new)
+        return self.distribute_datasets_from_function(dataset_fn, options)
+
+
+@functools.cache  # one warning a process for each
+def _warn_of_older_name(old: str, new: str) -> None:
+    warn(f"Strategy.{old} is now called Strategy.{new}; use that", DeprecationWarning)
 
 
 class Scope:

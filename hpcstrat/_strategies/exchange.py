@@ -19,7 +19,7 @@ from hpcstrat._core.arrays import (
     is_foreign,
     is_numeric,
 )
-from hpcstrat._core.call_name import current_call, explained
+from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import (
     Array,
     DistributedValues,
@@ -351,8 +351,7 @@ def _size_along(shapes: Sequence[tuple[int, ...]], axis: int) -> int:
 def values_from_function(group: ReplicaGroup, value_fn: Callable[[ValueContext], Any]) -> Any:
     """See `Strategy.experimental_distribute_values_from_function`."""
     communicator = group.communicator
-    make = explained(value_fn, "value_fn is called with a ValueContext")
-    leaves, structure = nests.flatten(make(ValueContext(communicator.rank, communicator.size)))
+    leaves, structure = nests.flatten(value_fn(ValueContext(communicator.rank, communicator.size)))
     leaves = [_own_value(group, leaf) for leaf in leaves]
     communicator.exchange(signature_of(current_call(), nests.describe(structure)))
     return structure.unflatten([_distributed(communicator, leaf) for leaf in leaves])

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from hpcstrat._calls.collective import collective
 from hpcstrat._core import device_names, nests
-from hpcstrat._core.call_name import current_call, explained, names_call
+from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import (
     DistributedValues,
     IndexedSlices,
@@ -404,7 +404,6 @@ class StrategyExtended:
                 "under `with strategy.scope():`"
             )
         check_arguments(fn, args)
-        fn = explained(fn, "fn is called with the variable, and then args")
         with self._group.communicator.change():
             return self._update(fn, (var, *args), dict(kwargs or {}), group)
 

@@ -10,7 +10,8 @@ from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import choose_device_communicator, connect, connect_devices
 from hpcstrat._core import device_names, gpu
-from hpcstrat._core.call_name import current_call, warn_together
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.user_frames import warn
 from hpcstrat._process import launchers, worlds
 
 
@@ -58,7 +59,7 @@ def place(
         # Named devices are used or refused. Only if no devices were named does the CPU replace
         # them, with a warning.
         if named is None and any(seen) and not all(has_cupy for _, has_cupy in by_rank):
-            _warn_of_missing_cupy(is_lead=control.rank == 0)
+            _warn_of_missing_cupy()
             seen = [()] * control.size
         shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         if named is not None:
@@ -82,10 +83,9 @@ def place(
             gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
         kind, problem = choose_device_communicator(control, gpus, ordinal is not None)
     if problem:
-        warn_together(
+        warn(
             f"{call}: the replicas exchange data through host memory instead of NCCL: {problem}",
             UserWarning,
-            is_lead=control.rank == 0,
         )
     return devices, connect_devices(gpus, ordinal, kind)
 
@@ -123,13 +123,12 @@ def _visible_gpus() -> tuple[str, ...]:
         ) from None
 
 
-def _warn_of_missing_cupy(is_lead: bool) -> None:
-    warn_together(
+def _warn_of_missing_cupy() -> None:
+    warn(
         f"{current_call()}: this host has GPUs, but CuPy, which uses them, is not installed, so "
         "the replicas compute on the CPU; `pip install '.[cuda12]'` (or cuda13) in hpcstrat's "
         "clone, or name devices: compute_devices=['CPU:0', ...]",
         UserWarning,
-        is_lead=is_lead,
     )
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import signature_of
 from hpcstrat._core import nests
-from hpcstrat._core.call_name import current_call, explained, names_call
+from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import ReduceOp, select
 from hpcstrat._process import worlds
 from hpcstrat._replicas import contexts
@@ -161,7 +161,6 @@ class ReplicaContext:
         before = contexts.current.get()
         try:
             contexts.current.set(AcrossReplicas(self._group))
-            merge_fn = explained(merge_fn, "merge_fn is called with the strategy, and then args")
             result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
         finally:
             contexts.current.set(before)

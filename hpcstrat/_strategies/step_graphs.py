@@ -39,8 +39,8 @@ import numpy as np
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import nests
-from hpcstrat._core.call_name import call_named, warn_together
-from hpcstrat._core.user_frames import user_frame_of_error
+from hpcstrat._core.call_name import call_named
+from hpcstrat._core.user_frames import user_frame_of_error, warn
 from hpcstrat._process import settings
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
@@ -269,11 +269,7 @@ class GroupSteps:
         self._warn(f" from now on: {reason}")
 
     def _warn(self, why: str) -> None:
-        warn_together(
-            f"hs.function: {self._name} runs without a CUDA graph{why}",
-            UserWarning,
-            self._group.communicator.rank == 0,
-        )
+        warn(f"hs.function: {self._name} runs without a CUDA graph{why}", UserWarning)
 
 
 def _parts_of(fn: Any) -> list[Any]:

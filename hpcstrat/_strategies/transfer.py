@@ -19,7 +19,8 @@ from hpcstrat._core.arrays import (
     host_copy,
     is_foreign,
 )
-from hpcstrat._core.call_name import current_call, join_by_rank, names_call, refuses_arguments
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.ranks_in_words import join_by_rank
 from hpcstrat._core.types import (
     DistributedValues,
     IndexedSlices,
@@ -84,20 +85,6 @@ def explain_empty_part(error: BaseException, args: Any, kwargs: Any) -> None:
             f"{current_call()}: this replica's part of the batch has no elements: the batch had "
             "too few for all replicas. Drop it by Dataset.batch(..., drop_remainder=True), or "
             "write the function so that it takes arrays whose first dimension is 0",
-        )
-
-
-def explain_arguments(
-    error: BaseException, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None
-) -> None:
-    """Adds a note if a replica function does not take the arguments that it was called with."""
-    if isinstance(error, TypeError) and refuses_arguments(error, fn, args, kwargs or {}):
-        given = f"{len(args)} positional argument{'s' * (len(args) != 1)}"
-        reports.add_note(
-            error,
-            f"{_CALL}: fn was given {given}, the members of args. args=(batch,) passes a batch as "
-            "one argument, a tuple or not; args=batch passes the members of a tuple as separate "
-            "arguments",
         )
 
 

@@ -23,8 +23,9 @@ from rich.text import Text
 import hpcstrat
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import join_by_rank, names_call, ranges_in_words, ranks_in_words
-from hpcstrat._process import launchers, mpi_library, settings
+from hpcstrat._core.call_name import names_call
+from hpcstrat._core.ranks_in_words import join_by_rank, ranges_in_words, ranks_in_words
+from hpcstrat._process import launchers, settings, worlds
 from hpcstrat._tools.launch import mpiexec
 from hpcstrat._update import compiled
 from hpcstrat.optimizers import SGD

@@ -13,7 +13,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from hpcstrat._core.call_name import list_by_rank, ranks_in_words
+from hpcstrat._core.ranks_in_words import list_by_rank, ranks_in_words
 from hpcstrat._tools.timeline_shares import (
     KINDS,
     Rank,

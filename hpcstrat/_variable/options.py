@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from hpcstrat._core.call_name import constructor_signature
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, ReduceOp
 
 
@@ -114,5 +113,5 @@ class VariableType(type):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """See `constructor_signature`."""
-        return constructor_signature(cls)
+        """The arguments of `__init__`; `inspect` would take those of `__call__` above."""
+        return inspect.signature(functools.partial(cls.__init__, None))

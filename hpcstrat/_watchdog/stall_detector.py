@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpcstrat._core.call_name import list_by_rank, ranks_in_words
+from hpcstrat._core.ranks_in_words import list_by_rank, ranks_in_words
 from hpcstrat._watchdog.channels import SILENT_SECONDS, UNKNOWN, RankStatus
 
 SETTLING_SECONDS = 1.5

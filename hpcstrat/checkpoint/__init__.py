@@ -1,11 +1,8 @@
 """Checkpoints: files that a kill cannot damage, and a last checkpoint before a preemption."""
 
-from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat.checkpoint._checkpoint import Checkpoint as Checkpoint
 from hpcstrat.checkpoint._manager import CheckpointManager as CheckpointManager
 from hpcstrat.checkpoint._manager import PreemptionHandler as PreemptionHandler
 from hpcstrat.checkpoint._objects import Restored as Restored
 
 __all__ = ["Checkpoint", "CheckpointManager", "PreemptionHandler", "Restored"]
-
-_set_module(globals())

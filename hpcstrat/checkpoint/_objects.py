@@ -17,7 +17,8 @@ from hpcstrat._calls.records import ManyValues, new_signature
 from hpcstrat._communicators.connection import connect
 from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core import gpu, nests
-from hpcstrat._core.call_name import current_call, ranks_in_words
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.ranks_in_words import ranks_in_words
 from hpcstrat._memory.allocator import Block
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, default_group

@@ -1,6 +1,5 @@
 """The tasks of a job, and which task this process is; as `tf.distribute.cluster_resolver`."""
 
-from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat.cluster_resolver._environment import SlurmClusterResolver as SlurmClusterResolver
 from hpcstrat.cluster_resolver._environment import (
     TFConfigClusterResolver as TFConfigClusterResolver,
@@ -10,5 +9,3 @@ from hpcstrat.cluster_resolver._resolver import ClusterSpec as ClusterSpec
 from hpcstrat.cluster_resolver._resolver import MPIClusterResolver as MPIClusterResolver
 from hpcstrat.cluster_resolver._resolver import SimpleClusterResolver as SimpleClusterResolver
 from hpcstrat.cluster_resolver._resolver import UnionResolver as UnionResolver
-
-_set_module(globals())

@@ -1,6 +1,5 @@
 """Input pipelines: datasets, and how they are distributed over replicas."""
 
-from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat._core.types import RunOptions as RunOptions
 from hpcstrat._core.types import ValueContext as ValueContext
 from hpcstrat.data._arguments import AUTOTUNE as AUTOTUNE
@@ -36,5 +35,3 @@ __all__ = [
     "ValueContext",
     "assert_cardinality",
 ]
-
-_set_module(globals())

@@ -12,13 +12,12 @@ from hpcstrat._core.call_name import (
     INPUT,
     call_named,
     current_call,
-    join_by_rank,
-    list_by_rank,
     names_call,
     span,
-    warn_together,
 )
+from hpcstrat._core.ranks_in_words import join_by_rank, list_by_rank
 from hpcstrat._core.types import PerReplica, PerReplicaSpec, ReplicaMismatchError
+from hpcstrat._core.user_frames import warn
 from hpcstrat._process import settings
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
@@ -408,11 +407,10 @@ class DistributedIterator(DatasetIterator):
             remedy = "pass batch(..., drop_remainder=True)"
             if total and total >= size:
                 remedy += ", or do without AutoShardPolicy.OFF"
-        warn_together(
+        warn(
             f"{self._call}: {what}, whose means are nan; divide sums by the global batch size, or "
             f"{remedy}",
             UserWarning,
-            is_lead=self._communicator.rank == 0,
         )
 
     def _differences(self, values: Sequence[int | None]) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hpcstrat._communicators.base import Communicator
-from hpcstrat._core.call_name import explained
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data._arguments import (
     AutoShardPolicy,
@@ -84,8 +83,7 @@ def distribute_from_function(
     if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
         workers = Workers(tuple(range(communicator.size)), communicator.rank)
     workers = workers or Workers((0,) * communicator.size, communicator.rank)
-    make = explained(dataset_fn, "dataset_fn is called with an InputContext")
-    dataset = make(InputContext(workers.count, workers.index, communicator.size))
+    dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
     node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
     return DistributedDataset(
         node, communicator, assign_elements, FROM_FUNCTION, prefetcher, workers

@@ -12,8 +12,6 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._core.call_name import refuses_arguments
-from hpcstrat._process import reports
 from hpcstrat.data import _elements
 from hpcstrat.data._elements import FailedElement, attempt, unwrap, with_failures
 from hpcstrat.data._node import (
@@ -30,10 +28,6 @@ from hpcstrat.data._threads import Submit, map_in_threads, threads_of
 # Datasets per pass whose text and arrays the ranks compare: a single one may be equal by chance.
 _COMPARED = 32
 _END = object()
-# What a function is given.
-_MEMBERS = "the members of the element, a tuple, are separate arguments"
-_ELEMENT = "the element is not a tuple, so it is the only argument"
-_STATE = "the state and the element"
 
 
 @final
@@ -179,7 +173,7 @@ class Scan(Transformation):
 
         def advance(element: Any) -> Any:
             nonlocal state
-            result = _call(self._function, (state, element), "Dataset.scan", "scan_func", _STATE)
+            result = _call(self._function, (state, element), "Dataset.scan", "scan_func")
             if not (type(result) in (tuple, list) and len(result) == 2):
                 raise TypeError(
                     f"Dataset.scan: scan_func returned {type(result).__name__}; it must return "
@@ -197,7 +191,7 @@ def reduce(source: Node, initial_state: Any, function: Callable[..., Any]) -> An
     """The last state. See `Dataset.reduce`."""
     state = _elements.as_element(initial_state)
     for element in source.elements(EpochPass()):
-        result = _call(function, (state, element), "Dataset.reduce", "reduce_func", _STATE)
+        result = _call(function, (state, element), "Dataset.reduce", "reduce_func")
         following = _elements.as_element(tuple(result) if type(result) is list else result)
         state = _same_structure(state, following, "Dataset.reduce: reduce_func")
     return state
@@ -216,20 +210,13 @@ def _same_structure(state: Any, following: Any, what: str) -> Any:
 
 def call_on(function: Callable[..., Any], element: Any, call: str, argument: str) -> Any:
     """Calls `function` as `tf.data` does: the members of a tuple are separate arguments."""
-    args, given = (element, _MEMBERS) if type(element) is tuple else ((element,), _ELEMENT)
-    return _call(function, args, call, argument, given)
+    args = element if type(element) is tuple else (element,)
+    return _call(function, args, call, argument)
 
 
-def _call(
-    function: Callable[..., Any], args: tuple[Any, ...], call: str, argument: str, given: str
-) -> Any:
+def _call(function: Callable[..., Any], args: tuple[Any, ...], call: str, argument: str) -> Any:
     try:
         return function(*args)
-    except TypeError as error:
-        if refuses_arguments(error, function, args, {}):
-            count = f"{len(args)} argument{'s' * (len(args) > 1)}"
-            reports.add_note(error, f"{call}: {argument} was given {count}; {given}")
-        raise
     except StopIteration as error:  # it would look like the end of the dataset
         raise RuntimeError(
             f"{call}: {argument} raised StopIteration, which cannot end the dataset; catch it in "

@@ -1,6 +1,5 @@
 """Metrics: each replica keeps its own totals, and `result` combines them."""
 
-from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat.metrics._counts import ConfusionMatrix as ConfusionMatrix
 from hpcstrat.metrics._counts import MeanIoU as MeanIoU
 from hpcstrat.metrics._means import Accuracy as Accuracy
@@ -25,5 +24,3 @@ from hpcstrat.metrics._thresholds import Precision as Precision
 from hpcstrat.metrics._thresholds import Recall as Recall
 from hpcstrat.metrics._thresholds import TrueNegatives as TrueNegatives
 from hpcstrat.metrics._thresholds import TruePositives as TruePositives
-
-_set_module(globals())

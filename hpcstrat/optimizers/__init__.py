@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from hpcstrat._core.public_names import set_module as _set_module
+from hpcstrat._core.public_names import getattr_of as _getattr_of
 from hpcstrat._update.rule import UpdateRule as UpdateRule
 from hpcstrat.optimizers._momentum import SGD as SGD
 from hpcstrat.optimizers._momentum import Adam as Adam
@@ -22,6 +22,8 @@ from hpcstrat.optimizers._steps import UpdateStep as UpdateStep
 
 if TYPE_CHECKING:
     from hpcstrat.optimizers import schedules as schedules
+else:
+    __getattr__ = _getattr_of(__name__, ["schedules"])  # 4 of 90 ms of the import
 
 __all__ = [
     "SGD",
@@ -42,8 +44,6 @@ __all__ = [
     "UpdateStep",
     "schedules",
 ]
-
-_set_module(globals(), "schedules")  # 4 of 90 ms of the import
 
 
 def __dir__() -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict
 import numpy as np
 
 from hpcstrat._core.arrays import as_number
-from hpcstrat._core.call_name import constructor_signature
 from hpcstrat._variable.variable import Variable
 from hpcstrat.optimizers._steps import BY_OPTION, NORM_CLIPPING, UpdateStep, numbers_of, overrides
 
@@ -209,7 +209,7 @@ def check_options(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
         parameters = inspect.signature(kind).parameters.values()
         own = [each.name for each in parameters if each.kind is not each.VAR_KEYWORD]
         known = [*dict.fromkeys([*own, *_OPTIONS, "name"])]
-        raise _unknown_arguments(owner, [*unknown], known)
+        raise _unknown_argument(owner, min(unknown), known)
     options = {
         name: check(owner, name, given.get(name, default))
         for name, (default, check) in _OPTIONS.items()
@@ -278,8 +278,8 @@ class OptimizerType(abc.ABCMeta):
 
     @property
     def __signature__(cls) -> inspect.Signature:
-        """See `constructor_signature`."""
-        return constructor_signature(cls)
+        """The arguments of `__init__`; `inspect` would take those of `__call__` above."""
+        return inspect.signature(functools.partial(cls.__init__, None))
 
 
 def check_attribute(optimizer: Any, checks: Mapping[str, Check], name: str, value: Any) -> Any:
@@ -346,27 +346,11 @@ def arguments_of(optimizer: Any) -> dict[str, Any]:
     return {name: getattr(optimizer, name) for name in dict.fromkeys([*own, *options])}
 
 
-# ---- names of other libraries
-
-_OTHER_NAMES = {
-    "lr": "write learning_rate",
-    "betas": "write beta_1 and beta_2",
-    "eps": "write epsilon",
-    "params": "apply_gradients(zip(gradients, variables)) takes the variables",
-    "decay": "pass a schedule as learning_rate, such as schedules.InverseTimeDecay",
-    "maximize": "pass the negative gradients",
-    "amsgrad": "write your own Optimizer, whose slots hold the largest v",
-    "jit_compile": "leave it out, because updates are compiled in any case",
-}
-"""Arguments that other libraries have, and what to write instead."""
+# ---- unknown names
 
 
-def _unknown_arguments(owner: str, unknown: Sequence[str], known: Sequence[str]) -> TypeError:
-    """The error for arguments that the class `owner` does not take."""
-    if all(name in _OTHER_NAMES for name in unknown):
-        parts = [f"{name} is not an argument: {_OTHER_NAMES[name]}" for name in sorted(unknown)]
-        return TypeError(f"{owner}: {'; '.join(parts)}")
-    name = min(name for name in unknown if name not in _OTHER_NAMES)
+def _unknown_argument(owner: str, name: str, known: Sequence[str]) -> TypeError:
+    """The error for an argument that the class `owner` does not take."""
     return TypeError(
         f"{owner}: {name} is not an argument{_nearest(name, known)} It takes {', '.join(known)}"
     )

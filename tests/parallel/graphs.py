@@ -118,7 +118,7 @@ OPTIMIZERS = {
 
 
 def warned(call):
-    """The texts of the warnings, on rank 0."""
+    """The texts of the warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         call()

@@ -226,7 +226,7 @@ def test_more_objects_than_are_looked_at(mirrored, monkeypatch):
     things = [Masked(i) for i in range(1000)]
     step = hs.function(lambda x: x * len(things))
     texts = warned(lambda: [mirrored.run(step, args=(mirrored.xp.ones(2),)) for _ in range(4)])
-    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert captured(step) == (0, False) and len(texts) == 1
     assert all("it can reach more than 500 objects" in text for text in texts)
 
 
@@ -258,7 +258,7 @@ def test_a_function_that_keeps_an_array(mirrored, keep):
         keep(model, losses, model.step(batch) * model.last)
 
     texts = warned(lambda: [mirrored.run(step, args=(batch,)) for batch in batches(mirrored)])
-    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert captured(step) == (0, False) and len(texts) == 1
     assert all("it keeps an array that it makes" in text for text in texts)
     assert len(calls) == CALLS and len(losses) in (0, CALLS)
 
@@ -354,7 +354,7 @@ def test_no_memory_to_compare_arguments(mirrored, monkeypatch):
 
     texts = warned(run)
     assert found == [2] * 4
-    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert captured(step) == (0, False) and len(texts) == 1
     assert all("no memory to compare" in text for text in texts)
 
 
@@ -383,5 +383,5 @@ def test_no_memory_for_a_graph(mirrored, monkeypatch, ranks):
 
     texts = warned(run)
     check_equal(model.state(), other.state())
-    assert captured(step) == (0, False) and len(texts) == (RANK == 0)
+    assert captured(step) == (0, False) and len(texts) == 1
     assert all("no memory for the graph" in text for text in texts)

@@ -3,12 +3,10 @@
 import collections
 import dataclasses
 import re
-import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-from internals import public_names
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -313,46 +311,6 @@ def test_nests_from_a_function_that_differ(strategy):
             lambda c: (1.0,) * (1 + c.replica_id_in_sync_group)
         )
     assert strategy.experimental_local_results(strategy.run(lambda: RANK)) == tuple(range(N))
-
-
-# ---- old names
-
-
-def test_old_names_warn_once_a_process(strategy, monkeypatch):
-    monkeypatch.setattr(public_names, "_warned", set())
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            assert strategy.experimental_local_results(
-                strategy.experimental_run_v2(lambda x: x + RANK, (1,), {})
-            ) == (tuple(1 + rank for rank in range(N)))
-            strategy.experimental_distribute_datasets_from_function(
-                lambda context: hs.data.Dataset.range(4).batch(1)
-            )
-    assert [(one.category, str(one.message)) for one in caught] == [
-        (DeprecationWarning, "Strategy.experimental_run_v2 is now called Strategy.run; use that"),
-        (
-            DeprecationWarning,
-            "Strategy.experimental_distribute_datasets_from_function is now called "
-            "Strategy.distribute_datasets_from_function; use that",
-        ),
-    ]
-    assert all(one.filename == __file__ for one in caught)
-
-
-def test_old_names_of_functions_warn_and_do_the_same(monkeypatch):
-    monkeypatch.setattr(public_names, "_warned", set())
-    old: Any = hs  # type checkers do not know these names
-    with pytest.warns(
-        DeprecationWarning, match=r"hpcstrat.agree is now called hpcstrat.any_rank"
-    ) as caught:
-        assert (old.agree(RANK == N - 1), old.agree(False)) == (True, False)
-    with pytest.warns(
-        DeprecationWarning, match=r"hpcstrat.patience is now called hpcstrat.extend_timeout"
-    ) as later:
-        with old.patience(1):
-            hs.barrier()
-    assert [one.filename for one in [*caught, *later]] == [__file__, __file__]
 
 
 @pytest.mark.mpi(min_size=2)  # one replica's nest cannot differ from another's

@@ -276,18 +276,6 @@ def test_a_variable_knows_its_strategy(strategy):
         _ = hs.Variable(1.0).distribute_strategy
 
 
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [("set_shape", "keeps the shape"), ("initial_value", "keep the array"), ("count_up_to", "add")],
-)
-def test_what_is_missing_says_what_to_write_instead(name, instead):
-    v = hs.Variable(1.0)
-    assert not hasattr(v, name)
-    for owner in v, hs.Variable:
-        with pytest.raises(AttributeError, match=f"Variable.{name} does not exist: .*{instead}"):
-            getattr(owner, name)
-
-
 def test_an_assignment_to_an_index_says_what_to_write(strategy, xp):
     with strategy.scope():
         v = hs.Variable(xp.ones(3, np.float32))

@@ -116,28 +116,6 @@ class Column:
 
 
 @pytest.mark.parametrize(
-    ("owner", "name", "instead"),
-    [
-        (Dataset.range(3), "ragged_batch", "Dataset.padded_batch"),
-        (Dataset.range(3), "bucket_by_sequence_length", "Dataset.padded_batch"),
-        (Dataset, "random", "default_rng"),
-        (Dataset, "from_sparse_tensor_slices", "Dataset.from_tensor_slices"),
-        (hs.data, "TFRecordDataset", "np.save"),
-        (hs.data, "get_structure", "element_spec"),
-        (hs.data, "at", "skip(index)"),
-        (hs.data, "experimental", "hpcstrat.data"),
-    ],
-    ids=lambda value: (
-        "a dataset" if isinstance(value, Dataset) else getattr(value, "__name__", None)
-    ),
-)
-def test_what_is_missing_says_what_to_write_instead(owner, name, instead):
-    assert not hasattr(owner, name)
-    with pytest.raises(AttributeError, match=f"{name} does not exist: .*{re.escape(instead)}"):
-        getattr(owner, name)
-
-
-@pytest.mark.parametrize(
     "owner", [Dataset.range(3), Dataset, hs.data], ids=["a dataset", "the class", "the module"]
 )
 def test_an_unknown_name_is_an_ordinary_error(owner):

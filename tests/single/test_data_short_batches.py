@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from internals import Workers, distribute_dataset, distribute_from_function, output, warn_together
+from internals import Workers, distribute_dataset, distribute_from_function, output
 from public_api import begins_with_a_call
 from thread_ranks import on_ranks, parts
 
@@ -15,7 +15,7 @@ OFF.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
 
 
 def warned(size, make, distribute=distribute_dataset, passes=1, workers=None, **kwargs):
-    """The texts of the warnings in `passes` passes over the dataset that each rank makes."""
+    """The texts of each rank's warnings in `passes` passes over the dataset that it makes."""
 
     def program(rank):
         options = kwargs if workers is None else kwargs | {"workers": Workers(workers, rank.rank)}
@@ -26,7 +26,9 @@ def warned(size, make, distribute=distribute_dataset, passes=1, workers=None, **
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         on_ranks(size, program)
-    texts = [str(one.message) for one in caught]
+    everyones = sorted(str(one.message) for one in caught)
+    texts = everyones[::size]
+    assert everyones == sorted(texts * size)
     assert all(begins_with_a_call(text.removeprefix("iterating over ")) for text in texts)
     assert {(one.filename, one.category) for one in caught} <= {(__file__, UserWarning)}
     return texts
@@ -107,41 +109,6 @@ def test_where_warnings_are_errors_all_ranks_raise():
         return "raised"
 
     assert on_ranks(3, program) == ["raised"] * 3
-
-
-@pytest.mark.parametrize(
-    ("filter", "raises"),
-    [
-        (dict(action="error"), True),
-        (dict(action="error", category=UserWarning, message="of .*"), True),
-        (dict(action="error", module="thread_.*"), False),
-        (dict(action="error", category=DeprecationWarning), False),
-        (dict(action="error", message="another"), False),
-        (dict(action="ignore"), False),
-        (dict(action="always"), False),
-    ],
-    ids=[
-        "error",
-        "this error",
-        "another module's",
-        "another category's",
-        "another text's",
-        "ignore",
-        "always",
-    ],
-)
-def test_the_other_ranks_raise_where_the_lead_does(filter, raises):
-    """If the warning filters say so; otherwise the other ranks are silent."""
-    for is_lead in (True, False):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.resetwarnings()
-            warnings.filterwarnings(**filter)
-            if raises:
-                with pytest.raises(UserWarning, match="of all ranks"):
-                    warn_together("of all ranks", UserWarning, is_lead)
-            else:
-                warn_together("of all ranks", UserWarning, is_lead)
-        assert len(caught) == (is_lead and not raises and filter["action"] != "ignore")
 
 
 @pytest.mark.parametrize(

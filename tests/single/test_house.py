@@ -2,8 +2,6 @@
 
 import ast
 import pathlib
-import subprocess
-import sys
 from collections import Counter
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "hpcstrat"
@@ -32,22 +30,3 @@ def test_a_class_name_is_unique():
     names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
     assert names["Variable"] == 1
     assert [name for name, count in names.items() if count > 1] == []
-
-
-def test_public_names_show_as_programs_write_them():
-    program = """
-import hpcstrat as hs, pickle, sys
-print(hs.Variable, hs.data.Dataset, hs.optimizers.Adam, hs.optimizers.schedules.CosineDecay)
-print(hs.compat.v1.MirroredStrategy, hs.barrier.__module__, hs.ReplicaMismatchError.__module__)
-assert pickle.loads(pickle.dumps(hs.ReduceOp.SUM)) is hs.ReduceOp.SUM
-print([name for name in sys.modules if name.startswith(("hpcstrat._tools", "hpcstrat._timeline"))])
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.splitlines() == [
-        "<class 'hpcstrat.Variable'> <class 'hpcstrat.data.Dataset'> "
-        "<class 'hpcstrat.optimizers.Adam'> <class 'hpcstrat.optimizers.schedules.CosineDecay'>",
-        "<class 'hpcstrat.compat.v1.MirroredStrategy'> hpcstrat hpcstrat",
-        "[]",
-    ]

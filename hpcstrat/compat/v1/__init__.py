@@ -1,6 +1,5 @@
 """The strategies with the methods of `tf.compat.v1.distribute`."""
 
-from hpcstrat._core.public_names import set_module as _set_module
 from hpcstrat._core.types import ReduceOp as ReduceOp
 from hpcstrat.compat.v1._strategies import CentralStorageStrategyV1 as CentralStorageStrategy
 from hpcstrat.compat.v1._strategies import DistributedInputIterator as DistributedInputIterator
@@ -20,5 +19,3 @@ __all__ = [
     "ReduceOp",
     "StrategyExtended",
 ]
-
-_set_module(globals())
