@@ -80,7 +80,3 @@ _set_module(globals(), "torch")  # which takes long
 _set_owners()
 _failure.install_at_import()
 _settings.warn_of_unknown()
-if _settings.timeline():
-    from hpcstrat._timeline import recorder as _recorder
-
-    _recorder.start(_settings.timeline())

@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -19,18 +19,13 @@ from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._core import gpu
+from hpcstrat._core import gpu, timeline
 from hpcstrat._core.call_name import call_named, join_by_rank, warn_together
 from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._process.worlds import World
 from hpcstrat._watchdog.channels import StatusChannel, share_slots
 from hpcstrat._watchdog.host_channels import connect_hosts
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
-
-when_connected: list[Callable[[HostCommunicator], None]] = []
-"""Functions called when all ranks are connected; they may make calls."""
-when_left: list[Callable[[HostCommunicator], None]] = []
-"""Functions called when all ranks have agreed to leave the program; they may make calls."""
 
 _connected: dict[tuple[str, ...], DeviceCommunicator] = {}
 
@@ -48,8 +43,7 @@ def connect() -> HostCommunicator:
         OSError: the requested timeline cannot be written.
     """
     communicator = _connect()
-    for call in when_connected:
-        call(communicator)
+    timeline.start(communicator)
     return communicator
 
 
@@ -213,8 +207,7 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
         communicator.leave()
         if communicator.watchdog is not None:
             communicator.watchdog.leave()  # once more: a host's first rank tells what all have said
-        for call in when_left:
-            call(communicator)
+        timeline.write(communicator)
         try:
             for device in _connected.values():
                 device.close()

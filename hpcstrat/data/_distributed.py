@@ -9,15 +9,14 @@ import numpy as np
 
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.call_name import (
-    INPUT,
     call_named,
     current_call,
     join_by_rank,
     list_by_rank,
     names_call,
-    span,
     warn_together,
 )
+from hpcstrat._core.timeline import INPUT, span
 from hpcstrat._core.types import PerReplica, PerReplicaSpec, ReplicaMismatchError
 from hpcstrat._process import settings
 from hpcstrat._replicas import contexts
