@@ -25,7 +25,7 @@ from hpcstrat._process import output, settings, worlds
 RUN, COMMUNICATION, WAITING, UPDATE = "run", "communication", "waiting", "update"
 INPUT, CHECKPOINT = "input", "checkpoint"
 
-_LIMIT = 1_000_000  # spans that a rank keeps: about 200 MB
+_LIMIT = 1_000_000  # spans that a rank keeps: about 230 MB
 _PART = 20_000  # events that all ranks together send at once
 _START = b'\n{"name": "process_name", "ph": "M", "pid": '  # of a trace, after its bracket
 

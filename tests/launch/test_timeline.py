@@ -235,7 +235,7 @@ def test_a_file_that_cannot_be_written_is_an_error_of_all(launch, ranks):
     assert len(refused) == (ranks or 1)
     for line in refused:
         assert line.startswith("refused HPCSTRAT_TIMELINE=/")
-        assert "trace.json: No such file or directory; name a file in a folder that exi" in line
+        assert "written: No such file or directory; name a file in a folder that exists" in line
 
 
 def test_what_is_no_timeline_is_not_overwritten(launch):
