@@ -122,7 +122,6 @@ def _is_loaded(future: Future[_Slot | None]) -> bool:
     return future.done() and future.exception() is None
 
 
-@span(INPUT, lambda loaded, *_: ("copy a batch", loaded.layout.nbytes))
 def _copy(loaded: _Slot, xp: Any, copies: Any) -> tuple[Step, Any]:
     """The step with arrays on the GPU, and the event of their arrival.
 
