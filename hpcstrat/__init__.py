@@ -35,7 +35,6 @@ from hpcstrat._program import progress as progress
 from hpcstrat._program import rank as rank
 from hpcstrat._program import size as size
 from hpcstrat._replicas.contexts import in_cross_replica_context as in_cross_replica_context
-from hpcstrat._process import settings as _settings
 from hpcstrat._start import start as _start
 from hpcstrat._strategies.base import Strategy as Strategy
 from hpcstrat._strategies.current import experimental_set_strategy as experimental_set_strategy
@@ -81,11 +80,7 @@ else:  # hidden from type checkers, which would take every name for one of hpcst
 __version__ = "0.1.0"
 
 _show_as_public(
-    *(checkpoint, cluster_resolver, compat.v1, data, losses, metrics, optimizers),
+    *(checkpoint, cluster_resolver, data, losses, metrics, optimizers, compat.v1),
     _sys.modules[__name__],
 )
 _start()
-if _settings.timeline():
-    from hpcstrat._timeline import recorder as _recorder
-
-    _recorder.start(_settings.timeline())

@@ -1,4 +1,4 @@
-"""`python -m hpcstrat`, or `hpcstrat`: `run`, `timeline`; `info`, `check`, also under `mpirun`."""
+"""`python -m hpcstrat`, or `hpcstrat`: `run`; `info`, `check`, also under `mpirun`."""
 
 from __future__ import annotations
 
@@ -36,15 +36,6 @@ def _main() -> int:
     )
     info.add_argument("--json", action="store_true", help="for programs")
     commands.add_parser("check", help="moves data between all ranks; exit status 1 on failure")
-    timeline = commands.add_parser(
-        "timeline", help="what the steps of a timeline spend their time on"
-    )
-    timeline.add_argument("trace", help="the file that HPCSTRAT_TIMELINE named")
-    timeline.add_argument("--plot", metavar="FILE", help="draws it (.png, .svg, .pdf)")
-    timeline.add_argument(
-        "--steps", type=int, default=4, metavar="N", help="steps in the picture; 4 by default"
-    )
-    timeline.add_argument("--json", action="store_true", help="for programs")
     add_run_parser(commands)
     options = parser.parse_args()
     if options.command == "run":
@@ -53,10 +44,6 @@ def _main() -> int:
         from hpcstrat._tools.info import info as show
 
         return show(options.json)
-    if options.command == "timeline":
-        from hpcstrat._tools.timeline import timeline as show_timeline
-
-        return show_timeline(options.trace, options.plot, options.steps, options.json)
     from hpcstrat._tools.check import check
 
     return check()

@@ -38,10 +38,6 @@ from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core import cublas, device_names, gpu, nests
 from hpcstrat._core.arrays import as_native, is_numeric
 from hpcstrat._core.call_name import (
-    COMMUNICATION,
-    RUN,
-    UPDATE,
-    WAITING,
     call_named,
     current_call,
 )
@@ -91,9 +87,6 @@ from hpcstrat._strategies import captured_step, reachable, step_graphs
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._strategies.strategies import make_mirrored_group
-from hpcstrat._timeline import recorder
-from hpcstrat._timeline.recorder import GpuSpans, TimelineRecorder, difference, zero
-from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
 from hpcstrat._update import compiled, device_kernels, device_update, library_cache, rows
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.host_update import HostUpdate

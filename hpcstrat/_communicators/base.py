@@ -17,8 +17,9 @@ from hpcstrat._calls.mismatch import RankReport
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators import reduction
 from hpcstrat._core.arrays import as_native, checksum
-from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, span
+from hpcstrat._core.call_name import current_call
 from hpcstrat._core.ranks_in_words import join_by_rank
+from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp, ReplicaMismatchError
 from hpcstrat._process import settings
 from hpcstrat._watchdog.watchdog import Watchdog
@@ -43,8 +44,8 @@ class Outgoing(NamedTuple):
     is_on_gpu: bool
 
 
-def _describe(_: Communicator, arrays: Sequence[Array], *__: Any, **___: Any) -> Details:
-    return Details(current_call(), sum(array.nbytes for array in arrays))
+def _describe(_: Communicator, arrays: Sequence[Array], *__: Any, **___: Any) -> tuple[str, int]:
+    return current_call(), sum(array.nbytes for array in arrays)
 
 
 class Communicator(abc.ABC):
@@ -136,7 +137,7 @@ class Communicator(abc.ABC):
 
     # ---- the exchange that starts every call
 
-    @span(COMMUNICATION, lambda _, signature, nbytes=0, *__, **___: Details(signature.call, nbytes))
+    @span(COMMUNICATION, lambda _, signature, nbytes=0, *__, **___: (signature.call, nbytes))
     def exchange(
         self, signature: CallSignature, nbytes: int = 0, write: Write | None = None
     ) -> list[Bytes]:
@@ -413,7 +414,7 @@ class Communicator(abc.ABC):
                 (f"root={root}", *must_match), [as_native(a) for a in arrays], root
             )
 
-    @span(COMMUNICATION, lambda _, outgoing, *__: Details(current_call(), _bytes_of(outgoing)))
+    @span(COMMUNICATION, lambda _, outgoing, *__: (current_call(), _bytes_of(outgoing)))
     def all_to_all(self, outgoing: Sequence[Outgoing], *must_match: str) -> list[dict[int, Array]]:
         """Sends arrays to other ranks; returns, for each of `outgoing`, what came, by its source.
 

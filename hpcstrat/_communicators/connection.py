@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -19,18 +19,13 @@ from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._core import gpu
+from hpcstrat._core import gpu, timeline
 from hpcstrat._core.call_name import call_named
 from hpcstrat._core.ranks_in_words import join_by_rank
 from hpcstrat._core.user_frames import warn
 from hpcstrat._process import failure, launchers, settings, worlds
 from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
-
-when_connected: list[Callable[[HostCommunicator], None]] = []
-"""Functions called when all ranks are connected; they may make calls."""
-when_left: list[Callable[[HostCommunicator], None]] = []
-"""Functions called when all ranks have agreed to leave the program; they may make calls."""
 
 _connected: dict[tuple[str, ...], DeviceCommunicator] = {}
 
@@ -55,8 +50,7 @@ def connect() -> HostCommunicator:
         with _connect_lock:
             if _communicator is None:
                 communicator = _connect()
-                for call in when_connected:
-                    call(communicator)
+                timeline.start(communicator)
                 _communicator = communicator
     return _communicator
 
@@ -207,14 +201,15 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
 
     if os.getpid() != process:  # a forked child does not leave in its parent's place
         return
-    if communicator.watchdog is not None:
-        communicator.watchdog.leave()
-    if not MPI.Is_finalized():  # by the program itself
+    is_started = not MPI.Is_finalized()  # by the program itself
+    if is_started:
         # First all ranks agree that they leave here, so that all have made the same calls: only
         # then do the calls of NCCL end.
         communicator.leave()
-        for call in when_left:
-            call(communicator)
+        timeline.write(communicator)
+    if communicator.watchdog is not None:
+        communicator.watchdog.leave()
+    if is_started:
         try:
             for device in _connected.values():
                 device.close()

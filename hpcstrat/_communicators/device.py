@@ -14,7 +14,8 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator, Outgoing, Write, check_gatherable
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import COMMUNICATION, Details, call_named, span
+from hpcstrat._core.call_name import call_named
+from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import layout_of
@@ -171,9 +172,9 @@ class DeviceCommunicator(Communicator):
         """
 
 
-def _on_stream(name: str) -> Callable[..., Details]:
+def _flat(name: str) -> Callable[..., tuple[str, int]]:
     """The span of a method that moves a flat array."""
-    return lambda communicator, array, *_: Details(name, array.nbytes, communicator.stream)
+    return lambda _, array, *__: (name, array.nbytes)
 
 
 @final
@@ -290,7 +291,7 @@ class StagedCommunicator(DeviceCommunicator):
         self.stream.synchronize()
         return copies
 
-    @span(COMMUNICATION, _on_stream("all-reduce"))
+    @span(COMMUNICATION, _flat("all-reduce"))
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int | None = None) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
         # With a root too: through the host all ranks get the messages anyway.
@@ -319,7 +320,7 @@ class StagedCommunicator(DeviceCommunicator):
         """See `DeviceCommunicator.prepare_all_gather`."""
         return _prepare(self._all_gather, array, slices)
 
-    @span(COMMUNICATION, _on_stream("broadcast"))
+    @span(COMMUNICATION, _flat("broadcast"))
     def _broadcast(self, array: Array, root: int) -> None:
         if self.size == 1:
             return
@@ -336,7 +337,7 @@ class StagedCommunicator(DeviceCommunicator):
             message = self._control.exchange(signature)[root]
             _fill(array, message[: array.nbytes].view(array.dtype))
 
-    @span(COMMUNICATION, _on_stream("reduce-scatter"))
+    @span(COMMUNICATION, _flat("reduce-scatter"))
     def _reduce_scatter(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
         with call_named("the sum of gradients"):
             hosts = self._host_copies([array])
@@ -345,7 +346,7 @@ class StagedCommunicator(DeviceCommunicator):
             if rank == self.rank:
                 _fill(out[own.slice], total[elements.slice])
 
-    @span(COMMUNICATION, _on_stream("all-gather"))
+    @span(COMMUNICATION, _flat("all-gather"))
     def _all_gather(self, array: Array, slices: Sequence[RankSlice]) -> None:
         # Copied once more: the next slice overwrites the pinned memory.
         own = [

@@ -14,7 +14,7 @@ from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.rail import Rail
 from hpcstrat._communicators.reduction import accumulator, reduce_by_hosts, reduce_in_chunks
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
-from hpcstrat._core.call_name import COMMUNICATION, Details, span
+from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.intervals import Interval, divide_up
 from hpcstrat._memory.layout import Layout, layout_of_sections, sections_in
@@ -167,9 +167,7 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     @span(
         COMMUNICATION,
-        lambda _, signature, layouts, *__: Details(
-            signature.call, sum(layout.nbytes for layout in layouts)
-        ),
+        lambda _, signature, layouts, *__: (signature.call, sum(one.nbytes for one in layouts)),
     )
     def sum_sections(
         self,
@@ -242,7 +240,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         self._messages.swap(outgoing, incoming, add_up)
         return received
 
-    @span(COMMUNICATION, lambda _, signature, sizes, __: Details(signature.call, sum(sizes)))
+    @span(COMMUNICATION, lambda _, signature, sizes, __: (signature.call, sum(sizes)))
     def gather_sections(
         self, signature: CallSignature, sizes: Sequence[int], write: Write
     ) -> list[Bytes]:

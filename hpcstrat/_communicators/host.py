@@ -15,7 +15,8 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator, Outgoing, Write, check_gatherable
 from hpcstrat._communicators.point_to_point import Background
 from hpcstrat._communicators.reduction import reduce_in_chunks
-from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, span
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.layout import GROUP_ALIGNMENT, Layout, layout_of, layout_of_sections
@@ -28,9 +29,9 @@ SMALL_MESSAGE_BYTES = 1 << 15
 
 def describe_message(
     _: Communicator, signature: CallSignature, layout: Layout, *__: Any, **___: Any
-) -> Details:
+) -> tuple[str, int]:
     """The span of `HostCommunicator.reduce_message`."""
-    return Details(signature.call, layout.nbytes)
+    return signature.call, layout.nbytes
 
 
 class HostCommunicator(Communicator):
@@ -384,7 +385,7 @@ class SoloCommunicator(HostCommunicator):
         self.calls.number += 1
         self.calls.last_signature = signature
 
-    @span(COMMUNICATION, lambda _, signature, nbytes=0, *__, **___: Details(signature.call, nbytes))
+    @span(COMMUNICATION, lambda _, signature, nbytes=0, *__, **___: (signature.call, nbytes))
     def exchange(
         self, signature: CallSignature, nbytes: int = 0, write: Write | None = None
     ) -> list[Bytes]:

@@ -12,8 +12,8 @@ from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignatur
 from hpcstrat._communicators.base import Write
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.point_to_point import Background, PointToPoint, pieces
-from hpcstrat._core.call_name import WAITING, span
 from hpcstrat._core.ranks_in_words import list_by_rank
+from hpcstrat._core.timeline import WAITING, span
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.layout import GROUP_ALIGNMENT, Layout, layout_of_sections
 

@@ -17,7 +17,8 @@ from hpcstrat._communicators.device import Move, RankSlice
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, span
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import Layout
@@ -244,10 +245,7 @@ class NcclCollectives:
             )
         return self._comm
 
-    @span(
-        COMMUNICATION,
-        lambda _, what, stream, moves: Details(what, sum(move.nbytes for move in moves), stream),
-    )
+    @span(COMMUNICATION, lambda _, what, __, moves: (what, sum(move.nbytes for move in moves)))
     def launch(self, what: str, stream: gpu.Stream, moves: Sequence[Move]) -> None:
         """Makes calls of NCCL, in which the host may wait until NCCL has connected it.
 

@@ -14,8 +14,8 @@ from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignatur
 from hpcstrat._communicators.base import Write
 from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
 from hpcstrat._communicators.reduction import part_of_rank, reduce_in_chunks
-from hpcstrat._core.call_name import COMMUNICATION, WAITING, span
 from hpcstrat._core.ranks_in_words import list_by_rank
+from hpcstrat._core.timeline import COMMUNICATION, WAITING, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import RangeAllocator
 from hpcstrat._memory.intervals import round_up

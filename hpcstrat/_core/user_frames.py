@@ -86,11 +86,17 @@ def user_frame_of_error(error: BaseException) -> str:
 
 def warn(message: str, category: type[Warning]) -> None:
     """Warns at the line of the program that called the library."""
-    # Python 3.10 has no `skip_file_prefixes`.
+    # Python 3.10 has no `skip_file_prefixes`. The program may be an installed package itself.
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and not is_of_program(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_between(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Whether this is a line of the library, or of a library that calls it for the program."""
+    package = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return package in ("hpcstrat", "tqdm", "importlib")
 
 
 def is_of_program(path: str) -> bool:

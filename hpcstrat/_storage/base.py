@@ -12,7 +12,8 @@ import numpy as np
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.arrays import checksum
-from hpcstrat._core.call_name import UPDATE, Details, current_call, span
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.timeline import UPDATE, span
 from hpcstrat._core.types import Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import Block, Shares
 from hpcstrat._memory.intervals import Interval
@@ -109,7 +110,7 @@ class Storage(abc.ABC):
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates of these variables, each with its slots."""
 
-    @span(UPDATE, lambda _, plan, *__, **___: Details(current_call(), plan.order.layout.nbytes))
+    @span(UPDATE, lambda _, plan, *__, **___: (current_call(), plan.order.layout.nbytes))
     # An overflow results in inf, as on a GPU. It must not become an exception on one rank only.
     @np.errstate(all="ignore")
     def update(
@@ -254,7 +255,7 @@ class Storage(abc.ABC):
                 self.local.prepare_rows(rule, variable, slots)
                 self._prepared.add(kernel)
 
-    @span(UPDATE, lambda *args, **_: Details(current_call(), args[4].nbytes))
+    @span(UPDATE, lambda *args, **_: (current_call(), args[4].nbytes))
     def update_rows(
         self,
         variable: Block,

@@ -10,7 +10,8 @@ import numpy as np
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import COMMUNICATION, Details, current_call, span
+from hpcstrat._core.call_name import current_call
+from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT, Block, Shares, SlabAllocator
 from hpcstrat._storage.base import Storage
@@ -153,7 +154,7 @@ class DeviceStorage(Storage):
             self.communicator.broadcast_flat(new.reshape(-1), self._root)
             row_view((variable.copy or variable).array, gradient.ndim - 1)[rows] = new
 
-    @span(COMMUNICATION, lambda storage, *_: Details("pack", None, storage.stream))
+    @span(COMMUNICATION, "pack")
     def _pack(self, plan: DevicePlan, values: Sequence[Array], is_reduced: bool) -> list[Array]:
         """`DevicePlan.pack` of values on any device."""
         # Buffers are in the message, which would be overwritten where the order is another.

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeAlias, final
 
 from hpcstrat._communicators.device import DeviceCommunicator, Move
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import UPDATE, Details, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.allocator import ALIGNMENT
 from hpcstrat._memory.intervals import Interval, round_up
@@ -33,9 +32,6 @@ Copies: TypeAlias = "Sequence[tuple[Array, Array]]"
 
 Readable: TypeAlias = "Sequence[Sequence[tuple[Interval, Array]]]"
 """What programs read on this rank; see `LocalBlocks.to_read`."""
-
-
-_update_span = span(UPDATE, lambda plan, *_: Details("update", None, plan.communicator.stream))
 
 
 class DevicePlan(Plan):
@@ -157,7 +153,6 @@ class DevicePlan(Plan):
         """See `Update.prepare`."""
         self.update.prepare(rule, None if self._add_up is None else lambda sums, _: sums)
 
-    @_update_span
     def run(self, rule: UpdateRule) -> None:
         """Updates this rank's shards. Collective if `rule` has norms."""
         self.update.run(rule, [self.sums], add_up=self._add_up)

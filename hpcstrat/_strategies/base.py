@@ -15,7 +15,8 @@ import numpy as np
 from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.connection import disconnect_devices
 from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._core.call_name import RUN, Details, names_call, span
+from hpcstrat._core.call_name import names_call
+from hpcstrat._core.timeline import RUN, span
 from hpcstrat._core.types import ReduceOp, RunOptions, ValueContext, select
 from hpcstrat._core.user_frames import warn
 from hpcstrat._replicas import contexts
@@ -47,9 +48,9 @@ _LOGICAL_DEVICES = 1
 """The logical devices per replica. TensorFlow has methods for several."""
 
 
-def _describe_run(strategy: Strategy, fn: Any, *_: Any, **__: Any) -> Details:
+def _describe_run(_: Strategy, fn: Any, *__: Any, **___: Any) -> tuple[str, None]:
     name = getattr(fn, "__qualname__", type(fn).__qualname__)
-    return Details(f"run {name.rpartition('.<locals>.')[2]}", None, group_of(strategy).stream)
+    return f"run {name.rpartition('.<locals>.')[2]}", None
 
 
 class Strategy:

@@ -25,7 +25,7 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.ranks_in_words import join_by_rank, ranges_in_words, ranks_in_words
-from hpcstrat._process import launchers, settings, worlds
+from hpcstrat._process import launchers, settings
 from hpcstrat._tools.launch import mpiexec
 from hpcstrat._update import compiled
 from hpcstrat.optimizers import SGD

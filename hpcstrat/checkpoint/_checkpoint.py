@@ -12,7 +12,8 @@ from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import connect
-from hpcstrat._core.call_name import CHECKPOINT, current_call, names_call, span
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.timeline import CHECKPOINT, span
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.allocator import Block
 from hpcstrat._memory.intervals import Interval

@@ -14,7 +14,8 @@ from typing import Any, final
 
 from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.connection import connect
-from hpcstrat._core.call_name import CHECKPOINT, current_call, names_call, span
+from hpcstrat._core.call_name import current_call, names_call
+from hpcstrat._core.timeline import CHECKPOINT, span
 from hpcstrat._process import job_files
 from hpcstrat._process.job_files import JobMemory
 from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of, open_file, restore_from

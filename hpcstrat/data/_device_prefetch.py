@@ -7,14 +7,13 @@ import itertools
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import is_numeric
-from hpcstrat._core.call_name import INPUT, Details, span
+from hpcstrat._core.timeline import INPUT, span
 from hpcstrat._memory.layout import layout_of
 from hpcstrat.data._steps import Prefetcher, Step
 from hpcstrat.data._threads import threads_of
@@ -123,12 +122,6 @@ def _is_loaded(future: Future[_Slot | None]) -> bool:
     return future.done() and future.exception() is None
 
 
-@span(
-    INPUT,
-    lambda loaded, xp, copies: Details(
-        "copy a batch", loaded.layout.nbytes, SimpleNamespace(raw=copies, ordinal=copies.device_id)
-    ),
-)
 def _copy(loaded: _Slot, xp: Any, copies: Any) -> tuple[Step, Any]:
     """The step with arrays on the GPU, and the event of their arrival.
 

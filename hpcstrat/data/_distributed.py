@@ -9,13 +9,12 @@ import numpy as np
 
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.call_name import (
-    INPUT,
     call_named,
     current_call,
     names_call,
-    span,
 )
 from hpcstrat._core.ranks_in_words import join_by_rank, list_by_rank
+from hpcstrat._core.timeline import INPUT, span
 from hpcstrat._core.types import PerReplica, PerReplicaSpec, ReplicaMismatchError
 from hpcstrat._core.user_frames import warn
 from hpcstrat._process import settings

@@ -115,21 +115,6 @@ def test_a_hang_of_a_graph(simulated, env):
     )
 
 
-@pytest.mark.slow
-def test_a_timeline_of_a_hang(simulated, tmp_path):
-    """Nor may the thread that writes it call CUDA with Python's lock."""
-    launches, spins, env = HANGS["all hosts in a launch"]
-    env = {**HANGS_SOON, **env, "HPCSTRAT_TIMELINE": str(tmp_path / "trace.json")}
-    result = simulated(TRAINS, 2, str(launches), "0", str(spins), env=env)
-    assert result.status != 0 and result.leftovers == []
-    assert "Python's lock" not in result.stderr
-    assert (
-        "hpcstrat: the job ends: the ranks have been waiting for each other for 3 s"
-        in result.stderr
-    )
-    assert '"update"' in (tmp_path / "trace.json").read_text()
-
-
 CATCHES = """
 import cupy
 import hpcstrat as hs

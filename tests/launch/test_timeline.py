@@ -1,187 +1,343 @@
-"""`HPCSTRAT_TIMELINE` and `python -m hpcstrat timeline` from the user's side."""
+"""`HPCSTRAT_TIMELINE`: one trace of all ranks, or none."""
 
+import itertools
 import json
-import subprocess
-import sys
 
 import pytest
-from internals import GPU_TRACKS, read, share_out
+import simulated_gpu
 from slow import slow_but
 
-# The bytes that each of 6 steps moves are known in closed form; the function takes longer on the
-# last rank than on the others.
+# What each of the 6 steps moves is known in closed form; the last rank works longest.
 PROGRAM = """
 import time
 import numpy as np
 import hpcstrat as hs
 
-strategy = hs.CentralStorageStrategy()
+strategy = hs.MultiWorkerMirroredStrategy()
 with strategy.scope():
     w = hs.Variable(np.zeros(1000, np.float32))
     optimizer = hs.optimizers.SGD(0.5)
 
 def step(x):
-    if hs.rank() == hs.size() - 1:
-        time.sleep(0.05)
-    optimizer.apply_gradients([(strategy.xp.full(1000, x.sum(), np.float32), w)])
+    time.sleep(0.01 * hs.rank())
+    optimizer.apply_gradients([(np.full(1000, x.sum(), np.float32), w)])
     return x
 
 dataset = hs.data.Dataset.range(24).batch(4)
 for x in strategy.experimental_distribute_dataset(dataset):
     total = strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=0)
+hs.checkpoint.Checkpoint(w=w).save("weights")
 print(w.numpy()[0], total)
 """
 
 
-def spans_of(path, rank, category, name=None):
-    return [
-        span
-        for span in read(path).tracks[rank][0]
-        if span.category == category and (name is None or span.name == name)
-    ]
+class Trace:
+    """A trace that is complete, as the file holds it."""
+
+    def __init__(self, path):
+        self.events = json.loads(path.read_text())
+        self.spans = [event for event in self.events if event["ph"] == "X"]
+
+    def names(self, kind):
+        """The names of processes or threads."""
+        return [e["args"]["name"] for e in self.events if e["name"] == f"{kind}_name"]
+
+    def of(self, rank, category, name):
+        """A rank's spans of this name, in order."""
+        return sorted(
+            (
+                span
+                for span in self.spans
+                if (span["pid"], span["cat"], span["name"]) == (rank, category, name)
+            ),
+            key=start,
+        )
+
+    def parents(self):
+        """(span, the span around it or None) of each; spans of a thread that overlap otherwise fail."""
+        for _, track in itertools.groupby(
+            sorted(self.spans, key=lambda one: (one["pid"], one["tid"], start(one), -end(one))),
+            lambda one: (one["pid"], one["tid"]),
+        ):
+            around = []
+            for span in track:
+                while around and end(around[-1]) <= start(span):
+                    around.pop()
+                assert not around or end(span) <= end(around[-1]), (span, around[-1])
+                yield span, around[-1] if around else None
+                around.append(span)
 
 
-@pytest.mark.parametrize(
-    "counts",
-    [
-        pytest.param([None], id="alone"),  # and the next test on 3 ranks
-        pytest.param([1, 2, 3, 4], id="on 1 to 4 ranks", marks=pytest.mark.slow),
-    ],
-)
-def test_all_ranks_write_one_trace(launch, gpus, counts):
-    are_seen, numbers = gpus
-    for ranks in [ranks for ranks in counts if ranks in numbers]:
-        path = traced(launch, PROGRAM, ranks, are_seen)
-        if are_seen:
-            for rank in range(ranks or 1):
-                check_gpu(read(path).tracks[rank])
+def start(span):
+    return round(1000 * span["ts"])
 
 
-def traced(launch, program, ranks, are_seen=False):
-    """The path of the program's trace, which has the spans of all ranks."""
-    job = launch(program, ranks, env={"HPCSTRAT_TIMELINE": "trace.json"}, gpus=are_seen)
+def end(span):
+    return start(span) + round(1000 * span["dur"])
+
+
+def traced(launch, program, ranks, **env):
+    """The trace that a program leaves."""
+    job = launch(program, ranks, env={"HPCSTRAT_TIMELINE": "trace.json", **env})
     assert (job.status, job.leftovers) == (0, []), job.stderr
-    assert job.stdout.split() == [f"{-0.5 * sum(range(24)):.1f}", str(20 + 21 + 22 + 23)]
-    path = str(launch.folder / "trace.json")
-    events = json.loads((launch.folder / "trace.json").read_text())
-    assert {event["pid"] for event in events if event["ph"] == "X"} == set(range(ranks or 1))
-    for rank in range(ranks or 1):
-        assert len(spans_of(path, rank, "run", "run step")) == 6
-        updates = spans_of(path, rank, "update", "SGD.apply_gradients")
-        assert [span.nbytes for span in updates] == [4000] * 6
-        sums = spans_of(path, rank, "communication", "Strategy.reduce")
-        assert [span.nbytes for span in sums].count(16) == 6  # a number, padded as messages are
-        assert len(spans_of(path, rank, "input", "next batch")) == 7
-    return path
+    return Trace(launch.folder / "trace.json"), job
 
 
-def check_gpu(tracks):
-    """The strategy's stream has every run, each with the sum of 4000 bytes of gradients."""
-    (stream,) = [
-        spans
-        for track, spans in tracks.items()
-        if track >= GPU_TRACKS and spans[0].category != "input"
-    ]
-    runs = [span for span in stream if span.category == "run"]
-    sums = [span for span in stream if span.name in ("all-reduce", "the sum of gradients")]
-    assert [span.nbytes for span in sums] == [4000] * 6
-    for run, one in zip(runs, sums, strict=True):
-        assert run.start <= one.start <= one.end <= run.end
-
-
-@pytest.mark.slow
-def test_who_is_waited_for_is_seen_and_said(launch):
-    path = traced(launch, PROGRAM.replace("sleep(0.05)", "sleep(0.2)"), 3)
-    waits = [rank.shares["waiting"] for rank in share_out(read(path))]
-    assert waits[2] < min(waits[:2])
-    shown = subprocess.run(
-        [sys.executable, "-m", "hpcstrat", "timeline", path, "--json"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    found = json.loads(shown.stdout)
-    assert [rank["steps"] for rank in found["ranks"]] == [4, 4, 4]
-    assert any("the others wait for rank 2" in sentence for sentence in found["advice"])
-
-
-@pytest.mark.slow
-def test_the_command_prints_shares_and_draws(launch):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    assert launch(PROGRAM, None, env={"HPCSTRAT_TIMELINE": "trace.json"}).status == 0
-    path, picture = launch.folder / "trace.json", launch.folder / "out.png"
-    shown = subprocess.run(
-        [sys.executable, "-m", "hpcstrat", "timeline", path, "--plot", picture],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "computing" in shown.stdout
-    assert "of a step" in shown.stdout
-    assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "how", ["os.kill(os.getpid(), 9)", "os._exit(3)", "raise RuntimeError('on purpose')"]
+    "ranks, hosts",
+    slow_but([(None, 1), (3, 1)], [(None, 1), (1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]),
 )
-def test_a_trace_can_be_read_after_a_kill(launch, how):
-    """It has the spans half a second before the end, and those that were still running."""
-    job = launch(
-        f"""
-        import os, time
-        import numpy as np
+def test_all_ranks_are_in_one_trace(launch, ranks, hosts):
+    if hosts > 1 and launch.open_mpi:
+        pytest.skip("Open MPI cannot pose as several hosts")
+    trace, job = traced(launch, PROGRAM, ranks, MPIR_CVAR_NUM_CLIQUES=str(hosts))
+    assert job.stdout.split() == [f"{-0.5 * sum(range(24)):.1f}", str(20 + 21 + 22 + 23)]
+    size = ranks or 1
+    assert [name.split(" on ")[0] for name in trace.names("process")] == [
+        f"rank {rank} of {size}" for rank in range(size)
+    ]
+    assert {span["pid"] for span in trace.spans} == set(range(size))
+    assert all(start(span) >= 0 for span in trace.spans)
+    for rank in range(size):
+        runs = trace.of(rank, "run", "run step")
+        updates = trace.of(rank, "update", "SGD.apply_gradients")
+        assert len(runs) == len(updates) == 6
+        assert [update["args"] for update in updates] == [{"bytes": 4000}] * 6
+        assert all(
+            start(run) <= start(update) <= end(update) <= end(run)
+            for run, update in zip(runs, updates, strict=True)
+        )
+        sums = [one["args"]["bytes"] for one in trace.of(rank, "communication", "Strategy.reduce")]
+        assert sums.count(16) == 6  # a number, padded as messages are
+        assert len(trace.of(rank, "input", "next batch")) == 7
+        assert len(trace.of(rank, "checkpoint", "save")) == 1
+        assert (trace.of(rank, "waiting", "the other ranks") != []) == (size > 1)
+    # Nested, and not within the same: an update waits, and its exchanges are not shown.
+    assert all(outer is None or span["cat"] != outer["cat"] for span, outer in trace.parents())
+
+
+@pytest.mark.parametrize("ranks", slow_but([3], [2, 3]))
+def test_ranks_of_a_host_are_on_one_clock(launch, ranks):
+    """No rank leaves a barrier before every rank has come."""
+    program = """
+    import time
+    import hpcstrat as hs
+
+    strategy = hs.CentralStorageStrategy()
+    for turn in range(3):
+        if hs.rank() == turn:
+            time.sleep(0.1)
+        hs.barrier()
+    """
+    trace, _ = traced(launch, program, ranks)
+    by_rank = [trace.of(rank, "communication", "barrier")[-3:] for rank in range(ranks)]
+    for barrier in zip(*by_rank, strict=True):
+        assert max(map(start, barrier)) <= min(map(end, barrier))
+
+
+def test_threads_have_tracks_of_their_own(launch):
+    program = """
+    import threading
+    import hpcstrat as hs
+
+    strategy = hs.CentralStorageStrategy()
+    first, second = threading.Event(), threading.Event()
+
+    def late():
+        first.set()
+        second.wait()
+
+    def run():
+        strategy.run(late)
+
+    threads = [threading.Thread(target=run, name="loader") for _ in range(2)]
+    threads[0].start()
+    first.wait()
+    first.clear()
+    threads[1].start()
+    first.wait()
+    second.set()
+    for thread in threads:
+        thread.join()
+    """
+    trace, _ = traced(launch, program, None)
+    runs = trace.of(0, "run", "run late")
+    assert len({run["tid"] for run in runs}) == 2
+    assert sorted(trace.names("thread")) == ["MainThread", "loader", "loader"]
+    assert [outer for _, outer in trace.parents() if outer in runs] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not simulated_gpu.is_available(), reason="there is no C++ compiler")
+def test_spans_are_nvtx_ranges_where_there_are_gpus(simulated):
+    job = simulated(
+        """
+        import cupy
         import hpcstrat as hs
 
-        strategy = hs.CentralStorageStrategy()
+        opened, done = [], []
+        cupy.cuda.nvtx.RangePush = opened.append
+        cupy.cuda.nvtx.RangePop = lambda: done.append(opened.pop())
+        strategy = hs.MirroredStrategy()
+
         def step():
-            return hs.get_replica_context().all_reduce("SUM", np.ones(3))
-        for _ in range(5):
-            strategy.run(step)
-        if hs.rank() == 1:
-            time.sleep(2)
-            {how}
-        strategy.run(step)
+            assert opened == ["run step"]
+            return cupy.ones(3)
+
+        for _ in range(3):
+            strategy.reduce("SUM", strategy.run(step), axis=None)
+        print(opened, [name for name in done if name in ("run step", "Strategy.reduce")])
         """,
         2,
         env={"HPCSTRAT_TIMELINE": "trace.json"},
     )
-    assert job.status != 0
-    path = str(launch.folder / "trace.json")
-    runs = spans_of(path, 0, "run")
-    assert [span.is_open for span in runs] == [False] * 5 + [True]
-    (last,) = [span for span in spans_of(path, 0, "waiting") if span.is_open]
-    assert last.start > runs[-1].start
-    shown = subprocess.run(
-        [sys.executable, "-m", "hpcstrat", "timeline", path], capture_output=True, text=True
-    )
-    assert "rank 0 ended within 'the other ranks' (waiting)" in shown.stdout
+    assert (job.status, job.leftovers) == (0, []), job.stderr
+    assert job.stdout == f"[] {['run step', 'Strategy.reduce'] * 3}\n"
 
 
-def test_several_hosts_write_one_trace(launch):
-    if launch.open_mpi:
-        pytest.skip("Open MPI cannot pose as several hosts")
-    program = PROGRAM.replace("CentralStorageStrategy", "MultiWorkerMirroredStrategy").replace(
-        "0.05", "0"
+def test_without_the_variable_functions_are_as_they_are_written(launch):
+    program = """
+    import gc, types
+    import hpcstrat
+
+    print(sum(
+        isinstance(one, types.FunctionType)
+        and one.__code__.co_filename.endswith("timeline.py")
+        and one.__code__.co_name == "call"
+        for one in gc.get_objects()
+    ))
+    """
+    decorated = [
+        int(launch(program, None, env={"HPCSTRAT_TIMELINE": value}).stdout)
+        for value in (None, "trace.json")
+    ]
+    assert decorated[0] == 0 < decorated[1]
+
+
+# ---- where there is no trace
+
+
+@pytest.mark.parametrize("ranks", slow_but([3], [None, 2, 3]))
+def test_a_file_that_cannot_be_written_is_an_error_of_all(launch, ranks):
+    job = launch(
+        """
+        import hpcstrat as hs
+        try:
+            hs.CentralStorageStrategy()
+        except OSError as error:
+            print(f"refused {error}")
+        """,
+        ranks,
+        env={"HPCSTRAT_TIMELINE": "no/such/folder/trace.json", "HPCSTRAT_OUTPUT": "all"},
     )
-    job = launch(program, 3, env={"HPCSTRAT_TIMELINE": "trace.json", "MPIR_CVAR_NUM_CLIQUES": "2"})
     assert job.status == 0, job.stderr
-    found = read(str(launch.folder / "trace.json"))
-    assert sorted(found.tracks) == [0, 1, 2]
-    assert not (launch.folder / "trace.host1.json").exists()
-    json.loads((launch.folder / "trace.json").read_text())
+    refused = job.stdout.splitlines()
+    assert len(refused) == (ranks or 1)
+    for line in refused:
+        assert line.startswith("refused HPCSTRAT_TIMELINE=/")
+        assert "written: No such file or directory; name a file in a folder that exists" in line
+
+
+def test_what_is_no_timeline_is_not_overwritten(launch):
+    path = launch.folder / "trace.json"
+    for text in ("# Mine\n", '[\n{"name": "mine"}]\n', "x"):
+        path.write_text(text)
+        job = launch(
+            "import hpcstrat as hs\nhs.CentralStorageStrategy()",
+            None,
+            env={"HPCSTRAT_TIMELINE": "trace.json"},
+        )
+        assert job.status == 1
+        assert "FileExistsError: HPCSTRAT_TIMELINE=" in job.stderr
+        assert "trace.json: that file exists and is not a timeline; name another" in job.stderr
+        assert path.read_text() == text
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [None, 2]))
-def test_a_file_that_cannot_be_written_is_an_error_of_all(launch, ranks):
+def test_a_killed_job_leaves_no_trace_and_not_that_of_an_older_job(launch, ranks):
+    program = """
+    import os, sys
+    import hpcstrat as hs
+
+    strategy = hs.CentralStorageStrategy()
+    strategy.run(lambda: None)
+    hs.barrier()
+    if sys.argv[1:] and hs.rank() == hs.size() - 1:
+        os.kill(os.getpid(), 9)
+    hs.barrier()
+    """
+    traced(launch, program, ranks)
+    env = {"HPCSTRAT_TIMELINE": "trace.json"}
+    assert launch(program, ranks, "killed", env=env).status != 0
+    assert (launch.folder / "trace.json").read_bytes() == b""
+    trace, _ = traced(launch, program, ranks)
+    assert len(trace.of(0, "run", "run <lambda>")) == 1
+
+
+@pytest.mark.parametrize("ranks", slow_but([2], [None, 2, 3]))
+def test_a_full_disk_costs_the_trace_and_no_rank_its_end(launch, ranks):
     job = launch(
-        "import hpcstrat as hs\nhs.CentralStorageStrategy()",
+        """
+        import resource
+        import hpcstrat as hs
+
+        strategy = hs.CentralStorageStrategy()
+        for _ in range(25_000):  # travel in parts
+            strategy.run(bool)
+        hs.barrier()
+        if hs.rank() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        """,
         ranks,
-        env={"HPCSTRAT_TIMELINE": "no/such/folder/trace.json"},
+        env={"HPCSTRAT_TIMELINE": "trace.json"},
     )
-    assert job.status != 0
-    assert "the file cannot be written" in job.stderr
-    assert "name a file in a folder that exists" in job.stderr
+    assert (job.status, job.leftovers) == (0, []), job.stderr
+    assert job.stderr.count("\n") == 1, job.stderr
+    assert "trace.json could not be written: File too large" in job.stderr
+    with pytest.raises(json.JSONDecodeError):
+        Trace(launch.folder / "trace.json")
+
+
+@pytest.mark.parametrize("ranks", slow_but([None], [None, 2]))
+def test_a_forked_child_adds_nothing(launch, ranks):
+    trace, _ = traced(
+        launch,
+        """
+        import atexit, contextlib, os
+        import hpcstrat as hs
+
+        strategy = hs.CentralStorageStrategy()
+        strategy.run(lambda: None)
+        child = os.fork()
+        if child == 0:
+            with contextlib.suppress(RuntimeError):
+                strategy.run(lambda: None)
+            atexit._run_exitfuncs()  # not all of an exit: MPI's end is its parent's
+            os._exit(0)
+        os.waitpid(child, 0)
+        strategy.run(lambda: None)
+        """,
+        ranks,
+    )
+    for rank in range(ranks or 1):
+        assert len(trace.of(rank, "run", "run <lambda>")) == 2
+
+
+@pytest.mark.slow
+def test_a_trace_has_a_limit(launch):
+    trace, job = traced(
+        launch,
+        """
+        import hpcstrat as hs
+
+        strategy = hs.CentralStorageStrategy()
+        for number in range(1_000_000):
+            strategy.run(bool)
+        """,
+        None,
+    )
+    assert len(trace.spans) <= 1_000_000  # some came before the trace's start
+    assert job.stderr.count("is full: it has the first 1,000,000 spans of each rank") == 1
 
 
 def test_ranks_that_name_different_files_are_told(launch):
@@ -197,31 +353,3 @@ def test_ranks_that_name_different_files_are_told(launch):
     )
     assert job.status != 0
     assert "HPCSTRAT_TIMELINE is trace0.json on rank 0; trace1.json on rank 1" in job.stderr
-
-
-def test_a_forked_child_writes_nothing(launch):
-    job = launch(
-        """
-        import contextlib, os
-        import hpcstrat as hs
-
-        strategy = hs.CentralStorageStrategy()
-        child = os.fork()
-        with contextlib.suppress(RuntimeError) if child == 0 else contextlib.nullcontext():
-            strategy.run(lambda: None)
-        if child == 0:
-            os._exit(0)
-        os.waitpid(child, 0)
-        """,
-        None,
-        env={"HPCSTRAT_TIMELINE": "trace.json"},
-    )
-    assert job.status == 0, job.stderr
-    assert len(spans_of(str(launch.folder / "trace.json"), 0, "run")) == 1
-
-
-def test_without_the_variable_nothing_of_it_is_loaded(launch):
-    job = launch(
-        "import sys, hpcstrat\nprint([name for name in sys.modules if '_timeline' in name])", None
-    )
-    assert job.stdout.strip() == "[]"

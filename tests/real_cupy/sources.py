@@ -12,7 +12,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # The names that mean CuPy, or a module of it, when they precede a dot.
 _MODULES = {
     **dict.fromkeys(("xp", "cupy", "load_cupy", "array_module"), "cupy"),
-    **{"_cuda": "cupy.cuda", "runtime": "cupy.cuda.runtime", "_nvtx": "cupy.cuda.nvtx"},
+    **{"runtime": "cupy.cuda.runtime", "nvtx": "cupy.cuda.nvtx"},
     **dict.fromkeys(("nccl", "_nccl"), "cupy.cuda.nccl"),
 }
 _OF_FILES = dict.fromkeys(

@@ -83,7 +83,6 @@ SAMPLES = {
     "cupy.cuda.alloc": lambda: CUDA.alloc(256),
     "cupy.cuda.alloc_pinned_memory": lambda: CUDA.alloc_pinned_memory(256),
     "cupy.cuda.get_current_stream": lambda: CUDA.get_current_stream(),
-    "cupy.cuda.get_elapsed_time": lambda: CUDA.get_elapsed_time(event(), event()),
     "cupy.cuda.using_allocator": lambda: CUDA.using_allocator(CUDA.MemoryPool().malloc).__enter__(),
     "cupy.cuda.runtime.driverGetVersion": lambda: RUNTIME.driverGetVersion(),
     "cupy.cuda.runtime.getDevice": lambda: RUNTIME.getDevice(),
