@@ -1,6 +1,8 @@
 """The package's private names that tests use because no public name reaches them."""
 
+from hpcstrat import _info as info
 from hpcstrat import _program
+from hpcstrat import _run as launcher
 from hpcstrat._calls import mismatch, records
 from hpcstrat._calls.collective import CallState
 from hpcstrat._calls.records import (

@@ -1,20 +1,20 @@
 """An error on one rank ends all ranks: with its traceback, its rank, and a non-zero exit status.
 
-| event on a rank                 | what that rank does                   | what the others see         |
-|---------------------------------|---------------------------------------|-----------------------------|
-| uncaught error, main thread     | `sys.excepthook`: prints it, and      | killed wherever they are    |
-|                                 | ends the job                          |                             |
-| uncaught error, other thread    | `threading.excepthook`: the same,     | the same                    |
-|                                 | once the ranks are connected          |                             |
-| either, caused by another rank  | waits 1 s for the cause; is mostly    | nothing: the cause ends     |
-|                                 | killed before it prints               | them                        |
-| ranks hang, or calls differ     | `end_job`: prints why, and ends the   | killed wherever they are    |
-|                                 | job                                   |                             |
-| the program's end, `sys.exit`   | leaves                                | their next call ends the    |
-|                                 |                                       | job: "left the program"     |
-| `os._exit`, a signal, a crash   | nothing; Python prints the lines of   | killed by the launcher or   |
-|                                 | all threads at a crash in C           | the watchdog                |
-| the launcher is gone            | `end_rank`: says so, and exits        | each does the same          |
+| event on a rank                | what that rank does                 | what the others see      |
+|--------------------------------|-------------------------------------|--------------------------|
+| uncaught error, main thread    | `sys.excepthook`: prints it, and    | killed wherever they are |
+|                                | ends the job                        |                          |
+| uncaught error, other thread   | `threading.excepthook`: the same,   | the same                 |
+|                                | once the ranks are connected        |                          |
+| either, caused by another rank | waits 1 s for the cause; is mostly  | nothing: the cause ends  |
+|                                | killed before it prints             | them                     |
+| ranks hang, or calls differ    | `end_job`: prints why, and ends the | killed wherever they are |
+|                                | job                                 |                          |
+| the program's end, `sys.exit`  | leaves                              | their next call ends the |
+|                                |                                     | job: "left the program"  |
+| `os._exit`, a signal, a crash  | nothing; Python prints the lines of | killed by the launcher,  |
+|                                | all threads at a crash in C         | or the watchdog          |
+| the launcher is gone           | `end_rank`: says so, and exits      | each does the same       |
 
 Where the library replaces a hook, the hook that was there still prints. `hpcstrat/_start.py` lists
 all that is replaced.
@@ -47,11 +47,11 @@ _PMI = "PMI_FD"  # the variable with the connection to a launcher that speaks PM
 _process = 0  # this rank's; 0 if it has no others to end
 _rank = 0
 _is_connected = False
-_explain: Callable[[BaseException], None] = lambda error: None
+_explain: Callable[[BaseException], object] = bool  # nothing, until `install`
 _latest_hook: Callable[..., object] | None = None
 
 
-def install(rank: int, explain: Callable[[BaseException], None]) -> None:
+def install(rank: int, explain: Callable[[BaseException], object]) -> None:
     """From now on an uncaught exception in this rank's main thread ends all ranks.
 
     Args:

@@ -78,8 +78,8 @@ def start(mpi: Any) -> None:
     )
     if status:
         raise RuntimeError(
-            f"hpcstrat cannot connect the ranks: MPI_Init_thread returned {status}; look at what MPI "
-            "printed"
+            f"hpcstrat cannot connect the ranks: MPI_Init_thread returned {status}; look at what "
+            "MPI printed"
         )
     if rc.errors == "exception":  # as mpi4py does where it starts MPI
         mpi.COMM_SELF.Set_errhandler(mpi.ERRORS_RETURN)
@@ -127,8 +127,8 @@ def _check_shared_memory(launcher: launchers.Launcher | None, mpi: Any) -> None:
     free, needed = system.f_bavail * system.f_frsize / 2**20, max(16 + 4 * ranks, 7 * ranks)
     if free < needed and not _is_mpi_starting():
         raise RuntimeError(
-            f"{segments.FOLDER} has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it for "
-            f"the {ranks} ranks of this host; with less it can end in a bus error. Give a "
+            f"{segments.FOLDER} has {free:.0f} MiB left, and MPI takes up to {needed} MiB of it "
+            f"for the {ranks} ranks of this host; with less it can end in a bus error. Give a "
             f"container more (`--shm-size=1g`), or see what fills it (`ls -l {segments.FOLDER}`)"
         )
 

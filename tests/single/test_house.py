@@ -6,7 +6,7 @@ from collections import Counter
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "hpcstrat"
 FILES = sorted(PACKAGE.rglob("*.py"))
-ROOT = {"__init__.py", "__main__.py", "_program.py", "losses.py", "torch.py"}
+ROOT = {"__init__.py", "__main__.py", "_info.py", "_program.py", "_run.py", "losses.py", "torch.py"}
 
 
 def is_private(folder):
