@@ -68,13 +68,11 @@ from hpcstrat._memory.segment import available_memory, make_private_segment, phy
 from hpcstrat._process import (
     failure,
     guard,
-    job_files,
     launchers,
     output,
     settings,
     worlds,
 )
-from hpcstrat._process.job_files import Note, State
 from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, Workers
@@ -129,7 +127,7 @@ from hpcstrat.checkpoint._format import (
     extents_of,
     places_of,
 )
-from hpcstrat.checkpoint._new_file import NewFile, OnDisk, SnapshotMemory, write_pieces
+from hpcstrat.checkpoint._new_file import NewFile, write_pieces, writer_to
 from hpcstrat.checkpoint._objects import own_share
 from hpcstrat.cluster_resolver._environment import expand_nodes
 from hpcstrat.data import _elements, _files, _node

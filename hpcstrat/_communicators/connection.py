@@ -225,4 +225,3 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
                 f"{communicator.rank} failed, which was only noticed at its end; start with "
                 "CUDA_LAUNCH_BLOCKING=1 to see where"
             )
-    failure.note_left()

@@ -43,8 +43,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hpcstrat._process import guard, job_files, launchers, output
-from hpcstrat._process.job_files import State
+from hpcstrat._process import guard, launchers, output
 
 _CONSEQUENCE_DELAY = 1.0  # seconds that a rank waits, so that the cause is reported first
 _LEAD_DELAY = 0.3  # seconds that the other ranks give rank 0
@@ -75,10 +74,8 @@ def install_at_import() -> None:
     # First the end of all ranks, so that an error of what follows, here or in a later import, ends
     # them: they wait in the start of MPI, or soon will.
     if not launchers.is_child():
-        _tell_launcher(State.STARTED, rank=launcher.rank)
-        if not launcher.alone or job_files.find() is not None:
-            _install_hook()
         if not launcher.alone:
+            _install_hook()
             _set_rank(launcher.rank)
             sys.exit = _Leave(sys.exit)
             for name in {"exit", "quit"} & vars(builtins).keys():  # the site's
@@ -94,7 +91,6 @@ def install_when_connected(rank: int) -> None:
     if sys.excepthook is not _latest_hook:  # the program has set its own since
         _install_hook()
     _set_rank(rank, is_connected=True)
-    _tell_launcher(State.CONNECTED)
     # Python survives a failed thread. Other ranks would hang: they wait for that thread's calls.
     threading.excepthook = functools.partial(_report_of_thread, threading.excepthook)
     # A segmentation fault prints Python's traceback, unless the user has arranged that.
@@ -139,8 +135,6 @@ def _report(error: BaseException | None, show: Callable[[], object], ends: bool)
         for explain in output.explanations:
             explain(error)
     if not ends or not _can_end_others():
-        if not _process:  # a rank alone
-            _tell_launcher_of(error)
         with output.reporting():
             show()
         return
@@ -150,7 +144,6 @@ def _report(error: BaseException | None, show: Callable[[], object], ends: bool)
         time.sleep(_CONSEQUENCE_DELAY)
     _let_rank_0_speak()
     if not is_consequence:
-        _tell_launcher_of(error)
         shown = output.take_hidden_errors() + shown
     output.say(shown)
     if _must_abort():
@@ -211,7 +204,6 @@ def _end_after_exit(status: object) -> None:
     """Ends all ranks if this one leaves early: the others would wait."""
     if not _can_end_others():
         return
-    _tell_launcher(State.FAILED, f"sys.exit({status!r})")
     text = output.take_hidden_errors()
     if text or not _is_connected:
         # Open MPI's launcher may crash if a rank ends while another connects to it.
@@ -320,23 +312,3 @@ def _abort_pmi(connection: int, status: int) -> None:
         os.read(connection, 1 << 10)
     os.write(connection, f"cmd=abort exitcode={status}\n".encode())
     select.select([connection], [], [], _PMI_SECONDS)  # the launcher kills this process, too
-
-
-# ---- what the launcher is told
-
-
-def note_left() -> None:
-    """Tells the launcher that this rank leaves in order: what ends it later ends no other rank."""
-    _tell_launcher(State.LEFT)
-
-
-def _tell_launcher_of(error: BaseException | None) -> None:
-    if error is not None:
-        state = State.INTERRUPTED if isinstance(error, KeyboardInterrupt) else State.FAILED
-        _tell_launcher(state, output.summarize(error))
-
-
-def _tell_launcher(state: State, text: str = "", rank: int | None = None) -> None:
-    with contextlib.suppress(Exception):
-        if (memory := job_files.find()) is not None:
-            memory.note(_rank if rank is None else rank, state, text)
