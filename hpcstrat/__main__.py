@@ -1,65 +1,61 @@
-"""`python -m hpcstrat`, or `hpcstrat`: `run`, `timeline`; `info`, `check`, also under `mpirun`."""
+"""`python -m hpcstrat`, or `hpcstrat`: `run` starts ranks, `info` says what they find."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import signal
+import re
 import sys
+from collections.abc import Callable
 
 import hpcstrat
-from hpcstrat._tools.launch.command import add_parser as add_run_parser
-from hpcstrat._tools.launch.command import run
+from hpcstrat._run import run
 
 
 def main() -> int:
-    """Runs the program that the command line asks for; returns the exit status."""
-    try:
-        return _main()
-    except KeyboardInterrupt:
-        print("hpcstrat: interrupted", file=sys.stderr)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)  # so that a shell's script ends too
-        return 128 + signal.SIGINT
-
-
-def _main() -> int:
+    """Does what the command line asks for; returns the exit status."""
     is_script = os.path.basename(sys.argv[0]) == "hpcstrat"
     parser = argparse.ArgumentParser(
         prog="hpcstrat" if is_script else "python -m hpcstrat",
-        description="Starts programs on several ranks; reports what hpcstrat finds on a machine.",
+        description="Starts programs on several ranks; says what hpcstrat finds on a machine.",
     )
     parser.add_argument("--version", action="version", version=f"hpcstrat {hpcstrat.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    info = commands.add_parser(
-        "info", help="versions, launcher, ranks and devices, and what is wrong with them"
+    commands.add_parser(
+        "info", help="versions, MPI, ranks and devices, and what is wrong with them"
     )
-    info.add_argument("--json", action="store_true", help="for programs")
-    commands.add_parser("check", help="moves data between all ranks; exit status 1 on failure")
-    timeline = commands.add_parser(
-        "timeline", help="what the steps of a timeline spend their time on"
+    parser_of_run = commands.add_parser(
+        "run",
+        help="starts a program on several ranks, with the mpiexec of the MPI that mpi4py loads",
+        usage="%(prog)s -n N [OPTIONS] [-m | -c] PROGRAM [ARGUMENT ...]",
+        allow_abbrev=False,
     )
-    timeline.add_argument("trace", help="the file that HPCSTRAT_TIMELINE named")
-    timeline.add_argument("--plot", metavar="FILE", help="draws it (.png, .svg, .pdf)")
-    timeline.add_argument(
-        "--steps", type=int, default=4, metavar="N", help="steps in the picture; 4 by default"
-    )
-    timeline.add_argument("--json", action="store_true", help="for programs")
-    add_run_parser(commands)
+    add = parser_of_run.add_argument
+    add("-n", type=_number(1), required=True, metavar="N", help="the number of ranks")
+    again = "start all ranks again while the status is not 0, K times at most; 0 by default"
+    add("--restarts", type=_number(0), default=0, metavar="K", help=again)
+    add("--mpiexec", metavar="COMMAND", help='another mpiexec, or options: "mpiexec -prepend-rank"')
+    for option, what in (("-m", "a module"), ("-c", "Python code")):
+        text = f"PROGRAM is {what}, as for python {option}"
+        add(option, action="store_const", const=[option], dest="python_option", help=text)
+    parser_of_run.set_defaults(python_option=[])
+    add("program", metavar="PROGRAM", help="a Python file, or a folder with __main__.py")
+    add("arguments", metavar="ARGUMENT", nargs=argparse.REMAINDER, help="the program's own")
     options = parser.parse_args()
     if options.command == "run":
         return run(options)
-    if options.command == "info":
-        from hpcstrat._tools.info import info as show
+    from hpcstrat._info import info
 
-        return show(options.json)
-    if options.command == "timeline":
-        from hpcstrat._tools.timeline import timeline as show_timeline
+    return info()
 
-        return show_timeline(options.trace, options.plot, options.steps, options.json)
-    from hpcstrat._tools.check import check
 
-    return check()
+def _number(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,7}", text) or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r:.50} is not a number from {least} up")
+        return int(text)
+
+    return number
 
 
 if __name__ == "__main__":

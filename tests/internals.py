@@ -1,6 +1,8 @@
 """The package's private names that tests use because no public name reaches them."""
 
+from hpcstrat import _info as info
 from hpcstrat import _program
+from hpcstrat import _run as launcher
 from hpcstrat._calls import mismatch, records
 from hpcstrat._calls.collective import CallState
 from hpcstrat._calls.records import (
@@ -90,22 +92,6 @@ from hpcstrat._strategies.strategies import make_mirrored_group
 from hpcstrat._timeline import recorder
 from hpcstrat._timeline.recorder import GpuSpans, TimelineRecorder, difference, zero
 from hpcstrat._timeline.trace import GPU_TRACKS, Span, TraceFile, join_parts, part_name
-from hpcstrat._tools import check, info
-from hpcstrat._tools.launch import mpiexec, policy, restarts
-from hpcstrat._tools.launch.command import python_command
-from hpcstrat._tools.launch.mpiexec import LaunchError
-from hpcstrat._tools.launch.policy import Decision, Ended, Policy, decide
-from hpcstrat._tools.timeline import advise, timeline
-from hpcstrat._tools.timeline_shares import (
-    KINDS,
-    Rank,
-    Timeline,
-    TraceSpan,
-    move_waiting,
-    periods_of,
-    read,
-    share_out,
-)
 from hpcstrat._update import compiled, device_kernels, device_update, library_cache, rows
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.host_update import HostUpdate

@@ -73,13 +73,12 @@ def why_not(shared: bool) -> str:
         return (
             "several ranks share a GPU, which takes NCCL "
             f"{version_text(MIN_NCCL_VERSION_FOR_SHARING)} or later, but this is "
-            f"{version_text(version)}; `hpcstrat run --share-gpu --nccl libnccl.so.2` loads a "
-            "newer one"
+            f"{version_text(version)}; `launch/share-gpu --nccl libnccl.so.2` loads a newer one"
         )
     if shared and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         return (
             "several ranks share a GPU, which NCCL allows only with NCCL_MULTI_RANK_GPU_ENABLE=1; "
-            "start with `hpcstrat run --share-gpu`, which sets it"
+            "start with `launch/share-gpu mpirun ...`, which sets it"
         )
     return ""
 

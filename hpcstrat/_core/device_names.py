@@ -123,8 +123,8 @@ def place(seen: Sequence[Sequence[str]], shares: bool) -> list[Device]:
             raise RuntimeError(
                 f"{current_call()}: {len(seen)} ranks run on a host with {len(gpus)} "
                 f"GPU{'s' * (len(gpus) > 1)}, one for each rank; start {len(gpus)} "
-                f"rank{'s' * (len(gpus) > 1)}, or let ranks share a GPU: `hpcstrat run --share-gpu "
-                f"-n {len(seen)} ...`"
+                f"rank{'s' * (len(gpus) > 1)}, or let ranks share a GPU: `launch/share-gpu "
+                f"mpirun -n {len(seen)} ...`"
             )
         # More ranks than GPUs, on request: they take turns.
         placed.append(Device("GPU", rank % len(gpus)) if gpus else CPU)
@@ -208,8 +208,8 @@ def check_shared(gpus: Sequence[str], shares: bool) -> None:
             raise RuntimeError(
                 f"{current_call()}: {ranks_in_words(ranks)} would compute on one GPU, "
                 f"{len(set(filter(None, gpus)))} for {len(gpus)} ranks; name a GPU for each, start "
-                f"fewer ranks, or let ranks share a GPU: `hpcstrat run --share-gpu -n {len(gpus)} "
-                "...`"
+                f"fewer ranks, or let ranks share a GPU: `launch/share-gpu mpirun -n "
+                f"{len(gpus)} ...`"
             )
 
 

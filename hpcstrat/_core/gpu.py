@@ -24,7 +24,7 @@ _NOT_READY = 600
 _NO_GPU = {34, 100}
 _MPS = (
     "look at the log of the MPS daemon, in CUDA_MPS_LOG_DIRECTORY, and restart it: "
-    "`echo quit | nvidia-cuda-mps-control`, or let `hpcstrat run --share-gpu` start one"
+    "`echo quit | nvidia-cuda-mps-control`, or let `launch/share-gpu` start one"
 )
 _REMEDIES = {
     2: "end the processes that fill its memory: nvidia-smi shows them",

@@ -1,4 +1,4 @@
-"""`hpcstrat run`: starts ranks through mpiexec, and behaves as plain mpirun does."""
+"""`hpcstrat run`: starts ranks as their own mpiexec does, and again while they fail."""
 
 import contextlib
 import os
@@ -14,25 +14,17 @@ import pytest
 from slow import slow_but
 
 SCRIPTS = pathlib.Path(sys.prefix, "bin")
+MARK = "RUN_BY_TEST"
+LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
 RANKS = """
     import os, sys
     import hpcstrat as hs
 
     hs.barrier()
-    os.write(1, f"{hs.rank()} of {hs.size()} {os.environ.get('OMP_NUM_THREADS')} {sys.argv[1:]}\\n".encode())
+    os.write(1, f"{hs.rank()} of {hs.size()} {sys.argv[1:]}\\n".encode())
 """
+# Ranks that wait, and end when both have got a signal.
 WAITS = """
-    import os, signal, sys, time
-
-    def end(number, frame):
-        sys.exit(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, end)
-    os.write(1, b"ready\\n")
-    time.sleep(1000)
-"""
-SIGNALLED = """
     import os, pathlib, signal, sys, time
 
     def end(number, frame):
@@ -42,12 +34,25 @@ SIGNALLED = """
             time.sleep(0.01)
         sys.exit(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, end)
     os.write(1, b"ready\\n")
     time.sleep(1000)
 """
-MARK = "RUN_BY_TEST"
+# Each rank notes its starts; the last of them ends the job in the first two.
+FAILS_TWICE = """
+    import os, pathlib, signal, time
+    import hpcstrat as hs
+
+    starts = pathlib.Path(f"starts-{hs.rank()}")
+    count = len(starts.read_text()) if starts.exists() else 0
+    starts.write_text((count + 1) * "x")
+    hs.barrier()
+    if count < 2 and hs.rank() == hs.size() - 1:
+        HOW
+    hs.barrier()
+    print("done")
+"""
 
 
 class Run:
@@ -56,28 +61,17 @@ class Run:
     def __init__(self, folder, open_mpi):
         self.folder = folder
         self.open_mpi = open_mpi
-        names = (
-            "OMPI_",
-            "PMI_",
-            "PMIX_",
-            "PRTE_",
-            "HYDI_",
-            "MPI_LOCAL",
-            "SLURM_",
-            "OMP_NUM",
-            "OPENBLAS",
-            "MKL_",
-            "BLIS_",
-        )
-        self.env = {name: value for name, value in os.environ.items() if not name.startswith(names)}
+        self.env = {
+            name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)
+        }
         self.env |= {"CUDA_VISIBLE_DEVICES": "", MARK: str(folder)}
 
     def write(self, text):
         (self.folder / "program.py").write_text(textwrap.dedent(text))
 
-    def start(self, *words, stdin=subprocess.DEVNULL, **env):
+    def start(self, *words, before=(), stdin=subprocess.DEVNULL, **env):
         return subprocess.Popen(
-            [sys.executable, "-m", "hpcstrat", "run", *words],
+            [*before, sys.executable, "-m", "hpcstrat", "run", *words],
             stdin=stdin,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -87,12 +81,17 @@ class Run:
             start_new_session=True,
         )
 
-    def __call__(self, *words, text=None, **env):
-        """The exit status, and what was printed; `text` is standard input."""
-        process = self.start(
-            *words, stdin=subprocess.DEVNULL if text is None else subprocess.PIPE, **env
-        )
-        stdout, stderr = process.communicate(text, timeout=90)
+    def start_ready(self, *words, **options):
+        """Two ranks that say that they are ready."""
+        process = self.start("-n", "2", *words, "program.py", **options)
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
+        return process
+
+    def __call__(self, *words, **options):
+        """The exit status, and what was printed."""
+        process = self.start(*words, **options)
+        stdout, stderr = process.communicate(timeout=90)
         print(stdout, stderr, sep="\n")
         return process.returncode, stdout, stderr
 
@@ -116,6 +115,10 @@ def wait_for(condition):
     assert condition()
 
 
+def restarts(stderr):
+    return re.findall(r"^hpcstrat run: .*$", stderr, re.MULTILINE)
+
+
 @pytest.fixture
 def run(launch, tmp_path):
     run = Run(tmp_path, launch.open_mpi)
@@ -125,247 +128,109 @@ def run(launch, tmp_path):
             os.kill(process, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("program", slow_but(["-m program"], ["program.py", "-m program"]))
-def test_ranks(run, program):
+# ---- one start
+
+
+@pytest.mark.parametrize("option", slow_but(["", "-c"], ["", "-m", "-c"]))
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_and_their_arguments(run, ranks, option):
     run.write(RANKS)
-    status, stdout, stderr = run("-n", "2", *program.split(), "-n", "3", "--bind")
-    threads = max(1, len(os.sched_getaffinity(0)) // 2)
-    lines = [f"{rank} of 2 {threads} ['-n', '3', '--bind']" for rank in range(2)]
+    program = {"": ["program.py"], "-m": ["-m", "program"], "-c": ["-c", textwrap.dedent(RANKS)]}
+    words = ["-n", "3", ":", "touch", "x", "a b", "", "--restarts"]
+    status, stdout, stderr = run("-n", str(ranks), *program[option], *words)
+    lines = [f"{rank} of {ranks} {words}" for rank in range(ranks)]
     assert (status, sorted(stdout.splitlines()), stderr) == (0, lines, "")
+    assert not (run.folder / "x").exists()
 
 
-@pytest.mark.parametrize("name", slow_but(["-"], ["-", "-c"]))
-def test_a_program_that_is_no_file(run, name):
-    """All of it at each start, with `sys.argv` as Python has it; no temporary files are left."""
-    code = textwrap.dedent("""
-        import os, pathlib, sys, mine
-        if not os.path.exists("again"):
-            pathlib.Path("again").touch()
-            os.kill(os.getpid(), 9)
-        import hpcstrat as hs
-        hs.barrier()
-        os.write(1, f'{hs.rank()} of {hs.size()} {sys.argv}\\n'.encode())
-    """)
-    (run.folder / "mine.py").touch()
-    (run.folder / "tmp").mkdir()
-    words = ["-"] if name == "-" else ["-c", code]
-    program = {"text": code} if name == "-" else {}
-    options = ("-n", "2", "--restarts", "1", "--prefix")
-    status, stdout, stderr = run(
-        *options, *words, "-n", "a b", TMPDIR=str(run.folder / "tmp"), **program
-    )
-    lines = [f"[rank {rank}] {rank} of 2 {[name, '-n', 'a b']}" for rank in range(2)]
-    assert (status, sorted(stdout.splitlines()[-2:])) == (0, lines)
-    assert "restart 1 of 1, on 2 ranks" in stderr
-    assert not list(run.folder.glob("tmp/hpcstrat-*.py"))
+@pytest.mark.parametrize("ignored", slow_but(["CHLD"], ["CHLD", "HUP INT QUIT"]))
+def test_the_status_is_the_ranks(run, ignored):
+    """Whatever signals this process inherits as ignored."""
+    run.write("import sys; print('said'); sys.exit(7)")
+    before = ["sh", "-c", f'trap "" {ignored}; exec "$0" "$@"']
+    status, stdout, _ = run("-n", "1", "program.py", before=before)
+    assert status == 7 and "said\n" in stdout
 
 
-def test_a_program_from_input_has_no_command_line(run):
-    status, stdout, stderr = run("-n", "2", "--dry-run", "-", text="print(1)")
-    assert (status, stdout) == (2, "") and "--dry-run prints a command line to use later" in stderr
-
-
-@pytest.mark.slow
-def test_bound_and_with_the_users_number_of_threads(run):
-    run.write(RANKS)
-    status, stdout, stderr = run("-n", "2", "--bind", "program.py", OMP_NUM_THREADS="3")
-    assert (status, sorted(stdout.splitlines())) == (0, [f"{rank} of 2 3 []" for rank in range(2)])
-    assert "bind-gpu: no GPU here; the ranks share the cores of the host" in stderr
-
-
-def test_the_default_is_a_rank_for_each_core(run):
-    status, stdout, stderr = run("--dry-run", "true")
-    match = re.fullmatch(r"hpcstrat run: -n (\d+), one rank for each core of this host\n", stderr)
-    assert status == 0 and match is not None
-    assert 1 <= int(match[1]) <= len(os.sched_getaffinity(0))
-    assert f" -n {match[1]} " in stdout and stdout.endswith(" true\n")
-
-
-def test_a_program_that_is_not_pythons_and_its_status(run):
-    status, stdout, _ = run("-n", "1", "sh", "-c", "echo said; exit 7")
-    assert (status, stdout) == (7, "said\n")
-
-
-@pytest.mark.slow
-def test_a_modules_error_ends_all_ranks(run):
+def test_an_error_ends_all_ranks(run):
     run.write("import hpcstrat as hs\nif hs.rank(): raise ValueError('the cause')\nhs.barrier()")
-    status, _, stderr = run("-n", "2", "-m", "program")
+    status, _, stderr = run("-n", "2", "program.py")
     assert status != 0
     assert "[rank 1] ValueError: the cause" in stderr
 
 
-TWO_RANKS = """
-    import os, sys
-    import hpcstrat as hs
-
-    print("once")
-    print("an error", file=sys.stderr)
-    strategy = hs.MirroredStrategy()
-    strategy.run(lambda: print("replica", hs.rank()))
-    os.write(2, f"C's {hs.rank()}\\n".encode())
-    hs.barrier()  # the error of one ends the other, wherever that is
-    if hs.rank() and sys.argv[1:]: raise ValueError("the cause")
-    hs.barrier()
-"""
+def test_options_of_mpiexec(run):
+    run.write(RANKS)
+    option = "--output tag" if run.open_mpi else "-prepend-rank"
+    status, stdout, _ = run("-n", "2", "--mpiexec", f"mpiexec {option}", "program.py")
+    mark = r"\[1,{0}\]<stdout>: " if run.open_mpi else r"\[{0}\] "
+    lines = sorted(stdout.splitlines())
+    assert status == 0 and len(lines) == 2
+    for rank, line in enumerate(lines):
+        assert re.fullmatch(rf"{mark.format(rank)}{rank} of 2 \[\]", line)
 
 
-def test_the_files_of_the_ranks_and_the_marks(run):
-    run.write(TWO_RANKS)
-    (run.folder / "logs").mkdir()
-    (run.folder / "logs/rank-0.log").write_text("of a job before\n")  # the files start anew
-    status, stdout, stderr = run("-n", "2", "--tee", "logs", "--prefix", "program.py")
-    assert status == 0
-    assert sorted(stdout.splitlines()) == [
-        "[rank 0] once",
-        "[rank 0] replica 0",
-        "[rank 1] replica 1",
-    ]
-    assert sorted(stderr.splitlines()) == ["[rank 0] C's 0", "[rank 0] an error", "[rank 1] C's 1"]
-    for rank in range(2):
-        lines = (run.folder / f"logs/rank-{rank}.log").read_text().splitlines()
-        assert sorted(lines) == [f"C's {rank}", "an error", "once", f"replica {rank}"]
-
-
-@pytest.mark.slow
-def test_the_files_of_ranks_that_fail(run):
-    run.write(TWO_RANKS)
-    status, _, stderr = run("-n", "2", "--tee", "logs", "program.py", "fail")
-    assert status != 0 and "[rank 1] ValueError: the cause" in stderr
-    # The process that copies outlives the job for a moment.
-    wait_for(lambda: "replica 0\n" in (run.folder / "logs/rank-0.log").read_text())
-    wait_for(
-        lambda: "[rank 1] ValueError: the cause\n" in (run.folder / "logs/rank-1.log").read_text()
+def test_no_two_launchers(run, launch):
+    run.write(RANKS)
+    words = [sys.executable, "-m", "hpcstrat", "run", "-n", "2", "program.py"]
+    by_mpirun = subprocess.run(
+        [*launch.mpirun, "-n", "2", *words],
+        capture_output=True,
+        text=True,
+        env=run.env,
+        cwd=run.folder,
+        timeout=60,
     )
-
-
-@pytest.mark.parametrize("name", slow_but(["SIGUSR1"], ["SIGUSR1", "SIGTERM", "SIGINT"]))
-def test_signals_reach_the_ranks(run, name):
-    number = signal.Signals[name]
-    run.write(SIGNALLED)
-    process = run.start("-n", "2", "program.py")
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    process.send_signal(number)
-    process.communicate(timeout=60)
-    if run.open_mpi and number != signal.SIGUSR1:
-        assert process.returncode != 0  # its mpirun ends the job itself
-    else:
-        assert (process.returncode, len(list(run.folder.glob("signalled.*")))) == (number, 2)
-    wait_for(lambda: not run.processes())
-
-
-def parent(process):
-    return int(pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def test_a_signal_that_ends_mpiexec_is_the_status(run):
-    run.write(WAITS)
-    process = run.start("-n", "2", "program.py")
-    assert process.stdout is not None
-    assert [process.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
-    (mpiexec,) = [one for one in run.processes() if parent(one) == process.pid]
-    os.kill(mpiexec, signal.SIGKILL)
-    # Under Open MPI ranks stay that have not started the library, as these.
-    process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGKILL
-
-
-@pytest.mark.parametrize("option", slow_but(["--prefix"], ["--prefix", "--bind"]))
-def test_when_the_launcher_is_killed_the_ranks_end(run, option):
-    run.write(WAITS)  # ranks that have not started MPI and handle TERM
-    process = run.start("-n", "2", option, "program.py")
-    assert process.stdout is not None
-    assert [process.stdout.readline()[-6:] for _ in range(2)] == ["ready\n"] * 2
-    process.kill()
-    process.communicate(timeout=60)  # until no process is left to write
-    wait_for(lambda: not run.processes())
-
-
-LAUNCHERS = {
-    "MPICH": (
-        {"PMI_SIZE": "2", "PMI_RANK": "0", "MPI_LOCALRANKID": "0"},
-        "mpirun of MPICH",
-        "mpirun -n 2 python program.py x",
-    ),
-    "Open MPI": (
-        {"OMPI_COMM_WORLD_SIZE": "4"},
-        "mpirun of Open MPI",
-        "mpirun -n 4 python program.py x",
-    ),
-    "Slurm": (
+    assert by_mpirun.returncode == 2 and " of 2 " not in by_mpirun.stdout
+    assert "a launcher has started this process" in by_mpirun.stderr
+    for env in (
+        {"TORCHELASTIC_RUN_ID": "none"},
         {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "0"},
-        "srun",
-        "srun -n 4 python program.py x",
-    ),
-    "torchrun": (
-        {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "WORLD_SIZE": "2"},
-        "torchrun",
-        "hpcstrat run -n 2 program.py x",
-    ),
-}
+    ):
+        status, stdout, stderr = run(*words[4:], **env)
+        assert (status, stdout) == (2, "") and "a launcher has started this process" in stderr
 
 
-@pytest.mark.parametrize("launcher", slow_but(["torchrun"], LAUNCHERS))
-def test_below_another_launcher(run, launcher):
-    env, name, command = LAUNCHERS[launcher]
-    expected = f"hpcstrat run: {name} has started this process already; start the ranks with one launcher: `{command}`\n"
-    assert run("program.py", "x", **env) == (2, "", expected)
+OTHER = {True: "HYDRA build details:\n    Version: 5.0.0", False: "mpiexec (Open MPI) 5.0.8"}
 
 
-def test_below_mpirun_it_is_said_once(run, launch):
-    # The others wait for Open MPI's mpirun to end them; MPICH's waits for them, at full speed.
-    seconds = 10.0 if launch.open_mpi else 0.0
-    run.write(
-        f"""
-        from hpcstrat import __main__
-        from hpcstrat._tools.launch import command
-
-        command._HEAD_START_S = {seconds}
-        __main__.main()
-        """
-    )
-    command = [*launch.mpirun, "-n", "2", sys.executable, "program.py", "run", "program.py"]
-    result = subprocess.run(
-        command, capture_output=True, text=True, env=run.env, cwd=run.folder, timeout=60
-    )
-    assert result.returncode == 2
-    assert result.stderr.count("has started this process already") == 1
-
-
-SLURM_JOB = {"SLURM_JOB_ID": "3", "SLURM_NTASKS": "5"}
-
-
-def test_in_a_slurm_job_it_takes_the_jobs_tasks(run):
-    run.write("")
-    status, stdout, stderr = run("--dry-run", "program.py", **SLURM_JOB)
-    assert (status, stderr) == (0, "")
-    assert re.fullmatch(r"SLURM_NTASKS=5 MPIRUN=\S+ bash \S+/start-ranks \S+ program.py\n", stdout)
-
-
-@pytest.mark.slow
-def test_in_a_slurm_job_with_another_number_or_none(run):
-    run.write("")
-    status, stdout, _ = run("--dry-run", "-n", "2", "program.py", **SLURM_JOB)
-    assert status == 0 and stdout.startswith("SLURM_NTASKS=2 ")
-    status, _, stderr = run("program.py", SLURM_JOB_ID="3")
-    assert status == 2 and "this Slurm job has no number of tasks" in stderr
+@pytest.mark.parametrize("named", [False, True], ids=["on the PATH", "named"])
+def test_the_mpiexec_of_another_mpi(run, named):
+    """It is passed over if another fits, and refused where it is named."""
+    (run.folder / "other").mkdir()
+    other = run.folder / "other/mpiexec"
+    other.write_text(f"#!/bin/sh\necho '{OTHER[run.open_mpi]}'\n")
+    other.chmod(0o755)
+    run.write(RANKS)
+    option = ["--mpiexec", f"{other} -x"] if named else []
+    path = f"{other.parent}:{run.env['PATH']}"
+    status, stdout, stderr = run("-n", "2", *option, "program.py", PATH=path)
+    if not named:
+        assert (status, len(stdout.splitlines()), stderr) == (0, 2, "")
+        return
+    own, foreign = ("Open MPI", "MPICH") if run.open_mpi else ("MPICH", "Open MPI")
+    assert (status, stdout) == (2, "")
+    assert re.search(rf"mpi4py loads {own} [\d.]+, but {other} -x is that of {foreign}\. ", stderr)
 
 
 @pytest.mark.slow
 def test_wrong_use(run):
     for words, text in [
-        (["missing.py"], "there is no file 'missing.py'"),
-        (["-n", "0", "true"], "argument -n: '0' is not a number from 1 to 9,999,999"),
-        (["--nccl", "libnccl.so.2", "true"], "--nccl goes with --share-gpu"),
-        (
-            ["--mpiexec", "no-such-mpiexec", "-n", "1", "true"],
-            "--mpiexec: there is no program 'no-such-mpiexec'",
-        ),
-        ([], "the following arguments are required: PROGRAM"),
+        (["true"], "the following arguments are required: -n"),
+        (["-n", "2"], "the following arguments are required: PROGRAM"),
+        (["-n", "0", "true"], "argument -n: '0' is not a number from 1 up"),
+        (["-n", "1", "--restarts", "-1", "true"], "argument --restarts: '-1' is not a number"),
+        (["-n", "1", "--mpiexec", "no-such-mpiexec", "x"], "no-such-mpiexec is no known mpiexec"),
+        (["-n", "1", "--mpiexec", "a 'b", "x"], "hpcstrat run: No closing quotation"),
     ]:
         status, stdout, stderr = run(*words)
         assert (status, stdout) == (2, "")
         assert text in stderr
+
+
+def test_without_an_mpi_library(run):
+    status, stdout, stderr = run("-n", "1", "x", MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert (status, stdout) == (2, "") and "`pip install '.[mpich]'`" in stderr
 
 
 def test_the_entry_point():
@@ -375,3 +240,111 @@ def test_the_entry_point():
     result = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stderr) == (0, "")
     assert re.fullmatch(r"hpcstrat \d+\.\d+\.\d+\n", result.stdout)
+
+
+# ---- signals
+
+
+def is_ended_by(run, name):
+    """Whether this MPI's mpiexec ends at the signal itself, in place of passing it on."""
+    return name in (("SIGTERM", "SIGINT") if run.open_mpi else ("SIGUSR2",))
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(["SIGUSR1", "SIGTERM"], ["SIGUSR1", "SIGUSR2", "SIGTERM", "SIGINT"])
+)
+def test_signals_reach_the_ranks_and_are_no_reason_to_restart(run, name):
+    run.write(WAITS.replace("sys.exit(number)", "sys.exit(75)"))
+    process = run.start_ready("--restarts", "3")
+    process.send_signal(signal.Signals[name])
+    _, stderr = process.communicate(timeout=60)
+    if is_ended_by(run, name):
+        assert process.returncode != 0
+    else:
+        assert (process.returncode, len(list(run.folder.glob("signalled.*")))) == (75, 2)
+    assert restarts(stderr) == []
+    wait_for(lambda: not run.processes())
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_ranks_once(run):
+    run.write("""
+        import os, signal, sys, time
+
+        def note(number, frame):
+            os.write(1, b"noted\\n")
+
+        signal.signal(signal.SIGINT, note)
+        os.write(1, b"ready\\n")
+        for _ in range(30):
+            time.sleep(0.1)
+        sys.exit(3)
+    """)
+    keyboard, terminal = os.openpty()
+    take = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(*sys.argv[1:2], sys.argv[1:])"
+    process = run.start_ready(
+        "--restarts", "3", stdin=terminal, before=[sys.executable, "-c", take]
+    )
+    os.write(keyboard, b"\x03")
+    stdout, stderr = process.communicate(timeout=60)
+    os.close(keyboard)
+    os.close(terminal)
+    assert process.returncode == (1 if run.open_mpi else 3) and restarts(stderr) == []
+    assert stdout.count("noted") == (0 if run.open_mpi else 2)
+    wait_for(lambda: not run.processes())
+
+
+def parent(process):
+    return int(pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_signal_that_ends_mpiexec_is_the_status(run):
+    run.write(WAITS)
+    process = run.start_ready()
+    (mpiexec,) = [one for one in run.processes() if parent(one) == process.pid]
+    os.kill(mpiexec, signal.SIGKILL)
+    # Under Open MPI ranks stay that have not started the library, as these.
+    process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("connects", [False, True], ids=["without MPI", "with MPI"])
+def test_when_the_launcher_is_killed_the_ranks_end(run, connects):
+    line = "import hpcstrat as hs; hs.barrier()\n" if connects else ""
+    run.write(line + textwrap.dedent(WAITS))
+    process = run.start_ready("--restarts", "3")
+    process.kill()
+    process.communicate(timeout=60)  # until no process is left to write
+    wait_for(lambda: not run.processes())
+
+
+# ---- restarts
+
+ENDS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "an exception": "raise ValueError('the cause')",
+    "saved": "raise SystemExit(75)",
+}
+
+
+@pytest.mark.parametrize("how", slow_but(["killed"], ENDS))
+@pytest.mark.parametrize("ranks", slow_but([2], [1, 2, 3]))
+def test_ranks_start_again_until_they_succeed(run, ranks, how):
+    run.write(FAILS_TWICE.replace("HOW", ENDS[how]))
+    status, stdout, stderr = run("-n", str(ranks), "--restarts", "3", "program.py")
+    assert status == 0 and stdout.endswith("done\n")
+    lines = restarts(stderr)
+    assert len(lines) == 2
+    for number, line in enumerate(lines, 1):
+        assert re.fullmatch(
+            rf"hpcstrat run: the ranks ended with status [1-9]\d*; restart {number} of 3", line
+        )
+    for rank in range(ranks):
+        assert (run.folder / f"starts-{rank}").read_text() == "xxx"
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_no_more_often_than_allowed(run, allowed):
+    run.write("import pathlib, sys; print('x', file=open('starts', 'a')); sys.exit(9)")
+    status, _, stderr = run("-n", "1", "--restarts", str(allowed), "program.py")
+    assert (status, len(restarts(stderr))) == (9, allowed)
+    assert (run.folder / "starts").read_text() == (allowed + 1) * "x\n"

@@ -101,7 +101,7 @@ def test_a_launcher_may_show_each_rank_one_gpu():
 def test_more_ranks_than_gpus():
     with pytest.raises(
         RuntimeError,
-        match=r"^call: 3 ranks run on a host with 2 GPUs, .*start 2 ranks, .*run --share-gpu -n 3",
+        match=r"^call: 3 ranks run on a host with 2 GPUs, .*start 2 ranks, .*launch/share-gpu mpirun -n 3",
     ):
         device_names.place([["a", "b"]] * 3, False)
     with pytest.raises(

@@ -8,7 +8,7 @@ from collections import Counter
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "hpcstrat"
 FILES = sorted(PACKAGE.rglob("*.py"))
-ROOT = {"__init__.py", "__main__.py", "_program.py", "losses.py", "torch.py"}
+ROOT = {"__init__.py", "__main__.py", "_info.py", "_program.py", "_run.py", "losses.py", "torch.py"}
 
 
 def is_private(folder):
@@ -40,7 +40,7 @@ import hpcstrat as hs, pickle, sys
 print(hs.Variable, hs.data.Dataset, hs.optimizers.Adam, hs.optimizers.schedules.CosineDecay)
 print(hs.compat.v1.MirroredStrategy, hs.barrier.__module__, hs.ReplicaMismatchError.__module__)
 assert pickle.loads(pickle.dumps(hs.ReduceOp.SUM)) is hs.ReduceOp.SUM
-print([name for name in sys.modules if name.startswith(("hpcstrat._tools", "hpcstrat._timeline"))])
+print([name for name in sys.modules if name.startswith(("hpcstrat._run", "hpcstrat._info", "hpcstrat._timeline"))])
 """
     result = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
