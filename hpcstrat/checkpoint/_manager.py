@@ -179,7 +179,7 @@ class CheckpointManager:
 
     Args:
         checkpoint: what to save.
-        path: as in `Checkpoint.save`. A file in memory, under `/dev/shm`, outlives the ranks, but not
+        path: as in `Checkpoint.save`. A file in memory, in `/dev/shm`, outlives the ranks, but not
             their host.
         every: steps from one save to the next; with `None`, only `save` and a preemption save.
         keep: as in `Checkpoint.save`.
