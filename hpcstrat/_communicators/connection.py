@@ -21,7 +21,7 @@ from hpcstrat._communicators.nccl import NcclCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, join_by_rank, warn_together
-from hpcstrat._process import failure, launchers, settings, worlds
+from hpcstrat._process import failure, launchers, pmi, settings, worlds
 from hpcstrat._process.worlds import World
 from hpcstrat._watchdog.channels import StatusChannel, share_slots
 from hpcstrat._watchdog.host_channels import connect_hosts
@@ -65,6 +65,7 @@ def _connect() -> HostCommunicator:
         communicator, channel = connect_host(world)
     if channel is not None:
         communicator.watchdog = Watchdog(communicator.rank, communicator.calls, channel)
+        pmi.share(world.host_comm)
     else:
         warn_together(
             "hpcstrat: the ranks' hosts cannot reach each other by TCP, so a rank that never comes "
