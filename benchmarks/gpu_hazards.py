@@ -51,9 +51,10 @@ class Part:
         self._nccl = ["--nccl", options.nccl] if options.nccl else []
         self._deadline = time.monotonic() + (options.seconds or SECONDS[name])
 
-    def sharing(self, ranks, program=PROGRAMS.parents[1] / "launch" / "share-gpu"):
+    def sharing(self, ranks):
         """The command that lets the ranks share GPUs, if there are more ranks than GPUs."""
-        return [program, *self._nccl] if ranks > self._gpus else []
+        share = PROGRAMS.parents[1] / "launch" / "share-gpu"
+        return [share, *self._nccl] if ranks > self._gpus else []
 
     def job(self, case, command, **variables):
         log = self.log / f"{self.name}-{case.replace(' ', '-')}.log"
@@ -110,17 +111,9 @@ def hangs(part):
 def kills(part):
     ranks = 2 * part.ranks
     part.collect("in one daemon", [*part.sharing(ranks), *inside("kills", part.log, ranks)])
-    launcher = [
-        sys.executable,
-        "-m",
-        "hpcstrat",
-        "run",
-        *part.sharing(ranks, "--share-gpu"),
-        "--restarts",
-        2,
-    ]
+    launcher = [sys.executable, "-m", "hpcstrat", "run", "-n", ranks, "--restarts", 2]
     program = inside("train", "kill", tempfile.mkdtemp(dir=part.log))[1:]
-    job = part.job("restarts", [*launcher, "-n", ranks, *program])
+    job = part.job("restarts", [*part.sharing(ranks), *launcher, *program])
     killed, restarts = job.when(BEGINS), sum("; restart " in line for _, line in job.lines)
     seen = f"{restarts} restarts, trains {since(killed, job.when('training from', killed or 0))}; {job.how()}"
     part.add("hpcstrat run --restarts 2", seen, job.seconds, job.status == 0 and restarts > 0)

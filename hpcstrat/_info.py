@@ -128,8 +128,12 @@ def _look_at_gpus(local_rank: int, facts: dict[str, str], faults: list[str]) -> 
         return ids
     number = local_rank % len(ids)
     facts["device"] = f"GPU {number} of {len(ids)}"
+    remedy = "`pip install '.[cuda12]'` (or cuda13, by the driver) in hpcstrat's clone"
+    if not gpu.has_cupy():
+        faults.append(f"there are GPUs, but no CuPy to use them: {remedy}")
+        return ids
     try:
-        cupy = gpu.load_cupy(facts["device"])
+        cupy = gpu.load_cupy("info")
         facts["CuPy"], runtime = str(cupy.__version__), cupy.cuda.runtime
         facts["device"] += f", {runtime.getDeviceProperties(number)['name'].decode()}"
         facts["CUDA"] = f"{runtime.runtimeGetVersion()}, driver {runtime.driverGetVersion()}"
@@ -141,6 +145,5 @@ def _look_at_gpus(local_rank: int, facts: dict[str, str], faults: list[str]) -> 
         square = cupy.arange(4.0).reshape(2, 2)  # a kernel, which CuPy compiles for this GPU
         float((square @ square).sum())  # by cuBLAS
     except Exception as error:
-        remedy = "`pip install '.[cuda12]'` (or cuda13, by the driver) in hpcstrat's clone"
         faults.append(f"CuPy does not compute: {' '.join(str(error).split())}; {remedy}")
     return ids

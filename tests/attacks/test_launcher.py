@@ -1,4 +1,4 @@
-"""Attacks on `hpcstrat run`: signals, what a rank leaves behind, arguments, output and limits."""
+"""Attacks on `hpcstrat run`: signals, what a rank leaves behind, and arguments."""
 
 import random
 import signal
@@ -17,18 +17,11 @@ CONNECTED = """
         pathlib.Path(f"noted-{hs.rank()}").touch()
 
     signal.signal(signal.SIGUSR1, note)
-    signal.signal(signal.SIGUSR2, note)
     pathlib.Path(f"ready-{hs.rank()}").touch()
     while not all(pathlib.Path(f"noted-{rank}").exists() for rank in range(hs.size())):
         time.sleep(0.01)
     hs.barrier()
 """
-
-
-def test_a_line_of_megabytes_gets_one_tag(cell):
-    cell.write(f"import os, sys; sys.stdout.write('x' * {8 << 20} + '\\nlast')")
-    ended = cell("hpcstrat", "run", "-n", "1", "--prefix", "program.py")
-    assert (ended.status, ended.stdout) == (0, f"[rank 0] {'x' * (8 << 20)}\n[rank 0] last\n")
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT"])
@@ -39,45 +32,21 @@ def test_a_signal_ends_ranks_in_the_middle_of_a_line(cell, name):
         pathlib.Path("ready").touch()
         time.sleep(1000)
     """)
-    attacked = cell.start("hpcstrat", "run", "-n", "1", "--prefix", "program.py")
+    attacked = cell.start("hpcstrat", "run", "-n", "1", "--restarts", "3", "program.py")
     attacked.wait_for("ready")
     attacked.signal(attacked.launcher(), name)
     ended = attacked.end()
-    assert ended.status != 0 and ended.stdout.startswith("[rank 0] xxx")
+    assert ended.status != 0 and ended.stdout.startswith("xxx") and "restart" not in ended.stderr
 
 
-def test_output_does_not_wait_for_what_a_rank_has_left(cell):
-    cell.write("""
-        import os, subprocess
-        subprocess.Popen(["sleep", "1000"], start_new_session=True)
-        os.write(1, b"said")
-    """)
-    ended = cell("hpcstrat", "run", "-n", "1", "--prefix", "program.py", leaves=["sleep"])
-    assert (ended.status, ended.stdout) == (0, "[rank 0] said\n")
-
-
-def test_a_full_disk_for_copies_is_said_once(cell):
-    cell.write("import sys; sys.stdout.write(20_000 * 'a line of this kind\\n')")
-    full = "mkdir logs; mount -t tmpfs -o size=64k tmpfs logs"
-    ended = cell("hpcstrat", "run", "-n", "2", "--tee", "logs", "program.py", before=full)
-    # If a line is cut in the middle, mpirun puts the other rank's between.
-    assert ended.status == 0 and sorted(ended.stdout) == sorted(40_000 * "a line of this kind\n")
-    assert sorted(ended.said) == [
-        f"hpcstrat run: --tee: {cell.folder}/logs/rank-{n}.log: No space left on device; nothing "
-        "more is copied to it"
-        for n in range(2)
-    ]
-
-
-@pytest.mark.parametrize("name", ["SIGUSR1", "SIGUSR2"])
-def test_users_signals_reach_the_ranks(cell, name):
+def test_a_users_signal_reaches_the_ranks(cell):
     cell.write(CONNECTED)
     attacked = cell.start("hpcstrat", "run", "-n", "2", "program.py")
     for rank in range(2):
         attacked.wait_for(f"ready-{rank}")
-    attacked.signal(attacked.launcher(), name)
+    attacked.signal(attacked.launcher(), "SIGUSR1")
     ended = attacked.end()
-    number = getattr(signal, name).value
+    number = signal.SIGUSR1.value
     assert (ended.status, sorted(ended.stdout.splitlines())) == (
         0,
         [f"rank {rank} got {number}" for rank in range(2)],
@@ -100,15 +69,11 @@ def test_arguments_reach_the_program_and_nothing_else(cell, words):
 
 
 CRAFTED = {
-    "quotes": (["--mpiexec", "mpirun 'x"], {}, "--mpiexec"),
-    "no program": (["--mpiexec", ""], {}, "--mpiexec"),
-    "Slurm, a word": ([], {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "x"}, "SLURM_NTASKS"),
-    "Slurm, a list": ([], {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "2(x3)"}, "SLURM_NTASKS"),
-    "Slurm, none": ([], {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "0"}, "SLURM_NTASKS"),
-    "Slurm, digits": ([], {"SLURM_JOB_ID": "1", "SLURM_NTASKS": 5000 * "9"}, "SLURM_NTASKS"),
-    "torchrun": ([], {"TORCHELASTIC_RUN_ID": "1", "RANK": "x"}, "torchrun"),
+    "quotes": (["-n", "2", "--mpiexec", "mpirun 'x"], {}, "No closing quotation"),
+    "no program": (["-n", "2", "--mpiexec", " "], {}, "--mpiexec"),
+    "a launcher's rank": (["-n", "2"], {"PMI_SIZE": "2", "PMI_RANK": "x"}, "PMI_RANK"),
     "ranks": (["-n", 5000 * "9"], {}, "argument -n"),
-    "restarts": (["--restarts", "-1"], {}, "argument --restarts"),
+    "restarts": (["-n", "2", "--restarts", "-1"], {}, "argument --restarts"),
 }
 
 
@@ -126,30 +91,7 @@ def test_what_is_crafted_is_named_in_a_line(cell, options, env, name):
     )
 
 
-@pytest.mark.parametrize("blocks, runs", [(1, False), (64, True)], ids=["nothing", "little"])
-def test_a_limit_of_files_is_named_or_suffices(cell, blocks, runs):
-    cell.write(SAYS)
-    limited = f'ulimit -f {blocks}; exec "$0" -m hpcstrat run -n 2 --restarts 2 program.py'
-    ended = cell("bash", "-c", limited, cell.python)
-    if runs:
-        assert (ended.status, ended.stdout) == (0, 2 * "[]\n")
-    else:
-        assert (ended.status, ended.stdout) == (2, "") and "--restarts" in ended.stderr
-
-
-@pytest.mark.parametrize("status", [0, 2, 15, 75])
-def test_a_rank_that_leaves_the_others_is_no_success(cell, status):
-    cell.write(training(f"if step == 13 and rank == last: os._exit({status})"))
-    ended = cell("hpcstrat", "run", "-n", "2", "program.py")
-    assert ended.status != 0 and "weight" not in ended.stdout
-    # BAD TERMINATION is mpiexec's, if the process that it kills ends first.
-    if status == 0 and "BAD TERMINATION" not in ended.stdout:
-        assert (
-            "left after step 12 without the others, as by os._exit; the status is 1" in ended.stderr
-        )
-
-
-@pytest.mark.parametrize("options", [[], ["--prefix"], ["--restarts", "3"]], ids=" ".join)
+@pytest.mark.parametrize("options", [[], ["--restarts", "3"]], ids=" ".join)
 @pytest.mark.parametrize(
     "seed", [pytest.param(seed, marks=[pytest.mark.slow] * (seed > 0)) for seed in range(5)]
 )

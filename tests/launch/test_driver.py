@@ -86,68 +86,8 @@ def test_a_dataset_on_the_cpu_does_not_ask_the_driver(simulated):
 
 
 def test_info_names_the_driver_s_error_and_a_remedy(simulated):
-    result = simulated(
-        MODULE, 2, "hpcstrat", "info", env={"SIMULATED_CUINIT": "802@1", "COLUMNS": "300"}
-    )
+    result = simulated(MODULE, 2, "hpcstrat", "info", env={"SIMULATED_CUINIT": "802@1"})
     assert result.status == 1
-    assert "cuInit fails with CUDA_ERROR_SYSTEM_NOT_READY (802), on rank 1" in result.stdout
-    assert "start the fabric manager" in result.stdout
-
-
-def test_hpcstrat_run_does_not_count_cores_instead(simulated, tmp_path):
-    (tmp_path / "program.py").write_text("print('ran')\n")
-    result = simulated(
-        MODULE, None, "hpcstrat", "run", tmp_path / "program.py", env={"SIMULATED_CUINIT": "803"}
-    )
-    assert (result.status, result.stdout) == (2, "")
-    assert (
-        "CUDA_ERROR_SYSTEM_DRIVER_MISMATCH (803); " in result.stderr
-        and "-n N starts N ranks" in result.stderr
-    )
-
-
-RESTARTS = """
-import os
-import pathlib
-import signal
-
-import hpcstrat as hs
-
-busy, starts = pathlib.Path("busy"), pathlib.Path("starts")
-if hs.is_lead():
-    starts.touch()
-    starts.write_text(starts.read_text() + "x")
-    if starts.read_text() == "xxx":
-        busy.unlink()
-hs.barrier()
-strategy = hs.CentralStorageStrategy()
-with strategy.scope():
-    total = hs.Variable(0.0, aggregation="SUM")
-manager = hs.checkpoint.CheckpointManager(hs.checkpoint.Checkpoint(total=total), "saved", snapshot_every=1)
-manager.restore_or_initialize()
-while manager.steps < 6:
-    strategy.run(lambda: total.assign_add(1.0))
-    manager.step()
-    if manager.steps == 3 and starts.read_text() == "x":
-        hs.barrier()
-        if hs.rank() == 1:
-            busy.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-print("total", total.numpy())
-"""
-
-
-@pytest.mark.slow
-def test_a_restart_that_meets_an_mps_that_is_not_ready(simulated, tmp_path):
-    (tmp_path / "program.py").write_text(RESTARTS)
-    env = {"SIMULATED_CUINIT": "807", "SIMULATED_CUINIT_WHILE": str(tmp_path / "busy")}
-    arguments = ("hpcstrat", "run", "-n", "2", "--restarts", "3", tmp_path / "program.py")
-    result = simulated(MODULE, None, *arguments, env=env)
-    # mpiexec reports the killed rank before it, on standard output.
-    assert (result.status, result.stdout.splitlines()[-1], result.leftovers) == (
-        0,
-        "total 12.0",
-        [],
-    )
-    assert "CUDA_ERROR_MPS_SERVER_NOT_READY (807)" in result.stderr
-    assert "; restart 2 of 3 in 2 s, on 2 ranks" in result.stderr
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("wrong: ")]
+    assert "cuInit fails with CUDA_ERROR_SYSTEM_NOT_READY (802)" in line
+    assert "start the fabric manager" in line and line.endswith(" (rank 1)")

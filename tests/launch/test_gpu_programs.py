@@ -15,7 +15,7 @@ import pytest
 from slow import slow_but
 
 LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
-PROGRAMS = ["bind-gpu", "share-gpu", "ci-multi-gpu"]
+PROGRAMS = ["share-gpu", "ci-multi-gpu"]
 SECONDS = 60  # the time limit of a program
 NOT_THE_USERS = (
     "OMPI_",
@@ -32,23 +32,6 @@ NOT_THE_USERS = (
 MARK = "LAUNCHED_BY_TEST"  # a variable that marks a test's processes
 
 NO_GPU = "echo 'NVIDIA-SMI has failed'; exit 9"
-FOUR_GPUS = """
-cat <<'TEXT'
-0, GPU-00aa-0, 00000000:17:00.0
-1, GPU-00ab-1, 00000000:65:00.0
-2, GPU-00ac-2, 00000000:CA:00.0
-3, GPU-00ad-3, 00010000:E3:00.0
-TEXT
-"""
-ADDRESSES = ["0000:17:00.0", "0000:65:00.0", "0000:ca:00.0", "10000:e3:00.0"]
-# Prints fixed cores as those that a process may use; for the rest it is the real program.
-TASKSET = """
-if [ "$1 $#" = "-cp 2" ]; then
-    echo "pid $2's current affinity list: $CORES"
-else
-    exec {real} "$@"
-fi
-"""
 # Records its commands. The daemon ends when it is told to quit; not when it is DEAF, or DUMB and
 # never answers.
 MPS_CONTROL = """
@@ -180,73 +163,6 @@ def bench(tmp_path):
     bench.kill()
 
 
-class Host:
-    """Poses as a host of 4 GPUs, two nodes and 8 cores with two threads each, for bind-gpu.
-
-    Node 0 has the threads 0-3 and 8-11, node 1 has 4-7 and 12-15; the threads 0 and 8 are on one
-    core, and so on.
-    """
-
-    def __init__(self, bench):
-        self.bench = bench
-        self._system = bench.folder / "sys"
-        for number in range(4):
-            self.put_gpu(number, node=number // 2)
-        self.put_node(0, "0-3,8-11")
-        self.put_node(1, "4-7,12-15")
-        for thread in range(16):
-            siblings = f"{thread % 8},{thread % 8 + 8}"
-            self._write(f"devices/system/cpu/cpu{thread}/topology/thread_siblings_list", siblings)
-        bench.stand_in("nvidia-smi", FOUR_GPUS)
-        bench.stand_in("taskset", TASKSET.format(real=shutil.which("taskset")))
-
-    def put_gpu(self, number, node):
-        self._write(f"bus/pci/devices/{ADDRESSES[number]}/numa_node", node)
-
-    def put_node(self, number, cores):
-        self._write(f"devices/system/node/node{number}/cpulist", cores)
-
-    def _write(self, path, text):
-        (self._system / path).parent.mkdir(parents=True, exist_ok=True)
-        (self._system / path).write_text(f"{text}\n")
-
-    def run(self, *command, cores="0-15", **env):
-        """Runs the command, which may use these cores."""
-        return self.bench.run(*command, env={"SYSFS_PATH": str(self._system), "CORES": cores} | env)
-
-    def choose(self, mpirun, ranks, **options):
-        """What the ranks choose."""
-        return choices(
-            self.run(*mpirun, "-n", str(ranks), LAUNCH / "bind-gpu", "--dry-run", **options), ranks
-        )
-
-
-@pytest.fixture
-def host(bench):
-    return Host(bench)
-
-
-def choices(result, ranks):
-    """What each rank chose, in the order of ranks: its GPU, its place and its cores."""
-    assert result.returncode == 0
-    lines = sorted(result.stdout.splitlines())
-    assert len(lines) == ranks
-    chosen = []
-    for rank, line in enumerate(lines):
-        match = re.fullmatch(
-            rf"local rank {rank} of {ranks}: (.*), (NUMA node \d+|the whole host), cores ([\d,]+)",
-            line,
-        )
-        assert match is not None, line
-        chosen.append((match[1], match[2], match[3]))
-    return chosen
-
-
-def shown(env):
-    """Variables, as they are set at the shell."""
-    return " ".join(f"{name}={value}" for name, value in env.items()) or "none"
-
-
 # ---- all of them
 
 
@@ -262,7 +178,6 @@ def test_help(bench, program):
 @pytest.mark.parametrize(
     "command",
     [
-        *(["bind-gpu"], ["bind-gpu", "--gpu", "true"]),
         *(
             ["share-gpu"],
             ["share-gpu", "--gpu", "true"],
@@ -292,182 +207,6 @@ def test_shellcheck_finds_nothing(bench, program):
         pytest.skip("shellcheck is not installed")
     result = bench.run("shellcheck", LAUNCH / program)
     assert (result.returncode, result.stdout) == (0, "")
-
-
-# ---- bind-gpu
-
-
-@pytest.mark.parametrize("ranks", slow_but([3], [1, 2, 3]))
-def test_bind_without_a_gpu(launch, host, ranks):
-    host.bench.stand_in("nvidia-smi", NO_GPU)
-    assert host.choose(launch.mpirun, ranks) == [
-        ("no GPU", "the whole host", cores)
-        for cores in {
-            1: ["0,8,1,9,2,10,3,11,4,12,5,13,6,14,7,15"],
-            2: ["0,8,1,9,2,10,3,11", "4,12,5,13,6,14,7,15"],
-            3: ["0,8,1,9", "2,10,3,11,4,12", "5,13,6,14,7,15"],
-        }[ranks]
-    ]
-
-
-@pytest.mark.parametrize("ranks", slow_but([2], [1, 2, 3]))
-def test_bind_on_this_machine(launch, bench, ranks):
-    """The process runs on the dry run's cores, and only rank 0 says that there is no GPU."""
-    bench.stand_in("nvidia-smi", NO_GPU)
-    bind = [*launch.mpirun, "-n", str(ranks), LAUNCH / "bind-gpu"]
-    result = bench.run(*bind, "--dry-run")
-    assert (
-        result.stderr.count("launch/bind-gpu: no GPU here; the ranks share the cores of the host")
-        == 1
-    )
-    named = [{int(core) for core in cores.split(",")} for _, _, cores in choices(result, ranks)]
-    program = "import os; os.write(1, f'{sorted(os.sched_getaffinity(0))}\\n'.encode())"
-    result = bench.run(*bind, sys.executable, "-c", program)
-    assert result.returncode == 0
-    assert sorted(result.stdout.splitlines()) == sorted(str(sorted(cores)) for cores in named)
-    assert set().union(*named) <= os.sched_getaffinity(0)
-
-
-def test_bind_to_the_nodes_of_the_gpus(launch, host):
-    assert host.choose(launch.mpirun, 2) == [
-        ("GPU 0 (GPU-00aa-0)", "NUMA node 0", "0,8,1,9"),
-        ("GPU 1 (GPU-00ab-1)", "NUMA node 0", "2,10,3,11"),
-    ]
-    assert host.choose(launch.mpirun, 3) == [
-        ("GPU 0 (GPU-00aa-0)", "NUMA node 0", "0,8,1,9"),
-        ("GPU 1 (GPU-00ab-1)", "NUMA node 0", "2,10,3,11"),
-        ("GPU 2 (GPU-00ac-2)", "NUMA node 1", "4,12,5,13,6,14,7,15"),
-    ]
-    assert host.choose(launch.mpirun, 4)[2:] == [
-        ("GPU 2 (GPU-00ac-2)", "NUMA node 1", "4,12,5,13"),
-        ("GPU 3 (GPU-00ad-3)", "NUMA node 1", "6,14,7,15"),
-    ]
-
-
-VISIBLE = {
-    "2,1": ["GPU-00ac-2", "GPU-00ab-1", "GPU-00ac-2"],
-    "GPU-00ac, GPU-00ad-3,0": ["GPU-00ac-2", "GPU-00ad-3", "GPU-00aa-0"],
-    "3": ["GPU-00ad-3"] * 3,
-    "0,7,1": ["GPU-00aa-0"] * 3,  # CUDA's list ends before a number that does not exist
-    "": None,
-    "-1": None,
-}
-
-
-@pytest.mark.parametrize(
-    "visible", slow_but(["GPU-00ac, GPU-00ad-3,0", "0,7,1", ""], VISIBLE), ids=repr
-)
-def test_bind_among_visible_gpus(launch, host, visible):
-    gpus = VISIBLE[visible]
-    chosen = host.choose(launch.mpirun, 3, CUDA_VISIBLE_DEVICES=visible)
-    if gpus is None:
-        assert {(gpu, place) for gpu, place, _ in chosen} == {("no GPU", "the whole host")}
-    else:
-        ordinals = [rank % len(set(gpus)) for rank in range(3)]
-        assert [gpu for gpu, _, _ in chosen] == [
-            f"GPU {n} ({gpu})" for n, gpu in zip(ordinals, gpus, strict=True)
-        ]
-        assert [place for _, place, _ in chosen] == [
-            f"NUMA node {int(gpu[-1]) // 2}" for gpu in gpus
-        ]
-    cores = [core for _, _, cores in chosen for core in cores.split(",")]
-    assert len(cores) == len(set(cores))
-
-
-def test_bind_within_the_cores_that_are_allowed(launch, host):
-    assert host.choose(launch.mpirun, 3, cores="1-5") == [
-        ("GPU 0 (GPU-00aa-0)", "NUMA node 0", "1"),
-        ("GPU 1 (GPU-00ab-1)", "NUMA node 0", "2,3"),
-        ("GPU 2 (GPU-00ac-2)", "NUMA node 1", "4,5"),
-    ]
-    # No core of node 1: the ranks share those that exist.
-    assert host.choose(launch.mpirun, 3, cores="0-2,8") == [
-        ("GPU 0 (GPU-00aa-0)", "the whole host", "0,8"),
-        ("GPU 1 (GPU-00ab-1)", "the whole host", "1"),
-        ("GPU 2 (GPU-00ac-2)", "the whole host", "2"),
-    ]
-    # Fewer cores than ranks.
-    assert [cores for _, _, cores in host.choose(launch.mpirun, 3, cores="0-1")] == ["0", "0", "1"]
-
-
-def test_bind_without_numa(launch, host):
-    for number in range(4):
-        host.put_gpu(number, node=-1)
-    assert host.choose(launch.mpirun, 2) == [
-        ("GPU 0 (GPU-00aa-0)", "the whole host", "0,8,1,9,2,10,3,11"),
-        ("GPU 1 (GPU-00ab-1)", "the whole host", "4,12,5,13,6,14,7,15"),
-    ]
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        {
-            "OMPI_COMM_WORLD_LOCAL_RANK": "1",
-            "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
-            "SLURM_LOCALID": "0",
-        },
-        {"MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "3"},
-        {"PMI_LOCAL_RANK": "1", "PMI_LOCAL_SIZE": "3"},
-        {"SLURM_NODEID": "0", "SLURM_STEP_TASKS_PER_NODE": "3"},
-        {"SLURM_NODEID": "2", "SLURM_STEP_TASKS_PER_NODE": "2(x2),3,1"},
-        {"SLURM_NODEID": "3", "SLURM_STEP_TASKS_PER_NODE": "2,3(x3)"},
-    ],
-    ids=shown,
-)
-def test_bind_knows_the_launchers(host, env):
-    if "SLURM_NODEID" in env:
-        env = env | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1"}
-    result = host.run(LAUNCH / "bind-gpu", "--dry-run", **env)
-    assert result.returncode == 0
-    assert result.stdout == "local rank 1 of 3: GPU 1 (GPU-00ab-1), NUMA node 0, cores 2,10,3,11\n"
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        {},
-        {"SLURM_LOCALID": "0", "SLURM_NODEID": "0"},  # a batch script
-        {
-            "SLURM_LOCALID": "0",
-            "SLURM_STEP_ID": "4294967290",
-            "SLURM_STEP_NUM_TASKS": "1",
-        },  # an interactive shell
-        {"PMI_LOCAL_RANK": "0"},
-        {"PMI_LOCAL_RANK": "x", "PMI_LOCAL_SIZE": "2"},
-        {"PMI_LOCAL_RANK": "2", "PMI_LOCAL_SIZE": "2"},
-    ],
-    ids=shown,
-)
-def test_bind_without_a_launcher(bench, env):
-    result = bench.run(LAUNCH / "bind-gpu", "touch", "started", env=env)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert re.match(r"launch/bind-gpu: (no launcher says which rank|the launcher)", result.stderr)
-    assert not (bench.folder / "started").exists()
-
-
-@pytest.mark.parametrize("numactl", ["works", "is forbidden"])
-def test_bind_starts_the_program(host, numactl):
-    """With the node's cores and memory, unchanged visible GPUs, its arguments and its status."""
-    # Real ones: it does run.
-    cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
-    host.put_node(5, cores)
-    host.put_gpu(1, node=5)
-    host.bench.stand_in(
-        "numactl", 'echo "$@" >>"$RECORD"; shift; exec "$@"' if numactl == "works" else "exit 1"
-    )
-    env = {"PMI_LOCAL_RANK": "0", "PMI_LOCAL_SIZE": "1", "CUDA_VISIBLE_DEVICES": "1"}
-    program = 'echo "$CUDA_VISIBLE_DEVICES" "$CUDA_DEVICE_ORDER" "$@"; exit 3'
-    command = ["sh", "-c", program, "name", "--dry-run", "two  words"]
-    result = host.run(LAUNCH / "bind-gpu", *command, cores=cores, **env)
-    assert (result.returncode, result.stdout, result.stderr) == (
-        3,
-        "1 PCI_BUS_ID --dry-run two  words\n",
-        "",
-    )
-    record = host.bench.record()
-    assert bool(record) == (numactl == "works")
-    assert all(line.startswith("--preferred=5 ") for line in record)
 
 
 # ---- share-gpu
@@ -635,66 +374,6 @@ def test_nothing_is_left_of_a_share_gpu_that_was_killed(bench):
     process.kill()
     bench.finish(process)
     check_that_mps_ended(bench)
-
-
-# ---- share-gpu, by hpcstrat run
-
-
-def run_sharing(bench, *words, env=None):
-    """Starts `hpcstrat run --share-gpu`, with the stand-in for MPS."""
-    bench.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
-    command = [sys.executable, "-m", "hpcstrat", "run", "--share-gpu", *words]
-    return bench.start(*command, env={"CUDA_VISIBLE_DEVICES": ""} | (env or {}))
-
-
-# The first start is killed, and leaves an MPS without clients behind.
-WEDGES = """
-if [ ! -e killed ]; then
-    touch killed "$CUDA_MPS_PIPE_DIRECTORY/wedged"
-    kill -s KILL $$
-fi
-[ ! -e "$CUDA_MPS_PIPE_DIRECTORY/wedged" ] || exit 3
-echo "served with $NCCL_MULTI_RANK_GPU_ENABLE"
-"""
-
-
-def test_each_start_has_an_mps_of_its_own(launch, bench):
-    result = bench.finish(run_sharing(bench, "-n", "1", "--restarts", "3", "sh", "-c", WEDGES))
-    # After what MPICH says of the kill.
-    assert result.returncode == 0 and result.stdout.endswith("served with 1\n")
-    assert "; restart 1 of 3, on 1 rank\n" in result.stderr and "restart 2" not in result.stderr
-    first, ended, second, *rest = bench.record()
-    assert first != second and first.startswith("started in ") and second.startswith("started in ")
-    assert (ended, rest) == ("quit", ["quit"])
-    assert bench.leftovers() == []
-
-
-def test_nothing_is_left_of_a_killed_launcher_and_its_mps(launch, bench):
-    ignore = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
-    program = f"{ignore}; os.write(1, b'up\\n'); time.sleep(1000)"
-    process = run_sharing(bench, "-n", "2", sys.executable, "-c", program)
-    assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
-    process.kill()
-    bench.finish(process)
-    check_that_mps_ended(bench)
-
-
-def test_signals_reach_ranks_that_share_a_gpu(launch, bench):
-    process = run_sharing(
-        bench, "-n", "1", sys.executable, "-c", ANSWERS.replace("SIGHUP", "SIGUSR1")
-    )
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(signal.SIGUSR1)
-    assert bench.finish(process).returncode == signal.SIGUSR1 + 40
-    check_that_mps_ended(bench)
-
-
-def test_no_rank_starts_without_mps(launch, bench):
-    result = bench.finish(run_sharing(bench, "-n", "1", "touch", "started", env={"BROKEN": "1"}))
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == "launch/share-gpu: MPS did not start; its log:\nno device\n"
-    assert not (bench.folder / "started").exists()
-    assert bench.leftovers() == []
 
 
 # ---- ci-multi-gpu

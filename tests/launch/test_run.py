@@ -116,7 +116,7 @@ def wait_for(condition):
 
 
 def restarts(stderr):
-    return re.findall(r"^hpcstrat run: .*$", stderr, re.MULTILINE)
+    return re.findall(r"hpcstrat run: .*", stderr)
 
 
 @pytest.fixture

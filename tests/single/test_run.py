@@ -1,12 +1,12 @@
-"""`hpcstrat run`: which mpiexec it uses, and with which command line."""
+"""`hpcstrat run`: which mpiexec it finds, and with which options."""
 
+import argparse
 import os
-import signal
 import sys
 import types
 
 import pytest
-from internals import LaunchError, mpiexec, python_command, worlds
+from internals import launcher, worlds
 
 VERSIONS = {
     "Open MPI": "mpiexec (Open MPI) 5.0.8",
@@ -25,12 +25,17 @@ def host(monkeypatch, tmp_path):
         for program in programs:
             folder = tmp_path / program.replace(" ", "_")
             folder.mkdir()
-            (folder / name).write_text(f"#!/bin/sh\necho '{VERSIONS[program]}'\n")
+            # It writes down how it was started.
+            text = f"echo '{VERSIONS[program]}'; printf '%s\\n' \"$@\" >>{tmp_path}/started"
+            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
             (folder / name).chmod(0o755)
             folders.append(str(folder))
-        monkeypatch.setenv("PATH", os.pathsep.join(folders))
+        monkeypatch.setenv("PATH", os.pathsep.join([*folders, "/usr/bin", "/bin"]))
+        monkeypatch.setattr(os, "get_exec_path", lambda: folders)
         monkeypatch.setattr(sys, "prefix", str(tmp_path / "nowhere"))
-        monkeypatch.setattr(mpiexec, "_find_libraries", lambda: [])
+        monkeypatch.setattr(
+            launcher, "Path", lambda path: types.SimpleNamespace(read_text=lambda: "")
+        )
         fake = types.SimpleNamespace(get_vendor=lambda: (library, (5, 0, 1)))
         monkeypatch.setattr(worlds, "load_mpi", lambda: fake)
         return folders
@@ -50,8 +55,9 @@ def host(monkeypatch, tmp_path):
 )
 def test_its_own(host, library, program):
     (folder,) = host(library, program)
-    found = mpiexec.find()
-    assert (found.words, found.vendor.name) == ((f"{folder}/mpiexec",), program)
+    assert launcher.find_mpiexec() == ([f"{folder}/mpiexec"], program)
+    words = [f"{folder}/mpiexec", "--hosts", "a, b"]
+    assert launcher.find_mpiexec(f"{folder}/mpiexec --hosts 'a, b'") == (words, program)
 
 
 @pytest.mark.parametrize(
@@ -59,113 +65,82 @@ def test_its_own(host, library, program):
 )
 def test_another_comes_first(host, library, other):
     folders = host(library, other, library)
-    assert mpiexec.find().words == (f"{folders[1]}/mpiexec",)
+    assert launcher.find_mpiexec() == ([f"{folders[1]}/mpiexec"], library)
 
 
-def test_a_systems_name(host):
-    (folder,) = host("Open MPI", "Open MPI", name="mpiexec.openmpi")
-    assert mpiexec.find().words == (f"{folder}/mpiexec.openmpi",)
+@pytest.mark.parametrize("name", ["mpirun", "mpiexec.openmpi"])
+def test_other_names(host, name):
+    (folder,) = host("Open MPI", "Open MPI", name=name)
+    assert launcher.find_mpiexec() == ([f"{folder}/{name}"], "Open MPI")
 
 
-@pytest.mark.parametrize(("library", "other"), [("MPICH", "Open MPI"), ("Open MPI", "Intel MPI")])
-def test_another_is_refused(host, library, other):
+@pytest.mark.parametrize(
+    ("library", "other", "said"),
+    [
+        ("MPICH", "Open MPI", "is that of Open MPI"),
+        ("Open MPI", "Intel MPI", "is that of Intel MPI"),
+        ("MPICH", "unknown", "is no known mpiexec"),
+    ],
+)
+def test_another_is_refused(host, library, other, said):
     (folder,) = host(library, other)
     for named in (None, f"{folder}/mpiexec", f"{folder}/mpiexec --option 3"):
+        words = named or f"{folder}/mpiexec"
         with pytest.raises(
-            LaunchError,
-            match=rf"mpiexec.* belongs to {other}; but mpi4py loads {library} 5.0.1: each",
+            RuntimeError, match=f"^mpi4py loads {library} 5.0.1, but {words} {said}"
         ):
-            mpiexec.find(named)
-
-
-def test_an_unknown_one_is_refused(host):
-    host("MPICH", "unknown")
-    with pytest.raises(
-        LaunchError, match="belongs to an MPI that hpcstrat does not know; but mpi4py loads MPICH"
-    ):
-        mpiexec.find()
+            launcher.find_mpiexec(named)
 
 
 def test_none(host):
     host("MPICH")
-    with pytest.raises(
-        LaunchError, match="mpi4py loads MPICH 5.0.1, but there is no mpiexec .* --mpiexec PATH"
-    ):
-        mpiexec.find()
-    with pytest.raises(LaunchError, match="--mpiexec: there is no program 'mpiexec.here -x'"):
-        mpiexec.find("mpiexec.here -x")
+    with pytest.raises(RuntimeError, match="^mpi4py loads MPICH 5.0.1, but no mpiexec .*--mpiexec"):
+        launcher.find_mpiexec()
+    with pytest.raises(RuntimeError, match="mpiexec.here -x is no known mpiexec"):
+        launcher.find_mpiexec("mpiexec.here -x")
 
 
-@pytest.mark.parametrize(
-    ("error", "missing"),
-    [
-        (ModuleNotFoundError("mpi4py"), "mpi4py"),
-        (RuntimeError("cannot load"), "an MPI library that mpi4py can load"),
-    ],
-    ids=["no mpi4py", "no library"],
-)
-def test_no_mpi(host, monkeypatch, error, missing):
+@pytest.mark.parametrize("error", [ModuleNotFoundError("mpi4py"), RuntimeError("cannot load")])
+def test_no_mpi(host, monkeypatch, error):
     host("MPICH", "MPICH")
 
     def load():
         raise error
 
     monkeypatch.setattr(worlds, "load_mpi", load)
-    with pytest.raises(
-        LaunchError, match=f"^{missing} is missing. `pip install .*The error was: {error}"
-    ):
-        mpiexec.find()
+    with pytest.raises(RuntimeError, match=rf"MPI is missing \({error}\): `pip install "):
+        launcher.find_mpiexec()
 
 
-@pytest.mark.parametrize("program", ["MPICH", "Intel MPI"])
-def test_the_command_line_of_hydra(host, program):
-    (folder,) = host("MPICH", program)
-    found = mpiexec.find(f"{folder}/mpiexec --hosts 'a, b'")
-    words = [f"{folder}/mpiexec", "--hosts", "a, b", "-n", "3", "python", "a b.py"]
-    assert found.command(3, ["python", "a b.py"], ["OMP_NUM_THREADS"]) == words
-    assert found.vendor.end_signal == signal.SIGKILL
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("user", [0, 1000])
-def test_the_command_line_of_open_mpi(host, monkeypatch, user, ranks):
-    (folder,) = host("Open MPI", "Open MPI")
+@pytest.mark.parametrize("vendor", ["MPICH", "Open MPI"])
+def test_the_options_of_mpiexec(host, monkeypatch, tmp_path, vendor, user):
+    (folder,) = host(vendor, vendor)
     monkeypatch.setattr(os, "geteuid", lambda: user)
-    monkeypatch.setattr(mpiexec, "physical_cores", lambda: 2)
-    words = [f"{folder}/mpiexec", "-n", str(ranks), "--bind-to", "none"]
-    words += (
-        ["--oversubscribe"] * (ranks == 3)
-        + ["--allow-run-as-root"] * (user == 0)
-        + ["-x", "OMP_NUM_THREADS"]
+    options = argparse.Namespace(
+        n=3,
+        restarts=0,
+        mpiexec=f"{folder}/mpiexec --x y",
+        python_option=["-m"],
+        program="a",
+        arguments=["-n"],
     )
-    assert mpiexec.find().command(ranks, ["program"], ["OMP_NUM_THREADS"]) == [*words, "program"]
-
-
-def test_what_a_rank_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").touch()
-    (tmp_path / "script").touch()
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "tool").touch()
-    (tmp_path / "tool").chmod(0o755)
-    python = sys.executable
-    for words, command in [
-        (["train.py", "-n", "3"], [python, "train.py", "-n", "3"]),
-        (["script"], [python, "script"]),
-        (["folder"], [python, "folder"]),
-        (["python", "-c", "pass"], [python, "-c", "pass"]),
-        (["./tool", "x"], ["./tool", "x"]),
-        (["sh", "-c", "true"], ["sh", "-c", "true"]),
-    ]:
-        assert python_command(words, None) == command
-    for option in ("-m", "-c"):
-        assert python_command(["a.b", "-x"], option) == [python, option, "a.b", "-x"]
-    for name in ("missing.py", "no-such-program"):
-        with pytest.raises(
-            LaunchError, match=f"^there is no file '{name}', and no program of this name"
-        ):
-            python_command([name], None)
-
-
-def test_the_threads_of_a_core_count_once():
-    assert 1 <= mpiexec.physical_cores() <= len(os.sched_getaffinity(0))
+    assert launcher.run(options) == 0
+    expected = ["-n", "3"]
+    if vendor == "Open MPI":
+        expected += ["--bind-to", "none", "--oversubscribe"]
+        expected += ["--allow-run-as-root"] * (user == 0)
+    started = (tmp_path / "started").read_text().splitlines()
+    # First it was asked for its version.
+    assert started == [
+        "--x",
+        "y",
+        "--version",
+        "--x",
+        "y",
+        *expected,
+        sys.executable,
+        "-m",
+        "a",
+        "-n",
+    ]
