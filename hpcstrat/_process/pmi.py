@@ -1,4 +1,4 @@
-"""Keeps a rank's connection to MPICH's launcher open for as long as another rank of its host lives."""
+"""Keeps a rank's connection to MPICH's launcher open while another rank of its host lives."""
 
 from __future__ import annotations
 
