@@ -71,7 +71,6 @@ def test_arguments_reach_the_program_and_nothing_else(cell, words):
 CRAFTED = {
     "quotes": (["-n", "2", "--mpiexec", "mpirun 'x"], {}, "No closing quotation"),
     "no program": (["-n", "2", "--mpiexec", " "], {}, "--mpiexec"),
-    "a launcher's rank": (["-n", "2"], {"PMI_SIZE": "2", "PMI_RANK": "x"}, "PMI_RANK"),
     "ranks": (["-n", 5000 * "9"], {}, "argument -n"),
     "restarts": (["-n", "2", "--restarts", "-1"], {}, "argument --restarts"),
 }

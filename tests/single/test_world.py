@@ -1,5 +1,4 @@
 import contextlib
-import ctypes
 import os
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import time
 import types
 
 import pytest
-from internals import Launcher, guard, launchers, output, restarts, worlds
+from internals import Launcher, guard, launchers, output, worlds
 
 
 @pytest.fixture
@@ -243,35 +242,6 @@ def test_only_this_jobs_segment_is_unlinked(monkeypatch, shared_memory, tmp_path
     maps.write_text(f"7f-80 rw-s 00000000 00:1b {inode}      {path}\n")
     guard.unlink_segments(os.getpid())
     assert not os.path.exists(path)
-
-
-@pytest.mark.parametrize(
-    "prefix", ["mpich_shm_", "sm_segment.", "vader_segment.", "ucx_shm_posix_"]
-)
-def test_segments_that_nobody_uses_are_unlinked(shared_memory, prefix):
-    import mmap
-
-    libc = ctypes.CDLL(None)  # a mapping of `mmap.mmap` keeps its file open
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long)
-    libc.mmap.restype = ctypes.c_void_p
-    before = time.time()
-    paths = [f"{shared_memory}/{prefix}{name}" for name in ("mapped", "open", "orphan", "other")]
-    mapped, held, _, other = files = [open(path, "w+b") for path in paths]
-    mapped.truncate(mmap.PAGESIZE)
-    address = libc.mmap(None, mmap.PAGESIZE, mmap.PROT_READ, mmap.MAP_SHARED, mapped.fileno(), 0)
-    for file in files:
-        if file is not held:
-            file.close()
-    restarts.unlink_segments(before + 3600)
-    assert [os.path.exists(path) for path in paths] == [True] * 4
-    os.rename(other.name, name := paths[-1].replace(prefix, "another_"))
-    paths[-1] = name
-    restarts.unlink_segments(before)
-    assert [os.path.exists(path) for path in paths] == [True, True, False, True]
-    libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(mmap.PAGESIZE))
-    held.close()
-    restarts.unlink_segments(before)
-    assert [os.path.exists(path) for path in paths] == [False, False, False, True]
 
 
 def test_a_process_that_is_killed_in_a_guarded_block_leaves_no_segment():
