@@ -2,17 +2,17 @@
 
 import os
 
-from internals import Header, OnDisk, extents_of, places_of, replacing, write_pieces
+from internals import Header, extents_of, places_of, replacing, write_pieces, writer_to
 
 
 class Contents:
     """What a file holds: arrays, whose bytes `parts` returns by name, and metadata."""
 
-    def __init__(self, entries, metadata, parts, notes=(), ranks=1, shares=None):
+    def __init__(self, entries, metadata, parts, step=None, ranks=1, shares=None):
         self.places = places_of(entries)
         self.extents = list(extents_of(self.places, ranks, shares))
         self.stops = [extent.place.stop for extent in self.extents]
-        self.header = Header(entries, metadata, self.stops, dict(notes))
+        self.header = Header(entries, metadata, self.stops, step)
         self.parts = parts
 
     def pieces(self):
@@ -22,10 +22,10 @@ class Contents:
                 yield start, part.data
                 start += part.size
 
-    def write_to(self, file, target=None):
+    def write_to(self, file):
         """As one rank does."""
         os.ftruncate(file, self.header.nbytes)
-        write = (target or OnDisk("", None)).writer(file)
+        write = writer_to(file)
         write(
             self.header.sealed(write_pieces(write, self.pieces(), self.header.size, self.stops)), 0
         )

@@ -108,7 +108,7 @@ from hpcstrat.checkpoint._format import (
     extents_of,
     places_of,
 )
-from hpcstrat.checkpoint._new_file import NewFile, OnDisk, SnapshotMemory, write_pieces
+from hpcstrat.checkpoint._new_file import NewFile, write_pieces, writer_to
 from hpcstrat.checkpoint._objects import own_share
 from hpcstrat.cluster_resolver._environment import expand_nodes
 from hpcstrat.data import _elements, _files, _node

@@ -23,7 +23,7 @@ from hpcstrat._core import gpu, timeline
 from hpcstrat._core.call_name import call_named
 from hpcstrat._core.ranks_in_words import join_by_rank
 from hpcstrat._core.user_frames import warn
-from hpcstrat._process import failure, launchers, settings, worlds
+from hpcstrat._process import failure, launchers, pmi, settings, worlds
 from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
 
@@ -79,6 +79,7 @@ def _connect() -> HostCommunicator:
         channel = channels.connect(world.comm, is_one_host)
     if channel is not None:
         communicator.watchdog = Watchdog(communicator.rank, communicator.calls, channel)
+        pmi.share(world.host_comm)
     else:
         warn(
             "hpcstrat: not all ranks can reach rank 0, so a rank that never comes is not noticed; "

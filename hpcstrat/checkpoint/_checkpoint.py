@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
@@ -35,7 +35,7 @@ from hpcstrat.checkpoint._objects import (
     slot_name,
     storage_of,
 )
-from hpcstrat.checkpoint._saving import check_keep, check_path, finish_background, save_to_file
+from hpcstrat.checkpoint._saving import check_keep, check_path, finish_background, save_to
 from hpcstrat.optimizers._state import copy_block, state_of_optimizer
 
 
@@ -116,7 +116,7 @@ class Checkpoint:
             ['model', 'model.1']
         """
         path = check_path(path)
-        save_to_file(objects_of(self), path, check_keep(keep), blocking)
+        save_to(path, objects_of(self), check_keep(keep), blocking)
         return path
 
     @collective("Checkpoint.sync", communicator_of=lambda _: connect())
@@ -182,7 +182,7 @@ class Checkpoint:
             ('b',) 1.0
         """
         path = check_path(path)
-        return restore_from(objects_of(self), path, lambda: open_file(path), partial)[0]
+        return restore_from(path, objects_of(self), partial)[0]
 
     def __repr__(self) -> str:
         return f"Checkpoint({', '.join(self._objects)})"
@@ -197,33 +197,23 @@ _Object = TypeVar("_Object")
 
 
 def restore_from(
-    objects: CheckpointObjects,
-    source: str,
-    open_source: Callable[[], CheckpointFile | None],
-    partial: bool = False,
+    path: str, objects: CheckpointObjects, partial: bool = False
 ) -> tuple[Restored, int | None]:
-    """What `Checkpoint.restore` does; also returns the number of the step. Collective.
-
-    Args:
-        objects: what to set.
-        source: the file's name, for messages; equal on all ranks.
-        open_source: opens it, on the parameter rank.
-        partial: as in `Checkpoint.restore`.
-    """
+    """What `Checkpoint.restore` does; also returns the number of the step. Collective."""
     communicator, file = connect(), None
     finish_background()  # it may write this very file
     require_cross_replica(objects)
-    root = agree(objects, objects.entries(objects.slots()), source, f"partial={bool(partial)}")
+    root = agree(objects, objects.entries(objects.slots()), path, f"partial={bool(partial)}")
     try:
         with communicator.raise_together():
             if communicator.rank == root:
-                file = open_source()
+                file = _open(path)
             header = None if file is None else (file.entries, file.metadata, file.step)
             # The header alone tells whether a file fits, so every rank can check its own objects
             # before anything changes.
             saved, metadata, step = communicator.broadcast_obj(header, root)
         with communicator.raise_together():
-            common, restored = require_compatible(source, objects, saved, metadata, partial)
+            common, restored = require_compatible(path, objects, saved, metadata, partial)
         _Restoring(communicator, root, objects, common, metadata, file).run()
     finally:
         if file is not None:
@@ -360,7 +350,7 @@ class _Restoring(NamedTuple):
             storage.local.write_part(slot.block, place.start, part[: place.size])
 
 
-def open_file(path: str) -> CheckpointFile:
+def _open(path: str) -> CheckpointFile:
     """Opens the file for reading; its errors name the call."""
     try:
         with explaining(path, "nothing was changed; correct this, and restore again"):

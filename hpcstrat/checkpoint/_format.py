@@ -192,7 +192,7 @@ class Header:
         entries: the arrays, by name.
         metadata: JSON values without floats, by name.
         stops: where each extent ends, from the end of the header.
-        notes: texts to save in addition, by name.
+        step: the step of the program after which it is made; `None` if unknown.
 
     Attributes:
         size: its bytes.
@@ -207,7 +207,7 @@ class Header:
         entries: Mapping[str, Entry],
         metadata: Mapping[str, Any],
         stops: Sequence[int],
-        notes: Mapping[str, str],
+        step: int | None = None,
     ) -> None:
         described, others, places = {}, {}, places_of(entries)
         for name, place in places.items():
@@ -221,7 +221,9 @@ class Header:
                 "data_offsets": place,
             }
         own = {"extents": _json([*stops]), "dtypes": _json(others), "objects": _json(metadata)}
-        own_text = json.dumps(own | dict(notes), separators=(",", ":"))[1:]
+        if step is not None:
+            own["step"] = str(step)
+        own_text = json.dumps(own, separators=(",", ":"))[1:]
         body = "".join(f",{_json(name)}:{_json(entry)}" for name, entry in described.items())
         self._rest = f",{own_text}{body}}}".encode()
         self._count = len(stops)
@@ -382,7 +384,10 @@ class CheckpointFile:
         """Sets the attributes; returns what the header says about the file itself."""
         described = _parse_json(header)
         own = described.pop("__metadata__")
-        self.step = step_of(own)
+        if "step" in own:
+            if not re.fullmatch("[0-9]{1,18}", own["step"]):
+                raise ValueError(f"its step is {reprlib.repr(own['step'])}")
+            self.step = int(own["step"])
         others = _parse_json(own["dtypes"])
         self.metadata = _parse_json(own["objects"])
         if not isinstance(self.metadata, dict):
@@ -426,32 +431,6 @@ class CheckpointFile:
 
     def _refusal(self, problem: str) -> ValueError:
         return ValueError(f"{self.path} {problem}{_older_files(self.path, '. Before it ')}")
-
-
-def notes_in(path: str) -> dict[str, Any]:
-    """What a file says about itself, unchecked; nothing if it is not a checkpoint."""
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            length = int.from_bytes(file.read(LENGTH_BYTES), "little")
-            own = _parse_json(file.read(min(length, LARGEST_HEADER)))["__metadata__"]
-            step_of(own)
-            return dict(own)
-    except (OSError, *_WRONG):
-        return {}
-
-
-def step_of(notes: Mapping[str, str]) -> int | None:
-    """The step after which a file was made, if its notes say so.
-
-    Raises:
-        ValueError: it is not a number.
-    """
-    if "step" not in notes:
-        return None
-    # At most 18 digits: the launcher's memory has 64 bits for the step.
-    if not re.fullmatch("[0-9]{1,18}", notes["step"]):
-        raise ValueError(f"its step is {reprlib.repr(notes['step'])}")
-    return int(notes["step"])
 
 
 def _open_at_once(path: str, flags: int) -> int:

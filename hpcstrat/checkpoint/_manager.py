@@ -6,9 +6,7 @@ import os
 import signal
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import FrameType
 from typing import Any, final
 
@@ -16,11 +14,7 @@ from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.timeline import CHECKPOINT, span
-from hpcstrat._process import job_files
-from hpcstrat._process.job_files import JobMemory
-from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of, open_file, restore_from
-from hpcstrat.checkpoint._format import CheckpointFile, notes_in, step_of
-from hpcstrat.checkpoint._new_file import SnapshotMemory
+from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of, restore_from
 from hpcstrat.checkpoint._objects import parameter_rank, require_no_replica
 from hpcstrat.checkpoint._saving import (
     check_count,
@@ -28,7 +22,6 @@ from hpcstrat.checkpoint._saving import (
     check_path,
     finish_background,
     save_to,
-    save_to_file,
 )
 
 
@@ -149,8 +142,6 @@ class PreemptionHandler:
         # process, and change the status.
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
-        if (memory := job_files.find()) is not None:
-            memory.note(communicator.rank, job_files.State.PREEMPTED)
         raise SystemExit(self._exit_status)
 
     def close(self) -> None:
@@ -176,21 +167,12 @@ class PreemptionHandler:
         self.close()
 
 
-_IN_MEMORY = "the snapshot in memory"
-_owner = ""  # the path of the checkpoint whose snapshots the launcher's memory holds
-
-
 @final
 class CheckpointManager:
-    """Saves a checkpoint every N steps, and restores the newest: it makes a program restartable.
+    """Saves a checkpoint every N steps, and restores it: it makes a program restartable.
 
     Put `with CheckpointManager(checkpoint, path, every=1000) as manager:` around the training, call
     `manager.restore_or_initialize()` before the first step and `manager.step()` at the end of each.
-
-    Under `hpcstrat run --restarts` it also takes snapshots, which are checkpoints in memory of the
-    launcher's host. They survive the death of the ranks, and cost no disk; the file also survives
-    the end of the launcher. Snapshots are taken if the rank that writes the file runs on the
-    launcher's host. One manager at a time takes them.
 
     In the `with` block it does what `PreemptionHandler` does: after a SIGTERM or SIGUSR1 the ranks
     save at the end of the step, and exit with status 75. Under `gradient_accumulation_steps`, what
@@ -198,15 +180,14 @@ class CheckpointManager:
 
     Args:
         checkpoint: what to save.
-        path: as in `Checkpoint.save`.
-        every: steps from one file to the next; with `None`, only `save` and a preemption write
-            files.
-        snapshot_every: steps from one snapshot to the next; `None` for no snapshots.
+        path: as in `Checkpoint.save`. A file in memory, in `/dev/shm`, outlives the ranks, but not
+            their host.
+        every: steps from one save to the next; with `None`, only `save` and a preemption save.
         keep: as in `Checkpoint.save`.
 
     Raises:
         TypeError: `checkpoint` is not a `Checkpoint`, or `path` is not a path.
-        ValueError: `every`, `snapshot_every` or `keep` is not positive.
+        ValueError: `every` or `keep` is not positive.
     """
 
     @names_call("CheckpointManager")
@@ -216,7 +197,6 @@ class CheckpointManager:
         path: str | os.PathLike[str],
         *,
         every: int | None = None,
-        snapshot_every: int | None = 10,
         keep: int | None = None,
     ) -> None:
         if not isinstance(checkpoint, Checkpoint):
@@ -227,14 +207,9 @@ class CheckpointManager:
         self._checkpoint = checkpoint
         self._path = check_path(path)
         self._every = check_count("every", every) or 0
-        self._snapshot_every = check_count("snapshot_every", snapshot_every) or 0
         self._keep = check_keep(keep)
         self._steps = 0
-        self._handled = 0  # the steps up to which everything that was due has been saved
-        self._is_ready = False
-        self._memory: JobMemory | None = None  # on rank 0, which counts steps for the launcher
-        self._takes_snapshots = False  # equal on all ranks
-        self._snapshots: SnapshotMemory | None = None  # on the launcher's host
+        self._handled = 0  # the steps up to which what was due has been saved
         self._handler: PreemptionHandler | None = None
 
     @property
@@ -251,17 +226,15 @@ class CheckpointManager:
 
     @collective("CheckpointManager.restore_or_initialize", communicator_of=lambda _: connect())
     def restore_or_initialize(self) -> str | None:
-        """Restores the newest checkpoint, the snapshot or the file.
+        """Restores the file, if there is one.
 
         Collective: all ranks call this.
 
         Returns:
-            The file's path, or `"the snapshot in memory"`, or `None` if there is neither; then
-            nothing has changed.
+            The file's path; `None` if there is no file, and then nothing has changed.
 
         Raises:
-            Exception: what `Checkpoint.restore` raises. A damaged snapshot is skipped, and so is a
-                damaged file if there is a snapshot.
+            Exception: what `Checkpoint.restore` raises.
 
         Examples:
             The same lines start a program and start it again:
@@ -279,16 +252,13 @@ class CheckpointManager:
             False True 2.0
         """
         finish_background()  # it may write this very file
-        communicator, root = connect(), self._prepare()
-        with communicator.raise_together():
-            file = self._find() if communicator.rank == root else None
-            path = communicator.broadcast_obj(None if file is None else file.path, root)
-        if path is None:
+        communicator, objects = connect(), objects_of(self._checkpoint)
+        # Other hosts may have other files of this name.
+        if not communicator.broadcast_obj(os.path.exists(self._path), parameter_rank(objects)):
             return None
-        name = self._path if path == self._path else _IN_MEMORY
-        _, step = restore_from(objects_of(self._checkpoint), name, lambda: file)
+        _, step = restore_from(self._path, objects)
         self._steps = self._handled = step or 0  # a file of `Checkpoint.save` has no step
-        return name
+        return self._path
 
     @span(CHECKPOINT, "step")
     @collective("CheckpointManager.step", communicator_of=lambda _: connect())
@@ -318,25 +288,14 @@ class CheckpointManager:
             3 ['model']
         """
         require_no_replica()
-        if not self._is_ready:
-            self._prepare()
         self._steps += 1
         if self._handler is not None:
             self._handler.check()
-        if self._memory is not None:
-            self._memory.note_step(self._steps)
-        file = self._is_due(self._every)
-        snapshot = self._takes_snapshots and self._is_due(self._snapshot_every)
-        if (file or snapshot) and objects_of(self._checkpoint).accumulates():
-            return
-        self._handled = self._steps
-        if file:
+        every = self._every
+        is_due = every > 0 and self._steps // every > self._handled // every
+        if is_due and not objects_of(self._checkpoint).accumulates():
+            self._handled = self._steps
             self._save()
-        elif snapshot:
-            self._take_snapshot()
-
-    def _is_due(self, every: int) -> bool:
-        return every > 0 and self._steps // every > self._handled // every
 
     @span(CHECKPOINT, "save")
     @collective("CheckpointManager.save", communicator_of=lambda _: connect())
@@ -361,60 +320,7 @@ class CheckpointManager:
         return self._path
 
     def _save(self) -> None:
-        save_to_file(objects_of(self._checkpoint), self._path, self._keep, step=self._steps)
-
-    def _take_snapshot(self) -> None:
-        snapshots, notes = self._snapshots, {"step": str(self._steps)}
-        try:
-            notes |= {} if snapshots is None else snapshots.notes()
-            save_to(snapshots, _IN_MEMORY, objects_of(self._checkpoint), notes)
-        except (MemoryError, OSError) as error:  # on all ranks
-            # Not a reason to end a healthy program: there is still the file.
-            self._takes_snapshots = False
-            self._warn(f"there is no memory for snapshots, {error}")
-
-    def _prepare(self) -> int:
-        """Finds the launcher's memory; returns the parameter rank. Collective."""
-        global _owner
-        communicator, memory = connect(), job_files.find()
-        root = parameter_rank(objects_of(self._checkpoint))
-        self._memory = memory if communicator.rank == 0 else None
-        are_wanted = self._snapshot_every > 0 and job_files.expects_snapshots()
-        if are_wanted and memory is not None:
-            self._snapshots = SnapshotMemory(memory, self._path)
-        self._takes_snapshots = bool(communicator.broadcast_obj(self._snapshots is not None, root))
-        if are_wanted and not self._takes_snapshots:
-            self._warn("this rank, which saves, is not on the launcher's host")
-        if self._takes_snapshots:
-            if _owner not in ("", self._path):
-                raise ValueError(
-                    f"{current_call()}: the CheckpointManager of {_owner} takes snapshots; pass "
-                    "all objects to one Checkpoint, leave the other's `with` block first, or pass "
-                    "snapshot_every=None to one of them"
-                )
-            _owner = self._path
-        self._is_ready = True
-        return root
-
-    def _find(self) -> CheckpointFile | None:
-        """The newest whole checkpoint; `None` if there is none.
-
-        Raises:
-            OSError, ValueError: the file is damaged, and there is no snapshot.
-        """
-        file_step = step_of(notes_in(self._path)) or 0
-        if (snapshots := self._snapshots) is not None:
-            for snapshot in snapshots.own:
-                for path in [self._path] * (file_step > snapshot.step) + [snapshot.path]:
-                    with suppress(OSError, ValueError):
-                        file = CheckpointFile(path, connect().work)
-                        snapshots.kept = snapshot.path
-                        return file
-        return open_file(self._path) if os.path.exists(self._path) else None
-
-    def _warn(self, problem: str) -> None:
-        if connect().rank == 0:
-            warnings.warn(f"hpcstrat: {problem}; a restart resumes from {self._path}", stacklevel=4)
+        save_to(self._path, objects_of(self._checkpoint), self._keep, step=self._steps)
 
     def __enter__(self) -> CheckpointManager:
         self._handler = PreemptionHandler(self._checkpoint, self._path, self._keep)
@@ -422,9 +328,6 @@ class CheckpointManager:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        global _owner
         if self._handler is not None:
             self._handler.close()
             self._handler = None
-        if _owner == self._path:
-            _owner = ""

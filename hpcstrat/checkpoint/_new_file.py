@@ -1,4 +1,4 @@
-"""The file of a save, which all ranks write: on a disk, or in memory.
+"""The file of a save, which all ranks write.
 
     state          its name               what happens
     -------------  ---------------------  ----------------------------------------------------------
@@ -25,21 +25,15 @@ import contextlib
 import errno
 import fcntl
 import json
-import mmap
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
-
-import numpy as np
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, BinaryIO, TypeAlias
 
 from hpcstrat._communicators.connection import connect
-from hpcstrat._core.types import Bytes
-from hpcstrat._memory.segment import check_available
-from hpcstrat._process.job_files import JobMemory
 from hpcstrat.checkpoint._atomic_file import explaining, replacing
-from hpcstrat.checkpoint._format import Header, checksum, notes_in, step_of
+from hpcstrat.checkpoint._format import Header, checksum
 
 NOT_SAVED = "nothing was saved, and the previous file is whole. Correct this, and save again"
 """The end of an error's message."""
@@ -50,56 +44,21 @@ Write: TypeAlias = Callable[[bytes | memoryview, int], None]
 Piece: TypeAlias = tuple[int, memoryview]
 """Bytes of a file, after their place in it."""
 
-Target: TypeAlias = "OnDisk | SnapshotMemory"
-"""Where a save writes its file to.
-
-On the root, the end of a block `with target.replacing(nbytes) as file` puts the file in its place.
-On each rank, `target.writer(descriptor)` writes to it.
-"""
-
 _LOOK_SECONDS = 0.05
 _REPORT_BYTES = 4096
-
-
-class OnDisk:
-    """The target of `Checkpoint.save`: see `_atomic_file.replacing`."""
-
-    def __init__(self, path: str, keep: int | None) -> None:
-        self._path = path
-        self._keep = keep
-
-    def replacing(self, _nbytes: int) -> AbstractContextManager[BinaryIO]:
-        """See `Target`."""
-        return replacing(self._path, self._keep)
-
-    def writer(self, file: int) -> Write:
-        """See `Target`."""
-
-        def write(data: bytes | memoryview, start: int) -> None:
-            end = start
-            while data:  # a write may take less than it was given
-                written = os.pwrite(file, data, end)
-                data, end = data[written:], end + written
-            # The disk starts now, during the work on the next piece, not when everything is
-            # written. (These pages are not read soon; Linux starts to write them, whatever the name
-            # says.)
-            with contextlib.suppress(OSError):
-                os.posix_fadvise(file, start, end - start, os.POSIX_FADV_DONTNEED)
-
-        return write
 
 
 class NewFile:
     """The file of a save, open on this rank.
 
-    Collective: all ranks make it, with the same arguments except `header` and `target`.
+    Collective: all ranks make it, with the same arguments except `header`.
 
     Args:
         root: the rank that has `header`.
-        path: the file's name in messages.
+        path: the file that it replaces.
+        keep: as in `replacing`.
         header: the header; `None` on the other ranks.
-        target: where to; `None` on a rank from which it cannot be seen.
-        ending: puts the file in its place, and closes it.
+        ending: on the root it puts the file in its place; it closes it on every rank.
         is_marked: whether ranks report by marks.
 
     Attributes:
@@ -115,8 +74,8 @@ class NewFile:
         self,
         root: int,
         path: str,
+        keep: int | None,
         header: Header | None,
-        target: Target | None,
         ending: ExitStack,
         is_marked: bool = False,
     ) -> None:
@@ -127,39 +86,28 @@ class NewFile:
         self._marks: list[int] = []
         with communicator.raise_together():
             own = None
-            if header is not None and target is not None:
+            if header is not None:
                 with explaining(path, NOT_SAVED):
-                    file = ending.enter_context(target.replacing(header.nbytes))
+                    file = ending.enter_context(replacing(path, keep))
                     self._file = file.fileno()
                     os.ftruncate(self._file, header.nbytes)
-                    self._write = target.writer(self._file)
                     own = file.name, _identity(os.fstat(self._file)), header.size
             # The name has random digits that no other file has.
             name, identity, self.first = communicator.broadcast_obj(own, root)
         marks = [f"{name}.rank{rank}" for rank in range(self._size)]
         mark = marks.pop(communicator.rank) if is_marked else ""
-        is_open = header is not None or self._open(target, name, identity, mark, ending)
+        is_open = header is not None or self._open(name, identity, mark, ending)
         self.is_shared: bool = all(communicator.all_gather_obj(is_open))
         self._others = marks
 
-    def _open(
-        self,
-        target: Target | None,
-        name: str,
-        identity: tuple[int, int],
-        mark: str,
-        ending: ExitStack,
-    ) -> bool:
+    def _open(self, name: str, identity: tuple[int, int], mark: str, ending: ExitStack) -> bool:
         """Opens the root's file and makes this rank's mark, if this rank can see the file."""
-        if target is None:
-            return False
         try:
             # Before it is opened, which may wait: elsewhere this name may be anything.
             if _identity(os.stat(name)) != identity:
                 return False
             self._file = os.open(name, os.O_RDWR | os.O_CLOEXEC)
             ending.callback(os.close, self._file)
-            self._write = target.writer(self._file)
             if mark:
                 self._mark = ending.enter_context(open(mark, "xb", buffering=0))
                 with contextlib.suppress(OSError):  # a file system without locks
@@ -188,7 +136,7 @@ class NewFile:
         Raises:
             OSError: the file system's error.
         """
-        checksums = write_pieces(self._write, pieces, self.first, stops)
+        checksums = write_pieces(writer_to(self._file), pieces, self.first, stops)
         if self._size > 1:
             # On each rank: a host syncs only what it has written itself. The root syncs again, once
             # the file has its header.
@@ -203,7 +151,7 @@ class NewFile:
         """
         if self._header is not None:
             by_index = {index: value for own in checksums for index, value in own.items()}
-            self._write(self._header.sealed(by_index), 0)
+            writer_to(self._file)(self._header.sealed(by_index), 0)
 
     def write_and_complete(self, pieces: Iterable[Piece], stops: Sequence[int]) -> None:
         """`write` and `complete` in a thread on each rank, without the communicator.
@@ -233,6 +181,22 @@ class NewFile:
         with contextlib.suppress(OSError):
             # By hand: a process that the program has forked would hold it on.
             fcntl.flock(self._mark, fcntl.LOCK_UN)
+
+
+def writer_to(file: int) -> Write:
+    """A function that writes to an open file, and returns before the bytes are on disk."""
+
+    def write(data: bytes | memoryview, start: int) -> None:
+        end = start
+        while data:  # a write may take less than it was given
+            written = os.pwrite(file, data, end)
+            data, end = data[written:], end + written
+        # The disk starts now, during the work on the next piece, not when everything is written.
+        # (These pages are not read soon; Linux starts to write them, whatever the name says.)
+        with contextlib.suppress(OSError):
+            os.posix_fadvise(file, start, end - start, os.POSIX_FADV_DONTNEED)
+
+    return write
 
 
 def write_pieces(
@@ -287,101 +251,3 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 def _remove(name: str) -> None:
     with contextlib.suppress(OSError):
         os.unlink(name)
-
-
-class Snapshot(NamedTuple):
-    """A snapshot, whose contents may be damaged.
-
-    Attributes:
-        number: the snapshots are numbered as they are made, from 1 up.
-        path: the file's path.
-        step: the step after which it was made.
-        of: the path of the checkpoint that it belongs to.
-    """
-
-    number: int
-    path: str
-    step: int
-    of: str
-
-
-class SnapshotMemory:
-    """The snapshots of a checkpoint, and the room for the next.
-
-    Args:
-        memory: the launcher's memory.
-        path: the checkpoint's path.
-    """
-
-    def __init__(self, memory: JobMemory, path: str) -> None:
-        self._files = memory.files
-        self._of = os.path.abspath(path)
-        snapshots = _find(memory.files)
-        self.own: list[Snapshot] = [one for one in snapshots if one.of == self._of]
-        """Those of this checkpoint when this was made, newest first."""
-        self.kept: str = snapshots[0].path if snapshots else ""
-        """The path of the snapshot that the next does not overwrite."""
-        self._number = snapshots[0].number if snapshots else 0
-        # Kept, because mapping a file anew takes longer than the copy into it.
-        self._mapped: dict[int, Bytes] = {}
-
-    def notes(self) -> dict[str, str]:
-        """What the next snapshot says about itself."""
-        return {"snapshot": str(self._number + 1), "of": self._of}
-
-    def writer(self, file: int) -> Write:
-        """See `Target`. The file has its memory, and its length."""
-        status = os.fstat(file)
-        memory = self._mapped.get(status.st_ino)
-        if memory is None or memory.size != status.st_size:
-            # Writing to it takes half as long as `os.pwrite`, which looks up each page.
-            memory = np.frombuffer(mmap.mmap(file, status.st_size), np.uint8)
-            self._mapped[status.st_ino] = memory
-
-        def write(data: bytes | memoryview, start: int) -> None:
-            memory[start : start + len(data)] = np.frombuffer(data, np.uint8)
-
-        return write
-
-    @contextlib.contextmanager
-    def replacing(self, nbytes: int) -> Iterator[BinaryIO]:
-        """The file to write the next snapshot to.
-
-        Raises:
-            MemoryError: there is no memory for this many bytes. The kept snapshot is whole.
-        """
-        path = next(file for file in self._files if file != self.kept)
-        with open(path, "r+b", buffering=0) as file:
-            file.write(bytes(1 << 10))  # over the header: it is not a checkpoint until it is whole
-            _reserve(file.fileno(), nbytes)
-            yield file
-        self.kept = path
-        self._number += 1
-
-
-def newest_step(memory: JobMemory) -> int | None:
-    """The step of the newest snapshot, which is not checked; `None` if there is none."""
-    snapshots = _find(memory.files)
-    return snapshots[0].step if snapshots else None
-
-
-def _find(files: Sequence[str]) -> list[Snapshot]:
-    """The snapshots, newest first."""
-    snapshots: list[Snapshot] = []
-    for path in files:
-        notes = notes_in(path)
-        with contextlib.suppress(LookupError, ValueError, TypeError):
-            number, step = int(notes["snapshot"]), step_of(notes)
-            snapshots.append(Snapshot(number, path, step or 0, notes["of"]))
-    return sorted(snapshots, reverse=True)
-
-
-def _reserve(file: int, nbytes: int) -> None:
-    """Gives a file its memory now, when a lack of it is an error and not yet a signal."""
-    committed = os.fstat(file).st_blocks * 512  # from its start on
-    if committed < nbytes:
-        check_available(nbytes - committed)
-        try:
-            os.posix_fallocate(file, committed, nbytes - committed)
-        except OSError as error:
-            raise MemoryError(f"cannot allocate {nbytes:,} bytes: {error.strerror}") from error

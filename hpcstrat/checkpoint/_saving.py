@@ -25,7 +25,7 @@ from hpcstrat._process import failure
 from hpcstrat._storage.local import host_parts
 from hpcstrat.checkpoint._atomic_file import explaining
 from hpcstrat.checkpoint._format import Extent, Header, extents_of, places_of
-from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile, OnDisk, Piece, Target
+from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile, Piece
 from hpcstrat.checkpoint._objects import (
     CheckpointObjects,
     agree,
@@ -38,41 +38,18 @@ _Result = TypeVar("_Result")
 _HOUR = 3600.0  # seconds
 
 
-def save_to_file(
-    objects: CheckpointObjects,
+def save_to(
     path: str,
+    objects: CheckpointObjects,
     keep: int | None,
     blocking: bool = True,
     step: int | None = None,
 ) -> None:
     """What `Checkpoint.save` and, with the number of a step, `CheckpointManager` do. Collective."""
     finish_background()
-    notes = {} if step is None else {"step": str(step)}
-    options = f"keep={keep}, blocking={bool(blocking)}"
-    save_to(OnDisk(path, keep), path, objects, notes, options, blocking=blocking)
-
-
-def save_to(
-    target: Target | None,
-    path: str,
-    objects: CheckpointObjects,
-    notes: Mapping[str, str],
-    *options: str,
-    blocking: bool = True,
-) -> None:
-    """Saves objects, on disk or in memory. Collective.
-
-    Args:
-        target: where to; `None` on a rank from which it cannot be seen.
-        path: the file's name in messages.
-        objects: what to save.
-        notes: what the file says about itself.
-        *options: what must be equal on all ranks besides, in words.
-        blocking: as in `Checkpoint.save`.
-    """
-    saved = Saved(objects, (path, *options), notes)
+    saved = Saved(objects, (path, f"keep={keep}, blocking={bool(blocking)}"), step)
     with ExitStack() as ending:  # of the file; an error on any rank abandons it
-        file = NewFile(saved.root, path, saved.header, target, ending, is_marked=not blocking)
+        file = NewFile(saved.root, path, keep, saved.header, ending, is_marked=not blocking)
         if blocking:
             saved.write(file, path, ending)
         else:
@@ -86,7 +63,7 @@ class Saved:
     Args:
         objects: what to save.
         where: file and options, which must be equal on all ranks.
-        notes: what the file says about itself.
+        step: the step of the program; `None` if unknown.
 
     Attributes:
         root: the parameter rank, which has everything, and makes the file.
@@ -95,7 +72,7 @@ class Saved:
     """
 
     def __init__(
-        self, objects: CheckpointObjects, where: tuple[str, ...], notes: Mapping[str, str]
+        self, objects: CheckpointObjects, where: tuple[str, ...], step: int | None
     ) -> None:
         self._communicator = communicator = connect()
         require_cross_replica(objects)
@@ -112,7 +89,7 @@ class Saved:
         self.header: Header | None = None
         with communicator.raise_together():
             if communicator.rank == self.root:
-                self.header = Header(entries, metadata, self.stops, notes)
+                self.header = Header(entries, metadata, self.stops, step)
             communicator.exchange(signature_of(f"{current_call()}: contents"))
 
     def write(self, file: NewFile, path: str, ending: ExitStack) -> None:

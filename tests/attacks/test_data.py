@@ -102,7 +102,7 @@ def test_no_element_is_lost_or_seen_twice_where_ranks_are_killed(cell, seed):
             w = hs.Variable(0, dtype=np.int64)
         batches = strategy.experimental_distribute_dataset(make())
         checkpoint = hs.checkpoint.Checkpoint(w=w, batches=batches)
-        with hs.checkpoint.CheckpointManager(checkpoint, "checkpoint", every=7, snapshot_every=3) as manager:
+        with hs.checkpoint.CheckpointManager(checkpoint, "checkpoint", every=3) as manager:
             manager.restore_or_initialize()
             while manager.steps < 40:
                 for batch in batches:

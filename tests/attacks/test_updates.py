@@ -36,7 +36,7 @@ def test_slots_of_a_rank_that_dies_are_found_again(cell, ranks):
 )
 @pytest.mark.parametrize("ranks", [(4, 2), (2, 3)], ids=str)
 def test_another_number_of_ranks_goes_on_with_a_dead_jobs_slots(cell, ranks, first, second):
-    """From its last file, which is of step 21."""
+    """From its last file, which is of step 24."""
     cell.write(
         training(
             "if rank == last and step == 26: os.kill(os.getpid(), signal.SIGKILL)",
@@ -49,7 +49,7 @@ def test_another_number_of_ranks_goes_on_with_a_dead_jobs_slots(cell, ranks, fir
     ended = cell("hpcstrat", "run", "-n", ranks[1], "program.py")
     assert (ended.status, ended.stdout) == (
         0,
-        f"weight {weight(ranks[1], 0.5, before=21 * [ranks[0]])}\n",
+        f"weight {weight(ranks[1], 0.5, before=24 * [ranks[0]])}\n",
     )
 
 

@@ -64,7 +64,7 @@ with strategy.scope():
     variables = [hs.Variable(np.zeros(size)) for size in {sizes}]
     optimizer = hs.optimizers.SGD(1.0, momentum={momentum})
 checkpoint = hs.checkpoint.Checkpoint(variables=variables, optimizer=optimizer)
-with hs.checkpoint.CheckpointManager(checkpoint, "checkpoint", every=7, snapshot_every=2) as manager:
+with hs.checkpoint.CheckpointManager(checkpoint, "checkpoint", every=2) as manager:
     manager.restore_or_initialize()
     while manager.steps < {STEPS}:
         step = manager.steps + 1

@@ -1,12 +1,10 @@
-"""CheckpointManager on any number of ranks: it restores the newest undamaged file or snapshot."""
+"""CheckpointManager on any number of ranks: what it saves, and what a start resumes from."""
 
-import errno
 import os
 import signal
 
 import numpy as np
 import pytest
-from internals import State, job_files
 from mpi4py import MPI
 from strategies import STRATEGIES
 
@@ -14,7 +12,6 @@ import hpcstrat as hs
 from hpcstrat.checkpoint import Checkpoint, CheckpointManager
 
 RANK, N = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-MEMORY = "the snapshot in memory"
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -27,19 +24,6 @@ def strategy(request, place):
 def path(tmp_path):
     """The same path on all ranks."""
     return MPI.COMM_WORLD.bcast(os.fspath(tmp_path / "checkpoint"))
-
-
-@pytest.fixture
-def memory(monkeypatch):
-    """A launcher's memory: rank 0 has it, and all ranks have its variable."""
-    own = job_files.create(N, has_snapshots=True) if RANK == 0 else None
-    environment = MPI.COMM_WORLD.bcast(None if own is None else own.environment)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    yield own
-    MPI.COMM_WORLD.Barrier()
-    if own is not None:
-        own.close()
 
 
 class Program:
@@ -79,184 +63,79 @@ class Program:
 
 def states(strategy, path, steps):
     """After each step, undisturbed."""
-    program = Program(strategy, path, snapshot_every=None)
+    program = Program(strategy, path)
     return [program.state(), *(program.train(1).state() for _ in range(steps))]
 
 
-def damage(path, at=None):
-    """Rank 0 flips a bit in the last byte, or in another."""
-    MPI.COMM_WORLD.Barrier()
-    if RANK == 0:
-        with open(path, "r+b") as file:
-            at = os.fstat(file.fileno()).st_size - 1 if at is None else at
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 16]))
-    MPI.COMM_WORLD.Barrier()
-
-
-NEWEST = {  # steps between files and between snapshots, steps taken, step restored
-    "a snapshot of each step": (None, 1, 7, 7),
-    "a snapshot of every second step": (None, 2, 7, 6),
-    "a file and a newer snapshot": (4, 2, 7, 6),
-    "a file and a snapshot of the same step": (3, 2, 7, 6),
-    "a snapshot and a newer file": (3, 5, 7, 6),
-    "a file of the last step": (5, 3, 5, 5),
-    "files only": (4, None, 7, 4),
-    "too early for a snapshot": (None, 8, 7, None),
-    "neither": (None, None, 7, None),
-}
-CORE = ("a file and a newer snapshot", "a snapshot and a newer file")
-
-
+@pytest.mark.core
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[pytest.mark.core] * (name in CORE)) for name in NEWEST]
+    "every, steps, restored",
+    [(1, 7, 7), (3, 7, 6), (5, 5, 5), (8, 7, None), (None, 7, None)],
+    ids=lambda value: str(value),
 )
-def test_the_newest_is_restored(strategy, path, memory, case):
-    every, snapshot_every, steps, restored = NEWEST[case]
+def test_a_start_resumes_from_the_last_save(strategy, path, every, steps, restored):
     expected = states(strategy, path, 12)
-    options = {"every": every, "snapshot_every": snapshot_every}
-    first = Program(strategy, path, **options)
-    assert first.manager.restore_or_initialize() is None
-    with first.manager:  # its end lets another manager take snapshots, as the end of a process does
+    first = Program(strategy, path, every=every)
+    with first.manager:
+        assert first.manager.restore_or_initialize() is None
         assert first.train(steps).state() == expected[steps]
-    for _ in range(2):
-        again = Program(strategy, path, **options)
-        with again.manager:
-            found = again.manager.restore_or_initialize()
-            is_file = restored is not None and every is not None and restored % every == 0
-            assert found == (None if restored is None else path if is_file else MEMORY)
-            assert again.state() == expected[restored or 0]
-            # The kill that comes at once in the second start costs nothing.
-    again = Program(strategy, path, **options)
+    for _ in range(2):  # the second start ends before its first step
+        again = Program(strategy, path, every=every)
+        found = again.manager.restore_or_initialize()
+        assert found == (None if restored is None else path)
+        assert again.state() == expected[restored or 0]
     with again.manager:
-        again.manager.restore_or_initialize()
         assert again.train(12 - (restored or 0)).state() == expected[12]
-    if memory is not None:
-        assert memory.steps()[0] == 12
     assert os.path.exists(path) == (every is not None)
 
 
-def test_the_damaged_one_is_passed_over(strategy, path, memory):
-    expected = states(strategy, path, 8)
-    program = Program(strategy, path, every=6, snapshot_every=1)
-    with program.manager:
-        program.train(8)  # the file of 6, snapshots of 7 and 8
-
-    def restored():
-        program = Program(strategy, path, every=6, snapshot_every=1)
-        with program.manager:
-            found = program.manager.restore_or_initialize()
-        assert program.state() == expected[program.manager.steps]
-        return found, program.manager.steps
-
-    files = MPI.COMM_WORLD.bcast(None if memory is None else memory.files)
-    assert restored() == (MEMORY, 8)
-    damage(files[1], 70)
-    found = {restored()}
-    damage(files[0], 70)
-    found.add(restored())
-    assert {steps for _, steps in found} - {8} <= {7, 6}
-    assert restored() == (path, 6)
-    damage(path)
-    with pytest.raises(ValueError, match="is damaged"):
-        restored()
-
-
-def test_a_damaged_file_does_not_hide_a_snapshot(strategy, path, memory):
-    expected = states(strategy, path, 6)
-    program = Program(strategy, path, every=6, snapshot_every=1)
-    with program.manager:
-        program.train(6)
-    damage(path)
-    program = Program(strategy, path, every=6, snapshot_every=1)
-    with program.manager:
-        assert program.manager.restore_or_initialize() == MEMORY
-    assert program.state() == expected[5]
-
-
 @pytest.mark.core
-def test_without_the_launcher_there_is_the_file(strategy, path):
+def test_the_file_is_an_ordinary_checkpoint(strategy, path):
     expected = states(strategy, path, 7)
     program = Program(strategy, path, every=3, keep=2)
-    assert program.manager.restore_or_initialize() is None
     program.train(7)
     for name, steps in ((path, 6), (f"{path}.1", 3)):
         again = Program(strategy, name)
         assert again.manager.restore_or_initialize() == name
         assert again.state() == expected[steps]
     assert program.manager.save() == path
-    assert Program(strategy, path).manager.restore_or_initialize() == path
-    # A file of `Checkpoint.save` has no step number; a manager's file is an ordinary checkpoint.
     other = Program(strategy, path)
-    Checkpoint(w=other.w, optimizer=other.optimizer, seen=other.seen).restore(path)
+    checkpoint = Checkpoint(w=other.w, optimizer=other.optimizer, seen=other.seen)
+    checkpoint.restore(path)
     assert other.state() == (*expected[7][:3], 0)
-
-
-def test_where_the_launcher_is_elsewhere_there_is_the_file(strategy, path, monkeypatch):
-    expected = states(strategy, path, 3)
-    monkeypatch.setenv("_HPCSTRAT_JOB", "1:2:3:4:00")
-    program = Program(strategy, path, every=3)
-    with program.manager:
-        if RANK == 0:
-            with pytest.warns(
-                UserWarning, match="not on the launcher's host; a restart resumes from"
-            ):
-                program.manager.restore_or_initialize()
-        else:
-            program.manager.restore_or_initialize()
-        program.train(3)
-    again = Program(strategy, path, snapshot_every=None)
+    checkpoint.save(path)  # without the number of the step
+    again = Program(strategy, path)
     assert again.manager.restore_or_initialize() == path
-    assert again.state() == expected[3]
+    assert again.state() == other.state()
 
 
-def test_a_lack_of_memory_ends_snapshots_alone(strategy, path, memory, monkeypatch):
-    allocate = os.posix_fallocate
-
-    def refuse(file, *place):
-        if "hpcstrat-job" in os.readlink(f"/proc/self/fd/{file}"):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        allocate(file, *place)
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    program = Program(strategy, path, every=3, snapshot_every=1)
-    with program.manager:
-        if RANK == 0:
-            with pytest.warns(UserWarning, match="no memory for snapshots"):
-                program.train(1)
-        else:
-            program.train(1)
-        program.train(3)
-    again = Program(strategy, path, snapshot_every=None)
+def test_a_damaged_file_is_refused_on_all_ranks(strategy, path):
+    program = Program(strategy, path, every=1).train(1)
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        with open(path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_END)
+            file.write(bytes([byte ^ 16]))
+    MPI.COMM_WORLD.Barrier()
+    again = Program(strategy, path)
+    before = again.state()
+    with pytest.raises(
+        ValueError, match=r"CheckpointManager\.restore_or_initialize: .* is damaged"
+    ):
+        again.manager.restore_or_initialize()
+    assert again.state() == before
+    program.manager.save()
     assert again.manager.restore_or_initialize() == path
-    assert again.manager.steps == 3
-
-
-def test_one_manager_at_a_time_takes_snapshots(strategy, path, memory):
-    one, other = (
-        Program(strategy, path, snapshot_every=1),
-        Program(strategy, f"{path}-other", snapshot_every=1),
-    )
-    with one.manager:
-        one.train(1)
-        for _ in range(2):
-            with pytest.raises(
-                ValueError, match="the CheckpointManager of .*checkpoint takes snapshots"
-            ):
-                other.train(1)
-    with other.manager:
-        other.manager.step()
-    with Program(strategy, path).manager as manager:
-        assert manager.restore_or_initialize() == MEMORY
+    assert again.state() == program.state()
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("rank", range(N))
-def test_a_signal_saves_the_step_and_ends(strategy, path, memory, rank):
+def test_a_signal_saves_the_step_and_ends(strategy, path, rank):
     expected = states(strategy, path, 3)
-    program = Program(strategy, path, every=10, snapshot_every=1)
+    program = Program(strategy, path, every=10)
     previous = signal.getsignal(signal.SIGTERM)
     with program.manager:
         program.train(2)
@@ -266,28 +145,24 @@ def test_a_signal_saves_the_step_and_ends(strategy, path, memory, rank):
             program.train(2)
         assert caught.value.code == 75
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-        MPI.COMM_WORLD.Barrier()
-        if memory is not None:
-            assert memory.first_failure(N).state == State.PREEMPTED
     signal.signal(signal.SIGTERM, previous)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    again = Program(strategy, path, snapshot_every=1)
-    with again.manager:
-        assert again.manager.restore_or_initialize() == path
+    again = Program(strategy, path)
+    assert again.manager.restore_or_initialize() == path
     assert again.state() == expected[3]
 
 
 @pytest.mark.core
-def test_what_is_due_waits_until_accumulated_gradients_are_applied(strategy, path, memory):
+def test_what_is_due_waits_until_accumulated_gradients_are_applied(strategy, path):
     """Updates in every third step, a file due in every second one, and a signal in step 7."""
-    files, program = [], Program(strategy, path, every=2, snapshot_every=1, accumulated=3)
+    files, program = [], Program(strategy, path, every=2, accumulated=3)
     previous = signal.getsignal(signal.SIGTERM)
     with program.manager:
         for step in range(1, 9):
             if step == 7 and RANK == N - 1:
                 signal.raise_signal(signal.SIGTERM)
             program.train(1)
-            in_file = Program(strategy, path, snapshot_every=None, accumulated=3)
+            in_file = Program(strategy, path, accumulated=3)
             in_file.manager.restore_or_initialize()
             files.append(in_file.manager.steps)
         with pytest.raises(SystemExit):
@@ -296,9 +171,8 @@ def test_what_is_due_waits_until_accumulated_gradients_are_applied(strategy, pat
     signal.signal(signal.SIGTERM, previous)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     assert files == [0, 0, 3, 3, 3, 6, 6, 6]
-    again = Program(strategy, path, snapshot_every=1, accumulated=3)
-    with again.manager:
-        assert again.manager.restore_or_initialize() == path
+    again = Program(strategy, path, accumulated=3)
+    assert again.manager.restore_or_initialize() == path
     assert again.state() == program.state()
     assert again.manager.steps == 9
 
@@ -307,10 +181,7 @@ def test_wrong_uses_are_refused(strategy, path):
     checkpoint = Checkpoint()
     for options, message in [
         ({"every": 0}, "CheckpointManager: every is 0; it must be a number of steps"),
-        (
-            {"snapshot_every": 0.5},
-            "CheckpointManager: snapshot_every is 0.5; it must be a number of steps",
-        ),
+        ({"every": 0.5}, "CheckpointManager: every is 0.5; it must be a number of steps"),
         ({"keep": 0}, "CheckpointManager: keep is 0; it must be the number of files"),
     ]:
         with pytest.raises(ValueError, match=message):

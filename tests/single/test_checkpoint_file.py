@@ -5,10 +5,12 @@ import errno
 import fcntl
 import json
 import os
+import pathlib
 import pickle
 import re
 import socket
 import stat
+import tempfile
 import zlib
 from random import Random
 
@@ -26,13 +28,13 @@ from internals import (
     CheckpointFile,
     Entry,
     Interval,
-    OnDisk,
     _atomic_file,
     checksum,
     extents_of,
     host_parts,
     places_of,
     write_pieces,
+    writer_to,
 )
 from slow import slow_but
 
@@ -149,7 +151,7 @@ def test_what_several_write_is_what_one_writes(tmp_path_factory, nbytes, ranks):
     contents = Contents(entries, FACTS, None, ranks=ranks)
     first, checksums = contents.header.size, {}
     with open(path, "wb", buffering=0) as file:
-        write_part = OnDisk("", None).writer(file.fileno())
+        write_part = writer_to(file.fileno())
         for rank in reversed(range(ranks)):
             pieces = [
                 (first + place.start, arrays[name][own.slice].data)
@@ -649,10 +651,20 @@ class Killed(BaseException):
     pass
 
 
+@pytest.fixture(params=["disk", "memory"])
+def folder(request, tmp_path):
+    """A folder on a disk, or in memory, whose files outlive the ranks as well."""
+    if request.param == "disk":
+        yield tmp_path
+    else:
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as path:
+            yield pathlib.Path(path)
+
+
 @pytest.mark.parametrize("links", [True, False], ids=["links", "no links"])
-def test_a_kill_at_any_call_leaves_a_whole_file(tmp_path, monkeypatch, links):
+def test_a_kill_at_any_call_leaves_a_whole_file(folder, monkeypatch, links):
     """System calls do nothing after the n-th: the files are then as a kill would leave them."""
-    path = tmp_path / "file"
+    path = folder / "file"
     for i in range(3):
         write(path, numbered(i), keep=3)
     calls = 0
@@ -680,15 +692,13 @@ def test_a_kill_at_any_call_leaves_a_whole_file(tmp_path, monkeypatch, links):
             write(path, numbered(newest + 1), keep=3)
         limit = None
         found = {
-            name: state
-            for name, state in states_of_whole(tmp_path).items()
-            if "partial" not in name
+            name: state for name, state in states_of_whole(folder).items() if "partial" not in name
         }
         assert found["file"] in (newest, newest + 1)
         assert len(found) >= 3 or found["file"] == newest  # at most the oldest is gone
         newest = found["file"] + 1
         write(path, numbered(newest), keep=3)
-        again = states(tmp_path)
+        again = states(folder)
         assert again["file"] == newest
         assert set(again) <= {"file", "file.1", "file.2"}
         assert not links or len(set(again.values())) == len(again)  # no state is kept twice
