@@ -67,6 +67,7 @@ from hpcstrat._memory.segment import available_memory, make_private_segment, phy
 from hpcstrat._process import (
     blas_threads,
     failure,
+    heap,
     launchers,
     mpi_library,
     output,
@@ -93,6 +94,7 @@ from hpcstrat._update import compiled, device_kernels, device_update, library_ca
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._update.rule import sums_of_squares
+from hpcstrat._variable.writing import explain_assign
 from hpcstrat._watchdog import channels, watchdog
 from hpcstrat._watchdog.channels import UNKNOWN, Link, MemberChannel, RankStatus, RootChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector

@@ -1,4 +1,4 @@
-"""Marks tests as `slow`: `launch/test` skips them, `launch/test --all` runs them."""
+"""Marks tests as `slow`: `pytest` leaves them out, `pytest -m slow` and `launch/test --all` run them."""
 
 import itertools
 from collections import defaultdict

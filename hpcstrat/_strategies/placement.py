@@ -11,8 +11,14 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import choose_device_communicator, connect, connect_devices
 from hpcstrat._core import device_names, gpu
 from hpcstrat._core.call_name import current_call
+from hpcstrat._core.ranks_in_words import ranks_in_words
 from hpcstrat._core.user_frames import warn
 from hpcstrat._process import launchers, worlds
+
+_CPU_ANYWAY = (
+    "To compute on the CPU anyway, name it, as in CentralStorageStrategy(compute_devices=['CPU:0', "
+    "...]), or set CUDA_VISIBLE_DEVICES to nothing"
+)
 
 
 def place(
@@ -34,7 +40,8 @@ def place(
         TypeError: `compute_devices` is a single string.
         ValueError: a string does not name a device, or the list does not have one entry per rank.
         RuntimeError: the ranks are on several hosts and must not be, a device does not exist, there
-            are more ranks than GPUs, or MPI, NCCL or the GPUs' driver does not start.
+            are more ranks than GPUs, there are GPUs and no CuPy, or MPI, NCCL or the GPUs' driver
+            does not start.
     """
     # Before `connect`, which may start MPI.
     _make_current_early(compute_devices)
@@ -56,11 +63,8 @@ def place(
         by_rank = control.all_gather_differing_obj((visible, gpu.has_cupy()))
     with control.raise_together():
         seen = [gpus for gpus, _ in by_rank]
-        # Named devices are used or refused. Only if no devices were named does the CPU replace
-        # them, with a warning.
-        if named is None and any(seen) and not all(has_cupy for _, has_cupy in by_rank):
-            _warn_of_missing_cupy()
-            seen = [()] * control.size
+        if named is None and any(seen):
+            _check_cupy([has_cupy for _, has_cupy in by_rank])
         shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         if named is not None:
             devices = named
@@ -117,19 +121,16 @@ def _visible_gpus() -> tuple[str, ...]:
     try:
         return gpu.visible_gpus()
     except gpu.DriverError as error:
+        raise RuntimeError(f"{current_call()}: {error}. {_CPU_ANYWAY}") from None
+
+
+def _check_cupy(has_cupy: Sequence[bool]) -> None:
+    if missing := [rank for rank, is_there in enumerate(has_cupy) if not is_there]:
         raise RuntimeError(
-            f"{current_call()}: {error}. To compute on the CPU anyway, name it, as in "
-            "compute_devices=['CPU:0', ...], or set CUDA_VISIBLE_DEVICES to nothing"
-        ) from None
-
-
-def _warn_of_missing_cupy() -> None:
-    warn(
-        f"{current_call()}: this host has GPUs, but CuPy, which uses them, is not installed, so "
-        "the replicas compute on the CPU; `pip install '.[cuda12]'` (or cuda13) in hpcstrat's "
-        "clone, or name devices: compute_devices=['CPU:0', ...]",
-        UserWarning,
-    )
+            f"{current_call()}: there are GPUs, and CuPy, which computes on them, is not installed "
+            f"for {ranks_in_words(missing)}: `pip install '.[cuda12]'` (or cuda13) in hpcstrat's "
+            f"clone. {_CPU_ANYWAY}"
+        )
 
 
 def _make_current_early(compute_devices: Sequence[str] | None) -> None:

@@ -41,8 +41,8 @@ class CentralStorageStrategy(Strategy):
         ValueError: a string does not name a device, the list does not have one entry per rank, no
             rank computes on the parameter device, or `shard_updates` is set for GPUs while the
             parameter device is the host's memory.
-        RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on
-            several hosts, or MPI or NCCL cannot start.
+        RuntimeError: a device does not exist, there are more ranks than GPUs, there are GPUs and
+            CuPy is not installed, the ranks are on several hosts, or MPI or NCCL cannot start.
 
     Examples:
         Computes and stores variables on the CPU, on a host with GPUs too:
@@ -115,8 +115,8 @@ class MirroredStrategy(Strategy):
     Raises:
         TypeError: `shard_updates` is not a bool, or `cross_device_ops` has another type.
         ValueError: a string does not name a device, or the list does not have one entry per rank.
-        RuntimeError: a device does not exist, there are more ranks than GPUs, the ranks are on
-            several hosts, or MPI or NCCL cannot start.
+        RuntimeError: a device does not exist, there are more ranks than GPUs, there are GPUs and
+            CuPy is not installed, the ranks are on several hosts, or MPI or NCCL cannot start.
 
     Examples:
         On a host without GPUs, or with GPUs that should not be used, each rank names its CPU:
@@ -162,7 +162,8 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`, `shard_updates` is
             not a bool, or `communication_options` has another type.
         RuntimeError: the resolver's number of workers is not the number of hosts, there are more
-            ranks than GPUs on a host, or MPI or NCCL cannot start.
+            ranks than GPUs on a host, there are GPUs and CuPy is not installed, or MPI or NCCL
+            cannot start.
 
     Examples:
         With one rank on one host; with 8 ranks on each of 2 hosts, there would be 16 replicas:

@@ -316,5 +316,5 @@ def _finish_at_exit() -> None:
     path, error = _finish()
     if error is not None:
         failure.end_job(
-            f"Checkpoint.save of {path}, in the background: {error}; the previous file is whole", 1
+            f"Checkpoint.save of {path}, in the background: {error}; the previous file is whole"
         )

@@ -30,7 +30,7 @@ def launch(tmp_path):
 def simulated(launch):
     """Starts programs that see simulated GPUs, with another copy of the package if given."""
 
-    def start(program, ranks, *arguments, package=None, env=None, **options):
+    def start(program, ranks=None, *arguments, package=None, env=None, **options):
         changes = simulated_gpu.environment()
         if package is not None:
             changes["PYTHONPATH"] = f"{package}:{changes['PYTHONPATH']}"

@@ -1,4 +1,4 @@
-"""A driver that does not start is an error on all ranks, with the driver's name for it."""
+"""GPUs that cannot be used, for their driver or for want of CuPy, are an error on all ranks."""
 
 import pathlib
 
@@ -67,6 +67,67 @@ def test_without_a_gpu_replicas_are_on_the_cpu(simulated, why):
         0,
         "CentralStorageStrategy(2 replicas on CPU:0, variables on CPU:0)\n",
     )
+
+
+WITHOUT_CUPY = """
+import importlib.util
+import os
+
+import numpy as np
+import hpcstrat as hs
+
+find_spec = importlib.util.find_spec
+if hs.rank() in {missing}:
+    importlib.util.find_spec = lambda name, *rest: None if name == "cupy" else find_spec(name, *rest)
+if hs.rank() in {blind}:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+"""
+REFUSED = """
+try:
+    hs.{strategy}()
+except RuntimeError as error:
+    print(error)
+else:
+    print("made")
+strategy = hs.CentralStorageStrategy(compute_devices=["CPU:0"] * hs.size())
+print(float(strategy.reduce("SUM", strategy.run(lambda: 10.0 ** hs.rank()), axis=None)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "missing", "blind", "ranks"),
+    [
+        pytest.param("MirroredStrategy", (0, 1), (), "ranks 0, 1", id="on all ranks"),
+        pytest.param("MultiWorkerMirroredStrategy", (1,), (), "rank 1", id="on one"),
+        pytest.param("CentralStorageStrategy", (1,), (1,), "rank 1", id="on one that sees no GPU"),
+    ],
+)
+def test_gpus_without_cupy_are_an_error_on_all_ranks(simulated, strategy, missing, blind, ranks):
+    program = WITHOUT_CUPY.format(missing=missing, blind=blind)
+    result = simulated(
+        program + REFUSED.format(strategy=strategy), 2, env={"HPCSTRAT_OUTPUT": "all"}
+    )
+    assert (result.status, result.stderr) == (0, "")
+    errors = [line for line in result.stdout.splitlines() if "CuPy" in line]
+    assert len(errors) == 2 and result.stdout.count("11.0") == 2
+    for error in errors:
+        assert f"{strategy}: there are GPUs, and CuPy, " in error
+        assert f"is not installed for {ranks}: `pip install '.[cuda12]'`" in error
+        assert "(compute_devices=['CPU:0', ...]), or set CUDA_VISIBLE_DEVICES to nothing" in error
+
+
+ON_THE_CPU = """
+v = hs.Variable(np.ones(3, np.float32))
+optimizer = hs.optimizers.SGD(0.5)
+optimizer.apply_gradients([(np.ones(3, np.float32), v)])
+total = sum(int(x) for x in hs.data.Dataset.range(8).map(lambda x: x + 1))
+print(hs.get_strategy().extended.worker_devices[0][-5:], v.numpy(), total)
+"""
+
+
+def test_without_a_strategy_nothing_needs_cupy(simulated):
+    result = simulated(WITHOUT_CUPY.format(missing=(0,), blind=()) + ON_THE_CPU)
+    assert (result.status, result.stdout, result.stderr) == (0, "CPU:0 [0.5 0.5 0.5] 36\n", "")
 
 
 DATA = """

@@ -3,11 +3,11 @@
 import platform
 
 import pytest
-from internals import settings
+from internals import heap
 from slow import slow_but
 
 pytestmark = pytest.mark.skipif(
-    platform.libc_ver()[0] != "glibc" or settings._user_decides(),
+    platform.libc_ver()[0] != "glibc" or heap._user_decides(),
     reason="another allocator, or other settings",
 )
 

@@ -718,7 +718,7 @@ import sys
 
 import pytest
 
-sys.exit(pytest.main(["--with-mpi", "-p", "no:cacheprovider", *sys.argv[1:]]))
+sys.exit(pytest.main(["-p", "no:cacheprovider", *sys.argv[1:]]))
 """
 
 

@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 import pytest
 import simulated_gpu
-from internals import failure, gpu, step_graphs
+from internals import failure, gpu, launchers, step_graphs
 from strategies import STRATEGIES
 
 import hpcstrat as hs
@@ -38,14 +38,12 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.mpi)
             if not _fits(item, 2):
                 item.add_marker(pytest.mark.core)
-    if config.getoption("--with-mpi"):
-        from mpi4py import MPI
-
-        fits = [_fits(item, MPI.COMM_WORLD.size) for item in items]
-        config.hook.pytest_deselected(
-            items=[item for item, is_kept in zip(items, fits, strict=True) if not is_kept]
-        )
-        items[:] = [item for item, is_kept in zip(items, fits, strict=True) if is_kept]
+    ranks = config.pluginmanager.get_plugin("hpcstrat-ranks")
+    fits = [_fits(item, ranks.comm.size if ranks else 1) for item in items]
+    config.hook.pytest_deselected(
+        items=[item for item, is_kept in zip(items, fits, strict=True) if not is_kept]
+    )
+    items[:] = [item for item, is_kept in zip(items, fits, strict=True) if is_kept]
 
 
 def _fits(item, size):
@@ -72,8 +70,19 @@ def pytest_collection_finish():
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session):
+    plugins = session.config.pluginmanager
+    for plugin in plugins.get_plugins():
+        # Its closing table repeats the header in 20 lines.
+        if type(plugin).__module__ == "pytest_mpi":
+            plugins.unregister(plugin)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    if config.getoption("--with-mpi"):
+    """Runs the tests with MPI without being asked to: on the launcher's ranks, or on one."""
+    config.option.with_mpi = True  # otherwise pytest-mpi skips them
+    if launchers.find() is not None and not launchers.is_child():
         config.pluginmanager.register(_Ranks(config), "hpcstrat-ranks")
 
 
@@ -204,7 +213,13 @@ class _Ranks:
             )
             os.makedirs(self.folder, exist_ok=True)
             config.option.basetemp = os.path.join(self.folder, f"rank{self.comm.rank}")
-        failure.before_the_end.append(self.print_captured)
+        abort = failure._abort
+
+        def print_first(status):  # a rank that ends the job prints what pytest has captured
+            self.print_captured()
+            abort(status)
+
+        failure._abort = print_first
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionstart(self):
@@ -222,6 +237,10 @@ class _Ranks:
             self.print_tagged(f"ERROR collecting {report.nodeid}\n{report.longreprtext}")
 
     def pytest_collection_finish(self, session):
+        for name in ("lfplugin", "nfplugin") if self.comm.rank > 0 else ():
+            # They would write pytest's cache at the same time as rank 0's.
+            if self.config.pluginmanager.hasplugin(name):
+                self.config.pluginmanager.unregister(name=name)
         names = "\n".join(item.nodeid for item in session.items)
         collected = self.comm.allgather(
             (session.testsfailed, len(session.items), zlib.crc32(names.encode()))
@@ -308,13 +327,6 @@ class _Ranks:
         item.cancel_timeout = timer.cancel
         timer.start()
         return True
-
-    @pytest.hookimpl(tryfirst=True)
-    def pytest_sessionfinish(self):
-        for plugin in self.config.pluginmanager.get_plugins():
-            # Its closing table repeats the header in 20 lines.
-            if type(plugin).__module__ == "pytest_mpi":
-                self.config.pluginmanager.unregister(plugin)
 
     def pytest_keyboard_interrupt(self, excinfo):
         self.print_tagged(f"INTERRUPTED: {excinfo.exconly()}")

@@ -79,6 +79,7 @@ def test_a_start_resumes_from_the_last_save(strategy, path, every, steps, restor
     with first.manager:
         assert first.manager.restore_or_initialize() is None
         assert first.train(steps).state() == expected[steps]
+    again = first
     for _ in range(2):  # the second start ends before its first step
         again = Program(strategy, path, every=every)
         found = again.manager.restore_or_initialize()

@@ -8,6 +8,12 @@ from internals import gpu
 
 import hpcstrat as hs
 
+if gpu.visible_gpus():
+    pytest.skip(
+        "a GPU must not touch these tests' arrays, which are in host memory: "
+        "`CUDA_VISIBLE_DEVICES= pytest tests/real_cupy`",
+        allow_module_level=True,
+    )
 pytest.importorskip("cupy", reason="CuPy is not installed: pip install '.[cuda13]'")
 cupy: Any = gpu.load_cupy("a test")
 

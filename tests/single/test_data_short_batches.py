@@ -4,7 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
-from internals import Workers, distribute_dataset, distribute_from_function, output
+from internals import Workers, distribute_dataset, distribute_from_function, reports
 from public_api import begins_with_a_call
 from thread_ranks import on_ranks, parts
 
@@ -131,10 +131,10 @@ def test_even_batches_is_deprecated(even, last):
 def test_notes_show_with_the_error_that_ends_the_job():
     """In Python 3.10 too, which has no notes."""
     error = ValueError("wrong")
-    output.add_note(error, "the first")
-    output.add_note(error, "the second")
-    output.add_note(error, "the first")
+    reports.add_note(error, "the first")
+    reports.add_note(error, "the second")
+    reports.add_note(error, "the first")
     assert getattr(error, "__notes__", None) == ["the first", "the second"]
-    shown = output.capture(lambda: None, error)
+    shown = reports.capture(lambda: None, error)
     for note in ("the first\n", "the second\n"):
         assert shown.count(note) == 1

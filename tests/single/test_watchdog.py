@@ -18,7 +18,6 @@ from internals import (
     SETTLING_SECONDS,
     UNKNOWN,
     CallState,
-    MemberChannel,
     RankStatus,
     StallDetector,
     Watchdog,
@@ -208,7 +207,7 @@ def watch(monkeypatch):
 MAIN = threading.main_thread().ident or 0
 
 
-class Alone(MemberChannel):
+class Alone:
     """The channel of a rank that hears nothing; its `exchange` raises `trouble`."""
 
     def __init__(self, trouble=None, root=UNKNOWN, root_silence=0.0, is_dead=False):

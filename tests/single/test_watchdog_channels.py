@@ -62,14 +62,18 @@ def until(condition, seconds=30.0):
 def test_rank_0_sees_all_and_the_others_see_rank_0(job):
     root, *members = job
     own = [status(rank, waits=rank == 2, location=f"train.py:{rank} in 重み") for rank in range(3)]
-    for beat in itertools.count(1):
+    seen: list[RankStatus] = []
+
+    def all_have_spoken():
+        beat = next(beats)
         for member, one in zip(members, own[1:], strict=True):
             member.exchange(one._replace(beat=beat))
         root.exchange(own[0]._replace(beat=beat))
-        seen = [*root.statuses, *(member.root for member in members)]
-        if UNKNOWN not in seen:
-            break
-        time.sleep(0.001)
+        seen[:] = [*root.statuses, *(member.root for member in members)]
+        return UNKNOWN not in seen
+
+    beats = itertools.count(1)
+    until(all_have_spoken)
     assert [one._replace(beat=0) for one in seen] == [*own, own[0], own[0]]
     assert root.dead == [] and not any(member.root_is_dead for member in members)
 
@@ -150,7 +154,8 @@ def test_a_status_of_any_text_is_a_line(text):
 
 def test_lines_stay_whole_though_the_other_side_pauses(closing):
     one, other = map(Link, socket.socketpair())
-    closing(one), closing(other)
+    closing(one)
+    closing(other)
     lines = [b"%d" % i * 5000 for i in range(1000)]
     for line in lines:
         one.send(line + b"\n")  # and drops what has no room
