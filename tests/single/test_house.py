@@ -6,7 +6,16 @@ from collections import Counter
 
 PACKAGE = pathlib.Path(__file__).parents[2] / "hpcstrat"
 FILES = sorted(PACKAGE.rglob("*.py"))
-ROOT = {"__init__.py", "__main__.py", "_info.py", "_program.py", "_run.py", "losses.py", "torch.py"}
+ROOT = {
+    "_start.py",
+    "__init__.py",
+    "__main__.py",
+    "_info.py",
+    "_program.py",
+    "_run.py",
+    "losses.py",
+    "torch.py",
+}
 
 
 def is_private(folder):

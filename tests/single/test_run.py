@@ -6,7 +6,7 @@ import sys
 import types
 
 import pytest
-from internals import launcher, worlds
+from internals import launcher, mpi_library
 
 VERSIONS = {
     "Open MPI": "mpiexec (Open MPI) 5.0.8",
@@ -37,7 +37,7 @@ def host(monkeypatch, tmp_path):
             launcher, "Path", lambda path: types.SimpleNamespace(read_text=lambda: "")
         )
         fake = types.SimpleNamespace(get_vendor=lambda: (library, (5, 0, 1)))
-        monkeypatch.setattr(worlds, "load_mpi", lambda: fake)
+        monkeypatch.setattr(mpi_library, "load", lambda: fake)
         return folders
 
     return make
@@ -107,7 +107,7 @@ def test_no_mpi(host, monkeypatch, error):
     def load():
         raise error
 
-    monkeypatch.setattr(worlds, "load_mpi", load)
+    monkeypatch.setattr(mpi_library, "load", load)
     with pytest.raises(RuntimeError, match=rf"MPI is missing \({error}\): `pip install "):
         launcher.find_mpiexec()
 
