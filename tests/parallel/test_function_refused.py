@@ -78,8 +78,8 @@ def test_a_host_that_reads(strategy, when, ranks):
         "in change: RuntimeError: an array that is read on the host cannot be part of a CUDA graph"
     )
     said += "; do it outside of the function"
-    if 0 not in ranks and when != "before":  # found in an exchange after the function
-        said += f" (found by rank {N - 1})"
+    if RANK not in ranks and when != "before":  # found in an exchange after the function
+        said += f" (found by rank {ranks[0]})"
     falls_back(strategy, OPTIMIZERS["Adam"], reads(when, ranks), said)
 
 
