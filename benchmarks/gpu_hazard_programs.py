@@ -266,7 +266,7 @@ def train(hazard, folder, launches=0, reads=0):
         weights, optimizer = hs.Variable(np.zeros(1 << 16, np.float32)), hs.optimizers.SGD(0.1)
     gradient, small = strategy.xp.ones(1 << 16, np.float32), strategy.xp.ones(8, np.float32)
     checkpoint = hs.checkpoint.Checkpoint(weights=weights, optimizer=optimizer)
-    manager = hs.checkpoint.CheckpointManager(checkpoint, f"{folder}/checkpoint")
+    manager = hs.checkpoint.CheckpointManager(checkpoint, f"{folder}/checkpoint", every=10)
     spins = hazard == "hang" and "SIMULATED_GPU_FAULTS" not in os.environ
     spinner, happened = Spinner() if spins else None, pathlib.Path(folder, "happened")
 

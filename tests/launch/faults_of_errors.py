@@ -1,6 +1,6 @@
 """Faults that end a rank: its own exit, a signal, an exception, a call that does not match."""
 
-from fault import ANY, CLOSED, HERE, LEFT, WAIT, Fault
+from fault import CLOSED, HERE, LEFT, WAIT, Fault
 
 
 def ended(program, *says, ranks=2, **others):
@@ -15,10 +15,9 @@ CLOSED_OR_LAUNCHER = rf"{CLOSED}|BAD TERMINATION|[Ss]ignal|PMI|exited|terminated
 CRASHED = r"Fatal Python error: (Segmentation fault|Aborted)\n(.*\n)+.*program_\w+\.py"
 
 ENDS = {
-    # MPICH's mpirun itself kills the others at once, and may exit with status 0.
-    "os._exit(0)": ended("if last: os._exit(0)", status=ANY),
-    "os._exit(0) of rank 0": ended("if rank == 0: os._exit(0)", status=ANY),
-    "os._exit(5)": ended("if last: os._exit(5)"),
+    "os._exit(0)": ended("if last: os._exit(0)", CLOSED_OR_LAUNCHER),
+    "os._exit(0) of rank 0": ended("if rank == 0: os._exit(0)", CLOSED_OR_LAUNCHER),
+    "os._exit(5)": ended("if last: os._exit(5)", CLOSED_OR_LAUNCHER),
     "SIGKILL": ended("if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER, ranks=3),
     "SIGKILL of rank 0": ended(
         "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER

@@ -69,6 +69,7 @@ ON_HOSTS = {
         "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)",
         CLOSED_OR_LAUNCHER + "|rank 0, or the network",
     ),
+    # MPICH's mpirun kills the others at once, and exits with status 0, where a rank has a host alone.
     "hosts: os._exit(0)": ended("if last: os._exit(0)", status=ANY),
     "hosts: sys.exit(3)": ended("if last: sys.exit(3)", f"rank 1 {LEFT}"),
     "hosts: an exception": raised(

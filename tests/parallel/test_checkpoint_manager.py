@@ -79,14 +79,13 @@ def test_a_start_resumes_from_the_last_save(strategy, path, every, steps, restor
     with first.manager:
         assert first.manager.restore_or_initialize() is None
         assert first.train(steps).state() == expected[steps]
-    again = first
-    for _ in range(2):  # the second start ends before its first step
+    for more in (0, 12 - (restored or 0)):  # the second start ends before its first step
         again = Program(strategy, path, every=every)
-        found = again.manager.restore_or_initialize()
-        assert found == (None if restored is None else path)
-        assert again.state() == expected[restored or 0]
-    with again.manager:
-        assert again.train(12 - (restored or 0)).state() == expected[12]
+        with again.manager:
+            found = again.manager.restore_or_initialize()
+            assert found == (None if restored is None else path)
+            assert again.state() == expected[restored or 0]
+            assert again.train(more).state() == expected[(restored or 0) + more]
     assert os.path.exists(path) == (every is not None)
 
 
