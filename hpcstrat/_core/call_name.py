@@ -1,8 +1,8 @@
 """The name of the running call, for messages and signatures.
 
-A public method names itself here once. Messages, signatures and spans of everything that it calls
-ask for that name, so no layer in between carries it. It is a context variable because each thread
-may be in its own call.
+A public method names itself here once. Messages and signatures of everything that it calls ask for
+that name, so no layer in between carries it. It is a context variable because each thread may be in
+its own call.
 """
 
 from __future__ import annotations
