@@ -14,9 +14,10 @@ import json
 import os
 import resource
 import secrets
+import select
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -119,9 +120,22 @@ class Link:
         self.is_closed |= len(self._received) >= _ROOM
         return lines
 
+    def fileno(self) -> int:
+        """For `select.poll`."""
+        return self._socket.fileno()
+
     def close(self) -> None:
         """Closes it, which the other side sees."""
         self._socket.close()
+
+
+def _wait(links: Iterable[Link], seconds: float) -> None:
+    """Returns after these seconds, or earlier if the other side of one closes it."""
+    poll = select.poll()
+    for link in links:
+        if not link.is_closed:
+            poll.register(link, select.POLLRDHUP)
+    poll.poll(1000 * seconds)
 
 
 @final
@@ -155,6 +169,10 @@ class RootChannel:
             for received in link.receive():
                 self.statuses[rank] = RankStatus.unpack(received)
             link.send(line)
+
+    def wait(self, seconds: float) -> None:
+        """Returns after these seconds, or earlier if a rank dies."""
+        _wait(self._links.values(), seconds)
 
     @property
     def dead(self) -> list[int]:
@@ -199,6 +217,10 @@ class MemberChannel:
             # A longer pause is this rank's: it was suspended, perhaps with rank 0.
             self.root_silence += min(now - self._looked, SILENT_SECONDS)
         self._looked = now
+
+    def wait(self, seconds: float) -> None:
+        """Returns after these seconds, or earlier if rank 0 dies."""
+        _wait([self._link], seconds)
 
     @property
     def root_is_dead(self) -> bool:

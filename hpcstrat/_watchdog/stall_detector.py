@@ -9,7 +9,7 @@ from typing import NamedTuple
 from hpcstrat._core.ranks_in_words import list_by_rank, ranks_in_words
 from hpcstrat._watchdog.channels import SILENT_SECONDS, UNKNOWN, RankStatus
 
-SETTLING_SECONDS = 1.5
+SETTLING_SECONDS = 0.4
 """After a rank's death: seconds for the launcher, or the rank's own report, to end the job."""
 
 

@@ -7,8 +7,8 @@ What it finds, and who ends the job. Rank 0 sees all ranks, every other rank see
     ranks wait, none goes on    statuses stay the same               rank 0, at the timeout
     a rank's watchdog stops     its beat stays the same: it is "not  rank 0, at the timeout
                                 answering" in the report
-    a rank dies                 its connection closes                rank 0, 1.5 s later
-    rank 0 dies                 the same                             all others, 1.5 s later
+    a rank dies                 its connection closes                rank 0, within a second
+    rank 0 dies                 the same                             all others, the same
     rank 0's watchdog stops     it sends nothing more                who waits, at the timeout
     NCCL fails                  a function of `add_check`            that rank, at once
     not all ranks start MPI     `waiting_for_all`                    who waits, at the timeout
@@ -141,6 +141,7 @@ class Watchdog:
         while True:
             try:
                 self._look()
+                self._channel.wait(beat)
             except Exception as error:  # the watchdog's own: no reason to end a healthy job
                 what = f"{type(error).__name__}: {error}"
                 if what not in reported and len(reported) < _MOST_OWN_ERRORS:
@@ -149,7 +150,7 @@ class Watchdog:
                         f"hpcstrat: the watchdog hit an internal error and continues: {what}; "
                         "check whether the program causes it"
                     )
-            time.sleep(beat)
+                time.sleep(beat)
 
     def _look(self) -> None:
         with self._checking:

@@ -225,6 +225,9 @@ class Alone:
         if self.trouble is not None:
             raise self.trouble
 
+    def wait(self, seconds):
+        time.sleep(seconds)
+
     @property
     def root_is_dead(self):
         return self.is_dead
