@@ -183,9 +183,10 @@ def _can_end_others() -> bool:
 
 def _abort(status: int) -> NoReturn:
     """Ends all ranks, or this process if it is alone."""
-    segments.unlink_all()  # after an abort MPICH's would stay
     if _can_end_others():
         time.sleep(_FORWARD_DELAY)
+    segments.unlink_all()  # after an abort MPICH's would stay
+    if _can_end_others():
         if (MPI := _started_mpi()) is not None:
             _abort_mpi(MPI, status)
         elif _PMI in os.environ:

@@ -131,7 +131,7 @@ def silenced_root(program, **others):
     """The same with rank 0, which alone could report: the others end the job, and rank 1 says so."""
     end = (
         r"\[rank 1\] hpcstrat: the job ends: rank 0 has been silent for 3 s \(HPCSTRAT_TIMEOUT_SECONDS\): .*"
-        rf"; it was last in call .*, at {HERE}(hold_python|stop|<module>); this rank was at {HERE}<module>"
+        rf"; it was last in .*, at {HERE}(hold_python|stop|<module>); this rank was at {HERE}<module>"
     )
     return Fault(program, [end], end, limits=(1, 3), **others)
 

@@ -261,7 +261,7 @@ SILENT = r"rank 0 has been silent for 0 s .*; it was last in call 8, Strategy.re
 @pytest.mark.parametrize(
     "channel, text",
     [
-        (Alone(is_dead=True), "rank 0, or the network to its host, is gone"),
+        (Alone(is_dead=True), "rank 0 exited without shutting down"),
         (Alone(root=status(8, True), root_silence=1e9), SILENT),
         (
             Alone(root=status(8, False, gone=True), root_silence=1e9),
