@@ -71,6 +71,7 @@ from hpcstrat._process import (
     launchers,
     mpi_library,
     output,
+    pmi,
     reports,
     segments,
     settings,

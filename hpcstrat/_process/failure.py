@@ -26,7 +26,6 @@ import contextlib
 import faulthandler
 import functools
 import os
-import select
 import signal
 import sys
 import threading
@@ -35,14 +34,12 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn
 
-from hpcstrat._process import output, reports, segments
+from hpcstrat._process import output, pmi, reports, segments
 
 _CONSEQUENCE_DELAY = 1.0  # seconds that a rank waits, so that the cause is reported first
 _LEAD_DELAY = 0.3  # seconds that the other ranks give rank 0
 _FORWARD_DELAY = 0.1  # seconds that mpirun gets to pass on what was printed, before MPI's message
 _ABORT_SECONDS = 5.0  # that MPI gets to end the job; then this rank ends itself, even in C code
-_PMI_SECONDS = 3.0  # that the launcher gets for an answer
-_PMI = "PMI_FD"  # the variable with the connection to a launcher that speaks PMI, as MPICH's
 
 _process = 0  # this rank's; 0 if it has no others to end
 _rank = 0
@@ -126,7 +123,7 @@ def _report(error: BaseException | None, show: Callable[[], object], ends: bool)
     reports.say(shown if is_consequence else output.take_hidden_errors() + shown)
     # An exit status alone might not end the others: MPI does not end them, nor does a launcher that
     # ignores the status of a process that has not started MPI, as MPICH's does.
-    if _started_mpi() is not None or _PMI in os.environ:
+    if _started_mpi() is not None or pmi.VARIABLE in os.environ:
         _abort(1)
 
 
@@ -189,9 +186,8 @@ def _abort(status: int) -> NoReturn:
     if _can_end_others():
         if (MPI := _started_mpi()) is not None:
             _abort_mpi(MPI, status)
-        elif _PMI in os.environ:
-            with contextlib.suppress(OSError, ValueError):
-                _abort_pmi(int(os.environ[_PMI]), status)
+        else:
+            pmi.abort(status)
     os._exit(status)  # a non-zero status makes other launchers end the others
 
 
@@ -204,12 +200,3 @@ def _abort_mpi(MPI: Any, status: int) -> None:
     if signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
         signal.setitimer(signal.ITIMER_REAL, _ABORT_SECONDS)
     MPI.COMM_WORLD.Abort(status)
-
-
-def _abort_pmi(connection: int, status: int) -> None:
-    """Says what MPI says to the launcher as it starts, and then as it aborts."""
-    os.write(connection, b"cmd=init pmi_version=1 pmi_subversion=1\n")
-    if select.select([connection], [], [], _PMI_SECONDS)[0]:
-        os.read(connection, 1 << 10)
-    os.write(connection, f"cmd=abort exitcode={status}\n".encode())
-    select.select([connection], [], [], _PMI_SECONDS)  # the launcher kills this process, too

@@ -1,15 +1,30 @@
-"""Keeps a rank's connection to MPICH's launcher open while another rank of its host lives."""
+"""The connection to a launcher that speaks PMI, as MPICH's does."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import secrets
+import select
 import socket
 from typing import Any
 
-_VARIABLE = "PMI_FD"  # with the number of the descriptor; not in a job of Open MPI
-_SECONDS = 10.0  # that another rank of the host gets for an answer
+VARIABLE = "PMI_FD"
+"""The variable with the number of its descriptor; not in a job of Open MPI."""
+
+_LAUNCHER_SECONDS = 3.0  # that the launcher gets for an answer
+_RANK_SECONDS = 10.0  # and another rank of the host
+
+
+def abort(status: int) -> None:
+    """Asks the launcher to end all ranks, before MPI has started: in the words of MPI itself."""
+    with contextlib.suppress(KeyError, OSError, ValueError):  # there is no such launcher
+        connection = int(os.environ[VARIABLE])
+        os.write(connection, b"cmd=init pmi_version=1 pmi_subversion=1\n")
+        if select.select([connection], [], [], _LAUNCHER_SECONDS)[0]:
+            os.read(connection, 1 << 10)
+        os.write(connection, f"cmd=abort exitcode={status}\n".encode())
+        select.select([connection], [], [], _LAUNCHER_SECONDS)  # it kills this process, too
 
 
 def share(host_comm: Any) -> None:
@@ -20,7 +35,7 @@ def share(host_comm: Any) -> None:
     When the launcher sees a connection end without a word, it kills the other ranks, and takes the
     status of the rank that left for that of the job: after `os._exit(0)`, a success.
     """
-    own = os.environ.get(_VARIABLE, "")
+    own = os.environ.get(VARIABLE, "")
     with (
         socket.socket(socket.AF_UNIX) as listener,
         socket.socket(socket.AF_UNIX) as to_next,
@@ -34,10 +49,10 @@ def share(host_comm: Any) -> None:
         # Ranks may fail to reach each other, as in containers of their own: then it is as before.
         with contextlib.suppress(OSError, ValueError):
             for connection in (listener, to_next):
-                connection.settimeout(_SECONDS)
+                connection.settimeout(_RANK_SECONDS)
             to_next.connect(names[(host_comm.rank + 1) % len(names)])
             socket.send_fds(to_next, [b"."], [int(own)])
             with contextlib.closing(listener.accept()[0]) as from_previous:
-                from_previous.settimeout(_SECONDS)
+                from_previous.settimeout(_RANK_SECONDS)
                 _, (held,), *_ = socket.recv_fds(from_previous, 1, 1)
                 os.set_inheritable(held, False)
