@@ -8,7 +8,8 @@ import secrets
 import socket
 from typing import Any
 
-_VARIABLE = "PMI_FD"  # with the number of the descriptor; not in a job of Open MPI
+_VARIABLE = "PMI_FD"  # the number of the descriptor; Open MPI has none
+_SECONDS = 10.0  # for two processes of a host to meet
 
 
 def share(host_comm: Any) -> None:
@@ -19,20 +20,28 @@ def share(host_comm: Any) -> None:
     When the launcher sees a connection end without a word, it kills the other ranks, and takes the
     status of the rank that left for that of the job: after `os._exit(0)`, a success.
     """
-    own = os.environ.get(_VARIABLE, "")
-    name = f"\0hpcstrat-{secrets.token_hex(8)}" if own else ""  # without a file
-    names = host_comm.allgather(name)
-    if len(names) == 1 or "" in names:
+    own = _descriptor()
+    # The name of a socket in memory, which is gone with it.
+    names = host_comm.allgather(own and f"\0hpcstrat-{secrets.token_hex(8)}")
+    if own is None or None in names or len(names) == 1:
         return
-    with (
-        socket.socket(socket.AF_UNIX) as listener,
-        socket.socket(socket.AF_UNIX) as to_next,
-    ):
-        listener.bind(name)
+    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as to_next:
+        listener.bind(names[host_comm.rank])
         listener.listen()
+        listener.settimeout(_SECONDS)
         host_comm.Barrier()
-        to_next.connect(names[(host_comm.rank + 1) % len(names)])
-        socket.send_fds(to_next, [b"."], [int(own)])
-        with contextlib.closing(listener.accept()[0]) as from_previous:
-            _, (held,), *_ = socket.recv_fds(from_previous, 1, 1)
-            os.set_inheritable(held, False)
+        # Ranks in network namespaces of their own do not meet; the status is then the launcher's.
+        with contextlib.suppress(OSError):
+            to_next.connect(names[(host_comm.rank + 1) % len(names)])
+            socket.send_fds(to_next, [b"."], [own])
+            with listener.accept()[0] as from_previous:
+                for held in socket.recv_fds(from_previous, 1, 1)[1]:
+                    os.set_inheritable(held, False)
+
+
+def _descriptor() -> int | None:
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        descriptor = int(os.environ[_VARIABLE])
+        os.fstat(descriptor)
+        return descriptor
+    return None
