@@ -181,8 +181,8 @@ class Watchdog:
         # Rank 0's own report, or the launcher's, says more than this rank can: give it time.
         elif time.monotonic() - self._lost_since >= SETTLING_SECONDS:
             end(
-                "hpcstrat: the job ends: rank 0 exited without shutting down (os._exit, a signal, or "
-                "out of memory), or its host cannot be reached; look at its last output"
+                "hpcstrat: the job ends: rank 0 exited without shutting down (os._exit, a signal, "
+                "or out of memory), or its host cannot be reached; look at its last output"
             )
         root = channel.root
         limit = self._timeout_seconds + max(sum(self._extensions), root.extra_seconds)
