@@ -174,7 +174,8 @@ class Watchdog:
         """Ends the job if rank 0, which alone sees all ranks, has ended or is silent."""
         # If several ranks find this, rank 1 speaks for them.
         end = functools.partial(failure.end_job, consequence=self._rank > 1)
-        if not channel.root_is_dead or self._gone:
+        root = channel.root
+        if not channel.root_is_dead or root.gone or self._gone:
             self._lost_since = None
         elif self._lost_since is None:
             self._lost_since = time.monotonic()
@@ -184,7 +185,6 @@ class Watchdog:
                 "hpcstrat: the job ends: rank 0 exited without shutting down (os._exit, a signal, "
                 "or out of memory), or its host cannot be reached; look at its last output"
             )
-        root = channel.root
         limit = self._timeout_seconds + max(sum(self._extensions), root.extra_seconds)
         if channel.root_silence < limit:
             return

@@ -2,7 +2,7 @@
 
 import textwrap
 
-from fault import WAIT, Fault
+from fault import BEGIN, WAIT, Fault
 from faults_of_broken_calls import BROKEN, CAUGHT, TWICE
 from faults_of_errors import ENDS, ERRORS, MISMATCHES
 from faults_of_the_start import EARLY
@@ -22,6 +22,30 @@ def harmless(program, *prints, **others):
 
 
 HARMLESS = {
+    "two threads that connect": harmless(
+        """
+        from hpcstrat._communicators.connection import connect
+        begin, found = threading.Barrier(2), []
+        def make():
+            begin.wait()
+            found.append(connect())
+        threads = [threading.Thread(target=make) for _ in range(2)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        assert found[0] is found[1]
+        """,
+        begin=BEGIN.replace("strategy = hs.CentralStorageStrategy()\n", ""),
+    ),
+    "rank 0 ends MPI and leaves, while the other computes": harmless(
+        """
+        hs.barrier()
+        MPI.Finalize()
+        if rank == 0: sys.exit()
+        time.sleep(2)
+        print = lambda text: os.write(1, f"{text}\\n".encode())  # of every rank
+        hs.barrier = lambda: None
+        """
+    ),
     "an extended time-out": harmless(
         "with hs.extend_timeout(60):\n    if last: time.sleep(4)\n    hs.barrier()", limits=(1, 3)
     ),

@@ -33,6 +33,12 @@ STALLS = {
         "if last: hold_python()" + WAIT, BARRIER, silent("rank 2", "(hold_python|<module>)")
     ),
     "C code that holds Python, rank 0": silenced_root("if rank == 0: hold_python()" + WAIT),
+    "C code that holds Python again and again, rank 0": stalled(
+        "if rank == 0:\n    while True: sum(range(6 * 10**7))" + WAIT,
+        waits("ranks 1, 2", "barrier"),
+        missing("rank 0", "<module>"),
+        limits=(3, 6),
+    ),
     "SIGSTOP": silenced("if last: stop()" + WAIT, BARRIER, silent("rank 2", "(stop|<module>)")),
     "SIGSTOP of rank 0": silenced_root("if rank == 0: stop()\nhs.barrier()" + WAIT),
     "SIGSTOP in the midst of calls": silenced(

@@ -56,6 +56,29 @@ def test_two_hosts(launch):
     assert result.leftovers == []
 
 
+@pytest.mark.slow
+def test_a_rank_may_start_a_job(launch):
+    """The ranks of that job are none of this one's children, though they have its variables."""
+    program = """
+    import os, subprocess, sys
+    import hpcstrat as hs
+
+    if sys.argv[1:]:
+        hs.barrier()
+        print("inner", hs.size())
+        sys.exit()
+    hs.barrier()
+    if hs.rank() == 0:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMIX_", "PRTE_"))}
+        command = [*{mpirun}, "-n", "2", sys.executable, __file__, "inner"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=kept)
+        print(result.stdout, result.stderr, result.returncode)
+    hs.barrier()
+    """
+    result = launch(program.replace("{mpirun}", repr(launch.mpirun)), 2)
+    assert (result.status, result.stdout) == (0, "inner 2\n  0\n")
+
+
 def test_a_program_that_only_rank_0_has(launch):
     """Otherwise MPI would wait for the others for ever."""
     if launch.open_mpi:
