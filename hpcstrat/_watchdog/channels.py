@@ -194,8 +194,8 @@ class MemberChannel:
 
     Attributes:
         root: rank 0's last status.
-        root_silence: seconds for which this rank has waited, or been at its end, without a word
-            of rank 0.
+        root_silence: seconds for which this rank has waited in one call, or been at its end,
+            without a word of rank 0.
     """
 
     def __init__(self, link: Link) -> None:
@@ -203,6 +203,7 @@ class MemberChannel:
         self.root_silence: float = 0.0
         self._link = link
         self._looked = time.monotonic()
+        self._number = -1  # of this rank's call
 
     def exchange(self, status: RankStatus) -> None:
         """Tells rank 0 this rank's status, and takes its own."""
@@ -211,8 +212,9 @@ class MemberChannel:
         lines = self._link.receive()
         if lines:
             self.root = RankStatus.unpack(lines[-1])
-        if lines or not (status.waits or status.gone):
-            self.root_silence = 0.0
+        # A rank 0 that takes part in calls is well, even if its watchdog comes to nothing.
+        if lines or status.number != self._number or not (status.waits or status.gone):
+            self.root_silence, self._number = 0.0, status.number
         else:
             # A longer pause is this rank's: it was suspended, perhaps with rank 0.
             self.root_silence += min(now - self._looked, SILENT_SECONDS)

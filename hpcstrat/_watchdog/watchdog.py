@@ -58,7 +58,8 @@ class Watchdog:
         self._extensions: list[float] = []  # seconds of each `extend_timeout` this rank is in
         self._progress = 0
         self._gone = False
-        self._lost_since: float | None = None
+        self._lost_since: float | None = None  # when the connection to rank 0 was found closed
+        self._reported = False  # that rank 0 is silent
         self._beat = 0
         self._checks: list[tuple[Callable[[], str], Callable[[], bool]]] = []  # and what waits
         self._checking = threading.Lock()
@@ -174,7 +175,7 @@ class Watchdog:
         """Ends the job if rank 0, which alone sees all ranks, has ended or is silent."""
         # If several ranks find this, rank 1 speaks for them.
         end = functools.partial(failure.end_job, consequence=self._rank > 1)
-        root = channel.root
+        root, silence = channel.root, channel.root_silence
         if not channel.root_is_dead or root.gone or self._gone:
             self._lost_since = None
         elif self._lost_since is None:
@@ -185,20 +186,30 @@ class Watchdog:
                 "hpcstrat: the job ends: rank 0 exited without shutting down (os._exit, a signal, "
                 "or out of memory), or its host cannot be reached; look at its last output"
             )
-        limit = self._timeout_seconds + max(sum(self._extensions), root.extra_seconds)
-        if channel.root_silence < limit:
-            return
+        left = self._timeout_seconds + max(sum(self._extensions), root.extra_seconds) - silence
+        if left <= 0:
+            end(f"hpcstrat: the job ends: {self._describe(root, silence)}")
+        elif left > self._timeout_seconds - self._stall_seconds:
+            self._reported = False
+        elif not self._reported:
+            self._reported = True
+            if self._rank == 1:
+                reports.say(
+                    f"hpcstrat: {self._describe(root, silence)}. The job ends in {left:.0f} s "
+                    "(HPCSTRAT_TIMEOUT_SECONDS)"
+                )
+
+    def _describe(self, root: RankStatus, silence: float) -> str:
+        """Why this rank waits for rank 0, or rank 0 for this rank."""
         if root.gone:
-            end(
-                f"hpcstrat: the job ends: rank 0 has finished, and has waited {limit:.0f} s "
-                "(HPCSTRAT_TIMEOUT_SECONDS) for this process, which has finished but does not end; "
-                f"it is at {self._location()}"
+            return (
+                f"rank 0 has finished, and has waited {silence:.0f} s for this process, which has "
+                f"finished but does not end; it is at {self._location()}"
             )
-        end(
-            f"hpcstrat: the job ends: rank 0 has been silent for {limit:.0f} s "
-            "(HPCSTRAT_TIMEOUT_SECONDS): it is stopped, or in C code that holds the interpreter "
-            f"lock, or its host does not answer; it was last in {root.words}; this rank was at "
-            f"{self._location()}"
+        return (
+            f"rank 0 has been silent for {silence:.0f} s: it is stopped, or in C code that holds "
+            f"the interpreter lock, or its host does not answer; it was last in {root.words}; this "
+            f"rank waits at {self._location()}"
         )
 
 

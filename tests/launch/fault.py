@@ -129,11 +129,13 @@ def silenced(program, waiting, missing, **others):
 
 def silenced_root(program, **others):
     """The same with rank 0, which alone could report: the others end the job, and rank 1 says so."""
-    end = (
-        r"\[rank 1\] hpcstrat: the job ends: rank 0 has been silent for 3 s \(HPCSTRAT_TIMEOUT_SECONDS\): .*"
-        rf"; it was last in .*, at {HERE}(hold_python|stop|<module>); this rank was at {HERE}<module>"
+    silent = (
+        r"rank 0 has been silent for \d s: it is stopped, or in C code that holds the interpreter lock.*"
+        rf"; it was last in .*, at {HERE}(hold_python|stop|<module>); this rank waits at {HERE}<module>"
     )
-    return Fault(program, [end], end, limits=(1, 3), **others)
+    report = rf"\[rank 1\] hpcstrat: {silent}\. The job ends in \d s \(HPCSTRAT_TIMEOUT_SECONDS\)"
+    end = rf"\[rank 1\] hpcstrat: the job ends: {silent}"
+    return Fault(program, [end], report, limits=(1, 3), **others)
 
 
 def waits(ranks, call, function="<module>"):

@@ -117,6 +117,9 @@ def test_the_silence_of_rank_0_counts_while_this_rank_waits(job, monkeypatch):
     assert look(0.5) == begin + 0.5
     assert look(3600.0) == begin + 2.5  # it was suspended itself, perhaps with rank 0
     assert look(0.5, waits=False) == 0.0  # who computes needs no rank 0
+    assert look(0.5, number=9) == 0.0  # a rank 0 that takes part in calls is well
+    assert look(0.5, number=9) == 0.5
+    assert look(0.5) == 0.0
     assert look(0.5, waits=False, gone=True) == 0.5
     assert look(0.5) == 1.0
     root.exchange(status(0))
