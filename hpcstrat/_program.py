@@ -13,7 +13,7 @@ import numpy as np
 
 from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.connection import connect, find_connected
+from hpcstrat._communicators.connection import connect, count_ranks, find_connected
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import host_copy
@@ -55,7 +55,7 @@ def size() -> int:
         >>> ["a.txt", "b.txt", "c.txt"][hs.rank() :: hs.size()]
         ['a.txt', 'b.txt', 'c.txt']
     """
-    return worlds.size()
+    return count_ranks()
 
 
 def local_rank() -> int:
@@ -69,7 +69,7 @@ def local_rank() -> int:
         >>> f"GPU:{hs.local_rank()}"
         'GPU:0'
     """
-    return worlds.local()[0]
+    return _local()[0]
 
 
 def local_size() -> int:
@@ -81,7 +81,16 @@ def local_size() -> int:
         >>> 16 // hs.local_size()
         16
     """
-    return worlds.local()[1]
+    return _local()[1]
+
+
+def _local() -> tuple[int, int]:
+    told = worlds.local()
+    if told is None:
+        connect()
+        world = worlds.start()
+        told = world.local_rank, world.local_size
+    return told
 
 
 def is_lead() -> bool:

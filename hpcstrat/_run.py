@@ -11,51 +11,48 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
-from hpcstrat._process import launchers, mpi_library
+from hpcstrat._process import launchers, mpi_library, segments
 
 _VENDORS = {"Open MPI": "Open MPI", "Intel(R) MPI": "Intel MPI", "HYDRA": "MPICH"}  # by --version
 _NAMES = ("mpiexec", "mpirun", "mpiexec.openmpi", "mpiexec.mpich", "mpiexec.hydra")
 _INTERRUPTS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
-_SIGNALS = {*_INTERRUPTS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
+_SIGNALS = {*_INTERRUPTS, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.SIGCHLD}
 _prctl, _PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1  # loaded before any fork
 
 
 def run(options: argparse.Namespace) -> int:
-    """Starts the ranks, and again while they fail; returns the exit status of the last start.
-
-    The status is 128 + n if signal n ended `mpiexec`, and 2 if there is no way to start ranks.
-    """
+    """Starts the ranks, again while they fail; returns the last status, 2 if none could start."""
     try:
         if launchers.find() is not None or "TORCHELASTIC_RUN_ID" in os.environ:
-            raise RuntimeError(
-                "a launcher has started this process, and each would start ranks of its own. Start "
-                "this command by hand, or python itself with mpirun or srun"
-            )
+            raise RuntimeError("a launcher has started this process; start python itself with it")
         mpiexec, vendor = find_mpiexec(options.mpiexec)
     except (RuntimeError, ValueError) as error:
         print(f"hpcstrat run: {error}", file=sys.stderr)
         return 2
     command = [*mpiexec, "-n", str(options.n)]
-    if vendor == "Open MPI":  # which gives a rank one core, and refuses more ranks than cores
-        as_root = ["--allow-run-as-root"] * (os.geteuid() == 0)
-        command += ["--bind-to", "none", "--oversubscribe", *as_root]
+    if (
+        vendor == "Open MPI"
+    ):  # else a rank has one core; more ranks than cores, and root, are refused
+        command += ["--bind-to", "none", "--oversubscribe", "--allow-run-as-root"]
     program = [sys.executable, *options.python_option, options.program, *options.arguments]
     if ":" in program:  # after which mpiexec would look for another program
         program = ["sh", "-c", f"exec {shlex.join(program)}"]
-    restarts = 0
+    restart = 0
     while True:
+        since, restart = time.time(), restart + 1
         status, is_interrupted = _start([*command, *program], vendor)
-        if status == 0 or is_interrupted or restarts == options.restarts:
+        if status == 0 or is_interrupted or restart > options.restarts:
             return status
-        restarts += 1
-        text = f"the ranks ended with status {status}; restart {restarts} of {options.restarts}"
+        segments.unlink_unused(since)
+        text = f"the ranks ended with status {status}; restart {restart} of {options.restarts}"
         print(f"hpcstrat run: {text}", file=sys.stderr)
 
 
 def _start(command: list[str], vendor: str) -> tuple[int, bool]:
-    """The exit status of one start, and whether a signal to this process interrupted it."""
+    """The status of one start, 128 + n for signal n, and whether a signal interrupted it."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # it does not come where it is ignored
     # Others that are ignored, as HUP is under nohup, stay so; ranks inherit that.
     signals = {one for one in _SIGNALS if signal.getsignal(one) != signal.SIG_IGN}
@@ -64,8 +61,7 @@ def _start(command: list[str], vendor: str) -> tuple[int, bool]:
 
     def prepare() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
-        # When this process is killed. MPICH's mpiexec leaves TERM to its ranks, but they end when
-        # it is gone; ranks of Open MPI that have not started MPI do not.
+        # When this process is killed. MPICH's mpiexec leaves TERM to its ranks, but not KILL.
         _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM if vendor == "Open MPI" else signal.SIGKILL)
         if os.getppid() != launcher:
             os._exit(1)
@@ -74,14 +70,18 @@ def _start(command: list[str], vendor: str) -> tuple[int, bool]:
     process = subprocess.Popen(command, start_new_session=True, preexec_fn=prepare)
     received: set[int] = set()
     while (status := process.poll()) is None:
-        if (number := signal.sigwait(signals)) != signal.SIGCHLD:
+        number = signal.sigwait(signals)
+        if number == signal.SIGTSTP:  # a Ctrl-Z stops and continues both
+            os.killpg(process.pid, signal.SIGSTOP)
+            os.kill(launcher, signal.SIGSTOP)
+            os.killpg(process.pid, signal.SIGCONT)
+        elif number != signal.SIGCHLD:
             received.add(number)
             process.send_signal(number)
     signal.pthread_sigmask(signal.SIG_SETMASK, previous)
     # By USR1 too, if the ranks then saved; and by USR2, which ends MPICH's mpiexec.
-    has_saved = bool(received) and status == os.EX_TEMPFAIL
-    is_interrupted = has_saved or bool(received & {*_INTERRUPTS, -status})
-    return (status if status >= 0 else 128 - status), is_interrupted
+    ending = received if status == os.EX_TEMPFAIL else received & {*_INTERRUPTS, -status}
+    return (status if status >= 0 else 128 - status), bool(ending)
 
 
 def find_mpiexec(named: str | None = None) -> tuple[list[str], str]:

@@ -23,7 +23,7 @@ from hpcstrat._core import gpu, timeline
 from hpcstrat._core.call_name import call_named
 from hpcstrat._core.ranks_in_words import join_by_rank
 from hpcstrat._core.user_frames import warn
-from hpcstrat._process import failure, launchers, pmi, settings, worlds
+from hpcstrat._process import failure, launchers, pmi, reports, settings, worlds
 from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
 
@@ -55,6 +55,12 @@ def connect() -> HostCommunicator:
     return _communicator
 
 
+def count_ranks() -> int:
+    """The number of ranks. Starts MPI, and is collective, only if the launcher does not tell."""
+    told = worlds.size()
+    return connect().size if told is None else told
+
+
 def find_connected() -> HostCommunicator | None:
     """The communicator that `connect` returned; `None` if it was not called yet. Starts nothing."""
     return _communicator
@@ -77,17 +83,23 @@ def _connect() -> HostCommunicator:
             else HierarchicalCommunicator(world.comm, world.host_comm)
         )
         channel = channels.connect(world.comm, is_one_host)
+    held = []
     if channel is not None:
         communicator.watchdog = Watchdog(communicator.rank, communicator.calls, channel)
-        pmi.share(world.host_comm)
+        held = pmi.share(world.host_comm)
     else:
+        remedy = (
+            "start the ranks of the host in one network namespace"
+            if is_one_host
+            else "open the hosts' TCP ports to each other"
+        )
         warn(
             "hpcstrat: not all ranks can reach rank 0, so a rank that never comes is not noticed; "
-            "open the hosts' TCP ports to each other, or give the job a time limit",
+            f"{remedy}, or give the job a time limit",
             UserWarning,
         )
     # After mpi4py's own hook, so it runs before MPI is finalized.
-    atexit.register(_leave, communicator, os.getpid())
+    atexit.register(_leave, communicator, held, os.getpid())
     _check_versions(communicator)
     return communicator
 
@@ -197,7 +209,7 @@ def disconnect_on_error(communicator: Communicator) -> Iterator[None]:
         raise
 
 
-def _leave(communicator: HostCommunicator, process: int) -> None:
+def _leave(communicator: HostCommunicator, held: Sequence[int], process: int) -> None:
     from mpi4py import MPI
 
     if os.getpid() != process:  # a forked child does not leave in its parent's place
@@ -208,8 +220,16 @@ def _leave(communicator: HostCommunicator, process: int) -> None:
         # then do the calls of NCCL end.
         communicator.leave()
         timeline.write(communicator)
+    elif settings.timeline() and communicator.rank == 0:
+        reports.say(
+            f"hpcstrat: the timeline {settings.timeline()} is lost: the program has called "
+            "MPI.Finalize(), which Python does at its end"
+        )
     if communicator.watchdog is not None:
         communicator.watchdog.leave()
+    for descriptor in held:  # the launcher ends the others from now on
+        with contextlib.suppress(OSError):  # the program has closed all
+            os.close(descriptor)
     if is_started:
         try:
             for device in _connected.values():

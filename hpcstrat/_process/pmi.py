@@ -27,13 +27,16 @@ def abort(status: int) -> None:
         select.select([connection], [], [], _LAUNCHER_SECONDS)  # it kills this process, too
 
 
-def share(host_comm: Any) -> None:
+def share(host_comm: Any) -> list[int]:
     """Gives this rank's connection to the next rank of the host as well.
 
-    Collective, over the ranks of a host. Only where a watchdog ends the job when a rank dies.
+    Collective, over the ranks of a host. Only while a watchdog ends the job when a rank dies.
 
     When the launcher sees a connection end without a word, it kills the other ranks, and takes the
     status of the rank that left for that of the job: after `os._exit(0)`, a success.
+
+    Returns:
+        The descriptors of other ranks' connections, to be closed when the watchdog watches no more.
     """
     own = os.environ.get(VARIABLE, "")
     with (
@@ -45,14 +48,17 @@ def share(host_comm: Any) -> None:
         listener.listen()
         names = host_comm.allgather(name if own else "")  # now all listen
         if len(names) == 1 or "" in names:
-            return
+            return []
         # Ranks may fail to reach each other, as in containers of their own: then it is as before.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError):
             for connection in (listener, to_next):
                 connection.settimeout(_RANK_SECONDS)
             to_next.connect(names[(host_comm.rank + 1) % len(names)])
             socket.send_fds(to_next, [b"."], [int(own)])
             with contextlib.closing(listener.accept()[0]) as from_previous:
                 from_previous.settimeout(_RANK_SECONDS)
-                _, (held,), *_ = socket.recv_fds(from_previous, 1, 1)
-                os.set_inheritable(held, False)
+                held = socket.recv_fds(from_previous, 1, 1)[1]
+                for descriptor in held:
+                    os.set_inheritable(descriptor, False)
+                return held
+    return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 
 from hpcstrat._process import launchers
 
@@ -31,6 +32,39 @@ def unlink_all() -> None:
             _unlink(_mapped(process, MPICH))
 
 
+def unlink_unused(since: float) -> None:
+    """Unlinks those of ranks that were killed as MPI started, whose names nobody else removes.
+
+    They are this user's, made after `since` (as `time.time`), and no process uses them: the one
+    that makes a segment has it open until it has mapped it.
+    """
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(FOLDER):
+            status = entry.stat(follow_symlinks=False)
+            is_new = status.st_uid == os.getuid() and status.st_ctime >= since - 1
+            if entry.name.startswith(_ALL) and is_new:
+                found[str(status.st_ino)] = entry.path
+    for process in _processes() if found else ():
+        for inode in _open_in(process):  # before those that it has mapped
+            found.pop(inode, None)
+        for inode, *_ in _mapped(process, _ALL):
+            found.pop(inode, None)
+    for path in found.values():
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _open_in(process: int) -> Iterator[str]:
+    """The inode of each file in shared memory that a process has open."""
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        for name in os.listdir(f"/proc/{process}/fd"):
+            with contextlib.suppress(OSError):
+                link = f"/proc/{process}/fd/{name}"
+                if os.readlink(link).startswith(f"{FOLDER}/"):
+                    yield str(os.stat(link).st_ino)
+
+
 def _unlink(mapped: set[tuple[str, ...]]) -> None:
     for inode, path, *deleted in mapped:
         with contextlib.suppress(OSError):
@@ -43,11 +77,15 @@ def is_mpi_starting(launcher: int) -> bool:
     return any(_mapped(process, _ALL) for process in _processes_below(launcher))
 
 
+def _processes() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+
+
 def _processes_below(ancestor: int) -> list[int]:
-    with contextlib.suppress(OSError):  # no /proc
-        processes = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-        return [process for process in processes if _is_below(process, ancestor)]
-    return []
+    return [process for process in _processes() if _is_below(process, ancestor)]
 
 
 def _mapped(process: int, prefixes: tuple[str, ...]) -> set[tuple[str, ...]]:

@@ -70,26 +70,23 @@ def find() -> World | None:
     return _world
 
 
-def size() -> int:
-    """The number of ranks. Starts nothing, unless the launcher does not tell."""
-    if _world is None:
-        if (launcher := launchers.find()) is None:
-            return 1
-        if launcher.size is not None:
-            return launcher.size
-    # A bare PMIx launcher does not tell; only MPI knows.
-    return start().size
+def size() -> int | None:
+    """The number of ranks; None where only MPI knows: a bare PMIx launcher does not tell."""
+    if _world is not None:
+        return _world.size
+    launcher = launchers.find()
+    return 1 if launcher is None else launcher.size
 
 
-def local() -> tuple[int, int]:
-    """This rank's index on its host, and the number of ranks there. Starts nothing, as `size`."""
-    if _world is None:
-        if (launcher := launchers.find()) is None:
-            return 0, 1
-        if launcher.local_rank is not None and launcher.local_size is not None:
-            return launcher.local_rank, launcher.local_size
-    world = start()
-    return world.local_rank, world.local_size
+def local() -> tuple[int, int] | None:
+    """This rank's index on its host, and the number of ranks there; None where only MPI knows."""
+    if _world is not None:
+        return _world.local_rank, _world.local_size
+    if (launcher := launchers.find()) is None:
+        return 0, 1
+    if launcher.local_rank is None or launcher.local_size is None:
+        return None
+    return launcher.local_rank, launcher.local_size
 
 
 def _connect() -> World:

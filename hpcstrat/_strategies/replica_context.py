@@ -10,10 +10,10 @@ import numpy as np
 
 from hpcstrat._calls.collective import collective
 from hpcstrat._calls.records import signature_of
+from hpcstrat._communicators.connection import count_ranks
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import ReduceOp, select
-from hpcstrat._process import worlds
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas, InReplica, check_arguments
 from hpcstrat._replicas.group import ReplicaGroup, default_group
@@ -451,7 +451,7 @@ class ReplicaContext:
                 "function that Strategy.run runs"
             )
         # The default strategy has one replica: a sum would silently be this rank's own value.
-        if here is None and (ranks := worlds.size()) > 1:
+        if here is None and (ranks := count_ranks()) > 1:
             raise RuntimeError(
                 f"{current_call()} was called outside of Strategy.run, where each of the {ranks} "
                 "ranks is alone; call it inside the function that strategy.run runs, or use "

@@ -14,7 +14,7 @@ def addresses(port: int) -> list[tuple[str, int]]:
     """Where other hosts may reach this one."""
     name = socket.gethostname()
     names = [name]
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):  # a name that is too long
         names += [
             str(entry[4][0])
             for entry in socket.getaddrinfo(name, port, socket.AF_INET, socket.SOCK_STREAM)

@@ -104,8 +104,10 @@ class Link:
     def send(self, line: bytes) -> None:
         """Sends a line, or drops it while the end of another one is still on its way."""
         self._unsent = self._unsent or line
+        # Without a signal: the program may have set SIGPIPE to its default, which ends a process.
         with contextlib.suppress(OSError):  # full for now, or closed, which `receive` finds
-            self._unsent = self._unsent[self._socket.send(self._unsent) :]
+            sent = self._socket.send(self._unsent, socket.MSG_NOSIGNAL)
+            self._unsent = self._unsent[sent:]
 
     def receive(self) -> list[bytes]:
         """The lines that have come. Who sends too much without a line's end is cut off."""
@@ -152,6 +154,7 @@ class RootChannel:
     def __init__(self, size: int) -> None:
         self.statuses: list[RankStatus] = [UNKNOWN] * size
         self._links: dict[int, Link] = {}
+        os.register_at_fork(after_in_child=self.close)
 
     def add(self, rank: int, link: Link) -> None:
         """Adds a rank's connection."""
@@ -202,6 +205,8 @@ class MemberChannel:
         self.root: RankStatus = UNKNOWN
         self.root_silence: float = 0.0
         self._link = link
+        # Else a child would keep the connection open when its parent dies.
+        os.register_at_fork(after_in_child=link.close)
         self._looked = time.monotonic()
         self._number = -1  # of this rank's call
 
@@ -265,6 +270,7 @@ class Listener:
         self._socket.setblocking(False)
         self._size = size
         self._strangers: list[Link] = []  # who have not said yet which rank they are
+        os.register_at_fork(after_in_child=self.close)
 
     def admit_to(self, channel: RootChannel) -> None:
         """Takes the ranks that have connected."""
@@ -321,9 +327,6 @@ def connect(comm: Any, is_one_host: bool) -> RootChannel | MemberChannel | None:
     if channel is not None and not is_complete:
         channel.close()
         return None
-    if channel is not None:
-        # Else a child would keep the connection open when its parent dies.
-        os.register_at_fork(after_in_child=channel.close)
     return channel
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from hpcstrat._calls.collective import CallState
 from hpcstrat._core.user_frames import user_frame, user_frame_of
 from hpcstrat._process import failure, launchers, reports, settings
-from hpcstrat._watchdog.channels import MemberChannel, RankStatus, RootChannel
+from hpcstrat._watchdog.channels import SILENT_SECONDS, MemberChannel, RankStatus, RootChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 
 _BEAT_SECONDS = 0.5
@@ -91,6 +91,7 @@ class Watchdog:
     def extend_timeout(self, seconds: float) -> Iterator[None]:
         """While this rank is in the block, all ranks report and time out `seconds` later."""
         self._extensions.append(seconds)
+        self._tell()  # at once: what follows may hold the interpreter lock
         try:
             yield
         finally:
@@ -102,7 +103,9 @@ class Watchdog:
         The watchdog continues, for ranks that do not come.
         """
         self._gone = True
-        # At once: until the next beat the others would take an early end for a crash.
+        self._tell()  # at once: until the next beat the others would take an end for a crash
+
+    def _tell(self) -> None:
         with contextlib.suppress(Exception), self._lock:
             self._channel.exchange(self._status())
 
@@ -133,11 +136,7 @@ class Watchdog:
         )
 
     def _watch(self) -> None:
-        # Several beats within the shortest limit, so that limits of a second and less work too.
-        beat = max(
-            min(_BEAT_SECONDS, self._stall_seconds / 4, self._timeout_seconds / 4),
-            _SHORTEST_BEAT_SECONDS,
-        )
+        beat = _beat_of(self._stall_seconds, self._timeout_seconds)
         reported: set[str] = set()
         while True:
             try:
@@ -186,10 +185,11 @@ class Watchdog:
                 "hpcstrat: the job ends: rank 0 exited without shutting down (os._exit, a signal, "
                 "or out of memory), or its host cannot be reached; look at its last output"
             )
-        left = self._timeout_seconds + max(sum(self._extensions), root.extra_seconds) - silence
+        extra = max(sum(self._extensions), root.extra_seconds)
+        left = self._timeout_seconds + extra - silence
         if left <= 0:
             end(f"hpcstrat: the job ends: {self._describe(root, silence)}")
-        elif left > self._timeout_seconds - self._stall_seconds:
+        elif silence < self._stall_seconds + extra:
             self._reported = False
         elif not self._reported:
             self._reported = True
@@ -213,6 +213,11 @@ class Watchdog:
         )
 
 
+def _beat_of(*limits: float) -> float:
+    """Seconds between two looks: several within the limits, so that limits of a second work too."""
+    return max(min(_BEAT_SECONDS, *(limit / 4 for limit in limits)), _SHORTEST_BEAT_SECONDS)
+
+
 @contextlib.contextmanager
 def waiting_for_all(what: str) -> Iterator[None]:
     """A block in which the ranks meet for the first time: there is no channel yet.
@@ -226,26 +231,26 @@ def waiting_for_all(what: str) -> Iterator[None]:
     timeout_seconds = settings.seconds("HPCSTRAT_TIMEOUT_SECONDS")
     where = f"at {user_frame()}: not all ranks have come; all must create a strategy"
     is_done = threading.Event()
-    begin = time.monotonic()
-
-    def comes_after(seconds: float) -> bool:
-        left = begin + seconds - time.monotonic()
-        while left > 0 and not is_done.wait(min(left, threading.TIMEOUT_MAX)):
-            left = begin + seconds - time.monotonic()
-        return not is_done.is_set()
 
     def watch() -> None:
-        if stall_seconds < timeout_seconds and comes_after(stall_seconds):
-            reports.say(
-                f"hpcstrat: this rank has waited {stall_seconds:.0f} s for {what} "
-                f"(HPCSTRAT_STALL_SECONDS), {where}. The job ends after {timeout_seconds:.0f} s "
-                "(HPCSTRAT_TIMEOUT_SECONDS)"
-            )
-        if comes_after(timeout_seconds):
-            failure.end_job(
-                f"hpcstrat: the job ends: this rank has waited {timeout_seconds:.0f} s for {what} "
-                f"(HPCSTRAT_TIMEOUT_SECONDS), {where}"
-            )
+        waited, looked, is_reported = 0.0, time.monotonic(), stall_seconds >= timeout_seconds
+        while not is_done.wait(_beat_of(stall_seconds, timeout_seconds)):
+            now = time.monotonic()
+            # A longer pause is this rank's: it was suspended, perhaps with the whole job.
+            waited += min(now - looked, SILENT_SECONDS)
+            looked = now
+            if waited >= timeout_seconds:
+                failure.end_job(
+                    f"hpcstrat: the job ends: this rank has waited {timeout_seconds:.0f} s for "
+                    f"{what} (HPCSTRAT_TIMEOUT_SECONDS), {where}"
+                )
+            if waited >= stall_seconds and not is_reported:
+                is_reported = True
+                reports.say(
+                    f"hpcstrat: this rank has waited {stall_seconds:.0f} s for {what} "
+                    f"(HPCSTRAT_STALL_SECONDS), {where}. The job ends after {timeout_seconds:.0f} "
+                    "s (HPCSTRAT_TIMEOUT_SECONDS)"
+                )
 
     threading.Thread(target=watch, name="hpcstrat-start", daemon=True).start()
     try:

@@ -66,7 +66,6 @@ SAMPLES = {
     "cupy.ndarray": lambda: cupy.ndarray((3,), np.uint8, array(3, np.uint8).data),
     "cupy.random.default_rng": lambda: cupy.random.default_rng(2**63),
     "cupy.ones": lambda: cupy.ones((3, 4), np.int64),
-    "cupy.repeat": lambda: cupy.repeat(array(3), 2),
     "cupy.searchsorted": lambda: cupy.searchsorted(array(3), array((2, 4), np.float16)),
     "cupy.sqrt": lambda: cupy.sqrt(array(())),
     "cupy.sum": lambda: cupy.sum(array((3, 4)), axis=0, dtype=np.float64),
