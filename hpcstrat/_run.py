@@ -71,10 +71,10 @@ def _start(command: list[str], vendor: str) -> tuple[int, bool]:
     received: set[int] = set()
     while (status := process.poll()) is None:
         number = signal.sigwait(signals)
-        if number == signal.SIGTSTP:  # a Ctrl-Z stops and continues both
-            os.killpg(process.pid, signal.SIGSTOP)
+        if number == signal.SIGTSTP:  # Ctrl-Z; MPICH ranks go on
+            process.send_signal(signal.SIGTSTP)
             os.kill(launcher, signal.SIGSTOP)
-            os.killpg(process.pid, signal.SIGCONT)
+            process.send_signal(signal.SIGCONT)
         elif number != signal.SIGCHLD:
             received.add(number)
             process.send_signal(number)
