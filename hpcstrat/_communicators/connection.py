@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def _connect() -> HostCommunicator:
             else HierarchicalCommunicator(world.comm, world.host_comm)
         )
         channel = channels.connect(world.comm, is_one_host)
-    held = []
+    held: Mapping[int, int] = {}
     if channel is not None:
         communicator.watchdog = Watchdog(communicator.rank, communicator.calls, channel)
         held = pmi.share(world.host_comm)
@@ -209,7 +209,7 @@ def disconnect_on_error(communicator: Communicator) -> Iterator[None]:
         raise
 
 
-def _leave(communicator: HostCommunicator, held: Sequence[int], process: int) -> None:
+def _leave(communicator: HostCommunicator, held: Mapping[int, int], process: int) -> None:
     from mpi4py import MPI
 
     if os.getpid() != process:  # a forked child does not leave in its parent's place
@@ -227,9 +227,7 @@ def _leave(communicator: HostCommunicator, held: Sequence[int], process: int) ->
         )
     if communicator.watchdog is not None:
         communicator.watchdog.leave()
-    for descriptor in held:  # the launcher ends the others from now on
-        with contextlib.suppress(OSError):  # the program has closed all
-            os.close(descriptor)
+    pmi.release(held)
     if is_started:
         try:
             for device in _connected.values():

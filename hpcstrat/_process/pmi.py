@@ -7,6 +7,7 @@ import os
 import secrets
 import select
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 VARIABLE = "PMI_FD"
@@ -27,7 +28,7 @@ def abort(status: int) -> None:
         select.select([connection], [], [], _LAUNCHER_SECONDS)  # it kills this process, too
 
 
-def share(host_comm: Any) -> list[int]:
+def share(host_comm: Any) -> dict[int, int]:
     """Gives this rank's connection to the next rank of the host as well.
 
     Collective, over the ranks of a host. Only while a watchdog ends the job when a rank dies.
@@ -36,7 +37,8 @@ def share(host_comm: Any) -> list[int]:
     status of the rank that left for that of the job: after `os._exit(0)`, a success.
 
     Returns:
-        The descriptors of other ranks' connections, to be closed when the watchdog watches no more.
+        The descriptor and the inode of another rank's connection, for `release`; none where ranks
+        do not share them.
     """
     own = os.environ.get(VARIABLE, "")
     with (
@@ -48,7 +50,7 @@ def share(host_comm: Any) -> list[int]:
         listener.listen()
         names = host_comm.allgather(name if own else "")  # now all listen
         if len(names) == 1 or "" in names:
-            return []
+            return {}
         # Ranks may fail to reach each other, as in containers of their own: then it is as before.
         with contextlib.suppress(OSError):
             for connection in (listener, to_next):
@@ -60,5 +62,13 @@ def share(host_comm: Any) -> list[int]:
                 held = socket.recv_fds(from_previous, 1, 1)[1]
                 for descriptor in held:
                     os.set_inheritable(descriptor, False)
-                return held
-    return []
+                return {descriptor: os.fstat(descriptor).st_ino for descriptor in held}
+    return {}
+
+
+def release(held: Mapping[int, int]) -> None:
+    """Closes what `share` has returned: the launcher notices the end of that rank from now on."""
+    for descriptor, inode in held.items():
+        with contextlib.suppress(OSError):  # the program has closed all that is open
+            if os.fstat(descriptor).st_ino == inode:
+                os.close(descriptor)
