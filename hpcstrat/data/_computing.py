@@ -283,13 +283,15 @@ class _ByKey(_SameOrder):
 
         # Runs, so that threads load new elements ahead, and an endless repetition stays lazy.
         for new, run in itertools.groupby(map(int, items), is_new):
-            elements = self._keep(run) if new else (self._kept[key] for key in run)
-            yield from map(_elements.copy_of, elements)
+            yield from map(_elements.copy_of, (self._keep if new else self._again)(run))
 
     def _keep(self, keys: Iterator[int]) -> Iterator[Any]:
         keys, ahead = itertools.tee(keys)
         for key, element in zip(keys, self._source.load(ahead), strict=True):
             yield self._kept.setdefault(key, element)
+
+    def _again(self, keys: Iterator[int]) -> Iterator[Any]:
+        return (self._kept[key] for key in keys)
 
 
 @final
