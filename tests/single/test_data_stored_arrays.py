@@ -118,7 +118,7 @@ def test_ranks_compare_a_few_rows(monkeypatch):
     for shape in ((3000,), (5000, 7), (50, 40, 300), (2, 3)):
         array = np.arange(math.prod(shape)).reshape(shape)
         for rows in on_ranks(2, lambda rank, array=array: program(rank, array)):
-            assert len(rows) == min(4, shape[0]) and {0, shape[0] - 1} <= {*rows}
+            assert 2 <= len(rows) <= 4 and {0, shape[0] - 1} <= {*rows}
         for other in (array[::-1], array[..., ::-1], array + 1, array.astype(np.int32)):
             if not np.array_equal(other, array) or other.dtype != array.dtype:
                 with pytest.raises(
@@ -158,7 +158,7 @@ def test_what_is_not_an_array_of_rows_is_refused():
     shrinks.array = ROWS[:35]
     with pytest.raises(
         ValueError,
-        match=r"of shape \(40, 3\) returned an array of shape \(5, 3\).*slice\(30, 40, None\)",
+        match=r"of shape \(40, 3\) returned an array of shape \(5, 3\) for the rows 30 to 40",
     ):
         list(dataset)
 
