@@ -237,7 +237,8 @@ class DistributedIterator(DatasetIterator):
         # Without user code, all ranks of a worker walk the same keys and need no exchange. Several
         # workers have separate pipelines, which may end at different steps.
         self._compares = self._size > 1 and (self._node.user_code or self._workers.count > 1)
-        epoch = EpochPass(self._start.numbers, PipelineChecksum(self._compares))
+        epoch = self._epoch
+        epoch.checksum = PipelineChecksum(self._compares)
         self._number = 0
         if len(peers) == 1:
             steps = (Step(1, element) for element in node.elements(epoch))

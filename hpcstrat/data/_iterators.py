@@ -15,7 +15,7 @@ from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _loaders
 from hpcstrat.data._computing import Batch
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
-from hpcstrat.data._ordering import Prefetch, skip
+from hpcstrat.data._ordering import Prefetch, Slice
 from hpcstrat.data._threads import take_ahead
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Position(NamedTuple):
             none is in progress.
         taken: the number of elements of `pipeline` that the pass has yielded; `None` if no pass is
             in progress.
-        loader: the state of a data loader at the start of the pass, encoded for JSON.
+        loader: the own state of a data loader at the start of the pass, encoded for JSON.
     """
 
     pipeline: str
@@ -79,12 +79,10 @@ class Start(NamedTuple):
     Attributes:
         numbers: the number of the pass for each shuffle.
         taken: the number of elements to skip.
-        loader: the state of a data loader at the start of the pass.
     """
 
     numbers: Mapping[ShuffleState, int]
     taken: int = 0
-    loader: Any = None
 
 
 def start_at(node: Node, position: Position | None) -> Start:
@@ -97,7 +95,7 @@ def start_at(node: Node, position: Position | None) -> Start:
     numbers = {shuffle: shuffle.passes for shuffle in node.shuffles()}
     for shuffle in numbers:
         shuffle.passes += 1
-    return Start(numbers, taken, node.state() if isinstance(node, _loaders.Batches) else None)
+    return Start(numbers, taken)
 
 
 def restore(node: Node, position: Position) -> None:
@@ -108,8 +106,8 @@ def restore(node: Node, position: Position) -> None:
         node.set_state(_loaders.decode(position.loader))
 
 
-def position_at(node: Node, start: Start | None, taken: int | None = None) -> Position:
-    """The position of a pass after `taken` elements; of the next pass if there is no `start`."""
+def position_at(node: Node, epoch: EpochPass | None, taken: int | None = None) -> Position:
+    """The position of a pass after `taken` elements; that of the next pass if there is none."""
     inner, size, pipeline = _without_batches(node)
     if taken is not None:
         taken *= size
@@ -117,14 +115,15 @@ def position_at(node: Node, start: Start | None, taken: int | None = None) -> Po
         if (cardinality := inner.cardinality()) >= 0:
             taken = min(taken, cardinality)
     shuffles = [
-        (shuffle.drawn(), shuffle.passes if start is None else start.numbers[shuffle])
+        (shuffle.drawn(), shuffle.passes if epoch is None else epoch.numbers[shuffle])
         for shuffle in node.shuffles()
     ]
     loader = None
     if isinstance(node, _loaders.Batches):
         node.check_resumable(current_call())
         try:
-            loader = _loaders.encode(node.state() if start is None else start.loader)
+            begun = None if epoch is None else epoch.loader
+            loader = _loaders.encode(node.state() if begun is None else begun)
         except TypeError as error:
             raise TypeError(f"{current_call()}: the position in {node!r}: {error}") from None
     return Position(pipeline, tuple(shuffles), taken, loader)
@@ -196,14 +195,14 @@ class DatasetIterator:
 
     def _begin(self, start: Start) -> None:
         """Begins a pass."""
-        self._start = start
+        self._epoch = EpochPass(start.numbers)
         self._taken: int | None = start.taken  # elements of the node; None after the end
-        node = skip(self._node, start.taken) if start.taken else self._node
+        node = Slice(self._node, "skip", start.taken, exists=True) if start.taken else self._node
         self._elements: Iterator[Any] = self._elements_of(node)
 
     def _elements_of(self, node: Node) -> Iterator[Any]:
         """The elements of `node` in the pass."""
-        return self._ahead(node.elements(EpochPass(self._start.numbers)))
+        return self._ahead(node.elements(self._epoch))
 
     def _ahead(self, elements: Iterator[Any]) -> Iterator[Any]:
         """The elements; a thread prepares them ahead if the pipeline ends with `prefetch`."""
@@ -228,12 +227,12 @@ class DatasetIterator:
             self._end()
             return
         if isinstance(self._node, _loaders.Batches):
-            self._node.set_state(self._start.loader)
-        self._begin(self._start._replace(taken=taken))
+            self._node.set_state(self._epoch.loader)
+        self._begin(Start(self._epoch.numbers, taken))
 
     def _position(self) -> Position:
-        start = None if self._taken is None else self._start
-        return position_at(self._node, start, self._taken)
+        epoch = None if self._taken is None else self._epoch
+        return position_at(self._node, epoch, self._taken)
 
     def _seek(self, position: Position) -> None:
         self._end()
