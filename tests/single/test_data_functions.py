@@ -20,7 +20,20 @@ def test_functions_run_when_an_element_is_asked_for():
     assert called == [7, 7, 9]
 
 
-def test_a_generator_is_read_when_an_element_is_asked_for():
+READ = {
+    "map": lambda d: d.map(lambda x: -x),
+    "filter": lambda d: d.filter(lambda x: True),
+    "enumerate": lambda d: d.enumerate(),
+    "zip": lambda d: Dataset.zip(d, Dataset.range(100)),
+    "zip behind": lambda d: Dataset.zip(Dataset.range(100).map(lambda x: x), d),
+    "concatenate": lambda d: d.concatenate(Dataset.range(3)),
+    "repeat": lambda d: d.repeat(2).take(150),
+    "cache": lambda d: d.cache(),
+}
+
+
+@pytest.mark.parametrize("pipeline", READ)
+def test_a_generator_is_read_when_an_element_is_asked_for(pipeline):
     read = []
 
     def numbers():
@@ -28,9 +41,23 @@ def test_a_generator_is_read_when_an_element_is_asked_for():
             read.append(x)
             yield x
 
-    iterator = iter(Dataset.from_generator(numbers, np.int64).map(lambda x: -x).batch(3))
+    made = Dataset.from_generator(numbers, np.int64)
+    iterator, batches = (iter(READ[pipeline](data)) for data in (made, made.batch(3)))
     assert read == []
-    assert next(iterator).tolist() == [0, -1, -2] and read == [0, 1, 2]
+    for count in range(1, 20):
+        next(iterator)
+        assert read == [*range(count)]
+    read.clear()
+    next(batches)
+    assert read == [0, 1, 2]
+
+
+def test_what_follows_a_source_is_read_when_its_turn_comes():
+    read = []
+    noted = Dataset.range(4).filter(lambda x: read.append(int(x)) or True)
+    iterator = iter(Dataset.range(9).concatenate(noted))
+    assert [next(iterator) for _ in range(9)] == [*range(9)] and read == []
+    assert [*iterator] == read == [0, 1, 2, 3]
 
 
 def test_a_cache_calls_functions_once():
@@ -109,6 +136,7 @@ STAGES = {
     "enumerate": (lambda d: d.enumerate(), [(0, 0), (1, 1), BAD]),
     "zip": (lambda d: Dataset.zip((d, Dataset.range(5))), [(0, 0), (1, 1), BAD]),
     "concatenate": (lambda d: d.take(2).concatenate(d), [0, 1, 0, 1, BAD]),
+    "after a source": (lambda d: Dataset.range(3).concatenate(d.skip(1)), [0, 1, 2, 1, BAD]),
     "cache": (lambda d: d.cache().repeat(2), [0, 1, BAD]),
 }
 
@@ -206,6 +234,22 @@ def test_batches_are_new_writable_and_contiguous(shuffled):
     np.testing.assert_array_equal(source, np.arange(12.0).reshape(6, 2))
 
 
+def test_a_function_may_write_to_its_argument():
+    def add(x):
+        x += 1
+        return x
+
+    zeros = [np.zeros((2, 3)) for _ in range(4)]
+    others = Dataset.from_tensor_slices(np.ones((1, 2, 3)))
+    for source in Dataset.from_generator(lambda: zeros), Dataset.from_tensor_slices([*zeros]):
+        added = source.map(add)
+        for dataset in added, added.cache(), added.concatenate(others), source.cache().map(add):
+            _ = dataset.element_spec
+            for element in itertools.chain(dataset, dataset):
+                assert (element == 1).all()
+    assert not np.any(zeros)
+
+
 ROWS = np.arange(4096.0).reshape(512, 8)
 KEPT = {
     "slices": lambda rows: rows,
@@ -226,6 +270,12 @@ def test_an_element_that_is_kept_keeps_no_others(kind):
         assert owner.nbytes == row.nbytes == 64
     batch = next(iter(KEPT[kind](Dataset.from_tensor_slices(ROWS)).batch(5)))
     assert batch.base is None
+
+
+def test_a_record_that_is_kept_keeps_no_others():
+    records = np.zeros(100, [("a", np.int32), ("b", np.float64)])
+    record = next(iter(Dataset.from_tensor_slices(records)))
+    assert record.base is None or record.base.nbytes == record.nbytes == 12
 
 
 def test_a_file_larger_than_memory_stays_on_disk(tmp_path):

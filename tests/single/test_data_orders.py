@@ -260,23 +260,49 @@ def test_a_position_after_an_error_is_that_of_the_element_that_failed(tmp_path, 
     assert items(dataset) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+def test_a_generator_that_ends_before_a_position_is_an_error(tmp_path):
+    sizes = iter([6, 2])
+    data = Dataset.from_generator(lambda: range(next(sizes)), np.int64)
+    iterator = iter(data)
+    for _ in range(4):
+        next(iterator)
+    Checkpoint(data=data).save(tmp_path / "saved")
+    Checkpoint(data=data).restore(tmp_path / "saved")
+    with pytest.raises(ValueError, match="was resumed after 4 elements, but .* has only 2 now"):
+        list(data)
+
+
 # ---- loaders of other libraries, which draw their own orders
 
 
 class Loader:
-    """Like torchdata's StatefulDataLoader: each pass draws an order from its own generator."""
+    """Like torchdata's StatefulDataLoader, which draws an order when a pass begins.
+
+    After `load_state_dict`, the next pass goes on where the state was taken.
+    """
 
     def __init__(self, seed=0):
-        self.random = np.random.default_rng(seed)
+        self._random, self._left = np.random.default_rng(seed), []
+        self._is_restored = False
 
     def state_dict(self):
-        return {"random": self.random.bit_generator.state}
+        order = {"left": [*self._left], 0: (None, 2.5, b"x")}
+        return {"random": self._random.bit_generator.state, "order": order, "rows": np.arange(2)}
 
     def load_state_dict(self, state):
-        self.random.bit_generator.state = state["random"]
+        self._random.bit_generator.state, self._left = state["random"], state["order"]["left"]
+        assert state["order"][0] == (None, 2.5, b"x") and state["rows"].tolist() == [0, 1]
+        self._is_restored = True
 
     def __iter__(self):
-        yield from self.random.permutation(8).reshape(4, 2).copy()
+        if not (self._is_restored and self._left):
+            self._left = self._random.permutation(8).reshape(4, 2).tolist()
+        self._is_restored = False
+        return self._batches()
+
+    def _batches(self):
+        while self._left:
+            yield np.array(self._left.pop(0))
 
 
 @pytest.mark.parametrize("epochs", [0, 2])
