@@ -1,6 +1,5 @@
 """Checkpoints on any number of ranks: saved values come back, and a mismatch changes nothing."""
 
-import contextlib
 import errno
 import itertools
 import math
