@@ -363,6 +363,7 @@ def test_a_loader_whose_order_is_lost_is_not_saved(strategy, path, seed):
 
 
 @on_the_cpu
+@pytest.mark.filterwarnings("ignore:.* is deprecated:UserWarning")  # torchdata's calls of PyTorch
 def test_a_stateful_loader_goes_on_where_it_was(strategy, path):
     loaders = pytest.importorskip(
         "torchdata.stateful_dataloader", reason="torchdata is not installed"
