@@ -22,19 +22,9 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
-from hpcstrat.data._arguments import InputContext, InputOptions, check_input_options
-from hpcstrat.data._dataset import Dataset, check_node
-from hpcstrat.data._iterators import DatasetIterator, Position, Progress, Start, length
-from hpcstrat.data._loaders import Batches
+from hpcstrat.data._iterators import DatasetIterator, Position, Progress, length
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, PipelineChecksum
-from hpcstrat.data._splitting import (
-    DISTRIBUTE,
-    FROM_FUNCTION,
-    Prefetcher,
-    Step,
-    assign_elements,
-    split_batches,
-)
+from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 
 _END = Step(None, None)
 
@@ -149,26 +139,29 @@ class DistributedDataset:
             ReplicaMismatchError: the ranks' pipelines, or arrays, differ.
         """
         with call_named(f"iterating over {self._call}"):
-            start = self._start_together()
+            epoch, taken = self._begin_together()
         self._is_compared = True
-        iterator = DistributedIterator(self, start)
+        iterator = DistributedIterator(self, epoch, taken)
         self._progress.note(iterator)
         return iterator
 
-    def _start_together(self) -> Start:
-        """The start of a pass in which all ranks of a worker meet the same elements in one order.
+    def _begin_together(self) -> tuple[EpochPass, int]:
+        """Counts a new pass, in which all ranks of a worker meet the same elements in one order.
 
         Collective.
+
+        Returns:
+            The pass, and how many elements it skips.
         """
         node, communicator, workers = self._node, self._communicator, self._workers
         if communicator.size == 1:
-            return self._progress.start()
+            return self._progress.begin()
         with communicator.raise_together():
-            start = self._progress.start()
+            epoch, taken = self._progress.begin()
             pipeline = f"{node!r} with {node.cardinality()} elements" + (
-                f" after the first {start.taken}" if start.taken else ""
+                f" after the first {taken}" if taken else ""
             )
-            orders = [(shuffle.drawn(), number) for shuffle, number in start.numbers.items()]
+            orders = [(shuffle.drawn(), number) for shuffle, number in epoch.numbers.items()]
             # Arrays seldom change between epochs, so their samples, which may have to be read from
             # disk, are compared only once.
             every = settings.is_on("HPCSTRAT_CHECK")
@@ -186,10 +179,11 @@ class DistributedDataset:
         # All take the orders of the worker's first rank: the seeds of shuffles without one may
         # differ, and a rank may have iterated on its own.
         orders = all_orders[workers.peers[0]]
-        for shuffle, (seed, number) in zip(start.numbers, orders, strict=True):
+        numbers = {}
+        for shuffle, (seed, number) in zip(epoch.numbers, orders, strict=True):
             shuffle.seed, shuffle.passes = seed, number + 1
-        numbers = {shuffle: shuffle.passes - 1 for shuffle in start.numbers}
-        return start._replace(numbers=numbers)
+            numbers[shuffle] = number
+        return EpochPass(numbers), taken
 
     def _position(self) -> Position:
         return self._progress.position()
@@ -234,20 +228,21 @@ class DistributedIterator(DatasetIterator):
         [6 7 8]
     """
 
-    def __init__(self, dataset: DistributedDataset, start: Start) -> None:
+    def __init__(self, dataset: DistributedDataset, epoch: EpochPass, taken: int) -> None:
         self._dataset = dataset
         self._call = f"iterating over {dataset._call}"
         self._communicator, self._workers = dataset._communicator, dataset._workers
         self._rank, self._size = self._communicator.rank, self._communicator.size
         self._assigns = dataset._split is assign_elements
-        super().__init__(dataset._node, start)
+        super().__init__(dataset._node, epoch, taken)
 
     def _elements_of(self, node: Node) -> Iterator[Step]:
         dataset, peers = self._dataset, self._workers.peers
         # Without user code, all ranks of a worker walk the same keys and need no exchange. Several
         # workers have separate pipelines, which may end at different steps.
         self._compares = self._size > 1 and (self._node.user_code or self._workers.count > 1)
-        epoch = EpochPass(self._start.numbers, PipelineChecksum(self._compares))
+        epoch = self._epoch
+        epoch.checksum = PipelineChecksum(self._compares)
         self._number = 0
         if len(peers) == 1:
             steps = (Step(1, element) for element in node.elements(epoch))
@@ -302,7 +297,7 @@ class DistributedIterator(DatasetIterator):
         except StopIteration:
             raise
         except Exception:
-            self._stop()
+            self._fail()
             raise
         except BaseException as interrupt:
             # The other ranks may have taken this step. A single replica takes it again.
@@ -408,91 +403,3 @@ class DistributedIterator(DatasetIterator):
         prefetcher = self._dataset._prefetcher
         step = Step(0, value)
         return step if prefetcher is None else next(prefetcher(iter([step])))
-
-
-# ---- how strategies make them
-
-
-def distribute_dataset(
-    dataset: Any,
-    communicator: Communicator,
-    options: InputOptions | None,
-    prefetcher: Prefetcher | None = None,
-) -> DistributedDataset:
-    """Splits each batch of `dataset` between the replicas; see `Strategy`.
-
-    `dataset` is a `Dataset`, or a re-iterable object or a generator function that yields batches.
-    `prefetcher` moves the arrays of steps, perhaps ahead of their use.
-    """
-    check_input_options(options, DISTRIBUTE)
-    node = _node_of(dataset, DISTRIBUTE)
-    # Also with one replica: a program that works on one rank must not fail on two.
-    if not node.batched:
-        raise ValueError(
-            f"{DISTRIBUTE}: the dataset {node!r} is not batched, but only batches are split "
-            "between replicas; call Dataset.batch(global_batch_size) on it first, or "
-            ".unbatch().batch(global_batch_size) if its elements have several rows each. (Pass a "
-            "generator function that yields batches as it is, without Dataset.from_generator)"
-        )
-    workers = Workers((0,) * communicator.size, communicator.rank)
-    return DistributedDataset(node, communicator, split_batches, DISTRIBUTE, prefetcher, workers)
-
-
-def distribute_from_function(
-    dataset_fn: Callable[[InputContext], Any],
-    communicator: Communicator,
-    options: InputOptions | None,
-    prefetcher: Prefetcher | None = None,
-    workers: Workers | None = None,
-) -> DistributedDataset:
-    """Assigns the elements of the dataset that `dataset_fn` makes to the replicas in turn.
-
-    In step t, replica r of N gets element `t * N + r`. If the elements end within a step, replicas
-    without an element get arrays whose first dimension is 0; if elements have no dimensions, the
-    step is left out, with a warning. Each worker has its own pipeline for its own replicas; a
-    worker whose elements have ended gets empty arrays until all workers' elements have ended.
-
-    By default there is one worker.
-    """
-    check_input_options(options, FROM_FUNCTION)
-    if not callable(dataset_fn):
-        raise TypeError(
-            f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of "
-            f"an InputContext that returns a Dataset. Pass a dataset itself to {DISTRIBUTE}"
-        )
-    workers = workers or Workers((0,) * communicator.size, communicator.rank)
-    dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
-    node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
-    return DistributedDataset(
-        node, communicator, assign_elements, FROM_FUNCTION, prefetcher, workers
-    )
-
-
-def _node_of(dataset: Any, call: str) -> Node:
-    if isinstance(dataset, Dataset):
-        return check_node(dataset, call)
-    kind = type(dataset).__name__
-    if isinstance(dataset, (str, bytes, tuple, dict)) or hasattr(dataset, "__array__"):
-        raise TypeError(
-            f"{call}: {kind} is not a dataset; make one with "
-            "Dataset.from_tensor_slices(...).batch(global_batch_size), or pass a list of batches"
-        )
-    if isinstance(getattr(dataset, "__self__", None), Dataset):
-        raise TypeError(
-            f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass its result"
-        )
-    if isinstance(dataset, DistributedDataset):
-        raise TypeError(
-            f"{call}: the dataset is already distributed; pass the Dataset it was made from"
-        )
-    if isinstance(dataset, Iterator):
-        raise TypeError(
-            f"{call}: {kind} can be iterated over only once; pass the generator function itself "
-            "(`f`, not `f()`), a list or a Dataset"
-        )
-    if not (hasattr(dataset, "__iter__") or callable(dataset)):
-        raise TypeError(
-            f"{call}: {kind} is not a dataset; pass a Dataset, a generator function or an iterable "
-            "of batches"
-        )
-    return Batches(dataset)
