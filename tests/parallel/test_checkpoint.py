@@ -1026,24 +1026,41 @@ def test_between_iterations_pipelines_are_compared(replicas, path, distribute):
         assert shown(replicas, fresh) == shown(replicas, dataset)
 
 
+KINDS = {"bytes": b"\0\xff", 3: (np.arange(2.0), None, [True, "text"], np.float32(0.1))}
+
+
 class StatefulLoader:
-    """Batches in a random order that goes on from pass to pass, as torchdata's loaders have it."""
+    """Batches in a random order that goes on from pass to pass.
+
+    Its state is, as that of torchdata's loader, the start of the pass in progress, and how many
+    batches it has yielded; after the pass the start of the next one.
+    """
 
     def __init__(self, seed):
-        self._random = np.random.default_rng(seed)
-        self._more = {"passes": 0, "name": b"\0\xff", 3: (np.arange(2.0), None, [True, "text"])}
+        self._random, self._first = np.random.default_rng(seed), 0
+        self._note(0)
+
+    def _note(self, yielded):
+        self._state = {"random": self._random.bit_generator.state, "yielded": yielded}
 
     def __iter__(self):
-        self._more["passes"] += 1
-        order = self._random.permutation(4 * N + 1)
-        return iter([{"x": order[i : i + N], "y": -order[i : i + N]} for i in range(0, 4 * N, N)])
+        first, self._first = self._first, 0
+        self._note(first)
+        return self._batches(self._random.permutation(4 * N + 1), first)
+
+    def _batches(self, order, first):
+        for i in range(first, 4):
+            self._state["yielded"] = i + 1
+            yield {"x": order[i * N : (i + 1) * N], "y": -order[i * N : (i + 1) * N]}
+        self._note(0)
 
     def state_dict(self):
-        return {"random": self._random.bit_generator.state, **self._more}
+        return {**self._state, "kinds": KINDS}
 
     def load_state_dict(self, state):
-        self._random.bit_generator.state = state["random"]
-        self._more = {name: value for name, value in state.items() if name != "random"}
+        assert repr(state["kinds"]) == repr(KINDS)
+        self._random.bit_generator.state, self._first = state["random"], state["yielded"]
+        self._note(self._first)
 
 
 @pytest.mark.core

@@ -54,6 +54,12 @@ CASES = {
     "s.experimental_distribute_dataset(pairs.batch)": "TypeError: "
     "Strategy.experimental_distribute_dataset: batch is a method of a Dataset; call it, and pass "
     "its result",
+    "pairs.padded_batch(4)": "AttributeError: Dataset.padded_batch does not exist; write "
+    "dataset.map(lambda x: np.pad(x, (0, size - len(x)))).batch(n)",
+    "Dataset.counter()": "AttributeError: Dataset.counter does not exist; write Dataset.range(start, "
+    "sys.maxsize, step)",
+    "pairs.apply(hs.data.assert_cardinality(4))": "AttributeError: Dataset.apply does not exist; "
+    "write function(dataset)",
     "Dataset.range(3, output_type='flaot')": "TypeError: Dataset.range: dtype is 'flaot', which NumPy "
     "does not take (data type 'flaot' not understood); write a dtype's name, such as 'float32'",
     # variables
