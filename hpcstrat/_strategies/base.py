@@ -38,11 +38,11 @@ from hpcstrat._strategies.transfer import (
 )
 from hpcstrat._variable.options import creators
 from hpcstrat._variable.writing import explain_assign, explain_read_only
-from hpcstrat.data import _distributing
+from hpcstrat.data import _distributed
 from hpcstrat.data._arguments import InputContext, InputOptions
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
-from hpcstrat.data._steps import Prefetcher
+from hpcstrat.data._splitting import Prefetcher
 
 _LOGICAL_DEVICES = 1
 """The logical devices per replica. TensorFlow has methods for several."""
@@ -71,8 +71,6 @@ class Strategy:
         ...     print(strategy.reduce("SUM", sums, axis=None))
         10
     """
-
-    _takes_pipeline_per_replica: bool = False
 
     def __init__(self, group: ReplicaGroup | None = None) -> None:
         if not isinstance(group, ReplicaGroup):
@@ -545,9 +543,7 @@ class Strategy:
                 over it and must get the same batches; the first batches of each pass are compared,
                 with `HPCSTRAT_CHECK=1` all batches. Of a batch of b elements, replica r of N gets
                 the next `b // N + (1 if r < b % N else 0)`. If b < N, the last replicas get an
-                empty batch, and the first time rank 0 warns (`UserWarning`). With
-                `AutoShardPolicy.OFF` in the dataset's options a short batch fills the replicas in
-                order, each up to its part of a full batch.
+                empty batch, and the first time rank 0 warns (`UserWarning`).
             options: see `InputOptions`.
 
         Returns:
@@ -556,9 +552,9 @@ class Strategy:
             say otherwise.
 
         Raises:
-            ValueError: the dataset is not batched, or its options say `AutoShardPolicy.OFF` and
-                there are several workers.
+            ValueError: the dataset is not batched.
             TypeError: `dataset` cannot be iterated over.
+            NotImplementedError: the options ask for a pipeline per replica, or on the device.
 
         Examples:
             With one replica; two would get one element each:
@@ -575,9 +571,7 @@ class Strategy:
             (array([8, 9]),)
         """
         require_cross_replica(self._group)
-        if self._group.workers.count > 1 and isinstance(dataset, Dataset):
-            _distributing.check_sharding(dataset)
-        return _distributing.distribute_dataset(
+        return _distributed.distribute_dataset(
             dataset, self._group.communicator, options, self._prefetcher(options)
         )
 
@@ -594,9 +588,7 @@ class Strategy:
                 every rank. All ranks of a host must get the same elements: in step t, replica r of
                 its n replicas takes element `t * n + r`. On several hosts the context tells which
                 pipeline this is, and each host may have different elements.
-            options: see `InputOptions`. With `PER_REPLICA`, in a `MirroredStrategy`, each replica
-                has its own pipeline, with different elements: the context has the pipeline's index,
-                and as many pipelines as there are replicas.
+            options: see `InputOptions`.
 
         Returns:
             A re-iterable of nests of `PerReplica`; with one replica, of plain values. If the
@@ -604,9 +596,7 @@ class Strategy:
 
         Raises:
             TypeError: `dataset_fn` does not return a dataset.
-            NotImplementedError: the options ask for `PER_REPLICA` in a strategy other than
-                `MirroredStrategy`.
-            ValueError: the options contradict each other.
+            NotImplementedError: the options ask for a pipeline per replica, or on the device.
 
         Examples:
             With a batch size of 4 per replica:
@@ -624,13 +614,12 @@ class Strategy:
             array([1., 1., 1., 1.], dtype=float32)
         """
         require_cross_replica(self._group)
-        return _distributing.distribute_from_function(
+        return _distributed.distribute_from_function(
             dataset_fn,
             self._group.communicator,
             options,
             self._prefetcher(options),
             self._group.workers,
-            self._takes_pipeline_per_replica,
         )
 
     @collective("Strategy.scatter", check_cross_replica)
@@ -675,8 +664,7 @@ class Strategy:
     def _prefetcher(self, options: Any) -> Prefetcher | None:
         """Copies batches to this replica's GPU, two in advance unless the options say otherwise."""
         options = options if isinstance(options, InputOptions) else InputOptions()
-        moves = options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
-        if self._group.stream is None or not moves:
+        if self._group.stream is None or not options.experimental_fetch_to_device:
             return None
         # Imported here: only a GPU needs it.
         from hpcstrat.data._device_prefetch import prefetch_to_gpu

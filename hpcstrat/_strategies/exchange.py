@@ -34,7 +34,7 @@ from hpcstrat._replicas.contexts import AcrossReplicas
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.transfer import describe_array, from_wire, to_wire
 from hpcstrat._variable.variable import Variable
-from hpcstrat.data._steps import bounds
+from hpcstrat.data._splitting import bounds
 
 # ---- leaves of nests
 
@@ -292,7 +292,7 @@ def scatter(group: ReplicaGroup, value: Any, axis: int, return_indices: bool) ->
         communicator.exchange(
             signature_of(current_call(), nests.describe(structure), f"axis={axis}", contents)
         )
-        indices = range(*bounds(communicator.rank, communicator.size, 0, size))
+        indices = range(*bounds(communicator.rank, communicator.size, size))
         own = [_own_part(group, array, axis, indices) for array in arrays]
     parts = structure.unflatten([_distributed(communicator, part) for part in own])
     return (parts, _distributed(communicator, indices)) if return_indices else parts

@@ -126,8 +126,6 @@ class MirroredStrategy(Strategy):
         MirroredStrategy(1 replica on CPU:0)
     """
 
-    _takes_pipeline_per_replica = True
-
     @names_call("MirroredStrategy")
     def __init__(
         self,
@@ -175,8 +173,6 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         >>> strategy.cluster_resolver.task_id
         0
     """
-
-    _takes_pipeline_per_replica = False
 
     @names_call("MultiWorkerMirroredStrategy")
     def __init__(

@@ -252,8 +252,8 @@ class _Restoring(NamedTuple):
             state = state_of_optimizer(optimizer)
             state.iterations = int(self.metadata[name]["iterations"])
             state.drop_sums()
-        for name, resumable in self._in_both(self.objects.positions).items():
-            resumable._seek(position_of(self.metadata[name]))
+        for name, data in self._in_both(self.objects.positions).items():
+            data._seek(position_of(self.metadata[name]))
         self.communicator.exchange(signature_of(f"{current_call()}: restored"))
 
     def _in_both(self, objects: Mapping[str, _Object]) -> dict[str, _Object]:

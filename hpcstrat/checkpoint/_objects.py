@@ -26,7 +26,9 @@ from hpcstrat._storage.base import Storage
 from hpcstrat._variable.options import VariableAggregation
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.checkpoint._format import Entry
-from hpcstrat.data._resuming import Position, Resumable
+from hpcstrat.data._dataset import Dataset
+from hpcstrat.data._distributed import DistributedDataset
+from hpcstrat.data._iterators import DatasetIterator, Position, incompatibility
 from hpcstrat.metrics import Metric
 from hpcstrat.optimizers._optimizer import Optimizer
 from hpcstrat.optimizers._state import state_of_optimizer
@@ -73,7 +75,7 @@ class CheckpointObjects:
         self.variables: dict[str, Variable] = {}
         self.on_read: dict[str, Variable] = {}
         self.optimizers: dict[str, Optimizer] = {}
-        self.positions: dict[str, Resumable] = {}
+        self.positions: dict[str, Dataset | DistributedDataset | DatasetIterator] = {}
         seen: set[int] = set()
         for name, leaf in _leaves(dict(objects)):
             if name in self.kinds or name == "__metadata__":
@@ -100,7 +102,7 @@ class CheckpointObjects:
         if isinstance(leaf, Optimizer):
             self.optimizers[name] = leaf
             return type(leaf).__name__
-        if isinstance(leaf, Resumable):
+        if isinstance(leaf, (Dataset, DistributedDataset, DatasetIterator)):
             self.positions[name] = leaf
             return "position in data"
         raise TypeError(
@@ -173,8 +175,8 @@ class CheckpointObjects:
                 )
             slots = list(optimizer.all_slots)
             metadata[name] |= {"iterations": optimizer.iterations, "slots": slots}
-        for name, resumable in self.positions.items():
-            metadata[name] |= resumable._position()._asdict()
+        for name, data in self.positions.items():
+            metadata[name] |= data._position()._asdict()
         return metadata
 
 
@@ -342,7 +344,7 @@ def position_of(metadata: Mapping[str, Any]) -> Position:
     """
     shuffles = tuple([(_count(seed), _count(number)) for seed, number in metadata["shuffles"]])
     taken = None if metadata["taken"] is None else _count(metadata["taken"])
-    return Position(str(metadata["pipeline"]), shuffles, taken)
+    return Position(str(metadata["pipeline"]), shuffles, taken, metadata["loader"])
 
 
 def all_values(v: Variable) -> np.ndarray[Any, Any]:
@@ -403,7 +405,7 @@ def _problem(
     if name in objects.optimizers:
         return _optimizer_problem(name, objects.optimizers[name], saved)
     if name in objects.positions:
-        problem = objects.positions[name]._incompatibility(position_of(saved))
+        problem = incompatibility(objects.positions[name]._node, position_of(saved))
         return None if problem is None else f"{name}: {problem}"
     if name in objects.on_read:
         return _on_read_problem(name, objects.on_read[name], entry)

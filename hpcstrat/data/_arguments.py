@@ -8,18 +8,46 @@ from __future__ import annotations
 import dataclasses
 import enum
 import operator
-import os
 import reprlib
-import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, final
-
-import numpy as np
-
-from hpcstrat.data._threads import AUTOTUNED
+from typing import Any, NoReturn, final
 
 AUTOTUNE = -1
 """Leaves a size or a number to the library."""
+
+_AUTOTUNED_CALLS = 8  # not by the host: ranks compare how far a source was read ahead
+
+INSTEAD = {
+    "save": "hs.on_lead(np.save, path, np.stack([*dataset]))",
+    "load": 'Dataset.from_tensor_slices(np.load(path, mmap_mode="r"))',
+    "flat_map": "Dataset.range(n * rows).map(lambda i: parts[i // rows][i % rows])",
+    "interleave": "Dataset.range(n * rows).map(lambda i: parts[i % n][i // n])",
+    "padded_batch": "dataset.map(lambda x: np.pad(x, (0, size - len(x)))).batch(n)",
+    "window": "from_tensor_slices(np.lib.stride_tricks.sliding_window_view(x, size, 0)[::shift])",
+    "sample_from_datasets": "from_tensor_slices(np.random.default_rng(0).choice(x, n, p=p))",
+    "choose_from_datasets": "from_tensor_slices((which, place)).map(lambda k, i: parts[k][i])",
+    "scan": "Dataset.from_generator(lambda: itertools.accumulate(dataset, function))",
+    "reduce": "functools.reduce(function, dataset, initial)",
+    "counter": "Dataset.range(start, sys.maxsize, step)",
+    "apply": "function(dataset)",
+    "get_single_element": "[element] = dataset",
+    "rebatch": "dataset.unbatch().batch(n)",
+    "list_files": "Dataset.from_tensor_slices(sorted(glob.glob(pattern)))",
+    "options": "nothing: options change nothing",
+}
+"""By methods that `tf.data.Dataset` has, what to write instead."""
+
+
+@final
+class Absent:
+    """A method that a class does not have: asking for it says what to write instead."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        self._message = f"{name} does not exist; write {instead}"
+
+    def __get__(self, instance: Any, owner: type) -> NoReturn:
+        # Without its name, from which Python would guess another attribute beside these words.
+        raise AttributeError(self._message, name=None, obj=None)
 
 
 def whole(number: Any, call: str, argument: str) -> int:
@@ -45,22 +73,6 @@ def seed_of(number: Any, call: str) -> int | None:
     return None if number is None else whole(number, call, "seed")
 
 
-def weights_of(weights: Any, call: str, count: int) -> list[float]:
-    """The argument `weights`: one number for each of `count` datasets."""
-    array = np.asarray(weights)
-    if array.ndim != 1 or array.dtype.kind not in "biuf":
-        raise TypeError(
-            f"{call}: weights is {reprlib.repr(weights)}; it must be a sequence of numbers"
-        )
-    numbers = array.astype(float).tolist()
-    if len(numbers) != count or min(numbers) < 0 or not 0 < sum(numbers) < np.inf:
-        raise ValueError(
-            f"{call}: weights is {numbers}; it must have one number for each of the {count} "
-            "datasets, not negative and not all 0"
-        )
-    return numbers
-
-
 def function_of(function: Any, call: str, argument: str) -> Callable[..., Any]:
     """The argument, which must be callable."""
     if not callable(function):
@@ -70,38 +82,11 @@ def function_of(function: Any, call: str, argument: str) -> Callable[..., Any]:
     return function
 
 
-def path_of(path: Any, call: str, argument: str = "path") -> str:
-    """The argument, a path, as text."""
-    text = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(text, str):
-        raise TypeError(f"{call}: {argument} is {reprlib.repr(path)}; it must be a path")
-    return text
-
-
-def thread_count(calls: int | None, call: str) -> int:
-    """The number of threads that `num_parallel_calls` asks for; 0 for `None`."""
+def call_count(calls: Any, call: str) -> int:
+    """The argument `num_parallel_calls`, an int or `None`."""
     if calls is None:
-        return 0
-    return AUTOTUNED if calls == AUTOTUNE else positive(calls, call, "num_parallel_calls")
-
-
-def refuse_second(name: Any, method: str) -> None:
-    """Refuses a second array, which would count as the name that TensorFlow takes."""
-    if not isinstance(name, (str, type(None))):
-        raise TypeError(
-            f"Dataset.{method}: name is {reprlib.repr(name)}; pass arrays of one element as a "
-            f"tuple: {method}((x, y))"
-        )
-
-
-def refuse_arguments(call: str, **arguments: Any) -> None:
-    """Refuses arguments that only TensorFlow's file format has."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise NotImplementedError(
-                f"{call}: {name} is {value!r}, but elements are kept as they are in memory, one "
-                "file per leaf; leave it None"
-            )
+        return 1
+    return _AUTOTUNED_CALLS if calls == AUTOTUNE else positive(calls, call, "num_parallel_calls")
 
 
 class AutoShardPolicy(enum.IntEnum):
@@ -114,127 +99,54 @@ class AutoShardPolicy(enum.IntEnum):
     HINT = 3
 
 
-class _OptionGroup:
-    """A group of options, `None` or other groups until they are set; unknown names raise."""
+@dataclasses.dataclass(slots=True)
+class DistributeOptions:
+    """The options `Options.experimental_distribute`.
 
-    def __init__(self, name: str, attributes: dict[str, Any]) -> None:
-        self.__dict__.update(attributes, _name=name)
+    Attributes:
+        auto_shard_policy: any but `OFF`, and all are the same.
+    """
 
-    if TYPE_CHECKING:  # type checkers do not know the attributes
-
-        def __getattr__(self, attribute: str) -> Any: ...
-
-    def __setattr__(self, attribute: str, value: Any) -> None:
-        known = [name for name in self.__dict__ if name != "_name"]
-        if attribute not in known:
-            raise AttributeError(
-                f"{self._name} has no attribute {attribute!r}; it has {', '.join(known)}"
-            )
-        self.__dict__[attribute] = value
-
-    def __repr__(self) -> str:
-        given = {
-            name: value
-            for name, value in self.__dict__.items()
-            if name != "_name" and value is not None
-        }
-        return f"{self._name}({', '.join(map('{}={!r}'.format, given, given.values()))})"
-
-    def __eq__(self, other: object) -> bool:
-        return type(other) is type(self) and self.__dict__ == other.__dict__
-
-    __hash__: ClassVar[None] = None  # pyright: ignore[reportIncompatibleMethodOverride]
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
 
 
-@final
-class Options(_OptionGroup):
-    """Options for `Dataset.with_options`.
+@dataclasses.dataclass(slots=True)
+class Options:
+    """Options for `Dataset.with_options`, as programs for TensorFlow set them. They change nothing.
 
-    A pipeline keeps its options, and `Dataset.options` returns them; only one has an effect.
+    Every batch is split evenly between all replicas, and the order of elements is always kept.
 
-    With `experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF`, a short batch fills the
-    replicas in order, each up to its share of a full batch, instead of being split evenly; a
-    strategy with several workers refuses it. The order of elements is always kept, whatever
-    `deterministic` is. The groups are `autotune`, `experimental_distribute`,
-    `experimental_optimization` and `threading`.
+    Attributes:
+        deterministic: whether the order is kept.
+        experimental_distribute: has the attribute `auto_shard_policy`, an `AutoShardPolicy` other
+            than `OFF`.
 
     Examples:
         >>> import hpcstrat as hs
         >>> options = hs.data.Options()
-        >>> options.experimental_distribute.auto_shard_policy = hs.data.AutoShardPolicy.OFF
-        >>> dataset = hs.data.Dataset.range(5).batch(8).with_options(options)
-        >>> options.experimental_distribute.shard_policy = hs.data.AutoShardPolicy.OFF
-        Traceback (most recent call last):
-        AttributeError: Options.experimental_distribute has no attribute 'shard_policy'; ...
+        >>> options.experimental_distribute.auto_shard_policy = hs.data.AutoShardPolicy.DATA
+        >>> print(*hs.data.Dataset.range(5).batch(2).with_options(options))
+        [0 1] [2 3] [4]
     """
 
-    def __init__(self) -> None:
-        groups = {
-            name: _OptionGroup(f"Options.{name}", dict(attributes))
-            for name, attributes in _GROUPS.items()
-        }
-        super().__init__("Options", {**dict.fromkeys(_ATTRIBUTES), **groups})
-
-    def __setattr__(self, attribute: str, value: Any) -> None:
-        if attribute in _GROUPS and not isinstance(value, _OptionGroup):
-            raise TypeError(
-                f"Options: {attribute} has attributes of its own, so {value!r} cannot replace it; "
-                f"set them instead: options.{attribute}.<name> = ..."
-            )
-        super().__setattr__(attribute, value)
-
-    def merge(self, options: Options) -> Options:
-        """A copy of these options, overridden by those that are set in `options`.
-
-        Examples:
-            >>> ours, theirs = hs.data.Options(), hs.data.Options()
-            >>> ours.deterministic, ours.experimental_slack = True, True
-            >>> theirs.deterministic = False
-            >>> merged = ours.merge(theirs)
-            >>> merged.deterministic, merged.experimental_slack
-            (False, True)
-        """
-        merged = Options()
-        for source in (self, options):
-            for name in _ATTRIBUTES:
-                if getattr(source, name) is not None:
-                    setattr(merged, name, getattr(source, name))
-            for group, attributes in _GROUPS.items():
-                for name, default in attributes.items():
-                    if (value := getattr(getattr(source, group), name)) != default:
-                        setattr(getattr(merged, group), name, value)
-        return merged
+    deterministic: bool | None = None
+    experimental_distribute: DistributeOptions = dataclasses.field(
+        default_factory=DistributeOptions
+    )
 
 
-_ATTRIBUTES = (
-    "deterministic",
-    "experimental_deterministic",
-    "experimental_external_state_policy",
-    "experimental_slack",
-    "experimental_symbolic_checkpoint",
-    "experimental_warm_start",
-)
-_GROUPS: dict[str, dict[str, Any]] = {
-    "autotune": dict.fromkeys(("autotune_algorithm", "cpu_budget", "enabled", "ram_budget")),
-    "experimental_distribute": {"auto_shard_policy": AutoShardPolicy.AUTO, "num_devices": None},
-    "experimental_optimization": dict.fromkeys(
-        (
-            "apply_default_optimizations",
-            "filter_fusion",
-            "filter_parallelization",
-            "inject_prefetch",
-            "map_and_batch_fusion",
-            "map_and_filter_fusion",
-            "map_fusion",
-            "map_parallelization",
-            "noop_elimination",
-            "parallel_batch",
-            "seq_interleave_prefetch",
-            "shuffle_and_repeat_fusion",
+def check_options(options: Any, call: str) -> None:
+    """Refuses what is not an `Options`, and `AutoShardPolicy.OFF`."""
+    if not isinstance(options, Options):
+        raise TypeError(
+            f"{call}: options is {type(options).__name__}; it must be a hpcstrat.data.Options"
         )
-    ),
-    "threading": dict.fromkeys(("max_intra_op_parallelism", "private_threadpool_size")),
-}
+    if options.experimental_distribute.auto_shard_policy == AutoShardPolicy.OFF:
+        raise NotImplementedError(
+            f"{call}: auto_shard_policy is OFF, but every batch is split evenly between all "
+            "replicas; leave it AUTO, or give each worker its own dataset with "
+            "Strategy.distribute_datasets_from_function"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +196,10 @@ class InputContext:
 
 
 class InputReplicationMode(enum.Enum):
-    """Whether a function that makes a dataset is called once per worker or once per replica."""
+    """Whether a function that makes a dataset is called once per worker or once per replica.
+
+    Strategies accept `PER_WORKER` only.
+    """
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"
@@ -297,15 +212,10 @@ class InputOptions:
     Attributes:
         experimental_fetch_to_device: whether batches are copied to the replicas' devices before
             they are used; `None` means `True`.
-        experimental_replication_mode: `InputReplicationMode.PER_WORKER`; or `PER_REPLICA`, as in
-            TensorFlow only with `MirroredStrategy.distribute_datasets_from_function`.
-        experimental_place_dataset_on_device: `True` only with `PER_REPLICA` and without
-            `experimental_fetch_to_device`. Pipelines run on the host anyway, and batches are copied
-            to the device.
+        experimental_replication_mode: must be `InputReplicationMode.PER_WORKER`.
+        experimental_place_dataset_on_device: must be `False`: pipelines run on the host.
         experimental_per_replica_buffer_size: the number of batches that are copied ahead, in
             addition to the next batch.
-        even_batches: deprecated: `True` is the default behaviour, which splits every batch evenly;
-            instead of `False`, set `AutoShardPolicy.OFF` in the dataset's options.
 
     Examples:
         >>> import hpcstrat as hs
@@ -320,17 +230,27 @@ class InputOptions:
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
-    even_batches: bool | None = None
 
     def __post_init__(self) -> None:
         if self.experimental_fetch_to_device is None:
             object.__setattr__(self, "experimental_fetch_to_device", True)
-        if self.even_batches is not None:
-            off = ", and set AutoShardPolicy.OFF in the options of the dataset"
-            remedy = "" if self.even_batches else off
-            warnings.warn(
-                f"InputOptions: even_batches is {self.even_batches}, but every batch is split "
-                f"evenly now; leave it out{remedy}",
-                DeprecationWarning,
-                stacklevel=3,
-            )
+
+
+def check_input_options(options: Any, call: str) -> None:
+    """Refuses what is not an `InputOptions`, or asks for what strategies do not do."""
+    if options is None:
+        return
+    if not isinstance(options, InputOptions):
+        raise TypeError(
+            f"{call}: options is {type(options).__name__}; it must be an InputOptions or None"
+        )
+    if options.experimental_replication_mode is not InputReplicationMode.PER_WORKER:
+        raise NotImplementedError(
+            f"{call}: experimental_replication_mode is {options.experimental_replication_mode!r}; "
+            "it must be PER_WORKER: one pipeline feeds all replicas of a worker"
+        )
+    if options.experimental_place_dataset_on_device:
+        raise NotImplementedError(
+            f"{call}: experimental_place_dataset_on_device is True, but pipelines run on the host; "
+            "leave it False: experimental_fetch_to_device=True copies batches ahead"
+        )

@@ -15,7 +15,7 @@ from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import is_numeric
 from hpcstrat._core.timeline import INPUT, span
 from hpcstrat._memory.layout import layout_of
-from hpcstrat.data._steps import Prefetcher, Step
+from hpcstrat.data._splitting import Prefetcher, Step
 from hpcstrat.data._threads import threads_of
 
 _ALIGNMENT = 256  # bytes, for fast loads on the GPU

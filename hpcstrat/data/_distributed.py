@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -22,23 +22,25 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
-from hpcstrat.data._elements import with_failures
-from hpcstrat.data._node import (
-    INFINITE,
-    UNKNOWN,
-    EpochPass,
-    Node,
-    PipelineChecksum,
-    ShuffleState,
+from hpcstrat.data._arguments import InputContext, InputOptions, check_input_options
+from hpcstrat.data._dataset import Dataset, check_node
+from hpcstrat.data._iterators import DatasetIterator, Position, Progress, Start, length
+from hpcstrat.data._loaders import Batches
+from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, PipelineChecksum
+from hpcstrat.data._splitting import (
+    DISTRIBUTE,
+    FROM_FUNCTION,
+    Prefetcher,
+    Step,
+    assign_elements,
+    split_batches,
 )
-from hpcstrat.data._resuming import DatasetIterator, ResumableDataset, in_turn, length
-from hpcstrat.data._steps import Prefetcher, Step, assign_elements, step_of_one
 
 _END = Step(None, None)
 
 
 @final
-class DistributedDataset(ResumableDataset):
+class DistributedDataset:
     """A dataset whose steps are nests of `PerReplica`, or of plain arrays if there is one replica.
 
     Strategies make them. They can be iterated over repeatedly but not transformed: transform the
@@ -66,7 +68,7 @@ class DistributedDataset(ResumableDataset):
         prefetcher: Prefetcher | None,
         workers: Workers,
     ) -> None:
-        super().__init__(node)
+        self._node, self._progress = node, Progress(node)
         self._communicator, self._workers = communicator, workers
         self._split = split  # returns one replica's steps of a pipeline
         self._prefetcher = prefetcher
@@ -146,38 +148,33 @@ class DistributedDataset(ResumableDataset):
         Raises:
             ReplicaMismatchError: the ranks' pipelines, or arrays, differ.
         """
-        rounds, taken = self._next_start()
         with call_named(f"iterating over {self._call}"):
-            epoch = self._start_together(rounds, taken)
+            start = self._start_together()
         self._is_compared = True
-        iterator = DistributedIterator(self, epoch, taken)
-        self._note_start(iterator)
+        iterator = DistributedIterator(self, start)
+        self._progress.note(iterator)
         return iterator
 
-    def _start_together(self, starts: Mapping[ShuffleState, int], taken: int) -> EpochPass:
-        """A pass in which all ranks of a worker meet the same elements in the same order.
+    def _start_together(self) -> Start:
+        """The start of a pass in which all ranks of a worker meet the same elements in one order.
 
-        Collective. `starts` has the rounds with which shuffles start, if not with their next.
+        Collective.
         """
         node, communicator, workers = self._node, self._communicator, self._workers
         if communicator.size == 1:
-            return EpochPass(starts)
+            return self._progress.start()
         with communicator.raise_together():
-            shuffles = node.shuffles()
+            start = self._progress.start()
             pipeline = f"{node!r} with {node.cardinality()} elements" + (
-                f" after the first {taken}" if taken else ""
+                f" after the first {start.taken}" if start.taken else ""
             )
-            states = [
-                (seed, starts.get(shuffle, number))
-                for shuffle in shuffles
-                for seed, number in [shuffle.state()]
-            ]
+            orders = [(shuffle.drawn(), number) for shuffle, number in start.numbers.items()]
             # Arrays seldom change between epochs, so their samples, which may have to be read from
             # disk, are compared only once.
             every = settings.is_on("HPCSTRAT_CHECK")
             arrays = [] if self._is_compared and not every else node.checksums(every)
-            everyones = communicator.all_gather_obj((pipeline, states, arrays))
-        pipelines, orders, contents = zip(*everyones, strict=True)
+            everyones = communicator.all_gather_obj((pipeline, orders, arrays))
+        pipelines, all_orders, contents = zip(*everyones, strict=True)
         if any(len(set(of_worker)) > 1 for of_worker in workers.group_by_worker(pipelines)):
             seen = "".join(f"\n  {line}" for line in list_by_rank(enumerate(pipelines)))
             raise ReplicaMismatchError(
@@ -186,13 +183,19 @@ class DistributedDataset(ResumableDataset):
             )
         for of_worker in workers.group_by_worker(list(enumerate(contents))):
             _require_equal_arrays(of_worker)
-        # All take the seeds and rounds of the worker's first rank: shuffles without a seed may
+        # All take the orders of the worker's first rank: the seeds of shuffles without one may
         # differ, and a rank may have iterated on its own.
-        rounds = {}
-        for shuffle, (seed, number) in zip(shuffles, orders[workers.peers[0]], strict=True):
-            shuffle.seed = seed
-            rounds[shuffle] = number
-        return EpochPass(rounds)
+        orders = all_orders[workers.peers[0]]
+        for shuffle, (seed, number) in zip(start.numbers, orders, strict=True):
+            shuffle.seed, shuffle.passes = seed, number + 1
+        numbers = {shuffle: shuffle.passes - 1 for shuffle in start.numbers}
+        return start._replace(numbers=numbers)
+
+    def _position(self) -> Position:
+        return self._progress.position()
+
+    def _seek(self, position: Position) -> None:
+        self._progress.seek(position)
 
     def __repr__(self) -> str:
         return f"{self._call}({self._node!r})"
@@ -231,29 +234,27 @@ class DistributedIterator(DatasetIterator):
         [6 7 8]
     """
 
-    def __init__(self, dataset: DistributedDataset, epoch: EpochPass, taken: int) -> None:
+    def __init__(self, dataset: DistributedDataset, start: Start) -> None:
         self._dataset = dataset
         self._call = f"iterating over {dataset._call}"
         self._communicator, self._workers = dataset._communicator, dataset._workers
         self._rank, self._size = self._communicator.rank, self._communicator.size
         self._assigns = dataset._split is assign_elements
-        super().__init__(dataset._node, epoch, taken)
+        super().__init__(dataset._node, start)
 
     def _elements_of(self, node: Node) -> Iterator[Step]:
         dataset, peers = self._dataset, self._workers.peers
         # Without user code, all ranks of a worker walk the same keys and need no exchange. Several
         # workers have separate pipelines, which may end at different steps.
         self._compares = self._size > 1 and (self._node.user_code or self._workers.count > 1)
-        self._epoch.checksum = PipelineChecksum(
-            self._compares, every=settings.is_on("HPCSTRAT_CHECK")
-        )
+        epoch = EpochPass(self._start.numbers, PipelineChecksum(self._compares))
         self._number = 0
         if len(peers) == 1:
-            steps = map(step_of_one, with_failures(node.elements(self._epoch)))
+            steps = (Step(1, element) for element in node.elements(epoch))
         else:
-            steps = dataset._split(node, self._epoch, peers.index(self._rank), len(peers))
+            steps = dataset._split(node, epoch, peers.index(self._rank), len(peers))
         prefetcher = dataset._prefetcher
-        return self._ahead(steps) if prefetcher is None else in_turn(steps, prefetcher, self._epoch)
+        return self._ahead(steps) if prefetcher is None else prefetcher(steps)
 
     @property
     def element_spec(self) -> Any:
@@ -277,8 +278,8 @@ class DistributedIterator(DatasetIterator):
             ValueError: called inside a replica function.
             ReplicaMismatchError: the ranks' pipelines have different elements, or different numbers
                 of them.
-            Exception: whatever a function of the pipeline raised on any rank. The next call returns
-                the next step.
+            Exception: what a function of the pipeline raised on any rank; the pass is then over,
+                and its position is at this step.
         """
         if type(contexts.current.get()) is InReplica:
             raise ValueError(
@@ -289,21 +290,19 @@ class DistributedIterator(DatasetIterator):
         taken = self._taken
         try:
             step = self._compare_step() if self._compares else next(self._elements, _END)
-            total, value, _, error, is_scarce = step
-            if total is None and error is None:
+            total, value, _, is_scarce = step
+            if total is None:
                 self._end()
                 raise StopIteration
-            # A position counts elements of the pipeline: one per step, or what the replicas got.
-            self._taken = (taken or 0) + ((total or 0) if self._assigns else 1)
-            if error is not None:
-                try:
-                    raise error
-                finally:  # the traceback keeps this frame alive, and thus the batch
-                    del step, value, error
             if is_scarce and not self._dataset._has_warned:
                 self._warn(total)
+            # A position counts elements of the pipeline: one per step, or what the replicas got.
+            self._taken = (taken or 0) + (total if self._assigns else 1)
             return value if self._size == 1 else self._parts_of(value)
+        except StopIteration:
+            raise
         except Exception:
+            self._stop()
             raise
         except BaseException as interrupt:
             # The other ranks may have taken this step. A single replica takes it again.
@@ -328,31 +327,23 @@ class DistributedIterator(DatasetIterator):
         leaves, structure = _elements.flatten(value)
         return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
 
-    def _end(self) -> None:
-        """Ends the pass, at the same step on all ranks."""
-        super()._end()
+    def _stop(self) -> None:
+        """Makes the next step the last, on all ranks."""
+        super()._stop()
         self._compares = False
 
     @names_call(lambda self: self._call)
     def _compare_step(self) -> Step:
         """The next step, after all ranks have checked that theirs are the same. Collective."""
-        try:
-            with self._communicator.raise_together():
-                step = next(self._elements, _END)
-                # One exchange covers everything that can differ. Without it, a rank whose generator
-                # ends early would leave the other ranks waiting in a collective of the step.
-                own = step.total, step.checksum, step.error is not None, step.is_scarce
-                everyones = self._communicator.all_gather_differing_obj(
-                    (*own, self._kinds(step.value))
-                )
-        except BaseException:
-            self._end()
-            raise
+        with self._communicator.raise_together():
+            step = next(self._elements, _END)
+            # One exchange covers everything that can differ. Without it, a rank whose generator
+            # ends early would leave the other ranks waiting in a collective of the step.
+            own = step.total, step.checksum, step.is_scarce, self._kinds(step.value)
+            everyones = self._communicator.all_gather_differing_obj(own)
         number = self._number
         self._number += 1
-        totals, checksums, failed, scarce, kinds = zip(*everyones, strict=True)
-        if any(failed):
-            return step._replace(error=self._error_of_all(step.error))
+        totals, checksums, scarce, kinds = zip(*everyones, strict=True)
         if seen := self._differences(totals):
             raise ReplicaMismatchError(
                 f"{self._call}: the ranks have different numbers of elements in step {number}: "
@@ -369,7 +360,7 @@ class DistributedIterator(DatasetIterator):
                 "batch is split between the replicas anyway"
             )
         if kinds.count(kinds[0]) < len(kinds):  # no replica alone has seen all rows of the batch
-            return step._replace(error=_elements.mismatch_error(kinds))
+            raise _elements.mismatch_error(kinds)
         if None in totals and any(total is not None for total in totals):
             empty = self._empty()
             return (step if step.total is not None else empty)._replace(is_scarce=True)
@@ -381,19 +372,6 @@ class DistributedIterator(DatasetIterator):
             return None
         return _elements.kinds_of_rows(value)
 
-    def _error_of_all(self, error: Exception | None) -> Exception | None:
-        """The error of this step: this rank's own, or that of the first rank that has one.
-
-        Collective.
-        """
-        try:
-            with self._communicator.raise_together():
-                if error is not None:
-                    raise error
-                self._communicator.all_gather_obj(None)
-        except Exception as raised:
-            return raised
-
     def _warn(self, total: int | None) -> None:
         """Warns, once per dataset, that some replicas have no elements in a step."""
         self._dataset._has_warned = True
@@ -404,8 +382,6 @@ class DistributedIterator(DatasetIterator):
         else:
             what = f"some of {size} replicas have no elements of a batch of {total}"
             remedy = "pass batch(..., drop_remainder=True)"
-            if total and total >= size:
-                remedy += ", or do without AutoShardPolicy.OFF"
         warn(
             f"{self._call}: {what}, whose means are nan; divide sums by the global batch size, or "
             f"{remedy}",
@@ -413,17 +389,15 @@ class DistributedIterator(DatasetIterator):
         )
 
     def _differences(self, values: Sequence[int | None]) -> str:
-        """The values as text, and ends the iteration, if they differ within a worker; else ""."""
+        """The values as text if they differ within a worker; else ""."""
         if all(len(set(of_worker)) == 1 for of_worker in self._workers.group_by_worker(values)):
             return ""
-        self._end()
         return join_by_rank(enumerate("none" if n is None else str(n) for n in values))
 
     def _empty(self) -> Step:
         """The step of a worker whose elements have ended before another worker's."""
         spec = self._node.spec()
         if any(not leaf.shape for leaf in _elements.flatten(spec)[0]):
-            self._end()
             raise ValueError(
                 f"{self._call}: one worker's elements end before another's, and elements without "
                 "dimensions have no empty form; batch the dataset"
@@ -434,3 +408,91 @@ class DistributedIterator(DatasetIterator):
         prefetcher = self._dataset._prefetcher
         step = Step(0, value)
         return step if prefetcher is None else next(prefetcher(iter([step])))
+
+
+# ---- how strategies make them
+
+
+def distribute_dataset(
+    dataset: Any,
+    communicator: Communicator,
+    options: InputOptions | None,
+    prefetcher: Prefetcher | None = None,
+) -> DistributedDataset:
+    """Splits each batch of `dataset` between the replicas; see `Strategy`.
+
+    `dataset` is a `Dataset`, or a re-iterable object or a generator function that yields batches.
+    `prefetcher` moves the arrays of steps, perhaps ahead of their use.
+    """
+    check_input_options(options, DISTRIBUTE)
+    node = _node_of(dataset, DISTRIBUTE)
+    # Also with one replica: a program that works on one rank must not fail on two.
+    if not node.batched:
+        raise ValueError(
+            f"{DISTRIBUTE}: the dataset {node!r} is not batched, but only batches are split "
+            "between replicas; call Dataset.batch(global_batch_size) on it first, or "
+            ".unbatch().batch(global_batch_size) if its elements have several rows each. (Pass a "
+            "generator function that yields batches as it is, without Dataset.from_generator)"
+        )
+    workers = Workers((0,) * communicator.size, communicator.rank)
+    return DistributedDataset(node, communicator, split_batches, DISTRIBUTE, prefetcher, workers)
+
+
+def distribute_from_function(
+    dataset_fn: Callable[[InputContext], Any],
+    communicator: Communicator,
+    options: InputOptions | None,
+    prefetcher: Prefetcher | None = None,
+    workers: Workers | None = None,
+) -> DistributedDataset:
+    """Assigns the elements of the dataset that `dataset_fn` makes to the replicas in turn.
+
+    In step t, replica r of N gets element `t * N + r`. If the elements end within a step, replicas
+    without an element get arrays whose first dimension is 0; if elements have no dimensions, the
+    step is left out, with a warning. Each worker has its own pipeline for its own replicas; a
+    worker whose elements have ended gets empty arrays until all workers' elements have ended.
+
+    By default there is one worker.
+    """
+    check_input_options(options, FROM_FUNCTION)
+    if not callable(dataset_fn):
+        raise TypeError(
+            f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of "
+            f"an InputContext that returns a Dataset. Pass a dataset itself to {DISTRIBUTE}"
+        )
+    workers = workers or Workers((0,) * communicator.size, communicator.rank)
+    dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
+    node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
+    return DistributedDataset(
+        node, communicator, assign_elements, FROM_FUNCTION, prefetcher, workers
+    )
+
+
+def _node_of(dataset: Any, call: str) -> Node:
+    if isinstance(dataset, Dataset):
+        return check_node(dataset, call)
+    kind = type(dataset).__name__
+    if isinstance(dataset, (str, bytes, tuple, dict)) or hasattr(dataset, "__array__"):
+        raise TypeError(
+            f"{call}: {kind} is not a dataset; make one with "
+            "Dataset.from_tensor_slices(...).batch(global_batch_size), or pass a list of batches"
+        )
+    if isinstance(getattr(dataset, "__self__", None), Dataset):
+        raise TypeError(
+            f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass its result"
+        )
+    if isinstance(dataset, DistributedDataset):
+        raise TypeError(
+            f"{call}: the dataset is already distributed; pass the Dataset it was made from"
+        )
+    if isinstance(dataset, Iterator):
+        raise TypeError(
+            f"{call}: {kind} can be iterated over only once; pass the generator function itself "
+            "(`f`, not `f()`), a list or a Dataset"
+        )
+    if not (hasattr(dataset, "__iter__") or callable(dataset)):
+        raise TypeError(
+            f"{call}: {kind} is not a dataset; pass a Dataset, a generator function or an iterable "
+            "of batches"
+        )
+    return Batches(dataset)

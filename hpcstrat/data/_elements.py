@@ -1,8 +1,7 @@
-"""A dataset's elements, nests of arrays: they are converted, stacked, described and compared."""
+"""Elements, nests of arrays: they are converted, stacked, described and compared."""
 
 from __future__ import annotations
 
-import abc
 import functools
 import math
 import mmap
@@ -26,82 +25,6 @@ _FILE_SAMPLE = 4, 8  # rows, and elements per row, of a file: each may cost a di
 _CHUNK_BYTES = 1 << 20  # keeps the copy of a non-contiguous array small
 
 
-class DatasetLeaf(abc.ABC):
-    """A dataset, which can be a leaf of an element like an array: `window` makes such elements."""
-
-    @property
-    @abc.abstractmethod
-    def element_spec(self) -> Any: ...
-
-
-class DatasetSpec(TensorSpec):
-    """The specification of a dataset that is a leaf of an element.
-
-    Attributes:
-        element_spec: the nest of specifications of its elements.
-
-    Examples:
-        >>> import hpcstrat as hs
-        >>> hs.data.Dataset.range(6).window(2).element_spec
-        DatasetSpec(TensorSpec(shape=(), dtype=int64, name=None))
-    """
-
-    __slots__ = ("element_spec",)
-
-    def __init__(self, element_spec: Any) -> None:
-        super().__init__((), np.object_)
-        self.element_spec: Any = element_spec
-
-    def _key(self) -> tuple[Any, ...]:
-        leaves, structure = flatten(self.element_spec)
-        return (type(self), structure, *leaves)
-
-    def __repr__(self) -> str:
-        return f"DatasetSpec({self.element_spec!r})"
-
-
-class FailedElement:
-    """Takes the place of an element that user code failed to make.
-
-    A generator that raises is finished. So an exception travels through streams and buffers as a
-    value: it is raised in its turn, and the elements after it are not lost.
-    """
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-
-def with_failures(elements: Iterator[Any]) -> Iterator[Any]:
-    """The elements, with a `FailedElement` in place of each that raises."""
-    while True:
-        try:
-            element = next(elements)
-        except StopIteration:
-            return
-        except Exception as error:
-            element = FailedElement(error)
-        yield element
-
-
-def attempt(function: Callable[[Any], Any], element: Any) -> Any:
-    """`function(element)`; a `FailedElement` if that raises, or if `element` is one already."""
-    if isinstance(element, FailedElement):
-        return element
-    try:
-        return function(element)
-    except Exception as error:
-        return FailedElement(error)
-
-
-def unwrap(item: Any) -> Any:
-    """The item, if it is an element; raises the error of a `FailedElement`."""
-    if isinstance(item, FailedElement):
-        raise item.error
-    return item
-
-
 def flatten(element: Any) -> tuple[list[Any], nests.Structure]:
     """The leaves of an element, and its structure. As in `tf.data`, `None` is a part of that."""
     return nests.flatten(element, none_is_leaf=False)
@@ -119,13 +42,11 @@ def map_leaves(fn: Callable[[Any], Any], element: Any) -> Any:
 
 
 def as_leaf(value: Any) -> Any:
-    """`value` as an array, or as a NumPy scalar if it has no dimensions. A dataset is unchanged.
+    """`value` as an array, or as a NumPy scalar if it has no dimensions.
 
     As in TensorFlow, Python floats become `float32` and Python ints `int32` if they fit; arrays
     keep their dtype.
     """
-    if isinstance(value, DatasetLeaf):
-        return value
     try:
         array = as_array("Dataset", value, on_gpu=False)
     except ValueError as error:
@@ -217,11 +138,6 @@ def stack(elements: Sequence[Any]) -> Any:
         if other != structure:
             raise _structure_error(nests.describe(structure), nests.describe(other))
     for leaves in zip(*rows, strict=True):
-        if any(isinstance(leaf, DatasetLeaf) for leaf in leaves):
-            raise TypeError(
-                "Dataset.batch: the elements are datasets, such as Dataset.window makes; make "
-                "arrays of them first: Dataset.flat_map(lambda window: window.batch(size))"
-            )
         if len({leaf.shape for leaf in leaves}) > 1 or len(dtypes_of(leaves)) > 1:
             raise _kind_error([_kind(leaf, leaf.shape) for leaf in leaves])
         columns.append(np.stack(leaves) if leaves[0].shape else np.array(leaves))
@@ -278,15 +194,18 @@ def _kind_error(kinds: Iterable[_Kind]) -> ValueError:
     )
 
 
-def unstack(batch: Any) -> Iterator[Any]:
-    """The rows of a nest of arrays with equal first dimensions; they share the arrays' memory."""
+def unstack(batch: Any, call: str = "Dataset") -> Iterator[Any]:
+    """Copies of the rows of a nest of arrays with equal first dimensions.
+
+    Copies, because a row that is kept must not keep the others.
+    """
     leaves, structure = flatten(batch)
-    size = leading_size(leaves)
+    size = leading_size(leaves, call)
     if len(leaves) == 1 and leaves[0] is batch:
-        yield from batch
+        yield from batch if batch.ndim == 1 else map(np.copy, batch)
     else:
         for i in range(size):
-            yield structure.unflatten([leaf[i] for leaf in leaves])
+            yield structure.unflatten([leaf[i].copy() for leaf in leaves])
 
 
 def rows(batch: Any, start: int, stop: int) -> Any:
@@ -296,33 +215,27 @@ def rows(batch: Any, start: int, stop: int) -> Any:
 
 def copy_of(element: Any) -> Any:
     """A copy of an element, safe to write to."""
-    return map_leaves(lambda leaf: leaf if isinstance(leaf, DatasetLeaf) else leaf.copy(), element)
+    return map_leaves(lambda leaf: leaf.copy(), element)
 
 
-def leading_size(leaves: Sequence[Any]) -> int:
+def leading_size(leaves: Sequence[Any], call: str) -> int:
     """The number of rows, the same in all leaves."""
     sizes = {leaf.shape[0] if leaf.shape else -1 for leaf in leaves}
     if len(sizes) != 1 or -1 in sizes:
         shapes = ", ".join(str(list(leaf.shape)) for leaf in leaves) or "none"
         raise ValueError(
-            "Dataset: arrays that are batches, or that are sliced, must have a first dimension, "
-            f"all the same; their shapes are {shapes}"
+            f"{call}: the arrays must have a first dimension, all the same; their shapes are "
+            f"{shapes}"
         )
     return sizes.pop()
 
 
 def spec_of(element: Any) -> Any:
     """The nest of `TensorSpec` that describes `element`."""
-
-    def spec(leaf: Any) -> TensorSpec:
-        if isinstance(leaf, DatasetLeaf):
-            return DatasetSpec(leaf.element_spec)
-        return TensorSpec(leaf.shape, leaf.dtype)
-
-    return map_leaves(spec, element)
+    return map_leaves(lambda leaf: TensorSpec(leaf.shape, leaf.dtype), element)
 
 
-def common_spec(first: Any, second: Any) -> Any:
+def common_spec(first: Any, second: Any, call: str) -> Any:
     """The spec that covers both: differing sizes are `None`, strings have the greater length.
 
     Raises:
@@ -335,19 +248,15 @@ def common_spec(first: Any, second: Any) -> Any:
         for pair in zip(ours, theirs, strict=True)
     ):
         raise TypeError(
-            "Dataset: elements must have the same structure, dtype and number of dimensions; they "
+            f"{call}: elements must have the same structure, dtype and number of dimensions; they "
             f"are {first} and {second}"
         )
-    return structure.unflatten(map(_common_leaf, ours, theirs))
 
+    def common(first: TensorSpec, second: TensorSpec) -> TensorSpec:
+        shape = [m if m == n else None for m, n in zip(first.shape, second.shape, strict=True)]
+        return TensorSpec(shape, np.result_type(first.dtype, second.dtype))
 
-def _common_leaf(first: Any, second: Any) -> TensorSpec:
-    if first == second:
-        return first
-    if isinstance(first, DatasetSpec):
-        return DatasetSpec(common_spec(first.element_spec, second.element_spec))
-    shape = [m if m == n else None for m, n in zip(first.shape, second.shape, strict=True)]
-    return TensorSpec(shape, np.result_type(first.dtype, second.dtype))
+    return structure.unflatten(map(common, ours, theirs))
 
 
 def checksum_of(array: np.ndarray[Any, Any], value: int = 0) -> int:
@@ -385,8 +294,9 @@ def checksum_of_sample(array: Any, value: int = 0) -> int:
     """
     if not isinstance(array, np.ndarray):
         size = math.prod(array.shape[1:])
-        rows, columns = map(_spread, (array.shape[0], size), _FILE_SAMPLE)
-        sample = array.elements((rows[:, np.newaxis] * size + columns).ravel())
+        count = max(2, min(_FILE_SAMPLE[0], _SAMPLE_BYTES // max(1, size * array.dtype.itemsize)))
+        rows = array.take(_spread(array.shape[0], count), 0).reshape(-1, size)
+        sample = rows[:, _spread(size, _FILE_SAMPLE[1])]
         return checksum_of(sample, zlib.crc32(str(array.shape).encode(), value))
     if array.size == 0:
         return checksum_of(array, value)

@@ -1,7 +1,7 @@
 """Threads that prepare elements: several at once, or ahead of their use. The order is always kept.
 
-An exception in a thread is raised when the turn of its element comes, and the next element follows.
-Threads belong to one iterator: when it ends or is dropped, they finish their current calls and end.
+An error in a thread is raised when the turn of its element comes. Threads belong to one iterator:
+when it ends or is dropped, they finish their current calls and end.
 """
 
 from __future__ import annotations
@@ -9,44 +9,119 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeAlias
 
 from hpcstrat._core import gpu
-from hpcstrat.data._elements import attempt, unwrap, with_failures
 
 Submit: TypeAlias = Callable[..., "Future[Any]"]
 """Runs a call in a thread."""
 
-AUTOTUNED = 8
-"""The number of threads if a call leaves it to the library.
-
-It must not depend on the host: threads read a source ahead, and ranks compare how far it was read.
-"""
+_END = object()
 
 
 def map_in_threads(
-    function: Callable[[Any], Any], items: Iterator[Any], threads: int
+    function: Callable[[Any], Any], items: Iterator[Any], calls: int
 ) -> Iterator[Any]:
-    """`map(function, items)`, with up to `threads` calls at once.
+    """`map(function, items)`, with up to `calls` calls at once, and so many elements ahead.
 
-    The caller's thread takes the items.
+    The caller's thread takes the items, always equally many ahead, because ranks compare how far a
+    source was read. It also makes the calls that no thread has begun when their turn comes: those
+    that are over sooner than a thread wakes up then cost hardly more than without threads.
     """
-    return map(function, items) if threads < 2 else map(unwrap, _map(function, items, threads))
+    return map(function, items) if calls < 2 else _map(function, items, calls)
 
 
-def _map(function: Callable[[Any], Any], items: Iterator[Any], threads: int) -> Iterator[Any]:
-    with threads_of(threads) as submit:
-        waiting: deque[Future[Any]] = deque()
-        for item in with_failures(items):
-            waiting.append(submit(attempt, function, item))
-            # One item more than there are threads, so that no thread waits for the caller.
-            if len(waiting) > threads:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+class _Call:
+    """A call, which the first thread to claim it makes."""
+
+    __slots__ = ("_claim", "_error", "_function", "_item", "_made", "_result")
+
+    def __init__(self, function: Callable[[Any], Any], item: Any) -> None:
+        self._function, self._item = function, item
+        self._claim, self._made = threading.Lock(), threading.Lock()
+        self._made.acquire()
+        self._error: BaseException | None = None
+
+    def make(self) -> None:
+        """Makes the call, unless another thread has claimed it."""
+        if self._claim.acquire(blocking=False):
+            item, self._item = self._item, None  # this call may be kept longer than the item
+            try:
+                self._result = self._function(item)
+            except BaseException as error:
+                self._error = error
+            finally:
+                self._made.release()
+
+    def result(self) -> Any:
+        """The result; waits for the thread that makes the call."""
+        self._made.acquire()
+        error, self._error = self._error, None
+        if error is None:
+            return self._result
+        try:
+            raise error
+        finally:
+            del error  # its traceback keeps this frame alive
+
+
+def _map(function: Callable[[Any], Any], items: Iterator[Any], calls: int) -> Iterator[Any]:
+    waiting: deque[_Call] = deque()  # in order
+    unclaimed: deque[_Call] = deque()
+    idle = deque(range(calls))  # the threads that have nothing to do
+    permits = deque(range(calls))  # one for each call that is being made
+
+    def help_out(thread: int) -> None:
+        try:
+            while True:
+                permit = permits.popleft()
+                try:
+                    unclaimed.popleft().make()
+                finally:
+                    permits.append(permit)
+        except IndexError:  # no call is left, or none may be made now
+            idle.append(thread)
+
+    with threads_of(calls) as submit:
+        try:
+            for call in _calls(function, items):
+                waiting.append(call)
+                unclaimed.append(call)
+                if idle:
+                    submit(help_out, idle.popleft())
+                if len(waiting) > calls:
+                    yield _result(waiting.popleft(), permits)
+            while waiting:
+                yield _result(waiting.popleft(), permits)
+        finally:
+            unclaimed.clear()
+
+
+def _calls(function: Callable[[Any], Any], items: Iterator[Any]) -> Iterator[_Call]:
+    try:
+        for item in items:
+            yield _Call(function, item)
+    except Exception as error:  # its turn comes after the elements before it
+        yield _Call(_raise, error)
+
+
+def _raise(error: Exception) -> None:
+    raise error
+
+
+def _result(call: _Call, permits: deque[int]) -> Any:
+    """The result of the call whose turn it is: made here, if no thread has begun it."""
+    try:
+        permit = permits.popleft()
+    except IndexError:  # the threads that have them take this call first
+        return call.result()
+    call.make()
+    permits.append(permit)
+    return call.result()
 
 
 @contextlib.contextmanager
@@ -66,6 +141,17 @@ def threads_of(count: int) -> Iterator[Submit]:
         # Without waiting: a user's function may take long, and an iterator may be dropped anywhere,
         # even in one of the threads.
         executor.shutdown(wait=False, cancel_futures=True)
+
+
+def take_ahead(elements: Iterator[Any], count: int) -> Iterator[Any]:
+    """The elements; a thread takes up to `count` before they are asked for."""
+    with threads_of(1) as submit:
+        waiting = deque([submit(next, elements, _END) for _ in range(count)])
+        while True:
+            waiting.append(submit(next, elements, _END))
+            if (element := waiting.popleft().result()) is _END:
+                return
+            yield element
 
 
 def _current_place() -> Callable[[], contextlib.AbstractContextManager[Any]]:
