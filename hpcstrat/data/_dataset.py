@@ -319,7 +319,7 @@ class Dataset:
 
         Examples:
             >>> print(*hs.data.Dataset.range(3).shuffle(3, seed=1).repeat(3))
-            0 1 2 2 0 1 0 1 2
+            0 1 2 2 0 1 1 2 0
             >>> print(*hs.data.Dataset.range(3).repeat(2).batch(4))
             [0 1 2 0] [1 2]
         """
