@@ -38,7 +38,7 @@ from hpcstrat._strategies.transfer import (
 )
 from hpcstrat._variable.options import creators
 from hpcstrat._variable.writing import explain_assign, explain_read_only
-from hpcstrat.data import _distributed
+from hpcstrat.data import _distributing
 from hpcstrat.data._arguments import InputContext, InputOptions
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
@@ -571,7 +571,7 @@ class Strategy:
             (array([8, 9]),)
         """
         require_cross_replica(self._group)
-        return _distributed.distribute_dataset(
+        return _distributing.distribute_dataset(
             dataset, self._group.communicator, options, self._prefetcher(options)
         )
 
@@ -614,7 +614,7 @@ class Strategy:
             array([1., 1., 1., 1.], dtype=float32)
         """
         require_cross_replica(self._group)
-        return _distributed.distribute_from_function(
+        return _distributing.distribute_from_function(
             dataset_fn,
             self._group.communicator,
             options,

@@ -48,7 +48,8 @@ class Map(Transformation):
     def spec(self) -> Any:
         """See `Node`. Calls the function on the first element, or else on zeros.
 
-        A size of the result that is equal to one that varies in the input counts as varying.
+        A size of the result that is equal to one of the input on the same axis is unknown if that
+        one is.
         """
         if self._spec is None:
             example, inner = self._source.first(), self._source.spec()
@@ -57,19 +58,18 @@ class Map(Transformation):
                     lambda leaf: np.zeros([n or 2 for n in leaf.shape], leaf.dtype)[()], inner
                 )
             pairs = zip(_elements.flatten(example)[0], _elements.flatten(inner)[0], strict=True)
-            varying = {
-                size
+            unknown = {
+                (axis, size)
                 for leaf, spec in pairs
-                for size, known in zip(leaf.shape, spec.shape, strict=True)
-                if known is None
+                for axis, size in enumerate(leaf.shape)
+                if spec.shape[axis] is None
             }
 
-            def with_unknown_sizes(leaf: TensorSpec) -> TensorSpec:
-                shape = [None if size in varying else size for size in leaf.shape]
+            def spec_of(leaf: Any) -> TensorSpec:
+                shape = [None if place in unknown else place[1] for place in enumerate(leaf.shape)]
                 return TensorSpec(shape, leaf.dtype)
 
-            spec = _elements.spec_of(self._apply(example))
-            self._spec = _elements.map_leaves(with_unknown_sizes, spec)
+            self._spec = _elements.map_leaves(spec_of, self._apply(example))
         return self._spec
 
     def load(self, items: Iterator[Any]) -> Iterator[Any]:
@@ -283,13 +283,15 @@ class _ByKey(_SameOrder):
 
         # Runs, so that threads load new elements ahead, and an endless repetition stays lazy.
         for new, run in itertools.groupby(map(int, items), is_new):
-            elements = self._keep(run) if new else (self._kept[key] for key in run)
-            yield from map(_elements.copy_of, elements)
+            yield from map(_elements.copy_of, (self._keep if new else self._again)(run))
 
     def _keep(self, keys: Iterator[int]) -> Iterator[Any]:
         keys, ahead = itertools.tee(keys)
         for key, element in zip(keys, self._source.load(ahead), strict=True):
             yield self._kept.setdefault(key, element)
+
+    def _again(self, keys: Iterator[int]) -> Iterator[Any]:
+        return (self._kept[key] for key in keys)
 
 
 @final

@@ -83,7 +83,7 @@ class Dataset:
             [1 2 3] abc
             [1 2 3] abc
         """
-        return Dataset(_sources.Tensors(tensors))
+        return Dataset(_sources.tensors(tensors))
 
     @staticmethod
     def from_tensor_slices(tensors: Any) -> Dataset:
@@ -108,7 +108,7 @@ class Dataset:
             [3 4] b
             [5 6] c
         """
-        return Dataset(_sources.Slices(tensors))
+        return Dataset(_sources.slices(tensors))
 
     @staticmethod
     def from_generator(

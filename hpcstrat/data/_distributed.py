@@ -22,19 +22,9 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
-from hpcstrat.data._arguments import InputContext, InputOptions, check_input_options
-from hpcstrat.data._dataset import Dataset, check_node
 from hpcstrat.data._iterators import DatasetIterator, Position, Progress, Start, length
-from hpcstrat.data._loaders import Batches
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, PipelineChecksum
-from hpcstrat.data._splitting import (
-    DISTRIBUTE,
-    FROM_FUNCTION,
-    Prefetcher,
-    Step,
-    assign_elements,
-    split_batches,
-)
+from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 
 _END = Step(None, None)
 
@@ -408,91 +398,3 @@ class DistributedIterator(DatasetIterator):
         prefetcher = self._dataset._prefetcher
         step = Step(0, value)
         return step if prefetcher is None else next(prefetcher(iter([step])))
-
-
-# ---- how strategies make them
-
-
-def distribute_dataset(
-    dataset: Any,
-    communicator: Communicator,
-    options: InputOptions | None,
-    prefetcher: Prefetcher | None = None,
-) -> DistributedDataset:
-    """Splits each batch of `dataset` between the replicas; see `Strategy`.
-
-    `dataset` is a `Dataset`, or a re-iterable object or a generator function that yields batches.
-    `prefetcher` moves the arrays of steps, perhaps ahead of their use.
-    """
-    check_input_options(options, DISTRIBUTE)
-    node = _node_of(dataset, DISTRIBUTE)
-    # Also with one replica: a program that works on one rank must not fail on two.
-    if not node.batched:
-        raise ValueError(
-            f"{DISTRIBUTE}: the dataset {node!r} is not batched, but only batches are split "
-            "between replicas; call Dataset.batch(global_batch_size) on it first, or "
-            ".unbatch().batch(global_batch_size) if its elements have several rows each. (Pass a "
-            "generator function that yields batches as it is, without Dataset.from_generator)"
-        )
-    workers = Workers((0,) * communicator.size, communicator.rank)
-    return DistributedDataset(node, communicator, split_batches, DISTRIBUTE, prefetcher, workers)
-
-
-def distribute_from_function(
-    dataset_fn: Callable[[InputContext], Any],
-    communicator: Communicator,
-    options: InputOptions | None,
-    prefetcher: Prefetcher | None = None,
-    workers: Workers | None = None,
-) -> DistributedDataset:
-    """Assigns the elements of the dataset that `dataset_fn` makes to the replicas in turn.
-
-    In step t, replica r of N gets element `t * N + r`. If the elements end within a step, replicas
-    without an element get arrays whose first dimension is 0; if elements have no dimensions, the
-    step is left out, with a warning. Each worker has its own pipeline for its own replicas; a
-    worker whose elements have ended gets empty arrays until all workers' elements have ended.
-
-    By default there is one worker.
-    """
-    check_input_options(options, FROM_FUNCTION)
-    if not callable(dataset_fn):
-        raise TypeError(
-            f"{FROM_FUNCTION}: dataset_fn is {type(dataset_fn).__name__}; it must be a function of "
-            f"an InputContext that returns a Dataset. Pass a dataset itself to {DISTRIBUTE}"
-        )
-    workers = workers or Workers((0,) * communicator.size, communicator.rank)
-    dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
-    node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
-    return DistributedDataset(
-        node, communicator, assign_elements, FROM_FUNCTION, prefetcher, workers
-    )
-
-
-def _node_of(dataset: Any, call: str) -> Node:
-    if isinstance(dataset, Dataset):
-        return check_node(dataset, call)
-    kind = type(dataset).__name__
-    if isinstance(dataset, (str, bytes, tuple, dict)) or hasattr(dataset, "__array__"):
-        raise TypeError(
-            f"{call}: {kind} is not a dataset; make one with "
-            "Dataset.from_tensor_slices(...).batch(global_batch_size), or pass a list of batches"
-        )
-    if isinstance(getattr(dataset, "__self__", None), Dataset):
-        raise TypeError(
-            f"{call}: {dataset.__name__} is a method of a Dataset; call it, and pass its result"
-        )
-    if isinstance(dataset, DistributedDataset):
-        raise TypeError(
-            f"{call}: the dataset is already distributed; pass the Dataset it was made from"
-        )
-    if isinstance(dataset, Iterator):
-        raise TypeError(
-            f"{call}: {kind} can be iterated over only once; pass the generator function itself "
-            "(`f`, not `f()`), a list or a Dataset"
-        )
-    if not (hasattr(dataset, "__iter__") or callable(dataset)):
-        raise TypeError(
-            f"{call}: {kind} is not a dataset; pass a Dataset, a generator function or an iterable "
-            "of batches"
-        )
-    return Batches(dataset)

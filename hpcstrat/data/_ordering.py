@@ -412,11 +412,13 @@ class Concatenate(Node):
         Every rank loads it, so all ranks raise: a rank's own elements may all come from one node.
         User code thus runs for it here, and once more in its turn.
         """
-        spec, other = None, self._specs[1 - which]
-        for element in self.inputs[which].load(iter(chunk)):
-            spec = _elements.spec_of(element)
-            if other is not None:
-                _common_spec(*((spec, other) if which == 0 else (other, spec)))
+        try:
+            (element,) = self.inputs[which].load(iter(chunk))
+        except Exception:  # raised when the element's turn comes; the next chunk is compared
+            return
+        spec, other = _elements.spec_of(element), self._specs[1 - which]
+        if other is not None:
+            _common_spec(*((spec, other) if which == 0 else (other, spec)))
         self._specs[which] = spec
 
     def load(self, items: Iterator[Any]) -> Iterator[Any]:

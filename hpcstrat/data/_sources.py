@@ -53,28 +53,18 @@ class Integers(Indexed):
         return integers.astype(self._dtype, copy=False)
 
 
-@final
-class Tensors(Indexed):
-    """A single element."""
+def tensors(nest: Any) -> Node:
+    """See `Dataset.from_tensors`."""
+    element = _elements.as_element(nest)
+    rows = _elements.map_leaves(lambda leaf: np.asarray(leaf)[np.newaxis], element)
+    return Slices(rows, 1, f"Dataset.from_tensors({_elements.spec_of(element)})")
 
-    def __init__(self, tensors: Any) -> None:
-        super().__init__(1)
-        self._element = _elements.as_element(tensors)
 
-    def __repr__(self) -> str:
-        return f"Dataset.from_tensors({self.spec()})"
-
-    def spec(self) -> Any:
-        return _elements.spec_of(self._element)
-
-    def checksums(self, every: bool) -> list[tuple[str, int]]:
-        arrays = [np.atleast_1d(leaf) for leaf in _elements.flatten(self._element)[0]]
-        return [(repr(self), _elements.checksum_of_arrays(arrays, every))]
-
-    def fetch(self, keys: Keys) -> Any:
-        return _elements.map_leaves(
-            lambda leaf: np.repeat(np.asarray(leaf)[np.newaxis], len(keys), 0), self._element
-        )
+def slices(nest: Any) -> Node:
+    """See `Dataset.from_tensor_slices`."""
+    arrays = _elements.as_element(nest, _as_rows)
+    size = _elements.leading_size(_elements.flatten(arrays)[0], "Dataset.from_tensor_slices")
+    return Slices(arrays, size)
 
 
 @final
@@ -84,9 +74,10 @@ class Slices(Indexed):
     The arrays are not copied, and stay in files.
     """
 
-    def __init__(self, tensors: Any) -> None:
-        self._leaves, self._structure = _elements.flatten(_elements.as_element(tensors, _as_rows))
-        super().__init__(_elements.leading_size(self._leaves, "Dataset.from_tensor_slices"))
+    def __init__(self, arrays: Any, size: int, text: str | None = None) -> None:
+        super().__init__(size)
+        self._leaves, self._structure = _elements.flatten(arrays)
+        self._text = text or f"Dataset.from_tensor_slices({size} of {self.spec()})"
         # Reading a file may fail on a single rank, so steps are compared as if it ran user code.
         self.user_code = any(isinstance(leaf, StoredArray) for leaf in self._leaves)
         # This runs for each batch, and the structure itself takes four times as long as `tuple`.
@@ -95,7 +86,7 @@ class Slices(Indexed):
         self._nested: Callable[[list[Any]], Any] = tuple if is_tuple else self._structure.unflatten
 
     def __repr__(self) -> str:
-        return f"Dataset.from_tensor_slices({self._size} of {self.spec()})"
+        return self._text
 
     def spec(self) -> Any:
         return self._structure.unflatten(
