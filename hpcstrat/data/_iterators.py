@@ -97,7 +97,7 @@ def start_at(node: Node, position: Position | None) -> Start:
     numbers = {shuffle: shuffle.passes for shuffle in node.shuffles()}
     for shuffle in numbers:
         shuffle.passes += 1
-    return Start(numbers, taken, node.begin() if isinstance(node, _loaders.Batches) else None)
+    return Start(numbers, taken, node.state() if isinstance(node, _loaders.Batches) else None)
 
 
 def restore(node: Node, position: Position) -> None:

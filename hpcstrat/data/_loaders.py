@@ -24,7 +24,6 @@ class Batches(Node):
         super().__init__()
         self.batched = 1
         self._iterable = iterable
-        self._begun: Iterator[Any] | None = None
         self._text = name_of(iterable) if callable(iterable) else type(iterable).__name__
 
     def __repr__(self) -> str:
@@ -45,7 +44,8 @@ class Batches(Node):
         return UNKNOWN
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        batches, self._begun = self._begun or self._batches(), None
+        iterable = self._iterable
+        batches = iterable if hasattr(iterable, "__iter__") else iterable()
         for number, batch in enumerate(batches):
             element = _elements.map_leaves(
                 lambda leaf: np.array(_elements.as_leaf(leaf)), _elements.with_columns(batch)
@@ -53,20 +53,6 @@ class Batches(Node):
             if epoch.checksum.takes(number, 1):
                 epoch.checksum.add(element)
             yield [element]
-
-    def _batches(self) -> Iterator[Any]:
-        iterable = self._iterable
-        return iter(iterable if hasattr(iterable, "__iter__") else iterable())
-
-    def begin(self) -> Any:
-        """Begins the next pass, and returns the object's own state at its first batch.
-
-        Torchdata's state before that has another order.
-        """
-        if not _has_state(self._iterable):
-            return None
-        self._begun = self._batches()
-        return self.state()
 
     def state(self) -> Any:
         """The object's own state, with which its next pass starts; `None` if it has none."""
