@@ -459,7 +459,7 @@ class Dataset:
         return iter(self)
 
     def __iter__(self) -> DatasetIterator:
-        iterator = DatasetIterator(self._node, self._progress.start())
+        iterator = DatasetIterator(self._node, *self._progress.begin())
         self._progress.note(iterator)
         return iterator
 

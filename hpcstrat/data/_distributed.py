@@ -22,7 +22,7 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
-from hpcstrat.data._iterators import DatasetIterator, Position, Progress, Start, length
+from hpcstrat.data._iterators import DatasetIterator, Position, Progress, length
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, PipelineChecksum
 from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 
@@ -139,26 +139,29 @@ class DistributedDataset:
             ReplicaMismatchError: the ranks' pipelines, or arrays, differ.
         """
         with call_named(f"iterating over {self._call}"):
-            start = self._start_together()
+            epoch, taken = self._begin_together()
         self._is_compared = True
-        iterator = DistributedIterator(self, start)
+        iterator = DistributedIterator(self, epoch, taken)
         self._progress.note(iterator)
         return iterator
 
-    def _start_together(self) -> Start:
-        """The start of a pass in which all ranks of a worker meet the same elements in one order.
+    def _begin_together(self) -> tuple[EpochPass, int]:
+        """Counts a new pass, in which all ranks of a worker meet the same elements in one order.
 
         Collective.
+
+        Returns:
+            The pass, and how many elements it skips.
         """
         node, communicator, workers = self._node, self._communicator, self._workers
         if communicator.size == 1:
-            return self._progress.start()
+            return self._progress.begin()
         with communicator.raise_together():
-            start = self._progress.start()
+            epoch, taken = self._progress.begin()
             pipeline = f"{node!r} with {node.cardinality()} elements" + (
-                f" after the first {start.taken}" if start.taken else ""
+                f" after the first {taken}" if taken else ""
             )
-            orders = [(shuffle.drawn(), number) for shuffle, number in start.numbers.items()]
+            orders = [(shuffle.drawn(), number) for shuffle, number in epoch.numbers.items()]
             # Arrays seldom change between epochs, so their samples, which may have to be read from
             # disk, are compared only once.
             every = settings.is_on("HPCSTRAT_CHECK")
@@ -176,10 +179,11 @@ class DistributedDataset:
         # All take the orders of the worker's first rank: the seeds of shuffles without one may
         # differ, and a rank may have iterated on its own.
         orders = all_orders[workers.peers[0]]
-        for shuffle, (seed, number) in zip(start.numbers, orders, strict=True):
+        numbers = {}
+        for shuffle, (seed, number) in zip(epoch.numbers, orders, strict=True):
             shuffle.seed, shuffle.passes = seed, number + 1
-        numbers = {shuffle: shuffle.passes - 1 for shuffle in start.numbers}
-        return start._replace(numbers=numbers)
+            numbers[shuffle] = number
+        return EpochPass(numbers), taken
 
     def _position(self) -> Position:
         return self._progress.position()
@@ -224,20 +228,21 @@ class DistributedIterator(DatasetIterator):
         [6 7 8]
     """
 
-    def __init__(self, dataset: DistributedDataset, start: Start) -> None:
+    def __init__(self, dataset: DistributedDataset, epoch: EpochPass, taken: int) -> None:
         self._dataset = dataset
         self._call = f"iterating over {dataset._call}"
         self._communicator, self._workers = dataset._communicator, dataset._workers
         self._rank, self._size = self._communicator.rank, self._communicator.size
         self._assigns = dataset._split is assign_elements
-        super().__init__(dataset._node, start)
+        super().__init__(dataset._node, epoch, taken)
 
     def _elements_of(self, node: Node) -> Iterator[Step]:
         dataset, peers = self._dataset, self._workers.peers
         # Without user code, all ranks of a worker walk the same keys and need no exchange. Several
         # workers have separate pipelines, which may end at different steps.
         self._compares = self._size > 1 and (self._node.user_code or self._workers.count > 1)
-        epoch = EpochPass(self._start.numbers, PipelineChecksum(self._compares))
+        epoch = self._epoch
+        epoch.checksum = PipelineChecksum(self._compares)
         self._number = 0
         if len(peers) == 1:
             steps = (Step(1, element) for element in node.elements(epoch))
@@ -292,7 +297,7 @@ class DistributedIterator(DatasetIterator):
         except StopIteration:
             raise
         except Exception:
-            self._stop()
+            self._fail()
             raise
         except BaseException as interrupt:
             # The other ranks may have taken this step. A single replica takes it again.

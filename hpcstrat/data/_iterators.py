@@ -7,15 +7,15 @@ So it is a few numbers, however large the dataset and its shuffle buffers.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from hpcstrat._core.call_name import current_call
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _loaders
 from hpcstrat.data._computing import Batch
-from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, ShuffleState
-from hpcstrat.data._ordering import Prefetch, skip
+from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node
+from hpcstrat.data._ordering import Prefetch, Slice
 from hpcstrat.data._threads import take_ahead
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class Position(NamedTuple):
             none is in progress.
         taken: the number of elements of `pipeline` that the pass has yielded; `None` if no pass is
             in progress.
-        loader: the state of a data loader at the start of the pass, encoded for JSON.
+        loader: the own state of a data loader at the start of the pass, encoded for JSON.
     """
 
     pipeline: str
@@ -73,22 +73,12 @@ def _without_batches(node: Node) -> tuple[Node, int, str]:
     return node, size, f"{node!r} with {node.cardinality()} elements"
 
 
-class Start(NamedTuple):
-    """Where a pass starts.
+def begin(node: Node, position: Position | None) -> tuple[EpochPass, int]:
+    """Counts a new pass: the next one, or that of a position, which `incompatibility` accepts.
 
-    Attributes:
-        numbers: the number of the pass for each shuffle.
-        taken: the number of elements to skip.
-        loader: the state of a data loader at the start of the pass.
+    Returns:
+        The pass, and how many elements of the node it skips.
     """
-
-    numbers: Mapping[ShuffleState, int]
-    taken: int = 0
-    loader: Any = None
-
-
-def start_at(node: Node, position: Position | None) -> Start:
-    """Counts a new pass: the next one, or that of a position, which `incompatibility` accepts."""
     taken = 0
     if position is not None:
         restore(node, position)
@@ -97,7 +87,7 @@ def start_at(node: Node, position: Position | None) -> Start:
     numbers = {shuffle: shuffle.passes for shuffle in node.shuffles()}
     for shuffle in numbers:
         shuffle.passes += 1
-    return Start(numbers, taken, node.state() if isinstance(node, _loaders.Batches) else None)
+    return EpochPass(numbers), taken
 
 
 def restore(node: Node, position: Position) -> None:
@@ -108,8 +98,8 @@ def restore(node: Node, position: Position) -> None:
         node.set_state(_loaders.decode(position.loader))
 
 
-def position_at(node: Node, start: Start | None, taken: int | None = None) -> Position:
-    """The position of a pass after `taken` elements; of the next pass if there is no `start`."""
+def position_at(node: Node, epoch: EpochPass | None, taken: int | None = None) -> Position:
+    """The position of a pass after `taken` elements; that of the next pass if there is none."""
     inner, size, pipeline = _without_batches(node)
     if taken is not None:
         taken *= size
@@ -117,14 +107,15 @@ def position_at(node: Node, start: Start | None, taken: int | None = None) -> Po
         if (cardinality := inner.cardinality()) >= 0:
             taken = min(taken, cardinality)
     shuffles = [
-        (shuffle.drawn(), shuffle.passes if start is None else start.numbers[shuffle])
+        (shuffle.drawn(), shuffle.passes if epoch is None else epoch.numbers[shuffle])
         for shuffle in node.shuffles()
     ]
     loader = None
     if isinstance(node, _loaders.Batches):
         node.check_resumable(current_call())
         try:
-            loader = _loaders.encode(node.state() if start is None else start.loader)
+            begun = None if epoch is None else epoch.loader
+            loader = _loaders.encode(node.state() if begun is None else begun)
         except TypeError as error:
             raise TypeError(f"{current_call()}: the position in {node!r}: {error}") from None
     return Position(pipeline, tuple(shuffles), taken, loader)
@@ -133,9 +124,9 @@ def position_at(node: Node, start: Start | None, taken: int | None = None) -> Po
 class DatasetIterator:
     """One iteration over a `Dataset`."""
 
-    def __init__(self, node: Node, start: Start) -> None:
+    def __init__(self, node: Node, epoch: EpochPass, taken: int) -> None:
         self._node = node
-        self._begin(start)
+        self._begin(epoch, taken)
 
     @property
     def element_spec(self) -> Any:
@@ -160,7 +151,7 @@ class DatasetIterator:
             self._end()
             raise
         except Exception:
-            self._stop()
+            self._fail()
             raise
         except BaseException:
             self._go_back(taken)
@@ -194,16 +185,17 @@ class DatasetIterator:
         except StopIteration:
             return Optional()
 
-    def _begin(self, start: Start) -> None:
-        """Begins a pass."""
-        self._start = start
-        self._taken: int | None = start.taken  # elements of the node; None after the end
-        node = skip(self._node, start.taken) if start.taken else self._node
+    def _begin(self, epoch: EpochPass, taken: int) -> None:
+        """Begins a pass, after the first `taken` elements of the node."""
+        self._epoch = epoch
+        self._taken: int | None = taken  # None after the end
+        self._has_failed = False
+        node = Slice(self._node, "skip", taken, exists=True) if taken else self._node
         self._elements: Iterator[Any] = self._elements_of(node)
 
     def _elements_of(self, node: Node) -> Iterator[Any]:
         """The elements of `node` in the pass."""
-        return self._ahead(node.elements(EpochPass(self._start.numbers)))
+        return self._ahead(node.elements(self._epoch))
 
     def _ahead(self, elements: Iterator[Any]) -> Iterator[Any]:
         """The elements; a thread prepares them ahead if the pipeline ends with `prefetch`."""
@@ -214,33 +206,40 @@ class DatasetIterator:
         """Releases the pipeline: the next element is the end."""
         self._elements = iter(())
 
+    def _fail(self) -> None:
+        """Ends the pass at an element that failed, where its position stays."""
+        self._stop()
+        self._has_failed = True
+
     def _end(self) -> None:
         """Ends the pass."""
         self._stop()
-        self._taken = None
+        if not self._has_failed:
+            self._taken = None
 
     def _go_back(self, taken: int | None) -> None:
         """Makes the next element the one after `taken`, though a signal has interrupted `next`.
 
         Its exception, such as Ctrl-C's, has ended the generators, which would yield no more.
         """
-        if taken is None:
+        if taken is None or self._has_failed:
             self._end()
             return
         if isinstance(self._node, _loaders.Batches):
-            self._node.set_state(self._start.loader)
-        self._begin(self._start._replace(taken=taken))
+            self._node.set_state(self._epoch.loader)
+        self._begin(EpochPass(self._epoch.numbers), taken)
 
     def _position(self) -> Position:
-        start = None if self._taken is None else self._start
-        return position_at(self._node, start, self._taken)
+        epoch = None if self._taken is None else self._epoch
+        return position_at(self._node, epoch, self._taken)
 
     def _seek(self, position: Position) -> None:
-        self._end()
+        self._stop()
+        self._taken = None
         if position.taken is None:
             restore(self._node, position)
         else:
-            self._begin(start_at(self._node, position))
+            self._begin(*begin(self._node, position))
 
 
 class Progress:
@@ -268,9 +267,9 @@ class Progress:
         self._last = None
         self._resumed = None if position.taken is None else position
 
-    def start(self) -> Start:
-        """Counts the next pass."""
-        return start_at(self._node, self._resumed)
+    def begin(self) -> tuple[EpochPass, int]:
+        """See `begin`."""
+        return begin(self._node, self._resumed)
 
     def note(self, iteration: DatasetIterator) -> None:
         """Notes that a pass has started."""

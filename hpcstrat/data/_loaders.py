@@ -45,7 +45,9 @@ class Batches(Node):
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         iterable = self._iterable
-        batches = iterable if hasattr(iterable, "__iter__") else iterable()
+        batches = iter(iterable if hasattr(iterable, "__iter__") else iterable())
+        # Once it has begun: torchdata's loader draws another order from the state of a pass's end.
+        epoch.loader = self.state()
         for number, batch in enumerate(batches):
             element = _elements.map_leaves(
                 lambda leaf: np.array(_elements.as_leaf(leaf)), _elements.with_columns(batch)
@@ -55,11 +57,11 @@ class Batches(Node):
             yield [element]
 
     def state(self) -> Any:
-        """The object's own state, with which its next pass starts; `None` if it has none."""
+        """The object's own state, from which it goes on; `None` if it has none."""
         return self._iterable.state_dict() if _has_state(self._iterable) else None
 
     def set_state(self, state: Any) -> None:
-        """Makes the next pass start with this state."""
+        """Makes the next pass go on from this state."""
         if state is not None and _has_state(self._iterable):
             self._iterable.load_state_dict(state)
 

@@ -113,10 +113,11 @@ class PipelineChecksum:
 class EpochPass:
     """One pass over a pipeline: its orders follow from seeds, these numbers, and rounds.
 
-    Args:
+    Attributes:
         numbers: the number of the pass for each shuffle. It is 0 for those that are not listed: a
             cache repeats the order of pass 0, and a look at the first element draws it.
         checksum: the checksum of what user code yields in this pass.
+        loader: the own state of a data loader, once it has begun this pass; see `Batches`.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class EpochPass:
     ) -> None:
         self.numbers: Mapping[ShuffleState, int] = numbers or {}
         self.checksum: PipelineChecksum = checksum or PipelineChecksum()
+        self.loader: Any = None
         self._rounds: dict[ShuffleState, int] = {}
 
     def generator(self, shuffle: ShuffleState) -> np.random.Generator:

@@ -61,13 +61,19 @@ def shard(source: Node, num_shards: Any, index: Any) -> Node:
 
 @final
 class Slice(Choosing):
-    """The elements in a slice of the input's."""
+    """The elements in a slice of the input's; if it `exists`, the input must reach its start."""
 
     def __init__(
-        self, source: Node, call: str, start: int = 0, stop: int | None = None, step: int = 1
+        self,
+        source: Node,
+        call: str,
+        start: int = 0,
+        stop: int | None = None,
+        step: int = 1,
+        exists: bool = False,
     ) -> None:
         super().__init__(source, call)
-        self._start, self._stop, self._step = start, stop, step
+        self._start, self._stop, self._step, self._exists = start, stop, step, exists
 
     def cardinality(self) -> int:
         size = super().cardinality()
@@ -90,6 +96,12 @@ class Slice(Choosing):
                 # Asking for an item after the last may run user code, or never return.
                 if stop <= 0:
                     return
+        if self._exists and start > 0:
+            raise ValueError(
+                f"Dataset: a pass was resumed after {self._start} elements, but "
+                f"{self._source!r} has only {self._start - start} now; give it the elements that "
+                "it had when the checkpoint was saved"
+            )
 
 
 # ---- repeat
