@@ -55,7 +55,6 @@ SHOWN_BY_EXAMPLES = [
     "hpcstrat.data.DistributedIterator",
     "hpcstrat.data.InputContext",
     "hpcstrat.data.Optional",
-    "hpcstrat.data.Options",
     "hpcstrat.metrics.Metric",
     "hpcstrat.optimizers.GradientBuffers",
     "hpcstrat.optimizers.Optimizer",
