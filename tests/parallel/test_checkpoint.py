@@ -944,7 +944,7 @@ class Failing:
     """Functions and a generator that fail at a number, as long as one is set."""
 
     def __init__(self):
-        self.number = None
+        self.number: int | None = None
 
     def load(self, x):
         """Each number is loaded by one rank, which fails."""

@@ -650,13 +650,15 @@ def test_other_ways_to_feed_replicas_are_refused(place):
     dataset = Dataset.range(4).batch(2)
     with pytest.raises(NotImplementedError, match=r"Dataset\.with_options: .*split evenly"):
         dataset.with_options(options)
+    refused = {
+        "replication_mode": hs.InputOptions(
+            experimental_replication_mode=hs.data.InputReplicationMode.PER_REPLICA
+        ),
+        "place_dataset_on_device": hs.InputOptions(experimental_place_dataset_on_device=True),
+    }
     for kind in STRATEGIES:
         with place.make(kind) as strategy:
-            for name, value in (
-                ("replication_mode", hs.data.InputReplicationMode.PER_REPLICA),
-                ("place_dataset_on_device", True),
-            ):
-                options = hs.InputOptions(**{f"experimental_{name}": value})
+            for name, options in refused.items():
                 with pytest.raises(NotImplementedError, match=name):
                     strategy.experimental_distribute_dataset(dataset, options)
                 with pytest.raises(NotImplementedError, match=name):
