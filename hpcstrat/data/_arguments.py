@@ -256,7 +256,7 @@ def check_input_options(options: Any, call: str) -> None:
             "it must be PER_WORKER: one pipeline feeds all replicas of a worker"
         )
     if options.experimental_place_dataset_on_device:
-        raise NotImplementedError(
+        raise ValueError(
             f"{call}: experimental_place_dataset_on_device is True, but pipelines run on the host; "
             "leave it False: experimental_fetch_to_device=True copies batches ahead"
         )

@@ -650,18 +650,20 @@ def test_other_ways_to_feed_replicas_are_refused(place):
     dataset = Dataset.range(4).batch(2)
     with pytest.raises(NotImplementedError, match=r"Dataset\.with_options: .*split evenly"):
         dataset.with_options(options)
-    refused = {
-        "replication_mode": hs.InputOptions(
-            experimental_replication_mode=hs.data.InputReplicationMode.PER_REPLICA
-        ),
-        "place_dataset_on_device": hs.InputOptions(experimental_place_dataset_on_device=True),
-    }
-    for kind in STRATEGIES:
-        with place.make(kind) as strategy:
-            for name, options in refused.items():
-                with pytest.raises(NotImplementedError, match=name):
+    per_replica = hs.InputOptions(
+        experimental_replication_mode=hs.data.InputReplicationMode.PER_REPLICA
+    )
+    placed = hs.InputOptions(experimental_place_dataset_on_device=True)
+    refused = (
+        (per_replica, NotImplementedError, "replication_mode"),
+        (placed, ValueError, "place_dataset_on_device"),
+    )
+    for made in STRATEGIES:
+        with place.make(made) as strategy:
+            for options, kind, name in refused:
+                with pytest.raises(kind, match=name):
                     strategy.experimental_distribute_dataset(dataset, options)
-                with pytest.raises(NotImplementedError, match=name):
+                with pytest.raises(kind, match=name):
                     strategy.distribute_datasets_from_function(lambda _: dataset, options)
         hs.barrier()
 
