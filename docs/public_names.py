@@ -19,13 +19,13 @@ PAGES = pathlib.Path(__file__).parent / "api"
 INSTEAD = {
     "Array": "Array",
     "DatasetIterator": "Iterator[Any]",
+    "DistributeOptions": "Any",
     "Kernel": "Any",
     "LearningRate": "float | Callable[..., float]",
     "MaybeNone": "None",
     "Norms": "Any",
     "OptimizerVariable": "OptimizerVariable",
     "Scope": "AbstractContextManager[hpcstrat.Strategy]",
-    "Transformable": "hpcstrat.data.Dataset",
     "VariableReference": "VariableReference",
 }
 """What is shown for private names. For aliases of types that are not here their value is."""

@@ -552,9 +552,9 @@ class Strategy:
             say otherwise.
 
         Raises:
-            ValueError: the dataset is not batched.
+            ValueError: the dataset is not batched, or the options place it on the device.
             TypeError: `dataset` cannot be iterated over.
-            NotImplementedError: the options ask for a pipeline per replica, or on the device.
+            NotImplementedError: the options ask for a pipeline per replica.
 
         Examples:
             With one replica; two would get one element each:
@@ -596,7 +596,8 @@ class Strategy:
 
         Raises:
             TypeError: `dataset_fn` does not return a dataset.
-            NotImplementedError: the options ask for a pipeline per replica, or on the device.
+            NotImplementedError: the options ask for a pipeline per replica.
+            ValueError: the options place the pipeline on the device.
 
         Examples:
             With a batch size of 4 per replica:

@@ -10,7 +10,7 @@ import enum
 import operator
 import reprlib
 from collections.abc import Callable
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn
 
 AUTOTUNE = -1
 """Leaves a size or a number to the library."""
@@ -38,16 +38,22 @@ INSTEAD = {
 """By methods that `tf.data.Dataset` has, what to write instead."""
 
 
-@final
-class Absent:
-    """A method that a class does not have: asking for it says what to write instead."""
+class NamesWhatIsAbsent(type):
+    """The class of `Dataset`, which says what to write instead of methods that it lacks."""
 
-    def __init__(self, name: str, instead: str) -> None:
-        self._message = f"{name} does not exist; write {instead}"
+    def __getattr__(cls, name: str) -> NoReturn:
+        raise absent(cls, name)
 
-    def __get__(self, instance: Any, owner: type) -> NoReturn:
+
+def absent(owner: Any, name: str) -> AttributeError:
+    """The error of an attribute that `Dataset`, or one of them, does not have."""
+    if name in INSTEAD:
         # Without its name, from which Python would guess another attribute beside these words.
-        raise AttributeError(self._message, name=None, obj=None)
+        return AttributeError(
+            f"Dataset.{name} does not exist; write {INSTEAD[name]}", name=None, obj=None
+        )
+    what = "type object 'Dataset'" if isinstance(owner, type) else "'Dataset' object"
+    return AttributeError(f"{what} has no attribute {name!r}", name=name, obj=owner)
 
 
 def whole(number: Any, call: str, argument: str) -> int:
@@ -250,7 +256,7 @@ def check_input_options(options: Any, call: str) -> None:
             "it must be PER_WORKER: one pipeline feeds all replicas of a worker"
         )
     if options.experimental_place_dataset_on_device:
-        raise NotImplementedError(
+        raise ValueError(
             f"{call}: experimental_place_dataset_on_device is True, but pipelines run on the host; "
             "leave it False: experimental_fetch_to_device=True copies batches ahead"
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 import numpy as np
 import numpy.typing as npt
@@ -11,13 +11,19 @@ import numpy.typing as npt
 from hpcstrat._core import nests
 from hpcstrat._core.types import as_dtype
 from hpcstrat.data import _computing, _ordering, _sources
-from hpcstrat.data._arguments import INSTEAD, Absent, Options, check_options, whole
+from hpcstrat.data._arguments import (
+    NamesWhatIsAbsent,
+    Options,
+    absent,
+    check_options,
+    whole,
+)
 from hpcstrat.data._iterators import DatasetIterator, Position, Progress, length
 from hpcstrat.data._node import Node
 
 
 @final
-class Dataset:
+class Dataset(metaclass=NamesWhatIsAbsent):
     """A pipeline that yields elements: nests of NumPy arrays or, without dimensions, NumPy scalars.
 
     Make a dataset with `range`, `from_tensors`, `from_tensor_slices`, `from_generator` or `zip`, or
@@ -319,7 +325,7 @@ class Dataset:
 
         Examples:
             >>> print(*hs.data.Dataset.range(3).shuffle(3, seed=1).repeat(3))
-            0 1 2 2 0 1 0 1 2
+            0 1 2 2 0 1 1 2 0
             >>> print(*hs.data.Dataset.range(3).repeat(2).batch(4))
             [0 1 2 0] [1 2]
         """
@@ -472,15 +478,16 @@ class Dataset:
     def __repr__(self) -> str:
         return repr(self._node)
 
+    if not TYPE_CHECKING:  # type checkers would take every name for an attribute
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise absent(self, name)
+
     def _position(self) -> Position:
         return self._progress.position()
 
     def _seek(self, position: Position) -> None:
         self._progress.seek(position)
-
-
-for _name, _instead in INSTEAD.items():
-    setattr(Dataset, _name, Absent(f"Dataset.{_name}", _instead))
 
 
 def check_node(dataset: Any, call: str) -> Node:

@@ -67,7 +67,7 @@ def namespace():
               for loss in (softmax_cross_entropy, sigmoid_cross_entropy, squared_error, huber)}
     names = {name: getattr(tf.distribute, name) for name in (
         "get_replica_context", "DistributedValues", "DistributedDataset", "InputContext", "in_cross_replica_context", "has_strategy", "get_strategy", "ReduceOp", "InputOptions",
-        "InputReplicationMode")}
+        "InputReplicationMode", "RunOptions")}
     metrics = {name: thing for name, thing in vars(tf.keras.metrics).items() if not name.startswith("_")}
     return types.SimpleNamespace(
         **names, Variable=tf.Variable, VariableAggregation=tf.VariableAggregation,
@@ -84,6 +84,8 @@ def build(strategy, n):
     devices = [f"CPU:{i}" for i in range(n)]
     if strategy == "mirrored":
         return tf.distribute.MirroredStrategy(devices)
+    if strategy == "one_device":
+        return tf.distribute.OneDeviceStrategy("CPU:0")
     return tf.distribute.experimental.CentralStorageStrategy(devices, "CPU:0")
 
 
@@ -122,9 +124,9 @@ def main():
     golden = json.loads(options.golden.read_text())
     overrides = json.loads(options.golden.with_name("overrides.json").read_text())
     for name, strategy, case in load(options.cases_dir):
-        if options.only not in name or strategy not in ("central", "mirrored"):
+        if options.only not in name or strategy not in ("central", "mirrored", "one_device"):
             continue
-        for n in getattr(case, "ns", None) or RANKS:
+        for n in (1,) if strategy == "one_device" else getattr(case, "ns", None) or RANKS:
             built = build(getattr(case, "oracle", None) or strategy, n)
             values = overridden(json.loads(json.dumps(case(namespace(), built))), overrides, name, n)
             if options.check:

@@ -72,18 +72,6 @@ STALLS = {
         waits("ranks 0, 1", r"Strategy\.reduce", "merge"),
         missing("rank 2", "loop"),
     ),
-    "an endless loop in elements that are saved": stalled(
-        """
-        from hpcstrat.data import _files
-        _files._HOUR = 0.0
-        def numbers():
-            yield 1
-            loop()
-        hs.data.Dataset.from_generator(numbers, np.int64).save("numbers")
-        """,
-        waits("ranks 1, 2", r"Dataset\.save"),
-        missing("rank 0", "loop"),
-    ),
     "an endless loop in the function of an update": stalled(
         """
         with strategy.scope(): v = hs.Variable(np.zeros(3))

@@ -7,8 +7,9 @@ import warnings
 
 import numpy as np
 import pytest
-from internals import _files
+from numpy.lib.stride_tricks import sliding_window_view
 from slow import slow_but
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 from hpcstrat.data import AutoShardPolicy, Dataset
@@ -45,17 +46,24 @@ PIPELINES = {
     "shuffled": lambda: Dataset.from_tensor_slices(np.arange(21)).shuffle(21, seed=1),
     "mapped": lambda: Dataset.range(21).map(lambda x: x * 2),
     "generated": lambda: Dataset.from_generator(rows, np.int64, args=(21,)).shuffle(5, seed=2),
-    "windows": lambda: Dataset.range(21).window(3, 1, 1, True).flat_map(lambda w: w.batch(3)),
-    "interleaved": lambda: Dataset.range(7).interleave(Dataset.range, 3, 2, num_parallel_calls=2),
-    "scanned": lambda: Dataset.range(21).scan(np.int64(0), lambda s, x: (s + x, s)),
-    "sampled": lambda: Dataset.sample_from_datasets(
-        [Dataset.range(9), Dataset.range(20, 32)], seed=3
+    "windows": lambda: Dataset.from_tensor_slices(sliding_window_view(np.arange(23), 3)),
+    "in threads": lambda: Dataset.from_generator(rows, np.int64, args=(21,)).map(lambda x: -x, 4),
+    "filtered": lambda: Dataset.range(30).filter(lambda x: x % 10 < 7),
+    "repeated": lambda: Dataset.range(7).shuffle(7, seed=3).repeat(3),
+    "joined": lambda: Dataset.range(7).concatenate(Dataset.range(100, 114).map(lambda x: -x)),
+    "zipped": lambda: (
+        Dataset.zip(Dataset.range(21), Dataset.range(40).shuffle(9, seed=4))
+        .enumerate()
+        .map(lambda i, pair: 100 * i + 10 * pair[0] + pair[1])
     ),
-    "rebatched": lambda: (
-        Dataset.range(21).batch(4).rebatch(3).map(lambda x: x * 2, 2).unbatch().prefetch(2)
+    "cached": lambda: (
+        Dataset.range(21).map(lambda x: -x).shuffle(9, seed=1).cache().shuffle(5, seed=2)
+    ),
+    "batched anew": lambda: (
+        Dataset.range(21).batch(4).unbatch().batch(3).map(lambda x: x * 2, 2).unbatch().prefetch(2)
     ),
 }
-CORE_PIPELINES = ("range", "generated", "rebatched")
+CORE_PIPELINES = ("range", "generated", "in threads", "batched anew")
 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 5, 8, 30])
@@ -171,17 +179,17 @@ def test_an_error_on_one_rank_is_raised_on_all(strategy):
         return x
 
     iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(20).map(odd).batch(10)))
-    for _ in range(2):
-        with pytest.raises(KeyError, match="no such file"):
-            next(iterator)
-    with pytest.raises(StopIteration):
+    with pytest.raises(KeyError, match="no such file"):
         next(iterator)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(iterator)
     hs.barrier()
 
 
 @pytest.mark.core
 @pytest.mark.parametrize("wrong", [7, 23])
-def test_an_error_comes_between_the_steps(strategy, place, wrong):
+def test_an_error_comes_after_the_steps_before_it(strategy, place, wrong):
     """On all ranks, though only one replica gets the element, however far ahead batches load."""
     n = strategy.num_replicas_in_sync
     at = wrong // n
@@ -191,20 +199,18 @@ def test_an_error_comes_between_the_steps(strategy, place, wrong):
             raise KeyError(f"no element {wrong}")
         return x
 
-    iterator = iter(
-        strategy.experimental_distribute_dataset(Dataset.range(24 * n).map(load).batch(n))
-    )
-    for step in range(24):
-        if place.kind == "GPU" and at - 3 <= step <= at:  # nothing is loaded ahead for CPUs
-            time.sleep(0.005)  # the loader reaches the error meanwhile
-        if step == at:
-            with pytest.raises(KeyError, match=f"no element {wrong}"):
-                next(iterator)
-            continue
-        parts = strategy.experimental_local_results(next(iterator))
-        assert [part.tolist() for part in parts] == [[step * n + replica] for replica in range(n)]
-    with pytest.raises(StopIteration):
-        next(iterator)
+    for calls in (None, 4):
+        dataset = Dataset.range(24 * n).map(load, num_parallel_calls=calls).batch(n)
+        iterator = iter(strategy.experimental_distribute_dataset(dataset))
+        for step in range(at):
+            if place.kind == "GPU" and at - 3 <= step:  # nothing is loaded ahead for CPUs
+                time.sleep(0.005)  # the loader reaches the error meanwhile
+            parts = strategy.experimental_local_results(next(iterator))
+            assert [part.tolist() for part in parts] == [[step * n + r] for r in range(n)]
+        with pytest.raises(KeyError, match=f"no element {wrong}"):
+            next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
 
 
 def test_a_step_cannot_be_taken_inside_a_replica_function(strategy):
@@ -447,86 +453,137 @@ def test_functions_in_threads_compute_on_the_gpu_of_the_pipeline(place, threads)
         assert len({stream for _, stream in places}) == 1
 
 
-# ---- files
+# ---- calls in threads
 
 
-@pytest.fixture
-def folder(strategy, tmp_path_factory):
-    return hs.broadcast_object(str(tmp_path_factory.mktemp("data")) if hs.is_lead() else None)
+def meeting(count):
+    """A function of a number that returns only when `count` calls of it are under way."""
+    others = threading.Barrier(count)
 
+    def wait(x):
+        others.wait(timeout=30)
+        return x * 2
 
-@pytest.mark.core
-@pytest.mark.parametrize("differ", [False, True])
-def test_one_rank_saves_and_each_loads_its_own(strategy, folder, differ):
-    rows = Dataset.range(13).map(lambda x: (x, np.full(x % 3 if differ else 2, x)))
-    rows.shuffle(13).save(folder + "/data")
-    found = Dataset.load(folder + "/data")
-    batches = found.padded_batch(5) if differ else found.batch(5)
-    gathered = [
-        strategy.gather(step[0], 0) for step in strategy.experimental_distribute_dataset(batches)
-    ]
-    order = [int(x) for part in gathered for x in hs.asnumpy(part)]
-    assert sorted(order) == list(range(13)) and order == [int(x) for x, _ in found]
+    return wait
 
 
 @pytest.mark.core
-def test_one_rank_writes_a_cache_and_each_reads_its_own(strategy, folder):
-    called = []
-
-    def negate(x):
-        called.append(int(x))
-        return -x
-
-    for _ in range(2):  # the second is that of a program started again
-        batches = Dataset.range(13).map(negate).batch(5).cache(folder + "/kept")
-        gathered = [
-            hs.asnumpy(strategy.gather(batch, 0)).tolist()
-            for batch in strategy.experimental_distribute_dataset(batches)
-        ]
-        assert list(itertools.chain(*gathered)) == [-x for x in range(13)]
-    assert called == ([*range(13)] if hs.is_lead() else [])
-
-
-def test_a_cache_that_fails_fails_on_all_ranks(strategy, folder):
-    with pytest.raises(ZeroDivisionError):
-        Dataset.range(3).map(lambda x: 1 // int(x)).cache(folder + "/kept")
-    Dataset.range(3).cache(folder + "/kept")
-    with pytest.raises(ValueError, match="has the elements of"):
-        Dataset.range(4).cache(folder + "/kept")
+@pytest.mark.parametrize("source", ["range", "generator", "shuffled"])
+def test_calls_run_at_the_same_time_over_batches(strategy, source):
+    """Eight on each rank, of which each batch has but one or two elements."""
+    n = strategy.num_replicas_in_sync
+    count = 16 * n
+    make = {
+        "range": lambda: Dataset.range(count),
+        "generator": lambda: Dataset.from_generator(rows, np.int64, args=(count,)),
+        "shuffled": lambda: Dataset.range(count).shuffle(count, seed=1),
+    }[source]
+    for size in (n, 2 * n):
+        dataset = make().map(meeting(8), num_parallel_calls=8).batch(size)
+        found = steps(strategy, strategy.experimental_distribute_dataset(dataset))
+        assert found == [shares(batch * 2, size, n) for batch in make().batch(size)]
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("batches", [16, 24])
+def test_calls_for_whole_batches_run_at_the_same_time(strategy, batches):
+    n = strategy.num_replicas_in_sync
+    numbers = Dataset.from_generator(rows, np.int64, args=(4 * n * batches,))
+    dataset = numbers.batch(4 * n).map(meeting(8), num_parallel_calls=8)
+    found = steps(strategy, strategy.experimental_distribute_dataset(dataset))
+    assert list(itertools.chain(*itertools.chain(*found))) == [*range(0, 8 * n * batches, 2)]
+
+
+# ---- arrays that take only slices of rows
+
+
+class Stored:
+    """An array that is read as from a file: whole rows, in slices."""
+
+    def __init__(self, array):
+        self._array = array
+        self.shape, self.dtype = array.shape, array.dtype
+
+    def __getitem__(self, rows):
+        if type(rows) is not slice:
+            raise TypeError(f"{type(rows).__name__} is not a slice")
+        return self._array[rows]
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("shape", [(23,), (23, 3), (23, 2, 2)], ids=str)
+@pytest.mark.parametrize("is_shuffled", [False, True])
+def test_an_array_that_takes_only_slices(strategy, shape, is_shuffled):
+    array = np.arange(np.prod(shape)).reshape(shape)
+
+    def made(rows):
+        pairs = Dataset.from_tensor_slices({"rows": rows, "number": np.arange(len(array))})
+        return (pairs.shuffle(23, seed=3) if is_shuffled else pairs).batch(5)
+
+    expected = list(made(array))
+    distributed = strategy.experimental_distribute_dataset(made(Stored(array)))
+    for batch, whole in zip(distributed, expected, strict=True):
+        for name in whole:
+            parts = strategy.experimental_local_results(batch[name])
+            assert [hs.asnumpy(part).tolist() for part in parts] == shares(
+                whole[name].tolist(), len(whole[name]), strategy.num_replicas_in_sync
+            )
+
+
+@pytest.mark.core
 @several_replicas
-def test_a_cache_that_one_host_does_not_see_fails_on_all_ranks(strategy, folder, monkeypatch):
-    def elsewhere(path, pipeline):
-        raise FileNotFoundError(path)
-
-    if not hs.is_lead():
-        monkeypatch.setattr(_files, "load", elsewhere)
-    with pytest.raises(FileNotFoundError, match="kept"):
-        Dataset.range(3).cache(folder + "/kept")
-    assert int(strategy.reduce("SUM", strategy.run(lambda: np.int64(1)), None)) == hs.size()
-
-
-def test_what_cannot_be_saved_fails_on_all_ranks(strategy, folder):
-    def fail(x):
-        raise ValueError("no such element")
-
-    with pytest.raises(ValueError, match="no such element"):
-        Dataset.range(3).map(fail).save(folder + "/data")
-    with pytest.raises(
-        FileExistsError if hs.is_lead() else (OSError, RuntimeError), match="is not a saved dataset"
-    ):
-        Dataset.range(3).save(folder)
-    Dataset.range(3).save(folder + "/data")
-    assert list(Dataset.load(folder + "/data")) == [0, 1, 2]
+@pytest.mark.parametrize("is_only_one", [False, True])
+def test_arrays_that_take_only_slices_are_compared(strategy, is_only_one):
+    seed = hs.rank() // (hs.size() - 1) if is_only_one else hs.rank()
+    array = np.random.default_rng(seed).permutation(1000)
+    distributed = strategy.experimental_distribute_dataset(
+        Dataset.from_tensor_slices(Stored(array)).batch(100)
+    )
+    with pytest.raises(hs.ReplicaMismatchError, match=r"different (arrays|elements)"):
+        for _ in distributed:
+            pass
 
 
-@several_replicas
-def test_all_ranks_must_save_the_same(strategy, folder):
-    with pytest.raises(hs.ReplicaMismatchError, match=r"Dataset\.save"):
-        Dataset.range(3 + hs.rank()).save(folder + "/data")
-    with pytest.raises(hs.ReplicaMismatchError, match=r"Dataset\.cache"):
-        Dataset.range(3 + hs.rank()).cache(folder + "/data")
+# ---- datasets that do not fit together
+
+NUMBERS = Dataset.range(8)
+TEXTS = Dataset.from_tensor_slices(np.array(["one", "two"]))
+UNLIKE = {
+    "a pair": (NUMBERS, Dataset.zip(NUMBERS, NUMBERS)),
+    "a dict": (Dataset.from_tensor_slices({"x": np.arange(8)}), NUMBERS),
+    "another key": (
+        Dataset.from_tensor_slices({"x": np.arange(8)}),
+        Dataset.from_tensor_slices({"y": np.arange(8)}),
+    ),
+    "texts behind numbers": (NUMBERS, TEXTS),
+    "numbers behind texts": (TEXTS, NUMBERS),
+    "another dimension": (NUMBERS, Dataset.from_tensor_slices(np.ones((2, 3), np.int64))),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("computed", ["neither", "first", "second", "both"])
+@pytest.mark.parametrize("kind", UNLIKE)
+def test_unlike_datasets_are_not_joined(strategy, kind, computed):
+    """All ranks are told by `concatenate`, or where functions hide the elements, at the first."""
+    first, second = UNLIKE[kind]
+    if computed in ("first", "both"):
+        first = first.map(lambda *x: x[0] if len(x) == 1 else x)
+    if computed in ("second", "both"):
+        second = second.map(lambda *x: x[0] if len(x) == 1 else x)
+    with pytest.raises(TypeError, match=r"Dataset\.concatenate"):
+        list(strategy.experimental_distribute_dataset(first.concatenate(second).batch(3)))
+    hs.barrier()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("computed", [False, True])
+def test_texts_of_different_lengths_are_joined(strategy, computed):
+    more = Dataset.from_tensor_slices(np.array(["three", "five5", "7"]))
+    dataset = TEXTS.concatenate(more.map(lambda x: x) if computed else more).batch(3)
+    found = steps(strategy, strategy.experimental_distribute_dataset(dataset))
+    n = strategy.num_replicas_in_sync
+    assert found == [shares(["one", "two", "three"], 3, n), shares(["five5", "7"], 2, n)]
 
 
 # ---- batches that do not reach all replicas
@@ -574,17 +631,41 @@ def test_where_warnings_are_errors_all_ranks_raise(strategy):
 
 @pytest.mark.core
 @pytest.mark.parametrize("rest", [1, 3, 7])
-@pytest.mark.parametrize("policy", [AutoShardPolicy.AUTO, AutoShardPolicy.OFF])
-def test_short_batches_are_split_evenly_or_in_order(strategy, rest, policy):
+@pytest.mark.parametrize("policy", [None, *list(AutoShardPolicy)[1:]])
+def test_short_batches_are_split_evenly(strategy, rest, policy):
     n = strategy.num_replicas_in_sync
-    options = hs.data.Options()
-    options.experimental_distribute.auto_shard_policy = policy
-    dataset = Dataset.range(16 * n + rest).batch(8 * n).with_options(options)
+    dataset = Dataset.range(16 * n + rest).batch(8 * n)
+    if policy is not None:
+        options = hs.data.Options()
+        options.experimental_distribute.auto_shard_policy = policy
+        dataset = dataset.with_options(options)
     *full, last = steps(strategy, strategy.experimental_distribute_dataset(dataset))
     assert full == [shares(range(8 * n * step, 8 * n * (step + 1)), 8 * n, n) for step in range(2)]
-    assert last == shares(
-        range(16 * n, 16 * n + rest), rest if policy == AutoShardPolicy.AUTO else 8 * n, n
+    assert last == shares(range(16 * n, 16 * n + rest), rest, n)
+
+
+def test_other_ways_to_feed_replicas_are_refused(place):
+    options = hs.data.Options()
+    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+    dataset = Dataset.range(4).batch(2)
+    with pytest.raises(NotImplementedError, match=r"Dataset\.with_options: .*split evenly"):
+        dataset.with_options(options)
+    per_replica = hs.InputOptions(
+        experimental_replication_mode=hs.data.InputReplicationMode.PER_REPLICA
     )
+    placed = hs.InputOptions(experimental_place_dataset_on_device=True)
+    refused = (
+        (per_replica, NotImplementedError, "replication_mode"),
+        (placed, ValueError, "place_dataset_on_device"),
+    )
+    for made in STRATEGIES:
+        with place.make(made) as strategy:
+            for options, kind, name in refused:
+                with pytest.raises(kind, match=name):
+                    strategy.experimental_distribute_dataset(dataset, options)
+                with pytest.raises(kind, match=name):
+                    strategy.distribute_datasets_from_function(lambda _: dataset, options)
+        hs.barrier()
 
 
 @pytest.mark.core

@@ -1,5 +1,6 @@
 """PyTorch's tensors on their way in, and hpcstrat's arrays on their way to PyTorch."""
 
+import os
 import warnings
 
 import numpy as np
@@ -311,3 +312,75 @@ def test_a_loader_that_shuffles_for_itself_on_every_rank(strategy):
         assert list(iterator) == []
     torch.manual_seed(0)
     assert len(list(distributed)) == 10
+
+
+@pytest.fixture
+def path(tmp_path):
+    return hs.broadcast_object(str(tmp_path / "checkpoint"))
+
+
+def rest_of(strategy, steps):
+    """The numbers in the batches that are left."""
+    return [hs.asnumpy(strategy.gather(batch, 0)).tolist() for batch in steps]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("is_batched_by_itself", [False, True])
+def test_a_loader_in_order_goes_on_where_it_was(strategy, path, is_batched_by_itself):
+    numbers = torch.arange(4 * N + 1)
+    order = torch.utils.data.SequentialSampler(numbers)
+    sampler = torch.utils.data.BatchSampler(order, N, drop_last=False)
+    kind = {"sampler": sampler, "batch_size": None} if is_batched_by_itself else {"batch_size": N}
+
+    def make():
+        return strategy.experimental_distribute_dataset(
+            torch.utils.data.DataLoader(numbers, **kind)
+        )
+
+    for stop in range(6):
+        iterator = iter(make())
+        for _ in range(stop):
+            next(iterator)
+        hs.checkpoint.Checkpoint(data=iterator).save(path)
+        again = iter(make())
+        hs.checkpoint.Checkpoint(data=again).restore(path)
+        assert rest_of(strategy, again) == [part.tolist() for part in numbers.split(N)[stop:]]
+
+
+@on_the_cpu
+@pytest.mark.parametrize("seed", [None, 5])
+def test_a_loader_whose_order_is_lost_is_not_saved(strategy, path, seed):
+    torch.manual_seed(0)
+    generator = None if seed is None else torch.Generator().manual_seed(seed)
+    loader = torch.utils.data.DataLoader(torch.arange(4 * N), N, shuffle=True, generator=generator)
+    iterator = iter(dataset := strategy.experimental_distribute_dataset(loader))
+    next(iterator)
+    for data in (iterator, dataset):
+        with pytest.raises(ValueError, match=r"Checkpoint\.save: .*StatefulDataLoader"):
+            hs.checkpoint.Checkpoint(data=data).save(path)
+    assert not os.path.exists(path)
+    assert len(list(iterator)) == 3  # it goes on without being saved
+
+
+@on_the_cpu
+@pytest.mark.filterwarnings("ignore:.* is deprecated:UserWarning")  # torchdata's calls of PyTorch
+def test_a_stateful_loader_goes_on_where_it_was(strategy, path):
+    loaders = pytest.importorskip(
+        "torchdata.stateful_dataloader", reason="torchdata is not installed"
+    )
+
+    def make(seed):
+        torch.manual_seed(seed)
+        loader = loaders.StatefulDataLoader(torch.arange(4 * N), N, shuffle=True)
+        return strategy.experimental_distribute_dataset(loader)
+
+    dataset = make(5)
+    for stop in range(5):
+        iterator = iter(dataset)
+        for _ in range(stop):
+            next(iterator)
+        hs.checkpoint.Checkpoint(data=iterator).save(path)
+        rest = rest_of(strategy, iterator)
+        again = iter(make(6))
+        hs.checkpoint.Checkpoint(data=again).restore(path)
+        assert rest_of(strategy, again) == rest

@@ -44,16 +44,22 @@ CASES = {
     "given",
     "s.run(lambda: C().merge_call(of_none))": "TypeError: of_none() takes 0 positional arguments but "
     "1 was given",
+    "Dataset.from_tensor_slices(ones, ones)": "TypeError: Dataset.from_tensor_slices() takes 1 "
+    "positional argument but 2 were given",
+    "Dataset.range(3, name='three')": "TypeError: Dataset.range() got an unexpected keyword argument "
+    "'name'",
     # datasets
     "pairs.batch('8')": "TypeError: Dataset.batch: batch_size is '8'; it must be an int",
     "pairs.batch(8.0)": "TypeError: Dataset.batch: batch_size is 8.0; it must be an int",
-    "Dataset.from_tensor_slices(ones, ones)": "TypeError: Dataset.from_tensor_slices: name is "
-    "array([1., 1., 1.]); pass arrays of one element as a tuple: from_tensor_slices((x, y))",
-    "Dataset.from_tensors(ones, ones)": "TypeError: Dataset.from_tensors: name is array([1., 1., "
-    "1.]); pass arrays of one element as a tuple: from_tensors((x, y))",
     "s.experimental_distribute_dataset(pairs.batch)": "TypeError: "
     "Strategy.experimental_distribute_dataset: batch is a method of a Dataset; call it, and pass "
     "its result",
+    "pairs.padded_batch(4)": "AttributeError: Dataset.padded_batch does not exist; write "
+    "dataset.map(lambda x: np.pad(x, (0, size - len(x)))).batch(n)",
+    "Dataset.counter()": "AttributeError: Dataset.counter does not exist; write Dataset.range(start, "
+    "sys.maxsize, step)",
+    "pairs.apply(hs.data.assert_cardinality(4))": "AttributeError: Dataset.apply does not exist; "
+    "write function(dataset)",
     "Dataset.range(3, output_type='flaot')": "TypeError: Dataset.range: dtype is 'flaot', which NumPy "
     "does not take (data type 'flaot' not understood); write a dtype's name, such as 'float32'",
     # variables
@@ -128,5 +134,5 @@ def test_copies_and_pickles(names):
     w, x = names["w"], names["x"]
     assert copy.copy(w).numpy().tolist() == pickle.loads(pickle.dumps(w)).tolist() == [0, 0, 0]
     assert repr(pickle.loads(pickle.dumps(x))) == repr(x)
-    for method in (hs.Strategy.reduce, hs.ReplicaContext.scan, Dataset.load, hs.Variable.item):
+    for method in (hs.Strategy.reduce, hs.ReplicaContext.scan, Dataset.zip, hs.Variable.item):
         assert pickle.loads(pickle.dumps(method)) == method
