@@ -7,7 +7,6 @@ import inspect
 import itertools
 import operator
 import re
-import types
 from typing import Any
 
 import numpy as np
@@ -310,8 +309,8 @@ def test_prefetch_changes_no_element():
 class Negated(Transformation):
     """The least that a transformation must define."""
 
-    def load(self, items):
-        return map(operator.neg, self._source.load(items))
+    def load(self, items, *ahead):
+        return map(operator.neg, self._source.load(items, *ahead))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -512,11 +511,11 @@ def test_an_unknown_name_is_an_ordinary_error(owner):
 
 
 def test_nothing_takes_a_name():
-    methods = [method for method in vars(Dataset).values() if inspect.isroutine(method)]
-    assert len(methods) > 20
-    for method in methods:
-        if isinstance(method, (staticmethod, types.FunctionType)):
-            assert "name" not in inspect.signature(method).parameters, method
+    methods = [method for name, method in vars(Dataset).items() if not name.startswith("_")]
+    functions = [method for method in methods if callable(method)]
+    assert len(functions) > 20
+    for function in functions:
+        assert "name" not in inspect.signature(function).parameters, function
     call: Any = Dataset.range
     with pytest.raises(TypeError, match="name"):
         call(4, name="numbers")

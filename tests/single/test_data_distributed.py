@@ -446,7 +446,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "on the device": (
         InputOptions(experimental_place_dataset_on_device=True),
-        NotImplementedError,
+        ValueError,
         "experimental_place_dataset_on_device",
     ),
     "both": (InputOptions(False, MODE, True), NotImplementedError, "PER_REPLICA|place_dataset"),

@@ -41,8 +41,8 @@ def test_a_generator_is_read_when_an_element_is_asked_for(pipeline):
             read.append(x)
             yield x
 
-    made = Dataset.from_generator(numbers, np.int64)
-    iterator, batches = (iter(READ[pipeline](data)) for data in (made, made.batch(3)))
+    made = READ[pipeline](Dataset.from_generator(numbers, np.int64))
+    iterator, batches = iter(made), iter(made.batch(3))
     assert read == []
     for count in range(1, 20):
         next(iterator)
@@ -136,7 +136,7 @@ STAGES = {
     "enumerate": (lambda d: d.enumerate(), [(0, 0), (1, 1), BAD]),
     "zip": (lambda d: Dataset.zip((d, Dataset.range(5))), [(0, 0), (1, 1), BAD]),
     "concatenate": (lambda d: d.take(2).concatenate(d), [0, 1, 0, 1, BAD]),
-    "after a source": (lambda d: Dataset.range(3).concatenate(d.skip(1)), [0, 1, 2, 1, BAD]),
+    "after a source": (lambda d: Dataset.range(3).concatenate(d.skip(2)), [0, 1, 2, BAD]),
     "cache": (lambda d: d.cache().repeat(2), [0, 1, BAD]),
 }
 

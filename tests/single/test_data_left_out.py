@@ -77,6 +77,7 @@ def test_a_method_that_is_left_out_says_what_to_write_instead(name):
         assert not hasattr(owner, name)
         with pytest.raises(AttributeError, match=f"^Dataset.{name} does not exist; write {line}$"):
             getattr(owner, name)
+        assert name not in dir(owner)
 
 
 def test_all_that_is_left_out_is_said():
