@@ -202,7 +202,8 @@ def unstack(batch: Any, call: str = "Dataset") -> Iterator[Any]:
     leaves, structure = flatten(batch)
     size = leading_size(leaves, call)
     if len(leaves) == 1 and leaves[0] is batch:
-        yield from batch if batch.ndim == 1 else map(np.copy, batch)
+        is_of_scalars = batch.ndim == 1 and batch.dtype.kind != "V"  # a record would be a view
+        yield from batch if is_of_scalars else (row.copy() for row in batch)
     else:
         for i in range(size):
             yield structure.unflatten([leaf[i].copy() for leaf in leaves])
