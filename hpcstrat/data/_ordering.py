@@ -390,7 +390,9 @@ class Concatenate(Node):
         self._offset = 0
         if first.keys is not None and second.keys is not None:
             self._offset, self.keys = first.keys, first.keys + second.keys
-            self.gathers = first.gathers and second.gathers
+            # One gather of many rows, even if they are not for one batch, needs equal shapes.
+            gathers = first.gathers and second.gathers
+            self.gathers = gathers and _row_shapes(first) == _row_shapes(second)
         # Those of nodes with functions are found when their first element comes.
         self._specs = [None if node.user_code else node.spec() for node in self.inputs]
         if None not in self._specs:
@@ -460,6 +462,10 @@ class Concatenate(Node):
         (ours, structure), (theirs, _) = map(_elements.flatten, parts)
         joined = map(np.concatenate, zip(ours, theirs, strict=True))
         return structure.unflatten([column.take(places, 0) for column in joined])
+
+
+def _row_shapes(node: Node) -> list[tuple[int | None, ...]]:
+    return [leaf.shape for leaf in _elements.flatten(node.spec())[0]]
 
 
 _common_spec = functools.partial(_elements.common_spec, call="Dataset.concatenate")
