@@ -114,9 +114,9 @@ from hpcstrat.checkpoint._format import (
 from hpcstrat.checkpoint._new_file import NewFile, write_pieces, writer_to
 from hpcstrat.checkpoint._objects import own_share
 from hpcstrat.cluster_resolver._environment import expand_nodes
-from hpcstrat.data import _elements, _files, _node
-from hpcstrat.data._distributing import check_sharding, distribute_dataset, distribute_from_function
-from hpcstrat.data._sources import Slices
-from hpcstrat.data._steps import Step
+from hpcstrat.data import _elements
+from hpcstrat.data._arguments import INSTEAD as DATA_INSTEAD
+from hpcstrat.data._distributing import distribute_dataset, distribute_from_function
+from hpcstrat.data._node import Transformation
 from hpcstrat.optimizers._state import state_of_optimizer
 from hpcstrat.torch import _all_reduce as all_reduce_gradients

@@ -9,29 +9,21 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from internals import (
-    Slices,
-    Step,
-    check_sharding,
-    distribute_dataset,
-    distribute_from_function,
-    nests,
-    select,
-)
+from internals import distribute_dataset, distribute_from_function, nests, select
+from strategies import STRATEGIES
 from thread_ranks import Rank, on_ranks, parts
 
+import hpcstrat as hs
 from hpcstrat import PerReplica, PerReplicaSpec, ReplicaMismatchError, TensorSpec
 from hpcstrat.data import (
     AUTOTUNE,
     INFINITE_CARDINALITY,
     UNKNOWN_CARDINALITY,
-    AutoShardPolicy,
     Dataset,
     DistributedDataset,
     InputContext,
     InputOptions,
     InputReplicationMode,
-    Options,
     RunOptions,
     ValueContext,
 )
@@ -44,15 +36,10 @@ def lists(steps):
     return [[np.asarray(part).tolist() for part in step] for step in steps]
 
 
-def shares(batch, batch_size, size):
-    """The parts of one batch: even ones; a short batch is split as a full one, until it ends."""
-    sizes = [batch_size // size + (r < batch_size % size) for r in range(size)]
-    ends = list(itertools.accumulate(sizes))
-    return [list(batch[end - n : end]) for n, end in zip(sizes, ends, strict=True)]
-
-
-OFF = Options()
-OFF.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+def shares(batch, size):
+    """The even parts of one batch."""
+    ends = np.cumsum([len(batch) // size + (r < len(batch) % size) for r in range(size)])
+    return [list(batch[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 PIPELINES = {
@@ -77,28 +64,9 @@ PIPELINES = {
     "batches of batches": lambda n, b: (
         Dataset.range(n).batch(3, drop_remainder=True).batch(b).map(lambda x: x[:, 1])
     ),
-    "windows of batches": lambda n, b: (
-        Dataset.range(n).batch(3).window(2, 1).flat_map(lambda w: w.unbatch()).batch(b)
-    ),
     "joined batches": lambda n, b: Dataset.range(n).batch(b).concatenate(Dataset.range(n).batch(b)),
     "cached": lambda n, b: Dataset.range(n).map(lambda x: x + 1).cache().batch(b).cache(),
     "rebatched": lambda n, b: Dataset.range(n).batch(3).unbatch().batch(b),
-    "windows": lambda n, b: (
-        Dataset.range(n).window(3, 1).flat_map(lambda w: w.batch(3, True)).batch(b)
-    ),
-    "interleaved": lambda n, b: (
-        Dataset.range(n).interleave(lambda x: Dataset.range(x % 4), 2, 2).batch(b)
-    ),
-    "interleaved results": lambda n, b: (
-        Dataset.range(n)
-        .interleave(lambda x: Dataset.range(x % 4).filter(lambda y: y != 1), 3)
-        .batch(b)
-    ),
-    "scanned": lambda n, b: Dataset.range(n).scan(np.int64(0), lambda s, x: (s + x, s)).batch(b),
-    "padded": lambda n, b: Dataset.range(n).map(lambda x: np.full(x % 3, x)).padded_batch(b),
-    "padded to a shape": lambda n, b: (
-        Dataset.range(n).map(lambda x: np.full(x % 3, x)).padded_batch(b, [2])
-    ),
     "mapped in threads": lambda n, b: (
         Dataset.range(n).map(lambda x: x * 2, num_parallel_calls=3).batch(b).prefetch(2)
     ),
@@ -111,25 +79,6 @@ PIPELINES = {
         .filter(lambda x: x % 5)
         .batch(b)
     ),
-    "interleaved in threads": lambda n, b: (
-        Dataset.range(n)
-        .interleave(
-            lambda x: Dataset.from_generator(lambda: iter(range(x % 4)), np.int64),
-            3,
-            2,
-            num_parallel_calls=2,
-        )
-        .batch(b)
-        .prefetch(3)
-    ),
-    "sampled": lambda n, b: Dataset.sample_from_datasets(
-        [Dataset.range(n), Dataset.range(50, 53)], seed=1
-    ).batch(b),
-    "sampled results": lambda n, b: Dataset.sample_from_datasets(
-        [Dataset.range(n).map(lambda x: -x), Dataset.range(50, 53).filter(lambda x: x != 51)],
-        [2, 1],
-        seed=1,
-    ).batch(b),
     "rebatched results": lambda n, b: Dataset.range(n).batch(3).map(lambda x: x).unbatch().batch(b),
 }
 
@@ -145,29 +94,8 @@ FEW = hypothesis.settings(max_examples=hypothesis.settings().max_examples // 4)
 @hypothesis.example(size=5, n=19, b=3)
 def test_the_parts_of_all_ranks_are_the_batches(pipeline, size, n, b):
     make = functools.partial(PIPELINES[pipeline], n, b)
-    expected = [shares(batch.tolist(), len(batch), size) for batch in make()]
+    expected = [shares(batch.tolist(), size) for batch in make()]
     assert lists(parts(size, make)) == expected
-
-
-@FEW
-@hypothesis.given(
-    pipeline=st.sampled_from(["range", "mapped batches", "generated", "joined batches"]),
-    size=st.integers(1, 5),
-    n=st.integers(0, 25),
-    b=st.integers(1, 12),
-)
-@hypothesis.example(pipeline="range", size=2, n=13, b=8)
-def test_without_sharding_a_short_batch_fills_the_replicas_in_order(pipeline, size, n, b):
-    make = functools.partial(PIPELINES[pipeline], n, b)
-    expected = [shares(batch.tolist(), b, size) for batch in make()]
-    assert lists(parts(size, lambda: make().with_options(OFF).prefetch(2))) == expected
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_batches_of_several_sizes_are_split_evenly(size):
-    batches = [[0, 1, 2, 3, 4], [5, 6], [7, 8, 9, 10, 11], [12, 13], [14]]
-    found = parts(size, lambda: Dataset.range(15).batch(4).rebatch([5, 2]))
-    assert lists(found) == [shares(batch, len(batch), size) for batch in batches]
 
 
 @FEW
@@ -206,12 +134,9 @@ def test_empty_parts_have_the_dtype_and_the_trailing_shape(size):
     assert last["x"].shape == (0, 2, 3)
 
 
-def test_batches_of_one_size_after_another_are_split_evenly():
-    make = lambda: Dataset.range(6).batch(3).concatenate(Dataset.range(4).batch(4))  # noqa: E731
-    assert lists(parts(2, make)) == [[[0, 1], [2]], [[3, 4], [5]], [[0, 1], [2, 3]]]
-    assert lists(parts(2, lambda: Dataset.range(2).batch(2).map(lambda x: np.tile(x, 3)))) == [
-        [[0, 1, 0], [1, 0, 1]]
-    ]
+def test_batches_that_a_function_makes_longer_are_split_evenly():
+    make = lambda: Dataset.range(2).batch(2).map(lambda x: np.tile(x, 3))  # noqa: E731
+    assert lists(parts(2, make)) == [[[0, 1, 0], [1, 0, 1]]]
 
 
 class Loader:
@@ -438,24 +363,40 @@ RAGGED = {
 @pytest.mark.parametrize("kind", RAGGED)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_rows_that_make_no_batch_are_refused_on_any_number_of_replicas(kind, size):
-    """Even if the rows of each replica match, as with two replicas; the next batch follows."""
+    """Even if the rows of each replica match, as with two replicas."""
     make, message = RAGGED[kind]
 
     def program(rank):
         iterator = iter(distribute_dataset(make().repeat(2), rank, None))
-        for _ in range(2):
-            with pytest.raises(ValueError, match=message):
-                next(iterator)
+        with pytest.raises((TypeError, ValueError), match=message):
+            next(iterator)
         return list(iterator)
 
     assert on_ranks(size, program) == [[]] * size
+
+
+@pytest.mark.parametrize("batch_size", [4, 8])
+def test_datasets_that_are_not_alike_are_refused_on_all_ranks(batch_size):
+    """Even if the elements on each rank have the same structure."""
+
+    def program(rank):
+        first, second = (
+            Dataset.range(4).map(function) for function in (lambda x: x, lambda x: {"a": x})
+        )
+        with pytest.raises(
+            TypeError, match=r"Dataset\.concatenate: .*must have the same structure"
+        ) as caught:
+            list(distribute_dataset(first.concatenate(second).batch(batch_size), rank, None))
+        return str(caught.value).partition(" (found by")[0]
+
+    assert len(set(on_ranks(2, program))) == 1
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_strings_of_different_lengths_make_a_batch(size):
     words = ["a", "bc", "def", "g"]
     assert lists(parts(size, lambda: Dataset.range(4).map(lambda i: words[i]).batch(4))) == [
-        shares(words, 4, size)
+        shares(words, size)
     ]
 
 
@@ -496,38 +437,48 @@ def test_a_distributed_dataset_takes_no_more():
         distribute_from_function(Dataset.range(4), rank, None)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "text"),
-    [
-        (
-            InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA),
-            NotImplementedError,
-            "only MirroredStrategy.distribute_datasets_from_function accepts.* PER_WORKER",
-        ),
-        (InputOptions(experimental_place_dataset_on_device=True), ValueError, "leave it False"),
-        ({"experimental_fetch_to_device": True}, TypeError, "options is dict"),
-    ],
-    ids=["per replica", "on the device", "a dict"],
-)
-def test_options_that_do_not_go(options, error, text):
-    rank: Any = Rank(0, threading.Barrier(1), [None])
-    with pytest.raises(error, match=text):
-        distribute_dataset(Dataset.range(4).batch(2), rank, options)
-    with pytest.raises(error, match=text):
-        distribute_from_function(lambda context: Dataset.range(4).batch(2), rank, options)
+MODE = InputReplicationMode.PER_REPLICA
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "per replica": (
+        InputOptions(experimental_replication_mode=MODE),
+        NotImplementedError,
+        "PER_REPLICA",
+    ),
+    "on the device": (
+        InputOptions(experimental_place_dataset_on_device=True),
+        ValueError,
+        "experimental_place_dataset_on_device",
+    ),
+    "both": (InputOptions(False, MODE, True), NotImplementedError, "PER_REPLICA|place_dataset"),
+    "a dict": ({"experimental_fetch_to_device": True}, TypeError, "options is dict"),
+}
+
+
+@pytest.mark.parametrize("options", REFUSED)
+@pytest.mark.parametrize("make", [*STRATEGIES, hs.OneDeviceStrategy])
+def test_options_that_every_strategy_refuses(make, options):
+    strategy = make(["CPU:0"]) if make is not hs.OneDeviceStrategy else make("CPU:0")
+    wrong, error, text = REFUSED[options]
+    dataset = Dataset.range(4).batch(2)
+    with pytest.raises(error, match=rf"Strategy\.experimental_distribute_dataset: .*{text}"):
+        strategy.experimental_distribute_dataset(dataset, wrong)
+    with pytest.raises(error, match=rf"Strategy\.distribute_datasets_from_function: .*{text}"):
+        strategy.distribute_datasets_from_function(lambda context: dataset, wrong)
+
+
+# ---- errors
 
 
 def attempts(distributed):
-    """This rank's parts, and the texts of the errors between them; the end is final."""
+    """This rank's parts, and the text of the error that ends them."""
     found, iterator = [], iter(distributed)
-    while True:
-        try:
-            found.append(np.asarray(select(next(iterator))).tolist())
-        except StopIteration:
-            assert list(iterator) == []
-            return found
-        except ArithmeticError as error:
-            found.append(str(error).partition(" (")[0])
+    try:
+        for step in iterator:
+            found.append(np.asarray(select(step)).tolist())
+    except ArithmeticError as error:
+        found.append(str(error).partition(" (")[0])
+    assert list(iterator) == []
+    return found
 
 
 def fail_at(*wrong, rank=None, on=None):
@@ -537,26 +488,6 @@ def fail_at(*wrong, rank=None, on=None):
         return True
 
     return check
-
-
-def test_an_error_of_a_source_has_its_step_and_the_next_follows(monkeypatch):
-    fetch = Slices.fetch
-
-    def failing(self, keys):
-        if 5 in keys:
-            raise ArithmeticError("no 5")
-        return fetch(self, keys)
-
-    monkeypatch.setattr(Slices, "fetch", failing)
-    every = on_ranks(
-        2,
-        lambda rank: attempts(
-            distribute_dataset(
-                Dataset.from_tensor_slices(np.arange(10)).shuffle(1).batch(4), rank, None
-            )
-        ),
-    )
-    assert every == [[[0, 1], "no 5", [8]], [[2, 3], [6, 7], [9]]]
 
 
 FAILING = {
@@ -582,36 +513,31 @@ FAILING = {
 
 @pytest.mark.parametrize("source", FAILING)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_an_error_is_raised_on_all_ranks_and_the_next_step_follows(source, size):
-    for wrong in ((5,), (0, 13), (4, 6)):
+def test_an_error_is_raised_on_all_ranks_and_ends_the_iteration(source, size):
+    for wrong in ((5,), (0, 13), (6, 9), (12,)):
         every = on_ranks(
             size,
             lambda rank, wrong=wrong: attempts(
                 distribute_dataset(FAILING[source](fail_at(*wrong)), rank, None)
             ),
         )
+        whole = min(wrong) // 4  # batches before the error
         steps = list(zip(*every, strict=True))
-        for batch, step in zip(
-            [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13]], steps, strict=True
-        ):
-            failed = [f"no {x}" for x in wrong if x in batch]
-            if failed:
-                assert set(step) <= set(failed)
-            else:
-                assert list(step) == shares(batch, len(batch), size)
+        assert [list(step) for step in steps[:-1]] == [
+            shares([*range(4 * step, 4 * step + 4)], size) for step in range(whole)
+        ]
+        assert set(steps[-1]) == {f"no {min(wrong)}"}
 
 
 @pytest.mark.parametrize("source", FAILING)
 def test_an_error_on_one_rank_alone_is_raised_on_all(source):
-    """The other ranks continue with the same steps."""
-
     def program(rank):
         check = fail_at(*range(4, 8), rank=rank.rank, on=1)
         return attempts(distribute_dataset(FAILING[source](check), rank, None))
 
     every = on_ranks(2, program)
     assert [parts[0] for parts in every] == [[0, 1], [2, 3]]
-    assert [parts[2:] for parts in every] == [[[8, 9], [12]], [[10, 11], [13]]]
+    assert [len(parts) for parts in every] == [2, 2]
     assert {type(parts[1]) for parts in every} == {str}
 
 
@@ -621,14 +547,15 @@ def test_an_error_in_elements_that_are_dealt_out(size):
         dataset = Dataset.range(24).batch(2).map(lambda x: [fail_at(6)(y) for y in x] and x)
         return attempts(distribute_from_function(lambda context: dataset, rank, None))
 
-    every = on_ranks(size, program)
+    *steps, last = zip(*on_ranks(size, program), strict=True)
     batches = [[x, x + 1] for x in range(0, 24, 2)]
-    for step, found in enumerate(zip(*every, strict=True)):
-        expected = batches[step * size : (step + 1) * size]
-        assert list(found) == (["no 6"] * size if [6, 7] in expected else expected)
+    assert [list(step) for step in steps] == [
+        batches[step * size : (step + 1) * size] for step in range(3 // size)
+    ]
+    assert set(last) == {"no 6"}
 
 
-def test_an_error_of_the_source_ends_the_iteration_on_all_ranks():
+def test_an_error_of_a_generator_ends_the_iteration_on_all_ranks():
     def program(rank):
         def numbers():
             yield from range(4)
@@ -745,49 +672,15 @@ def test_steps_of_scalars_that_are_left_out_do_not_count(size):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_each_replica_may_have_its_pipeline(size):
-    contexts = []
-
-    def make(context):
-        contexts.append(context)
-        start = 100 * context.input_pipeline_id
-        return Dataset.range(start, start + 4 + context.input_pipeline_id).batch(2)
-
-    def program(rank):
-        options = InputOptions(False, InputReplicationMode.PER_REPLICA)
-        distributed = distribute_from_function(make, rank, options, takes_per_replica=True)
-        assert distributed.cardinality == (2 if size == 1 else UNKNOWN_CARDINALITY)
-        return [select(step).tolist() for step in distributed]
-
-    alone, two = [[[0, 1], [2, 3]]], [[[0, 1], [2, 3], []], [[100, 101], [102, 103], [104]]]
-    assert on_ranks(size, program) == (alone if size == 1 else two)
-    assert sorted(contexts, key=lambda one: one.input_pipeline_id) == [
-        InputContext(size, i, size) for i in range(size)
-    ]
-
-
-@pytest.mark.parametrize("size", [1, 2])
 def test_the_next_step_or_none(size):
     def program(rank):
         iterator = iter(distribute_dataset(Dataset.range(3).batch(2), rank, None))
         found = []
         while (step := iterator.get_next_as_optional()).has_value():
-            assert step.element_spec == iterator.element_spec
             found.append(select(step.get_value()).tolist())
         return found
 
     assert on_ranks(size, program) == ([[[0, 1], [2]]] if size == 1 else [[[0], [2]], [[1], []]])
-
-
-def test_several_workers_share_a_dataset_whatever_its_options():
-    options = Options()
-    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.FILE
-    check_sharding(Dataset.range(4).with_options(options).batch(2))
-    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
-    with pytest.raises(
-        ValueError, match="auto_shard_policy is OFF.*distribute_datasets_from_function"
-    ):
-        check_sharding(Dataset.range(4).with_options(options).batch(2))
 
 
 def test_values_are_per_replica_where_there_are_several():
@@ -801,20 +694,6 @@ def test_values_are_per_replica_where_there_are_several():
         assert all(isinstance(leaf, PerReplica) for leaf in nests.flatten(nest)[0])
 
 
-def test_steps_pass_through_the_stage():
-    def doubled(steps):
-        for step in steps:
-            yield Step(step.total, step.value * 2)
-
-    def program(rank):
-        return [
-            select(x).tolist()
-            for x in distribute_dataset(Dataset.range(4).batch(4), rank, None, doubled)
-        ]
-
-    assert on_ranks(2, program) == [[[0, 2]], [[4, 6]]]
-
-
 def test_contexts_and_options():
     assert InputContext(2, 1, 4).get_per_replica_batch_size(8) == 2
     assert InputContext().get_per_replica_batch_size(0) == 0
@@ -823,12 +702,7 @@ def test_contexts_and_options():
     ):
         InputContext(2, 1, 4).get_per_replica_batch_size(7)
     assert InputOptions(None) == InputOptions(True) == InputOptions()
-    assert (
-        InputOptions(
-            False, InputReplicationMode.PER_REPLICA, True, 2
-        ).experimental_per_replica_buffer_size
-        == 2
-    )
+    assert InputOptions(False, MODE, True, 2).experimental_per_replica_buffer_size == 2
     assert RunOptions() == RunOptions(True, False, None)
     for frozen in (InputContext(), InputOptions(), RunOptions(), ValueContext()):
         with pytest.raises(AttributeError):

@@ -11,22 +11,6 @@ from hpcstrat import ReplicaMismatchError
 from hpcstrat.data import Dataset
 
 
-class Tensors:
-    """Like a `tf.data.Dataset`: each iteration starts anew and yields array-likes."""
-
-    class Tensor:
-        def __init__(self, array):
-            self.array = array
-
-        def __array__(self, dtype=None, copy=None):
-            return self.array
-
-    def __iter__(self):
-        return iter(
-            [(self.Tensor(np.arange(k, k + 4)), self.Tensor(np.full((4, 2), k))) for k in (0, 4)]
-        )
-
-
 class Table:
     """Like a HuggingFace dataset: columns of Python numbers, lists and strings."""
 
@@ -39,14 +23,6 @@ class Table:
                 "tokens": [[row, 2 * row] for row in rows],
                 "weight": [row / 2 for row in rows],
             }
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_an_iterable_of_tuples_of_tensors(size):
-    steps = parts(size, Tensors)
-    for k, step in zip((0, 4), steps, strict=True):
-        assert np.concatenate([x for x, _ in step]).tolist() == list(range(k, k + 4))
-        assert np.concatenate([y for _, y in step]).tolist() == [[k, k]] * 4
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -194,13 +170,3 @@ def test_elements_in_a_cache_are_compared(kept_on):
         return "done"
 
     assert on_ranks(2, program) == ["done"] * 2
-
-
-def test_a_cached_order_that_user_code_chooses_is_compared():
-    def program(rank):
-        choice = Dataset.from_generator(lambda: iter([rank.rank, 1] * 3))
-        parts = [Dataset.range(9), Dataset.range(10, 19)]
-        chosen = Dataset.choose_from_datasets(parts, choice)
-        return taken(chosen.cache().batch(6), rank)[0]
-
-    assert on_ranks(2, program) == [0] * 2

@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 from internals import Workers, distribute_dataset, distribute_from_function, reports
 from public_api import begins_with_a_call
-from thread_ranks import on_ranks, parts
+from thread_ranks import on_ranks
 
-from hpcstrat.data import AutoShardPolicy, Dataset, InputOptions, Options
-
-OFF = Options()
-OFF.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
+from hpcstrat.data import Dataset
 
 
 def warned(size, make, distribute=distribute_dataset, passes=1, workers=None, **kwargs):
@@ -45,20 +42,6 @@ def test_a_batch_for_fewer_than_all_replicas_is_warned_of_once(size):
         assert f"some of {size} replicas have no elements of a batch of {count}" in text
         assert text.endswith("pass batch(..., drop_remainder=True)")
         assert len(text) < 240  # two lines
-
-
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_of_batches_that_fill_replicas_in_order_more_leave_some_empty(size):
-    for full in (size, 2 * size + 1, 5 * size):
-        for count in range(1, full + 1):
-            texts = warned(
-                size, lambda f=full, n=count: Dataset.range(f + n).batch(f).with_options(OFF)
-            )
-            share, rest = divmod(full, size)
-            last = max(0, count - (size - 1) * share - min(rest, size - 1))
-            assert bool(texts) == (last == 0)
-            if texts:
-                assert ("without AutoShardPolicy.OFF" in texts[0]) == (count >= size)
 
 
 def test_lists_of_batches_are_warned_of():
@@ -109,23 +92,6 @@ def test_where_warnings_are_errors_all_ranks_raise():
         return "raised"
 
     assert on_ranks(3, program) == ["raised"] * 3
-
-
-@pytest.mark.parametrize(
-    ("even", "last"),
-    [(True, [[8, 9, 10], [11, 12]]), (False, [[8, 9, 10, 11], [12]])],
-    ids=["evenly", "in order"],
-)
-def test_even_batches_is_deprecated(even, last):
-    with pytest.warns(
-        DeprecationWarning, match=f"InputOptions: even_batches is {even}, but.* leave it out"
-    ) as caught:
-        options = InputOptions(even_batches=even)
-    assert caught[0].filename == __file__ and ("AutoShardPolicy.OFF" in str(caught[0].message)) == (
-        not even
-    )
-    step = parts(2, lambda: Dataset.range(13).batch(8), options=options)[-1]
-    assert [part.tolist() for part in step] == last
 
 
 def test_notes_show_with_the_error_that_ends_the_job():

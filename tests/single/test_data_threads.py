@@ -2,12 +2,13 @@
 
 import contextvars
 import gc
-import itertools
 import threading
 
 import numpy as np
 import pytest
-from test_data_dataset import BAD, attempts, items, odd_one_out
+from internals import distribute_dataset, distribute_from_function, select
+from test_data_dataset import items
+from thread_ranks import on_ranks
 
 from hpcstrat.data import AUTOTUNE, Dataset
 
@@ -51,14 +52,10 @@ class Together:
 
 MAPPED = {
     "indexed": lambda f: Dataset.range(12).map(f, num_parallel_calls=3),
-    "generated": lambda f: Dataset.from_generator(lambda: iter(range(12)), np.int64).map(
-        f, num_parallel_calls=3
-    ),
+    "generated": lambda f: generated(12).map(f, num_parallel_calls=3),
     "batches": lambda f: Dataset.range(24).batch(2).map(f, num_parallel_calls=3),
-    "rows": lambda f: Dataset.range(12).map(f, num_parallel_calls=3).batch(6),
-    "generated rows": lambda f: (
-        Dataset.from_generator(lambda: iter(range(12)), np.int64).map(f, 3).batch(6)
-    ),
+    "rows": lambda f: Dataset.range(12).map(f, num_parallel_calls=3).batch(2),
+    "generated rows": lambda f: generated(12).map(f, 3).batch(2),
     "taken": lambda f: Dataset.range(20).map(f, num_parallel_calls=3).take(12),
     "repeated and prefetched": lambda f: (
         Dataset.range(6).map(f, num_parallel_calls=3).repeat(2).prefetch(2)
@@ -80,9 +77,100 @@ def test_as_many_calls_as_asked_for_run_at_once(pipeline):
     assert together.most == 3
 
 
+def generated(n):
+    return Dataset.from_generator(lambda: iter(range(n)), np.int64)
+
+
+ON_RANKS = {  # 16 calls on each rank
+    "rows": lambda f, size: Dataset.range(16 * size).map(f, 8).batch(2 * size),
+    "generated rows": lambda f, size: generated(16 * size).map(f, 8).batch(2 * size),
+    "shuffled rows": lambda f, size: (
+        Dataset.range(16 * size).shuffle(9, seed=1).map(f, 8).batch(2 * size)
+    ),
+    "batches": lambda f, size: generated(16 * size).batch(size).map(f, 8),
+    "dealt batches": lambda f, size: Dataset.range(32 * size).batch(2).map(f, 8),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("pipeline", ON_RANKS)
+def test_calls_overlap_between_batches_on_each_rank(pipeline, size):
+    def program(rank):
+        def steps(function):
+            dataset = ON_RANKS[pipeline](function, size)
+            distributed = (
+                distribute_from_function(lambda context: dataset, rank, None)
+                if pipeline.startswith("dealt")
+                else distribute_dataset(dataset, rank, None)
+            )
+            return [select(x).tolist() for x in distributed]
+
+        together = Together(8)
+        assert steps(together) == steps(lambda x: x)
+        return together.most
+
+    assert on_ranks(size, program) == [8] * size
+
+
 def test_autotune_is_several():
     together = Together(8)
     assert items(Dataset.range(16).map(together, num_parallel_calls=AUTOTUNE)) == list(range(16))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_threads_of_an_iteration_are_the_same_for_all_its_batches(size):
+    def program(rank):
+        threads = set()  # keeps them, so that none has the number of another
+        dataset = Dataset.range(600).map(
+            lambda x: threads.add(threading.current_thread()) or x, num_parallel_calls=4
+        )
+        assert len(list(distribute_dataset(dataset.batch(3), rank, None))) == 200
+        return len(threads)
+
+    assert all(1 <= count <= 5 for count in on_ranks(size, program))  # with the caller
+
+
+AHEAD = {  # the elements of a step, and the pipeline
+    "elements": (1, lambda data, f: data.map(f, 4)),
+    "rows": (5, lambda data, f: data.map(f, 4).batch(5)),
+    "a function before": (5, lambda data, f: data.map(lambda x: x).map(f, 4).batch(5)),
+    "a function after": (1, lambda data, f: data.map(f, 4).map(lambda x: x)),
+    "filtered": (1, lambda data, f: data.map(f, 4).filter(lambda x: True)),
+    "zipped": (1, lambda data, f: Dataset.zip(data.map(f, 4), data)),
+    "skipped": (1, lambda data, f: data.map(f, 4).skip(0).take(99)),
+}
+
+
+@pytest.mark.parametrize("pipeline", AHEAD)
+@pytest.mark.parametrize("source", ["indexed", "generated"])
+def test_no_more_calls_are_begun_than_asked_for(pipeline, source):
+    called = []
+    data = Dataset.range(100) if source == "indexed" else generated(100)
+    count, make = AHEAD[pipeline]
+    iterator = iter(make(data, lambda x: called.append(int(x)) or x))
+    assert called == []
+    for taken in range(1, 90 // count):
+        next(iterator)
+        assert taken * count <= len(called) <= taken * count + 4
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_no_more_batches_are_read_than_asked_for(size):
+    def program(rank):
+        called, read = [], []
+
+        def numbers():
+            for x in range(100):
+                read.append(x)
+                yield x
+
+        dataset = Dataset.from_generator(numbers, np.int64).batch(5)
+        dataset = dataset.map(lambda x: called.append(x) or x, 3)
+        for taken, _ in enumerate(distribute_dataset(dataset, rank, None), start=1):
+            assert len(called) <= taken + 3 and len(read) <= 5 * (taken + 3)
+        return len(called), len(read)
+
+    assert on_ranks(size, program) == [(20, 100)] * size
 
 
 def test_the_order_is_kept_whatever_the_pace():
@@ -118,18 +206,6 @@ def test_a_function_that_is_not_to_run_in_threads_does_not():
     assert alone.most == 1
 
 
-@pytest.mark.parametrize("number", [0, -2])
-def test_numbers_of_threads(number):
-    for call in (
-        lambda: Dataset.range(3).map(lambda x: x, num_parallel_calls=number),
-        lambda: Dataset.range(3).interleave(Dataset.range, num_parallel_calls=number),
-    ):
-        with pytest.raises(
-            ValueError, match=f"num_parallel_calls is {number}; it must be at least 1"
-        ):
-            call()
-
-
 # ---- prefetch
 
 
@@ -160,10 +236,7 @@ def test_no_more_are_prepared_than_asked_for():
     assert not items(Dataset.range(3).prefetch(0).skip(3)) and made == sorted(made)
 
 
-def test_an_error_is_raised_when_its_turn_comes():
-    dataset = Dataset.range(7).map(lambda x: odd_one_out(2, 5)(x) and x).prefetch(4)
-    assert attempts(dataset) == attempts(dataset) == [0, 1, BAD, 3, 4, BAD, 6]
-
+def test_an_interrupt_of_a_generator_comes_when_its_turn_comes():
     def fail():
         yield 1
         raise KeyboardInterrupt
@@ -174,70 +247,11 @@ def test_an_error_is_raised_when_its_turn_comes():
         next(iterator)
 
 
-@pytest.mark.parametrize("taken", [0, 1, 5, 6, 11])
-def test_rounds_that_only_the_thread_has_reached_do_not_count(taken):
-    def orders(size):
-        made, is_ahead = [], threading.Event()
-
-        def note(x):
-            made.append(x)
-            if len(made) == min(15, taken + size):
-                is_ahead.set()
-            return x
-
-        dataset = Dataset.range(5).shuffle(5, seed=3).repeat(3).map(note).prefetch(size)
-        iterator = iter(dataset)
-        first = items(itertools.islice(iterator, taken))
-        assert not size or not taken or is_ahead.wait(SECONDS)
-        del iterator
-        return first, items(dataset), items(dataset)
-
-    assert orders(8) == orders(0)
-
-
 def test_functions_see_the_context_of_the_program():
     variable = contextvars.ContextVar("variable", default=0)
     variable.set(3)
     assert items(Dataset.range(4).map(lambda x: variable.get(), num_parallel_calls=2)) == [3] * 4
     assert items(Dataset.range(4).map(lambda x: variable.get()).prefetch(2)) == [3] * 4
-
-
-# ---- interleave
-
-
-def test_datasets_are_read_at_once():
-    barrier = threading.Barrier(3)
-
-    def numbers(x):
-        barrier.wait(SECONDS)
-        yield from range(10 * x, 10 * x + 2)
-
-    def dataset(x):
-        return Dataset.from_generator(numbers, np.int64, args=(x,))
-
-    found = Dataset.range(6).interleave(dataset, cycle_length=3, num_parallel_calls=3)
-    assert items(found) == [0, 10, 20, 1, 11, 21, 30, 40, 50, 31, 41, 51]
-
-
-@pytest.mark.parametrize("threads", [1, 2, AUTOTUNE])
-def test_the_turns_are_those_without_threads(threads):
-    def numbers(x):
-        for i in range(x % 4):
-            yield 10 * x + i
-        if x == 5:
-            raise ZeroDivisionError
-
-    def dataset(x):
-        if x == 2:
-            raise ZeroDivisionError
-        return Dataset.from_generator(numbers, np.int64, args=(int(x),))
-
-    for cycle, block in itertools.product((1, 2, 3, 20), (1, 3)):
-        plain, threaded = (
-            Dataset.range(9).interleave(dataset, cycle, block, num_parallel_calls=number)
-            for number in (None, threads)
-        )
-        assert attempts(threaded) == attempts(plain)
 
 
 # ---- the end
@@ -247,11 +261,6 @@ ENDED = {
     "map": lambda f: Dataset.range(100).map(f, num_parallel_calls=3),
     "prefetch": lambda f: Dataset.range(100).map(f).prefetch(3),
     "both": lambda f: Dataset.range(100).map(f, num_parallel_calls=2).batch(2).prefetch(3),
-    "interleave": lambda f: Dataset.range(100).interleave(
-        lambda x: Dataset.from_generator(lambda: map(f, range(5)), np.int64),
-        4,
-        num_parallel_calls=3,
-    ),
 }
 
 

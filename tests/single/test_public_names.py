@@ -41,6 +41,13 @@ def test_a_foreign_name_says_what_to_write_instead(name):
     assert found or hint.startswith("nothing: ")
 
 
+@pytest.mark.parametrize("name", ["DatasetSpec", "assert_cardinality", "flat_map", "misspelt"])
+def test_what_the_module_of_datasets_has_not(name):
+    assert not hasattr(hs.data, name) and name not in hs.data.__all__
+    with pytest.raises(AttributeError, match=rf"hpcstrat\.data.*{name}"):
+        getattr(hs.data, name)
+
+
 def test_names_show_as_programs_write_them():
     assert [str(name) for name in (hs.Variable, hs.data.Dataset, hs.optimizers.Adam)] == [
         f"<class 'hpcstrat.{name}'>" for name in ("Variable", "data.Dataset", "optimizers.Adam")

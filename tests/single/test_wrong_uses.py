@@ -315,7 +315,7 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
     "unbatch of numbers": (
         lambda _: list(Dataset.range(4).unbatch()),
         ValueError,
-        "Dataset: .*first dimension",
+        r"Dataset\.unbatch: .*first dimension",
     ),
     "len without end": (
         lambda _: len(Dataset.range(4).repeat()),
