@@ -10,7 +10,7 @@ import enum
 import operator
 import reprlib
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 AUTOTUNE = -1
 """Leaves a size or a number to the library."""
@@ -41,19 +41,18 @@ INSTEAD = {
 class NamesWhatIsAbsent(type):
     """The class of `Dataset`, which says what to write instead of methods that it lacks."""
 
-    def __getattr__(cls, name: str) -> NoReturn:
-        raise absent(cls, name)
+    def __getattr__(cls, name: str) -> Any:
+        say_what_is_absent(name)
+        return super().__getattribute__(name)  # raises Python's own error
 
 
-def absent(owner: Any, name: str) -> AttributeError:
-    """The error of an attribute that `Dataset`, or one of them, does not have."""
+def say_what_is_absent(name: str) -> None:
+    """Raises the error of a method that `tf.data.Dataset` has and `Dataset` has not."""
     if name in INSTEAD:
         # Without its name, from which Python would guess another attribute beside these words.
-        return AttributeError(
+        raise AttributeError(
             f"Dataset.{name} does not exist; write {INSTEAD[name]}", name=None, obj=None
         )
-    what = "type object 'Dataset'" if isinstance(owner, type) else "'Dataset' object"
-    return AttributeError(f"{what} has no attribute {name!r}", name=name, obj=owner)
 
 
 def whole(number: Any, call: str, argument: str) -> int:

@@ -23,6 +23,7 @@ from hpcstrat.data._node import (
     Node,
     PipelineChecksum,
     Transformation,
+    in_runs,
     join,
 )
 from hpcstrat.data._sources import name_of
@@ -72,8 +73,8 @@ class Map(Transformation):
             self._spec = _elements.map_leaves(spec_of, self._apply(example))
         return self._spec
 
-    def load(self, items: Iterator[Any]) -> Iterator[Any]:
-        return map_in_threads(self._apply, self._source.load(items), self._calls)
+    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        return map_in_threads(self._apply, self._source.load(chunks), self._calls)
 
     def _apply(self, element: Any) -> Any:
         result = _call(self._function, element, "Dataset.map: map_func")
@@ -173,20 +174,19 @@ class Batch(Transformation):
         if waiting and not self._drop_remainder:
             yield [join(waiting)]
 
-    def load(self, items: Iterator[Any]) -> Iterator[Any]:
-        if self._source.gathers:
-            return map(self._source.fetch, items)
-        return self._stack_rows(items)
+    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        batches = itertools.chain.from_iterable(chunks)
+        return map(self._source.fetch, batches) if self._source.gathers else self._stack(batches)
 
-    def _stack_rows(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
-        sizes: deque[int] = deque()  # of the chunks whose rows are being loaded
+    def _stack(self, batches: Iterator[Chunk]) -> Iterator[Any]:
+        sizes: deque[int] = deque()  # of the batches whose rows are being loaded
 
-        def items() -> Iterator[Any]:
-            for chunk in chunks:
-                sizes.append(len(chunk))
-                yield from chunk
+        def noted() -> Iterator[Chunk]:
+            for batch in batches:
+                sizes.append(len(batch))
+                yield batch
 
-        rows = self._source.load(items())  # threads work on the rows of several batches
+        rows = self._source.load(noted())  # threads work on the rows of several batches
         for first in rows:
             rest = itertools.islice(rows, sizes.popleft() - 1)
             yield _elements.stack([first, *rest])
@@ -232,8 +232,8 @@ class Unbatch(Transformation):
         batches = self._source.elements(epoch)
         return ([*_elements.unstack(batch, "Dataset.unbatch")] for batch in batches)
 
-    def load(self, items: Iterator[Any]) -> Iterator[Any]:
-        return items if self._rows is None else self._rows.load(items)
+    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        return super().load(chunks) if self._rows is None else self._rows.load(chunks)
 
     def fetch(self, keys: Keys) -> Any:
         return super().fetch(keys) if self._rows is None else self._rows.fetch(keys)
@@ -272,7 +272,7 @@ class _ByKey(_SameOrder):
         self.gathers = False
         self._kept: dict[int, Any] = {}
 
-    def load(self, items: Iterator[Any]) -> Iterator[Any]:
+    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
         asked: set[int] = set()
 
         def is_new(key: int) -> bool:
@@ -282,16 +282,17 @@ class _ByKey(_SameOrder):
             return True
 
         # Runs, so that threads load new elements ahead, and an endless repetition stays lazy.
-        for new, run in itertools.groupby(map(int, items), is_new):
+        for new, run in in_runs((np.asarray(chunk).tolist() for chunk in chunks), is_new):
             yield from map(_elements.copy_of, (self._keep if new else self._again)(run))
 
-    def _keep(self, keys: Iterator[int]) -> Iterator[Any]:
-        keys, ahead = itertools.tee(keys)
+    def _keep(self, chunks: Iterator[list[int]]) -> Iterator[Any]:
+        chunks, ahead = itertools.tee(chunks)
+        keys = itertools.chain.from_iterable(chunks)
         for key, element in zip(keys, self._source.load(ahead), strict=True):
             yield self._kept.setdefault(key, element)
 
-    def _again(self, keys: Iterator[int]) -> Iterator[Any]:
-        return (self._kept[key] for key in keys)
+    def _again(self, chunks: Iterator[list[int]]) -> Iterator[Any]:
+        return (self._kept[key] for chunk in chunks for key in chunk)
 
 
 @final
@@ -317,5 +318,6 @@ class _ByPosition(_SameOrder):
             yield kept[-1]
         self._kept = kept
 
-    def load(self, items: Iterator[Any]) -> Iterator[Any]:
-        return map(_elements.copy_of, items)  # the caller may write to it
+    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        # Copies, because the caller may write to them.
+        return map(_elements.copy_of, itertools.chain.from_iterable(chunks))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,8 +14,8 @@ from hpcstrat.data import _computing, _ordering, _sources
 from hpcstrat.data._arguments import (
     NamesWhatIsAbsent,
     Options,
-    absent,
     check_options,
+    say_what_is_absent,
     whole,
 )
 from hpcstrat.data._iterators import DatasetIterator, Position, Progress, length
@@ -480,8 +480,10 @@ class Dataset(metaclass=NamesWhatIsAbsent):
 
     if not TYPE_CHECKING:  # type checkers would take every name for an attribute
 
-        def __getattr__(self, name: str) -> NoReturn:
-            raise absent(self, name)
+        def __getattr__(self, name: str) -> Any:
+            say_what_is_absent(name)
+            # Python's own error; or that of a function, in a property that it asks again.
+            return super().__getattribute__(name)
 
     def _position(self) -> Position:
         return self._progress.position()

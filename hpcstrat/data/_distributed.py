@@ -7,6 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
+from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.call_name import (
     call_named,
@@ -244,6 +245,7 @@ class DistributedIterator(DatasetIterator):
         epoch = self._epoch
         epoch.checksum = PipelineChecksum(self._compares)
         self._number = 0
+        self._empty: Step | None = None  # made when it is needed
         if len(peers) == 1:
             steps = (Step(1, element) for element in node.elements(epoch))
         else:
@@ -357,8 +359,11 @@ class DistributedIterator(DatasetIterator):
         if kinds.count(kinds[0]) < len(kinds):  # no replica alone has seen all rows of the batch
             raise _elements.mismatch_error(kinds)
         if None in totals and any(total is not None for total in totals):
-            empty = self._empty()
-            return (step if step.total is not None else empty)._replace(is_scarce=True)
+            if self._empty is None:  # on all ranks, so they make it together
+                with self._communicator.raise_together():
+                    self._empty = self._empty_step()
+                    self._communicator.exchange(signature_of(f"{self._call}, an empty step"))
+            return (self._empty if step.total is None else step)._replace(is_scarce=True)
         return step._replace(is_scarce=True) if any(scarce) else step
 
     def _kinds(self, value: Any) -> tuple[Any, ...] | None:
@@ -389,8 +394,11 @@ class DistributedIterator(DatasetIterator):
             return ""
         return join_by_rank(enumerate("none" if n is None else str(n) for n in values))
 
-    def _empty(self) -> Step:
-        """The step of a worker whose elements have ended before another worker's."""
+    def _empty_step(self) -> Step:
+        """The step of a worker whose elements have ended before another worker's.
+
+        It calls functions of the pipeline, which may fail on some ranks.
+        """
         spec = self._node.spec()
         if any(not leaf.shape for leaf in _elements.flatten(spec)[0]):
             raise ValueError(

@@ -23,6 +23,7 @@ _SAMPLE_BYTES = 1 << 16  # approximately
 _ROW_ELEMENTS = 512  # per row of a sample
 _FILE_SAMPLE = 4, 8  # rows, and elements per row, of a file: each may cost a disk read
 _CHUNK_BYTES = 1 << 20  # keeps the copy of a non-contiguous array small
+_ARRAYS = np.ndarray, np.generic
 
 
 def flatten(element: Any) -> tuple[list[Any], nests.Structure]:
@@ -200,12 +201,14 @@ def unstack(batch: Any, call: str = "Dataset") -> Iterator[Any]:
     Copies, because a row that is kept must not keep the others.
     """
     leaves, structure = flatten(batch)
-    size = leading_size(leaves, call)
-    if len(leaves) == 1 and leaves[0] is batch:
-        yield from batch if batch.ndim == 1 else map(np.copy, batch)
-    else:
-        for i in range(size):
-            yield structure.unflatten([leaf[i].copy() for leaf in leaves])
+    leading_size(leaves, call)
+    columns = [
+        # Scalars are copies, but records are views.
+        leaf if leaf.ndim == 1 and leaf.dtype.kind != "V" else (row.copy() for row in leaf)
+        for leaf in leaves
+    ]
+    is_array = leaves[0] is batch
+    yield from columns[0] if is_array else map(structure.unflatten, zip(*columns, strict=True))
 
 
 def rows(batch: Any, start: int, stop: int) -> Any:
@@ -215,7 +218,13 @@ def rows(batch: Any, start: int, stop: int) -> Any:
 
 def copy_of(element: Any) -> Any:
     """A copy of an element, safe to write to."""
-    return map_leaves(lambda leaf: leaf.copy(), element)
+    # Most elements are arrays, and an array needs no nest.
+    return _copy(element) if isinstance(element, _ARRAYS) else map_leaves(_copy, element)
+
+
+def _copy(array: Any) -> Any:
+    # Scalars other than records cannot be written to, and NumPy copies them slowly.
+    return array.copy() if isinstance(array, (np.ndarray, np.void)) else array
 
 
 def leading_size(leaves: Sequence[Any], call: str) -> int:

@@ -96,8 +96,10 @@ def encode(state: Any) -> Any:
     Raises:
         TypeError: it has values other than nests of numbers, texts, bytes and arrays.
     """
-    if state is None or type(state) in (bool, int, float, str):
+    if state is None or type(state) in (bool, int, str):
         return state
+    if type(state) is float:  # the header of a checkpoint has no fractions
+        return ["float", state.hex()]
     if type(state) in (list, tuple):
         return [type(state).__name__, *map(encode, state)]
     if type(state) is dict:
@@ -108,6 +110,8 @@ def encode(state: Any) -> Any:
     if kind == "tensor" and type(state).__module__ != "torch":
         raise TypeError(f"the loader's state has a {type(state).__name__}")
     array = np.asarray(state)
+    if array.dtype.kind in "OTV":  # Python objects, texts that are stored elsewhere, and records
+        raise TypeError(f"the loader's state has an array of dtype {array.dtype}")
     return [kind, array.dtype.str, [*array.shape], base64.b64encode(array.tobytes()).decode()]
 
 
@@ -125,6 +129,8 @@ def decode(state: Any) -> Any:
             return {"list": list, "tuple": tuple}[kind](map(decode, rest))
         if kind == "dict":
             return {decode(key): decode(value) for key, value in rest}
+        if kind == "float":
+            return float.fromhex(rest[0])
         if kind == "bytes":
             return base64.b64decode(rest[0])
         dtype, shape, data = rest

@@ -16,9 +16,10 @@ from __future__ import annotations
 import abc
 import itertools
 import math
+import operator
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -184,12 +185,12 @@ class Node(abc.ABC):
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         """One pass: the items in order, in chunks of any length (short ones if it is infinite)."""
 
-    def load(self, items: Iterator[Any]) -> Iterator[Any]:
-        """The elements of these items, in order, safe to write to; by default the items.
+    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        """The elements of the items in chunks, in order, safe to write to; by default the items.
 
         It is lazy: user code runs no sooner than needed, or as threads were asked for.
         """
-        return self._load_blocks(items) if self.gathers else items
+        return self._load_blocks(chunks) if self.gathers else itertools.chain.from_iterable(chunks)
 
     def fetch(self, keys: Keys) -> Any:
         """The elements of keys, maybe none, stacked: a nest of new arrays of shape `(n, ...)`."""
@@ -201,20 +202,23 @@ class Node(abc.ABC):
 
     def elements(self, epoch: EpochPass) -> Iterator[Any]:
         """One lazy pass over the elements themselves."""
-        return self.load(self.items(epoch))
+        return self.load(self.chunks(epoch))
 
     def first(self) -> Any:
         """The first element, found by a pass of its own; `None` if there is none."""
-        return next(self.elements(EpochPass()), None)
+        first = (chunk[:1] for chunk in self.chunks(EpochPass()) if len(chunk))
+        return next(self.load(itertools.islice(first, 1)), None)
 
-    def _load_blocks(self, items: Iterator[Any]) -> Iterator[Any]:
+    def _load_blocks(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
         # One gather for many rows, of a megabyte: with one per element, the overhead of NumPy's
         # calls, or of reads from a file, would dominate.
         leaves, _ = _elements.flatten(self.fetch(np.empty(0, np.int64)))
         nbytes = sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves)
         count = max(1, min(1024, _BYTES_AHEAD // max(1, nbytes)))
-        while len(keys := np.fromiter(itertools.islice(items, count), np.int64)):
-            yield from _elements.unstack(self.fetch(keys))
+        for chunk in chunks:
+            keys = np.asarray(chunk, np.int64)
+            for start in range(0, len(keys), count):
+                yield from _elements.unstack(self.fetch(keys[start : start + count]))
 
     def shuffles(self) -> list[ShuffleState]:
         """The shuffles of the inputs, each once; a node that shuffles adds its own."""
@@ -261,11 +265,18 @@ class Choosing(Transformation):
         super().__init__(source, call)
         self.keys, self.gathers, self.rows = source.keys, source.gathers, source.rows
 
-    def load(self, items: Iterator[Any]) -> Iterator[Any]:
-        return self._source.load(items)
+    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        return self._source.load(chunks)
 
     def fetch(self, keys: Keys) -> Any:
         return self._source.fetch(keys)
+
+
+def in_runs(chunks: Iterator[Chunk], key: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
+    """Consecutive items with one value of `key`: this value, and the items in chunks."""
+    parts = ((value, [*part]) for chunk in chunks for value, part in itertools.groupby(chunk, key))
+    for value, run in itertools.groupby(parts, operator.itemgetter(0)):
+        yield value, map(operator.itemgetter(1), run)
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:

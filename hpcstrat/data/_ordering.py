@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import operator
@@ -26,6 +27,7 @@ from hpcstrat.data._node import (
     Node,
     ShuffleState,
     Transformation,
+    in_runs,
     join,
 )
 from hpcstrat.data._sources import Indexed, Integers
@@ -336,12 +338,14 @@ class Zip(Node):
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         # When a node has ended, those after it are not asked.
-        return (
-            [items] for items in zip(*[node.items(epoch) for node in self.inputs], strict=False)
-        )
+        items = zip(*[node.items(epoch) for node in self.inputs], strict=False)
+        # What comes of user code is not taken ahead.
+        is_free = all(node.keys is not None or not node.user_code for node in self.inputs)
+        size = 1024 if is_free else 1
+        return iter(lambda: [*itertools.islice(items, size)], [])
 
-    def load(self, items: Iterator[Any]) -> Iterator[Any]:
-        columns = _columns(items, len(self.inputs))
+    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        columns = _columns(chunks, len(self.inputs))
         loaded = [node.load(column) for node, column in zip(self.inputs, columns, strict=True)]
         return map(self._structure.unflatten, zip(*loaded, strict=True))
 
@@ -359,20 +363,24 @@ class Enumerate(Transformation):
         return TensorSpec((), np.int64), self._source.spec()
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        counts = itertools.count(self._start)
-        return (
-            [pair] for pair in zip(map(np.int64, counts), self._source.items(epoch), strict=False)
-        )
+        count = self._start
+        for chunk in self._source.chunks(epoch):
+            yield [*enumerate(chunk, count)]
+            count += len(chunk)
 
-    def load(self, items: Iterator[Any]) -> Iterator[Any]:
-        counts, inner = _columns(items, 2)
-        return zip(counts, self._source.load(inner), strict=True)
+    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        counts, inner = _columns(chunks, 2)
+        numbers = map(np.int64, itertools.chain.from_iterable(counts))
+        return zip(numbers, self._source.load(inner), strict=True)
 
 
-def _columns(items: Iterator[Any], count: int) -> list[Iterator[Any]]:
-    """The members of tuples, one iterator for each place."""
-    copies = itertools.tee(items, count)
-    return [map(operator.itemgetter(i), copy) for i, copy in enumerate(copies)]
+def _columns(chunks: Iterator[Chunk], count: int) -> list[Iterator[Chunk]]:
+    """The members of items that are tuples: for each place the chunks of its members."""
+
+    def column(place: int, copy: Iterator[Chunk]) -> Iterator[Chunk]:
+        return ([item[place] for item in chunk] for chunk in copy)
+
+    return [column(place, copy) for place, copy in enumerate(itertools.tee(chunks, count))]
 
 
 # ---- concatenate
@@ -390,7 +398,9 @@ class Concatenate(Node):
         self._offset = 0
         if first.keys is not None and second.keys is not None:
             self._offset, self.keys = first.keys, first.keys + second.keys
-            self.gathers = first.gathers and second.gathers
+            # One gather of many rows, even if they are not for one batch, needs equal shapes.
+            gathers = first.gathers and second.gathers
+            self.gathers = gathers and _row_shapes(first) == _row_shapes(second)
         # Those of nodes with functions are found when their first element comes.
         self._specs = [None if node.user_code else node.spec() for node in self.inputs]
         if None not in self._specs:
@@ -425,7 +435,8 @@ class Concatenate(Node):
         User code thus runs for it here, and once more in its turn.
         """
         try:
-            (element,) = self.inputs[which].load(iter(chunk))
+            # Of a copy, because a function may write to its argument.
+            (element,) = self.inputs[which].load(iter([copy.deepcopy(chunk)]))
         except Exception:  # raised when the element's turn comes; the next chunk is compared
             return
         spec, other = _elements.spec_of(element), self._specs[1 - which]
@@ -433,14 +444,18 @@ class Concatenate(Node):
             _common_spec(*((spec, other) if which == 0 else (other, spec)))
         self._specs[which] = spec
 
-    def load(self, items: Iterator[Any]) -> Iterator[Any]:
-        return super().load(items) if self.gathers else self._load_runs(items)
+    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        return super().load(chunks) if self.gathers else self._load_runs(chunks)
 
-    def _load_runs(self, items: Iterator[Any]) -> Iterator[Any]:
-        if self.keys is not None:
-            items = ((1, key - self._offset) if key >= self._offset else (0, key) for key in items)
-        for which, run in itertools.groupby(items, operator.itemgetter(0)):
-            yield from self.inputs[which].load(map(operator.itemgetter(1), run))
+    def _load_runs(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        pairs = ([self._pair(item) for item in chunk] for chunk in chunks)
+        for which, run in in_runs(pairs, operator.itemgetter(0)):
+            yield from self.inputs[which].load([item for _, item in part] for part in run)
+
+    def _pair(self, item: Any) -> tuple[int, Any]:
+        if self.keys is None:
+            return item
+        return (1, item - self._offset) if item >= self._offset else (0, item)
 
     def fetch(self, keys: Keys) -> Any:
         first, second = self.inputs
@@ -451,15 +466,14 @@ class Concatenate(Node):
             return second.fetch(keys - self._offset)
         # From both, in any order after a shuffle: one gather from each, then the order is restored.
         parts = first.fetch(keys[~is_second]), second.fetch(keys[is_second] - self._offset)
-        if len({_elements.kinds_of_rows(part) for part in parts}) > 1:
-            raise ValueError(
-                "Dataset.concatenate: the elements of a batch must have the same structure, shape "
-                f"and dtype; those of {self!r} do not"
-            )
         places = np.argsort(np.argsort(is_second, kind="stable"))
         (ours, structure), (theirs, _) = map(_elements.flatten, parts)
         joined = map(np.concatenate, zip(ours, theirs, strict=True))
         return structure.unflatten([column.take(places, 0) for column in joined])
+
+
+def _row_shapes(node: Node) -> list[tuple[int | None, ...]]:
+    return [leaf.shape for leaf in _elements.flatten(node.spec())[0]]
 
 
 _common_spec = functools.partial(_elements.common_spec, call="Dataset.concatenate")

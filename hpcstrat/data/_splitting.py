@@ -59,7 +59,7 @@ def _split_rows(node: Node, rows: Node, epoch: EpochPass, rank: int, size: int) 
             # Only an element shows the shapes and dtypes of an empty batch of user code.
             yield item[start:stop] if start < stop or rows.gathers else item[:1]
 
-    for value in node.load(own_chunks()):
+    for value in node.load([chunk] for chunk in own_chunks()):
         total, checksum = loading.popleft()
         if total <= rank:
             value = _elements.rows(value, 0, 0)
@@ -75,7 +75,7 @@ def _split_loaded(node: Node, epoch: EpochPass, rank: int, size: int) -> Iterato
             loading.append(epoch.checksum.value)
             yield item
 
-    for batch in node.load(items()):
+    for batch in node.load([item] for item in items()):
         total = _elements.leading_size(_elements.flatten(batch)[0], DISTRIBUTE)
         value = _elements.rows(batch, *bounds(rank, size, total))
         yield Step(total, value, loading.popleft(), 0 < total < size)
@@ -107,7 +107,7 @@ def assign_elements(node: Node, epoch: EpochPass, rank: int, size: int) -> Itera
             else:
                 yield step[0] if node.rows is None else step[0][:1]
 
-    for value in node.load(own_items()):
+    for value in node.load([item] for item in own_items()):
         total, checksum = loading.popleft()
         if total < size:
             if any(np.ndim(leaf) == 0 for leaf in _elements.flatten(value)[0]):

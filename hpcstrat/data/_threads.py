@@ -46,16 +46,18 @@ class _Call:
         self._made.acquire()
         self._error: BaseException | None = None
 
-    def make(self) -> None:
-        """Makes the call, unless another thread has claimed it."""
-        if self._claim.acquire(blocking=False):
-            item, self._item = self._item, None  # this call may be kept longer than the item
-            try:
-                self._result = self._function(item)
-            except BaseException as error:
-                self._error = error
-            finally:
-                self._made.release()
+    def make(self) -> bool:
+        """Makes the call and returns true, unless another thread has claimed it."""
+        if not self._claim.acquire(blocking=False):
+            return False
+        item, self._item = self._item, None  # this call may be kept longer than the item
+        try:
+            self._result = self._function(item)
+        except BaseException as error:
+            self._error = error
+        finally:
+            self._made.release()
+        return True
 
     def result(self) -> Any:
         """The result; waits for the thread that makes the call."""
@@ -85,18 +87,38 @@ def _map(function: Callable[[Any], Any], items: Iterator[Any], calls: int) -> It
                     permits.append(permit)
         except IndexError:  # no call is left, or none may be made now
             idle.append(thread)
+            wake()  # a call, or a permit, may have come since
+
+    def wake() -> None:
+        """Lets a thread look for a call, if one has nothing to do."""
+        if idle and unclaimed and permits:
+            try:
+                submit(help_out, idle.popleft())
+            except (IndexError, RuntimeError):  # another was faster, or the end has come
+                pass
+
+    def result() -> Any:
+        call = waiting.popleft()
+        try:
+            permit = permits.popleft()
+        except IndexError:  # the threads that have them take this call first
+            return call.result()
+        is_made = call.make()  # here, if no thread has begun it
+        permits.append(permit)
+        if not is_made:
+            wake()  # a thread may have missed this permit
+        return call.result()
 
     with threads_of(calls) as submit:
         try:
             for call in _calls(function, items):
                 waiting.append(call)
                 unclaimed.append(call)
-                if idle:
-                    submit(help_out, idle.popleft())
+                wake()
                 if len(waiting) > calls:
-                    yield _result(waiting.popleft(), permits)
+                    yield result()
             while waiting:
-                yield _result(waiting.popleft(), permits)
+                yield result()
         finally:
             unclaimed.clear()
 
@@ -111,17 +133,6 @@ def _calls(function: Callable[[Any], Any], items: Iterator[Any]) -> Iterator[_Ca
 
 def _raise(error: Exception) -> None:
     raise error
-
-
-def _result(call: _Call, permits: deque[int]) -> Any:
-    """The result of the call whose turn it is: made here, if no thread has begun it."""
-    try:
-        permit = permits.popleft()
-    except IndexError:  # the threads that have them take this call first
-        return call.result()
-    call.make()
-    permits.append(permit)
-    return call.result()
 
 
 @contextlib.contextmanager
