@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import operator
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -27,8 +26,9 @@ from hpcstrat.data._node import (
     Node,
     ShuffleState,
     Transformation,
-    in_runs,
+    in_pieces,
     join,
+    load_apart,
 )
 from hpcstrat.data._sources import Indexed, Integers
 
@@ -445,17 +445,22 @@ class Concatenate(Node):
         self._specs[which] = spec
 
     def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
-        return super().load(chunks) if self.gathers else self._load_runs(chunks)
+        return super().load(chunks) if self.gathers else self._load_apart(chunks)
 
-    def _load_runs(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
-        pairs = ([self._pair(item) for item in chunk] for chunk in chunks)
-        for which, run in in_runs(pairs, operator.itemgetter(0)):
-            yield from self.inputs[which].load([item for _, item in part] for part in run)
-
-    def _pair(self, item: Any) -> tuple[int, Any]:
+    def _load_apart(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
         if self.keys is None:
-            return item
-        return (1, item - self._offset) if item >= self._offset else (0, item)
+            return load_apart(chunks, lambda pairs: [which for which, _ in pairs], self._load_from)
+        offset = self._offset
+        return load_apart(
+            in_pieces(chunks), lambda keys: (keys >= offset).tolist(), self._load_from
+        )
+
+    def _load_from(self, which: int, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        if self.keys is None:
+            own = ([item for _, item in pairs] for pairs in chunks)
+        else:
+            own = (np.asarray(keys) - which * self._offset for keys in chunks)
+        return self.inputs[which].load(own)
 
     def fetch(self, keys: Keys) -> Any:
         first, second = self.inputs
