@@ -64,6 +64,11 @@ def pipeline(source, stages):
         dataset = STAGES[name][0](dataset, k)
     return dataset
 
+def drawn(random):
+    names = random.choice([*STAGES, "shuffle"], random.integers(2, 7), replace=False).tolist()
+    stages = [(name, int(random.integers(1, 6))) for name in names]
+    return stages, *[int(random.integers(n)) for n in (len(SOURCES), len(ENDS), 7)]
+
 def check_model(source, stages):
     # Each stage makes what it makes of a list; the orders of shuffles count as given.
     expected, is_reshuffled = list(range(N)), False
@@ -104,9 +109,7 @@ import itertools
 strategy = hs.CentralStorageStrategy()
 for seed in {seeds}:
     random = np.random.default_rng(seed)
-    names = random.choice([*STAGES, "shuffle"], random.integers(2, 7), replace=False).tolist()
-    stages = [(name, int(random.integers(1, 6))) for name in names]
-    source, end, size = [int(random.integers(n)) for n in (len(SOURCES), len(ENDS), 7)]
+    stages, source, end, size = drawn(random)
     check_model(source, stages)
     make = lambda: ENDS[end](pipeline(source, stages).batch(size + 1))
     batches = strategy.experimental_distribute_dataset(make())
@@ -122,7 +125,7 @@ for seed in {seeds}:
     checkpoint.save("after")
     later = rows_of(batches, strategy)
     case = seed, source, stages, end, size
-    if "shuffle without a seed" not in names:
+    if "shuffle without a seed" not in dict(stages):
         alone = make()
         both = [[batch.tolist() for batch in alone] for _ in range(2)]
         assert [steps, later] == both, (case, steps, later, both)
@@ -140,6 +143,51 @@ print("all went on")
 """)
     ended = cell("hpcstrat", "run", "-n", ranks, "program.py", seconds=250)
     assert (ended.status, ended.stdout) == (0, "all went on\n")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    "seeds",
+    [range(200), pytest.param(range(200, 4000), marks=pytest.mark.slow)],
+    ids=["few", "many"],
+)
+def test_an_error_anywhere_comes_after_the_batches_before_it(cell, seeds, ranks):
+    cell.write(f"""{PIPELINES}
+def check(x):
+    if x == bad:
+        raise ZeroDivisionError
+    return x
+
+def attempts(batches, rows):
+    found, iterator = [], iter(batches)
+    try:
+        found += (rows(batch) for batch in iterator)
+    except ZeroDivisionError:
+        found.append("an error")
+    assert list(iterator) == []
+    return found
+
+STAGES["check"] = lambda d, k: d.map(check, k), None
+strategy = hs.CentralStorageStrategy()
+for seed in {seeds}:
+    random = np.random.default_rng(seed)
+    stages, source, end, size = drawn(random)
+    bad = int(random.integers(0, 2 * N))
+    stages.insert(random.integers(len(stages) + 1), ("check", 1 + seed % 3))
+    if "shuffle without a seed" in dict(stages):
+        continue
+    make = lambda: ENDS[end](pipeline(source, stages).batch(size + 1))
+    alone, batches = make(), strategy.experimental_distribute_dataset(make())
+    for _ in range(2):
+        expected = attempts(alone, lambda batch: batch.tolist())
+        found = attempts(batches, lambda batch: strategy.gather(batch, axis=0).tolist())
+        if found != expected:
+            print("NOT THE SAME", seed, source, stages, end, size, bad, found, expected)
+hs.barrier()
+print("all the same")
+""")
+    ended = cell("hpcstrat", "run", "-n", ranks, "program.py", seconds=250)
+    assert (ended.status, ended.stdout) == (0, "all the same\n")
 
 
 @pytest.mark.slow

@@ -327,6 +327,14 @@ def test_the_orders_of_a_loader_with_a_state_are_resumed(tmp_path, epochs, taken
     assert items(fresh) == passes[epochs][taken:] and items(fresh) == passes[epochs + 1]
 
 
+@pytest.mark.parametrize("wrong", [{1}, np.array([None]), np.zeros(1, "i4,f4")], ids=repr)
+def test_a_state_that_no_file_can_hold_is_refused_when_it_is_saved(tmp_path, monkeypatch, wrong):
+    monkeypatch.setattr(Loader, "state_dict", lambda self: {"wrong": wrong})
+    data = hs.CentralStorageStrategy().experimental_distribute_dataset(Loader())
+    with pytest.raises(TypeError, match=r"^Checkpoint\.save: .*Loader.* state has an? "):
+        Checkpoint(data=data).save(tmp_path / "saved")
+
+
 def test_the_order_of_a_loader_without_a_state_is_not_saved(tmp_path):
     torch = pytest.importorskip("torch", reason="the loader is PyTorch's")
     strategy, data = hs.CentralStorageStrategy(), torch.arange(8)
