@@ -12,7 +12,6 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._core import nests
-from hpcstrat._core.types import TensorSpec
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _elements
 from hpcstrat.data._arguments import AUTOTUNE, whole
@@ -25,7 +24,6 @@ from hpcstrat.data._node import (
     Keys,
     Node,
     ShuffleState,
-    Transformation,
     in_pieces,
     join,
     load_apart,
@@ -282,20 +280,18 @@ def _exchange(size: int, steps: int, random: np.random.Generator) -> tuple[Keys,
 # ---- zip, enumerate
 
 
-def zipped(nodes: Sequence[Node], structure: nests.Structure) -> Node:
+def zipped(nodes: Sequence[Node], structure: nests.Structure, text: str | None = None) -> Node:
     """See `Dataset.zip`."""
     kind = ZipOfSources if all(isinstance(node, Indexed) for node in nodes) else Zip
-    return kind(nodes, structure, f"Dataset.zip({structure.unflatten(nodes)})")
+    return kind(nodes, structure, text or f"Dataset.zip({structure.unflatten(nodes)})")
 
 
 def enumerated(source: Node, start: Any) -> Node:
     """See `Dataset.enumerate`."""
     start = whole(start, "Dataset.enumerate", "start")
-    if not isinstance(source, Indexed):
-        return Enumerate(source, start)
-    numbers = Integers(range(start, start + source.cardinality()), np.dtype(np.int64))
+    counts = Integers(range(start, start + sys.maxsize), np.dtype(np.int64))
     _, pair = _elements.flatten((0, 0))
-    return ZipOfSources((numbers, source), pair, f"{source!r}.enumerate({start})")
+    return zipped((counts, source), pair, f"{source!r}.enumerate({start})")
 
 
 @final
@@ -334,7 +330,9 @@ class Zip(Node):
         sizes = [node.cardinality() for node in self.inputs]
         if UNKNOWN in sizes:
             return UNKNOWN
-        return min((size for size in sizes if size != INFINITE), default=INFINITE)
+        # The counts of `enumerate` have no end.
+        finite = (size for size in sizes if size not in (INFINITE, sys.maxsize))
+        return min(finite, default=INFINITE)
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         # When a node has ended, those after it are not asked.
@@ -348,30 +346,6 @@ class Zip(Node):
         columns = _columns(chunks, len(self.inputs))
         loaded = [node.load(column) for node, column in zip(self.inputs, columns, strict=True)]
         return map(self._structure.unflatten, zip(*loaded, strict=True))
-
-
-@final
-class Enumerate(Transformation):
-    """Pairs of a count and an element. An item is such a pair, too."""
-
-    def __init__(self, source: Node, start: int) -> None:
-        super().__init__(source, f"enumerate({start})")
-        self.batched = 0
-        self._start = start
-
-    def spec(self) -> Any:
-        return TensorSpec((), np.int64), self._source.spec()
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        count = self._start
-        for chunk in self._source.chunks(epoch):
-            yield [*enumerate(chunk, count)]
-            count += len(chunk)
-
-    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
-        counts, inner = _columns(chunks, 2)
-        numbers = map(np.int64, itertools.chain.from_iterable(counts))
-        return zip(numbers, self._source.load(inner), strict=True)
 
 
 def _columns(chunks: Iterator[Chunk], count: int) -> list[Iterator[Chunk]]:
