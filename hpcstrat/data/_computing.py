@@ -23,8 +23,9 @@ from hpcstrat.data._node import (
     Node,
     PipelineChecksum,
     Transformation,
-    in_runs,
+    in_pieces,
     join,
+    load_apart,
 )
 from hpcstrat.data._sources import name_of
 from hpcstrat.data._threads import map_in_threads
@@ -281,18 +282,19 @@ class _ByKey(_SameOrder):
             asked.add(key)
             return True
 
-        # Runs, so that threads load new elements ahead, and an endless repetition stays lazy.
-        for new, run in in_runs((np.asarray(chunk).tolist() for chunk in chunks), is_new):
-            yield from map(_elements.copy_of, (self._keep if new else self._again)(run))
+        def kinds_of(chunk: Keys) -> list[bool]:
+            return [is_new(key) for key in chunk.tolist()]
 
-    def _keep(self, chunks: Iterator[list[int]]) -> Iterator[Any]:
+        return map(_elements.copy_of, load_apart(in_pieces(chunks), kinds_of, self._keep))
+
+    def _keep(self, new: bool, chunks: Iterator[Keys]) -> Iterator[Any]:
+        if not new:
+            yield from (self._kept[key] for chunk in chunks for key in map(int, chunk))
+            return
         chunks, ahead = itertools.tee(chunks)
-        keys = itertools.chain.from_iterable(chunks)
+        keys = map(int, itertools.chain.from_iterable(chunks))
         for key, element in zip(keys, self._source.load(ahead), strict=True):
             yield self._kept.setdefault(key, element)
-
-    def _again(self, chunks: Iterator[list[int]]) -> Iterator[Any]:
-        return (self._kept[key] for chunk in chunks for key in chunk)
 
 
 @final

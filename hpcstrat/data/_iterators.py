@@ -84,6 +84,8 @@ def begin(node: Node, position: Position | None) -> tuple[EpochPass, int]:
         restore(node, position)
         # The last of the elements that cover those that were taken may be short.
         taken = divide_up(position.taken or 0, _without_batches(node)[1])
+        if (cardinality := node.cardinality()) >= 0:  # a short batch at the end may be dropped here
+            taken = min(taken, cardinality)
     numbers = {shuffle: shuffle.passes for shuffle in node.shuffles()}
     for shuffle in numbers:
         shuffle.passes += 1

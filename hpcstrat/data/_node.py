@@ -40,6 +40,7 @@ Batches of keys may come as one array of shape `(batches, size)`, a view of the 
 """
 
 _BYTES_AHEAD = 1 << 20
+_PIECE = 1024  # keys
 _drawn = itertools.count()  # counts the unseeded shuffles that drew a seed in this process
 
 
@@ -272,11 +273,48 @@ class Choosing(Transformation):
         return self._source.fetch(keys)
 
 
-def in_runs(chunks: Iterator[Chunk], key: Callable[[Any], Any]) -> Iterator[tuple[Any, Any]]:
-    """Consecutive items with one value of `key`: this value, and the items in chunks."""
-    parts = ((value, [*part]) for chunk in chunks for value, part in itertools.groupby(chunk, key))
-    for value, run in itertools.groupby(parts, operator.itemgetter(0)):
-        yield value, map(operator.itemgetter(1), run)
+def load_apart(
+    chunks: Iterator[Chunk],
+    kinds_of: Callable[[Chunk], list[Any]],
+    load: Callable[[Any, Iterator[Chunk]], Iterator[Any]],
+) -> Iterator[Any]:
+    """The elements of items of several kinds, in order; `load(kind, chunks)` makes those of a kind.
+
+    What loads a kind may take many of its items ahead. So it gets consecutive chunks of its own, or
+    its part of a chunk of several kinds, but never looks for its next item: the items may be
+    endless.
+    """
+
+    def marked() -> Iterator[tuple[Any, list[Any], Chunk]]:
+        for chunk in chunks:
+            kinds = kinds_of(chunk)
+            yield kinds[0] if len({*kinds}) == 1 else None, kinds, chunk
+
+    for only, run in itertools.groupby(marked(), operator.itemgetter(0)):
+        if only is not None:
+            yield from load(only, (chunk for _, _, chunk in run))
+            continue
+        for _, kinds, chunk in run:
+            pairs = list(zip(kinds, chunk, strict=True))
+            loading = {
+                kind: load(kind, iter([[item for other, item in pairs if other == kind]]))
+                for kind in {*kinds}
+            }
+            for kind in kinds:
+                yield next(loading[kind])
+
+
+def in_pieces(chunks: Iterator[Keys]) -> Iterator[Keys]:
+    """Chunks of keys, joined to larger ones: a change from one kind to another costs time."""
+    waiting, size = [], 0
+    for chunk in chunks:
+        waiting.append(np.asarray(chunk, np.int64))
+        size += len(chunk)
+        if size >= _PIECE:
+            yield join(waiting)
+            waiting, size = [], 0
+    if size:
+        yield join(waiting)
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:

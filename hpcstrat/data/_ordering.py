@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import operator
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, final
@@ -13,7 +12,6 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._core import nests
-from hpcstrat._core.types import TensorSpec
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat.data import _elements
 from hpcstrat.data._arguments import AUTOTUNE, whole
@@ -26,9 +24,9 @@ from hpcstrat.data._node import (
     Keys,
     Node,
     ShuffleState,
-    Transformation,
-    in_runs,
+    in_pieces,
     join,
+    load_apart,
 )
 from hpcstrat.data._sources import Indexed, Integers
 
@@ -282,20 +280,18 @@ def _exchange(size: int, steps: int, random: np.random.Generator) -> tuple[Keys,
 # ---- zip, enumerate
 
 
-def zipped(nodes: Sequence[Node], structure: nests.Structure) -> Node:
+def zipped(nodes: Sequence[Node], structure: nests.Structure, text: str | None = None) -> Node:
     """See `Dataset.zip`."""
     kind = ZipOfSources if all(isinstance(node, Indexed) for node in nodes) else Zip
-    return kind(nodes, structure, f"Dataset.zip({structure.unflatten(nodes)})")
+    return kind(nodes, structure, text or f"Dataset.zip({structure.unflatten(nodes)})")
 
 
 def enumerated(source: Node, start: Any) -> Node:
     """See `Dataset.enumerate`."""
     start = whole(start, "Dataset.enumerate", "start")
-    if not isinstance(source, Indexed):
-        return Enumerate(source, start)
-    numbers = Integers(range(start, start + source.cardinality()), np.dtype(np.int64))
+    counts = Integers(range(start, start + sys.maxsize), np.dtype(np.int64))
     _, pair = _elements.flatten((0, 0))
-    return ZipOfSources((numbers, source), pair, f"{source!r}.enumerate({start})")
+    return zipped((counts, source), pair, f"{source!r}.enumerate({start})")
 
 
 @final
@@ -334,7 +330,9 @@ class Zip(Node):
         sizes = [node.cardinality() for node in self.inputs]
         if UNKNOWN in sizes:
             return UNKNOWN
-        return min((size for size in sizes if size != INFINITE), default=INFINITE)
+        # The counts of `enumerate` have no end.
+        finite = (size for size in sizes if size not in (INFINITE, sys.maxsize))
+        return min(finite, default=INFINITE)
 
     def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
         # When a node has ended, those after it are not asked.
@@ -348,30 +346,6 @@ class Zip(Node):
         columns = _columns(chunks, len(self.inputs))
         loaded = [node.load(column) for node, column in zip(self.inputs, columns, strict=True)]
         return map(self._structure.unflatten, zip(*loaded, strict=True))
-
-
-@final
-class Enumerate(Transformation):
-    """Pairs of a count and an element. An item is such a pair, too."""
-
-    def __init__(self, source: Node, start: int) -> None:
-        super().__init__(source, f"enumerate({start})")
-        self.batched = 0
-        self._start = start
-
-    def spec(self) -> Any:
-        return TensorSpec((), np.int64), self._source.spec()
-
-    def chunks(self, epoch: EpochPass) -> Iterator[Chunk]:
-        count = self._start
-        for chunk in self._source.chunks(epoch):
-            yield [*enumerate(chunk, count)]
-            count += len(chunk)
-
-    def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
-        counts, inner = _columns(chunks, 2)
-        numbers = map(np.int64, itertools.chain.from_iterable(counts))
-        return zip(numbers, self._source.load(inner), strict=True)
 
 
 def _columns(chunks: Iterator[Chunk], count: int) -> list[Iterator[Chunk]]:
@@ -445,17 +419,22 @@ class Concatenate(Node):
         self._specs[which] = spec
 
     def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
-        return super().load(chunks) if self.gathers else self._load_runs(chunks)
+        return super().load(chunks) if self.gathers else self._load_apart(chunks)
 
-    def _load_runs(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
-        pairs = ([self._pair(item) for item in chunk] for chunk in chunks)
-        for which, run in in_runs(pairs, operator.itemgetter(0)):
-            yield from self.inputs[which].load([item for _, item in part] for part in run)
-
-    def _pair(self, item: Any) -> tuple[int, Any]:
+    def _load_apart(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
         if self.keys is None:
-            return item
-        return (1, item - self._offset) if item >= self._offset else (0, item)
+            return load_apart(chunks, lambda pairs: [which for which, _ in pairs], self._load_from)
+        offset = self._offset
+        return load_apart(
+            in_pieces(chunks), lambda keys: (keys >= offset).tolist(), self._load_from
+        )
+
+    def _load_from(self, which: int, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        if self.keys is None:
+            own = ([item for _, item in pairs] for pairs in chunks)
+        else:
+            own = (np.asarray(keys) - which * self._offset for keys in chunks)
+        return self.inputs[which].load(own)
 
     def fetch(self, keys: Keys) -> Any:
         first, second = self.inputs

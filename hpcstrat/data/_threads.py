@@ -73,54 +73,68 @@ class _Call:
 
 def _map(function: Callable[[Any], Any], items: Iterator[Any], calls: int) -> Iterator[Any]:
     waiting: deque[_Call] = deque()  # in order
-    unclaimed: deque[_Call] = deque()
-    idle = deque(range(calls))  # the threads that have nothing to do
-    permits = deque(range(calls))  # one for each call that is being made
-
-    def help_out(thread: int) -> None:
-        try:
-            while True:
-                permit = permits.popleft()
-                try:
-                    unclaimed.popleft().make()
-                finally:
-                    permits.append(permit)
-        except IndexError:  # no call is left, or none may be made now
-            idle.append(thread)
-            wake()  # a call, or a permit, may have come since
-
-    def wake() -> None:
-        """Lets a thread look for a call, if one has nothing to do."""
-        if idle and unclaimed and permits:
-            try:
-                submit(help_out, idle.popleft())
-            except (IndexError, RuntimeError):  # another was faster, or the end has come
-                pass
-
-    def result() -> Any:
-        call = waiting.popleft()
-        try:
-            permit = permits.popleft()
-        except IndexError:  # the threads that have them take this call first
-            return call.result()
-        is_made = call.make()  # here, if no thread has begun it
-        permits.append(permit)
-        if not is_made:
-            wake()  # a thread may have missed this permit
-        return call.result()
-
     with threads_of(calls) as submit:
+        helpers = _Helpers(calls, submit)
         try:
             for call in _calls(function, items):
                 waiting.append(call)
-                unclaimed.append(call)
-                wake()
+                helpers.add(call)
                 if len(waiting) > calls:
-                    yield result()
+                    yield helpers.result(waiting.popleft())
             while waiting:
-                yield result()
+                yield helpers.result(waiting.popleft())
         finally:
-            unclaimed.clear()
+            helpers.dismiss()
+
+
+class _Helpers:
+    """Threads that make calls in order, next to the one whose calls they are."""
+
+    def __init__(self, count: int, submit: Submit) -> None:
+        self._submit = submit
+        self._unclaimed: deque[_Call] = deque()
+        self._idle = deque(range(count))  # the threads that have nothing to do
+        self._permits = deque(range(count))  # one for each call that is being made
+
+    def add(self, call: _Call) -> None:
+        """Lets a thread make a call."""
+        self._unclaimed.append(call)
+        self._wake()
+
+    def result(self, call: _Call) -> Any:
+        """The result of the next call, which is made here if no thread has begun it."""
+        try:
+            permit = self._permits.popleft()
+        except IndexError:  # the threads that have them take this call first
+            return call.result()
+        is_made = call.make()
+        self._permits.append(permit)
+        if not is_made:
+            self._wake()  # a thread may have missed this permit
+        return call.result()
+
+    def dismiss(self) -> None:
+        """Lets the threads end after their current calls."""
+        self._unclaimed.clear()
+
+    def _wake(self) -> None:
+        """Lets a thread look for a call, if one has nothing to do."""
+        if self._idle and self._unclaimed and self._permits:
+            # Another was faster, or the end has come.
+            with contextlib.suppress(IndexError, RuntimeError):
+                self._submit(self._help, self._idle.popleft())
+
+    def _help(self, thread: int) -> None:
+        try:
+            while True:
+                permit = self._permits.popleft()
+                try:
+                    self._unclaimed.popleft().make()
+                finally:
+                    self._permits.append(permit)
+        except IndexError:  # no call is left, or none may be made now
+            self._idle.append(thread)
+            self._wake()  # a call, or a permit, may have come since
 
 
 def _calls(function: Callable[[Any], Any], items: Iterator[Any]) -> Iterator[_Call]:

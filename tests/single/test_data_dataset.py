@@ -154,8 +154,8 @@ def test_prefetch_changes_no_element():
 class Negated(Transformation):
     """The least that a transformation must define."""
 
-    def load(self, items, *ahead):
-        return map(operator.neg, self._source.load(items, *ahead))
+    def load(self, chunks):
+        return map(operator.neg, self._source.load(chunks))
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
