@@ -7,7 +7,6 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.call_name import (
     call_named,
@@ -362,7 +361,7 @@ class DistributedIterator(DatasetIterator):
             if self._empty is None:  # on all ranks, so they make it together
                 with self._communicator.raise_together():
                     self._empty = self._empty_step()
-                    self._communicator.exchange(signature_of(f"{self._call}, an empty step"))
+                    self._communicator.all_gather_obj(None)
             return (self._empty if step.total is None else step)._replace(is_scarce=True)
         return step._replace(is_scarce=True) if any(scarce) else step
 

@@ -307,12 +307,18 @@ def load_apart(
 def in_pieces(chunks: Iterator[Keys]) -> Iterator[Keys]:
     """Chunks of keys, joined to larger ones: a change from one kind to another costs time."""
     waiting, size = [], 0
-    for chunk in chunks:
-        waiting.append(np.asarray(chunk, np.int64))
-        size += len(chunk)
-        if size >= _PIECE:
+    try:
+        for chunk in chunks:
+            waiting.append(np.asarray(chunk, np.int64))
+            size += len(chunk)
+            # A list comes of `zip`, which may run user code for the next item.
+            if size >= _PIECE or isinstance(chunk, list):
+                yield join(waiting)
+                waiting, size = [], 0
+    except Exception:  # after the elements before it
+        if size:
             yield join(waiting)
-            waiting, size = [], 0
+        raise
     if size:
         yield join(waiting)
 
