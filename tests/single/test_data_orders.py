@@ -333,26 +333,3 @@ def test_a_state_that_no_file_can_hold_is_refused_when_it_is_saved(tmp_path, mon
     data = hs.CentralStorageStrategy().experimental_distribute_dataset(Loader())
     with pytest.raises(TypeError, match=r"^Checkpoint\.save: .*Loader.* state has an? "):
         Checkpoint(data=data).save(tmp_path / "saved")
-
-
-def test_the_order_of_a_loader_without_a_state_is_not_saved(tmp_path):
-    torch = pytest.importorskip("torch", reason="the loader is PyTorch's")
-    strategy, data = hs.CentralStorageStrategy(), torch.arange(8)
-
-    def loader(**options):
-        return strategy.experimental_distribute_dataset(
-            torch.utils.data.DataLoader(data, batch_size=2, **options)
-        )
-
-    seeded = loader(shuffle=True, generator=torch.Generator().manual_seed(0))
-    assert sorted(joined(items(seeded))) == list(range(8))
-    for random in seeded, loader(shuffle=True):
-        with pytest.raises(ValueError, match=r"StatefulDataLoader"):
-            Checkpoint(data=random).save(tmp_path / "saved")
-    in_order = loader()
-    iterator = iter(in_order)
-    assert next(iterator).tolist() == [0, 1]
-    Checkpoint(data=in_order).save(tmp_path / "saved")
-    fresh = loader()
-    Checkpoint(data=fresh).restore(tmp_path / "saved")
-    assert items(fresh) == [[2, 3], [4, 5], [6, 7]]
