@@ -236,7 +236,7 @@ class Unbatch(Transformation):
     def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
         return super().load(chunks) if self._rows is None else self._rows.load(chunks)
 
-    def fetch(self, keys: Keys) -> Any:
+    def fetch(self, keys: Chunk) -> Any:
         return super().fetch(keys) if self._rows is None else self._rows.fetch(keys)
 
 
@@ -303,7 +303,8 @@ class _ByPosition(_SameOrder):
 
     def __init__(self, source: Node) -> None:
         super().__init__(source)
-        self.rows = None  # items are elements here, not the chunks of a batch
+        # Items are elements here, not keys or the chunks of a batch.
+        self.gathers, self.rows = False, None
         # Each element, and the checksum of what user code had yielded by then.
         self._kept: list[tuple[Any, int]] | None = None
 

@@ -150,8 +150,8 @@ class Node(abc.ABC):
     Attributes:
         inputs: the nodes that this node reads.
         keys: if items are keys, integers, the number that all are below; else `None`, the default.
-        gathers: whether items are keys, and `fetch` makes the elements of many by one gather per
-            array, without user functions. By default not.
+        gathers: whether items are keys, or tuples of keys, and `fetch` makes the elements of many
+            by one gather per array, without user functions. By default not.
         user_code: whether a pass may end or fail on a single rank, because it runs functions of the
             user, for example. Ranks compare their steps only where this is true, so a node that
             runs a function must set it. The default is whether it is true of an input; without an
@@ -193,7 +193,7 @@ class Node(abc.ABC):
         """
         return self._load_blocks(chunks) if self.gathers else itertools.chain.from_iterable(chunks)
 
-    def fetch(self, keys: Keys) -> Any:
+    def fetch(self, keys: Chunk) -> Any:
         """The elements of keys, maybe none, stacked: a nest of new arrays of shape `(n, ...)`."""
         raise NotImplementedError
 
@@ -217,9 +217,13 @@ class Node(abc.ABC):
         nbytes = sum(leaf.dtype.itemsize * math.prod(leaf.shape[1:]) for leaf in leaves)
         count = max(1, min(1024, _BYTES_AHEAD // max(1, nbytes)))
         for chunk in chunks:
-            keys = np.asarray(chunk, np.int64)
-            for start in range(0, len(keys), count):
-                yield from _elements.unstack(self.fetch(keys[start : start + count]))
+            items = self.as_chunk(chunk)
+            for start in range(0, len(items), count):
+                yield from _elements.unstack(self.fetch(items[start : start + count]))
+
+    def as_chunk(self, items: Sequence[Any]) -> Chunk:
+        """These items as a chunk."""
+        return items if self.keys is None else np.asarray(items, np.int64)
 
     def shuffles(self) -> list[ShuffleState]:
         """The shuffles of the inputs, each once; a node that shuffles adds its own."""
@@ -269,7 +273,7 @@ class Choosing(Transformation):
     def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
         return self._source.load(chunks)
 
-    def fetch(self, keys: Keys) -> Any:
+    def fetch(self, keys: Chunk) -> Any:
         return self._source.fetch(keys)
 
 

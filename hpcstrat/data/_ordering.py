@@ -318,6 +318,7 @@ class Zip(Node):
 
     def __init__(self, nodes: Sequence[Node], structure: nests.Structure, text: str) -> None:
         super().__init__(*nodes)
+        self.gathers = all(node.gathers for node in nodes)
         self._structure, self._text = structure, text
 
     def __repr__(self) -> str:
@@ -343,9 +344,16 @@ class Zip(Node):
         return iter(lambda: [*itertools.islice(items, size)], [])
 
     def load(self, chunks: Iterator[Chunk]) -> Iterator[Any]:
+        if self.gathers:
+            return super().load(chunks)
         columns = _columns(chunks, len(self.inputs))
         loaded = [node.load(column) for node, column in zip(self.inputs, columns, strict=True)]
         return map(self._structure.unflatten, zip(*loaded, strict=True))
+
+    def fetch(self, keys: Chunk) -> Any:
+        columns = [*zip(*keys, strict=True)] or [()] * len(self.inputs)
+        pairs = zip(self.inputs, columns, strict=True)
+        return self._structure.unflatten([node.fetch(node.as_chunk(own)) for node, own in pairs])
 
 
 def _columns(chunks: Iterator[Chunk], count: int) -> list[Iterator[Chunk]]:
