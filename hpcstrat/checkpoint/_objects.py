@@ -28,7 +28,7 @@ from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.checkpoint._format import Entry
 from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
-from hpcstrat.data._iterators import DatasetIterator, Position, incompatibility
+from hpcstrat.data._iterators import DatasetIterator, Position
 from hpcstrat.metrics import Metric
 from hpcstrat.optimizers._optimizer import Optimizer
 from hpcstrat.optimizers._state import state_of_optimizer
@@ -344,7 +344,18 @@ def position_of(metadata: Mapping[str, Any]) -> Position:
     """
     shuffles = tuple([(_count(seed), _count(number)) for seed, number in metadata["shuffles"]])
     taken = None if metadata["taken"] is None else _count(metadata["taken"])
-    return Position(str(metadata["pipeline"]), shuffles, taken, metadata["loader"])
+    by_worker = [
+        position_of(dict(zip(Position._fields, values, strict=True)))
+        for values in metadata["by_worker"]
+    ]
+    return Position(
+        str(metadata["pipeline"]),
+        shuffles,
+        taken,
+        _count(metadata["size"]),
+        metadata["loader"],
+        tuple(by_worker),
+    )
 
 
 def all_values(v: Variable) -> np.ndarray[Any, Any]:
@@ -405,7 +416,7 @@ def _problem(
     if name in objects.optimizers:
         return _optimizer_problem(name, objects.optimizers[name], saved)
     if name in objects.positions:
-        problem = incompatibility(objects.positions[name]._node, position_of(saved))
+        problem = objects.positions[name]._incompatibility(position_of(saved))
         return None if problem is None else f"{name}: {problem}"
     if name in objects.on_read:
         return _on_read_problem(name, objects.on_read[name], entry)

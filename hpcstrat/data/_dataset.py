@@ -18,7 +18,7 @@ from hpcstrat.data._arguments import (
     say_what_is_absent,
     whole,
 )
-from hpcstrat.data._iterators import DatasetIterator, Position, Progress, length
+from hpcstrat.data._iterators import DatasetIterator, Position, Progress, incompatibility, length
 from hpcstrat.data._node import Node
 
 
@@ -487,6 +487,9 @@ class Dataset(metaclass=NamesWhatIsAbsent):
 
     def _position(self) -> Position:
         return self._progress.position()
+
+    def _incompatibility(self, position: Position) -> str | None:
+        return incompatibility(self._node, position)
 
     def _seek(self, position: Position) -> None:
         self._progress.seek(position)

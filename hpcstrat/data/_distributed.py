@@ -22,7 +22,13 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
 from hpcstrat.data import _elements
-from hpcstrat.data._iterators import DatasetIterator, Position, Progress, length
+from hpcstrat.data._iterators import (
+    DatasetIterator,
+    Position,
+    Progress,
+    incompatibility,
+    length,
+)
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, PipelineChecksum
 from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 
@@ -183,13 +189,33 @@ class DistributedDataset:
         for shuffle, (seed, number) in zip(epoch.numbers, orders, strict=True):
             shuffle.seed, shuffle.passes = seed, number + 1
             numbers[shuffle] = number
-        return EpochPass(numbers), taken
+        epoch.numbers = numbers
+        return epoch, taken
 
     def _position(self) -> Position:
-        return self._progress.position()
+        return self._gather_position(self._progress.position)
+
+    def _gather_position(self, own: Callable[[], Position]) -> Position:
+        """The position; if workers have pipelines of their own, with all of theirs. Collective."""
+        if self._workers.count == 1:
+            return own()
+        with self._communicator.raise_together():
+            everyones = self._communicator.all_gather_obj(own())
+        of_workers = self._workers.group_by_worker(everyones)
+        return everyones[0]._replace(by_worker=tuple([first for first, *_ in of_workers]))
+
+    def _incompatibility(self, position: Position) -> str | None:
+        saved, count = len(position.by_worker) or 1, self._workers.count
+        if saved != count:
+            return f"its pipelines are those of {count} workers and the saved ones of {saved}"
+        return incompatibility(self._node, self._of_worker(position))
+
+    def _of_worker(self, position: Position) -> Position:
+        """The position of this rank's worker."""
+        return position.by_worker[self._workers.index] if position.by_worker else position
 
     def _seek(self, position: Position) -> None:
-        self._progress.seek(position)
+        self._progress.seek(self._of_worker(position))
 
     def __repr__(self) -> str:
         return f"{self._call}({self._node!r})"
@@ -322,6 +348,15 @@ class DistributedIterator(DatasetIterator):
                 return tuple(parts)
         leaves, structure = _elements.flatten(value)
         return structure.unflatten([PerReplica(leaf, rank, size) for leaf in leaves])
+
+    def _position(self) -> Position:
+        return self._dataset._gather_position(super()._position)
+
+    def _incompatibility(self, position: Position) -> str | None:
+        return self._dataset._incompatibility(position)
+
+    def _seek(self, position: Position) -> None:
+        super()._seek(self._dataset._of_worker(position))
 
     def _stop(self) -> None:
         """Makes the next step the last, on all ranks."""

@@ -32,13 +32,17 @@ class Position(NamedTuple):
             none is in progress.
         taken: the number of elements of `pipeline` that the pass has yielded; `None` if no pass is
             in progress.
+        size: the batch size: if their number is unknown, the last batch may have been shorter.
         loader: the own state of a data loader at the start of the pass, encoded for JSON.
+        by_worker: if several workers have pipelines of their own, the position of each.
     """
 
     pipeline: str
     shuffles: tuple[tuple[int, int], ...]
     taken: int | None
+    size: int = 1
     loader: Any = None
+    by_worker: tuple[Position, ...] = ()
 
 
 def incompatibility(node: Node, position: Position) -> str | None:
@@ -79,17 +83,19 @@ def begin(node: Node, position: Position | None) -> tuple[EpochPass, int]:
     Returns:
         The pass, and how many elements of the node it skips.
     """
-    taken = 0
     if position is not None:
         restore(node, position)
-        # The last of the elements that cover those that were taken may be short.
-        taken = divide_up(position.taken or 0, _without_batches(node)[1])
-        if (cardinality := node.cardinality()) >= 0:  # a short batch at the end may be dropped here
-            taken = min(taken, cardinality)
-    numbers = {shuffle: shuffle.passes for shuffle in node.shuffles()}
-    for shuffle in numbers:
+    epoch, taken = EpochPass({shuffle: shuffle.passes for shuffle in node.shuffles()}), 0
+    for shuffle in epoch.numbers:
         shuffle.passes += 1
-    return EpochPass(numbers), taken
+    if position is not None and position.taken:
+        _, size, _ = _without_batches(node)
+        # The last of the elements that cover those that were taken may be short, or be dropped.
+        taken = divide_up(position.taken, size)
+        if (cardinality := node.cardinality()) >= 0:
+            taken = min(taken, cardinality)
+        epoch.least = max(0, position.taken - position.size + 1) // size
+    return epoch, taken
 
 
 def restore(node: Node, position: Position) -> None:
@@ -120,7 +126,7 @@ def position_at(node: Node, epoch: EpochPass | None, taken: int | None = None) -
             loader = _loaders.encode(node.state() if begun is None else begun)
         except TypeError as error:
             raise TypeError(f"{current_call()}: the position in {node!r}: {error}") from None
-    return Position(pipeline, tuple(shuffles), taken, loader)
+    return Position(pipeline, tuple(shuffles), taken, size, loader)
 
 
 class DatasetIterator:
@@ -192,7 +198,7 @@ class DatasetIterator:
         self._epoch = epoch
         self._taken: int | None = taken  # None after the end
         self._has_failed = False
-        node = Slice(self._node, "skip", taken, exists=True) if taken else self._node
+        node = Slice(self._node, "skip", taken, least=epoch.least) if taken else self._node
         self._elements: Iterator[Any] = self._elements_of(node)
 
     def _elements_of(self, node: Node) -> Iterator[Any]:
@@ -235,6 +241,9 @@ class DatasetIterator:
         epoch = None if self._taken is None else self._epoch
         return position_at(self._node, epoch, self._taken)
 
+    def _incompatibility(self, position: Position) -> str | None:
+        return incompatibility(self._node, position)
+
     def _seek(self, position: Position) -> None:
         self._stop()
         self._taken = None
@@ -261,7 +270,7 @@ class Progress:
         last = self._last and self._last()
         if last is None or last._taken is None:
             return position_at(self._node, None)
-        return last._position()
+        return DatasetIterator._position(last)  # its own, of a worker
 
     def seek(self, position: Position) -> None:
         """Makes the next pass start at a position, which `incompatibility` accepts."""

@@ -120,6 +120,7 @@ class EpochPass:
             cache repeats the order of pass 0, and a look at the first element draws it.
         checksum: the checksum of what user code yields in this pass.
         loader: the own state of a data loader, once it has begun this pass; see `Batches`.
+        least: how many elements a resumed pass has, as it had before.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class EpochPass:
         self.numbers: Mapping[ShuffleState, int] = numbers or {}
         self.checksum: PipelineChecksum = checksum or PipelineChecksum()
         self.loader: Any = None
+        self.least: int = 0
         self._rounds: dict[ShuffleState, int] = {}
 
     def generator(self, shuffle: ShuffleState) -> np.random.Generator:

@@ -61,7 +61,7 @@ def shard(source: Node, num_shards: Any, index: Any) -> Node:
 
 @final
 class Slice(Choosing):
-    """The elements in a slice of the input's; if it `exists`, the input must reach its start."""
+    """The elements in a slice of the input's, which must have `least` elements."""
 
     def __init__(
         self,
@@ -70,10 +70,10 @@ class Slice(Choosing):
         start: int = 0,
         stop: int | None = None,
         step: int = 1,
-        exists: bool = False,
+        least: int = 0,
     ) -> None:
         super().__init__(source, call)
-        self._start, self._stop, self._step, self._exists = start, stop, step, exists
+        self._start, self._stop, self._step, self._least = start, stop, step, least
 
     def cardinality(self) -> int:
         size = super().cardinality()
@@ -96,9 +96,9 @@ class Slice(Choosing):
                 # Asking for an item after the last may run user code, or never return.
                 if stop <= 0:
                     return
-        if self._exists and start > 0:
+        if start > 0 and self._start - start < self._least:
             raise ValueError(
-                f"Dataset: a pass was resumed after {self._start} elements, but "
+                f"Dataset: a pass is resumed after {self._start} elements, but "
                 f"{self._source!r} has only {self._start - start} now; give it the elements that "
                 "it had when the checkpoint was saved"
             )

@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 # `sys.argv[1]` is the division: for each rank its host; empty to ask MPI.
 START = """
-    import dataclasses, sys, warnings
+    import dataclasses, sys, tempfile, warnings
     import numpy as np
     import hpcstrat as hs
     from hpcstrat._communicators import mpi
@@ -197,6 +197,40 @@ def test_errors_on_two_hosts(launch):
     for said in run(launch, "1 + 2", program)[0]:
         for (name, (_, message)), text in zip(ERRORS.items(), said, strict=True):
             assert re.search(message, text), name
+
+
+@on_two_hosts("2 + 2")
+def test_each_host_resumes_its_own_pipeline(launch, shape):
+    """The hosts have other elements, and other numbers of them, before and within a pass."""
+    found, hosts = run(
+        launch,
+        shape,
+        """
+    def dataset_fn(context):
+        dataset = hs.data.Dataset.range(14).shard(context.num_input_pipelines, context.input_pipeline_id)
+        return dataset.take(7 - 3 * context.input_pipeline_id).shuffle(7, seed=1).batch(1)
+
+    def make():
+        return strategy.distribute_datasets_from_function(dataset_fn)
+
+    def rows_of(steps):
+        return [strategy.gather(step, axis=0).tolist() for step in steps]
+
+    path = hs.broadcast_object(tempfile.mkdtemp()) + "/saved"
+    batches = make()
+    both = rows_of(batches), rows_of(batches)
+    found = []
+    for taken in (None, *range(len(both[0]) + 1)):
+        batches = make()
+        iterator = None if taken is None else iter(batches)
+        before = rows_of(next(iterator) for _ in range(taken or 0))
+        hs.checkpoint.Checkpoint(batches=batches).save(path)
+        batches = make()
+        hs.checkpoint.Checkpoint(batches=batches).restore(path)
+        found.append(before + rows_of(batches) == both[0] and rows_of(batches) == both[1])
+    """,
+    )
+    assert all(all(one) and len(one) > 3 for one in found) and len(found) == len(hosts)
 
 
 @pytest.mark.slow

@@ -451,6 +451,7 @@ def test_files_with_odd_numbers_are_refused(saved, path, number):
     for name, changed in [
         ("optimizer", {"iterations": number}),
         ("data", {"taken": number}),
+        ("data", {"size": number}),
         ("data", {"shuffles": [[number, 0]]}),
         ("data", {"shuffles": [[1, number]]}),
     ]:

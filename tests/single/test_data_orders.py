@@ -260,6 +260,23 @@ def test_a_position_after_an_error_is_that_of_the_element_that_failed(tmp_path, 
     assert items(dataset) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_pass_of_unknown_length_is_resumed_behind_its_short_last_batch(tmp_path, size, drops):
+    """After 4 batches of 4, nobody knows that there were only 13 elements."""
+
+    def make(size, drops=False):
+        return Dataset.range(13).filter(lambda x: x >= 0).batch(size, drops)
+
+    data = make(4)
+    iterator = iter(data)
+    assert [len(next(iterator)) for _ in range(4)] == [4, 4, 4, 1]
+    Checkpoint(data=data).save(tmp_path / "saved")
+    data = make(size, drops)
+    Checkpoint(data=data).restore(tmp_path / "saved")
+    assert list(data) == []
+
+
 def test_a_generator_that_ends_before_a_position_is_an_error(tmp_path):
     sizes = iter([6, 2])
     data = Dataset.from_generator(lambda: range(next(sizes)), np.int64)
@@ -268,7 +285,7 @@ def test_a_generator_that_ends_before_a_position_is_an_error(tmp_path):
         next(iterator)
     Checkpoint(data=data).save(tmp_path / "saved")
     Checkpoint(data=data).restore(tmp_path / "saved")
-    with pytest.raises(ValueError, match="was resumed after 4 elements, but .* has only 2 now"):
+    with pytest.raises(ValueError, match="is resumed after 4 elements, but .* has only 2 now"):
         list(data)
 
 
