@@ -96,11 +96,11 @@ class Slice(Choosing):
                 # Asking for an item after the last may run user code, or never return.
                 if stop <= 0:
                     return
-        if start > 0 and self._start - start < self._least:
+        if 0 <= (found := self._start - start) < self._least:
             raise ValueError(
                 f"Dataset: a pass is resumed after {self._start} elements, but "
-                f"{self._source!r} has only {self._start - start} now; give it the elements that "
-                "it had when the checkpoint was saved"
+                f"{self._source!r} has only {found} now; give it the elements that it had when "
+                "the checkpoint was saved"
             )
 
 
