@@ -202,11 +202,8 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
             f"{kind}: {name} is '0.5'; it must be a number",
         )
         for kind, name in (
-            *(
-                ("SGD", name)
-                for name in ("momentum", "clipnorm", "clipvalue", "global_clipnorm", "ema_momentum")
-            ),
-            *(("RMSprop", "rho"), ("Adam", "beta_1"), ("Adadelta", "rho"), ("Lion", "beta_2")),
+            *(("SGD", name) for name in ("momentum", "clipnorm", "clipvalue", "global_clipnorm")),
+            *(("RMSprop", "rho"), ("Adam", "beta_1"), ("Lion", "beta_2")),
             ("Adagrad", "initial_accumulator_value"),
         )
     },
@@ -275,11 +272,6 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda _: applied([(np.ones(3), VARIABLE)], True),
         TypeError,
         "SGD.apply_gradients: name is True; pass skip_gradients_aggregation by its name",
-    ),
-    "a tape": (
-        lambda _: hs.optimizers.SGD().minimize(lambda: (1.0, [np.ones(3)]), [VARIABLE], A_NUMBER),
-        TypeError,
-        "SGD.minimize: tape is of type int; leave it out, because nothing is recorded here",
     ),
     "gradients and variables": (
         lambda _: applied([np.ones(3), np.ones(3)]),
