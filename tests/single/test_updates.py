@@ -22,17 +22,12 @@ from internals import (
     MessagePool,
     Plan,
     RangeAllocator,
-    Shard,
     SlabAllocator,
     compiled,
-    device_update,
-    merge,
     rank_parts_of,
     rank_slices,
-    runs,
     shares_of,
     signature_of,
-    sums_of_squares,
 )
 from package_kernels import optimizers_of
 
