@@ -2,11 +2,13 @@
 
 import inspect
 import re
+import shutil
 from typing import Any
 
 import numpy as np
 import pytest
 from package_kernels import DTYPES, Choosing, numbers_of, optimizers_of
+from slow import slow_but
 
 import hpcstrat as hs
 
@@ -80,8 +82,8 @@ def same_bits(one, other):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_librarys_own(dtype):
-    for optimizer in optimizers_of(dtype, with_options=False).values():
-        check(optimizer, dtype)
+    for make in optimizers_of(dtype, with_options=False).values():
+        check(make, dtype)
 
 
 FORMULAS = {
@@ -113,6 +115,7 @@ FORMULAS = {
         "",
     ),
     "not a number": (lambda w, g: np.where(g < 0, np.nan, w) + np.maximum(g, -float("nan")), ""),
+    "minus zero": (lambda w, g: np.where(g < 0, -0.0, g), ""),
     "NumPy's scalars": (lambda w, g: np.float32(0.5) * g + w / np.float16(3), ""),
     "the number of the step": (lambda w, g, *, rate, step: w - rate * g / step, ""),
 }
@@ -123,6 +126,33 @@ def test_any_formula(dtype):
     for formula, slots in FORMULAS.values():
         check(lambda formula=formula, slots=slots: optimizer_of(formula, slots), dtype)
     check(lambda: Choosing(0.5), dtype)
+
+
+CC = shutil.which("cc")
+LOOPS = [(dtype, name) for dtype in DTYPES[:2] for name in optimizers_of(dtype)]
+QUICK = [(dtype, name) for dtype, name in LOOPS if name in ("Adam", "choices")]
+QUICK += [(DTYPES[0], name) for name in ("SGD", "Lion", "Adagrad", "clipped norms", "AdamW")]
+QUICK += [(DTYPES[0], "RMSprop, centered, with momentum"), (DTYPES[0], "clipped values, and decay")]
+
+
+@pytest.mark.skipif(CC is None, reason="there is no C compiler")
+@pytest.mark.parametrize(("dtype", "name"), slow_but(QUICK, LOOPS), ids=str)
+def test_a_loop_gives_the_same_bits(tmp_path, monkeypatch, dtype, name):
+    compiler, noted, make = tmp_path / "cc", tmp_path / "noted", optimizers_of(dtype)[name]
+    compiler.write_text(f'#!/bin/sh\necho started >>{noted}\nexec {CC} "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    if "norm" in name:  # which would all be nan
+        random = np.random.default_rng(0)
+        arrays = random.standard_normal((4, 100_003)).astype(dtype)
+    else:
+        arrays = [np.resize(numbers(dtype, seed), 100_003) for seed in range(4)]
+    found = by_the_optimizer(make(), arrays[0], arrays[1:])
+    assert noted.read_text() == "started\n"
+    monkeypatch.setenv("HPCSTRAT_COMPILE", "0")
+    for one, other in zip(found, by_the_optimizer(make(), arrays[0], arrays[1:]), strict=True):
+        same_bits(one, other)
+    assert noted.read_text() == "started\n"
 
 
 def test_slots_that_only_change_places():
@@ -174,6 +204,8 @@ REFUSED = {
     "if of numbers": (compares_a_number, "numbers"),
     "in": (lambda w, g: w - g * (g in (1.0, 2.0)), "numpy.where"),
     "in of numbers": (lambda w, g, *, step: w - g * (step in (1, 2)), "numbers"),
+    "in a set": (lambda w, g, *, step: w - g * (step in {1, 2}), "numbers"),
+    "in a dictionary": (lambda w, g, *, step: w - g * {1: 0.1}.get(step, 1.0), "numbers"),
     "and": (lambda w, g: np.where(w > 0 and g > 0, w, g), "numpy.where"),
     "bool": (lambda w, g: w - g * bool(g), "numpy.where"),
     "float": (lambda w, g: w - float(g), ""),

@@ -29,7 +29,7 @@ from internals import (
     shares_of,
     signature_of,
 )
-from package_kernels import optimizers_of
+from package_kernels import optimizers_of, rule_of
 
 DTYPES = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
 SIZES = st.integers(0, 5) | st.sampled_from([63, 64, 65, 1000, CHUNK + 1, 2 * CHUNK + 3])
@@ -110,7 +110,7 @@ def expected_of(rule, blocks, slots, gradients):
     for i, (block, (slot,)) in enumerate(zip(blocks, slots, strict=True)):
         value, state = block.array.copy(), slot.array.copy()
         total = sum_in_order([of_rank[i] for of_rank in gradients])
-        rule.apply(value, total, [state], np.empty_like(value))
+        rule.kernel.run(rule.numbers, value, total, [state])
         results.append((value.tobytes(), state.tobytes()))
     return results
 
@@ -123,7 +123,7 @@ def bits_of(blocks, slots):
 
 
 def momentum():
-    return optimizers_of(DTYPES[0])["SGD with momentum"].update_rule(0.1, 1)
+    return rule_of(optimizers_of(DTYPES[0])["SGD with momentum"](), 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
