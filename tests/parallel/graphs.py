@@ -110,9 +110,7 @@ OPTIMIZERS = {
     "Adam": lambda: hs.optimizers.Adam(0.01),
     "schedule": lambda: hs.optimizers.SGD(hs.optimizers.schedules.CosineDecay(0.5, 5)),
     "global_clipnorm": lambda: hs.optimizers.Adam(0.01, global_clipnorm=0.05),
-    "clipnorm, ema": lambda: hs.optimizers.SGD(
-        lambda step: 1 / (1 + step), clipnorm=0.01, use_ema=True, ema_overwrite_frequency=3
-    ),
+    "clipnorm": lambda: hs.optimizers.SGD(lambda step: 1 / (1 + step), clipnorm=0.01),
     "decay": lambda: hs.optimizers.AdamW(0.01, weight_decay=0.1, clipvalue=0.01),
 }
 
