@@ -181,21 +181,24 @@ def source(kernel: Kernel, dtype: str) -> str:
 
     For SGD with momentum, for example, of float32, there are these definitions:
 
-        TAKE_NUMBERS  const number number_0 = given[0];
-                      const number number_1 = given[1];
-        OPEN          number *restrict const all_value = (number *)row[1] + start;
-                      number *restrict const all_slot_0 = (number *)row[2] + start;
-        LOAD          number value = all_value[i];
-                      number slot_0 = all_slot_0[i];
-        STORE         all_value[i] = value;
-                      all_slot_0[i] = slot_0;
+        TYPE     float
+        COLUMNS  3
+        NUMBERS  const number number_0 = given[0];
+                 const number number_1 = given[1];
+        OPEN     number *restrict const all_value = (number *)row[1] + start;
+                 number *restrict const all_slot_0 = (number *)row[2] + start;
+        LOAD     number value = all_value[i];
+                 number slot_0 = all_slot_0[i];
+        BODY     see `formula.py`
+        STORE    all_value[i] = value;
+                 all_slot_0[i] = slot_0;
     """
     arrays, numbers = kernel.arrays, range(kernel.numbers)
     opened = "number *restrict const all_{} = (number *)row[{}] + start;"
     definitions = {
-        "NUMBER": [_TYPES[dtype]],
-        "FIRST_MESSAGE": [str(1 + len(arrays))],
-        "TAKE_NUMBERS": [f"const number number_{i} = given[{i}];" for i in numbers],
+        "TYPE": [_TYPES[dtype]],
+        "COLUMNS": [str(1 + len(arrays))],
+        "NUMBERS": [f"const number number_{i} = given[{i}];" for i in numbers],
         "OPEN": [opened.format(name, column) for column, name in enumerate(arrays, 1)],
         "LOAD": [f"number {name} = all_{name}[i];" for name in arrays],
         "BODY": kernel.body.splitlines(),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
 
@@ -29,9 +30,6 @@ from hpcstrat.optimizers._fields import (
     rate_of,
 )
 from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, list_variables
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _CLIPPING = ("global_clipnorm", "clipnorm", "clipvalue")
 
@@ -115,23 +113,19 @@ class Optimizer:
     global_clipnorm: float | None = checked(None, POSITIVE_OR_NONE)
     name: str | None = checked(None, lambda owner, _, value: owner if value is None else value)
 
-    if TYPE_CHECKING:
+    # Written by `vars`, as nothing that a program sets.
+    _traced: ClassVar[_Traced | None] = None
+    _last: ClassVar[tuple[Any, UpdateRule] | None] = None
+    _rate: ClassVar[Any]
 
-        @property
-        def _state(self) -> OptimizerState: ...
-        @property
-        def _traced(self) -> _Traced | None: ...
-        @property
-        def _last(self) -> tuple[Any, UpdateRule] | None: ...
-        @property
-        def _rate(self) -> float | Callable[[int], float]: ...
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        nests.leaf_types.add(cls)  # though a dataclass: each is a single value
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Makes what an optimizer keeps, whatever a subclass does in its `__init__`."""
-        nests.leaf_types.add(cls)  # though a dataclass: it is a single value
-        made = super().__new__(cls)
-        vars(made).update(_state=OptimizerState(), _traced=None, _last=None)
-        return made
+    # Not made by `__init__`, which a subclass may replace.
+    @functools.cached_property
+    def _state(self) -> OptimizerState:
+        return OptimizerState()
 
     # ---- for subclasses
 
@@ -271,7 +265,8 @@ class Optimizer:
             stream.require_eager(f"{self.name}.{name}, a value on the host,")
 
     def _rate_now(self) -> float:
-        return float(self._rate(self._state.iterations)) if callable(self._rate) else self._rate
+        rate: Any = self._rate
+        return float(rate(self._state.iterations)) if callable(rate) else rate
 
     # ---- the step
 
