@@ -67,9 +67,7 @@ def test_a_checkpoint_holds_its_slots(strategy, mpi_tmp_path):
 
 def test_its_repr_and_its_name():
     optimizer = Adamax(0.5)
-    assert repr(optimizer) == (
-        "Adamax(learning_rate=0.5, beta_1=0.9, beta_2=0.999, epsilon=1e-07, iterations=0)"
-    )
+    assert repr(optimizer) == "Adamax(learning_rate=0.5, iterations=0)"
     assert optimizer.name == "Adamax"
 
 
@@ -199,7 +197,6 @@ everywhere = pytest.mark.parametrize("is_wrong", [True, RANK == N - 1], ids=["al
 
 NUMBERS = {
     "it raises": (lambda rate: {"rate": rate / 0}, ZeroDivisionError, "division by zero"),
-    "no mapping": (lambda rate: rate, TypeError, r"Own\.numbers"),
     "no number": (lambda rate: {"rate": "fast"}, TypeError, r"Own\.numbers.*'fast'"),
     "another name": (lambda rate: {"pace": rate}, TypeError, "pace"),
 }
