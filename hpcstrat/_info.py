@@ -20,7 +20,7 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.ranks_in_words import list_by_rank, ranges_in_words
 from hpcstrat._process import launchers, mpi_library, settings
-from hpcstrat._update.library_cache import compiler
+from hpcstrat._update.compiled import compiler
 
 
 class Inventory(NamedTuple):

@@ -350,12 +350,11 @@ def function(fn: Any = None, **options: Any) -> Any:
     records events, makes generators, or draws by functions of `cupy.random` itself; calls
     `any_rank`, `broadcast_object` or `on_lead`; multiplies matrices otherwise than by `@`, `matmul`
     and `dot`, of at most two dimensions and of floats; makes variables; passes gradients that are
-    `IndexedSlices` or not of their variables' dtypes, or rows to `scatter_add`; or whose optimizer
-    accumulates gradients, has steps that collect or transform them, its own `update_rule`, or norms
-    of what depends on the step's number. The second call shows some of that, such as a value that
-    is read; for the rest the Python code of the third runs twice. Programs that import PyTorch,
-    JAX, TensorFlow or `numba.cuda` have no graphs, nor have strategies with variables on the host
-    or without NCCL, and runs with `HPCSTRAT_CHECK` or `HPCSTRAT_TIMELINE`.
+    `IndexedSlices` or not of their variables' dtypes, or rows to `scatter_add`. The second call
+    shows some of that, such as a value that is read; for the rest the Python code of the third runs
+    twice. Programs that import PyTorch, JAX, TensorFlow or `numba.cuda` have no graphs, nor have
+    strategies with variables on the host or without NCCL, and runs with `HPCSTRAT_CHECK` or
+    `HPCSTRAT_TIMELINE`.
 
     Args:
         fn: the function; `@function` and `@function()` both work.

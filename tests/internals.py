@@ -91,10 +91,8 @@ from hpcstrat._strategies import captured_step, reachable, step_graphs
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._strategies.strategies import make_mirrored_group
-from hpcstrat._update import compiled, device_kernels, device_update, library_cache, rows
-from hpcstrat._update.device_update import apply_on_gpu
+from hpcstrat._update import compiled, device_update, rows
 from hpcstrat._update.host_update import HostUpdate
-from hpcstrat._update.rule import sums_of_squares
 from hpcstrat._variable.writing import explain_assign
 from hpcstrat._watchdog import channels, watchdog
 from hpcstrat._watchdog.channels import UNKNOWN, Link, MemberChannel, RankStatus, RootChannel

@@ -19,7 +19,7 @@ from hpcstrat._memory.allocator import Block, Shares
 from hpcstrat._memory.intervals import Interval
 from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, writer_of
 from hpcstrat._storage.plan import Plan
-from hpcstrat._update.kernel import Kernel
+from hpcstrat._update.formula import Kernel
 from hpcstrat._update.rows import update_rows, update_rows_in_shards
 from hpcstrat._update.rule import UpdateRule
 
@@ -33,12 +33,14 @@ class Storage(abc.ABC):
     Attributes:
         communicator: the ranks that share the variables.
         local: this rank's blocks.
+        clips: whether `update` can clip norms; else the gradients are clipped before.
         is_central: whether there is one copy for all ranks, which one of them writes as a whole.
         has_all_blocks: whether every rank can read every block, or its part of a split block,
             and not only the parameter rank.
         updates_here: whether this rank updates variables, and has their slots.
     """
 
+    clips: bool = True
     is_central: bool = False
     has_all_blocks: bool = True
 
@@ -123,7 +125,7 @@ class Storage(abc.ABC):
             values: one array per variable, of its shape, in the order of the call; cast to its
                 dtype.
             op: how the replicas' values are reduced; `FIRST_REPLICA` takes those of rank 0.
-            rule: how they change the variables. Its constants must be equal on all ranks.
+            rule: how they change the variables.
         """
         communicator = self.communicator
         if communicator.checks:
@@ -141,7 +143,7 @@ class Storage(abc.ABC):
                     f"{current_call()}: its gradient buffers are being summed, since some were "
                     "marked ready in this step; pass these buffers, and sum them over the replicas"
                 )
-        signature = plan.signature(op, rule.constants, in_buffers)
+        signature = plan.signature(op, rule.agreed, in_buffers)
         try:
             if in_buffers:
                 given = None
@@ -247,12 +249,12 @@ class Storage(abc.ABC):
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers for a plan, from which the gradients of its variables are not copied."""
 
-    def prepare_rows(self, variables: Sequence[Block], slots: int, rule: UpdateRule) -> None:
-        """Does `Update.prepare` for `update_rows` of variables with so many slots."""
+    def prepare_rows(self, variables: Sequence[Block], rule: UpdateRule) -> None:
+        """Does `Update.prepare` for `update_rows` of these variables."""
         for variable in variables if self.updates_here else ():
             kernel = rule.kernel, variable.array.dtype
             if kernel not in self._prepared:
-                self.local.prepare_rows(rule, variable, slots)
+                self.local.prepare_rows(rule, variable)
                 self._prepared.add(kernel)
 
     @span(UPDATE, lambda *args, **_: (current_call(), args[4].nbytes))
@@ -272,7 +274,7 @@ class Storage(abc.ABC):
             rows: integers of shape `(k,)`, all different and the same on every rank.
             gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank. With
                 fewer dimensions than the variable, `rows` are rows of `row_view`.
-            rule: how they change. Its constants must be equal on all ranks.
+            rule: how they change. It clips no norm.
         """
         communicator, blocks = self.communicator, (variable, *slots)
         if communicator.checks:
@@ -282,7 +284,7 @@ class Storage(abc.ABC):
             # The ranks gathered the rows and the gradient, so these are the same on every rank;
             # only the variable is compared.
             communicator.exchange(
-                signature.with_numbers(tuple(rule.constants.values()), tuple(rule.constants))
+                signature.with_numbers(tuple(rule.agreed.values()), tuple(rule.agreed))
             )
             with np.errstate(all="ignore"):
                 self._update_rows(blocks, rows, gradient, rule)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-import math
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -14,10 +12,10 @@ import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
-from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.allocator import Block, Shares, block_of, size_of
-from hpcstrat._memory.intervals import Interval, divide_up
+from hpcstrat._memory.intervals import Interval, divide_up, round_up
 from hpcstrat._process.heap import keep_freed_memory
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.local import LocalBlocks
@@ -26,7 +24,7 @@ from hpcstrat._storage.plan import Buffers, Plan
 from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import NOTHING_IN_PLACE, AddUp
+from hpcstrat._update.update import NOTHING_IN_PLACE
 
 
 @final
@@ -48,11 +46,11 @@ class CentralHostStorage(Storage):
 
     def __init__(self, communicator: SharedMemoryCommunicator) -> None:
         keep_freed_memory()  # here, where a program begins to make gradients on the host
-        super().__init__(communicator, LocalBlocks(communicator.rank, lambda: communicator.segment))
+        local = LocalBlocks(communicator.rank, lambda: communicator.segment, communicator.size > 1)
+        super().__init__(communicator, local)
         self._dead: deque[int] = deque()  # numbers of blocks, not yet reported
         self._reports: Counter[int] = Counter()  # number of a block -> ranks that reported it
         self._places: dict[int, tuple[int, int]] = {}
-        self._norm_sums: Block | None = None  # of all ranks, for updates with norms
 
     def _create(self, initial: Array, *facts: Any) -> Block:
         """A new block; the ranks must agree on its shape, its dtype and these facts."""
@@ -137,44 +135,33 @@ class CentralHostStorage(Storage):
     ) -> None:
         communicator, update = self.communicator, plan.update
         assert isinstance(update, HostUpdate)
-        add_up = None if rule.norms is None else self._prepare_sums(plan, rule.norms.most)
-        in_place = NOTHING_IN_PLACE
-        if values is None:
-            communicator.exchange(signature)
-            messages = plan.buffers.messages
-        elif op is FIRST_REPLICA and communicator.rank != 0:
-            messages = communicator.exchange(signature)
-        else:
+        in_place, write = NOTHING_IN_PLACE, None
+        nbytes = 0 if values is None else plan.order.layout.nbytes
+        if values is not None and (op is not FIRST_REPLICA or communicator.rank == 0):
             if op is not FIRST_REPLICA and update.may_be_in_place:
                 # No other rank needs this rank's part of a large gradient.
                 in_place = update.in_place(values)
             write = functools.partial(plan.write, values=values, in_place=in_place)
-            messages = communicator.exchange(signature, plan.order.layout.nbytes, write)
-        if op is FIRST_REPLICA:
-            update.run(rule, messages[:1], add_up)
+        # After its gradients a message has room for the squares of this rank's part of each.
+        room = Interval(0, 8 * len(plan.order.blocks)).shift(round_up(nbytes, 8))
+        if rule.clip is not None:
+            sent = communicator.exchange(signature, room.stop, write or (lambda _: None))
         else:
-            update.run(rule, messages, add_up, op, in_place)
+            sent = communicator.exchange(signature, nbytes if write else 0, write)
+
+        def add_up(own: Array) -> Array:
+            rows = [message[room.slice].view(np.float64) for message in sent]
+            rows[communicator.rank][:] = own
+            communicator.sync()
+            return np.sum(rows, axis=0)  # in rank order
+
+        messages = plan.buffers.messages if values is None else sent
+        if op is FIRST_REPLICA:
+            update.run(rule, messages[:1], add_up=add_up)
+        else:
+            update.run(rule, messages, op, in_place, add_up)
         # Until all have written, a read could see both new and old elements.
         communicator.sync()
-
-    def _prepare_sums(self, plan: Plan, count: int) -> AddUp:
-        """A function that adds up the ranks' sums, in rank order: the same bits on every rank."""
-        communicator = self.communicator
-        # Twice, used by turns: a rank may be in the next pass while another still adds up.
-        shape = (2, communicator.size, len(plan.order.blocks), count)
-        size = math.prod(shape)
-        if self._norm_sums is None or self._norm_sums.array.size < size:
-            with call_named(f"{current_call()}: norms"):
-                self._norm_sums = self.create(np.zeros(size))
-        turns = itertools.cycle(self._norm_sums.array[:size].reshape(shape))
-
-        def add_up(own: Array, _: tuple[bool, ...]) -> Array:
-            sums: Array = next(turns)[..., : own.shape[1]]  # a pass may have fewer than the most
-            sums[communicator.rank] = own
-            communicator.sync()
-            return sums.sum(axis=0)
-
-        return add_up
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule

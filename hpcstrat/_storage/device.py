@@ -104,10 +104,10 @@ class DeviceStorage(Storage):
         with self.local.current():
             try:
                 # Before the ranks agree: a kernel that does not compile must change nothing.
-                kernels = rule.kernel if rule.norms is None else rule.norms.passes
-                if kernels not in plan.prepared and self.updates_here:
+                kind = rule.kernel and (rule.kernel, rule.clip)
+                if kind not in plan.prepared and self.updates_here:
                     plan.prepare(rule)
-                    plan.prepared.add(kernels)
+                    plan.prepared.add(kind)
                 if plan.memory is None:
                     self._messages.lend(plan, signature)
                 if self.stream is not None and self.stream.capture is not None:
@@ -223,6 +223,7 @@ class MirroredDeviceStorage(DeviceStorage):
     ) -> None:
         super().__init__(communicator, root)
         self._splits = splits
+        self.clips = not splits
         self._rounds_alike = rounds_alike
 
     def split(self, variables: Sequence[Block]) -> Sequence[Shares | None]:

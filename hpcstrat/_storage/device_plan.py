@@ -19,9 +19,8 @@ from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._memory.layout import PackKernel, packings_of
 from hpcstrat._storage.order import MessageOrder, RankPart, rank_slices, slices_of
 from hpcstrat._storage.plan import Plan
-from hpcstrat._update.device_update import add_up_with_gpus
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import AddUp, Update
+from hpcstrat._update.update import Update
 
 PIECE = 1 << 24
 """Bytes of new values that one call sends. Ranks need not agree on where a run of variables in
@@ -50,11 +49,8 @@ class DevicePlan(Plan):
         gradients: the message by dtype.
         sums: the message that the update reads.
         has_integers: whether some of the variables are integers: NCCL casts these to sum them.
-        prepared: the kernels of rules, or their passes, that `prepare` has had.
+        prepared: the kernels of rules, with how they clip, that `prepare` has had.
     """
-
-    _add_up: AddUp | None = None
-    """Adds up the norms of the ranks' shards; `None` if the update has all elements."""
 
     def __init__(
         self,
@@ -151,11 +147,11 @@ class DevicePlan(Plan):
 
     def prepare(self, rule: UpdateRule) -> None:
         """See `Update.prepare`."""
-        self.update.prepare(rule, None if self._add_up is None else lambda sums, _: sums)
+        self.update.prepare(rule)
 
     def run(self, rule: UpdateRule) -> None:
-        """Updates this rank's shards. Collective if `rule` has norms."""
-        self.update.run(rule, [self.sums], add_up=self._add_up)
+        """Updates this rank's shards."""
+        self.update.run(rule, [self.sums])
 
     @functools.cached_property
     def new_values(self) -> NewValues | None:
@@ -250,8 +246,6 @@ class DevicePartsPlan(DevicePlan):
     ) -> None:
         self._own = rank_parts[communicator.rank].layout
         self._slices = rank_slices(order, rank_parts)
-        add_up = _add_up_on_host if communicator.stream is None else _add_up
-        self._add_up = functools.partial(add_up, communicator)
         super().__init__(order, update, communicator, readable=readable)
 
     def _drop(self) -> None:
@@ -308,19 +302,3 @@ class DevicePartsPlan(DevicePlan):
             moves += self.communicator.prepare_all_gather(array, slices)
             from_message += copies
         return NewValues(_reversed(from_message), moves, from_message)
-
-
-def _add_up(
-    communicator: DeviceCommunicator, sums: Array, are_global: tuple[bool, ...] = ()
-) -> Array:
-    """`AddUp` on a GPU."""
-    flat = sums.reshape(-1)
-    communicator.reduce_flat(flat, flat, ReduceOp.SUM)
-    return sums
-
-
-def _add_up_on_host(
-    communicator: DeviceCommunicator, sums: Array, are_global: tuple[bool, ...]
-) -> Array:
-    """`AddUp` on a host among GPUs."""
-    return add_up_with_gpus(sums, are_global, functools.partial(_add_up, communicator))

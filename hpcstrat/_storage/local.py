@@ -28,7 +28,7 @@ from hpcstrat._update import compiled
 from hpcstrat._update.device_update import DeviceUpdate, prepare_on_gpu
 from hpcstrat._update.host_update import HostUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import AddUp, Update, runs_in_memory
+from hpcstrat._update.update import Update, runs_in_memory
 
 # A model that fills the memory can still be saved and restored, because at most one part of it is
 # in memory twice.
@@ -44,6 +44,7 @@ class LocalBlocks:
     Args:
         rank: this rank, which has its own part of blocks that are split.
         memory: returns what updates change, which it makes when it is first called.
+        shares_loops: whether all ranks of this host make the same updates at the same time.
 
     Attributes:
         stream: the strategy's stream; `None` on a CPU.
@@ -52,8 +53,11 @@ class LocalBlocks:
         here: returns an array on this rank's device, copied there if it is elsewhere.
     """
 
-    def __init__(self, rank: int, memory: Callable[[], BlockMemory]) -> None:
+    def __init__(
+        self, rank: int, memory: Callable[[], BlockMemory], shares_loops: bool = False
+    ) -> None:
         self._rank = rank
+        self._shares_loops = shares_loops
         self._memory = memory
         self._compiles = settings.is_on("HPCSTRAT_COMPILE")  # here: it may raise
         self._scratch: Scratch = {}
@@ -92,10 +96,10 @@ class LocalBlocks:
 
     # The library itself writes: the next check of checksums has nothing to compare with.
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
-        """Changes a variable by `rule`, from an array of its shape; the rule needs no scratch."""
+        """Changes a variable by an array of its shape, and a rule without a kernel."""
         block.checksum = None
         host = new if type(new) is np.ndarray else gpu.to_host(new)  # mostly it is one
-        rule.apply(block.array, host, (), block.array)
+        rule.assign(block.array, host)
 
     def write_part(self, block: Block, start: int, part: Bytes) -> None:
         """Writes host bytes to a block, from its byte `start` on.
@@ -129,9 +133,11 @@ class LocalBlocks:
         is_large = sum(order.layout.sizes) >= compiled.FEWEST
         after = 0 if is_large else compiled.FEWEST_UPDATES
         after = after if self._compiles else math.inf
-        return HostUpdate(self.memory.part, shards, self._scratch, self._rank, after)
+        return HostUpdate(
+            self.memory.part, shards, self._scratch, self._rank, after, self._shares_loops
+        )
 
-    def prepare_rows(self, rule: UpdateRule, variable: Block, slots: int) -> None:
+    def prepare_rows(self, rule: UpdateRule, variable: Block) -> None:
         """Does `Update.prepare` for updates of rows."""
         return
 
@@ -228,20 +234,21 @@ class OnGpu(LocalBlocks):
 
     def new_update(self, order: MessageOrder, shards: Sequence[Shard]) -> Update:
         """An update of whole runs, each by one kernel."""
-        return DeviceUpdate(runs_in_memory(self.memory.part, shards, alignment=ALIGNMENT), shards)
+        part = self.memory.part
+        return DeviceUpdate(lambda alone: runs_in_memory(part, shards, alone, ALIGNMENT), shards)
 
-    def prepare_rows(self, rule: UpdateRule, variable: Block, slots: int) -> None:
+    def prepare_rows(self, rule: UpdateRule, variable: Block) -> None:
         """See `LocalBlocks.prepare_rows`."""
         if variable.copy is None:  # else they are updated on the host
             with self.current():
-                prepare_on_gpu(rule, variable.array.dtype, slots)
+                prepare_on_gpu(rule, variable.array.dtype)
 
     def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
         """See `LocalBlocks.write`."""
         with self.current():
             if self._stream.capture is not None:
                 self._stream.capture.keep(block)
-            rule.apply(block.array, self.here(new), (), block.array)
+            rule.assign(block.array, self.here(new))
 
     def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
         """The bytes of a block, through pinned memory."""
@@ -302,7 +309,7 @@ class OnHostOfGpu(OnGpu):
         """Changes the variable, and its copy."""
         with self.current():
             self._stream.synchronize()  # an earlier write may still be on its way to the GPU
-            rule.apply(block.array, gpu.to_host(new), (), block.array)
+            rule.assign(block.array, gpu.to_host(new))
             fill(block.view, block.array)
 
 
@@ -330,8 +337,8 @@ class UpdateOfCopies(Update):
         """See `Update.forget_messages`."""
         self._on_host.forget_messages()
 
-    def run(self, rule: UpdateRule, messages: Sequence[Array], add_up: AddUp | None = None) -> None:
+    def run(self, rule: UpdateRule, messages: Sequence[Array]) -> None:
         """See `Update.run`."""
-        self._on_host.run(rule, [*map(self._to_host, messages)], add_up)
+        self._on_host.run(rule, [*map(self._to_host, messages)])
         for copy, master in self._copies:
             fill(copy, master)

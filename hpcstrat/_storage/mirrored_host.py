@@ -12,7 +12,7 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.point_to_point import Background
 from hpcstrat._communicators.reduction import reduce_in_chunks
-from hpcstrat._core.call_name import call_named, current_call
+from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, Bytes, ReduceOp
 from hpcstrat._memory.allocator import Block, Shares, private_memory
 from hpcstrat._memory.intervals import divide_up
@@ -103,8 +103,10 @@ class MirroredHostStorage(Storage):
 
     def __init__(self, communicator: HostCommunicator, splits: bool = False) -> None:
         keep_freed_memory()  # here, where a program begins to make gradients on the host
-        super().__init__(communicator, LocalBlocks(communicator.rank, private_memory))
+        local = LocalBlocks(communicator.rank, private_memory, communicator.size > 1)
+        super().__init__(communicator, local)
         self._splits = splits
+        self.clips = not splits
         self._messages = MessagePool(communicator.new_buffer)
         # Several threads may write variables made outside every scope; the scratch memory is
         # shared.
@@ -232,27 +234,13 @@ class MirroredHostStorage(Storage):
     ) -> None:
         """Updates this rank's part, and gets the other ranks' new values."""
         communicator, rank = self.communicator, self.communicator.rank
-        if rule.norms is not None and not self._messages.has_own(plan):
-            # Before the exchange, when a rank without enough memory still stops the others.
-            with communicator.raise_together():
-                plan.take(np.empty(plan.nbytes, np.uint8))
         messages = self._messages_of(signature, plan, values, op)
-        if rule.norms is not None:
-            # The norms are exchanged between two passes over the gradients. Summed first, these
-            # outlive the messages.
-            for group in plan.own.layout.groups:
-                reduce_in_chunks(group.of(plan.memory), [*map(group.of, messages)], ReduceOp.SUM)
-            messages = [plan.memory]
-
-        def add_up(sums: Array, _: tuple[bool, ...]) -> Array:
-            with call_named(f"{current_call()}: norms"):
-                return communicator.all_reduce([sums], ReduceOp.SUM)[0]
 
         def write(message: Bytes) -> None:
             for shard, value, _ in plan.values[rank]:
                 message[shard.message.slice].view(shard.dtype)[...] = value
 
-        plan.update.run(rule, messages, add_up=add_up)
+        plan.update.run(rule, messages)
         plan.update.forget_messages()  # they end with this call
         new = communicator.gather_sections(
             signature_of(f"{current_call()}: values"),

@@ -12,7 +12,7 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._memory.allocator import Block
 from hpcstrat._storage.order import MessageOrder
-from hpcstrat._update.rule import NO_CONSTANTS
+from hpcstrat._update.rule import NOTHING
 from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace, KeptByMessage, Update
 
 
@@ -93,7 +93,7 @@ class Plan:
     def signature(
         self,
         op: Aggregation = FIRST_REPLICA,
-        constants: Mapping[str, float] = NO_CONSTANTS,
+        constants: Mapping[str, float] = NOTHING,
         in_buffers: bool = False,
     ) -> CallSignature:
         """What the ranks must agree on for an update, or to make buffers."""

@@ -18,7 +18,7 @@ from hpcstrat._core.types import Array
 from hpcstrat._core.user_frames import user_frame
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.reachable import memory_behind
-from hpcstrat._update.device_kernels import numbers_kernel
+from hpcstrat._update.device_update import numbers_kernel
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
 
@@ -37,13 +37,13 @@ class CapturedUpdate(NamedTuple):
         state: what the optimizer keeps, with the number of steps done.
         iterations: this number before the update.
         next_rule: returns the rule of its next step, or `None` if it is of another kind.
-        kernels: of its rule.
+        kernel: of its rule.
     """
 
     state: Any
     iterations: int
     next_rule: Callable[[], UpdateRule | None]
-    kernels: tuple[Any, ...]
+    kernel: Any
 
 
 @final
@@ -238,24 +238,20 @@ class CapturedStep:
         """A rule whose kernels read its numbers from the GPU's memory; see `CapturedUpdate`.
 
         Raises:
-            ValueError: it has others, or none.
+            ValueError: they are too many.
         """
-        numbers, norms, first = _numbers_of(rule), rule.norms, len(self._numbers)
-        in_memory = norms is None or not norms.given[0]
-        if rule.kernel is None or not in_memory or first + len(numbers) > MOST_NUMBERS:
+        first = len(self._numbers)
+        if first + len(rule.numbers) > MOST_NUMBERS:
             if self._stream.capture is None:
                 return rule
             raise ValueError("the update takes numbers from the host")
-        self._updates.append(CapturedUpdate(state, state.iterations, next_rule, _kernels_of(rule)))
-        self._numbers += numbers
+        self._updates.append(CapturedUpdate(state, state.iterations, next_rule, rule.kernel))
+        self._numbers += rule.numbers
         if self._stream.capture is None:
             self._write(self._numbers)
         # An array without dimensions is broadcast to a kernel's other operands.
-        places = iter([self._memory[first + i] for i in range(len(numbers))])
-        if norms is None:
-            return rule._replace(kernel_constants=tuple(places))
-        given = tuple([tuple([next(places) for _ in of_pass]) for of_pass in norms.given])
-        return rule._replace(norms=norms._replace(given=given))
+        places = [self._memory[first + i] for i in range(len(rule.numbers))]
+        return rule._replace(numbers=tuple(places))
 
     def _write(self, numbers: Sequence[float]) -> None:
         if numbers and tuple(numbers) != self._written:
@@ -286,12 +282,12 @@ class CapturedStep:
         """
         values, agreed, before = list[float](), list[float](), list[tuple[Any, int]]()
         try:
-            for state, _, next_rule, kernels in self._updates:
+            for state, _, next_rule, kernel in self._updates:
                 rule = next_rule()
-                if rule is None or _kernels_of(rule) != kernels:
+                if rule is None or rule.kernel is not kernel:
                     return None
-                values += _numbers_of(rule)
-                agreed += rule.constants.values()
+                values += rule.numbers
+                agreed += rule.agreed.values()
                 before.append((state, state.iterations))
                 state.iterations += 1  # for the next update of this optimizer
         except Exception:  # a schedule's, for example: the function raises it, too
@@ -331,13 +327,3 @@ class CapturedStep:
 
 def _are_equal(one: Array, other: Array) -> bool:
     return bool(((one == other) | ((one != one) & (other != other))).all())  # or both are nan
-
-
-def _kernels_of(rule: UpdateRule) -> tuple[Any, ...]:
-    return rule.kernel, None if rule.norms is None else rule.norms.passes
-
-
-def _numbers_of(rule: UpdateRule) -> list[float]:
-    if rule.norms is None:
-        return [float(number) for number in rule.kernel_constants]
-    return [float(number) for of_pass in rule.norms.given for number in of_pass]

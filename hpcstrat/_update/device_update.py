@@ -1,35 +1,15 @@
-"""Updates on a GPU, on the current stream: a kernel per run of elements, and passes for norms.
+"""Updates on a GPU, on the current stream: a kernel for each run of elements.
 
-DeviceUpdate  an update; if its rule takes norms, it is made by
-DeviceNorms   the passes that find the norms, and then the update
-
-For norms, squares are added up in stages. Here a and b are in one run, and c is in another:
-
-    elements            |       20,000 of a      |  | 9 of b |  | 10,000 of c |
-    strips              |  8192  |  8192  | 3616 |  |    9   |  | 8192 | 1808 |
-    sums of strips      |   256  |   256  |  256 |  |   256  |  |  256 |  256 |
-    sums of variables   |           256          |  |   256  |  |     256     |
-    norms               |            1           |  |    1   |  |      1      |
-
-The 256 threads of a strip take every 256th element (`squares_kernel`). Each of these sums is added
-up over the strips of a variable and, for norms over all variables, over all strips (`add_kernel`).
-Then, if ranks have shards of variables, their sums are added up; and last the 256 that are left
-(`norms_kernel`). The order is always the same: ranks with the same elements have the same sums, bit
-for bit. What ranks exchange is an array by row, thread and term, here with 2 terms:
-
-    norms             rows             shape
-    all global        all              (1, 256, 2)
-    none global       a, b, c          (3, 1, 2)     the threads' sums are added up before
-    one of each       all, a, b, c     (4, 1, 2)
+The host does not wait for a norm: its gradients' scale is a number in the GPU's memory, which the
+kernels of the update read.
 """
 
 from __future__ import annotations
 
-import collections
 import functools
-import itertools
+import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -37,211 +17,18 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array
 from hpcstrat._memory.allocator import ALIGNMENT
-from hpcstrat._memory.intervals import Shard, divide_up, round_up
-from hpcstrat._update.device_kernels import (
-    THREADS,
-    add_kernel,
-    norms_kernel,
-    squares_kernel,
-    update_kernel,
-)
-from hpcstrat._update.passes import Pass
-from hpcstrat._update.rule import Norms, UpdateRule
-from hpcstrat._update.update import (
-    AddUp,
-    KeptByMessage,
-    Run,
-    Update,
-    gradients_of,
-)
+from hpcstrat._memory.intervals import Interval, Shard, divide_up, round_up
+from hpcstrat._update.formula import Kernel
+from hpcstrat._update.rule import Clip, UpdateRule
+from hpcstrat._update.update import KeptByMessage, Run, Update, gradients_of
 
 Operands: TypeAlias = "Sequence[tuple[Array, ...]]"
 """Of each run of variables the gradient, the value and the slots."""
-STRIP = 32 * THREADS
-"""Elements of a strip; more if there would be more than `MOST_STRIPS`."""
-MOST_STRIPS = 512
-"""The most strips, except for one more of each variable. More threads would not read faster, and a
-thread of `add_kernel` adds up a sum of each strip."""
-
-
-class RunStrips(NamedTuple):
-    """The strips of a run; each is some elements of one variable.
-
-    The run of a and b in the picture, if they are of float32, has
-
-        first   0
-        starts  0,    8192,  16384, 20032
-        stops   8192, 16384, 20000, 20041
-        owners  0 (313 times), 1
-
-    Attributes:
-        first: the number of its first strip, counted over all runs.
-        starts: the first element of each strip, counted in the run.
-        stops: the element after the last of each strip.
-        owners: for each 256 bytes of the run, the variable whose elements they are.
-    """
-
-    first: int
-    starts: Array
-    stops: Array
-    owners: Array
-
-
-def strip_size(shards: Sequence[Shard]) -> int:
-    """The elements of a strip of full length, which are a multiple of 256 bytes."""
-    count = sum([shard.elements.size for shard in shards])
-    return round_up(max(STRIP, divide_up(count, MOST_STRIPS)), THREADS)
-
-
-def strips_of_runs(runs: Sequence[Shard], shards: Sequence[Shard], size: int) -> list[RunStrips]:
-    """The strips of each run, in NumPy arrays.
-
-    Args:
-        runs: all runs of the shards, in their order.
-        shards: this rank's part of each variable, in the order of the message.
-        size: the elements of a strip of full length.
-    """
-    found: list[RunStrips] = []
-    first = 0
-    rest = collections.deque(shard for shard in shards if shard.elements)
-    for run in runs:
-        strips: list[Shard] = []
-        while rest and run.message & rest[0].message:
-            strips += rest.popleft().split(size)
-        variables = np.array([strip.variable for strip in strips], np.int32)
-        # Bytes, counted in the run.
-        starts = np.array([strip.message.start for strip in strips], np.int64) - run.message.start
-        stops = np.array([strip.message.stop for strip in strips], np.int64) - run.message.start
-        # Each strip starts at the next multiple of 256 bytes after the one before.
-        owners = np.repeat(variables, -(-(stops - starts) // ALIGNMENT))
-        assert owners.size == divide_up(run.message.size, ALIGNMENT)
-        itemsize = run.dtype.itemsize
-        found.append(RunStrips(first, starts // itemsize, stops // itemsize, owners))
-        first += len(strips)
-    return found
-
-
-def strips_of_variables(shards: Sequence[Shard], size: int) -> tuple[Array, Array]:
-    """The numbers of the strips of all variables together, and then of each.
-
-    Returns:
-        The first ones, and those after the last, in NumPy arrays: in the picture 0, 0, 3, 4 and
-        6, 3, 4, 6.
-    """
-    counts = [divide_up(shard.elements.size, size) for shard in shards]
-    ends = np.cumsum([0, *counts])
-    return np.append(0, ends[:-1]), np.append(ends[-1], ends[1:])
-
-
-class NormsPass(NamedTuple):
-    """A pass that finds norms: its kernels, in the order in which they run, and what they write.
-
-    Attributes:
-        are_global: see `Pass`.
-        squares: the kernel of each run that writes `sums_of_strips`.
-        add: the kernel that writes `sums`.
-        compute: the kernel that writes `norms` and `numbers`.
-        strips: of each row of `sums`, the number of the first strip, and that after the last.
-        sums_of_strips: by strip, thread and term.
-        sums: by row, thread and term. A row is a variable, except if all norms are global; the
-            first is all variables together, if any norm is.
-        norms: of the passes before and then of this one, each by variable.
-        numbers: the constants of the next pass, by variable.
-    """
-
-    are_global: tuple[bool, ...]
-    squares: list[Any]
-    add: Any
-    compute: Any
-    strips: list[Array]
-    sums_of_strips: Array
-    sums: Array
-    norms: list[Array]
-    numbers: Array
-
-
-class DeviceNorms:
-    """An update that depends on norms of some variables.
-
-    Args:
-        runs: the runs of the variables.
-        shards: this rank's part of each variable, in the order of the message.
-        norms: the norms, with any numbers.
-    """
-
-    def __init__(self, runs: Sequence[Run], shards: Sequence[Shard], norms: Norms) -> None:
-        xp = gpu.load_cupy("an update")
-        size, variables = strip_size(shards), len(shards)
-        self._strips = [
-            RunStrips(first, *map(xp.asarray, arrays))
-            for first, *arrays in strips_of_runs([run.shard for run in runs], shards, size)
-        ]
-        strips_of_rows = [*map(xp.asarray, strips_of_variables(shards, size))]
-        strips = sum([run.starts.size for run in self._strips])
-        dtypes = [run.shard.dtype for run in runs]
-        self._passes: list[NormsPass] = []
-        found: list[Array] = []
-        for k, (one, after) in enumerate(itertools.pairwise(norms.passes)):
-            terms, given = len(one.are_global), len(norms.given[k + 1])
-            compute = norms_kernel(len(found), one.are_global, after.code, given)
-            rows = slice(not any(one.are_global), 1 if all(one.are_global) else None)
-            of_rows = [numbers[rows] for numbers in strips_of_rows]
-            found = [*found, *[xp.zeros(variables) for _ in range(terms)]]
-            self._passes.append(
-                NormsPass(
-                    are_global=one.are_global,
-                    squares=[squares_kernel(one.kernel, dtype, k > 0) for dtype in dtypes],
-                    add=add_kernel(terms),
-                    compute=compute,
-                    strips=of_rows,
-                    sums_of_strips=xp.zeros((strips, THREADS, terms)),
-                    sums=xp.zeros((len(of_rows[0]), THREADS, terms)),
-                    norms=found,
-                    numbers=xp.zeros((variables, len(after.kernel.constants))),
-                )
-            )
-        last = norms.passes[-1].kernel
-        self._updates = [update_kernel(last, dtype, by_variable=True) for dtype in dtypes]
-
-    def prepare(self, norms: Norms, runs: Sequence[Run], add_up: AddUp | None) -> None:
-        """See `Update.prepare`. It finds the norms of other gradients."""
-        operands = [(run.value, run.value, *run.slots) for run in runs]
-        self.run(norms, operands, add_up, changes=False)
-        numbers = self._passes[-1].numbers
-        for update, arrays, strips in zip(self._updates, operands, self._strips, strict=True):
-            update(numbers, strips.owners, *[array[:1].copy() for array in arrays])
-
-    def run(
-        self, norms: Norms, operands: Operands, add_up: AddUp | None, changes: bool = True
-    ) -> None:
-        """Makes the update of a rule with these norms, of which only numbers may be others.
-
-        Args:
-            norms: the norms.
-            operands: the variables.
-            add_up: see `Update.run`.
-            changes: whether it changes the variables, and not only finds the norms.
-        """
-        constants: list[tuple[Any, ...]] = [norms.given[0]] * len(operands)  # of each run
-        for one, given in zip(self._passes, norms.given[1:], strict=True):
-            for squares, own, arrays, strips in zip(
-                one.squares, constants, operands, self._strips, strict=True
-            ):
-                place = strips.starts, strips.stops, strips.first
-                threads = THREADS * strips.starts.size
-                squares(*own, *arrays, *place, one.sums_of_strips, size=threads)
-            sums = one.sums
-            one.add(one.sums_of_strips, *one.strips, sums, size=sums.size)
-            if add_up is not None:
-                # Not the sums of all threads and variables: those are many bytes to exchange.
-                own = sums if all(one.are_global) else sums.sum(axis=1, keepdims=True)
-                sums = add_up(own, one.are_global)
-            one.compute(sums, sums.shape[1], *given, *one.norms, one.numbers)
-            constants = [(one.numbers, strips.owners) for strips in self._strips]
-        if not changes:
-            return
-        for update, own, arrays in zip(self._updates, constants, operands, strict=True):
-            update(*own, *arrays)
+_MOST_THREADS = 1 << 14
+"""The most threads that read a gradient for its norm, each of them every so many elements."""
+_COLUMNS = 128
+"""To so many their sums are added up next. Their order is always the same: ranks with the same
+gradients get the same norm, bit for bit."""
 
 
 @final
@@ -249,104 +36,265 @@ class DeviceUpdate(Update):
     """An update on a GPU, by the only message, which has the reduced gradients.
 
     Args:
-        runs: the runs of the shards.
+        runs_of: returns the runs of the shards; those of so many elements, or more, alone.
         shards: this rank's part of each variable, in the order of the message.
     """
 
-    def __init__(self, runs: Sequence[Run], shards: Sequence[Shard]) -> None:
-        self._runs = runs
-        self._shards = shards
-        self._operands = KeptByMessage(functools.partial(_operands_in, runs))
-        self._norms_by_passes: dict[tuple[Pass, ...], DeviceNorms] = {}
+    def __init__(self, runs_of: Callable[[int], Sequence[Run]], shards: Sequence[Shard]) -> None:
+        self._shards = [shard for shard in shards if shard.elements]
+        self._runs_of = functools.cache(runs_of)
+        self._operands = KeptByMessage(functools.partial(self._operands_in, sys.maxsize))
+        self._of_variables = KeptByMessage(functools.partial(self._operands_in, 1))
+        self._norms: dict[bool, GradientNorms] = {}  # by whether they are global
+
+    def _operands_in(self, alone: int, messages: Sequence[Array]) -> Operands:
+        runs = self._runs_of(alone)
+        return [
+            (gradient, run.value, *run.slots)
+            for run, (gradient,) in zip(runs, gradients_of(runs, messages), strict=True)
+        ]
 
     def forget_messages(self) -> None:
         """See `Update.forget_messages`."""
         self._operands.clear()
+        self._of_variables.clear()
 
-    def prepare(self, rule: UpdateRule, add_up: AddUp | None = None) -> None:
+    def prepare(self, rule: UpdateRule) -> None:
         """See `Update.prepare`."""
-        for dtype, run in {run.shard.dtype: run for run in self._runs}.items():
-            prepare_on_gpu(rule, dtype, len(run.slots))
-        if rule.norms is not None:
-            made = DeviceNorms(self._runs, self._shards, rule.norms)
-            made.prepare(rule.norms, self._runs, add_up)
-            self._norms_by_passes[rule.norms.passes] = made
+        for run in {run.shard.dtype: run for run in self._runs_of(sys.maxsize)}.values():
+            prepare_on_gpu(rule, run.shard.dtype)
+        if rule.clip is not None and self._shards:
+            norms = GradientNorms(self._shards, rule.clip)
+            self._norms[rule.clip.is_global] = norms
 
-    def run(self, rule: UpdateRule, messages: Sequence[Array], add_up: AddUp | None = None) -> None:
+    def run(self, rule: UpdateRule, messages: Sequence[Array]) -> None:
         """See `Update.run`."""
-        operands = self._operands.of(messages)
-        if rule.norms is None:
-            for gradient, value, *slots in operands:
-                apply_on_gpu(rule, value, gradient, slots)
+        clip = rule.clip
+        if clip is None or not self._shards:
+            for gradient, value, *slots in self._operands.of(messages):
+                apply_on_gpu(rule, rule.numbers, value, gradient, slots)
             return
-        self._norms_by_passes[rule.norms.passes].run(rule.norms, operands, add_up)
+        scales = self._norms[clip.is_global].scales(messages[0], clip.limit)
+        operands = self._operands if clip.is_global else self._of_variables
+        for i, (gradient, value, *slots) in enumerate(operands.of(messages)):
+            numbers = (scales[0 if clip.is_global else i], *rule.numbers)
+            apply_on_gpu(rule, numbers, value, gradient, slots)
 
 
-def add_up_with_gpus(
-    sums: Array, are_global: tuple[bool, ...], add_up: Callable[[Array], Array]
-) -> Array:
-    """`AddUp` on a host, where other ranks exchange what a GPU has.
+class GradientNorms:
+    """The norms of the gradients in a message: of each, or of all together.
 
     Args:
-        sums: in NumPy, by variable and norm.
-        are_global: see `AddUp`.
-        add_up: adds up an array of the shape that ranks exchange.
+        shards: the variables in the message; all have elements.
+        clip: which norms.
     """
-    by_variable = sums[:, np.newaxis]
-    of_all = by_variable.sum(axis=0, keepdims=True)
-    if all(are_global):
-        own = np.pad(of_all, ((0, 0), (0, THREADS - 1), (0, 0)))  # as if one thread had added up
-    else:
-        own = np.concatenate([*[of_all] * any(are_global), by_variable])
-    # The sums of all variables are in the only row, or those of the others add up to them.
-    rows = add_up(own).sum(axis=1)[-len(sums) :]
-    added = np.zeros_like(sums)
-    added[: len(rows)] = rows
-    return added
+
+    def __init__(self, shards: Sequence[Shard], clip: Clip) -> None:
+        xp = gpu.load_cupy("an update")
+        # Of all gradients of a dtype together the gaps between them are left out: the memory of a
+        # message has been that of others.
+        dtypes = {
+            shard.dtype: [one for one in shards if one.dtype == shard.dtype] for shard in shards
+        }
+        together = [*dtypes.values()] if clip.is_global else [[shard] for shard in shards]
+        places = [Interval(of[0].message.start, of[-1].message.stop) for of in together]
+        threads = [
+            min(_MOST_THREADS, round_up(place.size // of[0].dtype.itemsize, _COLUMNS))
+            for place, of in zip(places, together, strict=True)
+        ]
+        sums = xp.zeros((len(places), max(threads)))
+        self._reads = [
+            (
+                squares_kernel(of[0].dtype),
+                place.slice,
+                of[0].dtype,
+                (xp.asarray(_elements_by_unit(of)), place.size // of[0].dtype.itemsize, count),
+                row[:count],
+            )
+            for place, of, count, row in zip(places, together, threads, sums, strict=True)
+        ]
+        rows = 1 if clip.is_global else len(places)
+        self._sums, self._added = sums, xp.zeros((len(places), _COLUMNS))
+        self._scales = xp.zeros(rows)
+        self._views = [self._scales[i] for i in range(rows)]
+        self.scales(xp.zeros(shards[-1].message.stop, np.uint8), clip.limit)  # compiles all
+
+    def scales(self, message: Array, limit: float) -> Sequence[Array]:
+        """The scale of each gradient, or of all, as arrays without dimensions."""
+        for squares, place, dtype, given, sums in self._reads:
+            squares(message[place].view(dtype), *given, sums)
+        add_kernel()(self._sums, self._sums.shape[1], self._added)
+        scale_kernel()(self._added, self._added.size // self._scales.size, limit, self._scales)
+        return self._views
 
 
-def _operands_in(runs: Sequence[Run], messages: Sequence[Array]) -> Operands:
-    return [
-        (gradient, run.value, *run.slots)
-        for run, (gradient,) in zip(runs, gradients_of(runs, messages), strict=True)
-    ]
+def _elements_by_unit(shards: Sequence[Shard]) -> Array:
+    """How many elements are in each 256 bytes of the message, which each shard starts anew."""
+    start, stop = shards[0].message.start, shards[-1].message.stop
+    counts = np.zeros(divide_up(stop - start, ALIGNMENT), np.int32)
+    full = ALIGNMENT // shards[0].dtype.itemsize
+    for shard in shards:
+        first = (shard.message.start - start) // ALIGNMENT
+        last = first + divide_up(shard.elements.size, full) - 1
+        counts[first:last] = full
+        counts[last] = shard.elements.size - (last - first) * full
+    return counts
 
 
-def prepare_on_gpu(rule: UpdateRule, dtype: np.dtype[Any], slots: int) -> None:
+def prepare_on_gpu(rule: UpdateRule, dtype: np.dtype[Any]) -> None:
     """Checks that a rule can update variables of a dtype, and compiles its kernel.
-
-    Those of a rule with norms are only checked.
 
     Raises:
         TypeError: the rule needs real numbers.
     """
-    kernels = [rule.kernel] if rule.norms is None else [one.kernel for one in rule.norms.passes]
-    names = {name for kernel in kernels if kernel for name in kernel.of_reals}
-    if names and dtype.kind == "c":
-        functions = ", ".join([f"numpy.{name}" for name in sorted(names)])
-        clips = " with clipvalue" * ("clipvalue" in rule.constants)
+    kernel = rule.kernel
+    if kernel is None:
+        return
+    if kernel.of_reals and dtype.kind == "c":
+        functions = ", ".join([f"numpy.{name}" for name in kernel.of_reals])
+        clips = " with clipvalue" * ("clipvalue" in rule.agreed)
         raise TypeError(
             f"{current_call()}: the update{clips} takes {functions} of elements, and a variable is "
             f"of {dtype.name}, which has no order on a GPU. Make its real and imaginary parts two "
             "variables, or take an optimizer and options that only add, multiply, divide and take "
             "roots, such as Adam without clipvalue"
         )
-    if rule.kernel is not None and rule.norms is None:
-        xp = gpu.load_cupy("an update")
-        value, gradient, *states = xp.zeros((2 + slots, 1), dtype)
-        apply_on_gpu(rule, value, gradient, states)
+    arrays = gpu.load_cupy("an update").zeros((2 + kernel.slots, 1), dtype)
+    update_kernel(kernel, dtype)(*[1.0] * kernel.numbers, *arrays)
 
 
-def apply_on_gpu(rule: UpdateRule, value: Array, gradient: Array, slots: Sequence[Array]) -> None:
-    """Applies a rule that takes no norms to flat CuPy arrays, on the current stream.
+def apply_on_gpu(
+    rule: UpdateRule, numbers: Sequence[Any], value: Array, gradient: Array, slots: Sequence[Array]
+) -> None:
+    """Applies a rule to flat CuPy arrays; its numbers may be in the GPU's memory."""
+    if rule.kernel is not None:
+        update_kernel(rule.kernel, value.dtype)(*numbers, gradient, value, *slots)
+    else:
+        rule.assign(value, gradient)
 
-    It may overwrite the gradient.
+
+# ---- kernels
+
+
+def _elementwise(
+    inputs: Sequence[str], outputs: Sequence[str], lines: Sequence[str], name: str
+) -> Any:
+    """A kernel with these parameters, which runs these lines of CUDA C++ in each thread `i`."""
+    return gpu.load_cupy("an update").ElementwiseKernel(
+        ", ".join(inputs),
+        ", ".join(outputs),
+        "\n".join(lines),
+        f"hpcstrat_{name}",
+        preamble=_SQUARE,
+        no_return=True,
+    )
+
+
+_SQUARE = """
+__device__ inline double square_of(double x) { return x * x; }
+template <class Real> __device__ double square_of(complex<Real> x) {
+    return (double)x.real() * x.real() + (double)x.imag() * x.imag();
+}
+"""
+
+
+def _computed(dtype: np.dtype[Any]) -> str:
+    """The type that a kernel computes with."""
+    return "float" if dtype.itemsize == 2 else "T"
+
+
+@functools.cache
+def update_kernel(kernel: Kernel, dtype: np.dtype[Any]) -> Any:
+    """The update of each element.
+
+    SGD, for example, is in CUDA C++:
+
+        const T number_0 = (T)given_0;
+        T gradient = (T)given_gradient;
+        T value = (T)given_value;
+        const auto step_0 = number_0 * gradient;
+        const auto step_1 = value - step_0;
+        const auto new_value = step_1;
+        value = new_value;
+        given_value = (T)value;
     """
-    if rule.kernel is None:
-        # An assignment has no constants and uses no scratch array: large variables need no
-        # additional memory.
-        xp = gpu.array_module(gradient)
-        rule.apply(value, gradient, slots, xp.empty_like(gradient) if rule.constants else gradient)
-        return
-    update = update_kernel(rule.kernel, value.dtype)
-    update(*rule.kernel_constants, gradient, value, *slots)
+    computed, numbers = _computed(dtype), range(kernel.numbers)
+    return _elementwise(
+        [*[f"float64 given_{i}" for i in numbers], "T given_gradient"],
+        [f"T given_{name}" for name in kernel.arrays],
+        [
+            *[f"const {computed} number_{i} = ({computed})given_{i};" for i in numbers],
+            *[
+                f"{computed} {name} = ({computed})given_{name};"
+                for name in ("gradient", *kernel.arrays)
+            ],
+            kernel.body,
+            *[f"given_{name} = (T){name};" for name in kernel.arrays],
+        ],
+        kernel.name,
+    )
+
+
+@functools.cache
+def squares_kernel(dtype: np.dtype[Any]) -> Any:
+    """The sum of the squares of every so many elements: one for each thread."""
+    unit = ALIGNMENT // dtype.itemsize
+    return _elementwise(
+        ["raw T gradient", "raw int32 elements", "int64 count", "int64 threads"],
+        ["float64 sum"],
+        [
+            "double squares = 0;",
+            "#pragma unroll 16",  # a thread then waits for 16 reads at once
+            "for (long long k = i; k < count; k += threads)",
+            f"if (k % {unit} < elements[k / {unit}])",
+            f"squares += square_of(({_computed(dtype)})gradient[k]);",
+            "sum = squares;",
+        ],
+        "squares",
+    )
+
+
+@functools.cache
+def add_kernel() -> Any:
+    """Adds up the sums of each row to those of `_COLUMNS`."""
+    return _elementwise(
+        ["raw float64 sums", "int64 threads"],
+        ["float64 added"],
+        [
+            f"const long long row = i / {_COLUMNS}, column = i % {_COLUMNS};",
+            "double sum = 0;",
+            "#pragma unroll 16",
+            f"for (long long k = column; k < threads; k += {_COLUMNS})",
+            "sum += sums[row * threads + k];",
+            "added = sum;",
+        ],
+        "add",
+    )
+
+
+@functools.cache
+def scale_kernel() -> Any:
+    """`Clip.scale` of the sum of so many sums."""
+    return _elementwise(
+        ["raw float64 sums", "int64 count", "float64 limit"],
+        ["float64 scale"],
+        [
+            "double sum = 0;",
+            "#pragma unroll 16",
+            "for (long long k = 0; k < count; ++k) sum += sums[i * count + k];",
+            "const double norm = sqrt(sum), not_finite = norm - norm;",
+            "scale = not_finite == 0 ? norm > limit ? limit / norm : 1 : not_finite;",
+        ],
+        "scale",
+    )
+
+
+@functools.cache
+def numbers_kernel(count: int) -> Any:
+    """Writes its parameters to an array, from which the kernels of a graph take them."""
+    return _elementwise(
+        [f"float64 given_{k}" for k in range(count)],
+        ["raw float64 numbers"],
+        [f"numbers[{k}] = given_{k};" for k in range(count)],
+        "numbers",
+    )

@@ -1,165 +1,285 @@
-"""A formula: an update that is written once, as a function, and traced to passes."""
+"""Formulas: what an update does to one element, traced once to a list of operations.
+
+A formula is a function of the value, the gradient and the slots of one element, and of numbers that
+are the same for all elements. It is called once, with symbols, and each operation of theirs is a
+step of its `Kernel`. SGD with momentum,
+
+    velocity = momentum * velocity - rate * gradient
+    return value + velocity, velocity
+
+becomes these steps in C, and the same as calls of NumPy's functions:
+
+    const auto step_0 = number_1 * slot_0;
+    const auto step_1 = number_0 * gradient;
+    const auto step_2 = step_0 - step_1;
+    const auto step_3 = value + step_2;
+    const auto new_value = step_3;
+    const auto new_slot_0 = step_2;
+"""
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+import dataclasses
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, final
 
 import numpy as np
 
-from hpcstrat._core.arrays import as_number
-from hpcstrat._update.passes import Compute, Pass, passes_of
-from hpcstrat._update.rule import Norms, UpdateRule
-from hpcstrat._update.symbols import ELEMENT, NUMBER, Symbol
+from hpcstrat._communicators.reduction import accumulator
+from hpcstrat._core.types import Array
 
-_CHANGING = ("learning_rate", "step")
-"""The numbers of a formula that may change in every step; all others seldom do."""
-_LASTING = (int, float, np.generic, type(None))
-"""Attributes whose value stays that of the object."""
+ELEMENT, CONDITION, NUMBER = "element", "condition", "number"
+
+# Those with the same bits in NumPy, in C and CUDA C++, and on every processor: IEEE 754 defines
+# their rounding.
+_IN_C: dict[Any, str] = {
+    np.add: "{} + {}",
+    np.subtract: "{} - {}",
+    np.multiply: "{} * {}",
+    np.divide: "{} / {}",
+    np.negative: "-{}",
+    np.sqrt: "sqrt({})",
+    np.square: "{0} * {0}",
+    np.absolute: "fabs({})",
+    np.sign: "{0} > 0 ? 1 : {0} < 0 ? -1 : {0} == 0 ? 0 : {0}",
+    np.maximum: "{0} > {1} || {0} != {0} ? {0} : {1}",  # nan if either is
+    np.minimum: "{0} < {1} || {0} != {0} ? {0} : {1}",
+    np.less: "{} < {}",
+    np.less_equal: "{} <= {}",
+    np.greater: "{} > {}",
+    np.greater_equal: "{} >= {}",
+    np.equal: "{} == {}",
+    np.not_equal: "{} != {}",
+    np.where: "{} ? {} : {}",
+}
+"""The functions of elements that a formula may take, each with a text for its operands."""
+_ORDERS = (np.less, np.less_equal, np.greater, np.greater_equal)
+_CONDITIONS = (*_ORDERS, np.equal, np.not_equal)
+_OF_REALS = {np.absolute, np.sign, np.maximum, np.minimum, *_ORDERS}
+# Of two zeros with different signs, NumPy's own take one that depends on the processor and on the
+# place in the array.
+_IN_NUMPY: dict[Any, Callable[..., Any]] = {
+    np.maximum: lambda a, b: np.where((a > b) | (a != a), a, b),
+    np.minimum: lambda a, b: np.where((a < b) | (a != a), a, b),
+}
 
 
-class Formula:
-    """The formula of an optimizer.
+@final
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """The steps of a formula. Equal kernels are one object.
 
-    A step does again only what follows from what has changed since the last:
+    Attributes:
+        name: the kernel's name in profilers.
+        slots: how many slots there are.
+        numbers: how many numbers.
+        steps: NumPy's functions, each with its operands: positions among the gradient, the value,
+            the slots, the numbers and the results of the steps, in this order.
+        results: the positions of the new value and the new slots.
+    """
 
-        options, slots          the function is traced to passes, once for each choice
-        other attributes        `_prepare` binds them to the passes
-        learning rate, step     the kernels' constants are computed, and a rule is made
-        nothing                 it is the same rule
+    name: str
+    slots: int
+    numbers: int
+    steps: tuple[tuple[Any, tuple[int, ...]], ...]
+    results: tuple[int, ...]
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        """The names in C of what is changed: the value, then each slot."""
+        return "value", *[f"slot_{i}" for i in range(self.slots)]
+
+    @property
+    def body(self) -> str:
+        """The statements in C, of variables of one type; CUDA C++, too."""
+        names = ["gradient", *self.arrays, *[f"number_{i}" for i in range(self.numbers)]]
+        lines = []
+        for i, (function, operands) in enumerate(self.steps):
+            text = _IN_C[function].format(*[names[operand] for operand in operands])
+            lines.append(f"const auto step_{i} = {text};")
+            names.append(f"step_{i}")
+        pairs = [*zip(self.arrays, self.results, strict=True)]
+        lines += [f"const auto new_{name} = {names[result]};" for name, result in pairs]
+        return "\n".join([*lines, *[f"{name} = new_{name};" for name in self.arrays]])
+
+    @property
+    def of_reals(self) -> list[str]:
+        """The names of its functions that CUDA C++ does not have for complex numbers."""
+        return sorted({function.__name__ for function, _ in self.steps if function in _OF_REALS})
+
+    def run(
+        self, numbers: Sequence[float], value: Array, gradient: Array, slots: Sequence[Array]
+    ) -> None:
+        """Changes flat NumPy arrays, in place; 16-bit floats as on a GPU: rounded once."""
+        changed, wide = (value, *slots), accumulator(value.dtype)
+        found: list[Any] = [a.astype(wide, copy=False) for a in (gradient, *changed)]
+        count = len(found)
+        found += [*np.array(numbers, wide)]
+        for function, operands in self.steps:
+            call: Any = _IN_NUMPY.get(function, function)
+            found.append(call(*[found[i] for i in operands]))
+        # A new slot may be another slot's old value, which is about to be overwritten.
+        new = [found[i].copy() if i < count else found[i] for i in self.results]
+        for array, result in zip(changed, new, strict=True):
+            np.copyto(array, result, "unsafe")
+
+
+_kernels: dict[tuple[Any, ...], Kernel] = {}
+
+
+def trace(
+    call: str, formula: Callable[..., Any], slots: int, numbers: Sequence[str]
+) -> tuple[Kernel, tuple[float, ...]]:
+    """The kernel of a formula, and its literals, which are the last of the kernel's numbers.
 
     Args:
-        call: its name for messages, such as `Adam.formula`.
-        function: takes the value, the gradient and the slots of one element by position, and the
-            numbers and options by name. It returns the new value, or a tuple of the new value and
-            the new slots. An option is `None` or a `bool`, known when the formula is traced.
-        names: of its numbers and options: `learning_rate`, `step`, and what seldom changes, which
-            are attributes of the optimizer, and others.
-        readers: read the others.
+        call: the formula's name for messages, such as `Adam.formula`.
+        formula: takes the value, the gradient and the slots by position, and numbers by name. It
+            returns the new value, or a tuple of the new value and the new slots.
+        slots: how many slots there are.
+        numbers: their names.
+
+    Raises:
+        TypeError: it cannot be traced; the message names the line.
     """
+    steps: list[Symbol] = []
+    gradient, value, *old = arrays = [Symbol(steps, ELEMENT) for _ in range(2 + slots)]
+    given = {name: Symbol(steps, NUMBER) for name in numbers}
+    result = formula(value, gradient, *old, **given)
+    results = result if isinstance(result, tuple) else (result,)
+    kinds = [getattr(symbol, "kind", type(symbol).__name__) for symbol in results]
+    if kinds != [ELEMENT] * (1 + slots):
+        raise TypeError(
+            f"{call} returned {kinds}; it must return the new value and {slots} new slots, in this "
+            "order, all of them made of elements"
+        )
+    operands = [operand for step in steps for operand in step.operands]
+    literals = {id(one): one.literal for one in operands if one.literal is not None}
+    places: dict[int, int] = {}  # by id, because symbols are neither compared nor hashed
+    for place in (*map(id, (*arrays, *given.values())), *literals, *map(id, steps)):
+        places[place] = len(places)
+    key = (
+        call.partition(".")[0].lower(),
+        slots,
+        len(given) + len(literals),
+        tuple([(one.function, tuple([places[id(of)] for of in one.operands])) for one in steps]),
+        tuple([places[id(symbol)] for symbol in results]),
+    )
+    return _kernels.setdefault(key, Kernel(*key)), tuple(literals.values())
+
+
+# ---- symbols
+
+
+def _operator(function: Any) -> Callable[..., Any]:
+    return lambda symbol, *other: symbol.apply(function, symbol, *other)
+
+
+def _reflected(function: Any) -> Callable[..., Any]:
+    return lambda symbol, other: symbol.apply(function, other, symbol)
+
+
+def _refused(why: str) -> Callable[..., NoReturn]:
+    return lambda *_: _refuse(why)
+
+
+@final
+class Symbol:
+    """An element of an array, a condition on elements, or a number, while a formula is traced.
+
+    Attributes:
+        kind: which of these it is.
+        function: NumPy's, whose result it is; else `None`.
+        operands: the function's arguments.
+        literal: the value of a number that the formula itself has; else `None`.
+    """
+
+    __add__, __radd__ = _operator(np.add), _reflected(np.add)
+    __sub__, __rsub__ = _operator(np.subtract), _reflected(np.subtract)
+    __mul__, __rmul__ = _operator(np.multiply), _reflected(np.multiply)
+    __truediv__, __rtruediv__ = _operator(np.divide), _reflected(np.divide)
+    __neg__, __abs__ = _operator(np.negative), _operator(np.absolute)
+    __lt__, __le__ = _operator(np.less), _operator(np.less_equal)
+    __gt__, __ge__ = _operator(np.greater), _operator(np.greater_equal)
+    __eq__, __ne__ = _operator(np.equal), _operator(np.not_equal)
+    __rpow__ = _reflected(np.power)
+    # Not hashed either: `step in {1, 2}` would be false.
+    __bool__ = __hash__ = _refused(
+        "whether it is true is not known when a formula is traced; use numpy.where for elements, "
+        "and `numbers` for numbers"
+    )
+    __float__ = __int__ = __index__ = _refused(
+        "it has no value when a formula is traced; use NumPy's functions for elements, and "
+        "`numbers` for numbers"
+    )
+    __iter__ = _refused("it is not a sequence")
 
     def __init__(
         self,
-        call: str,
-        function: Callable[..., Any],
-        names: Sequence[str] = (),
-        readers: Mapping[str, Callable[[], Any]] = MappingProxyType({}),
+        steps: list[Symbol],
+        kind: str,
+        function: Any = None,
+        operands: Sequence[Symbol] = (),
+        literal: float | None = None,
     ) -> None:
-        self._call, self._function, self._takes = call, function, names
-        self._owner = call.partition(".")[0]
-        self._takes_step = "step" in names
-        attributes = [name for name in names if name not in (*_CHANGING, *readers)]
-        self._lasting = (*attributes, *readers)
-        self._read_attributes = _reader_of(attributes)
-        self._readers = tuple(readers.values())
-        self._traced: dict[tuple[Any, ...], tuple[Pass, ...]] = {}
-        # Of the last step: what it read, and what `_prepare` made of it; its rate and number, and
-        # its rule.
-        self._values: tuple[Any, ...] | None = None
-        self._prepared: tuple[tuple[Pass, ...], list[Compute], dict[str, float], Callable[..., Any]]
-        self._now: tuple[float, float] | None = None
-        self._rule: UpdateRule
+        self._steps = steps  # of the formula so far
+        self.kind, self.function, self.operands = kind, function, operands
+        self.literal = literal
 
-    def rule(self, optimizer: Any, learning_rate: float, step: int) -> UpdateRule:
-        """The update of this step.
+    def __pow__(self, exponent: Any) -> Symbol:
+        if isinstance(exponent, (int, float)) and exponent in (0.5, 2):
+            return self.apply(np.square if exponent == 2 else np.sqrt, self)
+        return self.apply(np.power, self, exponent)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *operands: Any, **options: Any) -> Symbol:
+        if method != "__call__" or options:
+            _refuse(f"numpy.{ufunc.__name__} with {', '.join(options) or method} is not allowed")
+        return self.apply(ufunc, *operands)
+
+    def __array_function__(self, function: Any, _: Any, operands: Any, options: Any) -> Symbol:
+        if options or len(operands) != 3:
+            _refuse(f"numpy.{function.__name__} is not of elements")
+        return self.apply(function, *operands)
+
+    def apply(self, function: Any, *operands: Any) -> Symbol:
+        """The result of a function, which is one step more.
 
         Raises:
-            AttributeError: the optimizer has no attribute of some name.
-            TypeError: an attribute is not a number, or the formula cannot be compiled; the message
-                names the line.
+            TypeError: a formula cannot have it.
         """
-        values = self._read_attributes(optimizer)
-        if self._readers:
-            values += tuple([read() for read in self._readers])
-        try:
-            is_new = values != self._values
-        except ValueError:  # of an array, which may be unequal in some elements
-            is_new = True
-        if is_new:
-            self._prepared = self._prepare(values, tuple(optimizer.all_slots))
-            # What can change in place, such as a variable, is read again in each step.
-            lasts = all(isinstance(value, _LASTING) for value in values)
-            self._values, self._now = values if lasts else None, None
-        now = learning_rate, step if self._takes_step else 0
-        if now == self._now:
-            return self._rule
-        passes, given_in, agreed, apply_last = self._prepared
-        rate, number = float(learning_rate), float(step)
-        constants = agreed.copy()
-        constants["learning_rate"] = rate
-        if self._takes_step:
-            constants["step"] = number
-        kernel = passes[-1].kernel
-        if len(passes) == 1:
-            numbers = given_in[0](rate, number)
-            apply = functools.partial(apply_last, numbers)
-            self._rule = UpdateRule(apply, constants, kernel, numbers)
-        else:
-            norms = Norms(passes, tuple([given(rate, number) for given in given_in]))
-            self._rule = UpdateRule(norms.apply, constants, kernel, norms=norms)
-        self._now = now
-        return self._rule
-
-    def forget(self) -> None:
-        """Makes the next step bind the attributes anew: `True` takes another trace than 1.0."""
-        self._values = None
-
-    def _prepare(
-        self, values: Sequence[Any], slots: tuple[str, ...]
-    ) -> tuple[tuple[Pass, ...], list[Compute], dict[str, float], Callable[..., Any]]:
-        """What these values of attributes give.
-
-        Returns:
-            The passes; of each what its kernel is given, as a function of the learning rate and
-            the step; what the ranks must agree on, by name, with a place for these two; and
-            `Kernel.apply` of the last pass.
-        """
-        named = dict(zip(self._lasting, values, strict=True))
-        options = {
-            name: value for name, value in named.items() if value is None or isinstance(value, bool)
-        }
-        numbers = {
-            name: as_number(self._owner, name, value)
-            for name, value in named.items()
-            if name not in options
-        }
-        key = (*options.items(), *slots)
-        if key not in self._traced:
-            self._traced[key] = self._trace(slots, tuple(numbers), options)
-        # The ranks must agree on the options, too, and on the rate of any formula.
-        flags = {name: float(value) for name, value in options.items() if value is not None}
-        changing = _CHANGING if self._takes_step else _CHANGING[:1]
-        agreed = dict.fromkeys(changing, 0.0) | numbers | flags
-        passes = self._traced[key]
-        given_in = [functools.partial(each.given_in, *numbers.values()) for each in passes]
-        return passes, given_in, agreed, passes[-1].kernel.apply
-
-    def _trace(
-        self, slots: Sequence[str], numbers: Sequence[str], options: Mapping[str, bool | None]
-    ) -> tuple[Pass, ...]:
-        """The passes for norms, and then the update, with these slots, numbers and options."""
-        texts = ("gradient", "value", *[f"slot_{slot}" for slot in slots])
-        elements = {text: Symbol(ELEMENT) for text in texts}
-        symbols = {name: Symbol(NUMBER) for name in (*numbers, *_CHANGING)}
-        gradient, value, *old = elements.values()
-        taken = {name: symbol for name, symbol in symbols.items() if name in self._takes}
-        result = self._function(value, gradient, *old, **taken, **options)
-        results = result if isinstance(result, tuple) else (result,)
-        kinds = [getattr(symbol, "kind", type(symbol).__name__) for symbol in results]
-        if kinds != [ELEMENT] * (1 + len(slots)):
-            raise TypeError(
-                f"{self._call} returned {kinds}; it must return the new value and {len(slots)} new "
-                "slots, in this order, all of them made of elements"
+        name = f"numpy.{function.__name__}"
+        given = [self._operand(name, one) for one in operands]
+        kinds = [one.kind for one in given]
+        if {*kinds} == {NUMBER}:
+            _refuse(f"{name} of numbers alone; compute them in `numbers`, which is plain Python")
+        if function not in _IN_C:
+            names = ", ".join([one.__name__ for one in _IN_C])
+            _refuse(f"{name} does not have the same bits on every processor; take {names}")
+        wanted = [function is np.where, *[False] * (len(kinds) - 1)]
+        if [kind == CONDITION for kind in kinds] != wanted:
+            _refuse(
+                f"{name} of {', '.join(kinds)}; a condition is the first argument of numpy.where, "
+                "and of nothing else"
             )
-        changed = dict(zip(texts[1:], results, strict=True))
-        return passes_of(self._owner.lower(), elements, [*symbols.values()], changed)
+        kind = CONDITION if function in _CONDITIONS else ELEMENT
+        self._steps.append(Symbol(self._steps, kind, function, given))
+        return self._steps[-1]
+
+    def _operand(self, name: str, operand: Any) -> Symbol:
+        if isinstance(operand, Symbol):
+            return operand
+        if isinstance(operand, (int, float, np.integer, np.floating)):
+            return Symbol(self._steps, NUMBER, literal=float(operand))
+        return _refuse(
+            f"an operand of {name} is of type {type(operand).__name__}; take what the formula is "
+            "given, and numbers"
+        )
 
 
-def _reader_of(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
-    """Returns the attributes of these names, in one call where there are several."""
-    if len(names) > 1:
-        return operator.attrgetter(*names)
-    return lambda thing: tuple([getattr(thing, name) for name in names])
+def _refuse(why: str) -> NoReturn:
+    """Raises a `TypeError` that names the line of the formula: the last outside this file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    raise TypeError(f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}: {why}")

@@ -110,12 +110,13 @@ def update_rows(arrays: Sequence[Array], rows: Array, gradient: Array, rule: Upd
     arrays = [row_view(array, gradient.ndim - 1) for array in arrays]
     values = [array[rows] for array in arrays]
     value, *slots = [value.reshape(-1) for value in values]
-    # Copied, because the rule may overwrite its gradient.
-    gradient = gradient.reshape(-1).copy()
+    gradient = gradient.reshape(-1)
     if gpu.is_on_gpu(value):
-        apply_on_gpu(rule, value, gradient, slots)
+        apply_on_gpu(rule, rule.numbers, value, gradient, slots)
+    elif rule.kernel is not None:
+        rule.kernel.run(rule.numbers, value, gradient, slots)
     else:
-        rule.apply(value, gradient, slots, np.empty_like(gradient))
+        rule.assign(value, gradient)
     for array, new in zip(arrays, values, strict=True):
         array[rows] = new
 

@@ -9,9 +9,8 @@ although one variable may be larger than all others together:
     runs       |------------|--|---------------|------|--------|
 
 Small shards that follow each other, such as the end of v, c and d, are one run: they cost no calls
-of their own. This is right because passes are elementwise. Norms of each variable need to know
-where it ends: on a host each variable is then a run, and on a GPU a table has the owner of each
-element.
+of their own. This is right because updates are elementwise. If the norm of each gradient is
+clipped, each variable is a run, with a scale of its own.
 """
 
 from __future__ import annotations
@@ -27,13 +26,6 @@ from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._update.rule import UpdateRule
 
 T = TypeVar("T")
-
-AddUp: TypeAlias = "Callable[[Array, tuple[bool, ...]], Array]"
-"""Adds up sums of squares over the ranks that have the other shards.
-
-It takes an array of float64, one row for each variable on a host (see `device_update.py` for a
-GPU), and for each norm whether it is over all variables.
-"""
 
 
 class GradientInPlace(NamedTuple):
@@ -129,14 +121,13 @@ class Update(abc.ABC):
     def forget_messages(self) -> None:
         """Drops what it keeps for the next update with the same messages, and so the messages."""
 
-    def prepare(self, rule: UpdateRule, add_up: AddUp | None = None) -> None:
+    def prepare(self, rule: UpdateRule) -> None:
         """Checks that `run` can apply a rule, and compiles what it needs; here there is nothing.
 
         It changes no variable. What fails here would leave some updated and others not.
 
         Args:
-            rule: the first with its kernel, or with its passes.
-            add_up: stands for that of `run`; nothing is exchanged.
+            rule: the first with its kernel and its kind of clipping.
 
         Raises:
             TypeError: it cannot, because of a dtype.
@@ -144,11 +135,10 @@ class Update(abc.ABC):
         return
 
     @abc.abstractmethod
-    def run(self, rule: UpdateRule, messages: Sequence[Array], add_up: AddUp | None = None) -> None:
+    def run(self, rule: UpdateRule, messages: Sequence[Array]) -> None:
         """Sums the messages, and updates the variables and slots.
 
         Args:
             rule: the update.
             messages: all ranks', or the only one that counts.
-            add_up: see `AddUp`; `None` if this rank has all shards.
         """

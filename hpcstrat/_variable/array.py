@@ -587,6 +587,11 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
                 f"Variable {self.name!r} is read without a copy, copy=False, in a replica context "
                 "only; call value() there"
             )
+        if copy is False and dtype is not None and np.dtype(dtype) != array.dtype:
+            raise ValueError(
+                f"Variable {self.name!r} is of dtype {array.dtype.name}; as "
+                f"{np.dtype(dtype).name} it is read with a copy only: leave out copy=False"
+            )
         array = array.astype(dtype or array.dtype, copy=bool(copy) or not in_place)
         return array.view() if array is self._state.block.view else array
 

@@ -168,7 +168,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         return other
 
     def __copy__(self) -> Variable:
-        return self._with_state(self._state)
+        return self
 
     def _with_state(self, state: VariableState) -> Variable:
         # Not by calling the class, which would call the variable creators again.

@@ -29,20 +29,13 @@ from hpcstrat._variable.options import NO_AGGREGATION, OPERATIONS, VariableAggre
 from hpcstrat._variable.state import VariableState
 
 
-def _assign(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
-    value[...] = new
-
-
 def _by(ufunc: np.ufunc) -> UpdateRule:
-    def apply(value: Array, new: Array, slots: Sequence[Array], work: Array) -> None:
-        ufunc(value, new, out=value)
-
-    return UpdateRule(apply)
+    return UpdateRule(assign=lambda value, new: ufunc(value, new, out=value))
 
 
 # As storage's update rules, so that an assignment takes the same path as an optimizer's step: one
 # record, one barrier, any storage.
-RULES = {"assign": UpdateRule(_assign), "assign_add": _by(np.add), "assign_sub": _by(np.subtract)}
+RULES = {"assign": UpdateRule(), "assign_add": _by(np.add), "assign_sub": _by(np.subtract)}
 """The rule by which storage applies each verb to a variable."""
 
 

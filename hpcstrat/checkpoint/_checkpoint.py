@@ -36,7 +36,7 @@ from hpcstrat.checkpoint._objects import (
     storage_of,
 )
 from hpcstrat.checkpoint._saving import check_keep, check_path, finish_background, save_to
-from hpcstrat.optimizers._state import copy_block, state_of_optimizer
+from hpcstrat.optimizers._state import state_of_optimizer
 
 
 @final
@@ -251,7 +251,6 @@ class _Restoring(NamedTuple):
         for name, optimizer in self._in_both(self.objects.optimizers).items():
             state = state_of_optimizer(optimizer)
             state.iterations = int(self.metadata[name]["iterations"])
-            state.drop_sums()
         for name, data in self._in_both(self.objects.positions).items():
             data._seek(position_of(self.metadata[name]))
         self.communicator.exchange(signature_of(f"{current_call()}: restored"))
@@ -263,7 +262,7 @@ class _Restoring(NamedTuple):
     def _make_slots(self) -> None:
         # A new optimizer has no slots before its first step, and the file's slots would be lost.
         for name, optimizer in self._in_both(self.objects.optimizers).items():
-            slots = optimizer.all_slots
+            slots = optimizer.slots
             with_slots = [
                 v
                 for of, v in self.objects.variables.items()
@@ -339,9 +338,6 @@ class _Restoring(NamedTuple):
         """Fills a slot that is not in the file because no step had updated its variable."""
         v, storage = slot.variable, storage_of(slot.variable)
         if not state_of(v).group.writes_here:
-            return
-        if slot.initial is None:
-            copy_block(storage, state_of(v).block, slot.block)
             return
         itemsize = v.dtype.itemsize
         # In parts, so that a slot as large as the model needs no second copy of it.

@@ -32,7 +32,7 @@ class PreemptionHandler:
     Put `with PreemptionHandler(checkpoint, path) as handler:` around the training, and call
     `handler.check()` after each step. A signal to any rank is enough. While the ranks save and
     exit, further signals have no effect. The end of the `with` block, or `close`, restores the
-    previous handlers. Under `gradient_accumulation_steps` they wait for the call that updates.
+    previous handlers.
 
     Args:
         checkpoint: what to save.
@@ -124,8 +124,6 @@ class PreemptionHandler:
         if not number:
             return
         self._noted = number
-        if objects_of(self._checkpoint).accumulates():
-            return
         self._save()
         if communicator.rank == 0:
             name = {known.value: known.name for known in signal.Signals}.get(
@@ -175,8 +173,7 @@ class CheckpointManager:
     `manager.restore_or_initialize()` before the first step and `manager.step()` at the end of each.
 
     In the `with` block it does what `PreemptionHandler` does: after a SIGTERM or SIGUSR1 the ranks
-    save at the end of the step, and exit with status 75. Under `gradient_accumulation_steps`, what
-    is due is saved after the call that updates.
+    save at the end of the step, and exit with status 75.
 
     Args:
         checkpoint: what to save.
@@ -292,8 +289,7 @@ class CheckpointManager:
         if self._handler is not None:
             self._handler.check()
         every = self._every
-        is_due = every > 0 and self._steps // every > self._handled // every
-        if is_due and not objects_of(self._checkpoint).accumulates():
+        if every > 0 and self._steps // every > self._handled // every:
             self._handled = self._steps
             self._save()
 

@@ -41,13 +41,13 @@ class Slot(NamedTuple):
         optimizer: the optimizer's name.
         variable: its variable.
         block: its memory.
-        initial: its value before the first step; `None` for the variable's.
+        initial: its value before the first step.
     """
 
     optimizer: str
     variable: Variable
     block: Block
-    initial: float | None
+    initial: float
 
 
 class CheckpointObjects:
@@ -129,7 +129,7 @@ class CheckpointObjects:
                         f"{v.shape}, which is not among the objects; pass it too: "
                         f"Checkpoint({name}=..., variable=...)"
                     )
-                for (slot, initial), block in zip(optimizer.all_slots.items(), blocks, strict=True):
+                for (slot, initial), block in zip(optimizer.slots.items(), blocks, strict=True):
                     slots[slot_name(name, slot, names[id(v)])] = Slot(name, v, block, initial)
         if taken := slots.keys() & self.kinds.keys():
             raise ValueError(
@@ -151,29 +151,16 @@ class CheckpointObjects:
             entries[name] = entry_of(v)._replace(shape=(replicas, *v.shape))
         return entries
 
-    def accumulates(self) -> bool:
-        """Whether an optimizer has gradients that it has not applied, so that nothing is saved."""
-        return any(state_of_optimizer(optimizer).calls for optimizer in self.optimizers.values())
-
     def metadata(self) -> dict[str, dict[str, Any]]:
         """What to save in addition to arrays, by object: its kind and its counts.
 
         Ordinary variables have no entry.
-
-        Raises:
-            ValueError: an optimizer has accumulated gradients.
         """
         metadata: dict[str, dict[str, Any]] = {
             name: {"kind": kind} for name, kind in self.kinds.items() if kind is not None
         }
         for name, optimizer in self.optimizers.items():
-            if calls := state_of_optimizer(optimizer).calls:
-                raise ValueError(
-                    f"{current_call()}: {name} has the gradients of {calls} of "
-                    f"{optimizer.gradient_accumulation_steps} calls, each replica its own, which "
-                    "no checkpoint holds; save after the call that changes the variables"
-                )
-            slots = list(optimizer.all_slots)
+            slots = list(optimizer.slots)
             metadata[name] |= {"iterations": optimizer.iterations, "slots": slots}
         for name, data in self.positions.items():
             metadata[name] |= data._position()._asdict()
@@ -397,7 +384,7 @@ def _possible_slots(objects: CheckpointObjects) -> dict[str, Variable]:
     return {
         slot_name(name, slot, of): v
         for name, optimizer in objects.optimizers.items()
-        for slot in optimizer.all_slots
+        for slot in optimizer.slots
         for of, v in objects.variables.items()
     }
 
@@ -425,7 +412,7 @@ def _problem(
 
 
 def _optimizer_problem(name: str, optimizer: Optimizer, saved: Mapping[str, Any]) -> str | None:
-    slots, saved_slots = sorted(optimizer.all_slots), sorted(saved["slots"])
+    slots, saved_slots = sorted(optimizer.slots), sorted(saved["slots"])
     _count(saved["iterations"])
     if slots == saved_slots:
         return None

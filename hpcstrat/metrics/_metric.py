@@ -241,7 +241,7 @@ class Metric(abc.ABC):
             self._write(np.asarray(compute(np, *map(gpu.to_host, given))))
             return
 
-        def apply(totals: Array, *_: Any) -> None:
+        def add(totals: Array, _: Array) -> None:
             if not given[0].size:
                 return  # CuPy's `argmax` refuses arrays without elements
             new = compute(stream.xp, *map(stream.here, given))
@@ -253,7 +253,7 @@ class Metric(abc.ABC):
                 total = totals[i : i + 1]
                 total += one
 
-        state.storage.local.write(state.block, state.block.array, UpdateRule(apply))
+        state.storage.local.write(state.block, state.block.array, UpdateRule(assign=add))
 
     def _write(self, new: np.ndarray[Any, Any]) -> None:
         """Adds a NumPy array of the totals' shape to this replica's totals."""

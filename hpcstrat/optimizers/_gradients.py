@@ -13,6 +13,7 @@ from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array, DistributedValues, IndexedSlices
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._update.rows import combine_rows
+from hpcstrat._update.rule import Clip
 from hpcstrat._variable.variable import Variable, state_of
 
 
@@ -141,15 +142,25 @@ def sum_rows(
         return combine_rows(indices, values)
 
 
-def as_dense(slices: IndexedSlices, variable: Variable) -> Array:
-    """A sparse gradient as an array of the variable's shape."""
-    group = state_of(variable).group
-    indices, values = prepare_slices(slices, variable)
-    with group.on_stream():
-        rows, sums = combine_rows(indices, values)
-        gradient = group.xp.zeros(variable.shape, variable.dtype)
-        gradient[rows] = sums
-    return gradient
+def clip_norms(
+    group: ReplicaGroup,
+    clip: Clip,
+    gradients: Sequence[Array],
+    rows: Sequence[tuple[Array, Array]],
+) -> tuple[list[Array], list[tuple[Array, Array]]]:
+    """Summed gradients, and rows with their values, that `Clip` has scaled down."""
+    xp, arrays = group.xp, [*gradients, *[values for _, values in rows]]
+    with group.on_stream(), np.errstate(all="ignore"):  # as in the update
+        # In float64, where the squares of large float32 numbers do not overflow.
+        squares = [xp.sum(xp.square(abs(array).astype(np.float64))) for array in arrays]
+        if clip.is_global:
+            squares = [sum(squares)] * len(arrays)
+        norms = [xp.sqrt(squared) for squared in squares]
+        scales = [xp.where(norm > clip.limit, clip.limit / norm, 1.0) for norm in norms]
+        scales = [xp.where(xp.isfinite(n), of, np.nan) for n, of in zip(norms, scales, strict=True)]
+        scaled = [a * of.astype(a.dtype) for a, of in zip(arrays, scales, strict=True)]
+    of_rows = zip([indices for indices, _ in rows], scaled[len(gradients) :], strict=True)
+    return scaled[: len(gradients)], [*of_rows]
 
 
 def group_of_variable(variable: Variable, preposition: str) -> ReplicaGroup:

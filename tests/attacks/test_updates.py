@@ -59,13 +59,12 @@ ANY_STEPS = """
     import numpy as np
     import hpcstrat as hs
 
-    OPTIONS = [{}, {"clipnorm": 0.5}, {"global_clipnorm": 0.5}, {"clipvalue": 0.1}, {"weight_decay": 0.1},
-               {"use_ema": True, "ema_overwrite_frequency": 3}, {"gradient_accumulation_steps": 2}]
+    OPTIONS = [{}, {"clipnorm": 0.5}, {"global_clipnorm": 0.5}, {"clipvalue": 0.1}, {"weight_decay": 0.1}]
     seed, rank = int(sys.argv[1]), hs.rank()
 
     def digests(strategy):
         random = np.random.default_rng(seed)
-        kinds, found = [hs.optimizers.Adam, hs.optimizers.RMSprop, hs.optimizers.Nadam, hs.optimizers.SGD], []
+        kinds, found = [hs.optimizers.Adam, hs.optimizers.RMSprop, hs.optimizers.Lion, hs.optimizers.SGD], []
         with strategy.scope():
             optimizer = kinds[random.integers(4)](0.1, **OPTIONS[random.integers(len(OPTIONS))])
             variables = [hs.Variable(np.ones((2, 3), np.float32))]

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adamax import Adamax
 from internals import select, step_graphs
 from mpi4py import MPI
 
@@ -110,9 +111,8 @@ OPTIMIZERS = {
     "Adam": lambda: hs.optimizers.Adam(0.01),
     "schedule": lambda: hs.optimizers.SGD(hs.optimizers.schedules.CosineDecay(0.5, 5)),
     "global_clipnorm": lambda: hs.optimizers.Adam(0.01, global_clipnorm=0.05),
-    "clipnorm, ema": lambda: hs.optimizers.SGD(
-        lambda step: 1 / (1 + step), clipnorm=0.01, use_ema=True, ema_overwrite_frequency=3
-    ),
+    "clipnorm": lambda: hs.optimizers.SGD(lambda step: 1 / (1 + step), clipnorm=0.01),
+    "own": lambda: Adamax(0.01),
     "decay": lambda: hs.optimizers.AdamW(0.01, weight_decay=0.1, clipvalue=0.01),
 }
 

@@ -29,13 +29,11 @@ def path(tmp_path):
 class Program:
     """One start of a program."""
 
-    def __init__(self, strategy, path, accumulated=None, **options):
+    def __init__(self, strategy, path, **options):
         self.strategy = strategy
         with strategy.scope():
             self.w = hs.Variable(np.zeros(1000))
-            self.optimizer = hs.optimizers.SGD(
-                1.0, momentum=0.5, gradient_accumulation_steps=accumulated
-            )
+            self.optimizer = hs.optimizers.SGD(1.0, momentum=0.5)
             self.seen = hs.metrics.Mean()
         self.manager = CheckpointManager(
             Checkpoint(w=self.w, optimizer=self.optimizer, seen=self.seen), path, **options
@@ -150,31 +148,6 @@ def test_a_signal_saves_the_step_and_ends(strategy, path, rank):
     again = Program(strategy, path)
     assert again.manager.restore_or_initialize() == path
     assert again.state() == expected[3]
-
-
-@pytest.mark.core
-def test_what_is_due_waits_until_accumulated_gradients_are_applied(strategy, path):
-    """Updates in every third step, a file due in every second one, and a signal in step 7."""
-    files, program = [], Program(strategy, path, every=2, accumulated=3)
-    previous = signal.getsignal(signal.SIGTERM)
-    with program.manager:
-        for step in range(1, 9):
-            if step == 7 and RANK == N - 1:
-                signal.raise_signal(signal.SIGTERM)
-            program.train(1)
-            in_file = Program(strategy, path, accumulated=3)
-            in_file.manager.restore_or_initialize()
-            files.append(in_file.manager.steps)
-        with pytest.raises(SystemExit):
-            program.train(1)
-        MPI.COMM_WORLD.Barrier()
-    signal.signal(signal.SIGTERM, previous)
-    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    assert files == [0, 0, 3, 3, 3, 6, 6, 6]
-    again = Program(strategy, path, accumulated=3)
-    assert again.manager.restore_or_initialize() == path
-    assert again.state() == program.state()
-    assert again.manager.steps == 9
 
 
 def test_wrong_uses_are_refused(strategy, path):

@@ -3,130 +3,177 @@
 Its steps: test_acceptance.py.
 """
 
-import copy
-import os
-from typing import Any
-
 import numpy as np
 import pytest
-from adadelta import Adadelta
-from lamb import LAMB
+from adamax import Adamax
 from mpi4py import MPI
+from strategies import STRATEGIES, ShardedMirroredStrategy
 
 import hpcstrat as hs
+from hpcstrat.checkpoint import Checkpoint
 
 N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
+several = pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 
 
-def model(strategy):
+@pytest.fixture(params=[*STRATEGIES, ShardedMirroredStrategy])
+def strategy(request, place):
+    with place.make(request.param) as made:
+        yield made
+
+
+def model(strategy, make=Adamax):
     with strategy.scope():
-        return hs.Variable(np.ones((4, 3))), Adadelta(0.5)
+        return hs.Variable(np.ones((4, 3)), name="w"), make(0.5)
 
 
-def train(strategy, w, optimizer, steps):
+def dense(xp, step):
+    return xp.full((4, 3), RANK + step + 1.0)
+
+
+def sparse(xp, step):
+    return hs.IndexedSlices(xp.full((2, 3), RANK + step + 1.0), xp.asarray([1, 3]), (4, 3))
+
+
+both_kinds = pytest.mark.parametrize("gradient", [dense, sparse])
+
+
+def train(strategy, w, optimizer, steps, gradient=dense):
     for step in range(steps):
-        strategy.run(
-            lambda step=step: optimizer.apply_gradients(
-                [(strategy.xp.full((4, 3), RANK + step + 1.0), w)]
-            )
-        )
+        pairs = [(gradient(strategy.xp, step), w)]
+        strategy.run(optimizer.apply_gradients, args=(pairs,))
 
 
-def test_a_checkpoint_holds_its_slots(strategy, tmp_path):
-    path = MPI.COMM_WORLD.bcast(os.fspath(tmp_path / "checkpoint"))
+def check_nothing_changed(strategy, w, optimizer):
+    """And the next call of another optimizer works."""
+    assert (w.numpy() == 1).all() and optimizer.iterations == 0
+    train(strategy, w, hs.optimizers.SGD(0.5), 1)
+    assert (w.numpy() == 1 - 0.25 * N * (N + 1)).all()
+
+
+@pytest.mark.core
+def test_a_checkpoint_holds_its_slots(strategy, mpi_tmp_path):
     w, optimizer = model(strategy)
     train(strategy, w, optimizer, 2)
-    hs.checkpoint.Checkpoint(w=w, optimizer=optimizer).save(path)
+    Checkpoint(w=w, optimizer=optimizer).save(mpi_tmp_path / "file")
     train(strategy, w, optimizer, 2)
     restored, other = model(strategy)
-    hs.checkpoint.Checkpoint(w=restored, optimizer=other).restore(path)
+    Checkpoint(w=restored, optimizer=other).restore(mpi_tmp_path / "file")
     assert other.iterations == 2
     train(strategy, restored, other, 2)
     np.testing.assert_array_equal(restored.numpy(), w.numpy())
 
 
-def test_a_copy_goes_on_with_slots_of_its_own(strategy):
-    w, optimizer = model(strategy)
-    train(strategy, w, optimizer, 2)
-    copied, other = copy.deepcopy((w, optimizer))
-    for pair in ((w, optimizer), (copied, other)):
-        train(strategy, *pair, 2)
-    np.testing.assert_array_equal(copied.numpy(), w.numpy())
-
-
-def test_its_repr_and_its_name(strategy):
-    optimizer = model(strategy)[1]
+def test_its_repr_and_its_name():
+    optimizer = Adamax(0.5)
     assert repr(optimizer) == (
-        "Adadelta(learning_rate=0.5, rho=0.95, epsilon=1e-06, global_clipnorm=None, iterations=0)"
+        "Adamax(learning_rate=0.5, beta_1=0.9, beta_2=0.999, epsilon=1e-07, iterations=0)"
     )
-    assert optimizer.name == "Adadelta"
-
-
-def test_its_attributes_are_those_of_its_init_and_its_class(strategy):
-    class Own(hs.optimizers.Optimizer):
-        in_class = 1.0
-
-        def __init__(self, factor):
-            self.early = factor
-            super().__init__(0.5)
-            self.set_factor(factor)
-
-        def set_factor(self, factor):
-            self.factor = factor
-
-        @property
-        def slots(self):
-            return {}
-
-        @staticmethod
-        def formula(value, gradient, *, factor, in_class, early):
-            return value - factor * in_class * early * gradient
-
-    with strategy.scope():
-        w, optimizer = hs.Variable(np.zeros(3)), Own(3.0)
-    changed: Any = optimizer
-    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones(3), w)]))
-    for one in (changed, copy.deepcopy(changed)):
-        one.factor, one.early, one.in_class, one._own = 2.0, 0.5, 4.0, 1
-        with pytest.raises(
-            AttributeError, match=r"Own: facter is not an attribute; did you mean factor\?"
-        ):
-            one.facter = 7.0
-    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones(3), w)]))
-    np.testing.assert_array_equal(w.numpy(), -N * (9.0 + 4.0))
+    assert optimizer.name == "Adamax"
 
 
 @pytest.mark.core
-@pytest.mark.mpi(min_size=2)  # one rank's constants are the only ones
-def test_constants_that_differ_are_named(strategy):
+def test_rows_of_a_table(strategy):
+    """A sparse step changes its rows as a dense step does, and no other row."""
     w, optimizer = model(strategy)
-    optimizer.rho = 0.5 if RANK else 0.25
-    with pytest.raises(hs.ReplicaMismatchError, match=r"(?s)Adadelta\.apply_gradients.*rho=0\.5"):
-        train(strategy, w, optimizer, 1)
-    np.testing.assert_array_equal(w.numpy(), np.ones((4, 3)))
+    table, other = model(strategy)
+    train(strategy, w, optimizer, 1)
+    train(strategy, table, other, 1, sparse)
+    np.testing.assert_array_equal(table.numpy()[[1, 3]], w.numpy()[[1, 3]])
+    np.testing.assert_array_equal(table.numpy()[[0, 2]], np.ones((2, 3)))
 
 
-class Nameless(hs.optimizers.Optimizer):
-    """A rule of its own that names no number."""
+class Plain(hs.optimizers.Optimizer):
+    """Not a dataclass: it has its own `__init__`, attributes of its own, and two options."""
+
+    in_class = 1.0
+
+    def __init__(self, learning_rate, factor=3.0, is_signed=False):
+        self.early = factor
+        super().__init__(learning_rate)
+        self.factor = factor
+        self.is_signed, self.bound = is_signed, None
 
     @property
     def slots(self):
-        return {}
+        return {"steps": 1.0}
 
-    def update_rule(self, learning_rate, step):
-        def apply(value, gradient, slots, scratch):
-            np.multiply(gradient, learning_rate, out=scratch)
-            scratch += gradient
-            value -= scratch
+    def numbers(self, rate, step):
+        return {
+            "rate": rate * self.factor * self.early * self.in_class,
+            "step": step,
+            "is_signed": self.is_signed,
+            "bound": self.bound,
+        }
 
-        return hs.optimizers.UpdateRule(apply)
+    @staticmethod
+    def formula(value, gradient, steps, *, rate, step, is_signed, bound):
+        if is_signed:
+            gradient = np.sign(gradient)
+        if bound is not None:
+            gradient = np.minimum(gradient, bound)
+        return value - rate * gradient, steps + step
+
+
+def test_attributes_and_options_of_its_own(strategy):
+    """They may change between steps; a `bool` or `None` chooses another formula."""
+    w, optimizer = model(strategy, Plain)
+    total, value, steps = sum(range(1, N + 1)), 1.0, 1
+    changes = [
+        {},
+        {"factor": 2.0, "in_class": 4.0},
+        {"is_signed": True},
+        {"bound": 0.5},
+        {"bound": 0.25},
+    ]
+    for step, change in enumerate(changes, 1):
+        for name, new in change.items():
+            setattr(optimizer, name, new)
+        train(strategy, w, optimizer, 1)
+        gradient = min(1 if optimizer.is_signed else total, optimizer.bound or total)
+        value -= 0.5 * optimizer.factor * 3 * optimizer.in_class * gradient
+        steps += step
+    assert (w.numpy() == value).all()
+    assert (optimizer.variables[-1].numpy() == steps).all()
 
 
 @pytest.mark.core
-def test_learning_rates_are_compared_though_a_rule_does_not_name_them(strategy):
-    with strategy.scope():
-        w, optimizer = hs.Variable(np.ones((4, 3))), Nameless(0.5)
+@several
+@both_kinds
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("factor", 2.0 + RANK, "rate="),
+        ("is_signed", RANK > 0, "is_signed="),
+        ("bound", RANK or None, "bound="),
+    ],
+    ids=["a number", "an option", "a number or none"],
+)
+def test_numbers_that_differ_are_named(strategy, name, value, said, gradient):
+    w, optimizer = model(strategy, Plain)
+    setattr(optimizer, name, value)
+    with pytest.raises(hs.ReplicaMismatchError, match=rf"(?s)Plain\.apply_gradients.*{said}"):
+        train(strategy, w, optimizer, 1, gradient)
+    check_nothing_changed(strategy, w, optimizer)
+
+
+class Nameless(hs.optimizers.Optimizer):
+    """No number of its formula depends on the learning rate."""
+
+    slots = {}
+
+    def numbers(self, rate, step):
+        return {}
+
+    @staticmethod
+    def formula(value, gradient):
+        return value - 1.5 * gradient
+
+
+@pytest.mark.core
+def test_learning_rates_are_compared_though_no_number_depends_on_them(strategy):
+    w, optimizer = model(strategy, Nameless)
     for done in range(2):  # the first step, and one like the last
         train(strategy, w, optimizer, 1)
         expected = 1 - 1.5 * sum(range(1, N + 1)) * (1 + done)
@@ -140,133 +187,72 @@ def test_learning_rates_are_compared_though_a_rule_does_not_name_them(strategy):
         optimizer.learning_rate = 0.5
 
 
-@pytest.mark.core
-def test_rows_of_a_table(strategy):
-    """A sparse step changes its rows as a dense step does, and no other row."""
-    w, optimizer = model(strategy)
-    table, other = model(strategy)
-    xp = strategy.xp
-    rows = hs.IndexedSlices(xp.full((2, 3), RANK + 1.0), xp.asarray([1, 3]), (4, 3))
-    strategy.run(lambda: other.apply_gradients([(rows, table)]))
-    train(strategy, w, optimizer, 1)
-    np.testing.assert_array_equal(table.numpy()[[1, 3]], w.numpy()[[1, 3]])
-    np.testing.assert_array_equal(table.numpy()[[0, 2]], np.ones((2, 3)))
+def right(value, gradient, m, *, rate):
+    return value - rate * gradient, m
 
 
-SHAPES = [(4, 3), (), (700,), (2, 0), (33,)]
-"""Variables of both dtypes, some of them smaller than what ranks share out, one without elements."""
+def raising(value, gradient, m, *, rate):
+    raise ZeroDivisionError("division by zero")
 
 
-NUMBERS = ("beta_1", "beta_2", "epsilon", "weight_decay")
+everywhere = pytest.mark.parametrize("is_wrong", [True, RANK == N - 1], ids=["all ranks", "one"])
 
-
-def gradients(rank, step):
-    """Multiples of 1/256, whose sums are exact: LAMB enlarges what is wrong where they cancel."""
-    random = np.random.default_rng([rank, step])
-    return [
-        (random.integers(-999, 999, shape) / 256).astype("f8" if i % 2 else "f4")
-        for i, shape in enumerate(SHAPES)
-    ]
-
-
-def test_norms_where_variables_are_on_the_host(place):
-    """Replicas may still compute on GPUs. Complex numbers have no kernel."""
-    strategy = place.make(hs.CentralStorageStrategy, "CPU:0")
-    for dtype in (np.float32, np.complex64):
-        check_steps(strategy, dtype)
-
-
-def test_norms_of_complex_numbers(strategy):
-    check_steps(strategy, np.complex128)
-
-
-def check_steps(strategy, dtype):
-    with strategy.scope():
-        w, optimizer = hs.Variable(np.full((5, 3), 0.5, dtype)), LAMB(0.5)
-    value, m, v = w.numpy(), np.zeros((5, 3), dtype), np.zeros((5, 3), dtype)
-    for step in range(1, 3):
-        everyones = [
-            np.random.default_rng([rank, step]).random((5, 3)).astype(dtype) for rank in range(N)
-        ]
-        strategy.run(optimizer.apply_gradients, args=([(strategy.xp.asarray(everyones[RANK]), w)],))
-        value, m, v = LAMB.formula(
-            value,
-            sum(everyones),
-            m,
-            v,
-            learning_rate=0.5,
-            step=step,
-            **{name: getattr(optimizer, name) for name in NUMBERS},
-        )
-    np.testing.assert_allclose(w.numpy(), value, rtol=1e-4)
+NUMBERS = {
+    "it raises": (lambda rate: {"rate": rate / 0}, ZeroDivisionError, "division by zero"),
+    "no mapping": (lambda rate: rate, TypeError, r"Own\.numbers"),
+    "no number": (lambda rate: {"rate": "fast"}, TypeError, r"Own\.numbers.*'fast'"),
+    "another name": (lambda rate: {"pace": rate}, TypeError, "pace"),
+}
 
 
 @pytest.mark.core
-def test_norms_are_those_of_whole_variables(strategy, tmp_path):
-    """Whatever parts of them the ranks update: against the formula on whole arrays, in float64."""
-    path = MPI.COMM_WORLD.bcast(os.fspath(tmp_path / "checkpoint"))
+@everywhere
+@both_kinds
+@pytest.mark.parametrize("case", NUMBERS)
+def test_numbers_that_are_wrong_fail_on_all_ranks(strategy, case, is_wrong, gradient):
+    wrong, error, message = NUMBERS[case]
 
-    def model():
-        with strategy.scope():
-            return [hs.Variable(np.full_like(one, 0.5)) for one in gradients(0, 0)], LAMB(0.5)
+    class Own(hs.optimizers.Optimizer):
+        slots = {"m": 0.0}
+        formula = staticmethod(right)
 
-    variables, optimizer = model()
-    expected = [[np.full(shape, 0.5), np.zeros(shape), np.zeros(shape)] for shape in SHAPES]
-    numbers = {name: getattr(optimizer, name) for name in NUMBERS}
-    for step in range(1, 5):
-        given = [strategy.xp.asarray(one) for one in gradients(RANK, step)]
-        strategy.run(optimizer.apply_gradients, args=(list(zip(given, variables, strict=True)),))
-        totals = [
-            sum(ranks) for ranks in zip(*[gradients(rank, step) for rank in range(N)], strict=True)
-        ]
-        for i, total in enumerate(totals):
-            value, m, v = expected[i]
-            with np.errstate(invalid="ignore"):  # the norms of empty arrays
-                expected[i] = [
-                    *LAMB.formula(value, total, m, v, learning_rate=0.5, step=step, **numbers)
-                ]
-        if step == 2:
-            hs.checkpoint.Checkpoint(variables=variables, optimizer=optimizer).save(path)
-            variables, optimizer = model()
-            hs.checkpoint.Checkpoint(variables=variables, optimizer=optimizer).restore(path)
-    for variable, (value, *_) in zip(variables, expected, strict=True):
-        np.testing.assert_allclose(variable.numpy(), value, rtol=1e-4, atol=1e-5)
+        def numbers(self, rate, step):
+            return wrong(rate) if is_wrong and step == 2 else {"rate": rate}
+
+    w, optimizer = model(strategy, Own)
+    train(strategy, w, optimizer, 1, gradient)
+    before = w.numpy()
+    with pytest.raises((error, RuntimeError), match=message):
+        train(strategy, w, optimizer, 1, gradient)
+    assert np.array_equal(w.numpy(), before) and optimizer.iterations == 1
+    train(strategy, w, hs.optimizers.SGD(0.5), 1)  # the next call works
+    np.testing.assert_array_equal(w.numpy(), before - 0.25 * N * (N + 1))
 
 
-def test_an_option_chooses_how_many_norms(strategy):
-    class Chooses(hs.optimizers.Optimizer):
-        both = False
-
-        @property
-        def slots(self):
-            return {}
-
-        @staticmethod
-        def formula(value, gradient, *, both):
-            length = np.linalg.norm(gradient) + (np.linalg.norm(value) if both else 0)
-            return value - length * gradient
-
-    with strategy.scope():
-        w, optimizer = hs.Variable(np.array([3.0, 4.0])), Chooses(0.5)
-    gradient, expected = strategy.xp.array([3.0, 4.0]), np.array([3.0, 4.0])
-    for both in (False, True):
-        optimizer.both = both
-        strategy.run(optimizer.apply_gradients, args=([(gradient, w)],))
-        total = N * np.array([3.0, 4.0])
-        expected = expected - (np.linalg.norm(total) + both * np.linalg.norm(expected)) * total
-    np.testing.assert_allclose(w.numpy(), expected)
-    # In the cross-replica context: plain gradients, the same everywhere.
-    optimizer.apply_gradients([(gradient, w)])
-    expected = expected - (5 + np.linalg.norm(expected)) * np.array([3.0, 4.0])
-    np.testing.assert_allclose(w.numpy(), expected)
+FORMULAS = {
+    "it raises": (raising, ZeroDivisionError, "division by zero"),
+    "too few values": (lambda value, gradient, m, *, rate: value, TypeError, r"Own\.formula"),
+    "no element": (
+        lambda value, gradient, m, *, rate: (value - rate * gradient.sum(), m),
+        TypeError,
+        r"test_own_optimizer\.py:\d+",
+    ),
+}
 
 
-def test_a_norm_takes_no_rows(strategy):
-    with strategy.scope():
-        w, optimizer = hs.Variable(np.ones((4, 3))), LAMB(0.5)
-    slices = hs.IndexedSlices(strategy.xp.ones((1, 3)), strategy.xp.array([2]))
-    with pytest.raises(
-        ValueError, match=r"LAMB\.apply_gradients: the update takes norms of whole variables"
-    ):
-        strategy.run(lambda: optimizer.apply_gradients([(slices, w)]))
-    assert optimizer.iterations == 0 and (w.numpy() == 1).all()
+@pytest.mark.core
+@everywhere
+@both_kinds
+@pytest.mark.parametrize("case", FORMULAS)
+def test_a_formula_that_is_wrong_fails_on_all_ranks(strategy, case, is_wrong, gradient):
+    wrong, error, message = FORMULAS[case]
+
+    class Own(hs.optimizers.Optimizer):
+        slots = {"m": 0.0}
+        formula = staticmethod(wrong if is_wrong else right)
+
+    w, optimizer = model(strategy, Own)
+    for _ in range(2):
+        with pytest.raises((error, RuntimeError), match=message):
+            train(strategy, w, optimizer, 1, gradient)
+    check_nothing_changed(strategy, w, optimizer)

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
+from adamax import Adamax
 from internals import device_update
-from lamb import LAMB
 from mpi4py import MPI
 from strategies import ShardedMirroredStrategy
 
@@ -37,27 +37,13 @@ def strategy(request, place):
         yield made
 
 
-class NormOfMagnitudes(hs.optimizers.Optimizer):
-    """Takes what only real numbers have in a pass for a norm."""
-
-    @property
-    def slots(self):
-        return {}
-
-    @staticmethod
-    def formula(value, gradient, *, learning_rate):
-        return value - learning_rate * gradient / np.linalg.norm(abs(gradient))
-
-
 OF_REALS = {
     "Lion": (lambda: hs.optimizers.Lion(0.5), r"numpy\.sign of elements"),
-    "Adamax": (lambda: hs.optimizers.Adamax(0.5), r"numpy\.absolute, numpy\.maximum of elements"),
-    "Ftrl": (lambda: hs.optimizers.Ftrl(0.5), r"numpy\.maximum, numpy\.minimum of elements"),
+    "Adamax": (lambda: Adamax(0.5), r"numpy\.absolute, numpy\.maximum of elements"),
     "clipvalue": (
         lambda: hs.optimizers.SGD(0.5, clipvalue=0.25, name="mine"),
         r"mine\.apply_gradients: the update with clipvalue takes numpy\.maximum, numpy\.minimum",
     ),
-    "a norm": (lambda: NormOfMagnitudes(0.5), r"numpy\.absolute"),
 }
 
 
@@ -110,7 +96,7 @@ def test_what_orders_numbers_takes_no_complex_ones(strategy, case, is_sparse, dt
 
 COMPILED = {
     "dense": (lambda: hs.optimizers.SGD(0.5), False),
-    "norms": (lambda: LAMB(0.5), False),
+    "norms": (lambda: hs.optimizers.SGD(0.5, clipnorm=1e6), False),
     "sparse": (lambda: hs.optimizers.SGD(0.5), True),
 }
 

@@ -1,18 +1,17 @@
 """Every kernel of the package is compiled by CUDA's compiler, as CuPy does, for many GPUs."""
 
 import io
-import itertools
 
 import numpy as np
 import pytest
 from internals import (
     accumulator,
-    device_kernels,
+    device_update,
     layout,
     rows,
 )
 from on_host import array, cupy
-from package_kernels import DTYPES, optimizers_of, with_norms_of_norms
+from package_kernels import DTYPES, optimizers_of, rule_of
 
 compiler = pytest.importorskip("cupy.cuda.compiler")
 _kernel = pytest.importorskip("cupy._core._kernel")
@@ -48,35 +47,24 @@ def text(kernel, name, arguments):
 def kernels_of(rule, dtype):
     """The kernels of an update, each with arguments for it."""
     # Of as many dimensions as the update's: CuPy declares arrays by them.
-    numbers, ints, owners = array((3, 2), np.float64), array(3, np.int64), array(3, np.int32)
-    norm, sums = array(3, np.float64), array((3, 2, 2), np.float64)
-    number = array((), np.float64)
-    given = [array(3, dtype) for _ in range(2 + len(rule.kernel.slots))]
-    constants, norms, found = rule.kernel_constants, rule.norms, []
-    for k, (one, after) in enumerate(itertools.pairwise(norms.passes if norms else ())):
-        assert norms is not None
-        constants = [numbers, owners] if k else norms.given[0]
-        kernel = device_kernels.squares_kernel(one.kernel, dtype, k > 0)
-        yield kernel, [*constants, *given, ints, ints, 1, sums]
-        terms, passed = len(one.are_global), norms.given[k + 1]
-        kernel = device_kernels.norms_kernel(len(found), one.are_global, after.code, len(passed))
-        found += [norm] * terms
-        yield kernel, [sums, 1, *passed, *found, numbers]
-        yield kernel, [sums, 1, *[number] * len(passed), *found, numbers]  # in a graph
-        constants = [numbers, owners]
-    kernel = device_kernels.update_kernel(rule.kernel, dtype, norms is not None)
-    yield kernel, [*constants, *given]
-    if norms is None:
-        yield kernel, [*[number] * len(constants), *given]
+    number, sums = array((), np.float64), array((2, 128), np.float64)
+    given = [array(3, dtype) for _ in range(2 + rule.kernel.slots)]
+    kernel, count = device_update.update_kernel(rule.kernel, dtype), rule.kernel.numbers
+    yield kernel, [*[number] * count, *given]  # in a graph
+    yield kernel, [*rule.numbers, *[number] * (count - len(rule.numbers)), *given]
+    if rule.clip is not None:
+        elements = array(1, np.int32)
+        yield device_update.squares_kernel(dtype), [given[0], elements, 3, 128, sums[0]]
+        yield device_update.add_kernel(), [sums, 128, sums]
+        yield device_update.scale_kernel(), [sums, 128, 0.5, sums[0]]
 
 
 def sources():
     """All kernels in one program: compiling them one by one takes a minute."""
     texts = []
     for dtype in DTYPES:
-        optimizers = optimizers_of(dtype) | with_norms_of_norms(dtype)
-        for optimizer in optimizers.values():
-            for kernel, arguments in kernels_of(optimizer.update_rule(0.1, 1), dtype):
+        for make in optimizers_of(dtype).values():
+            for kernel, arguments in kernels_of(rule_of(make(), 1), dtype):
                 texts.append(text(kernel, f"kernel_{len(texts)}", arguments))
         arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
         for combination in rows.IN_CUDA:
@@ -85,9 +73,7 @@ def sources():
                 texts.append(
                     text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
                 )
-    sums, ints = array((3, 2, 2), np.float64), array(3, np.int64)
-    texts.append(text(device_kernels.add_kernel(2), "add", [sums, ints, ints, sums]))
-    numbers = device_kernels.numbers_kernel(2)
+    numbers = device_update.numbers_kernel(2)
     texts.append(text(numbers, "numbers", [1.0, 2.0, array(3, np.float64)]))
     for itemsize in layout._WORDS:
         code = layout._kernel(itemsize).code

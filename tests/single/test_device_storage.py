@@ -10,6 +10,7 @@ from internals import (
     SoloCommunicator,
     StagedCommunicator,
 )
+from package_kernels import rule_of
 
 from hpcstrat import ReduceOp, optimizers
 
@@ -20,7 +21,7 @@ def test_buffers_may_be_passed_in_another_order():
     blocks = [storage.create(np.zeros(3, np.float32)) for _ in range(3)]
     plan = storage.plan(blocks, [()] * 3)
     storage.make_buffers(plan)
-    rule = optimizers.SGD(1.0).update_rule(1.0, 1)
+    rule = rule_of(optimizers.SGD(1.0), 1)
     for turn in range(3):
         for number, buffer in enumerate(plan.buffers.arrays):
             buffer[...] = number + 1
@@ -35,7 +36,7 @@ def test_buffers_may_be_passed_in_another_order():
 def test_a_message_that_became_too_small_is_given_back():
     """It would otherwise live as long as its plans, and each assigned variable has a plan."""
     storage = MirroredDeviceStorage(StagedCommunicator(SoloCommunicator(), None), 0)
-    rule = optimizers.SGD(1.0).update_rule(1.0, 1)
+    rule = rule_of(optimizers.SGD(1.0), 1)
     plans = [storage.plan([storage.create(np.zeros(n, np.float32))], [()]) for n in (3, 5, 4, 900)]
     for turn in range(2):
         messages = []
@@ -53,7 +54,7 @@ def test_a_message_that_became_too_small_is_given_back():
 def test_buffers_stay_when_another_plan_needs_a_larger_message():
     """The plan has had the message that all plans share, before it got buffers."""
     storage = MirroredDeviceStorage(StagedCommunicator(SoloCommunicator(), None), 0)
-    rule = optimizers.SGD(1.0).update_rule(1.0, 1)
+    rule = rule_of(optimizers.SGD(1.0), 1)
     blocks = [storage.create(np.zeros(n, np.float32)) for n in (3, 3000)]
     small, large = (storage.plan([block], [()]) for block in blocks)
     storage.update(small, [np.full(3, 1, np.float32)], ReduceOp.SUM, rule)
@@ -68,7 +69,7 @@ def test_buffers_stay_when_another_plan_needs_a_larger_message():
 def test_a_sum_that_became_too_small_is_given_back():
     """On a host; each assigned variable has a plan."""
     storage = MirroredHostStorage(SoloCommunicator())
-    rule = optimizers.SGD(1.0).update_rule(1.0, 1)
+    rule = rule_of(optimizers.SGD(1.0), 1)
     plans = [storage.plan([storage.create(np.zeros(n, np.float32))], [()]) for n in (3, 5, 900)]
     sums = []
     for plan in plans:

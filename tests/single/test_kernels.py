@@ -8,20 +8,22 @@ import ml_dtypes
 import numpy as np
 import pytest
 from internals import (
+    ALIGNMENT,
     Interval,
     Shard,
     accumulator,
-    apply_on_gpu,
-    device_kernels,
     device_update,
     gpu,
     layout,
     layout_of,
+    round_up,
     rows,
 )
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
-from package_kernels import DTYPES, optimizers_of, with_norms_of_norms
+from package_kernels import DTYPES, optimizers_of, rule_of
 from slow import slow_but
+
+from hpcstrat.optimizers import SGD
 
 pytestmark = [
     pytest.mark.skipif(not is_available(), reason="there is no C++ compiler"),
@@ -51,16 +53,16 @@ class Kernel(ElementwiseKernel):
 
 
 class OnHost(np.ndarray):
-    """An array that exposes its address as CuPy's arrays do."""
+    """An array that exposes its address as CuPy's arrays do; its elements are arrays, too."""
 
     @property
     def data(self) -> Any:
         return types.SimpleNamespace(ptr=self.ctypes.data)
 
-
-def all_optimizers_of(dtype):
-    """All optimizers that variables of this dtype can have, by name."""
-    return optimizers_of(dtype) | with_norms_of_norms(dtype)
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int) and self.ndim == 1:
+            return super().__getitem__(slice(key, key + 1)).reshape(())
+        return super().__getitem__(key)
 
 
 def combinations_of(dtype):
@@ -77,27 +79,29 @@ def combinations_of(dtype):
 @pytest.fixture(scope="module")
 def cupy():
     """The part of CuPy that the package's kernels need, with kernels for the host."""
-    names = ("argsort", "asarray", "diff", "flatnonzero", "empty", "zeros")
+    names = ("argsort", "asarray", "diff", "flatnonzero", "empty")
     module = types.SimpleNamespace(
         ElementwiseKernel=Kernel,
         RawKernel=RawKernel,
         ascontiguousarray=lambda array: np.ascontiguousarray(array).view(OnHost),
+        zeros=lambda *arguments: np.zeros(*arguments).view(OnHost),
         **{name: getattr(np, name) for name in names},
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(gpu, "array_module", lambda *arrays: module)
         caches = (
-            *(device_kernels.update_kernel, device_kernels.squares_kernel),
-            *(device_kernels.norms_kernel, device_kernels.add_kernel),
+            *(device_update.update_kernel, device_update.squares_kernel),
+            *(device_update.add_kernel, device_update.scale_kernel),
             *(rows._kernel, layout._kernel),
         )
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []
         for dtype in DTYPES:
-            for optimizer in all_optimizers_of(dtype).values():
-                update(optimizer, 1, *arrays_of(optimizer, dtype, 3))
+            for make in optimizers_of(dtype).values():
+                value, gradient, slots = arrays_of(make(), dtype, 3)
+                update(make(), 1, [value], [gradient], slots)
             for combination in combinations_of(dtype):
                 rows.combine_rows(np.zeros(3, np.int64), np.zeros((3, 2), dtype), combination)
         wanted, Kernel.wanted = Kernel.wanted, None
@@ -121,36 +125,43 @@ def numbers(random, size, dtype):
 def arrays_of(optimizer, dtype, size, steps=1):
     """A variable, a gradient and slots as they are before this step."""
     random = np.random.default_rng(steps)
-    initial = [1 if value is None else value for value in (None, *optimizer.all_slots.values())]
-    value, *slots = (np.full(size, each, dtype) for each in initial)
+    value, *slots = (np.full(size, each, dtype) for each in (1, *optimizer.slots.values()))
     for step in range(1, steps):
         operations(optimizer, step, value, numbers(random, size, dtype), slots)
     return numbers(random, size, dtype), numbers(random, size, dtype), slots
 
 
-def update(optimizer, step, value, gradient, slots):
-    """One step with the kernels."""
-    update = optimizer.update_rule(0.1, step)
-    if update.norms is None:
-        apply_on_gpu(update, value, gradient.copy(), slots)
-        return
-    every = Interval(0, value.size)
-    shard = Shard(0, value.dtype, every, every.scale(value.itemsize), ())
-    runs = [device_update.Run(shard, value, tuple(slots))]
-    norms = device_update.DeviceNorms(runs, [shard], update.norms)
-    norms.run(update.norms, [(gradient.copy(), value, *slots)], None)
+def update(optimizer, step, values, gradients, slots=()):
+    """One step of some variables with the kernels; slots are those of the only variable."""
+    shards, place = [], 0
+    for i, value in enumerate(values):
+        elements = Interval(0, value.size)
+        shards.append(
+            Shard(i, value.dtype, elements, elements.scale(value.itemsize).shift(place), ())
+        )
+        place = round_up(place + value.nbytes, ALIGNMENT)
+    message = np.full(place, 0xFF, np.uint8).view(OnHost)  # NaN between the variables
+    for shard, gradient in zip(shards, gradients, strict=True):
+        message[shard.message.slice] = gradient.view(np.uint8)
+    runs = [
+        device_update.Run(shard, value, tuple(slots))
+        for shard, value in zip(shards, values, strict=True)
+        if value.size
+    ]
+    made = device_update.DeviceUpdate(lambda alone: runs, shards)
+    rule = rule_of(optimizer, step)
+    made.prepare(rule)
+    made.run(rule, [message])
 
 
 def operations(optimizer, step, value, gradient, slots):
-    """The same step with operations on arrays; 16 bits are rounded at the end, as in a kernel."""
-    changed, work = (
-        [array.astype(accumulator(array.dtype)) for array in (value, *slots)],
-        np.empty_like,
-    )
-    gradient = gradient.astype(changed[0].dtype)
-    optimizer.update_rule(0.1, step).apply(changed[0], gradient, changed[1:], work(gradient))
-    for array, new in zip((value, *slots), changed, strict=True):
-        array[...] = new
+    """The same step with NumPy's operations."""
+    rule = rule_of(optimizer, step)
+    numbers = rule.numbers
+    if rule.clip is not None:
+        wide = abs(gradient.astype(accumulator(gradient.dtype))).astype(np.float64)
+        numbers = (*numbers, rule.clip.scale((wide**2).sum()))
+    rule.kernel.run(numbers, value, gradient, slots)
 
 
 def same(found, expected, scale, ulps):
@@ -161,6 +172,10 @@ def same(found, expected, scale, ulps):
     found, expected = found.astype(wide), expected.astype(wide)
     finite = np.isfinite(expected)
     np.testing.assert_array_equal(found[~finite], expected[~finite])
+    if ulps == 0:
+        np.testing.assert_array_equal(found[finite], expected[finite])
+        np.testing.assert_array_equal(np.signbit(found[finite]), np.signbit(expected[finite]))
+        return
     # Intermediate results may be subnormal.
     tiny = 1e4 * ml_dtypes.finfo(accumulator(kind)).tiny
     far = finite & (abs(found - expected) > tiny + ulps * eps * scale)
@@ -169,24 +184,41 @@ def same(found, expected, scale, ulps):
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    [(name, dtype) for dtype in DTYPES for name in all_optimizers_of(dtype)],
-    ids=str,
+    ("name", "dtype"), [(name, dtype) for dtype in DTYPES for name in optimizers_of(dtype)], ids=str
 )
 def test_an_update_is_what_the_operations_give(cupy, name, dtype):
-    optimizer = all_optimizers_of(dtype)[name]
+    """In all bits, except for complex numbers and norms."""
+    optimizer = optimizers_of(dtype)[name]()
     for size in SIZES:
         for step in (1, 4):
             value, gradient, slots = arrays_of(optimizer, dtype, size, step)
             found, expected = ([array.copy() for array in (value, *slots)] for _ in range(2))
-            update(optimizer, step, found[0], gradient, found[1:])
+            update(optimizer, step, found[:1], [gradient], found[1:])
             operations(optimizer, step, expected[0], gradient, expected[1:])
             into = [
                 abs(array.astype(np.complex128)) for array in (value, gradient, *slots, *expected)
             ]
             scale = np.nan_to_num(np.sum([*into, into[1] ** 2], axis=0), nan=np.inf, posinf=np.inf)
+            ulps = 4 if dtype.kind == "c" or "norm" in name else 0
             for one, other in zip(found, expected, strict=True):
-                same(one, other, scale, ulps=4)
+                same(one, other, scale, ulps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("clip", ["clipnorm", "global_clipnorm"])
+def test_norms_of_several_variables(cupy, clip, dtype):
+    """Of elements, and not of what is between them in the message."""
+    random = np.random.default_rng(3)
+    gradients = [(size * random.standard_normal(size)).astype(dtype) for size in (3, 0, 65, 40_001)]
+    squares = np.array([(abs(one.astype(np.complex128)) ** 2).sum() for one in gradients])
+    if clip == "global_clipnorm":
+        squares[:] = squares.sum()
+    values = [np.zeros_like(gradient) for gradient in gradients]
+    update(SGD(1.0, **{clip: 30.0}), 1, values, gradients)
+    for value, gradient, square in zip(values, gradients, squares, strict=True):
+        expected = -gradient.astype(np.complex128) * min(1.0, 30.0 / np.sqrt(square or 1.0))
+        eps = 4 * float(ml_dtypes.finfo(dtype).eps)
+        np.testing.assert_allclose(value.astype(np.complex128), expected, rtol=eps, atol=1e-7)
 
 
 # ---- packing

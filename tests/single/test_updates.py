@@ -22,19 +22,14 @@ from internals import (
     MessagePool,
     Plan,
     RangeAllocator,
-    Shard,
     SlabAllocator,
     compiled,
-    device_update,
-    merge,
     rank_parts_of,
     rank_slices,
-    runs,
     shares_of,
     signature_of,
-    sums_of_squares,
 )
-from package_kernels import optimizers_of
+from package_kernels import optimizers_of, rule_of
 
 DTYPES = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
 SIZES = st.integers(0, 5) | st.sampled_from([63, 64, 65, 1000, CHUNK + 1, 2 * CHUNK + 3])
@@ -115,7 +110,7 @@ def expected_of(rule, blocks, slots, gradients):
     for i, (block, (slot,)) in enumerate(zip(blocks, slots, strict=True)):
         value, state = block.array.copy(), slot.array.copy()
         total = sum_in_order([of_rank[i] for of_rank in gradients])
-        rule.apply(value, total, [state], np.empty_like(value))
+        rule.kernel.run(rule.numbers, value, total, [state])
         results.append((value.tobytes(), state.tobytes()))
     return results
 
@@ -127,13 +122,8 @@ def bits_of(blocks, slots):
     ]
 
 
-def sums_of_norms(norms, value, gradient, slots):
-    """The sums of squares of the first pass."""
-    return sums_of_squares(norms.rule_of(0, ()).apply(value, gradient, slots, gradient))
-
-
 def momentum():
-    return optimizers_of(DTYPES[0])["SGD with momentum"].update_rule(0.1, 1)
+    return rule_of(optimizers_of(DTYPES[0])["SGD with momentum"](), 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -161,55 +151,6 @@ def test_ranks_that_share_memory_update_their_shards(kind, variables, ranks, see
     for update, of_rank in zip(updates, in_place, strict=True):
         update.run(momentum(), messages, in_place=of_rank)
     assert bits_of(blocks, slots) == expected
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@given(variables=VARIABLES, ranks=RANKS, seed=st.integers(0, 99))
-def test_norms_of_variables_that_are_split(kind, variables, ranks, seed):
-    memory, random = Memory(), np.random.default_rng(seed)
-    blocks = made_in(memory, variables, random)
-    optimizer = optimizers_of(DTYPES[0])["norms"]
-    names = [*optimizer.all_slots]
-    # By kind, as optimizers make them: those of one kind follow each other.
-    kinds = [[memory.new_block(b.array.shape, b.array.dtype) for b in blocks] for _ in names]
-    slots = [*zip(*kinds, strict=True)]
-    gradients = gradients_of(blocks, ranks, random)
-    rule = optimizer.update_rule(0.1, 1)
-    assert rule.norms is not None
-    order = MessageOrder(blocks, slots)
-    messages = [np.empty(order.layout.nbytes, np.uint8) for _ in range(ranks)]
-    plan = Plan(order, HostUpdate(memory.part, [], {}))
-    for message, own in zip(messages, gradients, strict=True):
-        plan.write(message, own)
-    totals = [sum_in_order([of_rank[i] for of_rank in gradients]) for i in range(len(blocks))]
-    sums = [
-        sums_of_norms(rule.norms, block.array, total.copy(), [slot.array for slot in of_block])
-        for block, total, of_block in zip(blocks, totals, slots, strict=True)
-    ]
-    expected = []
-    for block, total, of_block, of_variable in zip(blocks, totals, slots, sums, strict=True):
-        value, states = block.array.copy(), [slot.array.copy() for slot in of_block]
-        whole = rule.norms.rule_of(1, np.sqrt(of_variable).tolist())
-        whole.apply(value, total, states, np.empty_like(value))
-        expected.append([array.astype(np.float64) for array in (value, *states)])
-
-    # Every rank adds up its own squares first; the last one has the sums of all.
-    parts = []
-    with np.errstate(all="ignore"):
-        for rank in range(ranks):
-            own = order.shards_of_rank(rank, ranks)
-            update = kind(memory.part, own, {}, rank)
-            before = memory.bytes.copy()
-            update.run(rule, messages, add_up=lambda own, _: parts.append(own.copy()) or own)
-            memory.bytes[...] = before
-        total = sum(parts)
-        np.testing.assert_allclose(total, sums, rtol=1e-6)
-        for rank in range(ranks):
-            own = order.shards_of_rank(rank, ranks)
-            kind(memory.part, own, {}, rank).run(rule, messages, add_up=lambda *_: np.array(sums))
-    for block, of_block, wanted in zip(blocks, slots, expected, strict=True):
-        for array, result in zip([block, *of_block], wanted, strict=True):
-            np.testing.assert_array_equal(array.array.astype(np.float64), result)
 
 
 @given(variables=VARIABLES, ranks=RANKS, seed=st.integers(0, 99))
@@ -325,36 +266,3 @@ def test_a_pool_that_grows_has_let_go_of_its_memory_before(kind):
         assert not pool.has_own(plan)
     assert len(lent) == 3
     assert plans[0].memory is plans[3].memory is None
-
-
-@given(variables=VARIABLES, ranks=RANKS, size=st.sampled_from([256, 1024]))
-def test_strips_are_all_elements_once(variables, ranks, size):
-    order, slots = on_devices(variables, ranks)
-    for section in rank_parts_of(order, slots, 0):
-        strips, owners = [], {}
-        merged = runs(section.shards, ALIGNMENT)
-        of_runs = device_update.strips_of_runs(merged, section.shards, size)
-        for run, of_run in zip(merged, of_runs, strict=True):
-            assert of_run.first == len(strips)
-            for start, stop in zip(of_run.starts.tolist(), of_run.stops.tolist(), strict=True):
-                assert 0 < stop - start <= size
-                elements = Interval(start, stop).scale(run.dtype.itemsize)
-                strips.append(elements.shift(run.message.start))
-            first = run.message.start // ALIGNMENT
-            owners |= {first + i: owner for i, owner in enumerate(of_run.owners.tolist())}
-        ends = device_update.strips_of_variables(section.shards, size)
-        all_strips, *of_variables = zip(*[each.tolist() for each in ends], strict=True)
-        assert all_strips == (0, len(strips))
-        for shard, (first, last) in zip(section.shards, of_variables, strict=True):
-            whole = [place for _, (place,) in merge([(strip,) for strip in strips[first:last]])]
-            assert whole == [shard.message] * bool(shard.elements)
-            here = range(shard.message.start // ALIGNMENT, -(-shard.message.stop // ALIGNMENT))
-            assert not shard.elements or {owners[i] for i in here} == {shard.variable}
-
-
-def test_there_are_not_many_more_strips_than_variables():
-    for total in (0, 1, 10**6, 10**9, 10**12):
-        shard = Shard(0, DTYPES[0], Interval(0, total), Interval(0, total).scale(4), ())
-        size = device_update.strip_size([shard])
-        assert size % device_update.THREADS == 0
-        assert -(-total // size) <= device_update.MOST_STRIPS

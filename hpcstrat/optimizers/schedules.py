@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import abc
 import bisect
-import dataclasses
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hpcstrat._core import nests
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = [
     "CosineDecay",
@@ -30,24 +27,14 @@ __all__ = [
 
 
 class LearningRateSchedule(abc.ABC):
-    """The base class of schedules, and of your own: with `__call__`, and `get_config` for configs.
-
-    An optimizer takes any other function of the step, too: `Adam(lambda step: 0.1 / (1 + step))`.
+    """The base class of schedules, for `isinstance`: an optimizer takes any function of the step.
 
     Examples:
-        >>> import dataclasses
-        >>> import hpcstrat as hs
-        >>> @dataclasses.dataclass(frozen=True)
-        ... class InverseRoot(hs.optimizers.schedules.LearningRateSchedule):
-        ...     first: float
-        ...     def __call__(self, step):
-        ...         return self.first / (1 + step) ** 0.5
-        >>> config = hs.optimizers.Adam(InverseRoot(0.1)).get_config()
-        >>> config["learning_rate"]
-        {'class_name': 'InverseRoot', 'config': {'first': 0.1}}
-        >>> names = {"InverseRoot": InverseRoot}
-        >>> hs.optimizers.Adam.from_config(config, custom_objects=names).learning_rate
-        InverseRoot(first=0.1)
+        >>> rate = hs.optimizers.schedules.CosineDecay(1.0, decay_steps=20)
+        >>> isinstance(rate, hs.optimizers.schedules.LearningRateSchedule), rate(10)
+        (True, 0.5)
+        >>> hs.optimizers.Adam(lambda step: 0.1 / (1 + step)).learning_rate(4)
+        0.02
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -57,31 +44,6 @@ class LearningRateSchedule(abc.ABC):
     @abc.abstractmethod
     def __call__(self, step: int, /) -> float:
         """The learning rate after `step` steps; the same on all ranks."""
-
-    def get_config(self) -> dict[str, Any]:
-        """The arguments that make it, for JSON: by default the fields of a dataclass.
-
-        Examples:
-            >>> hs.optimizers.schedules.PiecewiseConstantDecay([10], [0.1, 0.01]).get_config()
-            {'boundaries': [10], 'values': [0.1, 0.01], 'name': None}
-        """
-        if not dataclasses.is_dataclass(self):
-            raise NotImplementedError(
-                f"{type(self).__name__}.get_config: your own schedule must return the dict of its "
-                "arguments, or be a dataclass"
-            )
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """A schedule of this class, from what `get_config` returned.
-
-        Examples:
-            >>> config = hs.optimizers.schedules.CosineDecay(1.0, decay_steps=20).get_config()
-            >>> hs.optimizers.schedules.CosineDecay.from_config(config)(10)
-            0.5
-        """
-        return cls(**config)
 
 
 @dataclass(frozen=True)
@@ -143,7 +105,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
                 f"PiecewiseConstantDecay: {len(self.boundaries)} boundaries and "
                 f"{len(self.values)} values; there must be one value more than boundaries"
             )
-        if sorted(self.boundaries) != [*self.boundaries]:
+        if any(later <= one for one, later in itertools.pairwise(self.boundaries)):
             raise ValueError(
                 f"PiecewiseConstantDecay: boundaries are {self.boundaries}; they must increase"
             )

@@ -1,0 +1,52 @@
+// An update in one pass over memory: sums the messages in their order, and applies a kernel.
+
+// KERNEL: here come the definitions of one kernel and dtype, which `compiled.py` makes
+
+#include <stdint.h>
+#include <tgmath.h>
+#define auto __auto_type
+#define BLOCK 256  // eight buffers of this many elements fit in the fastest cache
+typedef NUMBER number;
+
+// A block's sum of messages; where the only one is, for no message is copied.
+static inline const number *add_up(const int64_t *message, int64_t messages, int64_t start,
+                                   int64_t count, number *restrict sums) {
+    const number *const first = (const number *)message[0] + start;
+    if (messages == 1) return first;
+    const number *const second = (const number *)message[1] + start;
+    for (int64_t i = 0; i < count; ++i) sums[i] = first[i] + second[i];
+    for (int64_t k = 2; k < messages; ++k) {
+        const number *const next = (const number *)message[k] + start;
+        for (int64_t i = 0; i < count; ++i) sums[i] += next[i];
+    }
+    return sums;
+}
+
+#define FOR_EACH_ELEMENT(SUM) \
+    for (int64_t i = 0; i < count; ++i) { \
+        const number gradient = SUM; \
+        LOAD BODY STORE \
+    }
+
+// A row is a run of elements: how many, then their addresses in the value, in each slot and in each
+// message.
+void update(const double *given, const int64_t *row, int64_t rows, int64_t messages) {
+    TAKE_NUMBERS
+    // The last message is added in the kernel's loop: two need no other loop.
+    const int64_t others = messages == 1 ? 1 : messages - 1;
+    for (; rows > 0; --rows, row += FIRST_MESSAGE + messages) {
+        const int64_t *const message = row + FIRST_MESSAGE;
+        for (int64_t start = 0; start < row[0]; start += BLOCK) {
+            const int64_t count = row[0] - start < BLOCK ? row[0] - start : BLOCK;
+            OPEN
+            number room[BLOCK];
+            const number *restrict const sums = add_up(message, others, start, count, room);
+            if (others < messages) {
+                const number *restrict const last = (const number *)message[others] + start;
+                FOR_EACH_ELEMENT(sums[i] + last[i])
+            } else {
+                FOR_EACH_ELEMENT(sums[i])
+            }
+        }
+    }
+}
