@@ -57,8 +57,8 @@ _FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
 )
 _TYPES = {"float32": "float", "float64": "double"}
-_loops: dict[tuple[Kernel, str], Loop | None] = {}
-_left: dict[tuple[Kernel, str], pathlib.Path] = {}
+_loops: dict[tuple[Kernel, np.dtype[Any]], Loop | None] = {}
+_left: dict[tuple[Kernel, np.dtype[Any]], pathlib.Path] = {}
 """The libraries that this rank has left for others."""
 _broken: set[str | None] = set()
 """Compilers that have failed, which this process does not try again: one may take seconds."""
@@ -91,7 +91,7 @@ def compiler() -> str | None:
 
 def loop(kernel: Kernel, dtype: np.dtype[Any]) -> Loop | None:
     """The loop of a kernel for variables of this dtype; `None` if `prepare` has made none."""
-    return _loops.get((kernel, dtype.name))
+    return _loops.get((kernel, dtype))
 
 
 def prepare(kernel: Kernel, dtype: np.dtype[Any], update: int, is_shared: bool) -> None:
@@ -103,7 +103,7 @@ def prepare(kernel: Kernel, dtype: np.dtype[Any], update: int, is_shared: bool) 
         update: how many updates this is, counted from 1.
         is_shared: whether all ranks of this host make this update; else this rank compiles.
     """
-    key = kernel, dtype.name
+    key = kernel, dtype
     if dtype.name not in _TYPES:
         return
     local = worlds.local()
@@ -138,7 +138,7 @@ def _make(kernel: Kernel, dtype: np.dtype[Any], is_shared: bool) -> Loop:
             path = _path(text)
             path.parent.mkdir(0o700, exist_ok=True)
             atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
-            _left[kernel, dtype.name] = made = made.replace(path)
+            _left[kernel, dtype] = made = made.replace(path)
         return _load(made, kernel, dtype)
 
 
