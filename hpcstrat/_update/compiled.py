@@ -57,8 +57,8 @@ _FLAGS = (
     *("-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
 )
 _TYPES = {"float32": "float", "float64": "double"}
-_loops: dict[tuple[Kernel, str], Loop | None] = {}
-_left: dict[tuple[Kernel, str], pathlib.Path] = {}
+_loops: dict[tuple[Kernel, np.dtype[Any]], Loop | None] = {}
+_left: dict[tuple[Kernel, np.dtype[Any]], pathlib.Path] = {}
 """The libraries that this rank has left for others."""
 _broken: set[str | None] = set()
 """Compilers that have failed, which this process does not try again: one may take seconds."""
@@ -91,7 +91,7 @@ def compiler() -> str | None:
 
 def loop(kernel: Kernel, dtype: np.dtype[Any]) -> Loop | None:
     """The loop of a kernel for variables of this dtype; `None` if `prepare` has made none."""
-    return _loops.get((kernel, dtype.name))
+    return _loops.get((kernel, dtype))
 
 
 def prepare(kernel: Kernel, dtype: np.dtype[Any], update: int, is_shared: bool) -> None:
@@ -103,7 +103,7 @@ def prepare(kernel: Kernel, dtype: np.dtype[Any], update: int, is_shared: bool) 
         update: how many updates this is, counted from 1.
         is_shared: whether all ranks of this host make this update; else this rank compiles.
     """
-    key = kernel, dtype.name
+    key = kernel, dtype
     if dtype.name not in _TYPES:
         return
     local = worlds.local()
@@ -138,7 +138,7 @@ def _make(kernel: Kernel, dtype: np.dtype[Any], is_shared: bool) -> Loop:
             path = _path(text)
             path.parent.mkdir(0o700, exist_ok=True)
             atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
-            _left[kernel, dtype.name] = made = made.replace(path)
+            _left[kernel, dtype] = made = made.replace(path)
         return _load(made, kernel, dtype)
 
 
@@ -181,21 +181,24 @@ def source(kernel: Kernel, dtype: str) -> str:
 
     For SGD with momentum, for example, of float32, there are these definitions:
 
-        TAKE_NUMBERS  const number number_0 = given[0];
-                      const number number_1 = given[1];
-        OPEN          number *restrict const all_value = (number *)row[1] + start;
-                      number *restrict const all_slot_0 = (number *)row[2] + start;
-        LOAD          number value = all_value[i];
-                      number slot_0 = all_slot_0[i];
-        STORE         all_value[i] = value;
-                      all_slot_0[i] = slot_0;
+        TYPE     float
+        COLUMNS  3
+        NUMBERS  const number number_0 = given[0];
+                 const number number_1 = given[1];
+        OPEN     number *restrict const all_value = (number *)row[1] + start;
+                 number *restrict const all_slot_0 = (number *)row[2] + start;
+        LOAD     number value = all_value[i];
+                 number slot_0 = all_slot_0[i];
+        BODY     see `formula.py`
+        STORE    all_value[i] = value;
+                 all_slot_0[i] = slot_0;
     """
     arrays, numbers = kernel.arrays, range(kernel.numbers)
     opened = "number *restrict const all_{} = (number *)row[{}] + start;"
     definitions = {
-        "NUMBER": [_TYPES[dtype]],
-        "FIRST_MESSAGE": [str(1 + len(arrays))],
-        "TAKE_NUMBERS": [f"const number number_{i} = given[{i}];" for i in numbers],
+        "TYPE": [_TYPES[dtype]],
+        "COLUMNS": [str(1 + len(arrays))],
+        "NUMBERS": [f"const number number_{i} = given[{i}];" for i in numbers],
         "OPEN": [opened.format(name, column) for column, name in enumerate(arrays, 1)],
         "LOAD": [f"number {name} = all_{name}[i];" for name in arrays],
         "BODY": kernel.body.splitlines(),

@@ -58,7 +58,8 @@ class HostRuns:
         self._rank = rank
         self._chunks = KeptByMessage(self._chunks_of)
         self._table = KeptByMessage(self._table_of)
-        self._bound: dict[Kernel, tuple[Array, Callable[..., object]]] = {}
+        # The loop of each kernel, the memory from which it reads numbers, and whose these are.
+        self._bound: dict[Kernel, tuple[Callable[..., object], Array]] = {}
 
     def forget_messages(self) -> None:
         """See `Update.forget_messages`."""
@@ -78,17 +79,14 @@ class HostRuns:
         kernel = rule.kernel
         # Other operations than sums are rare, on small variables.
         if compiles and kernel is not None and op is ReduceOp.SUM:
-            loop = compiled.loop(kernel, self._dtype)
-        else:
-            loop = None
-        if kernel is not None and loop is not None:
-            if kernel not in self._bound:
-                memory = np.empty(kernel.numbers)
-                self._bound[kernel] = memory, loop(memory)
-            memory, call = self._bound[kernel]
-            memory[:] = numbers
-            call(*(self._table_of(messages, in_place) if in_place else self._table.of(messages)))
-            return
+            bound = self._bound.get(kernel) or self._bind(kernel)
+            if bound is not None:
+                loop, memory = bound
+                memory[:] = numbers
+                loop(
+                    *(self._table_of(messages, in_place) if in_place else self._table.of(messages))
+                )
+                return
         chunks = self._chunks_of(messages, in_place) if in_place else self._chunks.of(messages)
         for value, slots, parts in chunks:
             gradient = parts[0]
@@ -99,6 +97,13 @@ class HostRuns:
                 kernel.run(numbers, value, gradient, slots)
             else:
                 rule.assign(value, gradient)
+
+    def _bind(self, kernel: Kernel) -> tuple[Callable[..., object], Array] | None:
+        loop = compiled.loop(kernel, self._dtype)
+        if loop is not None:
+            memory = np.empty(kernel.numbers)
+            self._bound[kernel] = loop(memory), memory
+        return self._bound.get(kernel)
 
     def _gradients(self, messages: Sequence[Array], in_place: InPlace) -> list[list[Array]]:
         """For each run its gradient in each message."""

@@ -6,7 +6,7 @@
 #include <tgmath.h>
 #define auto __auto_type
 #define BLOCK 256  // eight buffers of this many elements fit in the fastest cache
-typedef NUMBER number;
+typedef TYPE number;
 
 // A block's sum of messages; where the only one is, for no message is copied.
 static inline const number *add_up(const int64_t *message, int64_t messages, int64_t start,
@@ -31,11 +31,11 @@ static inline const number *add_up(const int64_t *message, int64_t messages, int
 // A row is a run of elements: how many, then their addresses in the value, in each slot and in each
 // message.
 void update(const double *given, const int64_t *row, int64_t rows, int64_t messages) {
-    TAKE_NUMBERS
+    NUMBERS
     // The last message is added in the kernel's loop: two need no other loop.
     const int64_t others = messages == 1 ? 1 : messages - 1;
-    for (; rows > 0; --rows, row += FIRST_MESSAGE + messages) {
-        const int64_t *const message = row + FIRST_MESSAGE;
+    for (; rows > 0; --rows, row += COLUMNS + messages) {
+        const int64_t *const message = row + COLUMNS;
         for (int64_t start = 0; start < row[0]; start += BLOCK) {
             const int64_t count = row[0] - start < BLOCK ? row[0] - start : BLOCK;
             OPEN

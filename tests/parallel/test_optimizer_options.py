@@ -320,7 +320,9 @@ def test_fields_are_fixed_once_there_are_slots(strategy, where, mpi_tmp_path):
         "clipnorm": 1.0,
         "weight_decay": 1,
     }.items():
-        with pytest.raises(AttributeError, match=rf"SGD: {name} is .*cannot change"):
+        with pytest.raises(
+            AttributeError, match=rf"SGD: {name} is .* pass {name}=.* to a new optimizer"
+        ):
             setattr(optimizer, name, value)
     assert repr(optimizer) == before
     optimizer.learning_rate = 2.0
@@ -358,6 +360,6 @@ def test_fields_that_exclude_each_other():
     with pytest.raises(ValueError, match="SGD: clipnorm and clipvalue exclude each other"):
         optimizers.SGD(clipnorm=1, clipvalue=1)
     optimizer = optimizers.SGD(clipnorm=1)
-    with pytest.raises(ValueError, match="SGD: clipnorm and global_clipnorm exclude each other"):
+    with pytest.raises(ValueError, match="SGD: global_clipnorm and clipnorm exclude each other"):
         optimizer.global_clipnorm = 1
     assert optimizer.global_clipnorm is None

@@ -6,6 +6,7 @@ Its steps: test_acceptance.py.
 import numpy as np
 import pytest
 from adamax import Adamax
+from internals import select
 from mpi4py import MPI
 from strategies import STRATEGIES, ShardedMirroredStrategy
 
@@ -63,6 +64,15 @@ def test_a_checkpoint_holds_its_slots(strategy, mpi_tmp_path):
     assert other.iterations == 2
     train(strategy, restored, other, 2)
     np.testing.assert_array_equal(restored.numpy(), w.numpy())
+
+
+@pytest.mark.parametrize("make", [Adamax, hs.optimizers.Adam])
+def test_it_is_one_object(strategy, make):
+    """Though its class is a dataclass, whose members `run` passes one by one."""
+    with strategy.scope():
+        optimizer = make(0.5)
+    found = strategy.run(lambda pair: {"of the replica": pair[0]}, args=((optimizer, 1),))
+    assert select(found)["of the replica"] is optimizer
 
 
 def test_its_repr_and_its_name():
@@ -195,22 +205,22 @@ def raising(value, gradient, m, *, rate):
     raise ZeroDivisionError("division by zero")
 
 
-everywhere = pytest.mark.parametrize("is_wrong", [True, RANK == N - 1], ids=["all ranks", "one"])
+on_ranks = pytest.mark.parametrize("everywhere", [True, False], ids=["all ranks", "one rank"])
 
 NUMBERS = {
     "it raises": (lambda rate: {"rate": rate / 0}, ZeroDivisionError, "division by zero"),
-    "no mapping": (lambda rate: rate, TypeError, r"Own\.numbers"),
     "no number": (lambda rate: {"rate": "fast"}, TypeError, r"Own\.numbers.*'fast'"),
     "another name": (lambda rate: {"pace": rate}, TypeError, "pace"),
 }
 
 
 @pytest.mark.core
-@everywhere
+@on_ranks
 @both_kinds
 @pytest.mark.parametrize("case", NUMBERS)
-def test_numbers_that_are_wrong_fail_on_all_ranks(strategy, case, is_wrong, gradient):
+def test_numbers_that_are_wrong_fail_on_all_ranks(strategy, case, everywhere, gradient):
     wrong, error, message = NUMBERS[case]
+    is_wrong = everywhere or RANK == N - 1
 
     class Own(hs.optimizers.Optimizer):
         slots = {"m": 0.0}
@@ -232,8 +242,8 @@ def test_numbers_that_are_wrong_fail_on_all_ranks(strategy, case, is_wrong, grad
 FORMULAS = {
     "it raises": (raising, ZeroDivisionError, "division by zero"),
     "too few values": (lambda value, gradient, m, *, rate: value, TypeError, r"Own\.formula"),
-    "no element": (
-        lambda value, gradient, m, *, rate: (value - rate * gradient.sum(), m),
+    "no formula": (
+        lambda value, gradient, m, *, rate: (value - rate * np.exp(gradient), m),
         TypeError,
         r"test_own_optimizer\.py:\d+",
     ),
@@ -241,11 +251,12 @@ FORMULAS = {
 
 
 @pytest.mark.core
-@everywhere
+@on_ranks
 @both_kinds
 @pytest.mark.parametrize("case", FORMULAS)
-def test_a_formula_that_is_wrong_fails_on_all_ranks(strategy, case, is_wrong, gradient):
+def test_a_formula_that_is_wrong_fails_on_all_ranks(strategy, case, everywhere, gradient):
     wrong, error, message = FORMULAS[case]
+    is_wrong = everywhere or RANK == N - 1
 
     class Own(hs.optimizers.Optimizer):
         slots = {"m": 0.0}
