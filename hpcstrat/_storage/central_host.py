@@ -142,7 +142,7 @@ class CentralHostStorage(Storage):
                 # No other rank needs this rank's part of a large gradient.
                 in_place = update.in_place(values)
             write = functools.partial(plan.write, values=values, in_place=in_place)
-        # After its gradients a message has room for the squares of this rank's part of each.
+        # After its gradients a message has room for the squares of this rank's part of each, or all.
         room = Interval(0, 8 * len(plan.order.blocks)).shift(round_up(nbytes, 8))
         if rule.clip is not None:
             sent = communicator.exchange(signature, room.stop, write or (lambda _: None))
@@ -150,7 +150,8 @@ class CentralHostStorage(Storage):
             sent = communicator.exchange(signature, nbytes if write else 0, write)
 
         def add_up(own: Array) -> Array:
-            rows = [message[room.slice].view(np.float64) for message in sent]
+            place = slice(room.start, room.start + own.nbytes)
+            rows = [message[place].view(np.float64) for message in sent]
             rows[communicator.rank][:] = own
             communicator.sync()
             return np.sum(rows, axis=0)  # in rank order

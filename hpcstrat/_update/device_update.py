@@ -49,9 +49,10 @@ class DeviceUpdate(Update):
 
     def _operands_in(self, alone: int, messages: Sequence[Array]) -> Operands:
         runs = self._runs_of(alone)
+        gradients = gradients_of([run.shard for run in runs], messages)
         return [
             (gradient, run.value, *run.slots)
-            for run, (gradient,) in zip(runs, gradients_of(runs, messages), strict=True)
+            for run, (gradient,) in zip(runs, gradients, strict=True)
         ]
 
     def forget_messages(self) -> None:

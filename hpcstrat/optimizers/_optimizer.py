@@ -266,7 +266,7 @@ class Optimizer:
 
     def _rate_now(self) -> float:
         rate: Any = self._rate
-        return float(rate(self._state.iterations)) if callable(rate) else rate
+        return rate if type(rate) is float else float(rate(self._state.iterations))
 
     # ---- the step
 
