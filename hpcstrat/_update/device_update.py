@@ -226,11 +226,7 @@ def update_kernel(kernel: Kernel, dtype: np.dtype[Any]) -> Any:
         [*[f"float64 given_{i}" for i in numbers], "T given_gradient"],
         [f"T given_{name}" for name in kernel.arrays],
         [
-            *[
-                f"const {computed} number_{i} = ({computed})given_{i};"
-                for i in numbers
-                if i in used
-            ],
+            *[f"const {computed} number_{i} = ({computed})given_{i};" for i in taken],
             *[
                 f"{computed} {name} = ({computed})given_{name};"
                 for name in ("gradient", *kernel.arrays)
