@@ -142,7 +142,7 @@ class CentralHostStorage(Storage):
                 # No other rank needs this rank's part of a large gradient.
                 in_place = update.in_place(values)
             write = functools.partial(plan.write, values=values, in_place=in_place)
-        # After its gradients a message has room for the squares of this rank's part of each, or all.
+        # After its gradients a message has room for the squares of this rank's part of each.
         room = Interval(0, 8 * len(plan.order.blocks)).shift(round_up(nbytes, 8))
         if rule.clip is not None:
             sent = communicator.exchange(signature, room.stop, write or (lambda _: None))

@@ -45,7 +45,7 @@ microseconds in each step; with messages that are new in each step they would lo
 UPDATES = 3
 """In this many updates of a plan `prepare` is called."""
 SECONDS = 10
-"""Until a compiler that hangs is killed: the other ranks wait meanwhile."""
+"""After which a compiler that hangs is killed: the other ranks wait meanwhile."""
 
 LANES = 16
 """Sums of squares that are kept in parallel; see `loop.c`."""
@@ -54,10 +54,11 @@ Call: TypeAlias = "Callable[[ctypes.c_void_p, int, int], object]"
 """Is called with the fields of a `Table`."""
 
 # Floats must round as NumPy's do: no contraction to fused multiplications, no "fast math". The two
-# `-fno` flags turn off only errno, and traps that are not set.
+# `-fno` flags turn off only errno, and traps that are not set. Files that a compiler adds at the
+# start may change how the whole process rounds.
 _FLAGS = (
-    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off"),
-    *("-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
+    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"),
+    *("-fno-trapping-math", "-shared", "-fPIC", "-nostartfiles", "-x", "c", "-"),
 )
 _TYPES = {"float32": "float", "float64": "double"}
 _loops: dict[tuple[Kernel, np.dtype[Any]], Loops | None] = {}
@@ -101,7 +102,11 @@ def table(runs: Sequence[Sequence[Array]], messages: int) -> Table:
 
 def compiler() -> str | None:
     """The path of the C compiler; `None` if there is none."""
-    return shutil.which(os.environ.get("CC", "").strip() or "cc")
+    return shutil.which(_command())
+
+
+def _command() -> str:
+    return os.environ.get("CC", "").strip() or "cc"
 
 
 def loops(kernel: Kernel, dtype: np.dtype[Any]) -> Loops | None:
@@ -137,7 +142,9 @@ def prepare(kernel: Kernel, dtype: np.dtype[Any], update: int, is_shared: bool) 
                 "loops, and silences this"
             )
     elif is_first and update == UPDATES and key in _left:
-        _left[key].unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder has others, or both are gone
+            _left[key].unlink()
+            _left[key].parent.rmdir()
     elif not is_first and update > 1 and key not in _loops:
         _loops[key] = None
         with contextlib.suppress(Exception):  # the first rank has said why
@@ -168,10 +175,11 @@ def _path(text: str) -> pathlib.Path:
 def _compile(text: str, made: pathlib.Path) -> None:
     cc = compiler()
     if cc is None:
-        raise FileNotFoundError("there is no C compiler")
-    # A group of its own: the compiler starts other processes, and Ctrl-C is for the program.
+        raise FileNotFoundError(f"there is no {_command()}")
+    # `timeout` ends a compiler that hangs, even if this process is killed. The compiler starts
+    # other processes: they are a group of their own, and Ctrl-C is for the program.
     process = subprocess.Popen(
-        [os.path.abspath(cc), *_FLAGS, "-x", "c", "-", "-o", made.name, "-lm"],
+        ["timeout", "-s", "KILL", str(SECONDS), os.path.abspath(cc), *_FLAGS, "-o", made.name],
         cwd=made.parent,
         env=os.environ | {"TMPDIR": "."},
         stdin=subprocess.PIPE,
@@ -181,11 +189,13 @@ def _compile(text: str, made: pathlib.Path) -> None:
     )
     with process:
         try:
-            _, errors = process.communicate(text.encode(), SECONDS)
+            _, errors = process.communicate(text.encode())
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise
+    if process.returncode == -signal.SIGKILL:
+        raise TimeoutError(f"{cc} took more than {SECONDS} seconds")
     if process.returncode:
         said = errors.decode(errors="replace").strip().splitlines()
         raise OSError(f"{cc} ended with status {process.returncode}: {' '.join(said[:1])}")

@@ -220,11 +220,13 @@ def update_kernel(kernel: Kernel, dtype: np.dtype[Any]) -> Any:
         given_value = (T)value;
     """
     computed, numbers = _computed(dtype), range(kernel.numbers)
+    used = {one - 2 - kernel.slots for _, operands in kernel.steps for one in operands}
+    taken = [i for i in numbers if i in used]
     return _elementwise(
         [*[f"float64 given_{i}" for i in numbers], "T given_gradient"],
         [f"T given_{name}" for name in kernel.arrays],
         [
-            *[f"const {computed} number_{i} = ({computed})given_{i};" for i in numbers],
+            *[f"const {computed} number_{i} = ({computed})given_{i};" for i in taken],
             *[
                 f"{computed} {name} = ({computed})given_{name};"
                 for name in ("gradient", *kernel.arrays)

@@ -196,8 +196,8 @@ class HostUpdate(Update):
         self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
         self.may_be_in_place: bool = bool(self._large)
 
-    # The runs of each dtype, of all variables, and what is next to each other in the message, if all
-    # are clipped together; or both of each variable, if each is clipped alone. The order of squares
+    # The runs of all variables, and for norms what is next to each other in the message, if all are
+    # clipped together; or both of each variable, if each is clipped alone. The order of squares
     # depends on the message only, and not on where slots are in memory, or a restored program would
     # not go on bit for bit.
 

@@ -39,8 +39,7 @@ class _Traced(NamedTuple):
 
     Attributes:
         kind: the names and the types of what `numbers` has returned.
-        names: those of numbers.
-        options: the others, with their values.
+        options: those that are no numbers, with their values.
         kernel: the kernel.
         literals: its last numbers; see `trace`.
         clip: which norms are clipped before.
@@ -48,7 +47,6 @@ class _Traced(NamedTuple):
     """
 
     kind: list[Any]
-    names: list[str]
     options: dict[str, bool | None]
     kernel: Kernel
     literals: tuple[float, ...]
@@ -432,18 +430,23 @@ class Optimizer:
                 f"{type(self).__name__}.numbers returned {given!r}; it must return a dict of the "
                 "numbers that formula takes, by name"
             )
-        now, last, own = (rate, given), self._last, vars(self)
+        # Copied: a program may change its dict in place.
+        now, last, own = (rate, {**given}), self._last, vars(self)
         if last is not None and now == last[0]:
             return last[1]
         traced = self._traced
         if (
             traced is None
             or traced.kind != [*given, *map(type, given.values())]
-            or any([given[name] is not value for name, value in traced.options.items()])
+            or not traced.options.items() <= given.items()
         ):
             traced = own["_traced"] = self._trace(given)
         call = f"{type(self).__name__}.numbers"
-        numbers = {name: as_number(call, name, given[name]) for name in traced.names}
+        numbers = {
+            name: one if type(one) is float else as_number(call, name, one)
+            for name, one in given.items()
+            if name not in traced.options
+        }
         agreed = {"learning_rate": rate, **numbers, **traced.agreed}
         values = [*numbers.values()]
         if self.weight_decay is not None:
@@ -474,9 +477,9 @@ class Optimizer:
         kernel, literals = trace(call, whole, len(self.slots), taken)
         fields = ("weight_decay", *_CLIPPING)
         agreed = {name: float(value) for name, value in options.items() if value is not None}
-        agreed |= {name: vars(self)[name] for name in fields if vars(self)[name] is not None}
+        agreed |= {name: one for name in fields if (one := getattr(self, name)) is not None}
         kind = [*given, *map(type, given.values())]
-        return _Traced(kind, names, options, kernel, literals, clip, agreed)
+        return _Traced(kind, options, kernel, literals, clip, agreed)
 
     @names_call(lambda self, _: f"{self.name}.gradient_buffers")
     def gradient_buffers(self, variables: Iterable[Variable]) -> GradientBuffers:

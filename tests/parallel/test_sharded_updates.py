@@ -157,8 +157,8 @@ def test_copies_on_hosts_and_gpus_are_equal(place, optimizer, is_sparse, monkeyp
 
     original = device_update.apply_on_gpu
 
-    def apply_on_gpu(rule, value, gradient, slots):
-        original(rule, value, gradient, slots)
+    def apply_on_gpu(rule, numbers, value, gradient, slots):
+        original(rule, numbers, value, gradient, slots)
         value *= 1.25
 
     with ShardedMirroredStrategy(["CPU:0", *place.devices[1:]]) as strategy:
