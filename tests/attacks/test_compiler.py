@@ -34,6 +34,17 @@ def compiler(cell, *lines, flags=""):
     return {"CC": path}
 
 
+@slow
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+def test_one_rank_of_each_host_compiles(cell, hosts):
+    cell.write(UPDATE.replace("CentralStorage", "MultiWorkerMirrored"))
+    env = compiler(cell, f"echo tried >>{cell.folder}/tried")
+    env |= {"MPIR_CVAR_NUM_CLIQUES": hosts}  # MPICH's simulated hosts
+    ended = cell("mpirun", "-n", 4, cell.python, "program.py", **env)
+    assert (ended.status, ended.stdout, ended.stderr) == (0, weight(4), "")
+    assert (cell.folder / "tried").read_text() == hosts * "tried\n"
+
+
 READ_ONLY = """
     for at in "$PWD" /tmp /var/tmp; do
         mount --bind "$at" "$at"

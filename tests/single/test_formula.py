@@ -187,6 +187,27 @@ def test_an_option_is_another_formula():
     assert seen == [(False, True), (True, True), (True, False)]  # each was traced once
 
 
+def test_numbers_may_change_their_kind_and_in_place():
+    class Own(hs.optimizers.Optimizer):
+        slots = {}
+
+        def numbers(self, rate, step):
+            return {"scale": scale}
+
+        @staticmethod
+        def formula(value, gradient, *, scale):
+            return value - gradient * (3 if scale is True else scale)
+
+    optimizer, v, found = Own(0.5), hs.Variable(np.zeros(1)), []
+    array, variable = np.array(5.0), hs.Variable(8.0)
+    for scale in (1.0, True, 1, True, np.float64(2), array, array, variable, variable):
+        optimizer.apply_gradients([(np.ones(1), v)])
+        found.append(-v.numpy().item() - sum(found))
+        array += 1
+        variable.assign_add(1.0)
+    assert found == [1, 3, 1, 3, 2, 10, 11, 15, 16]
+
+
 def test_a_formula_takes_numbers_and_returns_one():
     assert hs.optimizers.SGD.formula(5.0, 2.0, **numbers_of(hs.optimizers.SGD(0.5), 1)) == 4.0
 

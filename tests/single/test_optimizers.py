@@ -188,6 +188,30 @@ def test_an_optimizer_of_the_program():
     assert [one.numpy().tolist() for one in optimizer.variables[2:]] == [[1.0, -2.0], [2.0, 4.0]]
 
 
+@pytest.mark.parametrize("make", [hs.optimizers.Adam, Adamax])
+def test_an_optimizer_is_a_single_value_for_strategies_and_checkpoints(make, tmp_path, monkeypatch):
+    """And not a structure of its fields, though a dataclass."""
+    monkeypatch.chdir(tmp_path)
+    strategy, ended = hs.MirroredStrategy(), []
+
+    def update(step):
+        optimizer.apply_gradients([(np.full(2, step - 2.5), v)])
+
+    for begins in (True, False):
+        with strategy.scope():
+            v, optimizer = variable(), make(0.5, beta_1=0.5)
+        assert strategy.run(lambda one: [one], args=(optimizer,))[0] is optimizer
+        checkpoint = hs.checkpoint.Checkpoint(v=v, of=[optimizer])
+        for step in range(4):
+            if step == 2:
+                checkpoint.save("saved") if begins else checkpoint.restore("saved")
+            if begins or step >= 2:
+                strategy.run(update, args=(step,))
+        assert optimizer.iterations == 4
+        ended.append(v.numpy().tolist())
+    assert ended[0] == ended[1] != [0.0, 0.0]
+
+
 def test_a_subclass_with_its_own_init():
     class Scaled(hs.optimizers.Optimizer):
         def __init__(self, rate, factor, **options):

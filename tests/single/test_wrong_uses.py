@@ -40,6 +40,13 @@ def across(fn):
         return fn()
 
 
+def read_without_a_copy(dtype):
+    strategy = hs.MirroredStrategy()
+    with strategy.scope():
+        v = hs.Variable(np.ones(3), name="w")
+    strategy.run(lambda: v.__array__(dtype, copy=False))
+
+
 def in_a_thread(fn):
     raised = []
 
@@ -114,6 +121,11 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         lambda _: hs.Variable(1.0, name=A_NUMBER),
         TypeError,
         "Variable: name is 5; it must be a string",
+    ),
+    "Variable: another dtype without a copy": (
+        lambda _: read_without_a_copy(np.float32),
+        ValueError,
+        "Variable 'w' is of dtype float64; as float32 it is read with a copy only",
     ),
     "broadcast_object": (
         lambda _: hs.broadcast_object(lambda: 0),
