@@ -10,6 +10,7 @@ from networks import MOMENTUM, RATE
 
 import hpcstrat as hs
 from hpcstrat._update import compiled
+from hpcstrat._update.formula import trace
 
 COMM = MPI.COMM_WORLD
 ADAM_RATE = 1e-4
@@ -93,15 +94,17 @@ class _CompiledAdam:
 
     def __init__(self, memory, messages):
         self._adam, self._steps = hs.optimizers.Adam(ADAM_RATE), 0
-        rule = self._adam.update_rule(ADAM_RATE, 1)
-        self._numbers = np.array(rule.kernel_constants)
-        bind = compiled.loop(rule, np.dtype(np.float32))
+        names, dtype = [*self._adam.numbers(ADAM_RATE, 1)], np.dtype(np.float32)
+        kernel, self._literals = trace("Adam.formula", self._adam.formula, 2, names)
+        compiled.prepare(kernel, dtype, 1, is_shared=False)
+        self._numbers = np.empty(kernel.numbers)
         self._table = compiled.table([list(memory)], messages)
-        self._update = bind(self._numbers, np.empty(0))
+        self._update = compiled.loop(kernel, dtype)(self._numbers)
 
     def step(self):
         self._steps += 1
-        self._numbers[:] = self._adam.update_rule(ADAM_RATE, self._steps).kernel_constants
+        numbers = self._adam.numbers(ADAM_RATE, self._steps)
+        self._numbers[:] = *numbers.values(), *self._literals
         self._update(*self._table)
 
 

@@ -26,6 +26,7 @@ from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
+from hpcstrat._update.formula import trace
 from hpcstrat._update.rule import UpdateRule
 
 
@@ -100,21 +101,18 @@ def step(name, hosts, gradients, is_unbacked=False):
             plan = storage.plan([variable], [[slot]])
             for _ in range(RUNS):
                 job.record(comm)
-                storage.update(
-                    plan, [gradients[comm.rank]], ReduceOp.SUM, UpdateRule(descend, {"rate": 1.0})
-                )
+                rule = UpdateRule(*trace("descend", descend, 1, []))
+                storage.update(plan, [gradients[comm.rank]], ReduceOp.SUM, rule)
         return None if is_unbacked else variable.array.copy()
 
     values = job.run(program)
     return job.calls, values
 
 
-def descend(value, gradient, slots, _):
+def descend(value, gradient, velocity):
     """A step with momentum and a rate of 1."""
-    (velocity,) = slots
-    velocity *= MOMENTUM
-    velocity += gradient
-    value -= velocity
+    velocity = MOMENTUM * velocity + gradient
+    return value - velocity, velocity
 
 
 def costs(calls, hosts):

@@ -16,10 +16,10 @@ import argparse
 
 import numpy as np
 from mpi4py import MPI
+from page_faults import uncompiled
 from rounds import header, interleaved, repeated, row
 
 import hpcstrat as hs
-from hpcstrat._update import compiled
 
 try:
     import torch
@@ -37,19 +37,18 @@ OPTIMIZERS = {
 }
 
 
-def values(dtype):
+def values():
     random = np.random.default_rng(COMM.rank)
-    return [random.standard_normal(shape).astype(np.float32).astype(dtype) for shape in SHAPES]
+    return [random.standard_normal(shape, np.float32) for shape in SHAPES]
 
 
-def ours(make, dtype, compiles, in_buffers=False):
+def ours(make, compiles=True, in_buffers=False):
     """Updates its own variables, with gradients in any arrays or in the optimizer's buffers."""
     strategy = hs.CentralStorageStrategy(["CPU:0"] * COMM.size)
     with strategy.scope():
-        variables = [hs.Variable(value) for value in values(dtype)]
+        variables = [hs.Variable(value) for value in values()]
         optimizer = make()
-    gradients = values(dtype)
-    loop = compiled.loop
+    gradients = values()
 
     def fill_buffers():
         for gradient, buffer in zip(gradients, optimizer.gradient_buffers(variables), strict=True):
@@ -62,27 +61,24 @@ def ours(make, dtype, compiles, in_buffers=False):
     def step():
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
+    if not compiles:
+        uncompiled(strategy, lambda: strategy.run(step))
+
     def turn(calls):
         seconds = []
-        compiled.loop = loop if compiles else lambda *_: None
         strategy.run(lambda: seconds.append(repeated(step)(calls)))
-        compiled.loop = loop
         return seconds[0]
 
     return turn
 
 
-def torchs(make, dtype, **how):
+def torchs(make, **how):
     """An alternative that runs on rank 0 only."""
     if COMM.rank:
         return lambda calls: 0.0
-    parameters = [
-        torch.from_numpy(value.astype(np.float32)).to(getattr(torch, dtype))
-        for value in values("float32")
-    ]
+    parameters = [torch.from_numpy(value).requires_grad_() for value in values()]
     for parameter in parameters:
-        parameter.requires_grad_()
-        parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+        parameter.grad = torch.randn(parameter.shape)
     return repeated(make(parameters, **how).step)
 
 
@@ -99,7 +95,6 @@ def main():
     )
     header(
         "optimizer",
-        "dtype",
         "compiled",
         "from buffers",
         "by NumPy",
@@ -108,28 +103,19 @@ def main():
         "compiled / fused",
     )
     for name, (make, make_torchs) in OPTIMIZERS.items():
-        for dtype in ("float32", "float16", "bfloat16"):
-            ways = {
-                "compiled": ours(make, kind(dtype), True),
-                "NumPy": ours(make, kind(dtype), False),
-            }
-            ways["buffers"] = ours(make, kind(dtype), True, in_buffers=True)
-            if torch is not None:
-                ways["fused"] = torchs(make_torchs, dtype, fused=True)
-                ways["plain"] = torchs(make_torchs, dtype, foreach=False)
-            found = interleaved(ways, rounds, 1, COMM)
-            columns = ("compiled", "buffers", "NumPy", "fused", "plain")
-            cells = [f"{1e3 * found[way]:.2f}" if way in found else "" for way in columns]
-            ratio = f"{found['compiled'] / found['fused']:.2f}" if torch is not None else ""
-            if COMM.rank == 0:
-                row(name, dtype, *cells, ratio)
-
-
-def kind(dtype):
-    """A dtype of NumPy's or of ml_dtypes."""
-    import ml_dtypes
-
-    return np.dtype(getattr(ml_dtypes, dtype, dtype))
+        ways = {
+            "compiled": ours(make),
+            "buffers": ours(make, in_buffers=True),
+            "NumPy": ours(make, compiles=False),
+        }
+        if torch is not None:
+            ways["fused"] = torchs(make_torchs, fused=True)
+            ways["plain"] = torchs(make_torchs, foreach=False)
+        found = interleaved(ways, rounds, 1, COMM)
+        cells = [f"{1e3 * found[way]:.2f}" for way in ways] + [""] * (5 - len(ways))
+        ratio = f"{found['compiled'] / found['fused']:.2f}" if torch is not None else ""
+        if COMM.rank == 0:
+            row(name, *cells, ratio)
 
 
 if __name__ == "__main__":

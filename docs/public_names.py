@@ -20,10 +20,8 @@ INSTEAD = {
     "Array": "Array",
     "DatasetIterator": "Iterator[Any]",
     "DistributeOptions": "Any",
-    "Kernel": "Any",
     "LearningRate": "float | Callable[..., float]",
     "MaybeNone": "None",
-    "Norms": "Any",
     "OptimizerVariable": "OptimizerVariable",
     "Scope": "AbstractContextManager[hpcstrat.Strategy]",
     "VariableReference": "VariableReference",
@@ -114,6 +112,8 @@ class PublicNames(griffe.Extension):
             return self.shown_name(expression, expression.canonical_path)
         if isinstance(expression, list | tuple):
             return [self.shown(part) for part in expression]
+        if isinstance(expression, griffe.ExprCall) and self.is_private(expression.canonical_path):
+            return self.shown(expression.arguments[0])  # the default of a dataclass's field
         if isinstance(expression, griffe.Expr):
             for field in dataclasses.fields(expression):
                 setattr(expression, field.name, self.shown(getattr(expression, field.name)))

@@ -4,6 +4,7 @@ from functools import partial
 
 import ml_dtypes
 import numpy as np
+from internals import state_of_optimizer
 
 from hpcstrat.optimizers import SGD, Adagrad, Adam, AdamW, Lion, Optimizer, RMSprop
 
@@ -16,7 +17,7 @@ DTYPES = [
 class Choosing(Optimizer):
     """Uses all functions that the library's own formulas do not use."""
 
-    slots = {"largest": 0.0}  # noqa: RUF012
+    slots = {"largest": 0.0}
 
     @staticmethod
     def formula(value, gradient, largest, *, rate):
@@ -64,3 +65,9 @@ def numbers_of(optimizer, step, dtype=np.float64):
     given = optimizer.numbers(optimizer.learning_rate, step)
     kept = (bool, type(None))
     return {n: x if isinstance(x, kept) else np.asarray(x, dtype)[()] for n, x in given.items()}
+
+
+def rule_of(optimizer, step):
+    """The update of a step."""
+    state_of_optimizer(optimizer).iterations = step - 1
+    return optimizer._rule()

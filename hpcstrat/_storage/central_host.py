@@ -150,7 +150,8 @@ class CentralHostStorage(Storage):
             sent = communicator.exchange(signature, nbytes if write else 0, write)
 
         def add_up(own: Array) -> Array:
-            rows = [message[room.slice].view(np.float64) for message in sent]
+            place = slice(room.start, room.start + own.nbytes)
+            rows = [message[place].view(np.float64) for message in sent]
             rows[communicator.rank][:] = own
             communicator.sync()
             return np.sum(rows, axis=0)  # in rank order

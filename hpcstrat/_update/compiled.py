@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import functools
 import hashlib
+import operator
 import os
 import pathlib
 import shutil
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hpcstrat._communicators.reduction import reduce_chunk
+from hpcstrat._communicators.reduction import CHUNK, reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._process import reports, worlds
 from hpcstrat._update.formula import Kernel
@@ -44,24 +45,39 @@ microseconds in each step; with messages that are new in each step they would lo
 UPDATES = 3
 """In this many updates of a plan `prepare` is called."""
 SECONDS = 10
-"""Until a compiler that hangs is killed: the other ranks wait meanwhile."""
+"""After which a compiler that hangs is killed: the other ranks wait meanwhile."""
 
-Loop: TypeAlias = "Callable[[Array], Callable[[ctypes.c_void_p, int, int], object]]"
-"""Binds an array of float64: the kernel's numbers, which each call reads. What it returns is called
-with the fields of a `Table`."""
+LANES = 16
+"""Sums of squares that are kept in parallel; see `loop.c`."""
+
+Call: TypeAlias = "Callable[[ctypes.c_void_p, int, int], object]"
+"""Is called with the fields of a `Table`."""
 
 # Floats must round as NumPy's do: no contraction to fused multiplications, no "fast math". The two
-# `-fno` flags turn off only errno, and traps that are not set.
+# `-fno` flags turn off only errno, and traps that are not set. Files that a compiler adds at the
+# start may change how the whole process rounds.
 _FLAGS = (
-    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off"),
-    *("-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"),
+    *("-std=gnu11", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno"),
+    *("-fno-trapping-math", "-shared", "-fPIC", "-nostartfiles", "-x", "c", "-"),
 )
 _TYPES = {"float32": "float", "float64": "double"}
-_loops: dict[tuple[Kernel, str], Loop | None] = {}
-_left: dict[tuple[Kernel, str], pathlib.Path] = {}
+_loops: dict[tuple[Kernel, np.dtype[Any]], Loops | None] = {}
+_left: dict[tuple[Kernel, np.dtype[Any]], pathlib.Path] = {}
 """The libraries that this rank has left for others."""
 _broken: set[str | None] = set()
 """Compilers that have failed, which this process does not try again: one may take seconds."""
+
+
+class Loops(NamedTuple):
+    """A kernel's loops. Each is bound to an array of float64 before it is called.
+
+    Attributes:
+        update: applies the kernel, whose numbers are in the array.
+        squares: writes the sum of the squares of the summed messages' elements, of each row.
+    """
+
+    update: Callable[[Array], Call]
+    squares: Callable[[Array], Call]
 
 
 class Table(NamedTuple):
@@ -79,23 +95,27 @@ class Table(NamedTuple):
 
 
 def table(runs: Sequence[Sequence[Array]], messages: int) -> Table:
-    """The table of runs: of each its arrays in the variable, in each slot and in each message."""
+    """The table of runs: of each its arrays, last those in each message."""
     rows = [[arrays[0].size, *(array.ctypes.data for array in arrays)] for arrays in runs]
     return Table(np.array(rows, np.int64).ctypes.data_as(ctypes.c_void_p), len(rows), messages)
 
 
 def compiler() -> str | None:
     """The path of the C compiler; `None` if there is none."""
-    return shutil.which(os.environ.get("CC", "").strip() or "cc")
+    return shutil.which(_command())
 
 
-def loop(kernel: Kernel, dtype: np.dtype[Any]) -> Loop | None:
-    """The loop of a kernel for variables of this dtype; `None` if `prepare` has made none."""
-    return _loops.get((kernel, dtype.name))
+def _command() -> str:
+    return os.environ.get("CC", "").strip() or "cc"
+
+
+def loops(kernel: Kernel, dtype: np.dtype[Any]) -> Loops | None:
+    """The loops of a kernel for variables of this dtype; `None` if `prepare` has made none."""
+    return _loops.get((kernel, dtype))
 
 
 def prepare(kernel: Kernel, dtype: np.dtype[Any], update: int, is_shared: bool) -> None:
-    """Makes or loads a loop, as in the table above. Any error means that there is none.
+    """Makes or loads loops, as in the table above. Any error means that there are none.
 
     Args:
         kernel: the kernel.
@@ -103,7 +123,7 @@ def prepare(kernel: Kernel, dtype: np.dtype[Any], update: int, is_shared: bool) 
         update: how many updates this is, counted from 1.
         is_shared: whether all ranks of this host make this update; else this rank compiles.
     """
-    key = kernel, dtype.name
+    key = kernel, dtype
     if dtype.name not in _TYPES:
         return
     local = worlds.local()
@@ -122,14 +142,16 @@ def prepare(kernel: Kernel, dtype: np.dtype[Any], update: int, is_shared: bool) 
                 "loops, and silences this"
             )
     elif is_first and update == UPDATES and key in _left:
-        _left[key].unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the folder has others, or both are gone
+            _left[key].unlink()
+            _left[key].parent.rmdir()
     elif not is_first and update > 1 and key not in _loops:
         _loops[key] = None
         with contextlib.suppress(Exception):  # the first rank has said why
             _loops[key] = _load(_path(source(kernel, dtype.name)), kernel, dtype)
 
 
-def _make(kernel: Kernel, dtype: np.dtype[Any], is_shared: bool) -> Loop:
+def _make(kernel: Kernel, dtype: np.dtype[Any], is_shared: bool) -> Loops:
     text = source(kernel, dtype.name)
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
         made = pathlib.Path(folder, "loop.so")
@@ -138,7 +160,7 @@ def _make(kernel: Kernel, dtype: np.dtype[Any], is_shared: bool) -> Loop:
             path = _path(text)
             path.parent.mkdir(0o700, exist_ok=True)
             atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
-            _left[kernel, dtype.name] = made = made.replace(path)
+            _left[kernel, dtype] = made = made.replace(path)
         return _load(made, kernel, dtype)
 
 
@@ -153,10 +175,11 @@ def _path(text: str) -> pathlib.Path:
 def _compile(text: str, made: pathlib.Path) -> None:
     cc = compiler()
     if cc is None:
-        raise FileNotFoundError("there is no C compiler")
-    # A group of its own: the compiler starts other processes, and Ctrl-C is for the program.
+        raise FileNotFoundError(f"there is no {_command()}")
+    # `timeout` ends a compiler that hangs, even if this process is killed. The compiler starts
+    # other processes: they are a group of their own, and Ctrl-C is for the program.
     process = subprocess.Popen(
-        [os.path.abspath(cc), *_FLAGS, "-x", "c", "-", "-o", made.name, "-lm"],
+        ["timeout", "-s", "KILL", str(SECONDS), os.path.abspath(cc), *_FLAGS, "-o", made.name],
         cwd=made.parent,
         env=os.environ | {"TMPDIR": "."},
         stdin=subprocess.PIPE,
@@ -166,11 +189,13 @@ def _compile(text: str, made: pathlib.Path) -> None:
     )
     with process:
         try:
-            _, errors = process.communicate(text.encode(), SECONDS)
+            _, errors = process.communicate(text.encode())
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise
+    if process.returncode == -signal.SIGKILL:
+        raise TimeoutError(f"{cc} took more than {SECONDS} seconds")
     if process.returncode:
         said = errors.decode(errors="replace").strip().splitlines()
         raise OSError(f"{cc} ended with status {process.returncode}: {' '.join(said[:1])}")
@@ -181,21 +206,26 @@ def source(kernel: Kernel, dtype: str) -> str:
 
     For SGD with momentum, for example, of float32, there are these definitions:
 
-        TAKE_NUMBERS  const number number_0 = given[0];
-                      const number number_1 = given[1];
-        OPEN          number *restrict const all_value = (number *)row[1] + start;
-                      number *restrict const all_slot_0 = (number *)row[2] + start;
-        LOAD          number value = all_value[i];
-                      number slot_0 = all_slot_0[i];
-        STORE         all_value[i] = value;
-                      all_slot_0[i] = slot_0;
+        TYPE     float
+        COLUMNS  3
+        NUMBERS  const number number_0 = given[0];
+                 const number number_1 = given[1];
+        OPEN     number *restrict const all_value = (number *)row[1] + start;
+                 number *restrict const all_slot_0 = (number *)row[2] + start;
+        LOAD     number value = all_value[i];
+                 number slot_0 = all_slot_0[i];
+        BODY     see `formula.py`
+        STORE    all_value[i] = value;
+                 all_slot_0[i] = slot_0;
     """
     arrays, numbers = kernel.arrays, range(kernel.numbers)
     opened = "number *restrict const all_{} = (number *)row[{}] + start;"
     definitions = {
-        "NUMBER": [_TYPES[dtype]],
-        "FIRST_MESSAGE": [str(1 + len(arrays))],
-        "TAKE_NUMBERS": [f"const number number_{i} = given[{i}];" for i in numbers],
+        "TYPE": [_TYPES[dtype]],
+        "COLUMNS": [str(1 + len(arrays))],
+        "CHUNK": [str(CHUNK)],
+        "LANES": [str(LANES)],
+        "NUMBERS": [f"const number number_{i} = given[{i}];" for i in numbers],
         "OPEN": [opened.format(name, column) for column, name in enumerate(arrays, 1)],
         "LOAD": [f"number {name} = all_{name}[i];" for name in arrays],
         "BODY": kernel.body.splitlines(),
@@ -207,23 +237,36 @@ def source(kernel: Kernel, dtype: str) -> str:
     return before + "\n".join(lines) + "\n// KERNEL" + after
 
 
-def _load(path: pathlib.Path, kernel: Kernel, dtype: np.dtype[Any]) -> Loop:
-    function = ctypes.CDLL(str(path)).update
+def _load(path: pathlib.Path, kernel: Kernel, dtype: np.dtype[Any]) -> Loops:
+    library = ctypes.CDLL(str(path))
+    loops = Loops(*[functools.partial(_bind, one) for one in (library.update, library.squares)])
+    if not _matches_numpy(loops, kernel, dtype):
+        raise OSError(f"{compiler()}: its loop for {kernel.name} computes other values than NumPy")
+    return loops
+
+
+def _bind(function: Any, array: Array) -> Call:
     pointer, count = ctypes.c_void_p, ctypes.c_int64
     function.argtypes, function.restype = (pointer, pointer, count, count), None
-
-    def bind(numbers: Array) -> Callable[[ctypes.c_void_p, int, int], object]:
-        # A pointer keeps its array. Finding the address in each step would cost as much as NumPy's
-        # operations on a small update.
-        return functools.partial(function, numbers.ctypes.data_as(pointer))
-
-    if not _matches_numpy(bind, kernel, dtype):
-        raise OSError(f"{compiler()}: its loop for {kernel.name} computes other values than NumPy")
-    return bind
+    # A pointer keeps its array. Finding the address in each step would cost as much as NumPy's
+    # operations on a small update.
+    return functools.partial(function, array.ctypes.data_as(pointer))
 
 
-def _matches_numpy(bind: Loop, kernel: Kernel, dtype: np.dtype[Any]) -> bool:
-    """Whether the loop computes the bits of NumPy's operations, except for those of a nan."""
+def sum_of_squares(array: Array) -> float:
+    """The sum of the squares of a flat array of a chunk, in float64, in the order of `loop.c`."""
+    squares = np.abs(array).astype(np.float64)
+    squares *= squares
+    whole = squares.size // LANES * LANES
+    lanes = np.zeros(LANES)
+    lanes += np.add.reduce(squares[:whole].reshape(-1, LANES), axis=0)
+    lanes[: squares.size - whole] += squares[whole:]
+    # Not `sum`, which compensates rounding errors from Python 3.12 on.
+    return functools.reduce(operator.add, lanes.tolist())
+
+
+def _matches_numpy(loops: Loops, kernel: Kernel, dtype: np.dtype[Any]) -> bool:
+    """Whether the loops compute the bits of NumPy's operations, except for those of a nan."""
     random = np.random.default_rng(0)
     special = (0.0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-6, 6e4)
     arrays = random.standard_normal((1 + kernel.slots + 4, 1009))  # four messages: all that can be
@@ -231,13 +274,16 @@ def _matches_numpy(bind: Loop, kernel: Kernel, dtype: np.dtype[Any]) -> bool:
     given = [*arrays.astype(dtype)]
     numbers = random.uniform(0.1, 1, kernel.numbers)
     changed, messages = given[:-4], given[-4:]
-    copies = [array.copy() for array in changed]
+    copies, squares = [array.copy() for array in changed], np.empty(1)
     with np.errstate(all="ignore"):
-        bind(numbers)(*table([given], 4))
+        loops.update(numbers)(*table([given], 4))
         gradient = np.empty_like(copies[0])
         reduce_chunk(gradient, messages, ReduceOp.SUM)
         kernel.run([*numbers], copies[0], gradient, copies[1:])
-    return all(
+        numbers_only = [np.nan_to_num(array, posinf=1, neginf=1) for array in messages]
+        loops.squares(squares)(*table([numbers_only], 4))
+        reduce_chunk(gradient, numbers_only, ReduceOp.SUM)
+    return squares[0] == sum_of_squares(gradient) and all(
         np.array_equal(one, other, equal_nan=True)
         and np.array_equal(np.signbit(one[one == 0]), np.signbit(other[other == 0]))
         for one, other in zip(changed, copies, strict=True)

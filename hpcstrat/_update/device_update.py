@@ -49,9 +49,10 @@ class DeviceUpdate(Update):
 
     def _operands_in(self, alone: int, messages: Sequence[Array]) -> Operands:
         runs = self._runs_of(alone)
+        gradients = gradients_of([run.shard for run in runs], messages)
         return [
             (gradient, run.value, *run.slots)
-            for run, (gradient,) in zip(runs, gradients_of(runs, messages), strict=True)
+            for run, (gradient,) in zip(runs, gradients, strict=True)
         ]
 
     def forget_messages(self) -> None:
@@ -219,11 +220,17 @@ def update_kernel(kernel: Kernel, dtype: np.dtype[Any]) -> Any:
         given_value = (T)value;
     """
     computed, numbers = _computed(dtype), range(kernel.numbers)
+    used = {one - 2 - kernel.slots for _, operands in kernel.steps for one in operands}
+    taken = [i for i in numbers if i in used]
     return _elementwise(
         [*[f"float64 given_{i}" for i in numbers], "T given_gradient"],
         [f"T given_{name}" for name in kernel.arrays],
         [
-            *[f"const {computed} number_{i} = ({computed})given_{i};" for i in numbers],
+            *[
+                f"const {computed} number_{i} = ({computed})given_{i};"
+                for i in numbers
+                if i in used
+            ],
             *[
                 f"{computed} {name} = ({computed})given_{name};"
                 for name in ("gradient", *kernel.arrays)

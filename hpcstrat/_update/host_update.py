@@ -1,21 +1,22 @@
 """Updates in host memory: by NumPy's calls on chunks that fit in cache, or by compiled loops.
 
-HostUpdate    an update of shards of several dtypes, and the norms of their gradients
-HostRuns      the elements of one dtype, or of one variable, in runs
+HostUpdate  an update of some shards
+HostRuns    elements of one dtype, in runs: those that change together, or whose norm is sought
+Summands    the messages of a step, whose reduction is the gradients
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
 import numpy as np
 
 from hpcstrat._communicators.reduction import CHUNK, reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
-from hpcstrat._memory.intervals import Interval, Shard
+from hpcstrat._memory.intervals import Interval, Shard, runs
 from hpcstrat._update import compiled
 from hpcstrat._update.formula import Kernel
 from hpcstrat._update.rule import UpdateRule
@@ -30,8 +31,24 @@ from hpcstrat._update.update import (
 )
 
 Scratch: TypeAlias = "dict[np.dtype[Any], Array]"
-"""A chunk of each dtype for sums of gradients, the same for all updates of a storage. Allocated
-once: new arrays for each chunk would not be in cache, and cost page faults."""
+"""A chunk of each dtype for gradients, the same for all updates of a storage. Allocated once: new
+arrays for each chunk would not be in cache, and cost page faults."""
+
+
+class Summands(NamedTuple):
+    """What the gradients of a step are reduced from.
+
+    Attributes:
+        messages: all ranks', or the only one that counts.
+        op: how they are reduced.
+        in_place: gradients of this rank that are not, or not wholly, in its message.
+        compiles: whether they may be summed by compiled loops.
+    """
+
+    messages: Sequence[Array]
+    op: ReduceOp
+    in_place: InPlace
+    compiles: bool
 
 
 @final
@@ -39,109 +56,109 @@ class HostRuns:
     """Runs of one dtype in host memory, and what has been prepared for them.
 
     Args:
-        part_of_memory: see `runs_in_memory`.
-        shards: likewise; at least one, and all have elements.
+        shards: the runs.
+        arrays: of each the value and the slots, flat; nothing if only norms are sought.
         scratch: memory to work in.
         rank: which of the messages is this rank's, if there is more than one.
     """
 
     def __init__(
         self,
-        part_of_memory: Callable[[int, int], Array],
         shards: Sequence[Shard],
+        arrays: Sequence[Sequence[Array]],
         scratch: Scratch,
         rank: int,
     ) -> None:
-        self._runs = runs_in_memory(part_of_memory, shards, CHUNK)
+        self._shards = shards
+        self._arrays = arrays
         self._dtype = shards[0].dtype
-        self._sum = scratch_of(scratch, self._dtype)
+        self._gradient = scratch.setdefault(self._dtype, np.empty(CHUNK, self._dtype))
         self._rank = rank
         self._chunks = KeptByMessage(self._chunks_of)
         self._table = KeptByMessage(self._table_of)
-        self._bound: dict[Kernel, tuple[Array, Callable[..., object]]] = {}
+        # Of each kernel its loop, and the memory from which that reads its numbers.
+        self._bound: dict[Kernel, tuple[compiled.Call, Array]] = {}
+        self._squares = np.empty(len(shards))
 
     def forget_messages(self) -> None:
         """See `Update.forget_messages`."""
         self._chunks.clear()
         self._table.clear()
 
-    def run(
-        self,
-        rule: UpdateRule,
-        numbers: Sequence[float],
-        messages: Sequence[Array],
-        op: ReduceOp,
-        in_place: InPlace,
-        compiles: bool,
-    ) -> None:
-        """Reduces the messages, and applies a rule with these numbers."""
+    def update(self, rule: UpdateRule, numbers: Sequence[float], summands: Summands) -> None:
+        """Applies a rule with these numbers."""
         kernel = rule.kernel
-        # Other operations than sums are rare, on small variables.
-        if compiles and kernel is not None and op is ReduceOp.SUM:
-            loop = compiled.loop(kernel, self._dtype)
-        else:
-            loop = None
-        if kernel is not None and loop is not None:
-            if kernel not in self._bound:
-                memory = np.empty(kernel.numbers)
-                self._bound[kernel] = memory, loop(memory)
-            memory, call = self._bound[kernel]
+        if kernel is None:
+            for _, (value,), gradient in self._reduced(summands):
+                rule.assign(value, gradient)
+        elif bound := self._bound_loop(kernel, summands):
+            loop, memory = bound
             memory[:] = numbers
-            call(*(self._table_of(messages, in_place) if in_place else self._table.of(messages)))
-            return
-        chunks = self._chunks_of(messages, in_place) if in_place else self._chunks.of(messages)
-        for value, slots, parts in chunks:
+            loop(*self._prepared(self._table, summands))
+        else:
+            for _, (value, *slots), gradient in self._reduced(summands):
+                kernel.run(numbers, value, gradient, slots)
+
+    def squares(self, kernel: Kernel, summands: Summands) -> Array:
+        """The sum of the squares of each run's gradient, in float64, valid until the next call."""
+        if bound := self._bound_loop(kernel, summands, self._squares):
+            loop, _ = bound
+            loop(*self._prepared(self._table, summands))
+        else:
+            self._squares[:] = 0
+            for i, _, gradient in self._reduced(summands):
+                self._squares[i] += compiled.sum_of_squares(gradient)
+        return self._squares
+
+    def _bound_loop(
+        self, kernel: Kernel, summands: Summands, squares: Array | None = None
+    ) -> tuple[compiled.Call, Array] | None:
+        """The loop of a kernel, or of squares, if there is one."""
+        # Other operations than sums are rare, on small variables.
+        if not summands.compiles or summands.op is not ReduceOp.SUM:
+            return None
+        bound = self._bound.get(kernel)
+        if bound is None and (loops := compiled.loops(kernel, self._dtype)) is not None:
+            memory = np.empty(kernel.numbers) if squares is None else squares
+            bind = loops.update if squares is None else loops.squares
+            bound = self._bound[kernel] = bind(memory), memory
+        return bound
+
+    def _reduced(self, summands: Summands) -> Iterator[tuple[int, Sequence[Array], Array]]:
+        """Of each chunk its run, its part of the run's arrays, and the reduced gradient."""
+        for i, arrays, parts in self._prepared(self._chunks, summands):
             gradient = parts[0]
             if len(parts) > 1:
-                gradient = self._sum[: value.size]
-                reduce_chunk(gradient, parts, op)
-            if kernel is not None:
-                kernel.run(numbers, value, gradient, slots)
-            else:
-                rule.assign(value, gradient)
+                gradient = self._gradient[: gradient.size]
+                reduce_chunk(gradient, parts, summands.op)
+            yield i, arrays, gradient
 
-    def _gradients(self, messages: Sequence[Array], in_place: InPlace) -> list[list[Array]]:
-        """For each run its gradient in each message."""
-        found = gradients_of(self._runs, messages)
-        for run, of_run in zip(self._runs, found, strict=True):
-            # Only large shards are read in place, and these are runs of their own.
-            if run.shard.variable in in_place:
-                own = in_place[run.shard.variable].gradient
-                of_run[self._rank] = own[run.shard.elements.slice]
-        return found
+    def _prepared(self, kept: KeptByMessage[Any], summands: Summands) -> Any:
+        if summands.in_place:
+            return kept.make(summands.messages, summands.in_place)
+        return kept.of(summands.messages)
 
     def _chunks_of(
         self, messages: Sequence[Array], in_place: InPlace = NOTHING_IN_PLACE
-    ) -> list[tuple[Array, list[Array], list[Array]]]:
-        """For each chunk of each run the value, the slots, and the gradient in each message."""
+    ) -> list[tuple[int, list[Array], list[Array]]]:
+        rows = self._rows_of(messages, in_place)
         return [
-            (
-                run.value[chunk.slice],
-                [slot[chunk.slice] for slot in run.slots],
-                [gradient[chunk.slice] for gradient in of_run],
-            )
-            for run, of_run in zip(self._runs, self._gradients(messages, in_place), strict=True)
-            for chunk in Interval(0, run.value.size).split(CHUNK)
+            (i, [one[chunk.slice] for one in arrays], [one[chunk.slice] for one in gradients])
+            for i, (arrays, gradients) in enumerate(rows)
+            for chunk in Interval(0, gradients[0].size).split(CHUNK)
         ]
 
     def _table_of(
         self, messages: Sequence[Array], in_place: InPlace = NOTHING_IN_PLACE
     ) -> compiled.Table:
-        pairs = zip(self._runs, self._gradients(messages, in_place), strict=True)
-        rows = [[run.value, *run.slots, *of_run] for run, of_run in pairs]
-        return compiled.table(rows, len(messages))
+        rows = self._rows_of(messages, in_place)
+        return compiled.table([[*arrays, *of_run] for arrays, of_run in rows], len(messages))
 
-
-class NormChunk(NamedTuple):
-    """At most `CHUNK` neighbouring elements of a message, whose squares are summed together.
-
-    Attributes:
-        shards: which elements of which variables they are.
-        starts: where each shard starts in the chunk.
-    """
-
-    shards: list[Shard]
-    starts: list[int]
+    def _rows_of(
+        self, messages: Sequence[Array], in_place: InPlace
+    ) -> Iterator[tuple[Sequence[Array], Sequence[Array]]]:
+        gradients = gradients_of(self._shards, messages, self._rank, in_place)
+        return zip(self._arrays, gradients, strict=True)
 
 
 @final
@@ -169,22 +186,47 @@ class HostUpdate(Update):
         compile_after: float = math.inf,
         is_shared: bool = False,
     ) -> None:
-        self._count = len(shards)  # of the variables
+        self._shards = shards
         self._dtypes = [*dict.fromkeys(shard.dtype for shard in shards)]
-        self._shards = [shard for shard in shards if shard.elements]
+        self._part_of_memory = part_of_memory
         self._scratch, self._rank = scratch, rank
-        self._runs_of = functools.partial(HostRuns, part_of_memory, scratch=scratch, rank=rank)
-        of_dtypes: dict[np.dtype[Any], list[Shard]] = {}
-        for shard in self._shards:
-            of_dtypes.setdefault(shard.dtype, []).append(shard)
-        self._all = [self._runs_of(of_dtype) for of_dtype in of_dtypes.values()]
-        self._of_variables: dict[int, HostRuns] = {}
-        self._compile_after = compile_after
-        self._is_shared = is_shared
+        self._compile_after, self._is_shared = compile_after, is_shared
         self._updates = 0
         # A small gradient costs less to copy than to read in place.
-        self._large = [shard for shard in self._shards if shard.elements.size >= CHUNK]
+        self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
         self.may_be_in_place: bool = bool(self._large)
+
+    # The runs of all variables, and for norms what is next to each other in the message, if all are
+    # clipped together; or both of each variable, if each is clipped alone. The order of squares
+    # depends on the message only, and not on where slots are in memory, or a restored program would
+    # not go on bit for bit.
+
+    @functools.cached_property
+    def _all(self) -> list[HostRuns]:
+        return [self._runs_of(shards) for shards in self._by_dtype(self._shards)]
+
+    @functools.cached_property
+    def _in_message(self) -> list[HostRuns]:
+        found = runs([shard._replace(memory=()) for shard in self._shards], alone=CHUNK)
+        return [self._norms_of(shards) for shards in self._by_dtype(found)]
+
+    def _by_dtype(self, shards: Sequence[Shard]) -> list[list[Shard]]:
+        present = [shard for shard in shards if shard.elements]
+        of_dtypes = [[one for one in present if one.dtype == dtype] for dtype in self._dtypes]
+        return [*filter(None, of_dtypes)]
+
+    @functools.cached_property
+    def _of_variables(self) -> list[tuple[int, HostRuns, HostRuns]]:
+        present = [shard for shard in self._shards if shard.elements]
+        return [(one.variable, self._norms_of([one]), self._runs_of([one])) for one in present]
+
+    def _runs_of(self, shards: Sequence[Shard]) -> HostRuns:
+        found = runs_in_memory(self._part_of_memory, shards, CHUNK)
+        arrays = [(run.value, *run.slots) for run in found]
+        return HostRuns([run.shard for run in found], arrays, self._scratch, self._rank)
+
+    def _norms_of(self, shards: Sequence[Shard]) -> HostRuns:
+        return HostRuns(shards, [()] * len(shards), self._scratch, self._rank)
 
     def in_place(self, gradients: Sequence[Array]) -> InPlace:
         """Large gradients that are as the messages would have them: these are read in place.
@@ -206,8 +248,10 @@ class HostUpdate(Update):
         # Counted anew: for each new message a loop needs a table, which costs more than NumPy's
         # calls take.
         self._updates = 0
-        for runs in (*self._all, *self._of_variables.values()):
-            runs.forget_messages()
+        own = vars(self)
+        of_variables = [one for _, *both in own.get("_of_variables", ()) for one in both]
+        for one in (*own.get("_all", ()), *own.get("_in_message", ()), *of_variables):
+            one.forget_messages()
 
     def run(
         self,
@@ -223,77 +267,28 @@ class HostUpdate(Update):
         up the ranks' arrays if each has other shards.
         """
         self._updates += 1
-        update = self._updates - self._compile_after
-        if rule.kernel is not None and 0 < update <= compiled.UPDATES:
+        update, kernel, clip = self._updates - self._compile_after, rule.kernel, rule.clip
+        if kernel is not None and 0 < update <= compiled.UPDATES:
             for dtype in self._dtypes:
-                compiled.prepare(rule.kernel, dtype, int(update), self._is_shared)
-        clip = rule.clip
-        if clip is None:
-            for runs in self._all:
-                runs.run(rule, rule.numbers, messages, op, in_place, update > 0)
+                compiled.prepare(kernel, dtype, int(update), self._is_shared)
+        summands = Summands(messages, op, in_place, update > 0)
+        if kernel is None or clip is None:
+            for one in self._all:
+                one.update(rule, rule.numbers, summands)
             return
-        squares = self._squares(messages, op, in_place)
+        squares = np.zeros(1 if clip.is_global else len(self._shards))
+        if clip.is_global:
+            for norms in self._in_message:
+                squares += norms.squares(kernel, summands).sum()
+        else:
+            for variable, norms, _ in self._of_variables:
+                squares[variable] = norms.squares(kernel, summands)[0]
         if add_up is not None:
             squares = add_up(squares)
+        scales = [clip.scale(squared) for squared in squares.tolist()]
         if clip.is_global:
-            parts = [(float(squares.sum()), runs) for runs in self._all]
+            for one in self._all:
+                one.update(rule, (*scales, *rule.numbers), summands)
         else:
-            if not self._of_variables:
-                self._of_variables = {one.variable: self._runs_of([one]) for one in self._shards}
-            parts = [(float(squares[i]), runs) for i, runs in self._of_variables.items()]
-        for squared, runs in parts:
-            numbers = (clip.scale(squared), *rule.numbers)
-            runs.run(rule, numbers, messages, op, in_place, update > 0)
-
-    def _squares(self, messages: Sequence[Array], op: ReduceOp, in_place: InPlace) -> Array:
-        """The sum of the squares of each gradient's elements that this rank has, in float64.
-
-        The bits depend on the messages only, and not on where slots are in memory.
-        """
-        squares = np.zeros(self._count)
-        for shards, starts in self._norm_chunks:
-            first, last = shards[0], shards[-1]
-            place = slice(first.message.start, last.message.stop)
-            parts = [message[place].view(first.dtype) for message in messages]
-            if first.variable in in_place:
-                own = in_place[first.variable].gradient
-                parts[self._rank] = own[first.elements.slice]
-            total = parts[0]
-            if len(parts) > 1:
-                total = scratch_of(self._scratch, first.dtype)[: total.size]
-                reduce_chunk(total, parts, op)
-            wide = np.abs(total).astype(np.float64)
-            wide *= wide
-            squares[[shard.variable for shard in shards]] += np.add.reduceat(wide, starts)
-        return squares
-
-    @functools.cached_property
-    def _norm_chunks(self) -> list[NormChunk]:
-        chunks: list[NormChunk] = []
-        before: Shard | None = None
-        for shard in self._shards:
-            is_small = shard.elements.size < CHUNK
-            for part in shard.split(CHUNK):
-                if (
-                    before is not None
-                    and is_small
-                    and before.elements.size < CHUNK
-                    and before.dtype == part.dtype
-                    and before.message.stop == part.message.start
-                ):
-                    shards, starts = chunks[-1]
-                    first = shards[0].message.start
-                    if part.message.stop - first <= CHUNK * part.dtype.itemsize:
-                        shards.append(part)
-                        starts.append((part.message.start - first) // part.dtype.itemsize)
-                        continue
-                chunks.append(NormChunk([part], [0]))
-            before = shard
-        return chunks
-
-
-def scratch_of(scratch: Scratch, dtype: np.dtype[Any]) -> Array:
-    """A chunk of a dtype."""
-    if dtype not in scratch:
-        scratch[dtype] = np.empty(CHUNK, dtype)
-    return scratch[dtype]
+            for variable, _, one in self._of_variables:
+                one.update(rule, (scales[variable], *rule.numbers), summands)

@@ -80,12 +80,19 @@ def runs_in_memory(
     return found
 
 
-def gradients_of(runs: Sequence[Run], messages: Sequence[Array]) -> list[list[Array]]:
-    """For each run its gradient in each message."""
-    return [
-        [message[run.shard.message.slice].view(run.shard.dtype) for message in messages]
-        for run in runs
-    ]
+def gradients_of(
+    shards: Sequence[Shard],
+    messages: Sequence[Array],
+    rank: int = 0,
+    in_place: InPlace = NOTHING_IN_PLACE,
+) -> list[list[Array]]:
+    """For each shard, or run, its gradient in each message, of which `rank` is this rank's."""
+    found = [[m[shard.message.slice].view(shard.dtype) for m in messages] for shard in shards]
+    for shard, of_shard in zip(shards, found, strict=True) if in_place else ():
+        # Only large shards are read in place, and these are runs of their own.
+        if shard.variable in in_place:
+            of_shard[rank] = in_place[shard.variable].gradient[shard.elements.slice]
+    return found
 
 
 class KeptByMessage(Generic[T]):
@@ -96,7 +103,7 @@ class KeptByMessage(Generic[T]):
     """
 
     def __init__(self, make: Callable[[Sequence[Array]], T]) -> None:
-        self._make = make
+        self.make: Callable[..., T] = make
         self._kept: dict[tuple[int, int], tuple[Sequence[Array], T]] = {}
 
     def of(self, messages: Sequence[Array]) -> T:
@@ -106,7 +113,7 @@ class KeptByMessage(Generic[T]):
         if key not in self._kept:
             if len(self._kept) == 3:  # two records that alternate or a mailbox, and buffers
                 self.clear()
-            self._kept[key] = messages, self._make(messages)
+            self._kept[key] = messages, self.make(messages)
         return self._kept[key][1]
 
     def clear(self) -> None:

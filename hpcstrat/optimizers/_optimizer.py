@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, SupportsIndex
+from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
 
 from hpcstrat._calls.records import signature_of
+from hpcstrat._core import nests
 from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import current_call, enter_call, leave_call, names_call
 from hpcstrat._core.types import FIRST_REPLICA, ReduceOp
@@ -29,9 +31,6 @@ from hpcstrat.optimizers._fields import (
 )
 from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, list_variables
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _CLIPPING = ("global_clipnorm", "clipnorm", "clipvalue")
 
 
@@ -39,16 +38,20 @@ class _Traced(NamedTuple):
     """An optimizer's formula, with weight decay and clipping, as a kernel.
 
     Attributes:
+        kind: the names and the types of what `numbers` has returned.
+        names: those of numbers.
+        options: the others, with their values.
         kernel: the kernel.
         literals: its last numbers; see `trace`.
-        names: of the numbers that `numbers` returns.
         clip: which norms are clipped before.
         agreed: what else the ranks must agree on: options, and fields that every class has.
     """
 
+    kind: list[Any]
+    names: list[str]
+    options: dict[str, bool | None]
     kernel: Kernel
     literals: tuple[float, ...]
-    names: tuple[str, ...]
     clip: Clip | None
     agreed: dict[str, float]
 
@@ -110,20 +113,19 @@ class Optimizer:
     global_clipnorm: float | None = checked(None, POSITIVE_OR_NONE)
     name: str | None = checked(None, lambda owner, _, value: owner if value is None else value)
 
-    if TYPE_CHECKING:
+    # Written by `vars`, as nothing that a program sets.
+    _traced: ClassVar[_Traced | None] = None
+    _last: ClassVar[tuple[Any, UpdateRule] | None] = None
+    _rate: ClassVar[Any]
 
-        @property
-        def _state(self) -> OptimizerState: ...
-        @property
-        def _traced(self) -> dict[tuple[Any, ...], _Traced]: ...
-        @property
-        def _rate(self) -> float | Callable[[int], float]: ...
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        nests.leaf_types.add(cls)  # though a dataclass: each is a single value
 
-    def __new__(cls, *_: Any, **__: Any) -> Self:
-        """Makes what an optimizer keeps, whatever a subclass does in its `__init__`."""
-        made = super().__new__(cls)
-        vars(made).update(_state=OptimizerState(), _traced={})
-        return made
+    # Not made by `__init__`, which a subclass may replace.
+    @functools.cached_property
+    def _state(self) -> OptimizerState:
+        return OptimizerState()
 
     # ---- for subclasses
 
@@ -190,14 +192,14 @@ class Optimizer:
                 vars(self)["_rate"] = rate_of(owner, value)
             else:
                 value = self._checked(owner, name, value)
-                self._traced.clear()
+                vars(self).update(_traced=None, _last=None)
         super().__setattr__(name, value)
 
     def _checked(self, owner: str, name: str, value: Any) -> Any:
         if self._state.slots or self._state.iterations:
             raise AttributeError(
-                f"{owner}: {name} is {getattr(self, name)!r}, and after the first step only the "
-                f"learning rate can change; pass {name}={value!r} to a new optimizer"
+                f"{owner}: {name} is {getattr(self, name)!r} and cannot change after the first "
+                f"step, only learning_rate can; pass {name}={value!r} to a new optimizer"
             )
         if check := self.__dataclass_fields__[name].metadata.get("check"):
             value = check(owner, name, value)
@@ -208,13 +210,11 @@ class Optimizer:
         return value
 
     def __repr__(self) -> str:
-        own = {
-            field.name: (getattr(self, field.name), field.default)
-            for field in dataclasses.fields(self)
-            if field.name != "name" or self.name != type(self).__name__
-        }
+        usual = {"name": type(self).__name__}
         shown = [
-            f"{name}={value!r}" for name, (value, default) in own.items() if value is not default
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in sorted(dataclasses.fields(self), key=lambda field: field.kw_only is True)
+            if not field.kw_only or getattr(self, field.name) != usual.get(field.name)
         ]
         return f"{type(self).__name__}({', '.join([*shown, f'iterations={self.iterations}'])})"
 
@@ -265,7 +265,8 @@ class Optimizer:
             stream.require_eager(f"{self.name}.{name}, a value on the host,")
 
     def _rate_now(self) -> float:
-        return float(self._rate(self._state.iterations)) if callable(self._rate) else self._rate
+        rate: Any = self._rate
+        return rate if type(rate) is float else float(rate(self._state.iterations))
 
     # ---- the step
 
@@ -425,28 +426,36 @@ class Optimizer:
     def _rule(self) -> UpdateRule:
         """The update of the next step."""
         rate = self._rate_now()
-        numbers, kind = list[float](), list[Any]()
-        for name, value in self.numbers(rate, self._state.iterations + 1).items():
-            if value is None or isinstance(value, bool):
-                kind.append((name, value))
-                continue
-            kind.append(name)
-            if type(value) is not float:
-                value = as_number(f"{type(self).__name__}.numbers", name, value)
-            numbers.append(value)
-        key = tuple(kind)
-        if key not in self._traced:
-            self._traced[key] = self._trace(key)
-        kernel, literals, names, clip, agreed = self._traced[key]
-        agreed = {"learning_rate": rate, **dict(zip(names, numbers, strict=True)), **agreed}
+        given = self.numbers(rate, self._state.iterations + 1)
+        if not isinstance(given, Mapping):
+            raise TypeError(
+                f"{type(self).__name__}.numbers returned {given!r}; it must return a dict of the "
+                "numbers that formula takes, by name"
+            )
+        now, last, own = (rate, given), self._last, vars(self)
+        if last is not None and now == last[0]:
+            return last[1]
+        traced = self._traced
+        if (
+            traced is None
+            or traced.kind != [*given, *map(type, given.values())]
+            or any([given[name] is not value for name, value in traced.options.items()])
+        ):
+            traced = own["_traced"] = self._trace(given)
+        call = f"{type(self).__name__}.numbers"
+        numbers = {name: as_number(call, name, given[name]) for name in traced.names}
+        agreed = {"learning_rate": rate, **numbers, **traced.agreed}
+        values = [*numbers.values()]
         if self.weight_decay is not None:
-            numbers.append(1 - self.weight_decay * rate)
-        return UpdateRule(kernel, (*numbers, *literals), agreed, clip)
+            values.append(1 - self.weight_decay * rate)
+        rule = UpdateRule(traced.kernel, (*values, *traced.literals), agreed, traced.clip)
+        own["_last"] = now, rule
+        return rule
 
-    def _trace(self, kind: Sequence[str | tuple[str, bool | None]]) -> _Traced:
-        """The formula for these numbers, by name, and options, each with its value."""
-        names = tuple([one for one in kind if isinstance(one, str)])
-        options = dict([one for one in kind if not isinstance(one, str)])
+    def _trace(self, given: Mapping[str, Any]) -> _Traced:
+        """The formula for numbers and options of these names."""
+        options = {name: one for name, one in given.items() if one is None or type(one) is bool}
+        names = [name for name in given if name not in options]
         limit, bound, decay = self.global_clipnorm or self.clipnorm, self.clipvalue, "weight decay"
         clip = None if limit is None else Clip(limit, self.global_clipnorm is not None)
         scale = "gradient scale"  # as no number of a subclass is called
@@ -460,13 +469,14 @@ class Optimizer:
                 value = value * numbers.pop(decay)
             return self.formula(value, gradient, *slots, **numbers, **options)
 
-        taken = [scale] * (clip is not None) + [*names] + [decay] * (self.weight_decay is not None)
+        taken = [scale] * (clip is not None) + names + [decay] * (self.weight_decay is not None)
         call = f"{type(self).__name__}.formula"
         kernel, literals = trace(call, whole, len(self.slots), taken)
         fields = ("weight_decay", *_CLIPPING)
         agreed = {name: float(value) for name, value in options.items() if value is not None}
         agreed |= {name: vars(self)[name] for name in fields if vars(self)[name] is not None}
-        return _Traced(kernel, literals, names, clip, agreed)
+        kind = [*given, *map(type, given.values())]
+        return _Traced(kind, names, options, kernel, literals, clip, agreed)
 
     @names_call(lambda self, _: f"{self.name}.gradient_buffers")
     def gradient_buffers(self, variables: Iterable[Variable]) -> GradientBuffers:

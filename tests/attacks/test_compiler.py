@@ -34,28 +34,28 @@ def compiler(cell, *lines, flags=""):
     return {"CC": path}
 
 
+READ_ONLY = """
+    for at in "$PWD" /tmp /var/tmp; do
+        mount --bind "$at" "$at"
+        mount -o remount,bind,ro "$at"
+    done
+    cd "$PWD"
+"""
 MOUNTS = {
     "full": "mount -t tmpfs -o size=4k tmpfs $TMPDIR",
-    "full later": "mount -t tmpfs -o size=12k tmpfs $TMPDIR",
     "executes nothing": "mount -t tmpfs -o noexec tmpfs $TMPDIR",
-    "read only, as all others": "; ".join(
-        f"mount -t tmpfs -o ro tmpfs {folder}" for folder in ("/tmp", "/var/tmp")
-    ),
+    "read only, as all others": READ_ONLY,
 }
 
 
 @pytest.mark.parametrize("folder", MOUNTS)
 def test_a_temporary_folder_that_holds_no_library_costs_one_line(cell, folder):
     cell.write(UPDATE)
-    program = ["mpirun", "-n", 2, cell.python, "program.py"]
-    ranks = 2
-    if folder.startswith("read only"):  # which may hide the folder of this test
-        program, ranks = [cell.python, "program.py"], 1
-    mount = f'{MOUNTS[folder]}; exec "$@"'
-    ended = cell("unshare", "--mount", "sh", "-ec", mount, "sh", *program)
-    assert (ended.status, ended.stdout) == (0, weight(ranks))
+    mounts = "unshare", "--mount", "sh", "-ec", f'{MOUNTS[folder]}\nexec "$@"', "sh"
+    ended = cell(*mounts, "mpirun", "-n", 2, cell.python, "program.py")
+    assert (ended.status, ended.stdout) == (0, weight(2))
     (line,) = ended.stderr.splitlines()
-    assert line.startswith("hpcstrat: NumPy makes the updates")
+    assert "hpcstrat: NumPy makes the updates" in line
 
 
 @pytest.mark.parametrize("path", ["/nonexistent", "program.py"])
@@ -79,40 +79,23 @@ def test_a_compiler_that_hangs_costs_its_limit_once(cell):
 
 
 @pytest.mark.parametrize("victim", ["the launcher", pytest.param("a rank", marks=slow)])
+@pytest.mark.parametrize("seconds", [0.5, pytest.param(1000, marks=slow)])
 @pytest.mark.parametrize(
-    "seed", [pytest.param(seed, marks=[slow] * (seed > 0)) for seed in range(4)]
+    "seed", [pytest.param(seed, marks=[slow] * (seed > 0)) for seed in range(2)]
 )
-def test_a_job_that_is_killed_while_it_compiles_leaves_nothing_running(cell, victim, seed):
+def test_a_job_that_is_killed_while_it_compiles_leaves_nothing_running(cell, victim, seconds, seed):
     cell.write(UPDATE)
-    env = compiler(cell, f"touch {cell.folder}/compiles", "sleep 0.5")
-    attacked = cell.start(
-        *("hpcstrat", "run", "-n", 2, "program.py"),
-        leaves=[str(cell.folder / "tmp" / "hpcstrat-")] if victim == "a rank" else (),
-        **env,
-    )
+    env = compiler(cell, f"touch {cell.folder}/compiles", f"sleep {seconds}")
+    folder = str(cell.folder / "tmp" / "hpcstrat-")  # whose owner has been killed
+    attacked = cell.start("hpcstrat", "run", "-n", 2, "program.py", leaves=[folder], **env)
     killed = attacked.launcher() if victim == "the launcher" else attacked.rank(seed % 2)
     attacked.wait_for("compiles")
     attacked.pause(random.Random(seed).uniform(0.0, 0.8))
     attacked.signal(killed, "SIGKILL")
     attacked.end()
-    ended = cell("mpirun", "-n", 2, cell.python, "program.py", **env)
+    env = compiler(cell)
+    ended = cell("mpirun", "-n", 2, cell.python, "program.py", leaves=[folder], **env)
     assert (ended.status, ended.stdout, ended.stderr) == (0, weight(2), "")
-
-
-@slow
-def test_a_stopped_job_that_compiles_stops_no_other(cell):
-    cell.write(UPDATE)
-    env = compiler(cell, f"mkdir {cell.folder}/first 2>/dev/null && sleep 1000")
-    others = """
-        "$0" program.py & first=$!
-        until [ -e first ]; do sleep 0.05; done
-        kill -STOP $first
-        mpirun -n 2 "$0" program.py; status=$?
-        kill -KILL $first
-        exit $status
-    """
-    ended = cell("bash", "-c", others, cell.python, **env)
-    assert (ended.status, ended.stdout) == (0, weight(2))
 
 
 BITS = """
@@ -165,10 +148,10 @@ def test_compiled_updates_have_numpys_bits_or_are_not_used(cell, flags, ranks):
     """For numbers of each kind, and infinities; also under compilers that add their own flags."""
     cell.write(BITS)
     env = compiler(cell, flags=flags)
-    compiled, plain = [
-        cell("mpirun", "-n", ranks, cell.python, "program.py", HPCSTRAT_COMPILE=on, **env)
-        for on in (1, 0)
-    ]
-    assert compiled.status == plain.status == 0 and plain.stderr == ""
-    assert (compiled.stderr == "") == (flags in ("", "-O0"))
-    assert compiled.stdout == plain.stdout
+    found = []
+    for on in (1, 0):
+        ended = cell("mpirun", "-n", ranks, cell.python, "program.py", HPCSTRAT_COMPILE=on, **env)
+        assert ended.status == 0
+        found.append(ended.stdout)
+        assert len(ended.stderr.splitlines()) == (flags.startswith("-f") and on)
+    assert found[0] == found[1]

@@ -71,18 +71,23 @@ def test_small_updates_are_compiled_after_many_steps(launch, tmp_path):
     assert starts(tmp_path) == 1
 
 
-FAILING = {
-    "no compiler": None,
-    "a compiler that fails": ["echo no such flag >&2", "exit 1"],
-    "a compiler that is killed": ["kill -9 $$"],
-    "a compiler that does nothing": ["exit 0"],
-    "a compiler that writes something else": [
-        'while [ "$1" != -o ]; do shift; done; echo x >"$2"',
-    ],
-    "a compiler of another function": [f"""sed 's/void update/void updated/' | {CC} "$@" """],
-    "a compiler of other numbers": [
-        f"""sed 's/first.i. + second.i./first[i] - second[i]/' | {CC} "$@" """
-    ],
+FAILING: dict[str, tuple[list[str], str]] = {
+    "no compiler": ([], "there is no C compiler"),
+    "a compiler that fails": (["echo no such flag >&2", "exit 1"], "status 1: no such flag"),
+    "a compiler that is killed": (["kill -9 $$"], "ended with status -9"),
+    "a compiler that does nothing": (["exit 0"], "No such file"),
+    "a compiler that writes something else": (
+        ['while [ "$1" != -o ]; do shift; done', 'echo x >"$2"'],
+        "OSError",
+    ),
+    "a compiler of another function": (
+        [f"""sed 's/void update/void updated/' | {CC} "$@" """],
+        "undefined symbol: update",
+    ),
+    "a compiler of other numbers": (
+        [f"""sed 's/first.i. + second.i./first[i] - second[i]/' | {CC} "$@" """],
+        "its loop for adam computes other values than NumPy",
+    ),
 }
 
 
@@ -91,15 +96,14 @@ FAILING = {
     "failing", slow_but(["no compiler", "a compiler of other numbers"], FAILING)
 )
 def test_without_a_loop_the_job_goes_on_after_one_line(launch, tmp_path, failing):
-    env = compiler(tmp_path, *(FAILING[failing] or []))
-    if FAILING[failing] is None:
-        env["CC"] = "/nonexistent"
+    lines, said = FAILING[failing]
+    env = compiler(tmp_path, *lines) | ({} if lines else {"CC": "/nonexistent"})
     expected = launch(PROGRAM, 2, env=env | {"HPCSTRAT_COMPILE": "0"}).stdout
     result = launch(PROGRAM, 2, env=env)
     assert (result.status, result.stdout) == (0, expected)
     (line,) = result.stderr.splitlines()
-    assert env["CC"] in line
-    assert starts(tmp_path) == (FAILING[failing] is not None) and os.listdir(env["TMPDIR"]) == []
+    assert "hpcstrat: NumPy makes the updates" in line and said in line
+    assert starts(tmp_path) == bool(lines) and os.listdir(env["TMPDIR"]) == []
 
 
 @pytest.mark.parametrize("ranks", slow_but([None], [None, 2]))

@@ -51,7 +51,7 @@ def kernels_of(rule, dtype):
     given = [array(3, dtype) for _ in range(2 + rule.kernel.slots)]
     kernel, count = device_update.update_kernel(rule.kernel, dtype), rule.kernel.numbers
     yield kernel, [*[number] * count, *given]  # in a graph
-    yield kernel, [*rule.numbers, *[number] * (count - len(rule.numbers)), *given]
+    yield kernel, [*[number] * (count - len(rule.numbers)), *rule.numbers, *given]
     if rule.clip is not None:
         elements = array(1, np.int32)
         yield device_update.squares_kernel(dtype), [given[0], elements, 3, 128, sums[0]]

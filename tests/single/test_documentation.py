@@ -58,7 +58,6 @@ SHOWN_BY_EXAMPLES = [
     "hpcstrat.metrics.Metric",
     "hpcstrat.optimizers.GradientBuffers",
     "hpcstrat.optimizers.Optimizer",
-    "hpcstrat.optimizers.schedules.LearningRateSchedule",
 ]
 
 

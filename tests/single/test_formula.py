@@ -33,7 +33,7 @@ def numbers(dtype, seed):
     random = np.random.default_rng(seed)
     found = random.standard_normal(67)
     found[::3] = np.resize(random.permutation(SPECIAL), found[::3].size)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
         if dtype.kind == "c":
             return (found + 1j * random.permutation(found)).astype(dtype)
         return found.astype(dtype)
@@ -99,7 +99,7 @@ FORMULAS = {
     "choices": (lambda w, g, a: (np.where(w < g, w - a, w + a), np.where(a >= 0, g, -g)), "a"),
     "equal or not": (
         lambda w, g, *, rate: (
-            w - np.where(g == 0, rate, np.where(g != w, g, 2)) * np.where(w == g, 1, 3)
+            w - np.where(g == 0, rate, np.where(g != w, g, 2)) * np.where(w == g, w, 3)
         ),
         "",
     ),
@@ -157,7 +157,7 @@ def test_a_loop_gives_the_same_bits(tmp_path, monkeypatch, dtype, name):
 
 def test_slots_that_only_change_places():
     class Swapping(hs.optimizers.Optimizer):
-        slots = {"a": 1.0, "b": 2.0}  # noqa: RUF012
+        slots = {"a": 1.0, "b": 2.0}
 
         @staticmethod
         def formula(value, gradient, a, b, *, rate):
@@ -171,15 +171,15 @@ def test_an_option_is_another_formula():
     seen = []
 
     class Own(hs.optimizers.Optimizer):
-        slots = {}  # noqa: RUF012
+        slots = {}
 
         def numbers(self, rate, step):
-            return {"rate": rate, "upwards": step > 1, "more": None if step < 3 else rate}
+            return {"rate": rate, "upwards": step > 1, "more": None if step < 3 else 1 + rate}
 
         @staticmethod
         def formula(value, gradient, *, rate, upwards, more):
             seen.append((upwards, more is None))
-            moved = rate * gradient if more is None else (rate + 1) * gradient
+            moved = (rate if more is None else more) * gradient
             return value + moved if upwards else value - moved
 
     (value,) = by_the_optimizer(Own(0.5), np.zeros(2), 5 * [np.ones(2)])

@@ -4,6 +4,8 @@ import ast
 import pathlib
 from collections import Counter
 
+from public_api import PUBLIC_MODULES
+
 PACKAGE = pathlib.Path(__file__).parents[2] / "hpcstrat"
 FILES = sorted(PACKAGE.rglob("*.py"))
 ROOT = {
@@ -27,8 +29,10 @@ def test_the_root_has_the_public_door_alone():
 
 
 def test_a_folder_is_public_or_private_as_a_whole():
-    """A public folder is imported through its `__init__` only, so each other file is `_x.py`."""
-    inside = [path for path in FILES if path.parent != PACKAGE and path.name != "__init__.py"]
+    """Each file of a public folder is `_x.py`, except `__init__.py` and other public modules."""
+    public = {pathlib.Path(str(module.__file__)) for module in PUBLIC_MODULES}
+    inside = [path for path in {*FILES} - public if path.parent != PACKAGE]
+    inside = [path for path in inside if path.name != "__init__.py"]
     assert [path for path in inside if path.name.startswith("_") == is_private(path.parent)] == []
     missing = {path.parent for path in inside if not (path.parent / "__init__.py").exists()}
     assert missing == set()

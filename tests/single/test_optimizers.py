@@ -160,7 +160,7 @@ class Adamax(hs.optimizers.Optimizer):
     beta_1: float = 0.9
     beta_2: float = 0.999
     epsilon: float = 1e-7
-    slots = {"m": 0.0, "u": 0.0}  # noqa: RUF012
+    slots = {"m": 0.0, "u": 0.0}
 
     def numbers(self, rate, step):
         return {
@@ -213,7 +213,7 @@ def test_a_subclass_with_its_own_init():
 
 def test_numbers_are_the_rate_by_default():
     class Plain(hs.optimizers.Optimizer):
-        slots = {}  # noqa: RUF012
+        slots = {}
 
         @staticmethod
         def formula(value, gradient, *, rate):

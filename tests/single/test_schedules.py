@@ -121,9 +121,7 @@ def test_arguments_that_make_no_schedule():
     with pytest.raises(ValueError, match=r"^PiecewiseConstantDecay: 2 boundaries and 2 values"):
         schedules.PiecewiseConstantDecay([1, 2], [0.1, 0.2])
     for boundaries in [20, 10], [10, 10]:
-        said = re.escape(
-            f"PiecewiseConstantDecay: boundaries are {tuple(boundaries)}; they must incr"
-        )
+        said = re.escape(f"PiecewiseConstantDecay: boundaries are {boundaries}; they must increase")
         with pytest.raises(ValueError, match=f"^{said}"):
             schedules.PiecewiseConstantDecay(boundaries, [0.1, 0.2, 0.3])
 
