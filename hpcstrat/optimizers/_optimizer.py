@@ -393,6 +393,9 @@ class Optimizer:
         are_summed = are_summed or not isinstance(contexts.context(), InReplica)
         if are_summed:
             group.communicator.require_equal(gradients)
+        if sparse:  # before the calls that depend on the options
+            names, numbers = tuple(rule.agreed), tuple(rule.agreed.values())
+            group.communicator.exchange(signature_of(current_call()).with_numbers(numbers, names))
         rows = [_gradients.sum_rows(group, slices, v, are_summed) for slices, v in sparse]
         if rule.clip is not None and sparse:
             if not are_summed:
