@@ -99,7 +99,7 @@ class _CompiledAdam:
         compiled.prepare(kernel, dtype, 1, is_shared=False)
         self._numbers = np.empty(kernel.numbers)
         self._table = compiled.table([list(memory)], messages)
-        self._update = compiled.loop(kernel, dtype)(self._numbers)
+        self._update = compiled.loops(kernel, dtype).update(self._numbers)
 
     def step(self):
         self._steps += 1

@@ -7,9 +7,9 @@ none can be made, kernels are run by NumPy.
 One rank of a host compiles, in an update that all ranks make, and leaves the library in a folder
 that they know:
 
-    update    first rank of the host        other ranks
+    use       first rank of the host        other ranks
     first     compiles, and loads it
-    second                                  load it: the first update is complete
+    second                                  load it: the first use is over on all
     third     removes it
 """
 
@@ -42,8 +42,8 @@ FEWEST = 100_000
 FEWEST_UPDATES = 1_000
 """Updates by the same few messages after which smaller ones are compiled, too. These gain
 microseconds in each step; with messages that are new in each step they would lose more."""
-UPDATES = 3
-"""In this many updates of a plan `prepare` is called."""
+USES = 3
+"""`prepare` is called before so many uses of a kernel by the same updates."""
 SECONDS = 10
 """After which a compiler that hangs is killed: the other ranks wait meanwhile."""
 
@@ -114,13 +114,13 @@ def loops(kernel: Kernel, dtype: np.dtype[Any]) -> Loops | None:
     return _loops.get((kernel, dtype))
 
 
-def prepare(kernel: Kernel, dtype: np.dtype[Any], update: int, is_shared: bool) -> None:
+def prepare(kernel: Kernel, dtype: np.dtype[Any], use: int, is_shared: bool) -> None:
     """Makes or loads loops, as in the table above. Any error means that there are none.
 
     Args:
         kernel: the kernel.
         dtype: the dtype.
-        update: how many updates this is, counted from 1.
+        use: how many uses of the kernel this is, counted from 1.
         is_shared: whether all ranks of this host make this update; else this rank compiles.
     """
     key = kernel, dtype
@@ -128,7 +128,7 @@ def prepare(kernel: Kernel, dtype: np.dtype[Any], update: int, is_shared: bool) 
         return
     local = worlds.local()
     is_first = not is_shared or local is None or local[0] == 0
-    if is_first and update == 1 and (key not in _loops or (is_shared and key not in _left)):
+    if is_first and use == 1 and (key not in _loops or (is_shared and key not in _left)):
         if compiler() in _broken:
             return
         try:
@@ -141,11 +141,11 @@ def prepare(kernel: Kernel, dtype: np.dtype[Any], update: int, is_shared: bool) 
                 "CC or as cc, and its library is loaded from TMPDIR; HPCSTRAT_COMPILE=0 makes no "
                 "loops, and silences this"
             )
-    elif is_first and update == UPDATES and key in _left:
+    elif is_first and use == USES and key in _left:
         with contextlib.suppress(OSError):  # the folder has others, or both are gone
             _left[key].unlink()
             _left[key].parent.rmdir()
-    elif not is_first and update > 1 and key not in _loops:
+    elif not is_first and use > 1 and key not in _loops:
         _loops[key] = None
         with contextlib.suppress(Exception):  # the first rank has said why
             _loops[key] = _load(_path(source(kernel, dtype.name)), kernel, dtype)

@@ -192,6 +192,7 @@ class HostUpdate(Update):
         self._scratch, self._rank = scratch, rank
         self._compile_after, self._is_shared = compile_after, is_shared
         self._updates = 0
+        self._uses: dict[Kernel, int] = {}  # while its loops may be compiled, the first few
         # A small gradient costs less to copy than to read in place.
         self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
         self.may_be_in_place: bool = bool(self._large)
@@ -267,11 +268,13 @@ class HostUpdate(Update):
         up the ranks' arrays if each has other shards.
         """
         self._updates += 1
-        update, kernel, clip = self._updates - self._compile_after, rule.kernel, rule.clip
-        if kernel is not None and 0 < update <= compiled.UPDATES:
+        kernel, clip = rule.kernel, rule.clip
+        compiles = kernel is not None and self._updates > self._compile_after
+        if compiles and kernel is not None and self._uses.get(kernel, 0) < compiled.USES:
+            self._uses[kernel] = self._uses.get(kernel, 0) + 1
             for dtype in self._dtypes:
-                compiled.prepare(kernel, dtype, int(update), self._is_shared)
-        summands = Summands(messages, op, in_place, update > 0)
+                compiled.prepare(kernel, dtype, self._uses[kernel], self._is_shared)
+        summands = Summands(messages, op, in_place, compiles)
         if kernel is None or clip is None:
             for one in self._all:
                 one.update(rule, rule.numbers, summands)
