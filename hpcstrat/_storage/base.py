@@ -33,14 +33,12 @@ class Storage(abc.ABC):
     Attributes:
         communicator: the ranks that share the variables.
         local: this rank's blocks.
-        clips: whether `update` can clip norms; else the gradients are clipped before.
         is_central: whether there is one copy for all ranks, which one of them writes as a whole.
         has_all_blocks: whether every rank can read every block, or its part of a split block,
             and not only the parameter rank.
         updates_here: whether this rank updates variables, and has their slots.
     """
 
-    clips: bool = True
     is_central: bool = False
     has_all_blocks: bool = True
 

@@ -160,7 +160,7 @@ class CentralHostStorage(Storage):
         if op is FIRST_REPLICA:
             update.run(rule, messages[:1], add_up=add_up)
         else:
-            update.run(rule, messages, op, in_place, add_up)
+            update.run(rule, messages, op, in_place, add_up=add_up)
         # Until all have written, a read could see both new and old elements.
         communicator.sync()
 

@@ -223,7 +223,6 @@ class MirroredDeviceStorage(DeviceStorage):
     ) -> None:
         super().__init__(communicator, root)
         self._splits = splits
-        self.clips = not splits
         self._rounds_alike = rounds_alike
 
     def split(self, variables: Sequence[Block]) -> Sequence[Shares | None]:

@@ -11,6 +11,8 @@ import functools
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias, final
 
+import numpy as np
+
 from hpcstrat._communicators.device import DeviceCommunicator, Move
 from hpcstrat._core import gpu
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
@@ -19,8 +21,9 @@ from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._memory.layout import PackKernel, packings_of
 from hpcstrat._storage.order import MessageOrder, RankPart, rank_slices, slices_of
 from hpcstrat._storage.plan import Plan
+from hpcstrat._update.device_update import COLUMNS
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import Update
+from hpcstrat._update.update import AddUp, Update
 
 PIECE = 1 << 24
 """Bytes of new values that one call sends. Ranks need not agree on where a run of variables in
@@ -51,6 +54,9 @@ class DevicePlan(Plan):
         has_integers: whether some of the variables are integers: NCCL casts these to sum them.
         prepared: the kernels of rules, with how they clip, that `prepare` has had.
     """
+
+    add_up: AddUp | None = None
+    """Adds up the ranks' sums of squares, if each has those of its part."""
 
     def __init__(
         self,
@@ -150,8 +156,8 @@ class DevicePlan(Plan):
         self.update.prepare(rule)
 
     def run(self, rule: UpdateRule) -> None:
-        """Updates this rank's shards."""
-        self.update.run(rule, [self.sums])
+        """Updates this rank's shards. Collective if it clips norms of parts."""
+        self.update.run(rule, [self.sums], add_up=self.add_up)
 
     @functools.cached_property
     def new_values(self) -> NewValues | None:
@@ -246,6 +252,7 @@ class DevicePartsPlan(DevicePlan):
     ) -> None:
         self._own = rank_parts[communicator.rank].layout
         self._slices = rank_slices(order, rank_parts)
+        self.add_up = self._add_up
         super().__init__(order, update, communicator, readable=readable)
 
     def _drop(self) -> None:
@@ -264,6 +271,17 @@ class DevicePartsPlan(DevicePlan):
         super().take(memory)
         self.sums = memory[round_up(super().nbytes, ALIGNMENT) : self.nbytes]
         self._own_gradients = [group.of(self.sums) for group in self._own.groups]
+
+    def _add_up(self, squares: Array) -> Array:
+        """See `add_up`. On a GPU they are rows of sums."""
+        is_on_host = squares.ndim == 1
+        rows = squares
+        if is_on_host:
+            rows = np.zeros((squares.size, COLUMNS))
+            rows[:, 0] = squares
+        flat = rows.reshape(-1)
+        self.communicator.reduce_flat(flat, flat, ReduceOp.SUM)
+        return rows.sum(axis=1) if is_on_host else rows
 
     def sums_of(self, variables: Collection[int]) -> list[Move]:
         """See `DevicePlan.sums_of`."""

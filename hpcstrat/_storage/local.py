@@ -28,7 +28,7 @@ from hpcstrat._update import compiled
 from hpcstrat._update.device_update import DeviceUpdate, prepare_on_gpu
 from hpcstrat._update.host_update import HostUpdate, Scratch
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import Update, runs_in_memory
+from hpcstrat._update.update import AddUp, Update, runs_in_memory
 
 # A model that fills the memory can still be saved and restored, because at most one part of it is
 # in memory twice.
@@ -337,8 +337,10 @@ class UpdateOfCopies(Update):
         """See `Update.forget_messages`."""
         self._on_host.forget_messages()
 
-    def run(self, rule: UpdateRule, messages: Sequence[Array]) -> None:
+    def run(
+        self, rule: UpdateRule, messages: Sequence[Array], *, add_up: AddUp | None = None
+    ) -> None:
         """See `Update.run`."""
-        self._on_host.run(rule, [*map(self._to_host, messages)])
+        self._on_host.run(rule, [*map(self._to_host, messages)], add_up=add_up)
         for copy, master in self._copies:
             fill(copy, master)

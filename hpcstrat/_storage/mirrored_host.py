@@ -106,7 +106,6 @@ class MirroredHostStorage(Storage):
         local = LocalBlocks(communicator.rank, private_memory, communicator.size > 1)
         super().__init__(communicator, local)
         self._splits = splits
-        self.clips = not splits
         self._messages = MessagePool(communicator.new_buffer)
         # Several threads may write variables made outside every scope; the scratch memory is
         # shared.
@@ -234,13 +233,27 @@ class MirroredHostStorage(Storage):
     ) -> None:
         """Updates this rank's part, and gets the other ranks' new values."""
         communicator, rank = self.communicator, self.communicator.rank
+        if rule.clip is not None and not self._messages.has_own(plan):
+            # Before the exchange, when a rank without enough memory still stops the others.
+            with communicator.raise_together():
+                plan.take(np.empty(plan.nbytes, np.uint8))
         messages = self._messages_of(signature, plan, values, op)
+        if rule.clip is not None:
+            # The squares are exchanged before the update reads the gradients again. Summed first,
+            # these outlive the messages.
+            for group in plan.own.layout.groups:
+                reduce_in_chunks(group.of(plan.memory), [*map(group.of, messages)], ReduceOp.SUM)
+            messages = [plan.memory]
+
+        def add_up(squares: Array) -> Array:
+            return communicator.all_reduce([squares], ReduceOp.SUM)[0]
 
         def write(message: Bytes) -> None:
             for shard, value, _ in plan.values[rank]:
                 message[shard.message.slice].view(shard.dtype)[...] = value
 
-        plan.update.run(rule, messages)
+        assert isinstance(plan.update, HostUpdate)
+        plan.update.run(rule, messages, add_up=add_up)
         plan.update.forget_messages()  # they end with this call
         new = communicator.gather_sections(
             signature_of(f"{current_call()}: values"),

@@ -36,14 +36,14 @@ class CapturedUpdate(NamedTuple):
     Attributes:
         state: what the optimizer keeps, with the number of steps done.
         iterations: this number before the update.
-        next_rule: returns the rule of its next step, or `None` if it is of another kind.
-        kernel: of its rule.
+        next_rule: returns the rule of its next step.
+        kind: the kernel of its rule, and how it clips.
     """
 
     state: Any
     iterations: int
-    next_rule: Callable[[], UpdateRule | None]
-    kernel: Any
+    next_rule: Callable[[], UpdateRule]
+    kind: tuple[Any, Any]
 
 
 @final
@@ -232,9 +232,7 @@ class CapturedStep:
         """Keeps objects alive whose memory the graph uses."""
         self._kept += used
 
-    def take(
-        self, rule: UpdateRule, state: Any, next_rule: Callable[[], UpdateRule | None]
-    ) -> UpdateRule:
+    def take(self, rule: UpdateRule, state: Any, next_rule: Callable[[], UpdateRule]) -> UpdateRule:
         """A rule whose kernels read its numbers from the GPU's memory; see `CapturedUpdate`.
 
         Raises:
@@ -245,7 +243,8 @@ class CapturedStep:
             if self._stream.capture is None:
                 return rule
             raise ValueError("the update takes numbers from the host")
-        self._updates.append(CapturedUpdate(state, state.iterations, next_rule, rule.kernel))
+        kind = rule.kernel, rule.clip
+        self._updates.append(CapturedUpdate(state, state.iterations, next_rule, kind))
         self._numbers += rule.numbers
         if self._stream.capture is None:
             self._write(self._numbers)
@@ -282,9 +281,9 @@ class CapturedStep:
         """
         values, agreed, before = list[float](), list[float](), list[tuple[Any, int]]()
         try:
-            for state, _, next_rule, kernel in self._updates:
+            for state, _, next_rule, kind in self._updates:
                 rule = next_rule()
-                if rule is None or rule.kernel is not kernel:
+                if (rule.kernel, rule.clip) != kind:
                     return None
                 values += rule.numbers
                 agreed += rule.agreed.values()

@@ -110,7 +110,8 @@ class MirroredStrategy(Strategy):
         cross_device_ops: `None` or a `CrossDeviceOps`, which changes nothing.
         shard_updates: whether each replica keeps the optimizers' slots for its part of all elements
             only, and updates that part, as PyTorch's `ZeroRedundancyOptimizer` and DeepSpeed's ZeRO
-            stage 1 do. On the CPU the result is the same, bit for bit.
+            stage 1 do. On the CPU the result is the same, bit for bit, except for norms, whose
+            squares are added up in another order.
 
     Raises:
         TypeError: `shard_updates` is not a bool, or `cross_device_ops` has another type.

@@ -195,7 +195,7 @@ def _compile(text: str, made: pathlib.Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             raise
     if process.returncode == -signal.SIGKILL:
-        raise TimeoutError(f"{cc} took more than {SECONDS} seconds")
+        raise TimeoutError(f"{cc} was killed, or took more than {SECONDS} seconds")
     if process.returncode:
         said = errors.decode(errors="replace").strip().splitlines()
         raise OSError(f"{cc} ended with status {process.returncode}: {' '.join(said[:1])}")

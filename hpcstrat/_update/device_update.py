@@ -17,17 +17,17 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array
 from hpcstrat._memory.allocator import ALIGNMENT
-from hpcstrat._memory.intervals import Interval, Shard, divide_up, round_up
+from hpcstrat._memory.intervals import Shard, divide_up
 from hpcstrat._update.formula import Kernel
 from hpcstrat._update.rule import Clip, UpdateRule
-from hpcstrat._update.update import KeptByMessage, Run, Update, gradients_of
+from hpcstrat._update.update import AddUp, KeptByMessage, Run, Update, gradients_of
 
 Operands: TypeAlias = "Sequence[tuple[Array, ...]]"
 """Of each run of variables the gradient, the value and the slots."""
 _MOST_THREADS = 1 << 14
 """The most threads that read a gradient for its norm, each of them every so many elements."""
-_COLUMNS = 128
-"""To so many their sums are added up next. Their order is always the same: ranks with the same
+COLUMNS = 128
+"""To so many their sums are added up next. The order is always the same: ranks with the same
 gradients get the same norm, bit for bit."""
 
 
@@ -41,7 +41,8 @@ class DeviceUpdate(Update):
     """
 
     def __init__(self, runs_of: Callable[[int], Sequence[Run]], shards: Sequence[Shard]) -> None:
-        self._shards = [shard for shard in shards if shard.elements]
+        self._shards = shards
+        self._present = [i for i, shard in enumerate(shards) if shard.elements]
         self._runs_of = functools.cache(runs_of)
         self._operands = KeptByMessage(functools.partial(self._operands_in, sys.maxsize))
         self._of_variables = KeptByMessage(functools.partial(self._operands_in, 1))
@@ -65,28 +66,32 @@ class DeviceUpdate(Update):
         for run in {run.shard.dtype: run for run in self._runs_of(sys.maxsize)}.values():
             prepare_on_gpu(rule, run.shard.dtype)
         if rule.clip is not None and self._shards:
-            norms = GradientNorms(self._shards, rule.clip)
-            self._norms[rule.clip.is_global] = norms
+            self._norms[rule.clip.is_global] = GradientNorms(self._shards, rule.clip)
 
-    def run(self, rule: UpdateRule, messages: Sequence[Array]) -> None:
+    def run(
+        self, rule: UpdateRule, messages: Sequence[Array], *, add_up: AddUp | None = None
+    ) -> None:
         """See `Update.run`."""
         clip = rule.clip
-        if clip is None or not self._shards:
+        if clip is None or not self._shards:  # a rank may have none
             for gradient, value, *slots in self._operands.of(messages):
                 apply_on_gpu(rule, rule.numbers, value, gradient, slots)
             return
-        scales = self._norms[clip.is_global].scales(messages[0], clip.limit)
-        operands = self._operands if clip.is_global else self._of_variables
-        for i, (gradient, value, *slots) in enumerate(operands.of(messages)):
-            numbers = (scales[0 if clip.is_global else i], *rule.numbers)
-            apply_on_gpu(rule, numbers, value, gradient, slots)
+        scales = self._norms[clip.is_global].scales(messages[0], clip.limit, add_up)
+        if clip.is_global:
+            for gradient, value, *slots in self._operands.of(messages):
+                apply_on_gpu(rule, (scales[0], *rule.numbers), value, gradient, slots)
+            return
+        operands = self._of_variables.of(messages)
+        for i, (gradient, value, *slots) in zip(self._present, operands, strict=True):
+            apply_on_gpu(rule, (scales[i], *rule.numbers), value, gradient, slots)
 
 
 class GradientNorms:
     """The norms of the gradients in a message: of each, or of all together.
 
     Args:
-        shards: the variables in the message; all have elements.
+        shards: the variables in the message.
         clip: which norms.
     """
 
@@ -94,38 +99,31 @@ class GradientNorms:
         xp = gpu.load_cupy("an update")
         # Of all gradients of a dtype together the gaps between them are left out: the memory of a
         # message has been that of others.
-        dtypes = {
-            shard.dtype: [one for one in shards if one.dtype == shard.dtype] for shard in shards
-        }
-        together = [*dtypes.values()] if clip.is_global else [[shard] for shard in shards]
-        places = [Interval(of[0].message.start, of[-1].message.stop) for of in together]
-        threads = [
-            min(_MOST_THREADS, round_up(place.size // of[0].dtype.itemsize, _COLUMNS))
-            for place, of in zip(places, together, strict=True)
-        ]
-        sums = xp.zeros((len(places), max(threads)))
-        self._reads = [
-            (
-                squares_kernel(of[0].dtype),
-                place.slice,
-                of[0].dtype,
-                (xp.asarray(_elements_by_unit(of)), place.size // of[0].dtype.itemsize, count),
-                row[:count],
-            )
-            for place, of, count, row in zip(places, together, threads, sums, strict=True)
-        ]
-        rows = 1 if clip.is_global else len(places)
-        self._sums, self._added = sums, xp.zeros((len(places), _COLUMNS))
-        self._scales = xp.zeros(rows)
+        kinds = dict.fromkeys(shard.dtype for shard in shards)
+        of_dtypes = [[shard for shard in shards if shard.dtype == dtype] for dtype in kinds]
+        together = of_dtypes if clip.is_global else [[shard] for shard in shards]
+        self._sums = xp.zeros((len(together), _MOST_THREADS))
+        self._reads: list[tuple[Any, ...]] = []
+        for of_row, sums in zip(together, self._sums, strict=True):
+            if present := [shard for shard in of_row if shard.elements]:
+                dtype = present[0].dtype
+                place = slice(present[0].message.start, present[-1].message.stop)
+                count = (place.stop - place.start) // dtype.itemsize
+                threads = min(_MOST_THREADS, count)
+                given = xp.asarray(_elements_by_unit(present)), count, threads, sums[:threads]
+                self._reads.append((squares_kernel(dtype), place, dtype, given))
+        rows = 1 if clip.is_global else len(shards)
+        self._added, self._scales = xp.zeros((rows, COLUMNS)), xp.zeros(rows)
         self._views = [self._scales[i] for i in range(rows)]
         self.scales(xp.zeros(shards[-1].message.stop, np.uint8), clip.limit)  # compiles all
 
-    def scales(self, message: Array, limit: float) -> Sequence[Array]:
+    def scales(self, message: Array, limit: float, add_up: AddUp | None = None) -> Sequence[Array]:
         """The scale of each gradient, or of all, as arrays without dimensions."""
-        for squares, place, dtype, given, sums in self._reads:
-            squares(message[place].view(dtype), *given, sums)
-        add_kernel()(self._sums, self._sums.shape[1], self._added)
-        scale_kernel()(self._added, self._added.size // self._scales.size, limit, self._scales)
+        for squares, place, dtype, given in self._reads:
+            squares(message[place].view(dtype), *given)
+        add_kernel()(self._sums, self._sums.size // len(self._added), self._added)
+        added = self._added if add_up is None else add_up(self._added)
+        scale_kernel()(added, limit, self._scales)
         return self._views
 
 
@@ -259,16 +257,16 @@ def squares_kernel(dtype: np.dtype[Any]) -> Any:
 
 @functools.cache
 def add_kernel() -> Any:
-    """Adds up the sums of each row to those of `_COLUMNS`."""
+    """Adds up so many sums of each row to `COLUMNS`."""
     return _elementwise(
-        ["raw float64 sums", "int64 threads"],
+        ["raw float64 sums", "int64 count"],
         ["float64 added"],
         [
-            f"const long long row = i / {_COLUMNS}, column = i % {_COLUMNS};",
+            f"const long long row = i / {COLUMNS}, column = i % {COLUMNS};",
             "double sum = 0;",
             "#pragma unroll 16",
-            f"for (long long k = column; k < threads; k += {_COLUMNS})",
-            "sum += sums[row * threads + k];",
+            f"for (long long k = column; k < count; k += {COLUMNS})",
+            "sum += sums[row * count + k];",
             "added = sum;",
         ],
         "add",
@@ -277,14 +275,14 @@ def add_kernel() -> Any:
 
 @functools.cache
 def scale_kernel() -> Any:
-    """`Clip.scale` of the sum of so many sums."""
+    """`Clip.scale` of the sum of each row."""
     return _elementwise(
-        ["raw float64 sums", "int64 count", "float64 limit"],
+        ["raw float64 sums", "float64 limit"],
         ["float64 scale"],
         [
             "double sum = 0;",
             "#pragma unroll 16",
-            "for (long long k = 0; k < count; ++k) sum += sums[i * count + k];",
+            f"for (long long k = 0; k < {COLUMNS}; ++k) sum += sums[i * {COLUMNS} + k];",
             "const double norm = sqrt(sum), not_finite = norm - norm;",
             "scale = not_finite == 0 ? norm > limit ? limit / norm : 1 : not_finite;",
         ],

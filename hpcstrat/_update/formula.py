@@ -227,6 +227,11 @@ class Symbol:
         self.kind, self.function, self.operands = kind, function, operands
         self.literal = literal
 
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):  # a protocol that it does not have
+            raise AttributeError(name)
+        _refuse(f"it has no {name}; take operators, and NumPy's functions of elements")
+
     def __pow__(self, exponent: Any) -> Symbol:
         if isinstance(exponent, (int, float)) and exponent in (0.5, 2):
             return self.apply(np.square if exponent == 2 else np.sqrt, self)

@@ -22,6 +22,7 @@ from hpcstrat._update.formula import Kernel
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import (
     NOTHING_IN_PLACE,
+    AddUp,
     GradientInPlace,
     InPlace,
     KeptByMessage,
@@ -260,12 +261,12 @@ class HostUpdate(Update):
         messages: Sequence[Array],
         op: ReduceOp = ReduceOp.SUM,
         in_place: InPlace = NOTHING_IN_PLACE,
-        add_up: Callable[[Array], Array] | None = None,
+        *,
+        add_up: AddUp | None = None,
     ) -> None:
         """See `Update.run`. The messages are reduced by `op`.
 
-        Gradients that are `in_place` are not, or not wholly, in this rank's message. `add_up` adds
-        up the ranks' arrays if each has other shards.
+        Gradients that are `in_place` are not, or not wholly, in this rank's message.
         """
         self._updates += 1
         kernel, clip = rule.kernel, rule.clip

@@ -28,6 +28,9 @@ from hpcstrat._update.rule import UpdateRule
 T = TypeVar("T")
 
 
+AddUp: TypeAlias = "Callable[[Array], Array]"
+
+
 class GradientInPlace(NamedTuple):
     """A gradient that this rank reads where it is.
 
@@ -142,10 +145,13 @@ class Update(abc.ABC):
         return
 
     @abc.abstractmethod
-    def run(self, rule: UpdateRule, messages: Sequence[Array]) -> None:
+    def run(
+        self, rule: UpdateRule, messages: Sequence[Array], *, add_up: AddUp | None = None
+    ) -> None:
         """Sums the messages, and updates the variables and slots.
 
         Args:
             rule: the update.
             messages: all ranks', or the only one that counts.
+            add_up: adds up the ranks' sums of squares, if each has other shards.
         """

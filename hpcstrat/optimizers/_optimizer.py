@@ -6,7 +6,8 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, NamedTuple, NoReturn, SupportsIndex
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, SupportsIndex
 
 import numpy as np
 
@@ -25,7 +26,6 @@ from hpcstrat.optimizers._buffers import GradientBuffers
 from hpcstrat.optimizers._fields import (
     NOT_NEGATIVE_OR_NONE,
     POSITIVE_OR_NONE,
-    LearningRate,
     checked,
     rate_of,
 )
@@ -73,6 +73,10 @@ class Optimizer:
             larger gradients are scaled down. At most one of the three is given.
         name: a name; by default the class's.
 
+    Attributes:
+        slots: the initial values of its slots by name, which are arrays of each variable's shape
+            and dtype: `{'m': 0.0, 'v': 0.0}` of Adam. A subclass has a dict, or a property.
+
     Raises:
         ValueError: an argument is out of range, or excludes another.
         TypeError: an argument is unknown, or not a number.
@@ -103,7 +107,7 @@ class Optimizer:
         array([6.])
     """
 
-    learning_rate: LearningRate
+    learning_rate: Any
     _: KW_ONLY
     weight_decay: float | None = checked(None, NOT_NEGATIVE_OR_NONE)
     clipnorm: float | None = checked(None, POSITIVE_OR_NONE)
@@ -111,6 +115,10 @@ class Optimizer:
     global_clipnorm: float | None = checked(None, POSITIVE_OR_NONE)
     name: str | None = checked(None, lambda owner, _, value: owner if value is None else value)
 
+    if TYPE_CHECKING:
+        slots: Any = dataclasses.field(init=False)  # which dicts and properties may override
+    else:
+        slots = MappingProxyType({})
     # Written by `vars`, as nothing that a program sets.
     _traced: ClassVar[_Traced | None] = None
     _last: ClassVar[tuple[Any, UpdateRule] | None] = None
@@ -126,18 +134,6 @@ class Optimizer:
         return OptimizerState()
 
     # ---- for subclasses
-
-    @property
-    def slots(self) -> Mapping[str, float]:
-        """Initial values of the slots by name: arrays of each variable's shape and dtype.
-
-        A subclass may have a dict instead of a property.
-
-        Examples:
-            >>> hs.optimizers.Adam().slots
-            {'m': 0.0, 'v': 0.0}
-        """
-        return {}
 
     def numbers(self, rate: float, step: int) -> Mapping[str, Any]:
         """The numbers that `formula` takes in this step, by name; the ranks must agree on them.
@@ -352,8 +348,6 @@ class Optimizer:
             return 0 < len(given) < len(pairs) and self._apply_as_before(given, are_summed)
         try:
             rule = self._rule()
-            if rule.clip is not None and not group.storage.clips:
-                return False
             if group.stream is not None and group.stream.updates is not None:
                 rule = group.stream.updates(rule, state, self._rule)
         except Exception:  # the slow path gets it too, and raises it on all ranks
@@ -399,8 +393,11 @@ class Optimizer:
         are_summed = are_summed or not isinstance(contexts.context(), InReplica)
         if are_summed:
             group.communicator.require_equal(gradients)
+        if sparse:  # before the calls that depend on the options
+            names, numbers = tuple(rule.agreed), tuple(rule.agreed.values())
+            group.communicator.exchange(signature_of(current_call()).with_numbers(numbers, names))
         rows = [_gradients.sum_rows(group, slices, v, are_summed) for slices, v in sparse]
-        if rule.clip is not None and (sparse or not group.storage.clips):
+        if rule.clip is not None and sparse:
             if not are_summed:
                 gradients = group.communicator.all_reduce(gradients, ReduceOp.SUM)
                 are_summed = True
@@ -430,23 +427,23 @@ class Optimizer:
                 f"{type(self).__name__}.numbers returned {given!r}; it must return a dict of the "
                 "numbers that formula takes, by name"
             )
-        # Copied: a program may change its dict in place.
-        now, last, own = (rate, {**given}), self._last, vars(self)
-        if last is not None and now == last[0]:
-            return last[1]
-        traced = self._traced
+        traced, own = self._traced, vars(self)
         if (
             traced is None
             or traced.kind != [*given, *map(type, given.values())]
             or not traced.options.items() <= given.items()
         ):
             traced = own["_traced"] = self._trace(given)
+            own["_last"] = None
         call = f"{type(self).__name__}.numbers"
         numbers = {
             name: one if type(one) is float else as_number(call, name, one)
             for name, one in given.items()
             if name not in traced.options
         }
+        now, last = (rate, numbers), self._last
+        if last is not None and now == last[0]:
+            return last[1]
         agreed = {"learning_rate": rate, **numbers, **traced.agreed}
         values = [*numbers.values()]
         if self.weight_decay is not None:
