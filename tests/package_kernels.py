@@ -1,6 +1,7 @@
 """One optimizer of each form of the library's formulas, and of its options."""
 
 from functools import partial
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -60,7 +61,7 @@ def optimizers_of(dtype, with_options=True):
     return made
 
 
-def numbers_of(optimizer, step, dtype=np.float64):
+def numbers_of(optimizer, step, dtype: Any = np.float64) -> dict[str, Any]:
     """What a formula is given beside the arrays, as numbers of this dtype."""
     given = optimizer.numbers(optimizer.learning_rate, step)
     kept = (bool, type(None))

@@ -58,7 +58,9 @@ ITERATE = """batches = hs.data.Dataset.range(9).{}
 ITERATING = r"iterating over Strategy\.experimental_distribute_dataset"
 BROKEN = {
     **with_each("an update interrupted", "'_bound_loop'", "apply(numbers)", APPLY),
-    **with_each("an update interrupted on all ranks", "'_bound_loop'", "apply(numbers)", APPLY, of=""),
+    **with_each(
+        "an update interrupted on all ranks", "'_bound_loop'", "apply(numbers)", APPLY, of=""
+    ),
     **with_each(
         "an update interrupted while it waits", "'exchange_records'", "apply(numbers)", APPLY
     ),

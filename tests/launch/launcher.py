@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import pytest
 import simulated_gpu
+from internals import compiled
 
 _MARK = "LAUNCHED_BY_TEST"  # a variable that marks a job's processes
 _LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_STEP")
@@ -106,6 +107,8 @@ class Launcher:
         changes = {"CUDA_VISIBLE_DEVICES": ""} if not gpus else {}
         if gpus and simulated_gpu.is_wanted():
             changes = simulated_gpu.environment()
+        if compiled.compiler() is None:  # which programs would say
+            changes["HPCSTRAT_COMPILE"] = "0"
         if isinstance(program, str):
             path = self.folder / f"program_{uuid.uuid4().hex[:8]}.py"
             path.write_text(textwrap.dedent(program))

@@ -190,9 +190,10 @@ def test_an_option_is_another_formula():
 def test_numbers_may_change_their_kind_and_in_place():
     class Own(hs.optimizers.Optimizer):
         slots = {}
+        scale: Any = None
 
         def numbers(self, rate, step):
-            return {"scale": scale}
+            return {"scale": self.scale}
 
         @staticmethod
         def formula(value, gradient, *, scale):
@@ -200,7 +201,7 @@ def test_numbers_may_change_their_kind_and_in_place():
 
     optimizer, v, found = Own(0.5), hs.Variable(np.zeros(1)), []
     array, variable = np.array(5.0), hs.Variable(8.0)
-    for scale in (1.0, True, 1, True, np.float64(2), array, array, variable, variable):
+    for optimizer.scale in (1.0, True, 1, True, np.float64(2), array, array, variable, variable):
         optimizer.apply_gradients([(np.ones(1), v)])
         found.append(-v.numpy().item() - sum(found))
         array += 1

@@ -214,7 +214,8 @@ def test_norms_of_several_variables(cupy, clip, dtype):
     if clip == "global_clipnorm":
         squares[:] = squares.sum()
     values = [np.zeros_like(gradient) for gradient in gradients]
-    update(SGD(1.0, **{clip: 3.0}), 1, values, gradients)
+    limits: Any = {clip: 3.0}
+    update(SGD(1.0, **limits), 1, values, gradients)
     for value, gradient, square in zip(values, gradients, squares, strict=True):
         expected = -gradient.astype(np.complex128) * min(1.0, 3.0 / np.sqrt(square or 1.0))
         eps = 4 * float(ml_dtypes.finfo(dtype).eps)

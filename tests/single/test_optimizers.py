@@ -71,6 +71,7 @@ def test_each_field_is_checked_when_it_is_set(kind, field):
         with pytest.raises(error, match=said):
             setattr(optimizer, field, value)
         assert repr(optimizer) == before
+    optimizer = make()
     setattr(optimizer, field, np.float32(0.5))
     assert getattr(optimizer, field) == 0.5
 
@@ -101,8 +102,8 @@ def test_clips_exclude_one_another():
     optimizer.clipvalue = 1.0
 
 
-def used(**fields):
-    optimizer, v = hs.optimizers.SGD(**{"learning_rate": 0.5, "momentum": 0.5} | fields), variable()
+def used(name=None):
+    optimizer, v = hs.optimizers.SGD(0.5, momentum=0.5, name=name), variable()
     optimizer.apply_gradients([(np.ones(2), v)], "a name")  # which changes nothing
     assert v.numpy().tolist() == [-0.5] * 2
     return optimizer, v
