@@ -20,6 +20,7 @@ becomes these steps in C, and the same as calls of NumPy's functions:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, final
@@ -108,6 +109,22 @@ class Kernel:
         """The names of its functions that CUDA C++ does not have for complex numbers."""
         return sorted({function.__name__ for function, _ in self.steps if function in _OF_REALS})
 
+    @functools.cached_property
+    def _calls(self) -> list[tuple[Callable[..., Any], tuple[int, ...], int | None]]:
+        """The steps as calls, each with the operand that its result overwrites, if one can be.
+
+        That is a result which nothing reads any more: new arrays would not be in cache.
+        """
+        first, calls = 2 + self.slots + self.numbers, []
+        last_read = {i: k for k, (_, operands) in enumerate(self.steps) for i in operands}
+        last_read |= dict.fromkeys(self.results, len(self.steps))
+        for k, (function, operands) in enumerate(self.steps):
+            free = [i for i in operands if i >= first and last_read[i] == k]
+            takes_out = function not in (*_CONDITIONS, *_IN_NUMPY, np.where)
+            out = free[0] if free and takes_out else None
+            calls.append((_IN_NUMPY.get(function, function), operands, out))
+        return calls
+
     def run(
         self, numbers: Sequence[float], value: Array, gradient: Array, slots: Sequence[Array]
     ) -> None:
@@ -116,9 +133,9 @@ class Kernel:
         found: list[Any] = [a.astype(wide, copy=False) for a in (gradient, *changed)]
         count = len(found)
         found += [*np.array(numbers, wide)]
-        for function, operands in self.steps:
-            call: Any = _IN_NUMPY.get(function, function)
-            found.append(call(*[found[i] for i in operands]))
+        for call, operands, out in self._calls:
+            given = [found[i] for i in operands]
+            found.append(call(*given) if out is None else call(*given, out=found[out]))
         # A new slot may be another slot's old value, which is about to be overwritten.
         new = [found[i].copy() if i < count else found[i] for i in self.results]
         for array, result in zip(changed, new, strict=True):
