@@ -115,12 +115,17 @@ class GradientNorms:
         rows = 1 if clip.is_global else len(shards)
         self._added, self._scales = xp.zeros((rows, COLUMNS)), xp.zeros(rows)
         self._views = [self._scales[i] for i in range(rows)]
-        self.scales(xp.zeros(shards[-1].message.stop, np.uint8), clip.limit)  # compiles all
+        for squares, _, dtype, (elements, _, threads, sums) in self._reads:  # compiles it
+            squares(xp.zeros(1, dtype), elements, 0, threads, sums)
+        self._finish(clip.limit, None)
 
-    def scales(self, message: Array, limit: float, add_up: AddUp | None = None) -> Sequence[Array]:
+    def scales(self, message: Array, limit: float, add_up: AddUp | None) -> Sequence[Array]:
         """The scale of each gradient, or of all, as arrays without dimensions."""
         for squares, place, dtype, given in self._reads:
             squares(message[place].view(dtype), *given)
+        return self._finish(limit, add_up)
+
+    def _finish(self, limit: float, add_up: AddUp | None) -> Sequence[Array]:
         add_kernel()(self._sums, self._sums.size // len(self._added), self._added)
         added = self._added if add_up is None else add_up(self._added)
         scale_kernel()(added, limit, self._scales)

@@ -53,9 +53,7 @@ class SGD(Optimizer):
         return {"rate": rate, "momentum": self.momentum, "nesterov": self.nesterov}
 
     @staticmethod
-    def formula(
-        value: Any, gradient: Any, velocity: Any = None, *, rate: Any, momentum: Any, nesterov: bool
-    ) -> Any:
+    def formula(value, gradient, velocity=None, *, rate, momentum, nesterov):
         """See `Optimizer.formula`."""
         change = rate * gradient
         if velocity is None:

@@ -1,5 +1,7 @@
 """Updates of large variables by a compiled loop: the bits are those of NumPy's operations."""
 
+import functools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ OPTIMIZERS = {
     "SGD": lambda: hs.optimizers.SGD(0.5),
     "Adam": lambda: hs.optimizers.Adam(0.5),
     "global_clipnorm": lambda: hs.optimizers.Adam(0.5, global_clipnorm=1.0),
+    "clipnorm": lambda: hs.optimizers.SGD(0.5, clipnorm=1.0),
     "RMSprop": lambda: hs.optimizers.RMSprop(0.5, momentum=0.5, centered=True),
 }
 
@@ -29,21 +32,19 @@ OPTIMIZERS = {
 @pytest.fixture
 def loops(monkeypatch):
     """The dtypes of the loops that were run, and a switch."""
-    run, real = [], compiled.loop
+    run, real = [], compiled.loops
 
-    def loop(rule, dtype):
-        if (bind := real(rule, dtype)) is None:
-            return None
-
-        def noted(*arguments):
-            call = bind(*arguments)
+    def noted(kernel, dtype):
+        def bound(bind, memory):
+            call = bind(memory)
             return lambda *table: (run.append(dtype.name), call(*table))
 
-        return noted
+        made = real(kernel, dtype)
+        return made and type(made)(*[functools.partial(bound, bind) for bind in made])
 
     def switch(is_on):
         run.clear()
-        monkeypatch.setattr(compiled, "loop", loop if is_on else lambda rule, dtype: None)
+        monkeypatch.setattr(compiled, "loops", noted if is_on else lambda kernel, dtype: None)
         return run
 
     return switch

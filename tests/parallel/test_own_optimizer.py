@@ -3,6 +3,8 @@
 Its steps: test_acceptance.py.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 from adamax import Adamax
@@ -24,7 +26,7 @@ def strategy(request, place):
         yield made
 
 
-def model(strategy, make=Adamax):
+def model(strategy, make: Any = Adamax):
     with strategy.scope():
         return hs.Variable(np.ones((4, 3)), name="w"), make(0.5)
 
