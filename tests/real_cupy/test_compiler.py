@@ -56,7 +56,7 @@ def kernels_of(rule, dtype):
         elements = array(1, np.int32)
         yield device_update.squares_kernel(dtype), [given[0], elements, 3, 128, sums[0]]
         yield device_update.add_kernel(), [sums, 128, sums]
-        yield device_update.scale_kernel(), [sums, 128, 0.5, sums[0]]
+        yield device_update.scale_kernel(), [sums, 0.5, sums[0]]
 
 
 def sources():
