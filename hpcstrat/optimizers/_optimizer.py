@@ -398,6 +398,9 @@ class Optimizer:
             group.communicator.exchange(signature_of(current_call()).with_numbers(numbers, names))
         rows = [_gradients.sum_rows(group, slices, v, are_summed) for slices, v in sparse]
         if rule.clip is not None and sparse:
+            with group.communicator.raise_together(), group.on_stream():
+                pairs = [*zip(gradients, dense, strict=True)]
+                gradients = [gradient.astype(v.dtype, copy=False) for gradient, v in pairs]
             if not are_summed:
                 gradients = group.communicator.all_reduce(gradients, ReduceOp.SUM)
                 are_summed = True
