@@ -129,46 +129,62 @@ def prepare(kernel: Kernel, dtype: np.dtype[Any], use: int, is_shared: bool) -> 
     local = worlds.local()
     is_first = not is_shared or local is None or local[0] == 0
     if is_first and use == 1 and (key not in _loops or (is_shared and key not in _left)):
-        if compiler() in _broken:
-            return
         try:
-            _loops[key] = _make(kernel, dtype, is_shared)
+            if compiler() not in _broken:
+                _loops[key] = _make(kernel, dtype, is_shared)
         except Exception as error:  # perhaps on one rank only: it must not interrupt the update
             _broken.add(compiler())
-            reports.say(
-                "hpcstrat: NumPy makes the updates, which takes several times as long, because no "
-                f"C loop can be made ({type(error).__name__}: {error}). A C compiler is found by "
-                "CC or as cc, and its library is loaded from TMPDIR; HPCSTRAT_COMPILE=0 makes no "
-                "loops, and silences this"
+            _say(
+                f"no C loop can be made ({type(error).__name__}: {error}). A C compiler is found "
+                "by CC or as cc, and its library is loaded from TMPDIR"
             )
+        if is_shared and key not in _loops:
+            with contextlib.suppress(OSError):  # so that other ranks need not say it, too
+                _leave(key).touch()
     elif is_first and use == USES and key in _left:
         with contextlib.suppress(OSError):  # the folder has others, or both are gone
             _left[key].unlink()
             _left[key].parent.rmdir()
     elif not is_first and use > 1 and key not in _loops:
         _loops[key] = None
+        path = _path(key)
+        if not path.exists():
+            _say(f"no C loop is in {path.parent}. All ranks of a host need the same TMPDIR")
         with contextlib.suppress(Exception):  # the first rank has said why
-            _loops[key] = _load(_path(source(kernel, dtype.name)), kernel, dtype)
+            _loops[key] = _load(path, kernel, dtype)
+
+
+@functools.cache  # not once for every dtype
+def _say(why: str) -> None:
+    reports.say(
+        f"hpcstrat: NumPy makes the updates, which takes several times as long, because {why}; "
+        "HPCSTRAT_COMPILE=0 makes no loops, and silences this"
+    )
 
 
 def _make(kernel: Kernel, dtype: np.dtype[Any], is_shared: bool) -> Loops:
-    text = source(kernel, dtype.name)
     with tempfile.TemporaryDirectory(prefix="hpcstrat-") as folder:
         made = pathlib.Path(folder, "loop.so")
-        _compile(text, made)
+        _compile(source(kernel, dtype.name), made)
         if is_shared:
-            path = _path(text)
-            path.parent.mkdir(0o700, exist_ok=True)
-            atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
-            _left[kernel, dtype] = made = made.replace(path)
+            made = made.replace(_leave((kernel, dtype)))
         return _load(made, kernel, dtype)
 
 
-def _path(text: str) -> pathlib.Path:
-    """Where the library of a source is for all ranks of this host, in a folder nobody can guess."""
-    world = worlds.start()
+def _leave(key: tuple[Kernel, np.dtype[Any]]) -> pathlib.Path:
+    """The path for a library that this rank leaves for others, and until then for itself."""
+    path = _path(key)
+    path.parent.mkdir(0o700, exist_ok=True)
+    atexit.register(shutil.rmtree, path.parent, ignore_errors=True)
+    _left[key] = path
+    return path
+
+
+def _path(key: tuple[Kernel, np.dtype[Any]]) -> pathlib.Path:
+    """Where the library of a kernel is for all ranks of this host: nobody else can guess it."""
+    world, (kernel, dtype) = worlds.start(), key
     folder = f"hpcstrat-{world.seed:016x}-{world.hosts[world.rank]}"
-    name = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    name = hashlib.blake2b(source(kernel, dtype.name).encode(), digest_size=16).hexdigest()
     return pathlib.Path(tempfile.gettempdir(), folder, f"{name}.so")
 
 

@@ -201,6 +201,9 @@ def _refused(why: str) -> Callable[..., NoReturn]:
     return lambda *_: _refuse(why)
 
 
+_NO_OPERATOR = _refused("its operators are + - * / and **, and comparisons")
+
+
 @final
 class Symbol:
     """An element of an array, a condition on elements, or a number, while a formula is traced.
@@ -230,7 +233,12 @@ class Symbol:
         "it has no value when a formula is traced; use NumPy's functions for elements, and "
         "`numbers` for numbers"
     )
-    __iter__ = _refused("it is not a sequence")
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = _refused(
+        "conditions are combined by numpy.where in numpy.where"
+    )
+    __pos__ = __mod__ = __rmod__ = __floordiv__ = __rfloordiv__ = _NO_OPERATOR
+    __matmul__ = __rmatmul__ = __divmod__ = __rdivmod__ = _NO_OPERATOR
+    __iter__ = __len__ = __getitem__ = __format__ = __round__ = _refused("it is one number")
 
     def __init__(
         self,
@@ -277,7 +285,7 @@ class Symbol:
             _refuse(f"{name} of numbers alone; compute them in `numbers`, which is plain Python")
         if function not in _IN_C:
             names = ", ".join([one.__name__ for one in _IN_C])
-            _refuse(f"{name} does not have the same bits on every processor; take {names}")
+            _refuse(f"{name} is not allowed; take what has the same bits everywhere: {names}")
         wanted = [function is np.where, *[False] * (len(kinds) - 1)]
         if [kind == CONDITION for kind in kinds] != wanted:
             _refuse(

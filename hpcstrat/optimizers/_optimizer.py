@@ -473,8 +473,14 @@ class Optimizer:
             return self.formula(value, gradient, *slots, **numbers, **options)
 
         taken = [scale] * (clip is not None) + names + [decay] * (self.weight_decay is not None)
-        call = f"{type(self).__name__}.formula"
-        kernel, literals = trace(call, whole, len(self.slots), taken)
+        owner, slots = type(self).__name__, self.slots
+        if not isinstance(slots, Mapping):
+            raise TypeError(
+                f"{owner}.slots is {slots!r}; it must be a dict of initial values by name"
+            )
+        for name, value in slots.items():  # before the first of them is made
+            as_number(f"{owner}.slots", name, value)
+        kernel, literals = trace(f"{owner}.formula", whole, len(slots), taken)
         fields = ("weight_decay", *_CLIPPING)
         agreed = {name: float(value) for name, value in options.items() if value is not None}
         agreed |= {name: one for name in fields if (one := getattr(self, name)) is not None}
