@@ -147,10 +147,10 @@ def prepare(kernel: Kernel, dtype: np.dtype[Any], use: int, is_shared: bool) -> 
             _left[key].parent.rmdir()
     elif not is_first and use > 1 and key not in _loops:
         _loops[key] = None
-        path = _path(key)
-        if not path.exists():
-            _say(f"no C loop is in {path.parent}. All ranks of a host need the same TMPDIR")
         with contextlib.suppress(Exception):  # the first rank has said why
+            path = _path(key)
+            if not path.exists():
+                _say(f"no C loop is in {path.parent}. All ranks of a host need the same TMPDIR")
             _loops[key] = _load(path, kernel, dtype)
 
 
