@@ -65,7 +65,8 @@ class DeviceUpdate(Update):
         """See `Update.prepare`."""
         for run in {run.shard.dtype: run for run in self._runs_of(sys.maxsize)}.values():
             prepare_on_gpu(rule, run.shard.dtype)
-        if rule.clip is not None and self._shards:
+        # Once, because graphs keep the addresses of their memory.
+        if rule.clip is not None and self._shards and rule.clip.is_global not in self._norms:
             self._norms[rule.clip.is_global] = GradientNorms(self._shards, rule.clip)
 
     def run(
