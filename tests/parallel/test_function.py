@@ -289,6 +289,24 @@ def test_assign_restore_numbers_and_options(strategy, tmp_path):
     )
 
 
+@pytest.mark.parametrize("option", ["clipnorm", "global_clipnorm"])
+def test_an_option_that_changes_back(strategy, option):
+    """One batch size gets other kernels meanwhile; the graph of the other size is launched again."""
+
+    def between(i, model):
+        model.optimizer.is_signed = i == 6
+        if i == 7:  # reuses what is free
+            model.kept = [model.xp.zeros((1, 1 << k)) for k in range(18) for _ in range(3)]
+
+    sizes = (4, 4, 4, 5, 5, 5, 4, 5, 5)
+    compare(
+        strategy,
+        lambda: Momentum(0.5, **{option: 0.05}),
+        between=between,
+        given=lambda made: batches(made, sizes),
+    )
+
+
 def test_messages_that_grow(strategy):
     """A larger update takes other memory, and the graph keeps its own."""
 
