@@ -301,7 +301,7 @@ def test_an_option_that_changes_back(strategy, option):
     sizes = (4, 4, 4, 5, 5, 5, 4, 5, 5)
     compare(
         strategy,
-        lambda: Momentum(0.5, **{option: 0.05}),
+        lambda: Momentum(0.5, **{option: 0.05}),  # pyright: ignore[reportArgumentType]
         between=between,
         given=lambda made: batches(made, sizes),
     )

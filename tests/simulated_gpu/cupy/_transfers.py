@@ -44,10 +44,11 @@ def alloc_pinned_memory(size):
     return made
 
 
-def _forget(start, _):
-    place = bisect.bisect(_starts, start) - 1
+def _forget(start, gone):
+    # By identity: Python unmaps memory before it says so, and another's may be at `start` by now.
+    place = next(i for i, region in enumerate(_regions) if region is gone)
     del _starts[place], _regions[place]
-    for transfer in [one for one in _under_way if one.start == start]:
+    for transfer in [one for one in _under_way if one.start == start and one.memory() is None]:
         _under_way.remove(transfer)
         transfer.end_guard()
         if transfer.is_awaited():
