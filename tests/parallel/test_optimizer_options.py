@@ -309,6 +309,17 @@ def test_fields_that_differ_are_refused(strategy, name, is_sparse):
 
 
 @pytest.mark.core
+@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
+@pytest.mark.parametrize("other", ["global_clipnorm", "clipvalue", "weight_decay"])
+def test_fields_of_the_same_value_are_told_apart(strategy, other):
+    v, optimizer = model(strategy, momentum=0.5, **{other if RANK else "clipnorm": 0.25})
+    gradient = strategy.xp.asarray(own(0)[0])
+    with pytest.raises(hs.ReplicaMismatchError, match=rf"(?s)clipnorm=0\.25.*{other}=0\.25"):
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, v)]))
+    assert np.array_equal(v.numpy(), START) and optimizer.iterations == 0
+
+
+@pytest.mark.core
 @pytest.mark.parametrize("where", ["stepped", "restored"])
 def test_fields_are_fixed_once_there_are_slots(strategy, where, mpi_tmp_path):
     v, optimizer = model(strategy, momentum=0.5)
