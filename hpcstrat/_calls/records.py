@@ -99,9 +99,10 @@ class CallSignature(NamedTuple):
     ) -> CallSignature:
         """This signature with arguments that change from call to call, such as a learning rate."""
         packed = struct.pack(f"<{len(numbers)}d", *numbers)
-        # Half of the digest stays, so that each step hashes the numbers only, and not the names of
-        # all variables.
-        digest = self.digest[:8] + hashlib.blake2b(packed, digest_size=8).digest()
+        # Half of the digest stays, so that each step hashes the numbers and their names only, and
+        # not the names of all variables.
+        named = packed + ",".join(names).encode()
+        digest = self.digest[:8] + hashlib.blake2b(named, digest_size=8).digest()
         return CallSignature(digest, self.call, self.must_match, numbers, names)
 
     def words(self) -> CallDescription:

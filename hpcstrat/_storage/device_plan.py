@@ -1,7 +1,6 @@
 """Plans of updates whose message is on a device: a GPU, or the host of a rank without one.
 
-DevicePlan       every rank has the sums of all gradients, and makes the whole update
-CentralPlan      only the root has them; it sends the new values
+DevicePlan       every rank, or the root alone, has the sums of all gradients, and makes the update
 DevicePartsPlan  each rank has those of its part of the elements; all send new values
 """
 

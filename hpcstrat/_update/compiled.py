@@ -138,7 +138,7 @@ def prepare(kernel: Kernel, dtype: np.dtype[Any], use: int, is_shared: bool) -> 
                 f"no C loop can be made ({type(error).__name__}: {error}). A C compiler is found "
                 "by CC or as cc, and its library is loaded from TMPDIR"
             )
-        if is_shared and key not in _loops:
+        if is_shared and key not in _left:
             with contextlib.suppress(OSError):  # so that other ranks need not say it, too
                 _leave(key).touch()
     elif is_first and use == USES and key in _left:
@@ -214,7 +214,7 @@ def _compile(text: str, made: pathlib.Path) -> None:
         raise TimeoutError(f"{cc} was killed, or took more than {SECONDS} seconds")
     if process.returncode:
         said = errors.decode(errors="replace").strip().splitlines()
-        raise OSError(f"{cc} ended with status {process.returncode}: {' '.join(said[:1])}")
+        raise OSError(f"{cc} ended with status {process.returncode}: {' '.join(said[:3])}")
 
 
 def source(kernel: Kernel, dtype: str) -> str:

@@ -46,6 +46,13 @@ POSITIVE_OR_NONE = _or_none(_number("positive or None", lambda number: number > 
 _RATE = _at_least_0("a number of at least 0, or a callable")
 
 
+def name_or_class(owner: str, name: str, value: Any) -> str:
+    """A `Check`: a text; the class's name for `None`."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"{owner}: {name} is {value!r}; it must be a text")
+    return owner if value is None else value
+
+
 def any_bool(owner: str, name: str, value: Any) -> bool:
     """A `Check`: anything that is true or false."""
     return bool(value)

@@ -27,6 +27,7 @@ from hpcstrat.optimizers._fields import (
     NOT_NEGATIVE_OR_NONE,
     POSITIVE_OR_NONE,
     checked,
+    name_or_class,
     rate_of,
 )
 from hpcstrat.optimizers._state import OptimizerState, OptimizerVariable, list_variables
@@ -113,13 +114,13 @@ class Optimizer:
     clipnorm: float | None = checked(None, POSITIVE_OR_NONE)
     clipvalue: float | None = checked(None, POSITIVE_OR_NONE)
     global_clipnorm: float | None = checked(None, POSITIVE_OR_NONE)
-    name: str | None = checked(None, lambda owner, _, value: owner if value is None else value)
+    name: str | None = checked(None, name_or_class)
 
     if TYPE_CHECKING:
         slots: Any = dataclasses.field(init=False)  # which dicts and properties may override
     else:
         slots = MappingProxyType({})
-    # Written by `vars`, as nothing that a program sets.
+    # Set by `vars(self)`: `__setattr__` is for what a program sets.
     _traced: ClassVar[_Traced | None] = None
     _last: ClassVar[tuple[Any, UpdateRule] | None] = None
     _rate: ClassVar[Any]
@@ -180,7 +181,7 @@ class Optimizer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         owner = type(self).__name__
-        if name in self.__dataclass_fields__:
+        if any(field.name == name for field in dataclasses.fields(self)):
             self._require_eager(name)
             if name == "learning_rate":
                 vars(self)["_rate"] = rate_of(owner, value)

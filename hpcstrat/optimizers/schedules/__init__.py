@@ -105,7 +105,7 @@ class PiecewiseConstantDecay(LearningRateSchedule):
                 f"PiecewiseConstantDecay: {len(self.boundaries)} boundaries and "
                 f"{len(self.values)} values; there must be one value more than boundaries"
             )
-        if any(later <= one for one, later in itertools.pairwise(self.boundaries)):
+        if not all(one < later for one, later in itertools.pairwise(self.boundaries)):
             raise ValueError(
                 f"PiecewiseConstantDecay: boundaries are {self.boundaries}; they must increase"
             )
