@@ -101,8 +101,8 @@ class CallSignature(NamedTuple):
         packed = struct.pack(f"<{len(numbers)}d", *numbers)
         # Half of the digest stays, so that each step hashes the numbers and their names only, and
         # not the names of all variables.
-        named = packed + ",".join(names).encode()
-        digest = self.digest[:8] + hashlib.blake2b(named, digest_size=8).digest()
+        named = hashlib.blake2b(packed + _joined(names), digest_size=8)
+        digest = self.digest[:8] + named.digest()
         return CallSignature(digest, self.call, self.must_match, numbers, names)
 
     def words(self) -> CallDescription:
@@ -141,6 +141,11 @@ def new_signature(call: str, *must_match: Any) -> CallSignature:
 # A loop makes the same calls with the same shapes at every step.
 signature_of = functools.lru_cache(maxsize=8192)(new_signature)
 """`new_signature`, kept for the next call with the same values."""
+
+
+@functools.lru_cache(64)
+def _joined(names: Sequence[str]) -> bytes:
+    return ",".join(names).encode()
 
 
 def _in_digits(number: float) -> str:

@@ -142,20 +142,14 @@ class CentralHostStorage(Storage):
                 # No other rank needs this rank's part of a large gradient.
                 in_place = update.in_place(values)
             write = functools.partial(plan.write, values=values, in_place=in_place)
-        # After its gradients a message has room for the squares of this rank's part of each.
-        room = Interval(0, 8 * len(plan.order.blocks)).shift(round_up(nbytes, 8))
-        if rule.clip is not None:
-            sent = communicator.exchange(signature, room.stop, write or (lambda _: None))
-        else:
+        add_up = None
+        if rule.clip is None:
             sent = communicator.exchange(signature, nbytes if write else 0, write)
-
-        def add_up(own: Array) -> Array:
-            place = slice(room.start, room.start + own.nbytes)
-            rows = [message[place].view(np.float64) for message in sent]
-            rows[communicator.rank][:] = own
-            communicator.sync()
-            return np.sum(rows, axis=0)  # in rank order
-
+        else:
+            # After its gradients a message has room for the squares of this rank's part of each.
+            room = Interval(0, 8 * len(plan.order.blocks)).shift(round_up(nbytes, 8))
+            sent = communicator.exchange(signature, room.stop, write or (lambda _: None))
+            add_up = functools.partial(self._add_up, sent, room.start)
         messages = plan.buffers.messages if values is None else sent
         if op is FIRST_REPLICA:
             update.run(rule, messages[:1], add_up=add_up)
@@ -163,6 +157,14 @@ class CentralHostStorage(Storage):
             update.run(rule, messages, op, in_place, add_up=add_up)
         # Until all have written, a read could see both new and old elements.
         communicator.sync()
+
+    def _add_up(self, messages: Sequence[Array], start: int, own: Array) -> Array:
+        """Adds up the ranks' arrays, in rank order, by way of their messages."""
+        place = slice(start, start + own.nbytes)
+        rows = [message[place].view(np.float64) for message in messages]
+        rows[self.communicator.rank][:] = own
+        self.communicator.sync()
+        return np.sum(rows, axis=0)
 
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule

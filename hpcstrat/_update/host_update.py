@@ -79,6 +79,7 @@ class HostRuns:
         self._table = KeptByMessage(self._table_of)
         # Of each kernel its loop, and the memory from which that reads its numbers.
         self._bound: dict[Kernel, tuple[compiled.Call, Array]] = {}
+        self._written: Sequence[float] | None = None  # the last numbers, of one of them
         self._squares = np.empty(len(shards))
 
     def forget_messages(self) -> None:
@@ -92,9 +93,10 @@ class HostRuns:
         if kernel is None:
             for _, (value,), gradient in self._reduced(summands):
                 rule.assign(value, gradient)
-        elif bound := self._bound_loop(kernel, summands):
+        elif summands.compiles and (bound := self._bound.get(kernel) or self._bind(kernel)):
             loop, memory = bound
-            memory[:] = numbers
+            if numbers is not self._written:
+                memory[:] = self._written = numbers
             loop(*self._prepared(self._table, summands))
         else:
             for _, (value, *slots), gradient in self._reduced(summands):
@@ -102,7 +104,9 @@ class HostRuns:
 
     def squares(self, kernel: Kernel, summands: Summands) -> Array:
         """The sum of the squares of each run's gradient, in float64, valid until the next call."""
-        if bound := self._bound_loop(kernel, summands, self._squares):
+        if summands.compiles and (
+            bound := self._bound.get(kernel) or self._bind(kernel, self._squares)
+        ):
             loop, _ = bound
             loop(*self._prepared(self._table, summands))
         else:
@@ -111,19 +115,17 @@ class HostRuns:
                 self._squares[i] += compiled.sum_of_squares(gradient)
         return self._squares
 
-    def _bound_loop(
-        self, kernel: Kernel, summands: Summands, squares: Array | None = None
+    def _bind(
+        self, kernel: Kernel, squares: Array | None = None
     ) -> tuple[compiled.Call, Array] | None:
         """The loop of a kernel, or of squares, if there is one."""
-        # Other operations than sums are rare, on small variables.
-        if not summands.compiles or summands.op is not ReduceOp.SUM:
+        loops = compiled.loops(kernel, self._dtype)
+        if loops is None:
             return None
-        bound = self._bound.get(kernel)
-        if bound is None and (loops := compiled.loops(kernel, self._dtype)) is not None:
-            memory = np.empty(kernel.numbers) if squares is None else squares
-            bind = loops.update if squares is None else loops.squares
-            bound = self._bound[kernel] = bind(memory), memory
-        return bound
+        memory = np.empty(kernel.numbers) if squares is None else squares
+        bind = loops.update if squares is None else loops.squares
+        self._bound[kernel] = bind(memory), memory
+        return self._bound[kernel]
 
     def _reduced(self, summands: Summands) -> Iterator[tuple[int, Sequence[Array], Array]]:
         """Of each chunk its run, its part of the run's arrays, and the reduced gradient."""
@@ -193,7 +195,8 @@ class HostUpdate(Update):
         self._scratch, self._rank = scratch, rank
         self._compile_after, self._is_shared = compile_after, is_shared
         self._updates = 0
-        self._uses: dict[Kernel, int] = {}  # while its loops may be compiled, the first few
+        self._uses: dict[Kernel, int] = {}
+        self._ready: Kernel | None = None  # the last that needs no `prepare` any more
         # A small gradient costs less to copy than to read in place.
         self._large = [shard for shard in shards if shard.elements.size >= CHUNK]
         self.may_be_in_place: bool = bool(self._large)
@@ -255,6 +258,15 @@ class HostUpdate(Update):
         for one in (*own.get("_all", ()), *own.get("_in_message", ()), *of_variables):
             one.forget_messages()
 
+    def _prepare_loops(self, kernel: Kernel) -> None:
+        use = self._uses.get(kernel, 0) + 1
+        if use > compiled.USES:
+            self._ready = kernel
+            return
+        self._uses[kernel] = use
+        for dtype in self._dtypes:
+            compiled.prepare(kernel, dtype, use, self._is_shared)
+
     def run(
         self,
         rule: UpdateRule,
@@ -270,12 +282,11 @@ class HostUpdate(Update):
         """
         self._updates += 1
         kernel, clip = rule.kernel, rule.clip
-        compiles = kernel is not None and self._updates > self._compile_after
-        if compiles and kernel is not None and self._uses.get(kernel, 0) < compiled.USES:
-            self._uses[kernel] = self._uses.get(kernel, 0) + 1
-            for dtype in self._dtypes:
-                compiled.prepare(kernel, dtype, self._uses[kernel], self._is_shared)
-        summands = Summands(messages, op, in_place, compiles)
+        compiles = self._updates > self._compile_after
+        if compiles and kernel is not None and kernel is not self._ready:
+            self._prepare_loops(kernel)
+        # Other operations than sums are rare, on small variables.
+        summands = Summands(messages, op, in_place, compiles and op is ReduceOp.SUM)
         if kernel is None or clip is None:
             for one in self._all:
                 one.update(rule, rule.numbers, summands)

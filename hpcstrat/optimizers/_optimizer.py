@@ -40,6 +40,8 @@ class _Traced(NamedTuple):
 
     Attributes:
         kind: the names and the types of what `numbers` has returned.
+        is_constant: whether none of them can change in place, as a variable does.
+        are_floats: whether all are floats.
         options: those that are no numbers, with their values.
         kernel: the kernel.
         literals: its last numbers; see `trace`.
@@ -48,6 +50,8 @@ class _Traced(NamedTuple):
     """
 
     kind: list[Any]
+    is_constant: bool
+    are_floats: bool
     options: dict[str, bool | None]
     kernel: Kernel
     literals: tuple[float, ...]
@@ -431,32 +435,32 @@ class Optimizer:
                 f"{type(self).__name__}.numbers returned {given!r}; it must return a dict of the "
                 "numbers that formula takes, by name"
             )
-        traced, own = self._traced, vars(self)
-        if (
-            traced is None
-            or traced.kind != [*given, *map(type, given.values())]
-            or not traced.options.items() <= given.items()
-        ):
-            traced = own["_traced"] = self._trace(given)
-            own["_last"] = None
-        call = f"{type(self).__name__}.numbers"
-        numbers = {
-            name: one if type(one) is float else as_number(call, name, one)
-            for name, one in given.items()
-            if name not in traced.options
-        }
-        now, last = (rate, numbers), self._last
-        if last is not None and now == last[0]:
+        traced, last, own = self._traced, self._last, vars(self)
+        kind = [*given, *map(type, given.values())]
+        if traced is None or kind != traced.kind:
+            traced = own["_traced"] = self._trace(given, kind)
+        elif traced.is_constant and last is not None and (rate, given) == last[0]:
             return last[1]
+        elif not traced.options.items() <= given.items():
+            traced = own["_traced"] = self._trace(given, kind)
+        numbers = given if traced.are_floats else self._as_numbers(given, traced.options)
         agreed = {"learning_rate": rate, **numbers, **traced.agreed}
         values = [*numbers.values()]
         if self.weight_decay is not None:
             values.append(1 - self.weight_decay * rate)
         rule = UpdateRule(traced.kernel, (*values, *traced.literals), agreed, traced.clip)
-        own["_last"] = now, rule
+        own["_last"] = (rate, {**given}), rule  # a program may change its dict in place
         return rule
 
-    def _trace(self, given: Mapping[str, Any]) -> _Traced:
+    def _as_numbers(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, float]:
+        call = f"{type(self).__name__}.numbers"
+        return {
+            name: one if type(one) is float else as_number(call, name, one)
+            for name, one in given.items()
+            if name not in options
+        }
+
+    def _trace(self, given: Mapping[str, Any], kind: list[Any]) -> _Traced:
         """The formula for numbers and options of these names."""
         options = {name: one for name, one in given.items() if one is None or type(one) is bool}
         names = [name for name in given if name not in options]
@@ -485,8 +489,9 @@ class Optimizer:
         fields = ("weight_decay", *_CLIPPING)
         agreed = {name: float(value) for name, value in options.items() if value is not None}
         agreed |= {name: one for name in fields if (one := getattr(self, name)) is not None}
-        kind = [*given, *map(type, given.values())]
-        return _Traced(kind, options, kernel, literals, clip, agreed)
+        types = {*map(type, given.values())}
+        is_constant, are_floats = types <= {float, int, bool, type(None)}, types <= {float}
+        return _Traced(kind, is_constant, are_floats, options, kernel, literals, clip, agreed)
 
     @names_call(lambda self, _: f"{self.name}.gradient_buffers")
     def gradient_buffers(self, variables: Iterable[Variable]) -> GradientBuffers:
