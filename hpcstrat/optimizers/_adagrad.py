@@ -48,7 +48,7 @@ class Adagrad(Optimizer):
         return {"rate": rate, "epsilon": self.epsilon}
 
     @staticmethod
-    def formula(value, gradient, accumulator, *, rate, epsilon):
+    def formula(value: Any, gradient: Any, accumulator: Any, *, rate: Any, epsilon: Any) -> Any:
         """See `Optimizer.formula`."""
         accumulator = accumulator + gradient * gradient
         return value - rate * (gradient / np.sqrt(accumulator + epsilon)), accumulator

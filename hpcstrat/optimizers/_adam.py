@@ -79,7 +79,17 @@ class Adam(Optimizer):
         }
 
     @staticmethod
-    def formula(value, gradient, m, v, *, rate, new_m, new_v, epsilon):
+    def formula(
+        value: Any,
+        gradient: Any,
+        m: Any,
+        v: Any,
+        *,
+        rate: Any,
+        new_m: Any,
+        new_v: Any,
+        epsilon: Any,
+    ) -> Any:
         """See `Optimizer.formula`."""
         m = m + new_m * (gradient - m)
         v = v + new_v * (gradient * gradient - v)

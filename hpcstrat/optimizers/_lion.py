@@ -55,7 +55,17 @@ class Lion(Optimizer):
         }
 
     @staticmethod
-    def formula(value, gradient, m, *, rate, beta_1, new_1, beta_2, new_2):
+    def formula(
+        value: Any,
+        gradient: Any,
+        m: Any,
+        *,
+        rate: Any,
+        beta_1: Any,
+        new_1: Any,
+        beta_2: Any,
+        new_2: Any,
+    ) -> Any:
         """See `Optimizer.formula`."""
         change = np.sign(beta_1 * m + new_1 * gradient)
         return value - rate * change, beta_2 * m + new_2 * gradient

@@ -75,7 +75,18 @@ class RMSprop(Optimizer):
         }
 
     @staticmethod
-    def formula(value, gradient, rms, *others, rate, rho, new, momentum, epsilon, centered):
+    def formula(
+        value: Any,
+        gradient: Any,
+        rms: Any,
+        *others: Any,
+        rate: Any,
+        rho: Any,
+        new: Any,
+        momentum: Any,
+        epsilon: Any,
+        centered: bool,
+    ) -> Any:
         """See `Optimizer.formula`."""
         rms = rho * rms + new * (gradient * gradient)
         slots, divisor = [rms], rms

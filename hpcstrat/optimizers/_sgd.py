@@ -53,7 +53,9 @@ class SGD(Optimizer):
         return {"rate": rate, "momentum": self.momentum, "nesterov": self.nesterov}
 
     @staticmethod
-    def formula(value, gradient, velocity=None, *, rate, momentum, nesterov):
+    def formula(
+        value: Any, gradient: Any, velocity: Any = None, *, rate: Any, momentum: Any, nesterov: bool
+    ) -> Any:
         """See `Optimizer.formula`."""
         change = rate * gradient
         if velocity is None:
