@@ -152,7 +152,7 @@ def clip_norms(
     xp, arrays = group.xp, [*gradients, *[values for _, values in rows]]
     with group.on_stream(), np.errstate(all="ignore"):  # as in the update
         # In float64, where the squares of large float32 numbers do not overflow.
-        squares = [xp.sum(xp.square(abs(array).astype(np.float64))) for array in arrays]
+        squares = [xp.sum(abs(array).astype(np.float64) ** 2) for array in arrays]
         if clip.is_global:
             squares = [sum(squares)] * len(arrays)
         norms = [xp.sqrt(squared) for squared in squares]
