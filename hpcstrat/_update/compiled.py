@@ -138,8 +138,8 @@ def prepare(kernel: Kernel, dtype: np.dtype[Any], use: int, is_shared: bool) -> 
                 f"no C loop can be made ({type(error).__name__}: {error}). A C compiler is found "
                 "by CC or as cc, and its library is loaded from TMPDIR"
             )
-        if is_shared and key not in _left:
-            with contextlib.suppress(OSError):  # so that other ranks need not say it, too
+        if is_shared:  # an empty file, if there is no library: the other ranks need not say so, too
+            with contextlib.suppress(OSError):
                 _leave(key).touch()
     elif is_first and use == USES and key in _left:
         with contextlib.suppress(OSError):  # the folder has others, or both are gone
