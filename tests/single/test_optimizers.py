@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adamax import Adamax
 
 import hpcstrat as hs
 
@@ -153,29 +154,6 @@ def test_an_optimizer_is_not_copied(copied):
 def test_optimizers_are_equal_to_themselves_alone():
     one, other = hs.optimizers.SGD(), hs.optimizers.SGD()
     assert one == one and one != other and len({one, other}) == 2
-
-
-@dataclasses.dataclass(eq=False, repr=False)
-class Adamax(hs.optimizers.Optimizer):
-    learning_rate: float = 0.001
-    beta_1: float = 0.9
-    beta_2: float = 0.999
-    epsilon: float = 1e-7
-    slots = {"m": 0.0, "u": 0.0}
-
-    def numbers(self, rate, step):
-        return {
-            "rate": rate / (1 - self.beta_1**step),
-            "new": 1 - self.beta_1,
-            "keep": self.beta_2,
-            "epsilon": self.epsilon,
-        }
-
-    @staticmethod
-    def formula(value, gradient, m, u, *, rate, new, keep, epsilon):
-        m = m + new * (gradient - m)
-        u = np.maximum(keep * u, np.absolute(gradient))
-        return value - rate * (m / (u + epsilon)), m, u
 
 
 def test_an_optimizer_of_the_program():
