@@ -276,6 +276,21 @@ def test_what_an_optimizer_keeps(strategy):
     assert [one.shape for one in optimizer.variables] == [(), (), v.shape]
 
 
+@pytest.mark.core
+@pytest.mark.parametrize("dtype", [np.int64, np.float16])
+@pytest.mark.parametrize("option", ["clipnorm", "global_clipnorm"])
+def test_gradients_of_other_dtypes_are_clipped_with_rows(strategy, option, dtype):
+    xp, options = strategy.xp, dict[str, Any]({option: 1.0})
+    with strategy.scope():
+        w, table = hs.Variable(np.zeros(2)), hs.Variable(np.zeros((2, 1)))
+        optimizer = hs.optimizers.SGD(1.0, **options)
+    rows = hs.IndexedSlices(xp.zeros((1, 1)), xp.asarray([0]))
+    strategy.run(lambda: optimizer.apply_gradients([(xp.asarray([3, 4], dtype), w), (rows, table)]))
+    np.testing.assert_allclose(
+        w.numpy(), [-0.6, -0.8]
+    )  # [3, 4] for each replica has this direction
+
+
 # ---- what is refused
 
 
