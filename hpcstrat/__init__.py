@@ -62,7 +62,6 @@ from hpcstrat._strategies.strategies import OneDeviceStrategy as OneDeviceStrate
 from hpcstrat._strategies.strategies import ReductionToOneDevice as ReductionToOneDevice
 from hpcstrat._variable.options import VariableAggregation as VariableAggregation
 from hpcstrat._variable.options import VariableSynchronization as VariableSynchronization
-from hpcstrat._variable.options import variable_creator_scope as variable_creator_scope
 from hpcstrat._variable.variable import Variable as Variable
 from hpcstrat.data import DistributedDataset as DistributedDataset
 from hpcstrat.data import DistributedIterator as DistributedIterator

@@ -84,6 +84,9 @@ _get_group: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
 current: ContextVar[Context | None] = ContextVar("hpcstrat_context", default=None)
 """The context; None outside all scopes."""
 
+in_default_scope: ContextVar[bool] = ContextVar("hpcstrat_default_scope", default=False)
+"""Whether the caller is in a scope of the default strategy, which refuses other variables."""
+
 # One for the process, not per thread, as in TensorFlow: the context of every line outside scopes.
 _set_by_user: AcrossReplicas | None = None
 

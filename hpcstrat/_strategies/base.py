@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import Token
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -36,7 +37,6 @@ from hpcstrat._strategies.transfer import (
     regroup,
     require_equal_arguments,
 )
-from hpcstrat._variable.options import creators
 from hpcstrat._variable.writing import explain_assign, explain_read_only
 from hpcstrat.data import _distributing
 from hpcstrat.data._arguments import InputContext, InputOptions
@@ -720,26 +720,18 @@ class Scope:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
-        self._entered: list[Any] = []
+        self._entered: list[Token[Any]] = []
 
     @names_call("Strategy.scope")
     def __enter__(self) -> Strategy:
         require_cross_replica(self._group)
-        token = contexts.current.set(AcrossReplicas(self._group))
-        self._entered.append((token, creators.get()))
+        self._entered.append(contexts.current.set(AcrossReplicas(self._group)))
         return self._group.strategy
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         if error is not None:
             explain_assign(error)
-        token, creators_before = self._entered[-1]
-        if creators.get() != creators_before:
-            raise RuntimeError(
-                "Strategy.scope was left inside a variable_creator_scope that was entered in it; "
-                "leave that one first"
-            )
-        self._entered.pop()
-        contexts.current.reset(token)
+        contexts.current.reset(self._entered.pop())
 
 
 def group_of(strategy: Strategy) -> ReplicaGroup:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 from hpcstrat._core.types import MaybeNone
 from hpcstrat._replicas import contexts
@@ -12,7 +11,6 @@ from hpcstrat._replicas.contexts import AcrossReplicas, InReplica
 from hpcstrat._replicas.group import default_group
 from hpcstrat._strategies.base import Scope, Strategy, group_of
 from hpcstrat._strategies.replica_context import ReplicaContext
-from hpcstrat._variable.options import creators
 
 
 @final
@@ -40,20 +38,11 @@ class _DefaultScope(Scope):
             raise RuntimeError(
                 "Strategy.scope was called in the scope of another strategy; leave that scope first"
             )
-        self._entered.append(creators.set((*creators.get(), _require_default)))
+        self._entered.append(contexts.in_default_scope.set(True))
         return self._group.strategy
 
     def __exit__(self, *_: object) -> None:
-        creators.reset(self._entered.pop())
-
-
-def _require_default(next_creator: Callable[..., Any], **arguments: Any) -> Any:
-    if has_strategy():
-        raise RuntimeError(
-            f"Variable: made in the scope of {contexts.group().name}, which was entered in the "
-            "scope of the default strategy; strategies do not mix: leave that scope first"
-        )
-    return next_creator(**arguments)
+        contexts.in_default_scope.reset(self._entered.pop())
 
 
 # Always the same object: programs may keep it, and compare `get_strategy()` with it by identity.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias, final
 
 import numpy as np
@@ -14,11 +14,10 @@ from hpcstrat._core.call_name import call_named
 from hpcstrat._core.types import Array
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
-from hpcstrat._update.rows import row_view
 from hpcstrat._variable.state import VariableState, in_replica_of
-from hpcstrat._variable.writing import as_indices, row_numbers
+from hpcstrat._variable.writing import as_row_numbers
 
-Axis: TypeAlias = "int | Sequence[int] | None"
+_Method: TypeAlias = Callable[..., Any]
 
 
 @final
@@ -44,6 +43,17 @@ class VariableReference:
         return f"<Reference to {self._variable!r}>"
 
 
+def _method(name: str, read: Callable[[Any], Array]) -> _Method:
+    """An array's method of that name, applied to what `read` returns of a variable."""
+
+    def method(variable: Any, *args: Any, **options: Any) -> Any:
+        return getattr(read(variable), name)(*args, **options)
+
+    method.__name__, method.__qualname__ = name, f"ReadableAsArray.{name}"
+    method.__doc__ = f"`numpy.ndarray.{name}`, or CuPy's, of `value()`."
+    return method
+
+
 class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
     """The part of `Variable` that reads it.
 
@@ -59,12 +69,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape.
-
-        Examples:
-            >>> hs.Variable(np.zeros((2, 3))).shape
-            (2, 3)
-        """
+        """The shape."""
         return self._state.block.view.shape
 
     @property
@@ -81,42 +86,22 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def ndim(self) -> int:
-        """The number of dimensions.
-
-        Examples:
-            >>> hs.Variable(np.zeros((2, 3))).ndim
-            2
-        """
+        """The number of dimensions."""
         return self._state.block.view.ndim
 
     @property
     def size(self) -> int:
-        """The number of elements.
-
-        Examples:
-            >>> hs.Variable(np.zeros((2, 3))).size
-            6
-        """
+        """The number of elements."""
         return self._state.block.view.size
 
     @property
     def itemsize(self) -> int:
-        """The bytes of one element.
-
-        Examples:
-            >>> hs.Variable(np.zeros(3, np.float32)).itemsize
-            4
-        """
+        """The bytes of one element."""
         return self._state.block.view.itemsize
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all elements.
-
-        Examples:
-            >>> hs.Variable(np.zeros(3, np.float32)).nbytes
-            12
-        """
+        """The bytes of all elements."""
         return self._state.block.view.nbytes
 
     def get_shape(self) -> tuple[int, ...]:
@@ -185,6 +170,9 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
             self._check_readable()
         return self._state.block.view
 
+    def _read_on_host(self) -> Array:
+        return gpu.to_host(self._read_in_place())
+
     def _check_readable(self) -> None:
         if self._state.needs_aggregation_to_read():
             raise RuntimeError(
@@ -219,8 +207,8 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         def __setitem__(self, index: Any, value: Any) -> None:
             raise TypeError(
                 f"Variable {self.name!r} does not support item assignment; write rows by "
-                "v.scatter_update(IndexedSlices(values, indices)), elements by "
-                "v.scatter_nd_update(indices, values), or all of it by v.assign(new)"
+                "v.scatter_update(IndexedSlices(values, indices)), or a changed copy: "
+                "new = v.numpy(); new[i] = x; v.assign(new)"
             )
 
     def __len__(self) -> int:
@@ -250,255 +238,52 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         return operator.index(self._read_in_place())
 
     def __round__(self, ndigits: int | None = None) -> Any:
-        return round(gpu.to_host(self._read_in_place())[()], ndigits)
+        return round(self._read_on_host()[()], ndigits)
 
     def __format__(self, format_spec: str) -> str:
-        return format(gpu.to_host(self._read_in_place()), format_spec) if format_spec else str(self)
+        return format(self._read_on_host(), format_spec) if format_spec else str(self)
 
-    # ---- elements
+    # ---- an array's methods
+    #
+    # Of `value()` where the result may be a view of the array; of storage where it is a new one.
 
-    def item(self, *index: Any) -> Any:
-        """The only element, or the element at `index`, as a Python number.
-
-        Examples:
-            >>> v = hs.Variable(np.array([[1.0, 2.0], [3.0, 4.0]]))
-            >>> v.item(1, 0), hs.Variable(7).item()
-            (3.0, 7)
-        """
-        # CuPy's own `item` takes no index.
-        return gpu.to_host(self._read_in_place()).item(*index)
-
-    def tolist(self) -> Any:
-        """The elements as Python numbers, in nested lists.
-
-        Examples:
-            >>> hs.Variable(np.array([[1, 2], [3, 4]])).tolist()
-            [[1, 2], [3, 4]]
-        """
-        return self._read_in_place().tolist()
-
-    # ---- other shapes and dtypes: views in a replica context, copies elsewhere, as `value()`
+    transpose: _Method = _method("transpose", value)
+    reshape: _Method = _method("reshape", value)
+    ravel: _Method = _method("ravel", value)
+    squeeze: _Method = _method("squeeze", value)
+    copy: _Method = _method("copy", _read_in_place)
+    flatten: _Method = _method("flatten", _read_in_place)
+    tolist: _Method = _method("tolist", _read_in_place)
+    item: _Method = _method("item", _read_on_host)  # CuPy's own takes no index
+    sum: _Method = _method("sum", _read_in_place)
+    prod: _Method = _method("prod", _read_in_place)
+    mean: _Method = _method("mean", _read_in_place)
+    std: _Method = _method("std", _read_in_place)
+    var: _Method = _method("var", _read_in_place)
+    max: _Method = _method("max", _read_in_place)
+    min: _Method = _method("min", _read_in_place)
+    argmax: _Method = _method("argmax", _read_in_place)
+    argmin: _Method = _method("argmin", _read_in_place)
+    any: _Method = _method("any", _read_in_place)
+    all: _Method = _method("all", _read_in_place)
 
     @property
     def T(self) -> Array:
-        """The array with its axes in reverse order.
-
-        Examples:
-            >>> hs.Variable(np.array([[1, 2, 3], [4, 5, 6]])).T
-            array([[1, 4],
-                   [2, 5],
-                   [3, 6]])
-        """
+        """The array with its axes in reverse order."""
         return self.value().T
 
-    def transpose(self, *axes: Any) -> Array:
-        """The array with its axes in this order; in reverse order by default.
-
-        Examples:
-            >>> hs.Variable(np.zeros((2, 3, 4))).transpose(1, 0, 2).shape
-            (3, 2, 4)
-        """
-        return self.value().transpose(*axes)
-
-    def reshape(self, *shape: Any, **options: Any) -> Array:
-        """The array in another shape.
-
-        Examples:
-            >>> hs.Variable(np.arange(4)).reshape(2, 2)
-            array([[0, 1],
-                   [2, 3]])
-        """
-        return self.value().reshape(*shape, **options)
-
-    def ravel(self, order: Any = "C") -> Array:
-        """The elements in one dimension.
-
-        Examples:
-            >>> hs.Variable(np.array([[1, 2], [3, 4]])).ravel()
-            array([1, 2, 3, 4])
-        """
-        return self.value().ravel(order)
-
-    def squeeze(self, axis: Axis = None) -> Array:
-        """The array without its dimensions of size 1.
-
-        Examples:
-            >>> hs.Variable(np.zeros((1, 3, 1))).squeeze(axis=0).shape
-            (3, 1)
-        """
-        return self.value().squeeze(axis)
-
     def astype(self, dtype: npt.DTypeLike, copy: bool = True) -> Array:
-        """The array in another dtype; with `copy=False`, `value()` if it has that dtype already.
-
-        Examples:
-            >>> hs.Variable(np.array([1.75, -1.75])).astype(np.int64)  # rounds towards 0
-            array([ 1, -1])
-        """
+        """The array in another dtype; with `copy=False`, `value()` if it has that dtype already."""
         # With `copy=False` NumPy may return storage itself; `value()` returns it as it should be.
         array = self._read_in_place().astype(dtype, copy=copy)
         return self.value() if array is self._state.block.view else array
 
-    def copy(self) -> Array:
-        """A copy of the array, also in a replica context.
-
-        Examples:
-            A copy keeps its elements; the view that `value()` returns changes with the variable:
-
-            >>> strategy = hs.MirroredStrategy()
-            >>> with strategy.scope():
-            ...     v = hs.Variable(np.zeros(2), aggregation="SUM")
-            >>> def step():
-            ...     view, copy = v.value(), v.copy()
-            ...     v.assign(np.ones(2))
-            ...     print(view, copy)
-            >>> strategy.run(step)
-            [1. 1.] [0. 0.]
-        """
-        return self._read_in_place().copy()
-
-    def flatten(self, order: Any = "C") -> Array:
-        """A copy of the elements in one dimension.
-
-        Examples:
-            >>> v = hs.Variable(np.array([[1, 2], [3, 4]]))
-            >>> v.flatten(), v.flatten("F")  # by rows and by columns
-            (array([1, 2, 3, 4]), array([1, 3, 2, 4]))
-        """
-        return self._read_in_place().flatten(order)
-
-    # ---- reductions, by the NumPy or CuPy methods of the same names
-
-    def sum(
-        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
-    ) -> Any:
-        """The sum of the elements.
-
-        Examples:
-            >>> v = hs.Variable(np.array([[1.0, 2.0], [3.0, 4.0]]))
-            >>> print(v.sum(), v.sum(axis=0))
-            10.0 [4. 6.]
-        """
-        return self._read_in_place().sum(axis, dtype, out, **options)
-
-    def prod(
-        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
-    ) -> Any:
-        """The product of the elements.
-
-        Examples:
-            >>> print(hs.Variable(np.array([2.0, 3.0, 4.0])).prod())
-            24.0
-        """
-        return self._read_in_place().prod(axis, dtype, out, **options)
-
-    def mean(
-        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
-    ) -> Any:
-        """The mean of the elements.
-
-        Examples:
-            >>> v = hs.Variable(np.array([[1.0, 2.0], [3.0, 4.0]]))
-            >>> print(v.mean(), v.mean(axis=1))
-            2.5 [1.5 3.5]
-        """
-        return self._read_in_place().mean(axis, dtype, out, **options)
-
-    def std(
-        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
-    ) -> Any:
-        """The standard deviation of the elements.
-
-        Examples:
-            >>> v = hs.Variable(np.array([1.0, 3.0]))
-            >>> print(v.std(), v.std(ddof=1).round(4))
-            1.0 1.4142
-        """
-        return self._read_in_place().std(axis, dtype, out, **options)
-
-    def var(
-        self, axis: Axis = None, dtype: npt.DTypeLike | None = None, out: Any = None, **options: Any
-    ) -> Any:
-        """The variance of the elements.
-
-        Examples:
-            >>> v = hs.Variable(np.array([1.0, 3.0]))
-            >>> print(v.var(), v.var(ddof=1))
-            1.0 2.0
-        """
-        return self._read_in_place().var(axis, dtype, out, **options)
-
-    def max(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """The largest element.
-
-        Examples:
-            >>> v = hs.Variable(np.array([[1, 7], [5, 3]]))
-            >>> print(v.max(), v.max(axis=0))
-            7 [5 7]
-        """
-        return self._read_in_place().max(axis, out, **options)
-
-    def min(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """The smallest element.
-
-        Examples:
-            >>> v = hs.Variable(np.array([[1, 7], [5, 3]]))
-            >>> print(v.min(), v.min(axis=0))
-            1 [1 3]
-        """
-        return self._read_in_place().min(axis, out, **options)
-
-    def argmax(self, axis: int | None = None, out: Any = None, **options: Any) -> Any:
-        """The index of the largest element.
-
-        Examples:
-            >>> v = hs.Variable(np.array([[1, 7], [5, 3]]))
-            >>> print(v.argmax(), v.argmax(axis=1))  # in the flattened array; in each row
-            1 [1 0]
-        """
-        return self._read_in_place().argmax(axis, out=out, **options)
-
-    def argmin(self, axis: int | None = None, out: Any = None, **options: Any) -> Any:
-        """The index of the smallest element.
-
-        Examples:
-            >>> v = hs.Variable(np.array([[1, 7], [5, 3]]))
-            >>> print(v.argmin(), v.argmin(axis=1))
-            0 [0 1]
-        """
-        return self._read_in_place().argmin(axis, out=out, **options)
-
-    def any(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """Whether any element is true.
-
-        Examples:
-            >>> hs.Variable(np.array([[0, 1], [0, 0]])).any(axis=1)
-            array([ True, False])
-        """
-        return self._read_in_place().any(axis, out, **options)
-
-    def all(self, axis: Axis = None, out: Any = None, **options: Any) -> Any:
-        """Whether all elements are true.
-
-        Examples:
-            >>> hs.Variable(np.array([[1, 1], [1, 0]])).all(axis=1)
-            array([ True, False])
-        """
-        return self._read_in_place().all(axis, out, **options)
-
     def dot(self, other: Any, out: Any = None) -> Any:
-        """The product with another array or variable, by the rules of `numpy.dot`.
-
-        Examples:
-            >>> v = hs.Variable(np.array([[1.0, 2.0], [3.0, 4.0]]))
-            >>> v.dot(np.array([1.0, 10.0])), v.dot(v)
-            (array([21., 43.]), array([[ 7., 10.],
-                   [15., 22.]]))
-        """
+        """The product with another array or variable, by the rules of `numpy.dot`."""
         factor = other._read_in_place() if isinstance(other, ReadableAsArray) else other
         return self._read_in_place().dot(factor, out)
 
-    # ---- rows and elements by their indices
+    # ---- rows
 
     def sparse_read(self, indices: Any, name: str | None = None) -> Any:
         """A copy of the rows at these indices. Never communicates.
@@ -508,8 +293,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
             name: ignored; accepted for compatibility with TensorFlow.
 
         Returns:
-            An array with a row for each index, of shape
-            `(*indices.shape, *shape[1:])`.
+            An array of shape `(*indices.shape, *shape[1:])`.
 
         Raises:
             ValueError: an index is out of range, or is not an integer.
@@ -525,41 +309,9 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
         """
         del name
         with call_named(f"Variable.sparse_read of {self.name!r}"):
-            return self._take(as_indices(indices, self._state.group)[..., None])
-
-    def gather_nd(self, indices: Any, name: str | None = None) -> Any:
-        """A copy of the elements, or parts, at these indices. Never communicates.
-
-        Args:
-            indices: integers of shape `(..., k)`; each row is an index into the first k dimensions.
-            name: ignored; accepted for compatibility with TensorFlow.
-
-        Returns:
-            An array with an entry for each index, of shape
-            `(*indices.shape[:-1], *shape[k:])`.
-
-        Raises:
-            ValueError: an index is out of range or is not an integer, or k is more than the number
-                of dimensions.
-            RuntimeError: the variable is `ON_READ`, and this is the cross-replica context of
-                several replicas.
-
-        Examples:
-            >>> table = hs.Variable(np.array([[1, 2], [3, 4], [5, 6]]))
-            >>> table.gather_nd([[2, 0], [0, 1]])  # elements
-            array([5, 2])
-            >>> table.gather_nd([[2]])  # a row
-            array([[5, 6]])
-        """
-        del name
-        with call_named(f"Variable.gather_nd of {self.name!r}"):
-            return self._take(as_indices(indices, self._state.group))
-
-    def _take(self, indices: Array) -> Any:
-        array, group = self._read_in_place(), self._state.group
-        with group.on_stream():
-            rows, shape = row_numbers(indices, array.shape, group)
-            return row_view(array, len(shape))[rows].reshape((*indices.shape[:-1], *shape))[()]
+            array, group = self._read_in_place(), self._state.group
+            with group.on_stream():
+                return array.take(as_row_numbers(indices, array.shape, group), axis=0)
 
     # ---- other libraries: read-only views in a replica context, copies elsewhere
 

@@ -29,12 +29,10 @@ from hpcstrat._variable.options import (
     OPERATIONS,
     VariableAggregation,
     VariableSynchronization,
-    VariableType,
 )
 from hpcstrat._variable.state import VariableState
 from hpcstrat._variable.writing import (
     RULES,
-    SCATTERS,
     as_initial_value,
     as_written_value,
     gather_rows,
@@ -44,20 +42,22 @@ from hpcstrat._variable.writing import (
 )
 
 
-class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[reportGeneralTypeIssues]
+class Variable(ReadableAsArray):
     """An array in the strategy's storage, which replicas read, write and update together.
-
-    A variable acts as its array in arithmetic, and has the methods of an array.
 
     Making a variable is collective: all ranks make it, and it starts with the parameter rank's
     initial value.
 
+    In arithmetic a variable acts as its array, and it has these of its methods: `T`, `all`, `any`,
+    `argmax`, `argmin`, `astype`, `copy`, `dot`, `flatten`, `item`, `max`, `mean`, `min`, `prod`,
+    `ravel`, `reshape`, `squeeze`, `std`, `sum`, `tolist`, `transpose`, `var`.
+
     Reading never communicates, except `read_value` and `numpy` of an `ON_READ` variable in the
-    cross-replica context. In a replica context, `value()`, arithmetic and indexing read the array
-    in storage itself, which is read-only and valid until the next write to the variable; everywhere
-    else `value()` and indexing return copies. `copy.deepcopy` makes another variable of the same
-    strategy and is collective; `copy.copy` makes another object that shares the storage. A variable
-    is pickled as its array, on the host.
+    cross-replica context. In a replica context `value()`, indexing, `T`, `transpose`, `reshape`,
+    `ravel` and `squeeze` read the array in storage itself, which is read-only and changes with the
+    next write to the variable; everywhere else they return copies. `copy.deepcopy` makes another
+    variable of the same strategy and is collective; `copy.copy` returns the variable itself. A
+    variable is pickled as its array, on the host.
 
     Args:
         initial_value: an array, a number, a sequence of numbers, or a callable without arguments
@@ -94,8 +94,8 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         >>> w.assign_add(np.ones((2, 3)))
         Variable('w', shape=(2, 3), dtype=float32, array([[2., 2., 2.],
                [2., 2., 2.]], dtype=float32))
-        >>> print((w @ w.T).sum(), f"{w.mean():.1f}")
-        48.0 2.0
+        >>> print(w.shape, w.size, (w @ w.T).sum(), f"{w.mean():.1f}", w.max(axis=0))
+        (2, 3) 6 48.0 2.0 [2. 2. 2.]
         >>> result = strategy.run(lambda: seen.assign_add(1))
         >>> print(int(seen))
         1
@@ -104,7 +104,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
     __slots__ = ("__weakref__", "aggregation", "synchronization", "trainable")
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
-    @collective("Variable", lambda _: _require_no_update(), lambda _: contexts.group().communicator)
+    @collective("Variable", lambda _: _require_allowed(), lambda _: contexts.group().communicator)
     def __init__(
         self,
         initial_value: Any = None,
@@ -164,22 +164,14 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
         copied = VariableState(state.group, state.is_on_read, state.block.view)
         if state.is_on_read:  # every replica was given the parameter rank's value
             state.storage.local.write(copied.block, state.block.view, RULES["assign"])
-        memo[id(self)] = other = self._with_state(copied)
+        # Not by calling the class, which makes a variable of the current strategy.
+        memo[id(self)] = other = object.__new__(type(self))
+        other.name, other.trainable, other._state = self.name, self.trainable, copied
+        other.synchronization, other.aggregation = self.synchronization, self.aggregation
         return other
 
     def __copy__(self) -> Variable:
         return self
-
-    def _with_state(self, state: VariableState) -> Variable:
-        # Not by calling the class, which would call the variable creators again.
-        other = object.__new__(type(self))
-        other.name, other.synchronization, other.aggregation = (
-            self.name,
-            self.synchronization,
-            self.aggregation,
-        )
-        other.trainable, other._state = self.trainable, state
-        return other
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         # As its array, which any process can load: the variable itself exists in this job only.
@@ -408,13 +400,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             verb, value, self.shape, self.dtype, self._state.group.stream is not None
         )
 
-    # ---- writing rows and elements
-    #
-    # In the cross-replica context each takes one value, the same on all ranks. In a replica context
-    # the replicas' rows are combined as in TensorFlow's mirrored variables: with `SUM` all are
-    # applied, with `MEAN` all are applied after division by the number of replicas, with
-    # `ONLY_FIRST_REPLICA` the first replica's are. If an index occurs several times, sums add up,
-    # products multiply, and the last update is used.
+    # ---- writing rows
 
     def scatter_add(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
@@ -448,7 +434,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
                    [ 0.,  0.],
                    [11., 22.]])
         """
-        return self._scatter("scatter_add", sparse_delta)
+        return self._scatter("scatter_add", "assign_add", sparse_delta)
 
     def scatter_sub(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
@@ -460,57 +446,7 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             >>> v.scatter_sub(hs.IndexedSlices([1.0, 1.0], [0, 2])).numpy()
             array([0., 2., 3.])
         """
-        return self._scatter("scatter_sub", sparse_delta)
-
-    def scatter_mul(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
-        """Multiplies some rows by values; otherwise as `scatter_add`. Collective.
-
-        Examples:
-            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
-            >>> v.scatter_mul(hs.IndexedSlices([3.0, 5.0], [2, 2])).numpy()  # 4 * 3 * 5
-            array([ 1.,  2., 60.])
-        """
-        return self._scatter("scatter_mul", sparse_delta)
-
-    def scatter_div(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
-        """Divides some rows by values; otherwise as `scatter_add`. Collective.
-
-        The values must not be 0, and the variable must not be of integers.
-
-        Examples:
-            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
-            >>> v.scatter_div(hs.IndexedSlices(2.0, [1, 2])).numpy()
-            array([1., 1., 2.])
-        """
-        return self._scatter("scatter_div", sparse_delta)
-
-    def scatter_min(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
-        """Takes the minimum of some rows and values; otherwise as `scatter_update`. Collective.
-
-        Examples:
-            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
-            >>> v.scatter_min(hs.IndexedSlices([3.0, 3.0], [1, 2])).numpy()
-            array([1., 2., 3.])
-        """
-        return self._scatter("scatter_min", sparse_delta)
-
-    def scatter_max(
-        self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
-    ) -> Variable:
-        """Takes the maximum of some rows and values; otherwise as `scatter_update`. Collective.
-
-        Examples:
-            >>> v = hs.Variable(np.array([1.0, 2.0, 4.0]))
-            >>> v.scatter_max(hs.IndexedSlices([3.0, 3.0], [1, 2])).numpy()
-            array([1., 3., 4.])
-        """
-        return self._scatter("scatter_max", sparse_delta)
+        return self._scatter("scatter_sub", "assign_sub", sparse_delta)
 
     def scatter_update(
         self, sparse_delta: IndexedSlices, use_locking: bool = False, name: str | None = None
@@ -526,61 +462,20 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             >>> v.scatter_update(hs.IndexedSlices([7.0, 8.0, 9.0], [0, 2, 2])).numpy()
             array([7., 2., 9.])
         """
-        return self._scatter("scatter_update", sparse_delta)
+        return self._scatter("scatter_update", "assign", sparse_delta)
 
-    def scatter_nd_add(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Adds values to elements, or to parts; otherwise as `scatter_add`. Collective.
-
-        Args:
-            indices: integers of shape `(..., k)`; each row is an index into the first k dimensions.
-            updates: an array of shape `(*indices.shape[:-1], *shape[k:])`.
-            name: ignored; accepted for compatibility with TensorFlow.
-
-        Examples:
-            >>> table = hs.Variable(np.zeros((2, 3)))
-            >>> table.scatter_nd_add([[0, 1], [1, 2]], [5.0, 7.0]).numpy()  # elements
-            array([[0., 5., 0.],
-                   [0., 0., 7.]])
-            >>> table.scatter_nd_add([[1]], [[1.0, 1.0, 1.0]]).numpy()  # a row
-            array([[0., 5., 0.],
-                   [1., 1., 8.]])
-        """
-        return self._scatter("scatter_nd_add", IndexedSlices(updates, indices))
-
-    def scatter_nd_sub(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Subtracts values from elements, or parts; otherwise as `scatter_nd_add`. Collective.
-
-        Examples:
-            >>> table = hs.Variable(np.ones((2, 3)))
-            >>> table.scatter_nd_sub([[0, 1], [0, 1], [1, 2]], [1.0, 2.0, 1.0]).numpy()
-            array([[ 1., -2.,  1.],
-                   [ 1.,  1.,  0.]])
-        """
-        return self._scatter("scatter_nd_sub", IndexedSlices(updates, indices))
-
-    def scatter_nd_update(self, indices: Any, updates: Any, name: str | None = None) -> Variable:
-        """Sets elements, or parts; otherwise as `scatter_nd_add`, `scatter_update`. Collective.
-
-        Examples:
-            >>> table = hs.Variable(np.ones((2, 3)))
-            >>> table.scatter_nd_update([[0, 1], [1, 2]], [5.0, 7.0]).numpy()
-            array([[1., 5., 1.],
-                   [1., 1., 7.]])
-        """
-        return self._scatter("scatter_nd_update", IndexedSlices(updates, indices))
-
-    def _scatter(self, method: str, slices: Any) -> Variable:
+    def _scatter(self, method: str, verb: str, slices: Any) -> Variable:
         with call_named(f"Variable.{method} of {self.name!r}"):
             state, context = self._state, contexts.context()
             group, communicator = state.group, state.group.communicator
-            scatter = SCATTERS[method.rpartition("_")[2]]
+            rule, combination = RULES[verb], None if verb == "assign" else np.add
             if isinstance(context, InUpdate):
                 context.require_writable(self)
                 with group.on_stream():
-                    rows, values = parse_slices(method, scatter, slices, state)
-                    rows, values = combine_rows(rows, values, scatter.combination)
+                    rows, values = parse_slices(verb, slices, state)
+                    rows, values = combine_rows(rows, values, combination)
                     new = state.block.view.copy()
-                    update_rows([new], rows, values, scatter.rule)
+                    update_rows([new], rows, values, rule)
                     state.storage.local.write(state.block, new, RULES["assign"])
                 return self
             state.require_writable()
@@ -588,15 +483,15 @@ class Variable(ReadableAsArray, metaclass=VariableType):  # pyright: ignore[repo
             with communicator.raise_together(), group.on_stream():
                 op = FIRST_REPLICA
                 if in_replica:
-                    op = write_operation(self.aggregation, self.dtype, scatter)
-                rows, values = parse_slices(method, scatter, slices, state)
+                    op = write_operation(self.aggregation, self.dtype, sets_rows=verb == "assign")
+                rows, values = parse_slices(verb, slices, state)
             if not in_replica:
                 communicator.require_equal([rows, values])
             if communicator.size > 1:
                 rows, values = gather_rows(group, rows, values, op, in_replica)
             with group.on_stream():
-                rows, values = combine_rows(rows, values, scatter.combination)
-            state.storage.update_rows(state.block, (), rows, values, scatter.rule)
+                rows, values = combine_rows(rows, values, combination)
+            state.storage.update_rows(state.block, (), rows, values, rule)
         return self
 
     # ---- help
@@ -630,6 +525,15 @@ def _common_name(communicator: Communicator, name: str) -> str:
     # variable, which TensorFlow calls `w0`.
     stem = names[0].removesuffix("0")
     return names[0] if names == [f"{stem}{rank}" for rank in range(len(names))] else name
+
+
+def _require_allowed() -> None:
+    _require_no_update()
+    if contexts.in_default_scope.get() and contexts.group() is not default_group():
+        raise RuntimeError(
+            f"{current_call()}: made in the scope of {contexts.group().name}, which was entered in "
+            "the scope of the default strategy; strategies do not mix: leave that scope first"
+        )
 
 
 def _require_no_update() -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import reprlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,43 +27,14 @@ from hpcstrat._storage.base import UpdateRule
 from hpcstrat._variable.options import NO_AGGREGATION, OPERATIONS, VariableAggregation
 from hpcstrat._variable.state import VariableState
 
-
-def _by(ufunc: np.ufunc) -> UpdateRule:
-    return UpdateRule(assign=lambda value, new: ufunc(value, new, out=value))
-
-
 # As storage's update rules, so that an assignment takes the same path as an optimizer's step: one
 # record, one barrier, any storage.
-RULES = {"assign": UpdateRule(), "assign_add": _by(np.add), "assign_sub": _by(np.subtract)}
-"""The rule by which storage applies each verb to a variable."""
-
-
-class Scatter(NamedTuple):
-    """How a verb changes some rows of a variable.
-
-    Attributes:
-        rule: how a value changes its row.
-        combination: how several values for one row are combined before that; `None` takes the last.
-        kinds: the kinds of dtypes that it takes.
-        is_sum: whether the variable's aggregation may combine the values of several replicas.
-    """
-
-    rule: UpdateRule
-    combination: np.ufunc | None
-    kinds: str
-    is_sum: bool = True
-
-
-SCATTERS = {
-    "update": Scatter(RULES["assign"], None, "biufcV", is_sum=False),
-    "add": Scatter(RULES["assign_add"], np.add, "iufcV"),
-    "sub": Scatter(RULES["assign_sub"], np.add, "iufcV"),
-    "mul": Scatter(_by(np.multiply), np.multiply, "iufcV"),
-    "div": Scatter(_by(np.divide), np.multiply, "fcV"),
-    "min": Scatter(_by(np.minimum), np.minimum, "iufV", is_sum=False),
-    "max": Scatter(_by(np.maximum), np.maximum, "iufV", is_sum=False),
+RULES = {
+    "assign": UpdateRule(),
+    "assign_add": UpdateRule(assign=lambda value, new: np.add(value, new, out=value)),
+    "assign_sub": UpdateRule(assign=lambda value, new: np.subtract(value, new, out=value)),
 }
-"""How each `scatter_...` and `scatter_nd_...` changes rows, by the last word of its name."""
+"""The rule by which storage applies each verb to a variable."""
 
 
 def as_initial_value(
@@ -122,29 +92,19 @@ def as_written_value(
         ValueError: `value` cannot be written to it.
         TypeError: `value` is on a GPU and `on_gpu` is false.
     """
-
-    def check_shape(array: Array) -> None:
-        if array.shape != shape:
-            raise ValueError(
-                f"{current_call()}: the value has shape {array.shape} and the variable {shape}; "
-                "nothing is broadcast into a variable, so pass an array of exactly its shape"
-            )
-
-    array = as_castable_value(value, dtype, on_gpu, check_shape)
+    array = _as_numeric(value, on_gpu)
+    if array.shape != shape:
+        raise ValueError(
+            f"{current_call()}: the value has shape {array.shape} and the variable {shape}; "
+            "nothing is broadcast into a variable, so pass an array of exactly its shape"
+        )
+    _require_castable(array, dtype, not has_own_dtype(value))
     if dtype.kind == "b" and verb != "assign":
         raise ValueError(f"{current_call()}: booleans are neither added nor subtracted; use assign")
     return array
 
 
-def as_castable_value(
-    value: Any, dtype: np.dtype[Any], on_gpu: bool, check_shape: Callable[[Array], None]
-) -> Array:
-    """`value` as an array whose shape passes `check_shape` and whose dtype casts safely to `dtype`.
-
-    Raises:
-        ValueError: `value` is not such an array and cannot become one.
-        TypeError: `value` is on a GPU and `on_gpu` is false.
-    """
+def _as_numeric(value: Any, on_gpu: bool) -> Array:
     if isinstance(value, DistributedValues):
         raise ValueError(
             f"{current_call()}: the value is a {type(value).__name__}, one value per replica; "
@@ -156,9 +116,11 @@ def as_castable_value(
             f"{current_call()}: the value is {reprlib.repr(value)}; it must be an array, a number "
             "or a sequence of numbers"
         )
-    check_shape(array)
+    return array
+
+
+def _require_castable(array: Array, dtype: np.dtype[Any], from_python: bool) -> None:
     # A Python int is int64 only because NumPy must choose a dtype: its value decides if it fits.
-    from_python = not has_own_dtype(value)
     integers = array.dtype.kind in "iu" and dtype.kind in "iu"
     if not ((integers and from_python) or _casts(array, dtype)) or (
         integers and not _fits(array, dtype)
@@ -167,18 +129,17 @@ def as_castable_value(
             f"{current_call()}: a value of dtype {array.dtype.name} cannot be cast to the "
             f"variable's {dtype.name} without loss; cast it by value.astype({dtype.name!r})"
         )
-    return array
 
 
 def write_operation(
-    aggregation: VariableAggregation, dtype: np.dtype[Any], scatter: Scatter | None = None
+    aggregation: VariableAggregation, dtype: np.dtype[Any], sets_rows: bool = False
 ) -> Aggregation:
-    """The operation that combines the values, or the rows of a scatter, that replicas write.
+    """The operation that combines the values, or the rows, that replicas write.
 
     Raises:
         ValueError: the aggregation is `NONE`, or means of this dtype do not fit it.
         TypeError: values of this dtype cannot be reduced.
-        NotImplementedError: the aggregation cannot combine the rows of this scatter.
+        NotImplementedError: the replicas' rows are set, and are not the first replica's.
     """
     if aggregation is VariableAggregation.NONE:
         raise ValueError(f"{current_call()} in a replica context: {NO_AGGREGATION}")
@@ -192,7 +153,7 @@ def write_operation(
             f"not fit {dtype.name}; make it a float variable, or aggregate by SUM or "
             "ONLY_FIRST_REPLICA"
         )
-    if scatter is not None and not scatter.is_sum:
+    if sets_rows:
         raise NotImplementedError(
             f"{current_call()} in a replica context: the variable's aggregation is "
             f"{aggregation.name}, and it needs ONLY_FIRST_REPLICA; make the variable with that, or "
@@ -220,53 +181,33 @@ def share_out(value: Array, replicas: int) -> Array:
     return share
 
 
-# ---- rows and elements
+# ---- rows
 
 
-def as_indices(indices: Any, group: ReplicaGroup) -> Array:
+def as_row_numbers(indices: Any, shape: tuple[int, ...], group: ReplicaGroup) -> Array:
     """`indices` as an array of `int64` on the device of the group's variables.
 
     Raises:
-        ValueError: they are not integers.
+        ValueError: they are not integers, one is out of range, or `shape` has no rows.
     """
     array = as_read_only(current_call(), indices, group.stream is not None)
     if array.dtype.kind not in "iu" and array.size:
         raise ValueError(f"{current_call()}: the indices are of dtype {array.dtype}; pass integers")
-    with group.on_stream():
-        return (array if group.stream is None else group.stream.here(array)).astype(np.int64)
-
-
-def row_numbers(
-    indices: Array, shape: tuple[int, ...], group: ReplicaGroup
-) -> tuple[Array, tuple[int, ...]]:
-    """The flat row numbers of indices of shape `(..., k)`, and the shape of a row.
-
-    A row number counts over the first k dimensions of `shape`, flattened into one.
-
-    Raises:
-        ValueError: an index is out of range, or k is more than the number of dimensions.
-    """
-    depth = indices.shape[-1]
-    if depth > len(shape):
+    if not shape:
         raise ValueError(
-            f"{current_call()}: indices of {depth} dimensions, and the variable has shape {shape}; "
-            f"pass at most {len(shape)}"
+            f"{current_call()}: the variable has shape () and no rows; use assign and read_value"
         )
-    count = math.prod(indices.shape[:-1])
-    rows = group.xp.zeros(count, np.int64)
-    for index, size in zip(indices.reshape(count, depth).T, shape, strict=False):
-        if count and not 0 <= int(index.min()) <= int(index.max()) < size:
+    with group.on_stream():
+        rows = (array if group.stream is None else group.stream.here(array)).astype(np.int64)
+        if rows.size and not 0 <= int(rows.min()) <= int(rows.max()) < shape[0]:
             raise ValueError(
-                f"{current_call()}: an index is not in 0..{size - 1}; all must be, because the "
-                f"variable has shape {shape}"
+                f"{current_call()}: an index is not in 0..{shape[0] - 1}; all must be, because "
+                f"the variable has shape {shape}"
             )
-        rows = rows * size + index
-    return rows, shape[depth:]
+    return rows
 
 
-def parse_slices(
-    method: str, scatter: Scatter, slices: Any, state: VariableState
-) -> tuple[Array, Array]:
+def parse_slices(verb: str, slices: Any, state: VariableState) -> tuple[Array, Array]:
     """The numbers of rows and a value for each, on the variable's device and in its dtype."""
     shape, dtype, group = state.block.view.shape, state.block.view.dtype, state.group
     if state.is_on_read:
@@ -279,27 +220,22 @@ def parse_slices(
             f"{current_call()}: sparse_delta is of type {type(slices).__name__}; pass "
             "IndexedSlices(values, indices)"
         )
-    if dtype.kind not in scatter.kinds:
+    if dtype.kind == "b" and verb != "assign":
         raise ValueError(
             f"{current_call()}: it is not defined for {dtype.name}; use scatter_update or assign"
         )
-    indices, is_nd = as_indices(slices.indices, group), method.startswith("scatter_nd")
-    rows, row = row_numbers(indices if is_nd else indices[..., None], shape, group)
-    wanted = (*(indices.shape[:-1] if is_nd else indices.shape), *row)
-
-    def check_shape(array: Array) -> None:
-        if array.shape != wanted and (is_nd or array.shape != ()):
-            raise ValueError(
-                f"{current_call()}: the values have shape {array.shape}; for indices of shape "
-                f"{indices.shape} and a variable of shape {shape} it must be {wanted}"
-            )
-
-    values = as_castable_value(slices.values, dtype, group.stream is not None, check_shape)
+    rows = as_row_numbers(slices.indices, shape, group)
+    wanted = (*rows.shape, *shape[1:])
+    values = _as_numeric(slices.values, group.stream is not None)
+    if values.shape not in (wanted, ()):
+        raise ValueError(
+            f"{current_call()}: the values have shape {values.shape}; for indices of shape "
+            f"{rows.shape} and a variable of shape {shape} it must be {wanted}"
+        )
+    _require_castable(values, dtype, not has_own_dtype(slices.values))
     values = group.xp.asarray(values if group.stream is None else group.stream.here(values), dtype)
-    if scatter is SCATTERS["div"] and not values.all():
-        raise ValueError(f"{current_call()}: a value is 0; divide by other numbers")
-    values = group.xp.broadcast_to(values, wanted).reshape(rows.size, *row)
-    return rows, group.xp.ascontiguousarray(values)
+    values = group.xp.broadcast_to(values, wanted).reshape(rows.size, *shape[1:])
+    return rows.reshape(-1), group.xp.ascontiguousarray(values)
 
 
 def gather_rows(
@@ -355,7 +291,7 @@ def explain_assign(error: BaseException) -> None:
         if type(error.obj).__module__.partition(".")[0] in ("numpy", "cupy"):
             add_note(
                 error,
-                "An indexed variable is a plain array: write elements by "
-                "v.scatter_nd_update(indices, values), rows by "
-                "v.scatter_update(IndexedSlices(values, indices)), or all of it by v.assign(new).",
+                "An indexed variable is a plain array: write rows by "
+                "v.scatter_update(IndexedSlices(values, indices)), or a changed copy: "
+                "new = v.numpy(); new[i] = x; v.assign(new).",
             )

@@ -211,26 +211,6 @@ def test_in_a_scope(strategy):
     assert facts() == outside
 
 
-def test_a_scope_is_not_left_inside_a_creator_scope_of_it(strategy):
-    outside = facts()
-    scope, creator_scope = (
-        strategy.scope(),
-        hs.variable_creator_scope(lambda make, **kwargs: make(**kwargs)),
-    )
-    scope.__enter__()
-    creator_scope.__enter__()
-    with pytest.raises(
-        RuntimeError, match="Strategy.scope was left inside a variable_creator_scope .*; leave that"
-    ):
-        scope.__exit__(None, None, None)
-    assert facts() == (strategy, True, True, None)
-    with strategy.scope():  # within both
-        pass
-    creator_scope.__exit__(None, None, None)
-    scope.__exit__(None, None, None)
-    assert facts() == outside
-
-
 @pytest.mark.core
 def test_in_a_replica(strategy, place):
     def replica():

@@ -1,6 +1,5 @@
 """A variable has the methods of its array, and is formatted, rounded and iterated like it."""
 
-import inspect
 from typing import Any
 
 import numpy as np
@@ -266,7 +265,3 @@ def test_methods_have_no_rank_to_wait_for(pair):
         for name, calls in METHODS.items():
             getattr(v, name)(*calls[0])
         assert v.T.shape == array.T.shape and f"{v}" and len(list(v)) == 2
-
-
-def test_help_names_the_arguments():
-    assert "axis" in inspect.signature(hs.Variable.sum).parameters

@@ -206,7 +206,7 @@ EXAMPLES = examples()
 def test_every_function_of_the_package_has_an_example():
     functions = {name: thing for name, thing in vars(hs).items() if inspect.isfunction(thing)}
     shown = {name for name, thing in functions.items() if id(thing) in EXAMPLES}
-    assert {"rank", "on_lead", "get_replica_context", "variable_creator_scope"} <= shown
+    assert {"rank", "on_lead", "get_replica_context"} <= shown
     assert {name for name in functions if not name.startswith("_")} - shown == set()
 
 
@@ -225,7 +225,10 @@ def test_every_method_has_an_example(name):
     assert [
         inner
         for inner, thing in things.items()
-        if id(thing) not in EXAMPLES and not is_deprecated(thing)
+        if id(thing) not in EXAMPLES
+        and not is_deprecated(thing)
+        # The example of the class shows what an array has, too.
+        and not (name == "hpcstrat.Variable" and hasattr(np.ndarray, inner.rpartition(".")[2]))
     ] == []
 
 
