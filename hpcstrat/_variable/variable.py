@@ -11,13 +11,7 @@ import numpy.typing as npt
 from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import (
-    call_named,
-    current_call,
-    enter_call,
-    leave_call,
-    names_call,
-)
+from hpcstrat._core.call_name import call_named, current_call, enter_call, leave_call, names_call
 from hpcstrat._core.types import FIRST_REPLICA, Array, IndexedSlices, MaybeNone, parse_choice
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica, InUpdate, require_cross_replica
@@ -78,7 +72,8 @@ class Variable(ReadableAsArray):
         NotImplementedError: `constraint` is given.
         TypeError: the initial value is not a numeric array, or `name` is not a string.
         ValueError: the shape is not `shape`, or an argument is not one of its choices.
-        RuntimeError: made inside the function of `StrategyExtended.update`.
+        RuntimeError: made inside the function of `StrategyExtended.update`, or in the scope of a
+            strategy within that of the default strategy.
         ReplicaMismatchError: the shape or dtype differs between ranks.
         MemoryError: a rank does not have enough memory; every rank raises it.
 
@@ -158,8 +153,8 @@ class Variable(ReadableAsArray):
     @names_call(lambda self, _: f"Variable: deepcopy of {self.name!r}")
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         # Another variable of the same strategy with the same value; collective, as making one is.
+        _require_allowed()
         state = self._state
-        _require_no_update()
         # Storage allocates it as it does any new variable, at the same place on every rank.
         copied = VariableState(state.group, state.is_on_read, state.block.view)
         if state.is_on_read:  # every replica was given the parameter rank's value
@@ -356,7 +351,9 @@ class Variable(ReadableAsArray):
                     self._write_every_replicas(verb, value)
                     return
             # In an update, or the replica's own value: on this rank alone.
-            state.storage.local.write(state.block, self._as_written(verb, value), RULES[verb])
+            state.storage.local.write(
+                state.block, as_written_value(verb, value, state), RULES[verb]
+            )
         finally:
             leave_call(outer)
 
@@ -368,7 +365,7 @@ class Variable(ReadableAsArray):
         is_aggregated = is_replica and state.group.requires_aggregation
         with communicator.raise_together():
             op = write_operation(self.aggregation, self.dtype) if is_aggregated else FIRST_REPLICA
-            new = self._as_written(verb, value)
+            new = as_written_value(verb, value, state)
         if not is_aggregated:
             communicator.require_equal([new])
         state.storage.update(state.plan_alone(), [new], op, RULES[verb])
@@ -385,7 +382,7 @@ class Variable(ReadableAsArray):
                     "variable that sums is not defined in the cross-replica context; use assign, "
                     "or write it in a replica context"
                 )
-            new = self._as_written(verb, value)
+            new = as_written_value(verb, value, state)
             if is_sum:
                 new = share_out(new, group.communicator.size)
         group.communicator.require_equal([new])
@@ -394,11 +391,6 @@ class Variable(ReadableAsArray):
             # slightly different values.
             new = group.communicator.broadcast_obj(gpu.to_host(new), group.root)
             state.storage.local.write(state.block, new, RULES[verb])
-
-    def _as_written(self, verb: str, value: Any) -> Array:
-        return as_written_value(
-            verb, value, self.shape, self.dtype, self._state.group.stream is not None
-        )
 
     # ---- writing rows
 
@@ -528,17 +520,13 @@ def _common_name(communicator: Communicator, name: str) -> str:
 
 
 def _require_allowed() -> None:
-    _require_no_update()
-    if contexts.in_default_scope.get() and contexts.group() is not default_group():
-        raise RuntimeError(
-            f"{current_call()}: made in the scope of {contexts.group().name}, which was entered in "
-            "the scope of the default strategy; strategies do not mix: leave that scope first"
-        )
-
-
-def _require_no_update() -> None:
     if isinstance(contexts.context(), InUpdate):
         raise RuntimeError(
             f"{current_call()} was made inside an update, which one rank runs; make it under "
             "strategy.scope()"
+        )
+    if contexts.in_default_scope.get() and contexts.group() is not default_group():
+        raise RuntimeError(
+            f"{current_call()}: made in the scope of {contexts.group().name}, which was entered in "
+            "the scope of the default strategy; strategies do not mix: leave that scope first"
         )

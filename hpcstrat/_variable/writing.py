@@ -64,11 +64,7 @@ def as_initial_value(
         dtype = as_dtype("Variable", dtype)
         if not is_numeric(dtype):
             raise TypeError(f"Variable: dtype is {dtype}; it must be a numeric or boolean dtype")
-        if not (
-            _casts(array, dtype)
-            if array.dtype.kind not in "iu" or dtype.kind not in "iu"
-            else _fits(array, dtype)
-        ):
+        if not _is_castable(array, dtype, from_python=True):
             raise ValueError(
                 f"Variable: the initial value {value!r} cannot be cast to {dtype.name} without "
                 "loss; cast it explicitly first"
@@ -83,34 +79,33 @@ def as_initial_value(
     return array
 
 
-def as_written_value(
-    verb: str, value: Any, shape: tuple[int, ...], dtype: np.dtype[Any], on_gpu: bool
-) -> Array:
-    """`value` as an array that can be written to a variable of this shape and dtype.
+def as_written_value(verb: str, value: Any, state: VariableState) -> Array:
+    """`value` as an array that can be written to this variable.
 
     Raises:
         ValueError: `value` cannot be written to it.
-        TypeError: `value` is on a GPU and `on_gpu` is false.
+        TypeError: `value` is on a GPU, and the variable is not.
     """
-    array = _as_numeric(value, on_gpu)
+    shape, dtype = state.block.view.shape, state.block.view.dtype
+    array = _as_numeric(value, state.group)
     if array.shape != shape:
         raise ValueError(
             f"{current_call()}: the value has shape {array.shape} and the variable {shape}; "
             "nothing is broadcast into a variable, so pass an array of exactly its shape"
         )
-    _require_castable(array, dtype, not has_own_dtype(value))
+    _require_castable(array, dtype, value)
     if dtype.kind == "b" and verb != "assign":
         raise ValueError(f"{current_call()}: booleans are neither added nor subtracted; use assign")
     return array
 
 
-def _as_numeric(value: Any, on_gpu: bool) -> Array:
+def _as_numeric(value: Any, group: ReplicaGroup) -> Array:
     if isinstance(value, DistributedValues):
         raise ValueError(
             f"{current_call()}: the value is a {type(value).__name__}, one value per replica; "
             "reduce it first: strategy.reduce(ReduceOp.SUM, value, axis=None)"
         )
-    array = as_read_only(current_call(), value, on_gpu)
+    array = as_read_only(current_call(), value, group.stream is not None)
     if not is_numeric(array.dtype):
         raise ValueError(
             f"{current_call()}: the value is {reprlib.repr(value)}; it must be an array, a number "
@@ -119,16 +114,24 @@ def _as_numeric(value: Any, on_gpu: bool) -> Array:
     return array
 
 
-def _require_castable(array: Array, dtype: np.dtype[Any], from_python: bool) -> None:
-    # A Python int is int64 only because NumPy must choose a dtype: its value decides if it fits.
-    integers = array.dtype.kind in "iu" and dtype.kind in "iu"
-    if not ((integers and from_python) or _casts(array, dtype)) or (
-        integers and not _fits(array, dtype)
-    ):
+def _require_castable(array: Array, dtype: np.dtype[Any], value: Any) -> None:
+    if not _is_castable(array, dtype, from_python=not has_own_dtype(value)):
         raise ValueError(
             f"{current_call()}: a value of dtype {array.dtype.name} cannot be cast to the "
             f"variable's {dtype.name} without loss; cast it by value.astype({dtype.name!r})"
         )
+
+
+def _is_castable(array: Array, dtype: np.dtype[Any], from_python: bool) -> bool:
+    """Whether the array is cast to the dtype without loss, except of digits."""
+    integers = array.dtype.kind in "iu" and dtype.kind in "iu"
+    # A Python int is int64 only because NumPy must choose a dtype: its value decides if it fits.
+    if not (integers and from_python) and not np.can_cast(array.dtype, dtype, "same_kind"):
+        return False
+    if not integers or array.size == 0 or np.can_cast(array.dtype, dtype):
+        return True
+    bounds = np.iinfo(dtype)
+    return bool(array.min() >= bounds.min and array.max() <= bounds.max)
 
 
 def write_operation(
@@ -226,13 +229,13 @@ def parse_slices(verb: str, slices: Any, state: VariableState) -> tuple[Array, A
         )
     rows = as_row_numbers(slices.indices, shape, group)
     wanted = (*rows.shape, *shape[1:])
-    values = _as_numeric(slices.values, group.stream is not None)
+    values = _as_numeric(slices.values, group)
     if values.shape not in (wanted, ()):
         raise ValueError(
             f"{current_call()}: the values have shape {values.shape}; for indices of shape "
             f"{rows.shape} and a variable of shape {shape} it must be {wanted}"
         )
-    _require_castable(values, dtype, not has_own_dtype(slices.values))
+    _require_castable(values, dtype, slices.values)
     values = group.xp.asarray(values if group.stream is None else group.stream.here(values), dtype)
     values = group.xp.broadcast_to(values, wanted).reshape(rows.size, *shape[1:])
     return rows.reshape(-1), group.xp.ascontiguousarray(values)
@@ -253,21 +256,6 @@ def gather_rows(
         with group.on_stream(), np.errstate(all="ignore"):
             values = (values / communicator.size).astype(values.dtype, copy=False)
     return rows, values
-
-
-# ---- dtypes
-
-
-def _casts(array: Array, dtype: np.dtype[Any]) -> bool:
-    return np.can_cast(array.dtype, dtype, "same_kind")
-
-
-def _fits(array: Array, dtype: np.dtype[Any]) -> bool:
-    """Whether these integers are all in the range of an integer dtype."""
-    if array.size == 0 or np.can_cast(array.dtype, dtype):
-        return True
-    bounds = np.iinfo(dtype)
-    return bool(array.min() >= bounds.min and array.max() <= bounds.max)
 
 
 # ---- notes
