@@ -133,7 +133,7 @@ def _check_versions(communicator: HostCommunicator) -> None:
 
 
 def choose_device_communicator(
-    control: HostCommunicator, gpus: Sequence[str], has_gpu: bool
+    control: HostCommunicator, gpus: Sequence[str]
 ) -> tuple[type[DeviceCommunicator], str]:
     """NCCL's communicator if all ranks can use it; otherwise why they cannot, as text.
 
@@ -142,22 +142,17 @@ def choose_device_communicator(
 
     Args:
         control: connects the ranks.
-        gpus: as for `connect_devices`.
-        has_gpu: whether this rank computes on a GPU, which is current.
+        gpus: as for `connect_devices`. This rank's is current.
     """
     if control.size == 1:  # nothing is exchanged
         return StagedCommunicator, ""
-    problem = ""
-    if has_gpu and not all(gpus):
-        problem = "some of them compute on the CPU; name a GPU for each"
-    elif has_gpu:
-        problem = nccl_start.why_not(shared=len(set(gpus)) < len(gpus))
+    problem = nccl_start.why_not(shared=len(set(gpus)) < len(gpus))
     problems = [problem for problem in control.all_gather_differing_obj(problem) if problem]
     return (StagedCommunicator, problems[0]) if problems else (NcclCommunicator, "")
 
 
 def connect_devices(
-    gpus: tuple[str, ...], ordinal: int | None, kind: type[DeviceCommunicator]
+    gpus: tuple[str, ...], ordinal: int, kind: type[DeviceCommunicator]
 ) -> DeviceCommunicator:
     """The communicator of all ranks and their GPUs. Collective.
 
@@ -166,8 +161,8 @@ def connect_devices(
     it with `disconnect_devices`.
 
     Args:
-        gpus: the unique id of each rank's GPU; empty for a rank that computes on the CPU.
-        ordinal: CUDA's number of this rank's GPU; `None` if it computes on the CPU.
+        gpus: the unique id of each rank's GPU.
+        ordinal: CUDA's number of this rank's GPU.
         kind: the class of `choose_device_communicator`.
 
     Raises:
@@ -179,7 +174,7 @@ def connect_devices(
         control = connect()
         with call_named("connecting the GPUs"), control.raise_together():
             # A rank may lack the memory for a context on its GPU: others would wait for it in NCCL.
-            stream = None if ordinal is None else gpu.Stream(ordinal)
+            stream = gpu.Stream(ordinal)
             control.barrier()
         communicator = _connected[gpus] = kind(control, stream)
     communicator.users += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, final
@@ -17,7 +16,6 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
-from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import layout_of
 
 
@@ -33,66 +31,43 @@ class Move(NamedTuple):
     nbytes: int
 
 
-class RankSlice(NamedTuple):
-    """Elements of a flat array that belong to one rank.
-
-    Attributes:
-        rank: the rank.
-        elements: the elements of the array.
-        own: the same in the rank's own array, which has its elements only.
-    """
-
-    rank: int
-    elements: Interval
-    own: Interval
-
-
 # The streams of a rank, and who waits for whom: at each "v" or "^" a stream waits for an event.
 #
-#   program's stream  ---+ - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - - +--->
-#                        | `entered` of `gpu.Stream`                           `left`    ^
-#                        v                                                               |
-#   `stream`             +--- gradients ---+--- more gradients ---+--- NCCL, update -----+
-#                                          | `_fork_event`        ^ `_join_event`
-#                                          v                      |
-#   side stream                            +--- NCCL -------------+
+#   program's stream  ---+ - - - - - - - - - - - - - - - +--->
+#                        | `entered` of `gpu.Stream`      ^ `left`
+#                        v                               |
+#   `stream`             +--- gradients, NCCL, update ---+
 #
 # `stream` is current in a block of `stream.current()`, such as `Strategy.run`: the first event is
-# at the block's start, the last at its end. A block of `side_stream()` sums the gradients that are
-# already there while the others are computed, and `join_side_stream()` waits for the sums. In such
-# a block `active_stream` is the side stream, else `stream`.
+# at the block's start, the last at its end.
 #
 # The host queues all of this and waits for none of it, except where it is 32 calls of NCCL ahead
 # (`RunAhead`), and in `StagedCommunicator`, whose messages go through host memory.
 class DeviceCommunicator(Communicator):
-    """Ranks of which some, or all, compute on GPUs.
+    """Ranks that compute on GPUs.
 
     In addition to the calls of every communicator it has calls for storage. These move flat arrays
-    on each rank's own device, after the ranks have agreed in a call of their own.
+    on each rank's own GPU, after the ranks have agreed in a call of their own.
 
     Args:
         control: moves records, objects and host arrays of the same ranks.
-        stream: this rank's stream, on which GPU arrays move; `None` if it computes on the CPU.
+        stream: this rank's stream, on which GPU arrays move.
 
     Attributes:
-        active_stream: the stream that the calls for storage use now: `stream`, or the side stream.
         agree: compares the ranks' signatures of a call, as `exchange` without messages does.
-        has_side_stream: whether there is a side stream.
         can_capture: whether what it puts on the stream can become a graph.
         users: how many strategies use it; see `connection.connect_devices`.
     """
 
-    has_side_stream: bool = False
     can_capture: bool = False
 
-    def __init__(self, control: HostCommunicator, stream: gpu.Stream | None) -> None:
+    def __init__(self, control: HostCommunicator, stream: gpu.Stream) -> None:
         super().__init__(control.rank, control.size, control.calls)
         self._control = control
         self.agree: Callable[[CallSignature], object] = control.exchange
         self.watchdog = control.watchdog
         self.has_many_ranks = control.has_many_ranks
         self.stream = stream
-        self.active_stream = stream
         self.users: int = 0
 
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
@@ -127,16 +102,6 @@ class DeviceCommunicator(Communicator):
     def prepare_broadcast(self, array: Array, root: int) -> list[Move]:
         """A `broadcast_flat`."""
 
-    @abc.abstractmethod
-    def prepare_reduce_scatter(
-        self, array: Array, out: Array, slices: Sequence[RankSlice]
-    ) -> list[Move]:
-        """Sums the ranks' arrays of floats; each rank's `out` gets the elements of its slices."""
-
-    @abc.abstractmethod
-    def prepare_all_gather(self, array: Array, slices: Sequence[RankSlice]) -> list[Move]:
-        """Copies each slice of its rank's array to all ranks' arrays."""
-
     def launch(self, what: str, moves: Sequence[Move]) -> None:
         """Makes prepared calls, named `what` in errors, all at once. `stream` is current."""
         for move in moves:
@@ -144,25 +109,7 @@ class DeviceCommunicator(Communicator):
 
     def launch_graph(self, graph: Any) -> None:
         """Launches a `cupy.cuda.Graph` on `stream`, which is current. Collective."""
-        assert self.stream is not None
         graph.launch(self.stream.raw)
-
-    def side_stream(self, memory: Array) -> contextlib.AbstractContextManager[None]:
-        """A block whose calls for storage use a second stream, after what is on `stream` now.
-
-        `stream` is current.
-
-        Args:
-            memory: what the calls use; it is kept until `join_side_stream`.
-
-        Raises:
-            NotImplementedError: there is no second stream.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no second stream")
-
-    def join_side_stream(self) -> None:
-        """Makes `stream` wait for what is on the side stream."""
-        return
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -179,13 +126,12 @@ def _flat(name: str) -> Callable[..., tuple[str, int]]:
 
 @final
 class StagedCommunicator(DeviceCommunicator):
-    """Replicas on CPUs and GPUs, GPUs that NCCL does not connect, or a single replica.
+    """GPUs that NCCL does not connect, or a single replica.
 
     A GPU array is copied to pinned host memory, moved by the control communicator, and copied back.
-    A rank that computes on the CPU makes the same calls with its host arrays.
     """
 
-    def __init__(self, control: HostCommunicator, stream: gpu.Stream | None) -> None:
+    def __init__(self, control: HostCommunicator, stream: gpu.Stream) -> None:
         super().__init__(control, stream)
         self.can_capture = control.size == 1  # more exchange host memory
         self._pinned: Bytes = np.empty(0, np.uint8)
@@ -216,7 +162,7 @@ class StagedCommunicator(DeviceCommunicator):
         *options: Any,
     ) -> list[Array]:
         """Calls `move` with host copies of the arrays; each result goes to where its array is."""
-        with self._current():
+        with self.stream.current():
             arrays = [self._here(array) for array in arrays]
             if self.size == 1:  # nothing is exchanged
                 return [array.copy() for array in arrays]
@@ -229,7 +175,7 @@ class StagedCommunicator(DeviceCommunicator):
     def reduce_parts(
         self, must_match: tuple[Any, ...], parts: Sequence[Sequence[Array]], op: ReduceOp
     ) -> list[Array]:
-        with self._current():
+        with self.stream.current():
             arrays = [self._here(part) for leaf in parts for part in leaf]
             if self.size == 1:
                 return [array.copy() for array in arrays]
@@ -244,7 +190,7 @@ class StagedCommunicator(DeviceCommunicator):
     def exchange_parts(
         self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
     ) -> list[dict[int, Array]]:
-        with self._current():
+        with self.stream.current():
             if self.size == 1:
                 return [
                     {rank: array.copy() for rank, array in item.to.items()} for item in outgoing
@@ -261,20 +207,15 @@ class StagedCommunicator(DeviceCommunicator):
                 for item, of in zip(outgoing, received, strict=True)
             ]
 
-    def _current(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self.stream is None else self.stream.current()
-
     def _here(self, array: Array) -> Array:
         """The array on this rank's GPU, if it is on a GPU."""
-        return self.stream.here(array) if self.stream and gpu.is_on_gpu(array) else array
+        return self.stream.here(array) if gpu.is_on_gpu(array) else array
 
     def _placed(self, host: Array, is_on_gpu: bool) -> Array:
-        return self.stream.xp.asarray(host) if self.stream and is_on_gpu else host
+        return self.stream.xp.asarray(host) if is_on_gpu else host
 
     def _host_copies(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """The arrays, those on the GPU as copies in pinned memory; valid until the next call."""
-        if self.stream is None:
-            return arrays
         on_gpu = [i for i, array in enumerate(arrays) if gpu.is_on_gpu(array)]
         layout = layout_of(
             tuple([arrays[i].shape for i in on_gpu]), tuple([arrays[i].dtype for i in on_gpu])
@@ -298,7 +239,7 @@ class StagedCommunicator(DeviceCommunicator):
         if self.size > 1:
             hosts = self._host_copies([array.reshape(-1)])
             with call_named("the sum of gradients"):
-                _fill(out, self._control.reduce_arrays((op.name,), hosts, op)[0])
+                out.set(self._control.reduce_arrays((op.name,), hosts, op)[0])
         elif array is not out:
             out[...] = array.reshape(-1)
 
@@ -309,16 +250,6 @@ class StagedCommunicator(DeviceCommunicator):
     def prepare_broadcast(self, array: Array, root: int) -> list[Move]:
         """See `DeviceCommunicator.prepare_broadcast`."""
         return _prepare(self._broadcast, array, root)
-
-    def prepare_reduce_scatter(
-        self, array: Array, out: Array, slices: Sequence[RankSlice]
-    ) -> list[Move]:
-        """See `DeviceCommunicator.prepare_reduce_scatter`."""
-        return _prepare(self._reduce_scatter, array, out, slices)
-
-    def prepare_all_gather(self, array: Array, slices: Sequence[RankSlice]) -> list[Move]:
-        """See `DeviceCommunicator.prepare_all_gather`."""
-        return _prepare(self._all_gather, array, slices)
 
     @span(COMMUNICATION, _flat("broadcast"))
     def _broadcast(self, array: Array, root: int) -> None:
@@ -335,33 +266,7 @@ class StagedCommunicator(DeviceCommunicator):
             self._control.exchange(signature, own.size, write)
         else:
             message = self._control.exchange(signature)[root]
-            _fill(array, message[: array.nbytes].view(array.dtype))
-
-    @span(COMMUNICATION, _flat("reduce-scatter"))
-    def _reduce_scatter(self, array: Array, out: Array, slices: Sequence[RankSlice]) -> None:
-        with call_named("the sum of gradients"):
-            hosts = self._host_copies([array])
-            (total,) = self._control.reduce_arrays((ReduceOp.SUM.name,), hosts, ReduceOp.SUM)
-        for rank, elements, own in slices:
-            if rank == self.rank:
-                _fill(out[own.slice], total[elements.slice])
-
-    @span(COMMUNICATION, _flat("all-gather"))
-    def _all_gather(self, array: Array, slices: Sequence[RankSlice]) -> None:
-        # Copied once more: the next slice overwrites the pinned memory.
-        own = [
-            self._host_copies([array[elements.slice]])[0].copy()
-            for rank, elements, _ in slices
-            if rank == self.rank
-        ]
-        with call_named("new values"):
-            everything = [np.concatenate([np.empty(0, array.dtype), *own])]
-            (new,) = self._control.gather_arrays((array.dtype, array.shape), everything, 0)
-        stop = 0
-        for rank, elements, _ in sorted(slices):  # by rank, as in what was gathered
-            start, stop = stop, stop + elements.size
-            if rank != self.rank:
-                _fill(array[elements.slice], new[start:stop])
+            array.set(message[: array.nbytes].view(array.dtype))
 
     def close(self) -> None:
         """See `DeviceCommunicator.close`. Pinned memory is freed with this object."""
@@ -369,11 +274,3 @@ class StagedCommunicator(DeviceCommunicator):
 
 def _prepare(move: Callable[..., None], array: Array, *options: Any) -> list[Move]:
     return [Move(functools.partial(move, array, *options), array.nbytes)]
-
-
-def _fill(array: Array, host: Array) -> None:
-    """Writes host memory, which may be overwritten afterwards, to a flat array on any device."""
-    if gpu.is_on_gpu(array):
-        array.set(np.ascontiguousarray(host))
-    else:
-        array[...] = host

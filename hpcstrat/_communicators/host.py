@@ -13,7 +13,6 @@ import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator, Outgoing, Write, check_gatherable
-from hpcstrat._communicators.point_to_point import Background
 from hpcstrat._communicators.reduction import reduce_in_chunks
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.timeline import COMMUNICATION, span
@@ -68,13 +67,6 @@ class HostCommunicator(Communicator):
 
         messages = self.exchange(signature_of(current_call()), 1, write)
         return max([int(message[0]) for message in messages])
-
-    def background(self) -> Background[HostCommunicator] | None:
-        """What makes exchanges while the program computes; `None` where that gains nothing.
-
-        The first call is collective.
-        """
-        return None
 
     def require_memory(self, nbytes: int, signature: CallSignature) -> None:
         """Checks that each host has this much memory for each of its ranks.
@@ -255,33 +247,6 @@ class HostCommunicator(Communicator):
             message[start : start + size]
             for message, (start, size) in zip(messages, places, strict=True)
         ]
-
-    def sum_sections(
-        self,
-        signature: CallSignature,
-        layouts: Sequence[Layout],
-        write: Callable[[int, Bytes], None],
-    ) -> list[Bytes]:
-        """Messages whose sum, in this order, is the sum of all ranks' sections for this rank.
-
-        The sum equals that of `reduce_message`, bit for bit. A transport may have summed in part.
-        The messages are valid until the next call. Collective.
-
-        Args:
-            signature: what all ranks agree on.
-            layouts: the layout of the section for each rank; equal on all ranks.
-            write: as in `exchange_sections`.
-        """
-        return self.exchange_sections(signature, [layout.nbytes for layout in layouts], write)
-
-    def gather_sections(
-        self, signature: CallSignature, sizes: Sequence[int], write: Write
-    ) -> list[Bytes]:
-        """Every rank's section, on every rank, of these sizes; valid until the next call.
-
-        Collective.
-        """
-        return self.exchange(signature, sizes[self.rank], write)
 
 
 def _check_on_host(arrays: Sequence[Array]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._communicators.base import Write
 from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.point_to_point import Background, PointToPoint, pieces
+from hpcstrat._communicators.point_to_point import PointToPoint, pieces
 from hpcstrat._core.ranks_in_words import list_by_rank
 from hpcstrat._core.timeline import WAITING, span
 from hpcstrat._core.types import Bytes
@@ -41,6 +40,7 @@ class MpiCommunicator(HostCommunicator):
         from mpi4py import MPI
 
         super().__init__(comm.rank, comm.size)
+        self._comm = comm
         self._messages = PointToPoint(comm)
         self._in_place = MPI.IN_PLACE
         self._and, self._max = MPI.BAND, MPI.MAX
@@ -56,34 +56,6 @@ class MpiCommunicator(HostCommunicator):
         # Kept from call to call: the pages of new memory would cost about as much as a copy.
         self._send_buffer: Bytes = np.empty(0, np.uint8)
         self._receive_buffer: Bytes = np.empty(0, np.uint8)
-        self._background: Background[HostCommunicator] | None = None
-        self._has_asked_for_background = False
-
-    @property
-    def _comm(self) -> Any:
-        return self._messages.comm
-
-    def background(self) -> Background[HostCommunicator] | None:
-        """See `HostCommunicator.background`."""
-        if self.size > 1 and not self._has_asked_for_background:
-            from mpi4py import MPI
-
-            with self.calls.waiting:
-                if all(self._comm.allgather(MPI.Query_thread() == MPI.THREAD_MULTIPLE)):
-                    self._background = Background(
-                        self._duplicate_for_background, self.calls, self.watchdog
-                    )
-            self._has_asked_for_background = True
-        return self._background
-
-    def _duplicate_for_background(self) -> MpiCommunicator:
-        duplicate = self._duplicate()
-        duplicate._messages.sleep()
-        return duplicate
-
-    @abc.abstractmethod
-    def _duplicate(self) -> MpiCommunicator:
-        """Another communicator of the same ranks. Collective."""
 
     # ---- records
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
 
 from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.base import Outgoing, check_gatherable
-from hpcstrat._communicators.device import DeviceCommunicator, Move, RankSlice
+from hpcstrat._communicators.device import DeviceCommunicator, Move
 from hpcstrat._communicators.host import (
     HostCommunicator,
     layout_and_signature_of,
@@ -23,7 +21,6 @@ from hpcstrat._communicators.nccl_collectives import NcclCollectives, dtype_to_r
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, ReduceOp
-from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import layout_of, packings_of
 
 
@@ -46,8 +43,6 @@ class NcclCommunicator(DeviceCommunicator):
     """
 
     stream: gpu.Stream
-    active_stream: gpu.Stream
-    has_side_stream = True
     can_capture = True
 
     def __init__(self, control: HostCommunicator, stream: gpu.Stream) -> None:
@@ -157,7 +152,7 @@ class NcclCommunicator(DeviceCommunicator):
                 sources.append(source.astype(dtype_to_reduce(group.dtype, op), copy=False))
             self.exchange(signature)
             for group, source in zip(layout.groups, sources, strict=True):
-                self._collectives.reduce(current_call(), self.stream, source, group.of(out), op)
+                self._collectives.reduce(current_call(), source, group.of(out), op)
             return layout.views(out)
 
     def _gather_on_gpu(
@@ -183,7 +178,7 @@ class NcclCommunicator(DeviceCommunicator):
                 arrays = [xp.ascontiguousarray(self.stream.here(array)) for array in arrays]
                 messages = [xp.empty(layout.nbytes, np.uint8) for layout in layouts]
                 self.exchange(signature_of(current_call(), "memory"))
-            moves = self._collectives.bind_all_gather(self.stream, arrays, messages, layouts)
+            moves = self._collectives.bind_all_gather(arrays, messages, layouts)
             self.launch(current_call(), moves)
             results = []
             for message, layout, shapes in zip(messages, layouts, shapes_of, strict=True):
@@ -222,9 +217,8 @@ class NcclCommunicator(DeviceCommunicator):
                 for leaf, array in zip(parts, flat, strict=True)
             ]
             self.exchange(signature_of(current_call(), *must_match))
-            self._collectives.reduce_scatter(
-                current_call(), self.stream, flat, own, [_slices_of(leaf) for leaf in parts], op
-            )
+            sizes = [[part.size for part in leaf] for leaf in parts]
+            self._collectives.reduce_scatter(current_call(), flat, own, sizes, op)
             return [
                 array.reshape(leaf[self.rank].shape).astype(leaf[0].dtype, copy=False)
                 for leaf, array in zip(parts, own, strict=True)
@@ -260,7 +254,7 @@ class NcclCommunicator(DeviceCommunicator):
                 ]
                 self.exchange(signature_of(current_call(), "memory"))
             from_ranks = [pair for of in received for pair in of.items()]
-            moves = self._collectives.bind_messages(self.stream, sent, from_ranks)
+            moves = self._collectives.bind_messages(sent, from_ranks)
             self.launch(current_call(), moves)
         return received
 
@@ -268,57 +262,24 @@ class NcclCommunicator(DeviceCommunicator):
 
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int | None = None) -> None:
         """See `DeviceCommunicator.reduce_flat`."""
-        self._collectives.reduce("the sum of gradients", self.active_stream, array, out, op, root)
+        self._collectives.reduce("the sum of gradients", array, out, op, root)
 
     def prepare_reduce(self, array: Array, op: ReduceOp, root: int | None) -> list[Move]:
         """See `DeviceCommunicator.prepare_reduce`."""
-        return self._collectives.bind_reduce(self.active_stream, array, array, op, root)
+        return self._collectives.bind_reduce(array, array, op, root)
 
     def prepare_broadcast(self, array: Array, root: int) -> list[Move]:
         """See `DeviceCommunicator.prepare_broadcast`."""
-        return self._collectives.bind_broadcast(self.active_stream, array, root)
-
-    def prepare_reduce_scatter(
-        self, array: Array, out: Array, slices: Sequence[RankSlice]
-    ) -> list[Move]:
-        """See `DeviceCommunicator.prepare_reduce_scatter`."""
-        stream = self.active_stream
-        return self._collectives.bind_reduce_scatter(stream, array, out, slices, ReduceOp.SUM)
-
-    def prepare_all_gather(self, array: Array, slices: Sequence[RankSlice]) -> list[Move]:
-        """See `DeviceCommunicator.prepare_all_gather`."""
-        return self._collectives.bind_all_gather_in_place(self.active_stream, array, slices)
+        return self._collectives.bind_broadcast(array, root)
 
     def launch(self, what: str, moves: Sequence[Move]) -> None:
         """See `DeviceCommunicator.launch`."""
-        self._collectives.launch(what, self.active_stream, moves)
+        self._collectives.launch(what, moves)
 
     def launch_graph(self, graph: Any) -> None:
         """See `DeviceCommunicator.launch_graph`."""
         self._collectives.launch_graph(graph)
 
-    @contextlib.contextmanager
-    def side_stream(self, memory: Array) -> Iterator[None]:
-        """See `DeviceCommunicator.side_stream`."""
-        self.active_stream = self._collectives.fork_side_stream(memory)
-        try:
-            yield
-        finally:
-            self.active_stream = self.stream
-
-    def join_side_stream(self) -> None:
-        """See `DeviceCommunicator.join_side_stream`."""
-        self._collectives.join_side_stream()
-
     def close(self) -> None:
         """See `DeviceCommunicator.close`."""
         self._collectives.close()
-
-
-def _slices_of(parts: Sequence[Array]) -> list[RankSlice]:
-    """Where each rank's part, if it has elements, is in the array that consists of these parts."""
-    ends = itertools.accumulate([part.size for part in parts], initial=0)
-    elements = [Interval(*pair) for pair in itertools.pairwise(ends)]
-    return [
-        RankSlice(rank, part, part.shift(-part.start)) for rank, part in enumerate(elements) if part
-    ]

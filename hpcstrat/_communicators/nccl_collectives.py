@@ -1,4 +1,4 @@
-"""Calls of NCCL, through CuPy: their arguments, their order on two streams, and their errors."""
+"""Calls of NCCL, through CuPy: their arguments and their errors."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ import numpy as np
 
 from hpcstrat._calls.collective import Waiting
 from hpcstrat._communicators import nccl_start
-from hpcstrat._communicators.device import Move, RankSlice
+from hpcstrat._communicators.device import Move
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, ReduceOp
-from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import Layout
 from hpcstrat._process import failure
 
@@ -47,18 +46,9 @@ _TYPES = {
 }
 
 
-# Both streams use one NCCL communicator, whose calls must run one after the other, in the same
-# order on all ranks. So two events order the streams (`device.py` shows them with the others):
-#
-#   `fork_side_stream()`    `stream`    --- `_fork_event` --> side stream, for what NCCL reads
-#   `join_side_stream()`    side stream --- `_join_event` --> `stream`, for what NCCL has written
-#
-# Each call on `stream` joins first. Until then `_held` keeps the side stream's memory. After each
-# call `_run_ahead` records an event on the call's stream; the host waits for the event of 32 calls
-# before.
 @final
 class NcclCollectives:
-    """NCCL's communicator. Its calls are put on a stream; the host waits only if it is far ahead.
+    """NCCL's communicator. Its calls are put on the stream; the host waits only if it is far ahead.
 
     The ranks have agreed on each call before: if it fails, the job ends, because some ranks may be
     in it forever. Arrays are C-contiguous. `what` names the call in errors and in the timeline.
@@ -79,11 +69,6 @@ class NcclCollectives:
         self._nccl = nccl_start.load_nccl()
         self._byte: int = self._nccl.NCCL_UINT8  # what is only copied travels as bytes
         self._comm: Any = nccl_start.start(control, stream)
-        with stream.current():
-            self._fork_event: Any = stream.xp.cuda.Event(disable_timing=True)
-            self._join_event: Any = stream.xp.cuda.Event(disable_timing=True)
-        self._side: gpu.Stream | None = None
-        self._held: list[Array] = []  # memory that the side stream uses
         self._run_ahead = RunAhead(stream, control.calls.waiting)
         if control.watchdog is not None:
             control.watchdog.add_check(self._failure, self._run_ahead.is_behind)
@@ -93,7 +78,6 @@ class NcclCollectives:
     def reduce(
         self,
         what: str,
-        stream: gpu.Stream,
         array: Array,
         out: Array,
         op: ReduceOp,
@@ -106,7 +90,7 @@ class NcclCollectives:
         """
         array = array.reshape(-1).astype(dtype_to_reduce(out.dtype, op), copy=False)
         result = out if out.dtype == array.dtype else array
-        self.launch(what, stream, self.bind_reduce(stream, array, result, op, root))
+        self.launch(what, self.bind_reduce(array, result, op, root))
         if root in (None, self._control.rank):
             self._divide(result, op)
         if result is not out:
@@ -115,33 +99,29 @@ class NcclCollectives:
     def reduce_scatter(
         self,
         what: str,
-        stream: gpu.Stream,
         arrays: Sequence[Array],
         outs: Sequence[Array],
-        slices: Sequence[Sequence[RankSlice]],
+        sizes: Sequence[Sequence[int]],
         op: ReduceOp,
     ) -> None:
-        """Reduces flat arrays elementwise; each rank's `outs` get its slices of the arrays.
+        """Reduces flat arrays elementwise; each rank's `outs` get its parts, of these sizes.
 
-        An `out` has room for the elements up to the next rank's slice: where there is a gap
-        between the slices, its elements may be written too.
+        The parts of an array are in rank order, without gaps.
         """
         moves: list[Move] = []
-        for array, out, parts in zip(arrays, outs, slices, strict=True):
-            moves += self.bind_reduce_scatter(stream, array, out, parts, op)
-        self.launch(what, stream, moves)
+        for array, out, of_ranks in zip(arrays, outs, sizes, strict=True):
+            moves += self.bind_reduce_scatter(array, out, of_ranks, op)
+        self.launch(what, moves)
         for out in outs:
             self._divide(out, op)
 
     # ---- their arguments: what `launch` takes, in this step or in many
 
-    def bind_reduce(
-        self, stream: gpu.Stream, array: Array, out: Array, op: ReduceOp, root: int | None
-    ) -> list[Move]:
+    def bind_reduce(self, array: Array, out: Array, op: ReduceOp, root: int | None) -> list[Move]:
         """See `reduce`; of arrays of one dtype, which NCCL reduces."""
         if not out.size:
             return []
-        source, raw = array.data.ptr, stream.raw.ptr
+        source, raw = array.data.ptr, self._stream.raw.ptr
         target, count, kind = resolve(out)
         numbers = (source, target, count, kind, operation_of(op))
         if root is None:
@@ -150,56 +130,36 @@ class NcclCollectives:
             make = partial(self._opened().reduce, *numbers, root, raw)
         return [Move(make, array.nbytes)]
 
-    def bind_broadcast(self, stream: gpu.Stream, array: Array, root: int) -> list[Move]:
+    def bind_broadcast(self, array: Array, root: int) -> list[Move]:
         """Copies the array of rank `root` to all ranks' arrays."""
         if not array.size:
             return []
-        place, raw = array.data.ptr, stream.raw.ptr
+        place, raw = array.data.ptr, self._stream.raw.ptr
         numbers = (place, place, array.nbytes, self._byte, root, raw)
         return [Move(partial(self._opened().broadcast, *numbers), array.nbytes)]
 
     def bind_reduce_scatter(
-        self,
-        stream: gpu.Stream,
-        array: Array,
-        out: Array,
-        slices: Sequence[RankSlice],
-        op: ReduceOp,
+        self, array: Array, out: Array, sizes: Sequence[int], op: ReduceOp
     ) -> list[Move]:
         """See `reduce_scatter`; of one array, in which no operation divides."""
-        equal, rest = _equal_parts(slices, self._control.size)
-        moves, add, raw = list[Move](), operation_of(op), stream.raw.ptr
-        if equal:
-            source, count, kind = resolve(array[:equal])
-            numbers = (source, out.data.ptr, count, kind, add, raw)
-            make = partial(self._opened().reduceScatter, *numbers)
-            moves.append(Move(make, equal * self._control.size * array.itemsize))
-        for root, elements, own in rest:
-            source, count, kind = resolve(array[elements.slice])
-            target = out[own.slice].data.ptr if root == self._control.rank else 0
-            make = partial(self._opened().reduce, source, target, count, kind, add, root, raw)
-            moves.append(Move(make, elements.size * array.itemsize))
-        return moves
-
-    def bind_all_gather_in_place(
-        self, stream: gpu.Stream, array: Array, slices: Sequence[RankSlice]
-    ) -> list[Move]:
-        """Copies each slice of its rank's flat array to all ranks' arrays."""
-        equal, rest = _equal_parts(slices, self._control.size)
-        moves: list[Move] = []
-        if equal:
-            start = equal * self._control.rank
-            moves.append(self._bind_equal_gather(stream, array[start : start + equal], array))
-        for root, elements, _ in rest:
-            moves += self.bind_broadcast(stream, array[elements.slice], root)
+        add, raw, comm = operation_of(op), self._stream.raw.ptr, self._opened()
+        if len(set(sizes)) == 1:  # NCCL's own takes equal parts only
+            source, target = array.data.ptr, out.data.ptr
+            _, count, kind = resolve(out)
+            make = partial(comm.reduceScatter, source, target, count, kind, add, raw)
+            return [Move(make, array.nbytes)] if count else []
+        moves, start = list[Move](), 0
+        for root, size in enumerate(sizes):
+            part, start = array[start : start + size], start + size
+            if size:
+                source, count, kind = resolve(part)
+                target = out.data.ptr if root == self._control.rank else 0
+                make = partial(comm.reduce, source, target, count, kind, add, root, raw)
+                moves.append(Move(make, part.nbytes))
         return moves
 
     def bind_all_gather(
-        self,
-        stream: gpu.Stream,
-        arrays: Sequence[Array],
-        messages: Sequence[Array],
-        layouts: Sequence[Layout],
+        self, arrays: Sequence[Array], messages: Sequence[Array], layouts: Sequence[Layout]
     ) -> list[Move]:
         """Copies each rank's part of an array to all ranks' messages, which have these layouts."""
         moves: list[Move] = []
@@ -207,26 +167,21 @@ class NcclCollectives:
             if len(set(layout.sizes)) > 1:
                 # NCCL's own takes equal parts only. It copies what a rank sends to itself.
                 sent = [(rank, array) for rank in range(self._control.size)]
-                moves += self.bind_messages(stream, sent, [*enumerate(layout.views(message))])
+                moves += self.bind_messages(sent, [*enumerate(layout.views(message))])
             elif array.size:
-                moves.append(self._bind_equal_gather(stream, array, message))
+                source, raw = array.data.ptr, self._stream.raw.ptr
+                numbers = (source, message.data.ptr, array.nbytes, self._byte, raw)
+                moves.append(Move(partial(self._opened().allGather, *numbers), message.nbytes))
         return moves
 
-    def _bind_equal_gather(self, stream: gpu.Stream, own: Array, out: Array) -> Move:
-        numbers = (own.data.ptr, out.data.ptr, own.nbytes, self._byte, stream.raw.ptr)
-        return Move(partial(self._opened().allGather, *numbers), out.nbytes)
-
     def bind_messages(
-        self,
-        stream: gpu.Stream,
-        sent: Sequence[tuple[int, Array]],
-        received: Sequence[tuple[int, Array]],
+        self, sent: Sequence[tuple[int, Array]], received: Sequence[tuple[int, Array]]
     ) -> list[Move]:
         """Sends an array to each of these ranks, and receives arrays from others.
 
         Each rank receives another rank's arrays in the order in which that sends them.
         """
-        comm, byte, raw = self._opened(), self._byte, stream.raw.ptr
+        comm, byte, raw = self._opened(), self._byte, self._stream.raw.ptr
         return [
             Move(partial(call, array.data.ptr, array.nbytes, byte, rank, raw), nbytes)
             for call, pairs in ((comm.send, sent), (comm.recv, received))
@@ -245,16 +200,14 @@ class NcclCollectives:
             )
         return self._comm
 
-    @span(COMMUNICATION, lambda _, what, __, moves: (what, sum(move.nbytes for move in moves)))
-    def launch(self, what: str, stream: gpu.Stream, moves: Sequence[Move]) -> None:
+    @span(COMMUNICATION, lambda _, what, moves: (what, sum(move.nbytes for move in moves)))
+    def launch(self, what: str, moves: Sequence[Move]) -> None:
         """Makes calls of NCCL, in which the host may wait until NCCL has connected it.
 
         NCCL starts them together: two ranks that send first would both hang.
         """
         if self._comm is None:  # or NCCL would crash in prepared calls
             self._opened()
-        if self._held and stream is self._stream:
-            self.join_side_stream()
         waiting = self._control.calls.waiting
         waiting.depth += 1
         try:
@@ -274,14 +227,13 @@ class NcclCollectives:
             waiting.depth -= 1
         # An event of a capture would become a part of the graph, and never be done.
         if self._stream.capture is None:
-            self._run_ahead.note(stream.raw)
+            self._run_ahead.note()
 
     def launch_graph(self, graph: Any) -> None:
         """Launches a graph with calls of NCCL on the strategy's stream. All ranks do."""
-        self.join_side_stream()
         with self._control.calls.waiting:
             graph.launch(self._stream.raw)
-        self._run_ahead.note(self._stream.raw)
+        self._run_ahead.note()
 
     def _divide(self, array: Array, op: ReduceOp) -> None:
         if REDUCTIONS[op].is_mean:
@@ -289,32 +241,11 @@ class NcclCollectives:
                 array = array.view(array.real.dtype)
             array /= self._control.size
 
-    # ---- the side stream
-
-    def fork_side_stream(self, memory: Array) -> gpu.Stream:
-        """The side stream, which waits for what is on the stream now, and uses this memory."""
-        if self._side is None:
-            self._side = gpu.Stream(self._stream.ordinal)
-        self._fork_event.record(self._stream.raw)
-        self._side.raw.wait_event(self._fork_event)
-        # CuPy's pool gives freed memory to the next work of `stream`, which is not ordered with the
-        # side stream.
-        self._held.append(memory)
-        return self._side
-
-    def join_side_stream(self) -> None:
-        """Makes the stream wait for what is on the side stream."""
-        if self._side is not None and self._held:
-            self._join_event.record(self._side.raw)
-            self._stream.raw.wait_event(self._join_event)
-            self._held.clear()
-
     # ---- the end
 
     def close(self) -> None:
         """Waits for the calls, and releases NCCL's communicator. All ranks have made all calls."""
         if self._comm is not None:
-            self.join_side_stream()
             # NCCL's communicator must not be destroyed before its work is done.
             self._stream.synchronize()
             # NCCL waits for ever for what a graph still holds.
@@ -347,26 +278,9 @@ class NcclCollectives:
         )
 
 
-def _equal_parts(slices: Sequence[RankSlice], size: int) -> tuple[int, Sequence[RankSlice]]:
-    """The elements of each rank in equal parts, or 0 without such; and what these leave out.
-
-    NCCL's reduce-scatter and all-gather take equal parts only: one slice of each rank, in rank
-    order, at multiples of one size. A slice may end early, before a gap between two variables. The
-    last may be longer; its end is left out.
-    """
-    if len(slices) < size:
-        return 0, slices
-    equal, (last, elements, own) = slices[1].elements.start, slices[-1]
-    starts = [(rank, elements.start) for rank, elements, _ in slices]
-    if starts != [(rank, rank * equal) for rank in range(size)] or elements.size < equal:
-        return 0, slices
-    elements, own = [Interval(part.start + equal, part.stop) for part in (elements, own)]
-    return equal, [RankSlice(last, elements, own)] if elements else []
-
-
 @final
 class RunAhead:
-    """Records an event after each call of NCCL, on the call's stream.
+    """Records an event after each call of NCCL, on its stream.
 
     A host that runs ahead of a hanging GPU fills CUDA's launch queue, and then waits in the driver
     with a lock held. Other calls of CUDA may wait for that lock; if CuPy makes one of them with
@@ -375,13 +289,14 @@ class RunAhead:
     a thread of this class updates. Both wait by `gpu.wait_for`, without Python's lock.
 
     Args:
-        stream: makes the events, on its GPU.
+        stream: the stream.
         waiting: counts this rank as waiting for others.
     """
 
     def __init__(self, stream: gpu.Stream, waiting: Waiting) -> None:
         with stream.current():
             self._events: list[Any] = [stream.cuda.Event(disable_timing=True) for _ in range(AHEAD)]
+        self._raw: Any = stream.raw
         self._device: Any = stream.cuda.Device(stream.ordinal)
         self._waiting = waiting
         self._noted = 0  # calls
@@ -391,8 +306,8 @@ class RunAhead:
         self._thread = threading.Thread(target=self._wait, name="hpcstrat-nccl", daemon=True)
         self._thread.start()
 
-    def note(self, raw: Any) -> None:
-        """Notes the call that was just put on this `cupy.cuda.Stream`.
+    def note(self) -> None:
+        """Notes the call that was just put on the stream.
 
         Waits while the host is too far ahead.
         """
@@ -403,7 +318,7 @@ class RunAhead:
                 gpu.wait_for(self._events[(noted + _TOGETHER - 1) % AHEAD], pause=1e-4)
             finally:
                 self._waiting.depth -= 1
-        self._events[noted % AHEAD].record(raw)
+        self._events[noted % AHEAD].record(self._raw)
         self._noted = noted + 1
 
     def is_behind(self) -> bool:

@@ -9,7 +9,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.intervals import Interval, round_up
 from hpcstrat._memory.segment import Segment, make_private_segment
-
-Shares: TypeAlias = tuple[Interval, ...]
-"""The elements of a variable that each rank has, in rank order; perhaps none."""
 
 
 class VariableId(NamedTuple):
@@ -43,8 +40,6 @@ class Block:
         storage: creation index of its storage, from 1.
         name: of the variable, in quotes, or of an optimizer's slot.
         copy: the block that `view` is from, where a rank reads a copy on its GPU; else `None`.
-        shares: how it is split over the ranks, where `array` is only this rank's share, flat; else
-            `None`.
         checksum: of `array` after the last change that the storage knows of, where it checks;
             else `None`.
         interrupted_by: the call that an exception interrupted while it changed `array`, which is
@@ -60,7 +55,6 @@ class Block:
         "memory",
         "name",
         "number",
-        "shares",
         "storage",
         "view",
     )
@@ -73,7 +67,6 @@ class Block:
         self.storage: int = 0
         self.name: str = ""
         self.copy: Block | None = None
-        self.shares: Shares | None = None
         self.checksum: int | None = None
         self.interrupted_by: str = ""
 

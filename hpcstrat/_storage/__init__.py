@@ -17,28 +17,18 @@ _central_host = functools.cache(CentralHostStorage)
 """The storage in a communicator's segment, the same for every strategy."""
 
 
-def make_replica_storage(
-    communicator: Communicator,
-    root: int = 0,
-    shard_updates: bool = False,
-    rounds_alike: bool = True,
-) -> Storage:
+def make_replica_storage(communicator: Communicator) -> Storage:
     """Storage in which each replica has its own variables, on its device.
 
     Args:
-        communicator: the replicas.
-        root: the rank whose initial values count; on hosts it is rank 0.
-        shard_updates: whether each replica has only a part of the slots, and updates that part.
-        rounds_alike: whether the replicas' devices are of one kind, so that the same update has the
-            same bits on each. Others must shard updates.
+        communicator: the replicas. Rank 0's initial values count.
     """
-    is_split = shard_updates and communicator.size > 1
     if isinstance(communicator, DeviceCommunicator):
         from hpcstrat._storage.device import MirroredDeviceStorage  # few programs need it
 
-        return MirroredDeviceStorage(communicator, root, is_split, rounds_alike)
+        return MirroredDeviceStorage(communicator, root=0)
     assert isinstance(communicator, HostCommunicator)
-    return MirroredHostStorage(communicator, is_split)
+    return MirroredHostStorage(communicator)
 
 
 def make_central_storage(communicator: Communicator, root: int, on_host: bool = False) -> Storage:

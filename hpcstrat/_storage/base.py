@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import abc
-import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,14 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.arrays import checksum
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.timeline import UPDATE, span
-from hpcstrat._core.types import Aggregation, Array, Bytes, ReduceOp
-from hpcstrat._memory.allocator import Block, Shares
+from hpcstrat._core.types import Aggregation, Array
+from hpcstrat._memory.allocator import Block
 from hpcstrat._memory.intervals import Interval
-from hpcstrat._storage.local import PART, LocalBlocks, fill, flat, writer_of
+from hpcstrat._storage.local import LocalBlocks, fill
 from hpcstrat._storage.plan import Plan
 from hpcstrat._update.formula import Kernel
-from hpcstrat._update.rows import update_rows, update_rows_in_shards
+from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
-
-FEWEST_BYTES = 1 << 20
-"""Summing starts once this many bytes are marked: fewer do not hide the latency of messages."""
 
 
 class Storage(abc.ABC):
@@ -34,8 +30,7 @@ class Storage(abc.ABC):
         communicator: the ranks that share the variables.
         local: this rank's blocks.
         is_central: whether there is one copy for all ranks, which one of them writes as a whole.
-        has_all_blocks: whether every rank can read every block, or its part of a split block,
-            and not only the parameter rank.
+        has_all_blocks: whether every rank can read every block, and not only the parameter rank.
         updates_here: whether this rank updates variables, and has their slots.
     """
 
@@ -50,7 +45,6 @@ class Storage(abc.ABC):
         self._created = 0
         self._has_interrupted = False
         self._prepared: set[tuple[Kernel | None, np.dtype[Any]]] = set()  # for updates of rows
-        self._marked: weakref.WeakSet[Plan] = weakref.WeakSet()  # with marks in this step
 
     def create(self, initial: Array) -> Block:
         """A new block with the parameter rank's value; all ranks pass equal shapes and dtypes."""
@@ -71,39 +65,27 @@ class Storage(abc.ABC):
     @abc.abstractmethod
     def _create(self, initial: Array) -> Block: ...
 
-    def split(self, variables: Sequence[Block]) -> Sequence[Shares | None]:
-        """How slots of these variables are split over the ranks; `None` if they are not split."""
-        return [None] * len(variables)
-
-    def create_slot(self, variable: Block, value: float, shares: Shares | None) -> Block:
+    def create_slot(self, variable: Block, value: float) -> Block:
         """A new block for a slot, like the variable and filled with `value`.
 
-        It can be read and written only where updates run. If it is split, it is this rank's part,
-        flat; `shares` is the variable's item of `split` for all variables that get slots together.
+        It can be read and written only where updates run.
         """
         with self.communicator.change():
-            return self._register(self._create_slot(variable, value, shares))
+            return self._register(self._create_slot(variable, value))
 
-    def _create_slot(self, variable: Block, value: float, shares: Shares | None) -> Block:
-        """Each rank that updates the variable makes its own, or its part."""
+    def _create_slot(self, variable: Block, value: float) -> Block:
+        """Each rank that updates the variable makes its own."""
         communicator, local, array = self.communicator, self.local, variable.array
-        shape = array.shape
-        if shares is not None:
-            shape = (shares[communicator.rank].size,)
         with communicator.raise_together(), local.current():
             if self.updates_here:
-                block = local.new_block(shape, array.dtype)
+                block = local.new_block(array.shape, array.dtype)
                 fill(block.array, local.here(np.array(value, array.dtype)))
             else:
                 # It has a number, so that all ranks count the same, but no memory: slots are as
                 # large as the model.
                 block = Block(None, None, Interval(0, 0))
-            # The shares depend on all variables that get slots together: ranks that differ in these
-            # must not continue.
             facts = (f"initial value={value}", variable.identity())
-            shared = [] if shares is None else [shares]
-            communicator.exchange(signature_of(current_call(), *facts, *shared))
-        block.shares = shares
+            communicator.exchange(signature_of(current_call(), *facts))
         return block
 
     @abc.abstractmethod
@@ -133,14 +115,7 @@ class Storage(abc.ABC):
             plan.require_whole()
         # Part of the signature: a rank whose gradients are in its buffers sends none, and the
         # others must expect that.
-        buffers = plan.buffers
-        in_buffers = buffers.are(values)
-        if buffers.started and not (in_buffers and op is ReduceOp.SUM):
-            with communicator.raise_together():
-                raise RuntimeError(
-                    f"{current_call()}: its gradient buffers are being summed, since some were "
-                    "marked ready in this step; pass these buffers, and sum them over the replicas"
-                )
+        in_buffers = plan.buffers.are(values)
         signature = plan.signature(op, rule.agreed, in_buffers)
         try:
             if in_buffers:
@@ -196,53 +171,6 @@ class Storage(abc.ABC):
     ) -> None:
         """`update` by values in the order of the message; `None` if they are in the buffers."""
 
-    def mark(self, plan: Plan, variables: Sequence[int], may_start: bool) -> None:
-        """Marks gradients in the plan's buffers as complete, which the next update then sums.
-
-        Args:
-            plan: a plan with buffers.
-            variables: whose gradients, in the order of the message; not marked yet.
-            may_start: whether their sums may start now. Equal on all ranks.
-        """
-        communicator = self.communicator
-        with communicator.raise_together():
-            communicator.exchange(plan.signature_of_marks(variables))
-        buffers = plan.buffers
-        self._marked.add(plan)  # first: a signal may come between, and `drop_marks` clears both
-        buffers.marked.update(variables)
-        new = buffers.marked - buffers.started
-        # Small gradients are summed in one message, or together with the rest.
-        if may_start and sum(plan.order.blocks[i].array.nbytes for i in new) >= FEWEST_BYTES:
-            buffers.started |= new if self._start_sums(plan, new) else set()
-
-    def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
-        """Starts to sum some of the plan's buffers if this saves time; returns whether it does."""
-        return False
-
-    @property
-    def has_marks(self) -> bool:
-        """Whether gradients are marked that no update has summed yet."""
-        return bool(self._marked)
-
-    def end_marks(self, plan: Plan) -> None:
-        """Clears the marks of a plan whose variables were updated."""
-        plan.buffers.end_marks()
-        self._marked.discard(plan)
-
-    def drop_marks(self) -> None:
-        """Clears all marks after an error. Then nothing reads the buffers. Not collective."""
-        if not self._marked:
-            return
-        try:
-            self._finish_sums()
-        except Exception as error:
-            self.communicator.calls.mark_interrupted(error)
-        for plan in [*self._marked]:
-            self.end_marks(plan)
-
-    def _finish_sums(self) -> None:  # noqa: B027
-        """Waits for the sums that are under way, and raises their error; on a GPU, streams wait."""
-
     @abc.abstractmethod
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers for a plan, from which the gradients of its variables are not copied."""
@@ -295,30 +223,11 @@ class Storage(abc.ABC):
     def _update_rows(
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
     ) -> None:
-        """Each rank updates all rows or, if slots are split, those elements whose slots it has."""
+        """Each rank updates all rows."""
         local = self.local
         with local.current():
             rows, gradient = local.here(rows), local.here(gradient)
-            if blocks[-1].shares is None:
-                update_rows([block.array for block in blocks], rows, gradient, rule)
-            else:
-                update_rows_in_shards(self.communicator, blocks, rows, gradient, rule)
-
-    def all_parts(self, block: Block) -> Iterator[Bytes]:
-        """The `local.parts` of all ranks, in rank order, of a block that is split over them.
-
-        Collective, part by part.
-        """
-        assert block.shares is not None
-        communicator, itemsize = self.communicator, block.array.dtype.itemsize
-        own = self.local.parts(block)
-        for rank, share in enumerate(block.shares):
-            for here in share.scale(itemsize).split(PART):
-                signature = signature_of(f"{current_call()}: {block.name}", rank, here.start)
-                with communicator.raise_together():
-                    part = next(own) if communicator.rank == rank else flat(np.empty(0))
-                    messages = communicator.exchange(signature, part.size, writer_of(part))
-                yield messages[rank][: here.size]
+            update_rows([block.array for block in blocks], rows, gradient, rule)
 
     def publish(self, blocks: Sequence[Block]) -> None:
         """Makes the parameter rank's writes readable everywhere, if ranks did not all write."""

@@ -14,7 +14,7 @@ from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.shared_memory import LINE, SharedMemoryCommunicator
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
-from hpcstrat._memory.allocator import Block, Shares, block_of, size_of
+from hpcstrat._memory.allocator import Block, block_of, size_of
 from hpcstrat._memory.intervals import Interval, divide_up, round_up
 from hpcstrat._process.heap import keep_freed_memory
 from hpcstrat._storage.base import Storage
@@ -89,7 +89,7 @@ class CentralHostStorage(Storage):
         weakref.finalize(block, self._dead.append, number).atexit = False
         return block
 
-    def _create_slot(self, variable: Block, value: float, shares: Shares | None) -> Block:
+    def _create_slot(self, variable: Block, value: float) -> Block:
         # As a view of one element: a slot is as large as its variable, and must not cost twice
         # that.
         array = variable.array

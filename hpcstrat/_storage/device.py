@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import final
-
-import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.device import DeviceCommunicator
@@ -13,11 +11,11 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
-from hpcstrat._memory.allocator import ALIGNMENT, Block, Shares, SlabAllocator
+from hpcstrat._memory.allocator import ALIGNMENT, Block
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.device_plan import DevicePartsPlan, DevicePlan
-from hpcstrat._storage.local import LocalBlocks, OnGpu, OnHostOfGpu
-from hpcstrat._storage.order import MessageOrder, rank_parts_of, shares_of
+from hpcstrat._storage.device_plan import DevicePlan
+from hpcstrat._storage.local import OnGpu, OnHostOfGpu
+from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.plan import Buffers, MessagePool, Plan
 from hpcstrat._update.rows import row_view, update_rows
 from hpcstrat._update.rule import UpdateRule
@@ -25,13 +23,11 @@ from hpcstrat._update.rule import UpdateRule
 
 # Packing, NCCL's calls and the kernels of an update are queued on the strategy's stream in this
 # order, so kernels that read the message need not wait for it, and the host does not wait either:
-# the next step's Python code runs while the GPU works. Work elsewhere must wait:
-# - marked gradients are summed on the side stream; `_finish_sums` makes the strategy's stream wait
-#   for it before the rest is queued;
-# - an update in host memory reads the message on the host; `UpdateOfCopies` copies it there, and
-#   blocks until the copy is complete.
+# the next step's Python code runs while the GPU works. Only an update in host memory must wait: it
+# reads the message on the host, to which `UpdateOfCopies` copies it, and blocks until the copy is
+# complete.
 class DeviceStorage(Storage):
-    """Variables of ranks some or all of which compute on GPUs.
+    """Variables of ranks that compute on GPUs.
 
     Every rank reads them on its own device.
 
@@ -44,14 +40,8 @@ class DeviceStorage(Storage):
     communicator: DeviceCommunicator
 
     def __init__(self, communicator: DeviceCommunicator, root: int, on_host: bool = False) -> None:
-        # Ranks on CPUs and on GPUs can be replicas of one strategy, so memory is chosen per rank.
         stream, rank = communicator.stream, communicator.rank
-        if stream is None:
-            # In slabs, where variables are aligned as they are on the other ranks' GPUs.
-            memory = SlabAllocator(lambda nbytes: np.empty(nbytes, np.uint8))
-            local = LocalBlocks(rank, lambda: memory)
-        else:
-            local = OnHostOfGpu(rank, stream) if on_host else OnGpu(rank, stream)
+        local = OnHostOfGpu(rank, stream) if on_host else OnGpu(rank, stream)
         super().__init__(communicator, local)
         self.stream = stream
         self._root = root
@@ -110,7 +100,7 @@ class DeviceStorage(Storage):
                     plan.prepared.add(kind)
                 if plan.memory is None:
                     self._messages.lend(plan, signature)
-                if self.stream is not None and self.stream.capture is not None:
+                if self.stream.capture is not None:
                     self.stream.capture.keep(plan, plan.memory)
                 sources = plan.gradients
                 if values is not None:
@@ -121,11 +111,7 @@ class DeviceStorage(Storage):
             except BaseException as error:
                 communicator.calls.share_error(error, number)
                 raise
-            if plan.buffers.started:
-                self._finish_sums()
-                if rest := plan.buffers.not_started():
-                    communicator.launch("the sum of gradients", plan.sums_of(rest))
-            elif op is ReduceOp.SUM and sources is plan.gradients and not plan.has_integers:
+            if op is ReduceOp.SUM and sources is plan.gradients and not plan.has_integers:
                 communicator.launch("the sum of gradients", plan.all_sums)
             else:
                 plan.reduce(sources, op)
@@ -165,27 +151,9 @@ class DeviceStorage(Storage):
         stream, values = self.stream, list(values)
         for i, value in enumerate(values):
             # Mostly it is here, which is asked without a call.
-            if (
-                stream is None
-                or type(value) is not stream.xp.ndarray
-                or value.data.device_id != stream.ordinal
-            ):
+            if type(value) is not stream.xp.ndarray or value.data.device_id != stream.ordinal:
                 values[i] = self.local.here(value)
         return plan.pack(values, is_reduced)
-
-    # ---- sums of marked gradients, while the program computes others
-
-    def _start_sums(self, plan: Plan, variables: Collection[int]) -> bool:
-        assert isinstance(plan, DevicePlan)
-        communicator = self.communicator
-        if not communicator.has_side_stream or (self.stream and self.stream.capture):
-            return False
-        with self.local.current(), communicator.side_stream(plan.memory):
-            communicator.launch("the sum of gradients", plan.sums_of(variables))
-        return True
-
-    def _finish_sums(self) -> None:
-        self.communicator.join_side_stream()
 
 
 def _may_overlap(array: Array, memory: Array) -> bool:
@@ -201,57 +169,15 @@ class MirroredDeviceStorage(DeviceStorage):
 
     The same steps on the same sums keep the copies equal.
 
-    If slots are split, each rank stores only its part of them, and makes only these updates: per
-    dtype one reduce-scatter of the gradients and one all-gather of the new values, and between
-    these one fused kernel per run of variables. Variables without slots are updated by each rank
-    or, if some ranks compute on CPUs, by the root alone: what one rank updates has the same bits in
-    all copies.
-
     Args:
         communicator: the ranks.
         root: the rank whose initial values count.
-        splits: whether slots are split over the ranks.
-        rounds_alike: see `make_replica_storage`.
     """
 
-    def __init__(
-        self,
-        communicator: DeviceCommunicator,
-        root: int,
-        splits: bool = False,
-        rounds_alike: bool = True,
-    ) -> None:
-        super().__init__(communicator, root)
-        self._splits = splits
-        self._rounds_alike = rounds_alike
-
-    def split(self, variables: Sequence[Block]) -> Sequence[Shares | None]:
-        """An equal part of all elements per rank."""
-        if not self._splits:
-            return super().split(variables)
-        return shares_of(variables, self.communicator.size, ALIGNMENT)
-
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> DevicePlan:
-        """The plan of updates, of which each rank makes all, or its part if slots are split."""
-        communicator, local = self.communicator, self.local
-        if not (self._splits and any(slots)):
-            order = MessageOrder(variables, slots, ALIGNMENT)
-            root = None if self._rounds_alike else self._root
-            own = order.shards if root in (None, communicator.rank) else []
-            update = local.new_update(order, own)
-            return DevicePlan(order, update, communicator, root, local.to_read(order))
-        order = MessageOrder(variables, [()] * len(variables), ALIGNMENT)
-        rank_parts = rank_parts_of(order, order.to_message(slots), communicator.rank)
-        update = local.new_update(order, rank_parts[communicator.rank].shards)
-        return DevicePartsPlan(order, update, communicator, rank_parts, local.to_read(order))
-
-    def _update_rows(
-        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
-    ) -> None:
-        if self._rounds_alike or blocks[-1].shares is not None:
-            super()._update_rows(blocks, rows, gradient, rule)
-        else:
-            self._update_rows_on_root(blocks, rows, gradient, rule)
+        """The plan of updates, of which each rank makes all."""
+        order = MessageOrder(variables, slots, ALIGNMENT)
+        return DevicePlan(order, self.local.new_update(order, order.shards), self.communicator)
 
 
 @final

@@ -1,28 +1,20 @@
-"""Plans of updates whose message is on a device: a GPU, or the host of a rank without one.
-
-DevicePlan       every rank, or the root alone, has the sums of all gradients, and makes the update
-DevicePartsPlan  each rank has those of its part of the elements; all send new values
-"""
+"""The plan of an update whose message is on a GPU."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
-
-import numpy as np
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from hpcstrat._communicators.device import DeviceCommunicator, Move
 from hpcstrat._core import gpu
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
-from hpcstrat._memory.allocator import ALIGNMENT
-from hpcstrat._memory.intervals import Interval, round_up
+from hpcstrat._memory.intervals import Interval
 from hpcstrat._memory.layout import PackKernel, packings_of
-from hpcstrat._storage.order import MessageOrder, RankPart, rank_slices, slices_of
+from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.plan import Plan
-from hpcstrat._update.device_update import COLUMNS
 from hpcstrat._update.rule import UpdateRule
-from hpcstrat._update.update import AddUp, Update
+from hpcstrat._update.update import Update
 
 PIECE = 1 << 24
 """Bytes of new values that one call sends. Ranks need not agree on where a run of variables in
@@ -47,15 +39,11 @@ class DevicePlan(Plan):
         readable: what programs read on this rank, if a root makes the update.
 
     Attributes:
-        message: the message of the gradients, on this rank's device.
+        message: the message of the gradients, on this rank's GPU, and of their sums.
         gradients: the message by dtype.
-        sums: the message that the update reads.
         has_integers: whether some of the variables are integers: NCCL casts these to sum them.
         prepared: the kernels of rules, with how they clip, that `prepare` has had.
     """
-
-    add_up: AddUp | None = None
-    """Adds up the ranks' sums of squares, if each has those of its part."""
 
     def __init__(
         self,
@@ -76,7 +64,6 @@ class DevicePlan(Plan):
 
     def _drop(self) -> None:
         self.message: Array = None
-        self.sums: Array = None
         self.gradients: list[Array] = []
         for prepared in ("all_sums", "new_values"):
             self.__dict__.pop(prepared, None)
@@ -85,7 +72,7 @@ class DevicePlan(Plan):
         """Makes the message and its views, in some bytes on this rank's device."""
         super().take(memory)
         layout = self.order.layout
-        self.message = self.sums = memory[: layout.nbytes]
+        self.message = memory[: layout.nbytes]
         self.gradients = [group.of(self.message) for group in layout.groups]
         # Kernels, views and addresses are made once: a steady step only launches.
         if not self._packings and gpu.is_on_gpu(memory):
@@ -126,12 +113,8 @@ class DevicePlan(Plan):
     @functools.cached_property
     def all_sums(self) -> Sequence[Move]:
         """The sums of all gradients in the message, which are floats."""
-        return self.sums_of(range(len(self.order.blocks)))
-
-    def sums_of(self, variables: Collection[int]) -> list[Move]:
-        """The sums of the gradients of some variables, likewise."""
         prepare, root = self.communicator.prepare_reduce, self._root
-        gradients = self.order.views_of(variables, self.message)
+        gradients = self.order.views_of(range(len(self.order.blocks)), self.message)
         return [move for flat in gradients for move in prepare(flat, ReduceOp.SUM, root)]
 
     def reduce(self, sources: Sequence[Array], op: Aggregation) -> None:
@@ -155,8 +138,8 @@ class DevicePlan(Plan):
         self.update.prepare(rule)
 
     def run(self, rule: UpdateRule) -> None:
-        """Updates this rank's shards. Collective if it clips norms of parts."""
-        self.update.run(rule, [self.sums], add_up=self.add_up)
+        """Updates this rank's shards."""
+        self.update.run(rule, [self.message])
 
     @functools.cached_property
     def new_values(self) -> NewValues | None:
@@ -227,95 +210,3 @@ def piece_of(
     if len(copies) == 1 and copies[0][0].size == elements.size:
         return copies[0][0], []
     return message[elements.slice], copies
-
-
-@final
-class DevicePartsPlan(DevicePlan):
-    """The plan of an update of which each rank makes its part.
-
-    A second message follows that of all gradients: the sums of this rank's part.
-
-    Args:
-        order, update, communicator: see `DevicePlan`.
-        rank_parts: each rank's part.
-        readable: what programs read on this rank.
-    """
-
-    def __init__(
-        self,
-        order: MessageOrder,
-        update: Update,
-        communicator: DeviceCommunicator,
-        rank_parts: Sequence[RankPart],
-        readable: Readable,
-    ) -> None:
-        self._own = rank_parts[communicator.rank].layout
-        self._slices = rank_slices(order, rank_parts)
-        self.add_up = self._add_up
-        super().__init__(order, update, communicator, readable=readable)
-
-    def _drop(self) -> None:
-        super()._drop()
-        self._own_gradients: list[Array] = []  # by dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both messages."""
-        # With the gap after this rank's last element: if parts are equal, a reduce-scatter writes a
-        # whole part, also for a rank whose last variable ends before.
-        return round_up(super().nbytes, ALIGNMENT) + round_up(self._own.nbytes, ALIGNMENT)
-
-    def take(self, memory: Array) -> None:
-        """Makes both messages and their views, in some bytes on this rank's device."""
-        super().take(memory)
-        self.sums = memory[round_up(super().nbytes, ALIGNMENT) : self.nbytes]
-        self._own_gradients = [group.of(self.sums) for group in self._own.groups]
-
-    def _add_up(self, squares: Array) -> Array:
-        """See `add_up`. On a GPU they are rows of sums."""
-        is_on_host = squares.ndim == 1
-        rows = squares
-        if is_on_host:
-            rows = np.zeros((squares.size, COLUMNS))
-            rows[:, 0] = squares
-        flat = rows.reshape(-1)
-        self.communicator.reduce_flat(flat, flat, ReduceOp.SUM)
-        return rows.sum(axis=1) if is_on_host else rows
-
-    def sums_of(self, variables: Collection[int]) -> list[Move]:
-        """See `DevicePlan.sums_of`."""
-        slices = slices_of(self.order, self._slices, variables)
-        groups = zip(self.gradients, self._own_gradients, slices, strict=True)
-        return [
-            move
-            for gradients, own, of_dtype in groups
-            if of_dtype
-            for move in self.communicator.prepare_reduce_scatter(gradients, own, of_dtype)
-        ]
-
-    def _reduce(self, k: int, source: Array, op: Aggregation) -> None:
-        communicator, out, slices = self.communicator, self._own_gradients[k], self._slices[k]
-        if op is ReduceOp.SUM:
-            moves = communicator.prepare_reduce_scatter(source, out, slices)
-            communicator.launch("the sum of gradients", moves)
-            return
-        # Only optimizers' variables have slots, and optimizers use no other `op`.
-        assert op is FIRST_REPLICA
-        communicator.broadcast_flat(source, 0)
-        for rank, elements, own in slices:
-            if rank == communicator.rank:
-                out[own.slice] = source[elements.slice]
-
-    @functools.cached_property
-    def new_values(self) -> NewValues:
-        """See `DevicePlan.new_values`."""
-        moves: list[Move] = []
-        from_message: list[tuple[Array, Array]] = []
-        for readable, message, slices in zip(
-            self._readable, self.gradients, self._slices, strict=True
-        ):
-            # In one piece: slices of the ranks are of all elements.
-            array, copies = piece_of(Interval(0, message.size), readable, message)
-            moves += self.communicator.prepare_all_gather(array, slices)
-            from_message += copies
-        return NewValues(_reversed(from_message), moves, from_message)

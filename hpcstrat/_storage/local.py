@@ -42,7 +42,7 @@ class LocalBlocks:
     """A rank's blocks, and its updates of them: here in the memory of a host.
 
     Args:
-        rank: this rank, which has its own part of blocks that are split.
+        rank: this rank.
         memory: returns what updates change, which it makes when it is first called.
         shares_loops: whether all ranks of this host make the same updates at the same time.
 
@@ -102,16 +102,7 @@ class LocalBlocks:
         rule.assign(block.array, host)
 
     def write_part(self, block: Block, start: int, part: Bytes) -> None:
-        """Writes host bytes to a block, from its byte `start` on.
-
-        If the block is split over the ranks, `start` counts from the start of the whole, and only
-        this rank's part is written.
-        """
-        if block.shares is not None:
-            own = block.shares[self._rank].scale(block.array.dtype.itemsize)
-            here = own & Interval(start, start + part.size)
-            part = part[here.shift(-start).slice]
-            start = here.start - own.start
+        """Writes host bytes to a block, from its byte `start` on."""
         if part.size:
             self._write_part(block, start, part)
 
@@ -120,7 +111,7 @@ class LocalBlocks:
         flat(block.array)[start : start + part.size] = part
 
     def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
-        """The bytes of a block, or of its part if it is split, in host memory.
+        """The bytes of a block, in host memory.
 
         At most `PART` of them come at once, read-only by convention and valid until the next.
         """

@@ -1,10 +1,10 @@
-"""One update of several variables, planned once for all steps: its message, buffers and marks."""
+"""One update of several variables, planned once for all steps: its message and its buffers."""
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from hpcstrat._calls.records import CallSignature, signature_of
@@ -29,8 +29,6 @@ class Buffers:
     Attributes:
         arrays: the buffers, in the order of the call.
         messages: as above.
-        marked: the variables whose gradients are complete in this step.
-        started: those whose sums have started.
     """
 
     def __init__(
@@ -40,27 +38,15 @@ class Buffers:
         own: Array = None,
         owner: Block | None = None,
     ) -> None:
-        self._count = len(order.blocks)
         self._owner = owner
         self.arrays: list[Array] = [] if own is None else order.to_call(order.layout.views(own))
         self.messages = messages
-        self.marked: set[int] = set()
-        self.started: set[int] = set()
 
     def are(self, gradients: Sequence[Array]) -> bool:
         """Whether these, in the order of the call, are the buffers, and so need not be copied."""
         # By identity, which costs nothing: another array, even over the same memory, is copied like
         # any gradient.
         return bool(self.arrays) and all(map(operator.is_, gradients, self.arrays))
-
-    def not_started(self) -> set[int]:
-        """The variables whose gradients' sums have not started in this step."""
-        return {*range(self._count)} - self.started
-
-    def end_marks(self) -> None:
-        """Forgets what is marked."""
-        self.marked.clear()
-        self.started.clear()
 
 
 class Plan:
@@ -108,11 +94,6 @@ class Plan:
         self._signatures[call, op, names] = signature
         return signature
 
-    def signature_of_marks(self, variables: Sequence[int]) -> CallSignature:
-        """What the ranks must agree on to mark the gradients of these variables."""
-        blocks = self.order.blocks
-        return signature_of(current_call(), *[blocks[i].identity() for i in variables])
-
     def require_whole(self) -> None:
         """Raises if an interrupted update left one of the variables changed in part."""
         for block in self.order.blocks:
@@ -157,18 +138,6 @@ class Plan:
                 flat[absent.stop :] = gradient[absent.stop :]
             else:
                 view[...] = value
-
-    # ---- sums of marked gradients
-
-    def parts_to_sum(self, variables: Collection[int]) -> tuple[list[list[Array]], list[Array]]:
-        """What is summed for some variables, on hosts, and where the sums are.
-
-        Returns:
-            Flat views of the buffers, for each rank that gets sums of its own, or for all ranks
-            together; and of `memory`, for this rank. Neighbours are merged.
-        """
-        sums = self.order.views_of(variables, self.memory)
-        return [self.order.views_of(variables, self.buffers.messages[0])], sums
 
 
 @final

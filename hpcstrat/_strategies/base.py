@@ -296,7 +296,6 @@ class Strategy:
             # collective call compares the ranks and ends the job. This comes first, because what
             # explains the exception calls its methods, which may raise.
             communicator.calls.note_escaped(error)
-            self._group.storage.drop_marks()
             explain_read_only(error)
             explain_assign(error)
             explain_empty_part(error, args, kwargs)

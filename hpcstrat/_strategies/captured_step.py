@@ -264,7 +264,6 @@ class CapturedStep:
             update.state.iterations = update.iterations
         calls = self.group.communicator.calls
         calls.escaped_hash, calls.last_escaped, calls.last_escaped_call = self._escaped
-        self.group.storage.drop_marks()
         self.drop()
 
     def drop(self) -> None:

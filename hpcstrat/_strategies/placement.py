@@ -11,7 +11,7 @@ from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import choose_device_communicator, connect, connect_devices
 from hpcstrat._core import device_names, gpu
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.ranks_in_words import ranks_in_words
+from hpcstrat._core.ranks_in_words import join_by_rank, ranks_in_words
 from hpcstrat._core.user_frames import warn
 from hpcstrat._process import launchers, worlds
 
@@ -29,19 +29,20 @@ def place(
     By default rank i of a host gets the host's GPU i; on hosts without GPUs all ranks get the CPU.
 
     Args:
-        compute_devices: the device of each rank, in rank order.
+        compute_devices: the device of each rank, in rank order: all GPUs, or all CPUs.
         is_one_host: whether all ranks must be on one host.
 
     Returns:
         The device of each rank, in rank order, and the communicator, which is a
-        `DeviceCommunicator` if any rank computes on a GPU.
+        `DeviceCommunicator` if the ranks compute on GPUs.
 
     Raises:
         TypeError: `compute_devices` is a single string.
-        ValueError: a string does not name a device, or the list does not have one entry per rank.
+        ValueError: a string does not name a device, or the list does not have one entry per rank,
+            or has CPUs and GPUs.
         RuntimeError: the ranks are on several hosts and must not be, a device does not exist, there
-            are more ranks than GPUs, there are GPUs and no CuPy, or MPI, NCCL or the GPUs' driver
-            does not start.
+            are more ranks than GPUs, only some ranks have a GPU, there are GPUs and no CuPy, or
+            MPI, NCCL or the GPUs' driver does not start.
     """
     # Before `connect`, which may start MPI.
     _make_current_early(compute_devices)
@@ -63,8 +64,8 @@ def place(
         by_rank = control.all_gather_differing_obj((visible, gpu.has_cupy()))
     with control.raise_together():
         seen = [gpus for gpus, _ in by_rank]
-        if named is None and any(seen):
-            _check_cupy([has_cupy for _, has_cupy in by_rank])
+        if named is None:
+            _check_cupy([has_cupy or not gpus for gpus, has_cupy in by_rank])
         shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
         if named is not None:
             devices = named
@@ -72,20 +73,20 @@ def place(
             devices = device_names.place(seen, shares)
         else:
             devices = device_names.place_on_hosts(world.hosts, seen, shares)
+        _check_alike(devices, ValueError if named else RuntimeError)
         own_host = world.hosts[world.rank]
         on_host = [gpus for gpus, host in zip(seen, world.hosts, strict=True) if host == own_host]
         ordinal = device_names.ordinal(devices[control.rank], world.local_rank, on_host)
         # By unique id from here on, because an ordinal may mean another GPU in another process.
         own = "" if ordinal is None else seen[control.rank][ordinal]
         gpus = tuple(control.all_gather_differing_obj(own, *map(str, devices)))
-    if not any(gpus):
+    if ordinal is None:
         return devices, control
     with control.raise_together():
         device_names.check_shared(gpus, shares)
-        if ordinal is not None:
-            # NCCL binds a communicator to the GPU that is current when it is made.
-            gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
-        kind, problem = choose_device_communicator(control, gpus, ordinal is not None)
+        # NCCL binds a communicator to the GPU that is current when it is made.
+        gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
+        kind, problem = choose_device_communicator(control, gpus)
     if problem:
         warn(
             f"{call}: the replicas exchange data through host memory instead of NCCL: {problem}",
@@ -95,25 +96,26 @@ def place(
 
 
 def agree_on_placement(
-    communicator: Communicator,
-    devices: Sequence[device_names.Device],
-    shard_updates: bool,
-    *must_match: str,
+    communicator: Communicator, devices: Sequence[device_names.Device], *must_match: str
 ) -> None:
     """Checks that all ranks make the same strategy. Collective.
 
     Raises:
-        TypeError: `shard_updates` is not a bool.
-        ReplicaMismatchError: devices, `shard_updates` or `must_match` differ between ranks.
+        ReplicaMismatchError: devices or `must_match` differ between ranks.
     """
     with communicator.raise_together():
-        if not isinstance(shard_updates, bool):
-            raise TypeError(
-                f"{current_call()}: shard_updates is {shard_updates!r}; pass True or False"
-            )
-        option = ["shard_updates=True"] if shard_updates else []
-        communicator.exchange(
-            signature_of(current_call(), *map(str, devices), *must_match, *option)
+        communicator.exchange(signature_of(current_call(), *map(str, devices), *must_match))
+
+
+def _check_alike(devices: Sequence[device_names.Device], error: type[Exception]) -> None:
+    # They round differently, and NCCL connects only GPUs.
+    if len({device.kind for device in devices}) > 1:
+        listed = join_by_rank(enumerate([device.short for device in devices]))
+        raise error(
+            f"{current_call()}: the replicas would compute on GPUs and on CPUs: {listed}; all must "
+            "compute on GPUs, or all on CPUs. Start as many ranks as there are GPUs, on hosts that "
+            "have them; or name 'CPU:0' for each rank, or set CUDA_VISIBLE_DEVICES to nothing. "
+            "CentralStorageStrategy(parameter_device='CPU:0') keeps variables in host memory"
         )
 
 

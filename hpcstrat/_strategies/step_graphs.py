@@ -113,8 +113,7 @@ class StepFunction:
             # Those of closed strategies are only memory.
             self._by_group = {one: of for one, of in self._by_group.items() if not one.is_closed}
             steps = self._by_group[group] = GroupSteps(self._name, group)
-        # A launch would sum marked gradients again. The ranks mark together.
-        if steps.is_eager or group.storage.has_marks:
+        if steps.is_eager:
             return fn(*args, **kwargs)
         return steps.run(fn, args, kwargs)
 

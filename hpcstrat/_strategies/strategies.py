@@ -9,7 +9,6 @@ from typing import Any, final
 from hpcstrat._calls.collective import collective
 from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.connection import connect, disconnect_on_error
-from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import device_names
 from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import current_call, names_call
@@ -32,17 +31,13 @@ class CentralStorageStrategy(Strategy):
             GPU i; on a host without GPUs all ranks use the CPU.
         parameter_device: the device that stores variables: the compute device of a rank, or
             `"CPU:0"`, the memory of the host. By default rank 0's compute device.
-        shard_updates: whether each replica on a GPU keeps the optimizers' slots for its part of all
-            elements, and updates that part, instead of the parameter device alone. On CPUs the
-            ranks share the updates, and one copy of the slots, in any case.
 
     Raises:
-        TypeError: `shard_updates` is not a bool.
-        ValueError: a string does not name a device, the list does not have one entry per rank, no
-            rank computes on the parameter device, or `shard_updates` is set for GPUs while the
-            parameter device is the host's memory.
-        RuntimeError: a device does not exist, there are more ranks than GPUs, there are GPUs and
-            CuPy is not installed, the ranks are on several hosts, or MPI or NCCL cannot start.
+        ValueError: a string does not name a device, the list does not have one entry per rank, or
+            has CPUs and GPUs, or no rank computes on the parameter device.
+        RuntimeError: a device does not exist, there are more ranks than GPUs, only some ranks have
+            a GPU, there are GPUs and CuPy is not installed, the ranks are on several hosts, or MPI
+            or NCCL cannot start.
 
     Examples:
         Computes and stores variables on the CPU, on a host with GPUs too:
@@ -60,8 +55,6 @@ class CentralStorageStrategy(Strategy):
         self,
         compute_devices: Sequence[str] | None = None,
         parameter_device: str | None = None,
-        *,
-        shard_updates: bool = False,
     ) -> None:
         call = current_call()
         devices, communicator = place(compute_devices)
@@ -76,21 +69,12 @@ class CentralStorageStrategy(Strategy):
                     f"{call}: parameter_device is {parameter}, and no rank computes there; pass "
                     f"one of {names}"
                 )
-            shards = shard_updates and isinstance(communicator, DeviceCommunicator)
-            if shards and parameter not in devices:
-                raise ValueError(
-                    f"{call}: shard_updates=True keeps a part of the slots on every replica's GPU, "
-                    f"but parameter_device is {parameter.short}, the memory of the host; leave one "
-                    "of the two out"
-                )
-            agree_on_placement(communicator, devices, shard_updates, str(parameter))
+            agree_on_placement(communicator, devices, str(parameter))
         # The host's memory belongs to no rank: rank 0 updates the variables there.
         root = devices.index(parameter) if parameter in devices else 0
         local = make_replica_storage(communicator)
         if communicator.size == 1 and parameter == devices[0]:
             storage = local  # central storage and the replica's own are the same
-        elif shards:
-            storage = make_replica_storage(communicator, root, shard_updates=True)
         else:
             storage = make_central_storage(communicator, root, on_host=parameter != devices[root])
         super().__init__(
@@ -108,16 +92,14 @@ class MirroredStrategy(Strategy):
         devices: the device of each rank, in rank order. By default rank i gets the host's GPU i; on
             a host without GPUs all ranks use the CPU.
         cross_device_ops: `None` or a `CrossDeviceOps`, which changes nothing.
-        shard_updates: whether each replica keeps the optimizers' slots for its part of all elements
-            only, and updates that part, as PyTorch's `ZeroRedundancyOptimizer` and DeepSpeed's ZeRO
-            stage 1 do. On the CPU the result is the same, bit for bit, except for norms, whose
-            squares are added up in another order.
 
     Raises:
-        TypeError: `shard_updates` is not a bool, or `cross_device_ops` has another type.
-        ValueError: a string does not name a device, or the list does not have one entry per rank.
-        RuntimeError: a device does not exist, there are more ranks than GPUs, there are GPUs and
-            CuPy is not installed, the ranks are on several hosts, or MPI or NCCL cannot start.
+        TypeError: `cross_device_ops` has another type.
+        ValueError: a string does not name a device, or the list does not have one entry per rank,
+            or has CPUs and GPUs.
+        RuntimeError: a device does not exist, there are more ranks than GPUs, only some ranks have
+            a GPU, there are GPUs and CuPy is not installed, the ranks are on several hosts, or MPI
+            or NCCL cannot start.
 
     Examples:
         On a host without GPUs, or with GPUs that should not be used, each rank names its CPU:
@@ -132,11 +114,9 @@ class MirroredStrategy(Strategy):
         self,
         devices: Sequence[str] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
-        *,
-        shard_updates: bool = False,
     ) -> None:
         check_choice(current_call(), "cross_device_ops", cross_device_ops, CrossDeviceOps)
-        super().__init__(make_mirrored_group(*place(devices), shard_updates=shard_updates))
+        super().__init__(make_mirrored_group(*place(devices)))
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
@@ -155,14 +135,13 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         cluster_resolver: tells which worker this process belongs to; by default MPI does. It must
             agree with MPI on the number of hosts.
         communication_options: `None` or a `CommunicationOptions`, which changes nothing.
-        shard_updates: as in `MirroredStrategy`.
 
     Raises:
-        TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`, `shard_updates` is
-            not a bool, or `communication_options` has another type.
+        TypeError: `cluster_resolver` is neither None nor a `ClusterResolver`, or
+            `communication_options` has another type.
         RuntimeError: the resolver's number of workers is not the number of hosts, there are more
-            ranks than GPUs on a host, there are GPUs and CuPy is not installed, or MPI or NCCL
-            cannot start.
+            ranks than GPUs on a host, only some hosts have GPUs, there are GPUs and CuPy is not
+            installed, or MPI or NCCL cannot start.
 
     Examples:
         With one rank on one host; with 8 ranks on each of 2 hosts, there would be 16 replicas:
@@ -180,14 +159,12 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         self,
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
-        *,
-        shard_updates: bool = False,
     ) -> None:
         call = current_call()
         check_choice(call, "communication_options", communication_options, CommunicationOptions)
         devices, communicator = place(is_one_host=False)
         world = worlds.start()
-        group = make_mirrored_group(devices, communicator, world.hosts, shard_updates)
+        group = make_mirrored_group(devices, communicator, world.hosts)
         Strategy.__init__(self, group)  # MirroredStrategy's would place the ranks on one host
         with communicator.raise_together():
             if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
@@ -229,30 +206,15 @@ def make_mirrored_group(
     devices: Sequence[device_names.Device],
     communicator: Communicator,
     hosts: Sequence[int] = (),
-    shard_updates: bool = False,
 ) -> ReplicaGroup:
     """Makes the group of placed and connected replicas that mirror variables. Collective."""
     call = current_call()
     with disconnect_on_error(communicator):
         # Otherwise ranks that place replicas differently would differ only in speed and rounding.
-        agree_on_placement(communicator, devices, shard_updates)
-    local = storage = make_replica_storage(communicator)
-    # A CPU and a GPU round differently: copies that each updates itself would not stay equal. With
-    # sharded updates, too, one rank updates each element.
-    rounds_alike = len({device.kind for device in devices}) == 1
-    if shard_updates:
-        storage = make_replica_storage(communicator, shard_updates=True, rounds_alike=rounds_alike)
-    elif isinstance(communicator, DeviceCommunicator) and not rounds_alike:
-        storage = make_central_storage(communicator, root=0)
+        agree_on_placement(communicator, devices)
+    storage = make_replica_storage(communicator)
     return ReplicaGroup(
-        call,
-        communicator,
-        devices,
-        devices[0],
-        storage,
-        local,
-        mirrors=True,
-        hosts=hosts,
+        call, communicator, devices, devices[0], storage, storage, mirrors=True, hosts=hosts
     )
 
 

@@ -9,12 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._communicators.base import Communicator
 from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core import gpu
-from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array
-from hpcstrat._memory.allocator import Block
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.rule import UpdateRule
 
@@ -119,33 +116,3 @@ def update_rows(arrays: Sequence[Array], rows: Array, gradient: Array, rule: Upd
         rule.assign(value, gradient)
     for array, new in zip(arrays, values, strict=True):
         array[rows] = new
-
-
-def update_rows_in_shards(
-    communicator: Communicator,
-    blocks: Sequence[Block],
-    rows: Array,
-    gradient: Array,
-    rule: UpdateRule,
-) -> None:
-    """`update_rows` with split slots: each rank updates its elements and gets all new values.
-
-    Collective.
-    """
-    variable, *slots = blocks
-    shares = slots[0].shares
-    assert shares is not None
-    xp = gpu.array_module(rows)
-    columns = int(np.prod(gradient.shape[1:], dtype=np.int64))
-    elements = (rows[:, np.newaxis] * columns + xp.arange(columns)).reshape(-1)
-    # Sorted by rank, in the order in which the new values are gathered.
-    owners = sum((elements >= share.start).astype(np.int64) for share in shares[1:])
-    order = xp.argsort(owners, kind="stable")
-    elements, gradient = elements[order], gradient.reshape(-1)[order]
-    start, stop = shares[communicator.rank]
-    own = xp.flatnonzero((elements >= start) & (elements < stop))
-    part = variable.array.reshape(-1)[start:stop]
-    update_rows([part, *[slot.array for slot in slots]], elements[own] - start, gradient[own], rule)
-    with call_named(f"{current_call()}: new rows"):
-        (new,) = communicator.all_gather([part[elements[own] - start]], 0)
-    row_view(variable.array, 0)[elements] = new

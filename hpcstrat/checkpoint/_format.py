@@ -43,7 +43,7 @@ import re
 import reprlib
 import stat
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
@@ -156,24 +156,24 @@ def places_of(entries: Mapping[str, Entry]) -> dict[str, Interval]:
 def extents_of(
     places: Mapping[str, Interval],
     ranks: int = 1,
-    shares: Mapping[str, Sequence[Interval]] | None = None,
+    root: int = 0,
+    only_on_root: Collection[str] = (),
 ) -> Iterator[Extent]:
     """What each rank writes, in the order of the file.
 
     Args:
         places: the places of the arrays.
         ranks: the number of ranks.
-        shares: the bytes that each rank has of each array that not every rank has whole. The others
-            are shared equally.
+        root: the rank that writes arrays which no other rank has.
+        only_on_root: their names. Equal parts of the others are written by each rank.
     """
-    shares = shares or {}
     # Equal parts of all bytes, not of each array: few and large writes for any number of arrays.
-    total = sum(place.size for name, place in places.items() if name not in shares)
+    total = sum(place.size for name, place in places.items() if name not in only_on_root)
     bounds = [total * rank // ranks for rank in range(ranks + 1)]
     shared = 0  # bytes before this array
     for name, place in places.items():
-        if name in shares:
-            of_ranks = enumerate(shares[name])
+        if name in only_on_root:
+            of_ranks = [(root, Interval(0, place.size))]
         else:
             first = bisect.bisect_right(bounds, shared) - 1
             stop = bisect.bisect_left(bounds, shared + place.size) + 1

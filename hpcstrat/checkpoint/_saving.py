@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import itertools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any, TypeVar
 
@@ -20,7 +19,6 @@ from hpcstrat._calls.records import signature_of
 from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
-from hpcstrat._memory.intervals import Interval
 from hpcstrat._process import failure
 from hpcstrat._storage.local import host_parts
 from hpcstrat.checkpoint._atomic_file import explaining
@@ -84,7 +82,9 @@ class Saved:
         self._arrays = {name: all_values(v) for name, v in objects.on_read.items()}
         self._blocks = objects.blocks(slots)
         self._places = places_of(entries)
-        self._extents = list(extents_of(self._places, communicator.size, self._shares()))
+        self._extents = list(
+            extents_of(self._places, communicator.size, self.root, self._only_on_root())
+        )
         self.stops: list[int] = [extent.place.stop for extent in self._extents]
         self.header: Header | None = None
         with communicator.raise_together():
@@ -130,25 +130,12 @@ class Saved:
     ) -> _Result | None:
         """Calls `use` with what this rank writes of the arrays.
 
-        If a rank cannot see the file, the root writes alone, while the others send it what it does
-        not have. Collective. If `use` raises, all ranks raise, in a block of `raise_together`.
+        If a rank cannot see the file, the root writes alone. If `use` raises, all ranks raise, in a
+        block of `raise_together`.
         """
-        communicator = self._communicator
-        if file.is_shared:
+        if file.is_shared or self.header is not None:
             return use(self._pieces(file))
-        if self.header is None:
-            for name in filter(self._is_split, self._places):
-                for _ in self._all_parts(name):
-                    communicator.work()
-            return None
-        try:
-            return use(self._pieces(file))
-        except Exception as error:
-            # The others wait for this rank's next call: the next part of a slot, or the end.
-            calls = communicator.calls
-            if not calls.all_raise:
-                calls.share_error(error, calls.number)
-            raise
+        return None
 
     def _extents_in(self, file: NewFile) -> list[Extent]:
         """What this rank writes: its extents, or all of a file that no other rank sees."""
@@ -156,52 +143,33 @@ class Saved:
         return [one for one in self._extents if one.rank == rank or not file.is_shared]
 
     def _pieces(self, file: NewFile) -> Iterator[Piece]:
-        """The bytes that this rank writes. If the others cannot, they call `_all_parts`."""
-        for name, extents in itertools.groupby(self._extents_in(file), lambda one: one.name):
-            if self._is_split(name) and not file.is_shared:
-                runs = [(self._places[name].start, self._all_parts(name))]
-            else:
-                runs = [(extent.place.start, self._own_parts(extent)) for extent in extents]
-            for first, parts in runs:
-                start = file.first + first
-                for part in parts:
-                    # Other ranks wait for the disk. Every part counts as progress, so that the
-                    # watchdog sees no stall.
-                    self._communicator.work()
-                    yield start, part.data
-                    start += part.size
+        """The bytes that this rank writes."""
+        for extent in self._extents_in(file):
+            start = file.first + extent.place.start
+            for part in self._parts(extent):
+                # Other ranks wait for the disk. Every part counts as progress, so that the watchdog
+                # sees no stall.
+                self._communicator.work()
+                yield start, part.data
+                start += part.size
 
-    def _is_split(self, name: str) -> bool:
-        return name in self._blocks and self._blocks[name][1].shares is not None
-
-    def _all_parts(self, name: str) -> Iterator[Bytes]:
-        """The bytes of an array that is split over the ranks. Collective, part by part."""
-        v, block = self._blocks[name]
-        return storage_of(v).all_parts(block)
-
-    def _own_parts(self, extent: Extent) -> Iterator[Bytes]:
+    def _parts(self, extent: Extent) -> Iterator[Bytes]:
         """The bytes of an extent, of which this rank has a copy."""
         own, name = extent.own, extent.name
         if name in self._arrays:
             return host_parts(self._arrays[name], own.start, own.stop)
         v, block = self._blocks[name]
-        if self._is_split(name):  # the block is this rank's part
-            own = own.shift(-own.start)
         return storage_of(v).local.parts(block, own.start, own.stop)
 
-    def _shares(self) -> Mapping[str, Sequence[Interval]]:
-        """The arrays that not every rank has whole, as `extents_of` takes them."""
+    def _only_on_root(self) -> set[str]:
+        """The arrays that only the root has."""
         size = self._communicator.size
-        shares: dict[str, list[Interval]] = {}
-        for name, (v, block) in self._blocks.items():
-            storage = storage_of(v)
-            if block.shares is not None:
-                shares[name] = [share.scale(v.dtype.itemsize) for share in block.shares]
-            # A variable made outside every scope has one replica: it differs from rank to rank.
-            elif not storage.has_all_blocks or storage.communicator.size < size:
-                shares[name] = [Interval(0, 0)] * size
-                shares[name][self.root] = Interval(0, self._places[name].size)
-        return shares
+        # A variable made outside every scope has one replica: it differs from rank to rank.
+        return {
+            name
+            for name, (v, _) in self._blocks.items()
+            if not storage_of(v).has_all_blocks or storage_of(v).communicator.size < size
+        }
 
 
 def finish_background() -> None:

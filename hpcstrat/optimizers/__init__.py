@@ -6,7 +6,6 @@ from hpcstrat._core.public_names import getattr_of as _getattr_of
 from hpcstrat.optimizers._adagrad import Adagrad as Adagrad
 from hpcstrat.optimizers._adam import Adam as Adam
 from hpcstrat.optimizers._adam import AdamW as AdamW
-from hpcstrat.optimizers._buffers import GradientBuffers as GradientBuffers
 from hpcstrat.optimizers._lion import Lion as Lion
 from hpcstrat.optimizers._optimizer import Optimizer as Optimizer
 from hpcstrat.optimizers._rmsprop import RMSprop as RMSprop
@@ -22,7 +21,6 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
-    "GradientBuffers",
     "Lion",
     "Optimizer",
     "RMSprop",

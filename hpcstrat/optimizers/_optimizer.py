@@ -22,7 +22,6 @@ from hpcstrat._update.formula import Kernel, trace
 from hpcstrat._update.rule import Clip, UpdateRule
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.optimizers import _gradients
-from hpcstrat.optimizers._buffers import GradientBuffers
 from hpcstrat.optimizers._fields import (
     NOT_NEGATIVE_OR_NONE,
     POSITIVE_OR_NONE,
@@ -314,19 +313,15 @@ class Optimizer:
         """
         outer = enter_call(f"{self.name}.apply_gradients")
         try:
-            state, are_summed = self._state, skip_gradients_aggregation
+            are_summed = skip_gradients_aggregation
             pairs: Sequence[tuple[Any, Variable]] = list(grads_and_vars)
             if name is not None and not isinstance(name, str):
                 raise TypeError(
                     f"{current_call()}: name is {name!r}; pass skip_gradients_aggregation by its "
                     "name, and gradients with their variables as zip(gradients, variables)"
                 )
-            if state.marked is not None:
-                state.check_marked(pairs, are_summed)
             if not self._apply_as_before(pairs, are_summed):
                 self._apply(pairs, are_summed)
-            if state.marked is not None:
-                state.end_marks()
         finally:
             leave_call(outer)
 
@@ -494,7 +489,7 @@ class Optimizer:
         return _Traced(kind, is_constant, are_floats, options, kernel, literals, clip, agreed)
 
     @names_call(lambda self, _: f"{self.name}.gradient_buffers")
-    def gradient_buffers(self, variables: Iterable[Variable]) -> GradientBuffers:
+    def gradient_buffers(self, variables: Iterable[Variable]) -> list[Any]:
         """Arrays to write gradients to, which `apply_gradients` then need not copy. Collective.
 
         For steps that copying gradients slows down: `np.matmul(x.T, d, out=buffer)` instead of
@@ -507,8 +502,7 @@ class Optimizer:
 
         Returns:
             A list of arrays, one for each variable, of its shape and dtype, on this replica's
-            device, zeros at first. Its method `ready` starts the sum of gradients that are
-            complete while you compute the others.
+            device, zeros at first.
 
         Raises:
             ValueError: no variable; a variable occurs twice or cannot be changed by optimizers.
@@ -529,5 +523,4 @@ class Optimizer:
         plan = state.plan_of(self, group, variables)
         if not plan.buffers.arrays:
             group.storage.make_buffers(plan)
-        may_start = self.clipnorm is None and self.global_clipnorm is None
-        return GradientBuffers(state, group, plan, variables, may_start)
+        return [*plan.buffers.arrays]

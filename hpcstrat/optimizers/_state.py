@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._core.call_name import call_named, current_call
-from hpcstrat._core.types import Bytes, IndexedSlices
+from hpcstrat._core.call_name import call_named
 from hpcstrat._memory.allocator import Block
-from hpcstrat._replicas import contexts
-from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.plan import Plan
 from hpcstrat._variable.variable import Variable, state_of
-from hpcstrat.optimizers._gradients import check_pairs
 
 _MOST_PLANS = 16  # each for a subset of the variables; a program may draw its subsets at random
 
@@ -34,16 +30,14 @@ class OptimizerState:
         iterations: the number of steps done.
         slots: the slots of each variable.
         plans: the plans of updates, each by its group and its variables.
-        marked: the plan with marked gradient buffers in this step, and its group; else `None`.
     """
 
-    __slots__ = ("iterations", "marked", "plans", "slots")
+    __slots__ = ("iterations", "plans", "slots")
 
     def __init__(self) -> None:
         self.iterations: int = 0
         self.slots: dict[Variable, tuple[Block, ...]] = {}
         self.plans: dict[tuple[ReplicaGroup | Variable, ...], Plan] = {}
-        self.marked: tuple[ReplicaGroup, Plan] | None = None
 
     def variables(self) -> list[Variable]:
         """The variables seen, in the order in which they were made: the same on all ranks."""
@@ -54,14 +48,13 @@ class OptimizerState:
         missing = [v for v in variables if v not in self.slots]
         for group in dict.fromkeys(state_of(v).group for v in missing):
             new = sorted([v for v in missing if state_of(v).group is group], key=_number_of)
-            shares = group.storage.split([state_of(v).block for v in new])
             made: list[list[Block]] = [[] for _ in new]
             # Kind by kind, in the order of the variables: so each kind is contiguous in memory, as
             # the variables are.
             for kind, value in optimizer.slots.items():
-                for v, of, slots in zip(new, shares, made, strict=True):
+                for v, slots in zip(new, made, strict=True):
                     with call_named(f"{optimizer.name}: {kind} of {v.name!r}"):
-                        slots.append(group.storage.create_slot(state_of(v).block, value, of))
+                        slots.append(group.storage.create_slot(state_of(v).block, value))
             self.slots |= zip(new, map(tuple, made), strict=True)
 
     def plan_of(self, optimizer: Any, group: ReplicaGroup, variables: Sequence[Variable]) -> Plan:
@@ -77,36 +70,6 @@ class OptimizerState:
                 del self.plans[other]
             self.plans[wanted] = plan
         return self.plans[wanted]
-
-    def check_marked(self, pairs: Sequence[tuple[Any, Variable]], are_summed: bool) -> None:
-        """Checks that a step gets all buffers if some are marked, perhaps with `IndexedSlices`."""
-        if self.marked is None or not self.marked[1].buffers.marked:
-            return
-        group, plan = self.marked
-        with group.communicator.raise_together():
-            check_pairs(pairs)
-            dense = [pair for pair in pairs if not isinstance(pair[0], IndexedSlices)]
-            is_all = self.plans.get((group, *[v for _, v in dense])) is plan
-            if not is_all or not plan.buffers.are([gradient for gradient, _ in dense]):
-                raise ValueError(
-                    f"{current_call()}: some gradient buffers are marked ready in this step, so "
-                    "it takes all of them, with their variables in their order: zip(buffers, "
-                    "variables)"
-                )
-            if group.communicator.size > 1 and (
-                are_summed or not isinstance(contexts.context(), InReplica)
-            ):
-                raise ValueError(
-                    f"{current_call()}: gradient buffers that are marked ready are summed over the "
-                    "replicas; call it in the replica function, without skip_gradients_aggregation"
-                )
-
-    def end_marks(self) -> None:
-        """Forgets the marks after a step."""
-        if self.marked is not None:
-            group, plan = self.marked
-            group.storage.end_marks(plan)
-            self.marked = None
 
 
 state_of_optimizer: Callable[[Any], OptimizerState] = operator.attrgetter("_state")
@@ -163,14 +126,9 @@ def list_variables(optimizer: Any, rate: float) -> list[OptimizerVariable]:
 def _read(variable: Variable, block: Block) -> np.ndarray[Any, Any]:
     group = state_of(variable).group
     value = None
-    if block.shares is not None:
-        return _join(variable, group.storage.all_parts(block))
     with group.communicator.raise_together():
         if group.communicator.rank == group.root:
-            value = _join(variable, group.storage.local.parts(block))
+            parts = [part.copy() for part in group.storage.local.parts(block)]
+            joined = np.concatenate([np.empty(0, np.uint8), *parts])
+            value = joined.view(variable.dtype).reshape(variable.shape)
     return group.communicator.broadcast_obj(value, group.root)
-
-
-def _join(variable: Variable, parts: Iterable[Bytes]) -> np.ndarray[Any, Any]:
-    joined = np.concatenate([np.empty(0, np.uint8), *[part.copy() for part in parts]])
-    return joined.view(variable.dtype).reshape(variable.shape)
