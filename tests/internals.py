@@ -52,18 +52,15 @@ from hpcstrat._core.ranks_in_words import (
 )
 from hpcstrat._core.types import select
 from hpcstrat._core.user_frames import user_frame_of
-from hpcstrat._memory import layout, segment
-from hpcstrat._memory.allocator import (
-    ALIGNMENT,
-    Block,
-    RangeAllocator,
-    SlabAllocator,
-    gpu_memory,
-    private_memory,
-)
-from hpcstrat._memory.intervals import Interval, Shard, divide_up, merge, round_up, runs
-from hpcstrat._memory.layout import Layout, PackKernel, layout_of
-from hpcstrat._memory.segment import available_memory, make_private_segment, physical_memory
+from hpcstrat._memory import host_limits, layout, packing, shared_file, slabs
+from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.host_limits import available_memory
+from hpcstrat._memory.intervals import ByteRange, ElementRange, divide_up, round_up
+from hpcstrat._memory.layout import Layout, layout_of
+from hpcstrat._memory.packing import PackKernel
+from hpcstrat._memory.shards import Shard, merge, runs
+from hpcstrat._memory.shared_file import SharedFile, share_file
+from hpcstrat._memory.slabs import GPU_ALIGNMENT, Slab, Slabs, allocate_private
 from hpcstrat._process import (
     blas_threads,
     failure,
@@ -81,12 +78,13 @@ from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, Workers
 from hpcstrat._storage import base as storage
-from hpcstrat._storage import device_plan, local, make_replica_storage, mirrored_host
-from hpcstrat._storage.device import CentralDeviceStorage, MirroredDeviceStorage
-from hpcstrat._storage.local import PART, host_parts
-from hpcstrat._storage.mirrored_host import MirroredHostStorage
-from hpcstrat._storage.order import MessageOrder, rank_parts_of, rank_slices, shares_of
-from hpcstrat._storage.plan import MessagePool, Plan
+from hpcstrat._storage import host, make_storage
+from hpcstrat._storage.gpu import GpuStorage
+from hpcstrat._storage.gpu_plan import GpuPlan
+from hpcstrat._storage.host import HostStorage
+from hpcstrat._storage.order import MessageOrder
+from hpcstrat._storage.parts import PART, host_parts
+from hpcstrat._storage.plan import Plan
 from hpcstrat._strategies import captured_step, reachable, step_graphs
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.reduce import _reduce_own

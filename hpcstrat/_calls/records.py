@@ -14,7 +14,7 @@ import numpy as np
 
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
-from hpcstrat._memory.allocator import VariableId
+from hpcstrat._memory.blocks import VariableId
 
 RECORD = 256
 """Bytes of one rank's record."""

@@ -63,7 +63,7 @@ class DeviceCommunicator(Communicator):
 
     def __init__(self, control: HostCommunicator, stream: gpu.Stream) -> None:
         super().__init__(control.rank, control.size, control.calls)
-        self._control = control
+        self.control = control
         self.agree: Callable[[CallSignature], object] = control.exchange
         self.watchdog = control.watchdog
         self.has_many_ranks = control.has_many_ranks
@@ -73,10 +73,10 @@ class DeviceCommunicator(Communicator):
     def exchange_records(self, record: bytes, nbytes: int, write: Write | None) -> list[memoryview]:
         # GPU calls start with the same records as host calls, so a mismatch is an error before NCCL
         # sees it, which would hang.
-        return self._control.exchange_records(record, nbytes, write)
+        return self.control.exchange_records(record, nbytes, write)
 
     def collect_messages(self, sizes: Sequence[int], write: Write | None) -> list[Any]:
-        return self._control.collect_messages(sizes, write)
+        return self.control.collect_messages(sizes, write)
 
     @abc.abstractmethod
     def reduce_flat(self, array: Array, out: Array, op: ReduceOp, root: int | None = None) -> None:
@@ -139,7 +139,7 @@ class StagedCommunicator(DeviceCommunicator):
     def reduce_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
     ) -> list[Array]:
-        return self._stage(self._control.reduce_arrays, must_match, arrays, op)
+        return self._stage(self.control.reduce_arrays, must_match, arrays, op)
 
     def gather_arrays(
         self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
@@ -147,12 +147,12 @@ class StagedCommunicator(DeviceCommunicator):
         if self.size == 1:  # the control communicator, which would check, is not called
             for array in arrays:
                 check_gatherable([array.shape], axis)
-        return self._stage(self._control.gather_arrays, must_match, arrays, axis)
+        return self._stage(self.control.gather_arrays, must_match, arrays, axis)
 
     def broadcast_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
     ) -> list[Array]:
-        return self._stage(self._control.broadcast_arrays, must_match, arrays, root)
+        return self._stage(self.control.broadcast_arrays, must_match, arrays, root)
 
     def _stage(
         self,
@@ -181,7 +181,7 @@ class StagedCommunicator(DeviceCommunicator):
                 return [array.copy() for array in arrays]
             hosts = iter(self._host_copies(arrays))
             leaves = [[next(hosts) for _ in leaf] for leaf in parts]
-            results = self._control.reduce_parts(must_match, leaves, op)
+            results = self.control.reduce_parts(must_match, leaves, op)
             return [
                 self._placed(result, gpu.is_on_gpu(leaf[0]))
                 for leaf, result in zip(parts, results, strict=True)
@@ -201,7 +201,7 @@ class StagedCommunicator(DeviceCommunicator):
                 item._replace(to={rank: next(hosts) for rank in item.to}, is_on_gpu=False)
                 for item in outgoing
             ]
-            received = self._control.exchange_parts(must_match, staged)
+            received = self.control.exchange_parts(must_match, staged)
             return [
                 {source: self._placed(array, item.is_on_gpu) for source, array in of.items()}
                 for item, of in zip(outgoing, received, strict=True)
@@ -239,7 +239,7 @@ class StagedCommunicator(DeviceCommunicator):
         if self.size > 1:
             hosts = self._host_copies([array.reshape(-1)])
             with call_named("the sum of gradients"):
-                out.set(self._control.reduce_arrays((op.name,), hosts, op)[0])
+                out.set(self.control.reduce_arrays((op.name,), hosts, op)[0])
         elif array is not out:
             out[...] = array.reshape(-1)
 
@@ -263,9 +263,9 @@ class StagedCommunicator(DeviceCommunicator):
             def write(message: Bytes) -> None:
                 message[: own.size] = own
 
-            self._control.exchange(signature, own.size, write)
+            self.control.exchange(signature, own.size, write)
         else:
-            message = self._control.exchange(signature)[root]
+            message = self.control.exchange(signature)[root]
             array.set(message[: array.nbytes].view(array.dtype))
 
     def close(self) -> None:

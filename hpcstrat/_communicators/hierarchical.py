@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -40,7 +40,7 @@ class HierarchicalCommunicator(MpiCommunicator):
 
     def __init__(self, comm: Any, host_comm: Any) -> None:
         super().__init__(comm)
-        self._host = SharedMemoryCommunicator(host_comm.Dup())
+        self.host = self._host = SharedMemoryCommunicator(host_comm.Dup())
         # What every host has room for. Not this host's own capacity: it may have grown where
         # another host could not.
         self._reserved_bytes = 0
@@ -51,9 +51,10 @@ class HierarchicalCommunicator(MpiCommunicator):
         for rank, lead in enumerate(leads.tolist()):
             members.setdefault(lead, []).append(rank)
         self._hosts = [*members.values()]  # the ranks of each, in the order of their first ranks
-        self._rails = min(map(len, self._hosts))
+        self.hosts, self.slices = len(self._hosts), min(map(len, self._hosts))
+        self._small: Bytes = np.empty(SMALL_MESSAGE_BYTES, np.uint8)
         self._rail: Rail | None = None
-        if self._host.rank < self._rails:
+        if self._host.rank < self.slices:
             ranks = [host[self._host.rank] for host in self._hosts]
             self._rail = Rail(self._messages, ranks, self.rank, self.size)
 
@@ -71,18 +72,53 @@ class HierarchicalCommunicator(MpiCommunicator):
             self._reduce_gathered(messages, layout, op, out)
             return
 
+        with self.calls.waiting:
+            self._agree_and_reserve(signature, layout.nbytes)
+            if self._host.size > 1:
+                messages = self._host.exchange(signature, layout.nbytes, write)
+                self._host.reduce_slices(messages, layout, self.slices, self._reduce_on_rail(op))
+                self._host.copy_slices(messages, layout, self.slices, out)
+                return
+            write(out)  # no other rank of this host reads the message: it becomes the result
+            self._host.reduce_slices([out], layout, 1, self._reduce_on_rail(op))
+
+    def _reduce_on_rail(self, op: ReduceOp) -> Callable[[Array, Sequence[Array]], None]:
         def reduce_slice(result: Array, parts: Sequence[Array]) -> None:
             assert self._rail is not None
             self._rail.all_reduce(result, parts, op)
 
+        return reduce_slice
+
+    def exchange_slices(
+        self,
+        signature: CallSignature,
+        layout: Layout,
+        op: ReduceOp,
+        write: Write,
+        shared: Sequence[Bytes] = (),
+    ) -> Sequence[Bytes]:
+        """See `HostCommunicator.exchange_slices`: one message, with the reduced slice."""
+        if self._is_gathered(layout.nbytes):
+            messages = self.exchange(signature, layout.nbytes, write)
+            self._reduce_gathered(messages, layout, op, self._small)
+            return [self._small]
         with self.calls.waiting:
             self._agree_and_reserve(signature, layout.nbytes)
-            if self._host.size > 1:
-                self._host.reduce_slices(signature, layout, write, out, self._rails, reduce_slice)
-                return
-            write(out)  # no other rank of this host reads the message: it becomes the result
-            for group in layout.groups:
-                reduce_slice(group.of(out), [group.of(out)])
+            messages = shared or self._host.exchange(signature, layout.nbytes, write)
+            if shared:
+                self._host.sync()  # the others have written theirs
+            self._host.reduce_slices(messages, layout, self.slices, self._reduce_on_rail(op))
+            return [messages[self._host.rank]]
+
+    def add_up(self, own: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, Any]:
+        """See `HostCommunicator.add_up`."""
+        with self.calls.waiting:
+            return self._host.add_up(own)
+
+    def sync(self) -> None:
+        """See `HostCommunicator.sync`."""
+        with self.calls.waiting:
+            self._host.sync()
 
     def _reduce_gathered(
         self, messages: Sequence[Bytes], layout: Layout, op: ReduceOp, out: Bytes
@@ -99,10 +135,11 @@ class HierarchicalCommunicator(MpiCommunicator):
         """
         self.exchange(signature)
         if self._reserved_bytes < nbytes:
+            self._reserved_bytes = 0
             with self.raise_together():  # a host without the memory stops the others
                 self._host.reserve(nbytes)
                 if self._rail is not None:
-                    self._rail.reserve(divide_up(nbytes, self._rails))
+                    self._rail.reserve(divide_up(nbytes, self.slices))
                 self.exchange(signature_of(f"{signature.call}: memory"))
             self._reserved_bytes = nbytes
 

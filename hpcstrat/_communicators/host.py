@@ -7,7 +7,7 @@ import functools
 import mmap
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
@@ -17,10 +17,13 @@ from hpcstrat._communicators.reduction import reduce_in_chunks
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
+from hpcstrat._memory.host_limits import LARGE, check_available
 from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.layout import GROUP_ALIGNMENT, Layout, layout_of, layout_of_sections
-from hpcstrat._memory.segment import LARGE, check_available
 from hpcstrat._process import worlds
+
+if TYPE_CHECKING:
+    from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 
 SMALL_MESSAGE_BYTES = 1 << 15
 """Up to this size every rank reduces the whole message itself: cheaper than a second barrier."""
@@ -38,8 +41,16 @@ class HostCommunicator(Communicator):
 
     A reduction goes down four levels: `all_reduce` checks and names it, `reduce_arrays` packs a
     message, `reduce_message` moves it, and `reduction.reduce_in_chunks` adds.
+
+    Attributes:
+        host: connects the ranks of this host in memory that they share; `None` for a rank alone.
+        hosts: the number of hosts.
+        slices: how many ranks of each host, its first, reduce a slice of a message.
     """
 
+    host: SharedMemoryCommunicator | None = None
+    hosts: int = 1
+    slices: int = 1
     _largest_buffer = LARGE - 1  # bytes of the largest that `new_buffer` has made
 
     @abc.abstractmethod
@@ -55,6 +66,40 @@ class HostCommunicator(Communicator):
 
         Sums are in rank order or, between hosts, in that of `reduction.reduce_by_hosts`.
         """
+
+    def exchange_slices(
+        self,
+        signature: CallSignature,
+        layout: Layout,
+        op: ReduceOp,
+        write: Write,
+        shared: Sequence[Bytes] = (),
+    ) -> Sequence[Bytes]:
+        """Messages whose reduction has this rank's slice of all ranks' reduced messages.
+
+        The slice is `part_of_rank(..., host.rank, slices)` of the elements of each dtype; the rest
+        may be anything. The messages are valid until the next call; the first is this rank's if
+        there is only one. All ranks of a host `sync` after they have read them. Collective.
+
+        Args:
+            signature: what all ranks agree on.
+            layout: the layout of the messages; equal on all ranks.
+            op: how they are reduced.
+            write: writes this rank's message.
+            shared: the messages of the ranks of this host, if they are in shared memory already;
+                this may overwrite them.
+        """
+        raise NotImplementedError
+
+    def add_up(self, own: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, Any]:
+        """The arrays of all ranks of this host added up in rank order, the same on all hosts.
+
+        Collective; the ranks `sync` before they call it again. All pass the same size.
+        """
+        return own
+
+    def sync(self) -> None:
+        """Waits for the ranks of this host, and what they wrote to shared memory. Collective."""
 
     def highest(self, number: int) -> int:
         """The highest of the ranks' numbers, each of 0 to 255. Collective."""

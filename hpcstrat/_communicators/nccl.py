@@ -21,7 +21,8 @@ from hpcstrat._communicators.nccl_collectives import NcclCollectives, dtype_to_r
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, ReduceOp
-from hpcstrat._memory.layout import layout_of, packings_of
+from hpcstrat._memory.layout import layout_of
+from hpcstrat._memory.packing import packings_of
 
 
 @final
@@ -90,21 +91,21 @@ class NcclCommunicator(DeviceCommunicator):
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
     ) -> list[Array]:
         return self._move_by_place(
-            self._reduce_on_gpu, self._control.reduce_arrays, must_match, arrays, op
+            self._reduce_on_gpu, self.control.reduce_arrays, must_match, arrays, op
         )
 
     def gather_arrays(
         self, must_match: Sequence[Any], arrays: Sequence[Array], axis: int
     ) -> list[Array]:
         return self._move_by_place(
-            self._gather_on_gpu, self._control.gather_arrays, must_match, arrays, axis
+            self._gather_on_gpu, self.control.gather_arrays, must_match, arrays, axis
         )
 
     def broadcast_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], root: int
     ) -> list[Array]:
         return self._move_by_place(
-            self._broadcast_on_gpu, self._control.broadcast_arrays, must_match, arrays, root
+            self._broadcast_on_gpu, self.control.broadcast_arrays, must_match, arrays, root
         )
 
     def reduce_parts(
@@ -112,7 +113,7 @@ class NcclCommunicator(DeviceCommunicator):
     ) -> list[Array]:
         return self._move_by_place(
             self._reduce_parts_on_gpu,
-            self._control.reduce_parts,
+            self.control.reduce_parts,
             must_match,
             parts,
             op,
@@ -124,7 +125,7 @@ class NcclCommunicator(DeviceCommunicator):
     ) -> list[dict[int, Array]]:
         return self._move_by_place(
             self._exchange_on_gpu,
-            self._control.exchange_parts,
+            self.control.exchange_parts,
             must_match,
             outgoing,
             is_on_gpu=lambda item: item.is_on_gpu,
@@ -228,7 +229,7 @@ class NcclCommunicator(DeviceCommunicator):
         self, must_match: tuple[Any, ...], outgoing: Sequence[Outgoing]
     ) -> list[dict[int, Array]]:
         # The shapes first, through the host, as in `_gather_on_gpu`.
-        shapes = self._control.exchange_parts(
+        shapes = self.control.exchange_parts(
             must_match,
             [
                 Outgoing(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from hpcstrat._core.types import Bytes
-from hpcstrat._memory.intervals import Interval
+from hpcstrat._memory.intervals import ByteRange
 
 
 @final
@@ -36,7 +36,7 @@ class PointToPoint:
         self,
         outgoing: Mapping[int, Bytes],
         incoming: Mapping[int, Bytes],
-        prepare: Callable[[Interval], None] | None = None,
+        prepare: Callable[[ByteRange], None] | None = None,
     ) -> None:
         """Sends a message to each rank of `outgoing`, and receives one from each of `incoming`.
 
@@ -52,7 +52,7 @@ class PointToPoint:
         sources = sorted(incoming.keys() - {self._rank}, key=self._distance, reverse=True)
         targets = sorted(outgoing.keys() - {self._rank}, key=self._distance)
         before: list[Any] = []
-        for piece in Interval(0, longest).split(self.PIECE):
+        for piece in ByteRange(0, longest).split(self.PIECE):
             if prepare is not None:
                 prepare(piece)
             here = piece.slice
@@ -77,4 +77,4 @@ class PointToPoint:
 
 def pieces(message: Bytes, size: int) -> list[Bytes]:
     """The message in pieces of `size` bytes; the last may be shorter."""
-    return [message[piece.slice] for piece in Interval(0, message.size).split(size)]
+    return [message[piece.slice] for piece in ByteRange(0, message.size).split(size)]

@@ -19,7 +19,7 @@ from hpcstrat._communicators.reduction import (
     reduce_in_chunks,
 )
 from hpcstrat._core.types import Array, Bytes, ReduceOp
-from hpcstrat._memory.intervals import Interval, divide_up
+from hpcstrat._memory.intervals import ByteRange, ElementRange, divide_up
 from hpcstrat._memory.layout import sections_in
 
 # The model by which one of two ways is chosen; docs/scale.md shows what follows from it. Only
@@ -145,9 +145,11 @@ class Rail:
         own = shares[self._host]
         room = sections_in(self._received, [own.size * sums.itemsize] * hosts)
 
-        def add_up(window: Interval) -> None:
+        def add_up(window: ByteRange) -> None:
             """What this host's ranks have of each share, in these of its bytes."""
-            some = Interval(window.start // sums.itemsize, divide_up(window.stop, sums.itemsize))
+            some = ElementRange(
+                window.start // sums.itemsize, divide_up(window.stop, sums.itemsize)
+            )
             for share in shares:
                 here = (some.shift(share.start) & share).slice
                 reduce_in_chunks(sums[here], [part[here] for part in parts], partial)
@@ -158,14 +160,14 @@ class Rail:
         reduction = REDUCTIONS[op]
         summands = [section.view(sums.dtype) for section in received.values()]
         summands[self._host] = sums[own.slice]
-        for chunk in Interval(0, own.size).split(CHUNK):
+        for chunk in ElementRange(0, own.size).split(CHUNK):
             total = combine_hosts([part[chunk.slice] for part in summands], reduction.ufunc)
             target = chunk.shift(own.start).slice
             result[target] = total / self._size if reduction.is_mean else total
         totals = dict.fromkeys(self._ranks, _bytes(result[own.slice]))
         self._messages.swap(totals, self._by_rank(result, shares))
 
-    def _by_rank(self, array: Array, shares: Sequence[Interval]) -> dict[int, Bytes]:
+    def _by_rank(self, array: Array, shares: Sequence[ElementRange]) -> dict[int, Bytes]:
         """The bytes of each host's share, by its rank of this rail."""
         views = [_bytes(array[share.slice]) for share in shares]
         return dict(zip(self._ranks, views, strict=True))
@@ -194,13 +196,13 @@ class Rail:
         place = ranks.index(self._ranks[self._host])
         received = self._received[: sums.nbytes].view(sums.dtype)
         halvings = halving_of(sums.nbytes, len(self._ranks)).halvings
-        held, given_away = Interval(0, sums.size), []
+        held, given_away = ElementRange(0, sums.size), []
         for bit in range(len(ranks).bit_length() - 1):
             partner, is_lower = ranks[place ^ 1 << bit], not place >> bit & 1
             given = held
             if bit < halvings:
                 middle = held.start + held.size // 2
-                halves = Interval(held.start, middle), Interval(middle, held.stop)
+                halves = ElementRange(held.start, middle), ElementRange(middle, held.stop)
                 held, given = halves if is_lower else halves[::-1]
                 given_away.append((partner, held, given))
             ours, theirs = sums[held.slice], received[held.slice]

@@ -11,7 +11,7 @@ import numpy as np
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, ReduceOp
-from hpcstrat._memory.intervals import Interval
+from hpcstrat._memory.intervals import ElementRange
 
 # NCCL carries bool as bytes and complex numbers as pairs of reals, so each has only the reductions
 # that list it: on all transports, because a script behaves the same on each.
@@ -249,7 +249,7 @@ def reduce_by_hosts(
     """
     reduction = REDUCTIONS[op]
     combine = functools.partial(reduction.ufunc, dtype=accumulator(out.dtype))
-    for chunk in Interval(0, out.size).split(CHUNK):
+    for chunk in ElementRange(0, out.size).split(CHUNK):
         here = chunk.slice
         sums = [functools.reduce(combine, [part[here] for part in parts]) for parts in hosts]
         total = combine_hosts(sums, combine)
@@ -267,10 +267,10 @@ def reduce_rows(rows: Array, op: ReduceOp) -> Array:
     return total.astype(rows.dtype)
 
 
-def part_of_rank(count: int, rank: int, size: int) -> Interval:
+def part_of_rank(count: int, rank: int, size: int) -> ElementRange:
     """The part of `count` elements that `rank` works on, in multiples of 64 elements.
 
     These are whole cache lines: two ranks must not write to one cache line, which would move
     between their cores with each write.
     """
-    return Interval(0, count).of_rank(rank, size, 64)
+    return ElementRange(0, count).of_rank(rank, size, 64)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, final
+from typing import Any, Protocol, final
 
 import numpy as np
 
@@ -17,10 +19,10 @@ from hpcstrat._communicators.reduction import part_of_rank, reduce_in_chunks
 from hpcstrat._core.ranks_in_words import list_by_rank
 from hpcstrat._core.timeline import COMMUNICATION, WAITING, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
-from hpcstrat._memory.allocator import RangeAllocator
+from hpcstrat._memory.host_limits import check_available
 from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.layout import Layout
-from hpcstrat._memory.segment import check_available, make_shared_segment, physical_memory
+from hpcstrat._memory.shared_file import share_file
 
 LINE = 64
 """Bytes of a rank's flag: a whole cache line."""
@@ -98,60 +100,66 @@ class _FlagBarrier:
                 self._progress()
 
 
-_LARGEST = 1 << 45  # an address space has 47 bits
 # Up to this size mailboxes double, to grow seldom; beyond it they grow as needed, to save memory.
 _DOUBLED = 1 << 26
+
+
+class Reader(Protocol):
+    """Keeps arrays over mailboxes for later calls."""
+
+    def forget_messages(self) -> None:
+        """Drops them."""
 
 
 @final
 class SharedMemoryCommunicator(HostCommunicator):
     """Ranks of one host, whose memory can hold one copy of each variable for all of them.
 
-    The segment holds, for each rank, two records that alternate from call to call, a flag and a
-    mailbox; the storage of variables follows. A rank writes its record and its message, all meet in
-    a barrier, and all read. Records alternate because a fast rank writes the next record while a
-    slow rank still reads. A mailbox is overwritten only after another barrier.
+    They share, for each rank, two records that alternate from call to call, a flag and a mailbox. A
+    rank writes its record and its message, all meet in a barrier, and all read. Records alternate
+    because a fast rank writes the next record while a slow rank still reads. A mailbox is
+    overwritten only after another barrier; a larger one is new memory.
 
     Attributes:
-        segment: the shared memory.
-        heap: which of its bytes are free for variables; all ranks make the same allocations.
+        comm: the MPI communicator of these ranks, for memory that they make together.
+        readers: whoever keeps mailboxes from call to call: they drop them before these are freed.
 
     Args:
         comm: an MPI communicator whose ranks share memory.
+
+    Raises:
+        RuntimeError: they do not.
     """
 
     def __init__(self, comm: Any) -> None:
         super().__init__(comm.rank, comm.size)
-        self._comm = comm
+        self.comm = comm
+        self.host = self
+        self.slices = comm.size
+        self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         records_end = 2 * self.size * RECORD
-        head = round_up(records_end + self.size * LINE, 4096)
-        # Addresses, not memory: a mailbox can grow to all of the host's memory without moving, and
-        # gets memory as it grows.
-        wanted = min(physical_memory(), (_LARGEST - head) // (self.size + 1))
-        self.segment = make_shared_segment(comm, head + wanted * (self.size + 1))
-        reserve = (self.segment.size - head) // (self.size + 1) // 4096 * 4096
-        self.heap = RangeAllocator(head + reserve * self.size, self.segment.size, self.segment.hint)
-        self._reserve = reserve
-        self._mailbox_starts = [head + reserve * rank for rank in range(self.size)]
-        self._mailboxes: list[Bytes] = [self.segment.array[:0]] * self.size
-        self._capacity = PAYLOAD
-        self._being_read = False  # whether slower ranks may still read mailboxes
+        try:
+            head = share_file(comm, records_end + self.size * LINE)
+        except MemoryError as error:
+            raise RuntimeError(f"hpcstrat cannot connect the ranks: {error}") from None
         if self.rank == 0:
-            self.segment.commit(0, head)
+            head.commit(0, head.array.size)
         # No rank may touch the head before its pages exist. Rank 0 alone makes them: they belong to
         # the file, and so to all ranks.
         comm.Barrier()
-        flags = self.segment.array[records_end : records_end + self.size * LINE]
-        self._barrier = span(WAITING, "the other ranks")(barrier(flags, comm))
+        self._mailboxes: list[Bytes] = [head.array[:0]] * self.size
+        self._capacity = PAYLOAD
+        self._being_read = False  # whether slower ranks may still read mailboxes
+        self._squares: list[Bytes] = self._mailboxes  # see `add_up`
+        self._barrier = span(WAITING, "the other ranks")(barrier(head.array[records_end:], comm))
         # Slices of a memoryview: a few bytes are assigned and compared faster than in NumPy arrays.
-        whole = memoryview(self.segment.array)  # pyright: ignore[reportArgumentType]
+        whole = memoryview(head.array)  # pyright: ignore[reportArgumentType]
         starts = [
             [RECORD * (slot * self.size + rank) for rank in range(self.size)] for slot in (0, 1)
         ]
         self._records = [[whole[start : start + WHOLE] for start in slot] for slot in starts]
         self._payloads = [
-            [self.segment.array[start + HEADER : start + RECORD] for start in slot]
-            for slot in starts
+            [head.array[start + HEADER : start + RECORD] for start in slot] for slot in starts
         ]
         self._own_records = [slot[self.rank] for slot in self._records]
 
@@ -214,28 +222,34 @@ class SharedMemoryCommunicator(HostCommunicator):
 
         All ranks have seen the same sizes and come here together.
         """
-        capacity = min(max(wanted, min(2 * self._capacity, _DOUBLED)), self._reserve)
-        there = self._mailboxes[self.rank].size
-
-        def check() -> None:
-            if wanted > capacity:
-                raise MemoryError(
-                    f"{wanted:,} bytes were requested, but {self._reserve:,} are reserved; pass "
-                    f"smaller arrays{self.segment.hint}"
-                )
-            check_available(capacity - there, self.size)
-
-        def commit() -> None:
-            start = self._mailbox_starts[self.rank]
-            self.segment.commit(start + there, start + capacity)
-
-        # No rank takes memory before all have found enough for all.
-        self._do_together(check)
-        self._do_together(commit)
+        capacity = max(wanted, min(2 * self._capacity, _DOUBLED))
+        # Freed before larger ones are made.
+        for reader in [*self.readers]:
+            reader.forget_messages()
+        self._mailboxes, self._capacity = [np.empty(0, np.uint8)] * self.size, PAYLOAD
+        self._mailboxes = self.share_messages(capacity)
         self._capacity = capacity
-        self._mailboxes = [
-            self.segment.array[start : start + capacity] for start in self._mailbox_starts
-        ]
+
+    def share_messages(self, nbytes: int) -> list[Bytes]:
+        """New memory for a message of each rank, filled with zeros, which all can read. Collective.
+
+        All ranks pass the same number.
+
+        Raises:
+            MemoryError: there is not enough, on any rank.
+        """
+        place = round_up(max(nbytes, 1), mmap.PAGESIZE)  # ranks share no pages, nor cache lines
+        start = self.rank * place
+        # No rank takes memory before all have found enough for all.
+        self._do_together(lambda: check_available(place, self.size))
+        try:
+            shared = share_file(self.comm, place * self.size)
+        except MemoryError:
+            self.calls.note_shared_error()
+            raise
+        self._do_together(lambda: shared.commit(start, start + place))
+        starts = range(0, place * self.size, place)
+        return [shared.array[start : start + nbytes] for start in starts]
 
     def _do_together(self, step: Callable[[], None]) -> None:
         """Makes all ranks raise together; over MPI, because the mailboxes are not there yet."""
@@ -244,9 +258,32 @@ class SharedMemoryCommunicator(HostCommunicator):
             step()
         except MemoryError as error:
             problem = str(error) or repr(error)
-        if problems := list_by_rank(enumerate(self._comm.allgather(problem))):
+        if problems := list_by_rank(enumerate(self.comm.allgather(problem))):
             self.calls.note_shared_error()
             raise MemoryError(f"no memory for a message between replicas: {'; '.join(problems)}")
+
+    def exchange_slices(
+        self,
+        signature: CallSignature,
+        layout: Layout,
+        op: ReduceOp,
+        write: Write,
+        shared: Sequence[Bytes] = (),
+    ) -> Sequence[Bytes]:
+        """See `HostCommunicator.exchange_slices`: all ranks' messages."""
+        if shared:
+            self.exchange(signature)
+            return shared
+        return self.exchange(signature, layout.nbytes, write)
+
+    def add_up(self, own: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, Any]:
+        """See `HostCommunicator.add_up`."""
+        if self._squares[0].size < own.nbytes:
+            self._squares = self.share_messages(own.nbytes)
+        rows = [message[: own.nbytes].view(np.float64) for message in self._squares]
+        rows[self.rank][:] = own
+        self.sync()
+        return np.sum(rows, axis=0)
 
     @span(COMMUNICATION, describe_message)
     def reduce_message(
@@ -263,46 +300,41 @@ class SharedMemoryCommunicator(HostCommunicator):
         def reduce_slice(result: Array, parts: Sequence[Array]) -> None:
             reduce_in_chunks(result, parts, op)
 
-        self.reduce_slices(signature, layout, write, out, self.size, reduce_slice)
+        messages = self.exchange(signature, layout.nbytes, write)
+        self.reduce_slices(messages, layout, self.size, reduce_slice)
+        self.copy_slices(messages, layout, self.size, out)
 
     def reduce_slices(
         self,
-        signature: CallSignature,
+        messages: Sequence[Bytes],
         layout: Layout,
-        write: Write,
-        out: Bytes,
         count: int,
         reduce_slice: Callable[[Array, Sequence[Array]], None],
     ) -> None:
-        """Reduces messages in slices, one each for the first ranks, into `out` of every rank.
-
-        Collective.
+        """Reduces this rank's slice of all ranks' messages, in its own message.
 
         Args:
-            signature: what all ranks agree on.
+            messages: all ranks', in shared memory. No rank reads another's slice of its message.
             layout: that of the messages.
-            write: writes this rank's.
-            out: gets the result.
-            count: how many ranks reduce a slice of each group.
-            reduce_slice: called with all ranks' values of this rank's slice, and with the array for
-                the result, which is this rank's own values.
+            count: how many ranks, the first, have a slice of each group.
+            reduce_slice: called with the array for the result, which is this rank's own slice, and
+                with all ranks' slices.
         """
-        messages = self.exchange(signature, layout.nbytes, write)
-        slices = [
-            [part_of_rank(group.elements, rank, count) for rank in range(count)]
-            for group in layout.groups
-        ]
-        for group, of_ranks in zip(layout.groups, slices, strict=True):
-            if self.rank < count and (mine := of_ranks[self.rank]):
+        for group in layout.groups if self.rank < count else ():
+            if mine := part_of_rank(group.elements, self.rank, count):
                 parts = [group.of(message)[mine.slice] for message in messages]
-                # The result overwrites this rank's slice of its own message, which no other rank
-                # reads before all have met.
                 reduce_slice(parts[self.rank], parts)
+
+    def copy_slices(
+        self, messages: Sequence[Bytes], layout: Layout, count: int, out: Bytes
+    ) -> None:
+        """Copies what `reduce_slices` of all ranks has reduced to `out`. Collective."""
         self.sync()
-        for group, of_ranks in zip(layout.groups, slices, strict=True):
+        for group in layout.groups:
             result = group.of(out)
-            for message, theirs in zip(messages, of_ranks, strict=False):
-                # Each slice is in the message of the rank that reduced it.
-                result[theirs.slice] = group.of(message)[theirs.slice]
+            # Each slice is in the message of the rank that reduced it.
+            for rank in range(count):
+                theirs = part_of_rank(group.elements, rank, count).slice
+                result[theirs] = group.of(messages[rank])[theirs]
         # A slower rank may still copy from this rank's mailbox; records alternate.
         self._being_read = layout.nbytes > PAYLOAD

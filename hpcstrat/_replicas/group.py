@@ -14,7 +14,7 @@ from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._core import device_names, gpu
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.mirrored_host import MirroredHostStorage
+from hpcstrat._storage.host import HostStorage
 
 _Value = TypeVar("_Value")
 
@@ -68,8 +68,7 @@ class ReplicaGroup:
         communicator: connects all ranks, one per replica.
         devices: each replica's device, in rank order.
         parameter_device: where the parameter rank stores its variables.
-        storage: holds ordinary variables.
-        replica_storage: holds `ON_READ` variables, on each replica's own device.
+        storage: holds its variables.
         root: the parameter rank, whose initial values are used.
         mirrors: whether each replica keeps a copy of every variable on its own device.
         requires_aggregation: whether a write in a replica context needs an aggregation.
@@ -87,7 +86,6 @@ class ReplicaGroup:
     devices: Sequence[device_names.Device]
     parameter_device: device_names.Device
     storage: Storage
-    replica_storage: Storage
     root: int = 0
     mirrors: bool = False
     requires_aggregation: bool = True
@@ -130,17 +128,8 @@ class ReplicaGroup:
 
     @property
     def root_writes(self) -> bool:
-        """Whether the parameter rank alone writes whole variables, and not each rank its copy.
-
-        It then runs the function of `StrategyExtended.update`. An optimizer's step may write parts
-        on others: see `Storage`.
-        """
+        """Whether the parameter rank alone runs the function of `StrategyExtended.update`."""
         return self.storage.is_central and self.communicator.size > 1
-
-    @property
-    def writes_here(self) -> bool:
-        """Whether this rank writes whole variables."""
-        return not self.root_writes or self.communicator.rank == self.root
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the group's stream and GPU are current; on the CPU it does nothing."""
@@ -152,13 +141,11 @@ class ReplicaGroup:
 def default_group() -> ReplicaGroup:
     """The group outside every scope: this process as a single replica. Does not start MPI."""
     communicator = SoloCommunicator()
-    storage = MirroredHostStorage(communicator)
     return ReplicaGroup(
         "DefaultStrategy",
         communicator,
         (device_names.CPU,),
         device_names.CPU,
-        storage,
-        storage,
+        HostStorage(communicator),
         requires_aggregation=False,
     )

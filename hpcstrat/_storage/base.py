@@ -1,58 +1,91 @@
-"""Storage: the interface to the places where a strategy stores its variables."""
+"""Storage: the interface to the places where a strategy stores its variables.
+
+| ranks compute on            | `CentralStorageStrategy`             | `MirroredStrategy`          |
+|-----------------------------|--------------------------------------|-----------------------------|
+| CPUs                        | `HostStorage`: one copy on each host, which all its ranks update   |
+| GPUs                        | `GpuStorage`: the parameter rank     | `GpuStorage`: each rank     |
+|                             | updates, each rank has a copy to read| updates a copy of its own   |
+| GPUs, parameters on `CPU:0` | `HostStorage`, and each rank has a   |                             |
+|                             | copy to read on its GPU              |                             |
+"""
 
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator
+from hpcstrat._core import gpu
 from hpcstrat._core.arrays import checksum
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.timeline import UPDATE, span
-from hpcstrat._core.types import Aggregation, Array
-from hpcstrat._memory.allocator import Block
-from hpcstrat._memory.intervals import Interval
-from hpcstrat._storage.local import LocalBlocks, fill
+from hpcstrat._core.types import Aggregation, Array, Bytes
+from hpcstrat._memory.blocks import Block
+from hpcstrat._storage.parts import fill, flat, gpu_parts, host_parts
 from hpcstrat._storage.plan import Plan
-from hpcstrat._update.formula import Kernel
-from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
 
 
 class Storage(abc.ABC):
     """Stores variables. Methods that make, change or publish them are collective.
 
-    Attributes:
+    Args:
         communicator: the ranks that share the variables.
-        local: this rank's blocks.
-        is_central: whether there is one copy for all ranks, which one of them writes as a whole.
-        has_all_blocks: whether every rank can read every block, and not only the parameter rank.
-        updates_here: whether this rank updates variables, and has their slots.
+        stream: the stream of this rank's GPU; `None` if it computes on the CPU.
+
+    Attributes:
+        communicator, stream: as above.
+        copies: how many copies of a variable the ranks write, each on its own.
+        writes_here: whether this rank writes one of them.
+        is_central: whether the parameter rank alone runs functions that write variables.
+        has_all_slots: whether every rank can read every slot, and not only the parameter rank.
     """
 
-    is_central: bool = False
-    has_all_blocks: bool = True
+    copies: int = 1
+    writes_here: bool = True
+    is_central: bool = True
+    has_all_slots: bool = True
 
-    def __init__(self, communicator: Communicator, local: LocalBlocks) -> None:
+    def __init__(self, communicator: Communicator, stream: gpu.Stream | None = None) -> None:
         self.communicator = communicator
-        self.local = local
-        self.updates_here: bool = True
+        self.stream = stream
         self._number = communicator.calls.count_storage()
         self._created = 0
         self._has_interrupted = False
-        self._prepared: set[tuple[Kernel | None, np.dtype[Any]]] = set()  # for updates of rows
 
-    def create(self, initial: Array) -> Block:
-        """A new block with the parameter rank's value; all ranks pass equal shapes and dtypes."""
-        with self.communicator.change():
-            block = self._register(self._create(initial))
-        if self.communicator.checks:
+    # ---- blocks
+
+    def create(self, initial: Array, per_replica: bool = False) -> Block:
+        """A new block with the parameter rank's value; all ranks pass equal shapes and dtypes.
+
+        Args:
+            initial: the value.
+            per_replica: whether each replica has a block of its own, on its own device.
+        """
+        communicator = self.communicator
+        with communicator.change():
+            # All agree before any makes memory: they may make it together.
+            what = initial.dtype, initial.shape, self._number
+            communicator.exchange(signature_of(current_call(), what))
+            block = self._register(self._create(initial, per_replica))
+        if communicator.checks:
             self._note_change([block])
         return block
+
+    def create_slot(self, variable: Block, value: float) -> Block:
+        """A new block for a slot, like the variable and filled with `value`.
+
+        It can be read and written only where updates run.
+        """
+        communicator = self.communicator
+        with communicator.change():
+            communicator.exchange(
+                signature_of(current_call(), f"initial value={value}", variable.identity())
+            )
+            return self._register(self._create_slot(variable, value))
 
     def _register(self, block: Block) -> Block:
         # Counted after all ranks have made it: the numbers must stay equal on all ranks.
@@ -63,34 +96,66 @@ class Storage(abc.ABC):
         return block
 
     @abc.abstractmethod
-    def _create(self, initial: Array) -> Block: ...
+    def _create(self, initial: Array, per_replica: bool) -> Block: ...
 
-    def create_slot(self, variable: Block, value: float) -> Block:
-        """A new block for a slot, like the variable and filled with `value`.
+    @abc.abstractmethod
+    def _create_slot(self, variable: Block, value: float) -> Block: ...
 
-        It can be read and written only where updates run.
+    # ---- this rank's memory; nothing here is collective
+
+    def write(self, block: Block, new: Array, rule: UpdateRule) -> None:
+        """Changes a variable here by an array of its shape, and a rule without a kernel."""
+        # The library itself writes: the next check of checksums has nothing to compare with.
+        block.checksum = None
+        if type(block.array) is np.ndarray:
+            rule.assign(block.array, gpu.to_host(new))
+            self.refresh([block])
+            return
+        assert self.stream is not None
+        with self.stream.current():
+            if self.stream.capture is not None:
+                self.stream.capture.keep(block)
+            rule.assign(block.array, self.stream.here(new))
+
+    def write_part(self, block: Block, start: int, part: Bytes) -> None:
+        """Writes host bytes to a block, from its byte `start` on, but not to its `copy`."""
+        block.checksum = None
+        target = flat(block.array)[start : start + part.size]
+        if type(target) is np.ndarray:
+            target[...] = part
+            return
+        assert self.stream is not None
+        with self.stream.current():
+            fill(target, part)
+            self.stream.synchronize()  # the caller may change `part`
+
+    def refresh(self, blocks: Sequence[Block]) -> None:
+        """Brings this rank's copies, if it reads any on its GPU, up to date."""
+        for block in blocks:
+            if block.copy is not None:
+                assert self.stream is not None
+                with self.stream.current():
+                    fill(block.copy.array, block.array)
+
+    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+        """The bytes of a block in host memory.
+
+        At most `PART` of them come at once, read-only by convention and valid until the next.
         """
-        with self.communicator.change():
-            return self._register(self._create_slot(variable, value))
+        if type(block.array) is np.ndarray:
+            return host_parts(block.array, start, stop)
+        assert self.stream is not None
+        return gpu_parts(self.stream, block.array, start, stop)
 
-    def _create_slot(self, variable: Block, value: float) -> Block:
-        """Each rank that updates the variable makes its own."""
-        communicator, local, array = self.communicator, self.local, variable.array
-        with communicator.raise_together(), local.current():
-            if self.updates_here:
-                block = local.new_block(array.shape, array.dtype)
-                fill(block.array, local.here(np.array(value, array.dtype)))
-            else:
-                # It has a number, so that all ranks count the same, but no memory: slots are as
-                # large as the model.
-                block = Block(None, None, Interval(0, 0))
-            facts = (f"initial value={value}", variable.identity())
-            communicator.exchange(signature_of(current_call(), *facts))
-        return block
+    # ---- updates
 
     @abc.abstractmethod
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates of these variables, each with its slots."""
+
+    @abc.abstractmethod
+    def make_buffers(self, plan: Plan) -> None:
+        """Makes buffers for a plan, from which the gradients of its variables are not copied."""
 
     @span(UPDATE, lambda _, plan, *__, **___: (current_call(), plan.order.layout.nbytes))
     # An overflow results in inf, as on a GPU. It must not become an exception on one rank only.
@@ -115,7 +180,7 @@ class Storage(abc.ABC):
             plan.require_whole()
         # Part of the signature: a rank whose gradients are in its buffers sends none, and the
         # others must expect that.
-        in_buffers = plan.buffers.are(values)
+        in_buffers = plan.buffers is not None and plan.buffers.are(values)
         signature = plan.signature(op, rule.agreed, in_buffers)
         try:
             if in_buffers:
@@ -128,6 +193,67 @@ class Storage(abc.ABC):
         except BaseException as error:  # a signal's, for example, at any moment
             self.mark_interrupted(error, plan.order.blocks)
             raise
+
+    @abc.abstractmethod
+    def _update(
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
+    ) -> None:
+        """`update` by values in the order of the message; `None` if they are in the buffers."""
+
+    def prepare_rows(self, variables: Sequence[Block], rule: UpdateRule) -> None:  # noqa: B027
+        """Does `Update.prepare` for `update_rows` of these variables."""
+
+    @span(UPDATE, lambda *args, **_: (current_call(), args[4].nbytes))
+    def update_rows(
+        self,
+        variable: Block,
+        slots: Sequence[Block],
+        rows: Array,
+        gradient: Array,
+        rule: UpdateRule,
+    ) -> None:
+        """Applies `rule` to some rows of a variable and of its slots, without using other rows.
+
+        Args:
+            variable: its block, of shape `(n, ...)`.
+            slots: the blocks of its slots.
+            rows: integers of shape `(k,)`, all different and the same on every rank.
+            gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank.
+            rule: how they change. It clips no norm.
+        """
+        communicator, blocks = self.communicator, (variable, *slots)
+        if communicator.checks:
+            self._check_unchanged([variable])
+        try:
+            signature = signature_of(current_call(), rows.shape, variable.identity())
+            # The ranks gathered the rows and the gradient, so these are the same on every rank;
+            # only the variable is compared.
+            communicator.exchange(
+                signature.with_numbers(tuple(rule.agreed.values()), tuple(rule.agreed))
+            )
+            with np.errstate(all="ignore"):
+                self._update_rows(blocks, rows, gradient, rule)
+            if communicator.checks:
+                self._note_change([variable])
+        except BaseException as error:
+            self.mark_interrupted(error, blocks)
+            raise
+
+    @abc.abstractmethod
+    def _update_rows(
+        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
+    ) -> None: ...
+
+    @abc.abstractmethod
+    def publish(self, blocks: Sequence[Block]) -> None:
+        """Makes what the parameter rank has written readable on all ranks."""
+
+    # ---- updates that were interrupted, and what else writes to variables
 
     def mark_interrupted(self, error: BaseException, blocks: Sequence[Block]) -> None:
         """Forbids the use of blocks that an interrupted call may have changed in part."""
@@ -159,77 +285,3 @@ class Storage(abc.ABC):
         """Notes that an update has changed the variables, on all ranks."""
         for block in blocks:
             block.checksum = checksum(block.array)
-
-    @abc.abstractmethod
-    def _update(
-        self,
-        signature: CallSignature,
-        plan: Plan,
-        values: Sequence[Array] | None,
-        op: Aggregation,
-        rule: UpdateRule,
-    ) -> None:
-        """`update` by values in the order of the message; `None` if they are in the buffers."""
-
-    @abc.abstractmethod
-    def make_buffers(self, plan: Plan) -> None:
-        """Makes buffers for a plan, from which the gradients of its variables are not copied."""
-
-    def prepare_rows(self, variables: Sequence[Block], rule: UpdateRule) -> None:
-        """Does `Update.prepare` for `update_rows` of these variables."""
-        for variable in variables if self.updates_here else ():
-            kernel = rule.kernel, variable.array.dtype
-            if kernel not in self._prepared:
-                self.local.prepare_rows(rule, variable)
-                self._prepared.add(kernel)
-
-    @span(UPDATE, lambda *args, **_: (current_call(), args[4].nbytes))
-    def update_rows(
-        self,
-        variable: Block,
-        slots: Sequence[Block],
-        rows: Array,
-        gradient: Array,
-        rule: UpdateRule,
-    ) -> None:
-        """Applies `rule` to some rows of a variable and of its slots, without using other rows.
-
-        Args:
-            variable: its block, of shape `(n, ...)`.
-            slots: the blocks of its slots.
-            rows: integers of shape `(k,)`, all different and the same on every rank.
-            gradient: of shape `(k, ...)` and the variable's dtype, the same on every rank. With
-                fewer dimensions than the variable, `rows` are rows of `row_view`.
-            rule: how they change. It clips no norm.
-        """
-        communicator, blocks = self.communicator, (variable, *slots)
-        if communicator.checks:
-            self._check_unchanged([variable])
-        try:
-            signature = signature_of(current_call(), rows.shape, variable.identity())
-            # The ranks gathered the rows and the gradient, so these are the same on every rank;
-            # only the variable is compared.
-            communicator.exchange(
-                signature.with_numbers(tuple(rule.agreed.values()), tuple(rule.agreed))
-            )
-            with np.errstate(all="ignore"):
-                self._update_rows(blocks, rows, gradient, rule)
-            if communicator.checks:
-                self._note_change([variable])
-        except BaseException as error:
-            self.mark_interrupted(error, blocks)
-            raise
-
-    def _update_rows(
-        self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
-    ) -> None:
-        """Each rank updates all rows."""
-        local = self.local
-        with local.current():
-            rows, gradient = local.here(rows), local.here(gradient)
-            update_rows([block.array for block in blocks], rows, gradient, rule)
-
-    def publish(self, blocks: Sequence[Block]) -> None:
-        """Makes the parameter rank's writes readable everywhere, if ranks did not all write."""
-        for block in blocks:  # other ranks wrote too: there is nothing to compare with
-            block.checksum = None

@@ -1,20 +1,18 @@
-"""Where the variables of an update are in its message.
-
-    message    |       w       | b |      v      |    of one dtype; then the next
+"""Where the variables of an update are in its message, and which of their elements a rank updates.
 
 Nothing here changes after it was made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from hpcstrat._communicators.reduction import part_of_rank
-from hpcstrat._core.types import Array
-from hpcstrat._memory.allocator import Block
-from hpcstrat._memory.intervals import Interval, Shard, merge
+from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.intervals import ElementRange
 from hpcstrat._memory.layout import Layout, layout_of_arrays
+from hpcstrat._memory.shards import Shard
 
 T = TypeVar("T")
 
@@ -24,7 +22,7 @@ class MessageOrder:
 
     The order is dtype by dtype, and of each dtype by creation number. It is equal on all ranks, and
     "variable i" always counts in it. Only callers have an order of their own, that of the call, in
-    which they pass variables and gradients. In memory variables are by address; `intervals.merge`
+    which they pass variables and gradients. In memory variables are by address; `shards.merge`
     finds where that is the order of the message.
 
     Args:
@@ -53,7 +51,7 @@ class MessageOrder:
             Shard(
                 i,
                 block.array.dtype,
-                Interval(0, self.layout.sizes[i]),
+                ElementRange(0, self.layout.sizes[i]),
                 self.layout.bytes_of(i),
                 tuple([of_slot.memory for of_slot in (block, *of_block)]),
             )
@@ -76,16 +74,5 @@ class MessageOrder:
         shares = {}
         for group in self.layout.groups:
             share = part_of_rank(group.elements, rank, size)
-            shares[group.dtype] = share.scale(group.dtype.itemsize).shift(group.start)
+            shares[group.dtype] = share.bytes(group.dtype.itemsize).shift(group.start)
         return [shard.within(shares[shard.dtype]) for shard in self.shards]
-
-    def views_of(self, variables: Collection[int], message: Array) -> list[Array]:
-        """Some variables in a message, as flat views; neighbours are merged."""
-        layout = self.layout
-        return [
-            message[part.slice].view(group.dtype)
-            for group in layout.groups
-            for _, (part,) in merge(
-                [(layout.bytes_of(i),) for i in group.members if i in variables], layout.alignment
-            )
-        ]

@@ -1,16 +1,14 @@
-"""One update of several variables, planned once for all steps: its message and its buffers."""
+"""One update of several variables, planned once for all steps: its message and buffers."""
 
 from __future__ import annotations
 
 import operator
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
-from hpcstrat._memory.allocator import Block
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._update.rule import NOTHING
 from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace, KeptByMessage, Update
@@ -23,30 +21,24 @@ class Buffers:
     Args:
         order: the variables.
         messages: those that an update from the buffers reads: all ranks', or only this rank's.
-        own: this rank's message; the buffers are its parts. `None` if there are no buffers yet.
-        owner: the block that the messages are in, if they are in one. It is kept alive.
+        own: this rank's message; the buffers are its parts.
 
     Attributes:
         arrays: the buffers, in the order of the call.
         messages: as above.
+        own: as above.
     """
 
-    def __init__(
-        self,
-        order: MessageOrder,
-        messages: Sequence[Array] = (),
-        own: Array = None,
-        owner: Block | None = None,
-    ) -> None:
-        self._owner = owner
-        self.arrays: list[Array] = [] if own is None else order.to_call(order.layout.views(own))
+    def __init__(self, order: MessageOrder, messages: Sequence[Array], own: Array) -> None:
+        self.arrays: list[Array] = order.to_call(order.layout.views(own))
         self.messages = messages
+        self.own = own
 
     def are(self, gradients: Sequence[Array]) -> bool:
         """Whether these, in the order of the call, are the buffers, and so need not be copied."""
         # By identity, which costs nothing: another array, even over the same memory, is copied like
         # any gradient.
-        return bool(self.arrays) and all(map(operator.is_, gradients, self.arrays))
+        return all(map(operator.is_, gradients, self.arrays))
 
 
 class Plan:
@@ -57,16 +49,15 @@ class Plan:
         update: what happens to this rank's shards of them.
 
     Attributes:
-        memory: of its message on a device or of a single replica; else, in mirrored storage on a
-            host, of the sums of gradients. Lent by a `MessagePool` or its own; `None` until then.
-        buffers: for gradients that need not be copied. It has none at first.
+        memory: of a message that this rank makes by itself; `None` until `attach`.
+        buffers: for gradients that need not be copied; `None` if there are none.
     """
 
     def __init__(self, order: MessageOrder, update: Update) -> None:
         self.order = order
         self.update = update
         self.memory: Array = None
-        self.buffers: Buffers = Buffers(order)
+        self.buffers: Buffers | None = None
         # The types, shapes and dtypes of a steady step's gradients, in the order of the call.
         in_call = order.to_call(order.blocks)
         self._expected = [(type(b.view), b.array.shape, b.array.dtype) for b in in_call]
@@ -109,19 +100,13 @@ class Plan:
 
     # ---- messages
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that `take` needs."""
-        return self.order.layout.nbytes
-
-    def take(self, memory: Array) -> None:
-        """Takes memory of at least `nbytes` bytes."""
-        self.forget_message()
+    def attach(self, memory: Array) -> None:
+        """Takes memory of at least the message's bytes, on this rank's device; or drops it."""
+        self.forget_messages()
         self.memory = memory
 
-    def forget_message(self) -> None:
-        """Drops the memory, and all that is kept for later updates by messages."""
-        self.memory = None
+    def forget_messages(self) -> None:
+        """Drops all that is kept for later updates by the same messages."""
         self._views.clear()
         self.update.forget_messages()
 
@@ -138,36 +123,3 @@ class Plan:
                 flat[absent.stop :] = gradient[absent.stop :]
             else:
                 view[...] = value
-
-
-@final
-class MessagePool:
-    """Lends its memory to all plans without memory of their own: updates follow one another.
-
-    Args:
-        allocate: makes memory of some bytes, in a call of this signature.
-    """
-
-    def __init__(self, allocate: Callable[[int, CallSignature], Array]) -> None:
-        self._allocate = allocate
-        self._memory: Array = None
-        # The plans that have it. Weak, because the pool outlives variables and their plans.
-        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
-
-    def lend(self, plan: Plan, signature: CallSignature) -> None:
-        """Makes a plan take the memory."""
-        if self._memory is None or self._memory.size < plan.nbytes:
-            # Plans hold views of the memory. They drop it before more is allocated, or there would
-            # have to be room for both.
-            for other in self._plans:
-                if not self.has_own(other):
-                    other.forget_message()
-            self._plans.clear()
-            self._memory = None
-            self._memory = self._allocate(plan.nbytes, signature)
-        plan.take(self._memory)
-        self._plans.add(plan)
-
-    def has_own(self, plan: Plan) -> bool:
-        """Whether a plan has memory of its own."""
-        return plan.memory is not None and plan.memory is not self._memory

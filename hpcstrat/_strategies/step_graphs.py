@@ -45,7 +45,7 @@ from hpcstrat._process import settings
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._storage.local import writer_of
+from hpcstrat._storage.parts import writer_of
 from hpcstrat._strategies.captured_step import BY_VALUE, CapturedStep
 from hpcstrat._strategies.reachable import globals_in
 

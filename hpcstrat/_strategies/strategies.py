@@ -15,7 +15,7 @@ from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import parse_choice
 from hpcstrat._process import worlds
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._storage import make_central_storage, make_replica_storage
+from hpcstrat._storage import make_storage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import agree_on_placement, place
 from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
@@ -72,14 +72,8 @@ class CentralStorageStrategy(Strategy):
             agree_on_placement(communicator, devices, str(parameter))
         # The host's memory belongs to no rank: rank 0 updates the variables there.
         root = devices.index(parameter) if parameter in devices else 0
-        local = make_replica_storage(communicator)
-        if communicator.size == 1 and parameter == devices[0]:
-            storage = local  # central storage and the replica's own are the same
-        else:
-            storage = make_central_storage(communicator, root, on_host=parameter != devices[root])
-        super().__init__(
-            ReplicaGroup(call, communicator, devices, parameter, storage, local, root=root)
-        )
+        storage = make_storage(communicator, root, on_host=parameter != devices[root])
+        super().__init__(ReplicaGroup(call, communicator, devices, parameter, storage, root=root))
 
 
 class MirroredStrategy(Strategy):
@@ -212,10 +206,8 @@ def make_mirrored_group(
     with disconnect_on_error(communicator):
         # Otherwise ranks that place replicas differently would differ only in speed and rounding.
         agree_on_placement(communicator, devices)
-    storage = make_replica_storage(communicator)
-    return ReplicaGroup(
-        call, communicator, devices, devices[0], storage, storage, mirrors=True, hosts=hosts
-    )
+    storage = make_storage(communicator)
+    return ReplicaGroup(call, communicator, devices, devices[0], storage, mirrors=True, hosts=hosts)
 
 
 class OneDeviceStrategy(Strategy):
@@ -249,11 +241,9 @@ class OneDeviceStrategy(Strategy):
                 "mpirun"
             )
         placed, communicator = place([device])
-        storage = make_replica_storage(communicator)
+        storage = make_storage(communicator)
         super().__init__(
-            ReplicaGroup(
-                call, communicator, placed, placed[0], storage, storage, requires_aggregation=False
-            )
+            ReplicaGroup(call, communicator, placed, placed[0], storage, requires_aggregation=False)
         )
 
 

@@ -29,6 +29,7 @@ from hpcstrat._core.types import (
     component_of,
     refuse,
 )
+from hpcstrat._memory.slabs import holds
 from hpcstrat._process import reports
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._variable.variable import Variable
@@ -146,7 +147,7 @@ def regroup(group: ReplicaGroup, result: Any) -> Any:
             if not leaf.flags.writeable and leaf.base is not None:
                 leaf = leaf.copy()
         elif not isinstance(leaf, PLAIN):
-            leaf = _detach(group, leaf)
+            leaf = _detach(leaf)
         leaves[i] = leaf if size == 1 else PerReplica(leaf, rank, size)
     return structure.unflatten(leaves)
 
@@ -166,25 +167,25 @@ def check_same_structure(communicator: Communicator, result: Any) -> None:
     )
 
 
-def _detach(group: ReplicaGroup, leaf: Any) -> Any:
+def _detach(leaf: Any) -> Any:
     """A result other than a NumPy array, without views of variables' memory.
 
     If the leaf, or an attribute of it, is such a view, that is a copy of the leaf.
     """
     if isinstance(leaf, IndexedSlices):
         parts = (leaf.values, leaf.indices, leaf.dense_shape)
-        return IndexedSlices(*[_detach_array(group, part) for part in parts])
+        return IndexedSlices(*[_detach_array(part) for part in parts])
     if isinstance(leaf, memoryview):
-        return np.array(leaf).data if _is_over_variables(group, np.asarray(leaf)) else leaf
+        return np.array(leaf).data if _is_over_variables(np.asarray(leaf)) else leaf
     if _is_copyable(leaf):
-        return _detach_array(group, leaf)
+        return _detach_array(leaf)
     attributes = getattr(leaf, "__dict__", None)
     if not isinstance(attributes, dict):
         return leaf
     changed = {}
     for name, value in attributes.items():
         leaves, structure = nests.flatten(value)
-        copies = [_detach_array(group, array) for array in leaves]
+        copies = [_detach_array(array) for array in leaves]
         if not all(map(operator.is_, leaves, copies)):
             changed[name] = structure.unflatten(copies)
     if not changed:
@@ -195,9 +196,9 @@ def _detach(group: ReplicaGroup, leaf: Any) -> Any:
     return other
 
 
-def _detach_array(group: ReplicaGroup, value: Any) -> Any:
+def _detach_array(value: Any) -> Any:
     """`value`; a copy if it is an array of any library that views a variable's memory."""
-    is_view = _is_copyable(value) and _is_over_variables(group, value)
+    is_view = _is_copyable(value) and _is_over_variables(value)
     if not is_view:
         return value
     return value.clone() if hasattr(value, "clone") else value.copy()
@@ -210,14 +211,14 @@ def _is_copyable(value: Any) -> bool:
     return exports_array(value) and (hasattr(value, "clone") or hasattr(value, "copy"))
 
 
-def _is_over_variables(group: ReplicaGroup, value: Any) -> bool:
+def _is_over_variables(value: Any) -> bool:
     """Whether an array of any library views a variable's memory."""
     try:
         array = from_foreign(_CALL, value)
     except TypeError:  # an array without values in memory
         return False
     # By address, not by type, because views of views count too.
-    return group.storage.local.has(array) or group.replica_storage.local.has(array)
+    return holds(array)
 
 
 # ---- arrays in objects are sent as host arrays; the receiver moves GPU arrays to its own device

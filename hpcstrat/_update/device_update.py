@@ -16,8 +16,9 @@ import numpy as np
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array
-from hpcstrat._memory.allocator import ALIGNMENT
-from hpcstrat._memory.intervals import Shard, divide_up
+from hpcstrat._memory.intervals import divide_up
+from hpcstrat._memory.shards import Shard
+from hpcstrat._memory.slabs import GPU_ALIGNMENT
 from hpcstrat._update.formula import Kernel
 from hpcstrat._update.rule import Clip, UpdateRule
 from hpcstrat._update.update import AddUp, KeptByMessage, Run, Update, gradients_of
@@ -136,10 +137,10 @@ class GradientNorms:
 def _elements_by_unit(shards: Sequence[Shard]) -> Array:
     """How many elements are in each 256 bytes of the message, which each shard starts anew."""
     start, stop = shards[0].message.start, shards[-1].message.stop
-    counts = np.zeros(divide_up(stop - start, ALIGNMENT), np.int32)
-    full = ALIGNMENT // shards[0].dtype.itemsize
+    counts = np.zeros(divide_up(stop - start, GPU_ALIGNMENT), np.int32)
+    full = GPU_ALIGNMENT // shards[0].dtype.itemsize
     for shard in shards:
-        first = (shard.message.start - start) // ALIGNMENT
+        first = (shard.message.start - start) // GPU_ALIGNMENT
         last = first + divide_up(shard.elements.size, full) - 1
         counts[first:last] = full
         counts[last] = shard.elements.size - (last - first) * full
@@ -245,7 +246,7 @@ def update_kernel(kernel: Kernel, dtype: np.dtype[Any]) -> Any:
 @functools.cache
 def squares_kernel(dtype: np.dtype[Any]) -> Any:
     """The sum of the squares of every so many elements: one for each thread."""
-    unit = ALIGNMENT // dtype.itemsize
+    unit = GPU_ALIGNMENT // dtype.itemsize
     return _elementwise(
         ["raw T gradient", "raw int32 elements", "int64 count", "int64 threads"],
         ["float64 sum"],

@@ -16,7 +16,8 @@ import numpy as np
 
 from hpcstrat._communicators.reduction import CHUNK, reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
-from hpcstrat._memory.intervals import Interval, Shard, runs
+from hpcstrat._memory.intervals import ElementRange
+from hpcstrat._memory.shards import Shard, runs
 from hpcstrat._update import compiled
 from hpcstrat._update.formula import Kernel
 from hpcstrat._update.rule import UpdateRule
@@ -148,7 +149,7 @@ class HostRuns:
         return [
             (i, [one[chunk.slice] for one in arrays], [one[chunk.slice] for one in gradients])
             for i, (arrays, gradients) in enumerate(rows)
-            for chunk in Interval(0, gradients[0].size).split(CHUNK)
+            for chunk in ElementRange(0, gradients[0].size).split(CHUNK)
         ]
 
     def _table_of(

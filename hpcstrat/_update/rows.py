@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,9 +29,6 @@ result = (T)total;
 """
 IN_CUDA: dict[np.ufunc | None, str] = {
     np.add: "total + next",
-    np.multiply: "total * next",
-    np.minimum: "next < total || next != next ? next : total",
-    np.maximum: "next > total || next != next ? next : total",
     None: "next",
 }
 """How two values of a row are combined, in CUDA C++; `None` takes the last."""
@@ -96,15 +92,8 @@ def _kernel(combination: np.ufunc | None, is_short: bool) -> Any:
     )
 
 
-def row_view(array: Array, row_ndim: int) -> Array:
-    """A contiguous array with its first dimensions merged, so that rows have `row_ndim` of them."""
-    leading = array.ndim - row_ndim
-    return array.reshape(math.prod(array.shape[:leading]), *array.shape[leading:])
-
-
 def update_rows(arrays: Sequence[Array], rows: Array, gradient: Array, rule: UpdateRule) -> None:
     """Applies a rule to some rows of a variable (the first array) and its slots, on this rank."""
-    arrays = [row_view(array, gradient.ndim - 1) for array in arrays]
     values = [array[rows] for array in arrays]
     value, *slots = [value.reshape(-1) for value in values]
     gradient = gradient.reshape(-1)

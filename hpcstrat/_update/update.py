@@ -22,7 +22,8 @@ from types import MappingProxyType
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 from hpcstrat._core.types import Array
-from hpcstrat._memory.intervals import Interval, Shard, runs
+from hpcstrat._memory.intervals import ElementRange
+from hpcstrat._memory.shards import Shard, runs
 from hpcstrat._update.rule import UpdateRule
 
 T = TypeVar("T")
@@ -39,7 +40,7 @@ class GradientInPlace(NamedTuple):
         gradient: the whole gradient, flat.
     """
 
-    elements: Interval
+    elements: ElementRange
     gradient: Array
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array
-from hpcstrat._memory.allocator import Block
+from hpcstrat._memory.blocks import Block
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import Context, InReplica, InUpdate
 from hpcstrat._replicas.group import ReplicaGroup, default_group
@@ -39,7 +39,7 @@ class VariableState:
     def __init__(self, group: ReplicaGroup, is_on_read: bool, initial: Array) -> None:
         self.group = group
         self.is_on_read = is_on_read
-        self.block: Block = self.storage.create(initial)
+        self.block: Block = self.storage.create(initial, per_replica=is_on_read)
         self.plan: Plan | None = None
         view = self.block.view
         # The interface cannot name a dtype of `ml_dtypes`: NumPy then calls `__array__`, as it does
@@ -51,7 +51,7 @@ class VariableState:
     @property
     def storage(self) -> Storage:
         """The storage that holds the value."""
-        return self.group.replica_storage if self.is_on_read else self.group.storage
+        return self.group.storage
 
     def needs_aggregation_to_read(self) -> bool:
         """Whether a read here would have to aggregate the values of several replicas."""

@@ -158,7 +158,7 @@ class Variable(ReadableAsArray):
         # Storage allocates it as it does any new variable, at the same place on every rank.
         copied = VariableState(state.group, state.is_on_read, state.block.view)
         if state.is_on_read:  # every replica was given the parameter rank's value
-            state.storage.local.write(copied.block, state.block.view, RULES["assign"])
+            state.storage.write(copied.block, state.block.view, RULES["assign"])
         # Not by calling the class, which makes a variable of the current strategy.
         memo[id(self)] = other = object.__new__(type(self))
         other.name, other.trainable, other._state = self.name, self.trainable, copied
@@ -351,9 +351,7 @@ class Variable(ReadableAsArray):
                     self._write_every_replicas(verb, value)
                     return
             # In an update, or the replica's own value: on this rank alone.
-            state.storage.local.write(
-                state.block, as_written_value(verb, value, state), RULES[verb]
-            )
+            state.storage.write(state.block, as_written_value(verb, value, state), RULES[verb])
         finally:
             leave_call(outer)
 
@@ -390,7 +388,7 @@ class Variable(ReadableAsArray):
             # The root's value, so that all replicas have the same bits even if ranks computed
             # slightly different values.
             new = group.communicator.broadcast_obj(gpu.to_host(new), group.root)
-            state.storage.local.write(state.block, new, RULES[verb])
+            state.storage.write(state.block, new, RULES[verb])
 
     # ---- writing rows
 
@@ -468,7 +466,7 @@ class Variable(ReadableAsArray):
                     rows, values = combine_rows(rows, values, combination)
                     new = state.block.view.copy()
                     update_rows([new], rows, values, rule)
-                    state.storage.local.write(state.block, new, RULES["assign"])
+                    state.storage.write(state.block, new, RULES["assign"])
                 return self
             state.require_writable()
             in_replica = isinstance(context, InReplica) and group.requires_aggregation

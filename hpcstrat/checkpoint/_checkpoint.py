@@ -15,10 +15,10 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.timeline import CHECKPOINT, span
 from hpcstrat._core.types import Bytes
-from hpcstrat._memory.allocator import Block
-from hpcstrat._memory.intervals import Interval
+from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.intervals import ByteRange
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.local import PART, flat, writer_of
+from hpcstrat._storage.parts import PART, flat, writer_of
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat._variable.writing import RULES
 from hpcstrat.checkpoint._atomic_file import explaining
@@ -287,26 +287,28 @@ class _Restoring(NamedTuple):
         for v in variables.values():
             by_storage.setdefault(storage_of(v), []).append(state_of(v).block)
         for storage, blocks in by_storage.items():
-            storage.publish(blocks)
+            if storage.copies == 1:
+                storage.publish(blocks)
 
     def _load(self, name: str, v: Variable, block: Block) -> None:
-        """Reads an array of the file into a block, on the rank that owns it or on every rank.
+        """Reads an array of the file into a block, on the root or on every rank that has a copy.
 
         It does so part by part, so that a model that fills the memory can be restored. An error in
         reading a part is raised on all ranks.
         """
-        # If each rank keeps a copy, each gets every part. One rank writes central storage, which is
-        # published at the end.
-        is_everywhere = not state_of(v).group.root_writes and self.communicator.size > 1
+        # If there are several copies, all ranks get every part. The root writes a single one, which
+        # is published at the end.
+        storage = storage_of(v)
+        has_copies = storage.copies > 1 or storage.communicator.size < self.communicator.size
         parts = self._parts(name)
-        for place in Interval(0, v.size * v.dtype.itemsize).split(PART):
+        for place in ByteRange(0, v.size * v.dtype.itemsize).split(PART):
             with self.communicator.raise_together():
                 part = next(parts, None)
-                if is_everywhere:
+                if has_copies:
                     what = f"{name} from byte {place.start}"
                     part = self._broadcast_part(what, part, place.size)
-            if part is not None:
-                storage_of(v).local.write_part(block, place.start, part)
+            if part is not None and (storage.writes_here or not has_copies):
+                storage.write_part(block, place.start, part)
 
     def _parts(self, name: str) -> Iterator[Bytes]:
         """An array of the file, part by part; nothing on ranks without the file."""
@@ -332,18 +334,18 @@ class _Restoring(NamedTuple):
                     flat(array)[start : start + part.size] = part
                     start += part.size
             array = self.communicator.broadcast_obj(array, self.root)
-        state_of(v).storage.local.write(state_of(v).block, own_share(v, array), RULES["assign"])
+        state_of(v).storage.write(state_of(v).block, own_share(v, array), RULES["assign"])
 
     def _reset(self, slot: Slot) -> None:
         """Fills a slot that is not in the file because no step had updated its variable."""
         v, storage = slot.variable, storage_of(slot.variable)
-        if not state_of(v).group.writes_here:
+        if not storage.writes_here:
             return
         itemsize = v.dtype.itemsize
         # In parts, so that a slot as large as the model needs no second copy of it.
         part = np.full(PART // itemsize, v.dtype.type(slot.initial), v.dtype).view(np.uint8)
-        for place in Interval(0, v.size * itemsize).split(part.size):
-            storage.local.write_part(slot.block, place.start, part[: place.size])
+        for place in ByteRange(0, v.size * itemsize).split(part.size):
+            storage.write_part(slot.block, place.start, part[: place.size])
 
 
 def _open(path: str) -> CheckpointFile:

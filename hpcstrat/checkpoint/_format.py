@@ -50,8 +50,8 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from hpcstrat._core.types import Bytes
-from hpcstrat._memory.intervals import Interval
-from hpcstrat._storage.local import PART
+from hpcstrat._memory.intervals import ByteRange
+from hpcstrat._storage.parts import PART
 from hpcstrat.checkpoint._atomic_file import find_numbers, follow_link
 
 VERSION = 2
@@ -141,20 +141,20 @@ class Extent(NamedTuple):
 
     rank: int
     name: str
-    own: Interval
-    place: Interval
+    own: ByteRange
+    place: ByteRange
 
 
-def places_of(entries: Mapping[str, Entry]) -> dict[str, Interval]:
+def places_of(entries: Mapping[str, Entry]) -> dict[str, ByteRange]:
     """The places of the arrays, which follow each other without gaps, in this order."""
     # Large elements first: every array is aligned to its element size, and readers can map it.
     names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
     ends = itertools.accumulate((entries[name].nbytes for name in names), initial=0)
-    return dict(zip(names, itertools.starmap(Interval, itertools.pairwise(ends)), strict=True))
+    return dict(zip(names, itertools.starmap(ByteRange, itertools.pairwise(ends)), strict=True))
 
 
 def extents_of(
-    places: Mapping[str, Interval],
+    places: Mapping[str, ByteRange],
     ranks: int = 1,
     root: int = 0,
     only_on_root: Collection[str] = (),
@@ -173,12 +173,12 @@ def extents_of(
     shared = 0  # bytes before this array
     for name, place in places.items():
         if name in only_on_root:
-            of_ranks = [(root, Interval(0, place.size))]
+            of_ranks = [(root, ByteRange(0, place.size))]
         else:
             first = bisect.bisect_right(bounds, shared) - 1
             stop = bisect.bisect_left(bounds, shared + place.size) + 1
             ends = [min(max(end - shared, 0), place.size) for end in bounds[first:stop]]
-            of_ranks = enumerate(itertools.starmap(Interval, itertools.pairwise(ends)), first)
+            of_ranks = enumerate(itertools.starmap(ByteRange, itertools.pairwise(ends)), first)
             shared += place.size
         for rank, own in of_ranks:
             if own:
@@ -287,7 +287,7 @@ class CheckpointFile:
         self.step: int | None = None
         self.entries: dict[str, Entry] = {}
         self.metadata: dict[str, Any] = {}
-        self._places: dict[str, Interval] = {}
+        self._places: dict[str, ByteRange] = {}
         # One buffer for the whole file: a checkpoint may be as large as memory.
         self._buffer: Bytes = np.empty(PART, np.uint8)
         try:
@@ -331,7 +331,7 @@ class CheckpointFile:
         """
         return self._read(self._places[name])
 
-    def _read(self, place: Interval) -> Iterator[Bytes]:
+    def _read(self, place: ByteRange) -> Iterator[Bytes]:
         self._file.seek(place.start)
         for here in place.split(PART):
             part = self._buffer[: here.size]
@@ -372,12 +372,12 @@ class CheckpointFile:
         # The length is a part of what is summed: with a wrong one, the sum is wrong as well.
         end = LENGTH_BYTES + length if version > 1 and is_possible else nbytes
         crc = zlib.crc32(start[: head.start("crc")] + b"00000000" + start[head.end("crc") : end])
-        for part in self._read(Interval(len(start), max(end, len(start)))):
+        for part in self._read(ByteRange(len(start), max(end, len(start)))):
             crc = zlib.crc32(part.data, crc)
         self._require(" in its header" if version > 1 else "", crc, int(head["crc"], 16))
         if not is_possible:
             raise self._refusal(f"{_STRANGE}: its header would have {length} bytes")
-        header = Interval(LENGTH_BYTES, LENGTH_BYTES + length)
+        header = ByteRange(LENGTH_BYTES, LENGTH_BYTES + length)
         return version, b"".join(part.tobytes() for part in self._read(header))
 
     def _parse(self, header: bytes) -> dict[str, Any]:
@@ -401,7 +401,7 @@ class CheckpointFile:
                 entry = Entry(str(others[name]), shape[-1], shape[:-1])
             else:
                 entry = Entry(*_DTYPES[fields["dtype"]], shape)
-            place = Interval(end, end + entry.nbytes)
+            place = ByteRange(end, end + entry.nbytes)
             if fields["data_offsets"] != list(place.shift(-start)):
                 raise ValueError(f"{name} is not where it should be")
             self.entries[name], self._places[name], end = entry, place, place.stop
@@ -409,13 +409,13 @@ class CheckpointFile:
             raise ValueError(f"its arrays end at byte {end}")
         return own
 
-    def _extents(self, own: Mapping[str, str], start: int) -> Iterator[tuple[str, Interval, int]]:
+    def _extents(self, own: Mapping[str, str], start: int) -> Iterator[tuple[str, ByteRange, int]]:
         """Each extent of the arrays, which start at byte `start`: array, place, checksum."""
         stops, digits, count = iter(_parse_json(own["extents"])), own["checksums"], 0
         for name, place in self._places.items():
             end = place.start
             while end < place.stop:
-                extent = Interval(end, start + next(stops, -1))
+                extent = ByteRange(end, start + next(stops, -1))
                 if not extent or extent.stop > place.stop:
                     raise ValueError(f"its extents do not fit {name}")
                 yield name, extent, int(digits[8 * count : 8 * count + 8], 16)

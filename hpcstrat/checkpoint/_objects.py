@@ -19,7 +19,7 @@ from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.ranks_in_words import ranks_in_words
-from hpcstrat._memory.allocator import Block
+from hpcstrat._memory.blocks import Block
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, default_group
 from hpcstrat._storage.base import Storage
@@ -206,7 +206,7 @@ def parameter_rank(objects: CheckpointObjects) -> int:
     Raises:
         ValueError: the slots are on different ranks.
     """
-    roots = {group.root for group in _groups(objects) if group.root_writes}
+    roots = {group.root for group in _groups(objects) if not group.storage.has_all_slots}
     if len(roots) > 1:
         raise ValueError(
             f"{current_call()}: the objects belong to strategies whose variables live on "

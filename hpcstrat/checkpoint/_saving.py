@@ -20,7 +20,7 @@ from hpcstrat._communicators.connection import connect
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
 from hpcstrat._process import failure
-from hpcstrat._storage.local import host_parts
+from hpcstrat._storage.parts import host_parts
 from hpcstrat.checkpoint._atomic_file import explaining
 from hpcstrat.checkpoint._format import Extent, Header, extents_of, places_of
 from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile, Piece
@@ -159,7 +159,7 @@ class Saved:
         if name in self._arrays:
             return host_parts(self._arrays[name], own.start, own.stop)
         v, block = self._blocks[name]
-        return storage_of(v).local.parts(block, own.start, own.stop)
+        return storage_of(v).parts(block, own.start, own.stop)
 
     def _only_on_root(self) -> set[str]:
         """The arrays that only the root has."""
@@ -168,7 +168,7 @@ class Saved:
         return {
             name
             for name, (v, _) in self._blocks.items()
-            if not storage_of(v).has_all_blocks or storage_of(v).communicator.size < size
+            if not storage_of(v).has_all_slots or storage_of(v).communicator.size < size
         }
 
 

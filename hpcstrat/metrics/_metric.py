@@ -180,7 +180,7 @@ class Metric(abc.ABC):
                     "same"
                 )
         for other in metrics:
-            state.storage.local.write(
+            state.storage.write(
                 state.block, variable.state_of(other.totals).block.array, RULES["assign_add"]
             )
 
@@ -253,7 +253,7 @@ class Metric(abc.ABC):
                 total = totals[i : i + 1]
                 total += one
 
-        state.storage.local.write(state.block, state.block.array, UpdateRule(assign=add))
+        state.storage.write(state.block, state.block.array, UpdateRule(assign=add))
 
     def _write(self, new: np.ndarray[Any, Any]) -> None:
         """Adds a NumPy array of the totals' shape to this replica's totals."""
@@ -261,7 +261,7 @@ class Metric(abc.ABC):
         if in_replica_of(state.group):
             # `assign_add` does the same after checks that take three times as long as summing a
             # batch.
-            state.storage.local.write(state.block, new, RULES["assign_add"])
+            state.storage.write(state.block, new, RULES["assign_add"])
             return
         if state.needs_aggregation_to_read():
             raise RuntimeError(

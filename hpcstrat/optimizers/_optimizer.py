@@ -521,6 +521,7 @@ class Optimizer:
         variables = list(variables)
         group, state = _gradients.agree_on_group(variables), self._state
         plan = state.plan_of(self, group, variables)
-        if not plan.buffers.arrays:
+        if plan.buffers is None:
             group.storage.make_buffers(plan)
+        assert plan.buffers is not None
         return [*plan.buffers.arrays]

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 
 from hpcstrat._core.call_name import call_named
-from hpcstrat._memory.allocator import Block
+from hpcstrat._memory.blocks import Block
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.plan import Plan
 from hpcstrat._variable.variable import Variable, state_of
@@ -65,7 +65,7 @@ class OptimizerState:
             plan = group.storage.plan(
                 [state_of(v).block for v in variables], [self.slots[v] for v in variables]
             )
-            droppable = [other for other, old in self.plans.items() if not old.buffers.arrays]
+            droppable = [other for other, old in self.plans.items() if old.buffers is None]
             for other in droppable[: 1 - _MOST_PLANS]:
                 del self.plans[other]
             self.plans[wanted] = plan
@@ -128,7 +128,7 @@ def _read(variable: Variable, block: Block) -> np.ndarray[Any, Any]:
     value = None
     with group.communicator.raise_together():
         if group.communicator.rank == group.root:
-            parts = [part.copy() for part in group.storage.local.parts(block)]
+            parts = [part.copy() for part in group.storage.parts(block)]
             joined = np.concatenate([np.empty(0, np.uint8), *parts])
             value = joined.view(variable.dtype).reshape(variable.shape)
     return group.communicator.broadcast_obj(value, group.root)
