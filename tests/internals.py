@@ -17,7 +17,7 @@ from hpcstrat._communicators import mpi as mpi_communicator
 from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.connection import connect, connect_devices
 from hpcstrat._communicators.device import StagedCommunicator
-from hpcstrat._communicators.hierarchical import Grid, HierarchicalCommunicator
+from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator
@@ -85,7 +85,7 @@ from hpcstrat._storage import device_plan, local, make_replica_storage, mirrored
 from hpcstrat._storage.device import CentralDeviceStorage, MirroredDeviceStorage
 from hpcstrat._storage.local import PART, host_parts
 from hpcstrat._storage.mirrored_host import MirroredHostStorage
-from hpcstrat._storage.order import MessageOrder, rank_parts_of, rank_slices, shares_of
+from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.plan import MessagePool, Plan
 from hpcstrat._strategies import captured_step, reachable, step_graphs
 from hpcstrat._strategies.base import Strategy
