@@ -84,10 +84,8 @@ def main():
             return way
 
         names = ["by one rank", "by all", "by one, without disk", "by all, without disk", "stall"]
-        strategies = {"CentralStorage": hs.CentralStorageStrategy(["CPU:0"] * hs.size())}
-        strategies["Mirrored, sharded"] = hs.MirroredStrategy(
-            ["CPU:0"] * hs.size(), shard_updates=True
-        )
+        kinds = {"CentralStorage": hs.CentralStorageStrategy, "Mirrored": hs.MirroredStrategy}
+        strategies = {name: kind(["CPU:0"] * hs.size()) for name, kind in kinds.items()}
         plain = interleaved({"one": disk(False), "all": disk(True)}, options.rounds, comm=COMM)
         header(
             "strategy, seconds", "the disk, by one", "by all", *names, "one / all", "without disk"

@@ -8,7 +8,6 @@ The alternatives:
 
     ours       hpcstrat.CentralStorageStrategy: reduction to the parameter rank, update, broadcast
     mirrored   hpcstrat.MirroredStrategy: one all-reduce, an update on every rank
-    sharded    the same with shard_updates: reduce-scatter, an update of a part, all-gather
     graph      ours as one CUDA graph, by hs.function; not beside PyTorch, where it makes none
     by hand    CuPy and NCCL: one all-reduce of the flat gradient, a fused update on every rank
     DDP        torch.nn.parallel.DistributedDataParallel, if PyTorch is installed and wanted
@@ -208,7 +207,6 @@ def time_steps(strategy, by_hand, rounds):
     strategies = {
         "ours": strategy,
         "mirrored": hs.MirroredStrategy(),
-        "sharded": hs.MirroredStrategy(shard_updates=True),
     }
     print(f"A step, microseconds (ours / that), {COMM.size} ranks")
     for layers, (batch, steps) in NETWORKS.items():

@@ -4,8 +4,8 @@
     OMP_NUM_THREADS=1 mpirun -n 4 python benchmarks/host_step.py --tensorflow /path/to/python
 
 --tensorflow names a Python that has TensorFlow. The networks of networks.py are trained by SGD with
-momentum 0.9, and the largest by Adam too: next to a window with the library's own compiled loop,
-and by MirroredStrategy, with sharded updates and without. The alternatives:
+momentum 0.9, and the largest by Adam too: next to MirroredStrategy and to a window with the
+library's own compiled loop. The alternatives:
 
     ours         hpcstrat.CentralStorageStrategy
     in buffers   the same, with gradients written to optimizer.gradient_buffers
@@ -13,15 +13,13 @@ and by MirroredStrategy, with sharded updates and without. The alternatives:
     window       mpi4py: one copy in a shared window, each rank updates its slice between barriers
     hs.torch     PyTorch's module and optimizer, with one all_reduce_gradients, if PyTorch is there
     DDP          torch.nn.parallel.DistributedDataParallel over gloo, if PyTorch is there
-    ZeRO         the same with torch.distributed.optim.ZeroRedundancyOptimizer
     TensorFlow   its own CentralStorageStrategy, if --tensorflow names a Python that has it
     JAX          shard_map, if --jax names a Python that has it
 
 The first four share the code of the forward and the backward pass; PyTorch and TensorFlow derive
 gradients themselves. They take turns, round by round, so that all see the same state of the
-machine, and all must end with the same weights. DDP and ZeRO come last, in turns with each other:
-gloo's thread wakes a hundred times a second until the process ends, and would slow the others where
-ranks outnumber cores. The table has medians over rounds on the slowest rank, their ratio to ours,
+machine, and all must end with the same weights. DDP comes last: gloo's thread wakes a hundred times
+a second until the process ends, and would slow the others where ranks outnumber cores. The table has medians over rounds on the slowest rank, their ratio to ours,
 and the goal for that ratio.
 
 TensorFlow and JAX are one process each for all replicas, started by rank 0. They may use all cores
@@ -75,27 +73,16 @@ def sgd():
     return hs.optimizers.SGD(RATE, MOMENTUM)
 
 
-def ours(
-    layers,
-    x,
-    y,
-    in_buffers=False,
-    make=sgd,
-    strategy=None,
-    marks=False,
-):
+def ours(layers, x, y, in_buffers=False, make=sgd, strategy=None):
     strategy = strategy or hs.CentralStorageStrategy(["CPU:0"] * hs.size())
     with strategy.scope():
         weights = [hs.Variable(value) for value in initial(layers)]
         optimizer = make()
-        buffers = optimizer.gradient_buffers(weights) if in_buffers or marks else None
-    more = {"ready": buffers.ready} if marks else {}
+        buffers = optimizer.gradient_buffers(weights) if in_buffers else None
 
     def replica_step(x, y):
         values = [weight.value() for weight in weights]
-        optimizer.apply_gradients(
-            zip(gradients(values, x, y, buffers, **more), weights, strict=True)
-        )
+        optimizer.apply_gradients(zip(gradients(values, x, y, buffers), weights, strict=True))
 
     return lambda: strategy.run(replica_step, args=(x, y)), lambda: [
         weight.numpy() for weight in weights
@@ -250,54 +237,28 @@ def measure(layers, others, rounds):
 
 
 def measure_adam(layers, rounds):
-    """The medians with Adam, next to the shared window with the same compiled loop."""
+    """What `timed` returns, with Adam: next to the shared window with the same compiled loop."""
     batch, steps = NETWORKS[layers]
     x, y = data(layers, batch, COMM.rank)
+    mirrored = hs.MirroredStrategy(["CPU:0"] * hs.size())
     made = {
         "ours": ours(layers, x, y, make=adam),
         "in buffers": ours(layers, x, y, in_buffers=True, make=adam),
+        "mirrored": ours(layers, x, y, make=adam, strategy=mirrored),
         "window": by_hand(WindowAdam, layers, x, y),
     }
-    return timed(made, rounds, steps)[0]
+    return timed(made, rounds, steps)
 
 
-def measure_sharded(layers, rounds):
-    """The medians with Adam over mirrored variables, with sharded updates and without."""
+def measure_ddp(layers, rounds, expected, make=torch_sgd):
+    """The median of PyTorch's DDP; the process group must exist."""
     batch, steps = NETWORKS[layers]
     x, y = data(layers, batch, COMM.rank)
-
-    def mirrored(**options):
-        strategy = hs.MirroredStrategy(["CPU:0"] * hs.size(), **options)
-        return ours(layers, x, y, make=adam, strategy=strategy)
-
-    return timed({"ours": mirrored(shard_updates=True), "unsharded": mirrored()}, rounds, steps)[0]
+    return timed({"DDP": pytorch(layers, x, y, True, make)}, rounds, steps, expected)[0]
 
 
-def measure_ddp(layers, rounds, expected):
-    """The median of PyTorch's DDP, with SGD; the process group must exist."""
-    batch, steps = NETWORKS[layers]
-    x, y = data(layers, batch, COMM.rank)
-    return timed({"DDP": pytorch(layers, x, y, with_ddp=True)}, rounds, steps, expected)[0]
-
-
-def pytorch_adams(layers, batch):
-    """PyTorch's two ways with Adam, as `timed` takes them; the process group must exist."""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    x, y = data(layers, batch, COMM.rank)
-    options = {"lr": ADAM_RATE, "eps": 1e-7, "fused": True}
-    return {
-        "DDP": pytorch(
-            layers, x, y, True, lambda parameters: torch.optim.Adam(parameters, **options)
-        ),
-        "ZeRO": pytorch(
-            layers,
-            x,
-            y,
-            True,
-            lambda parameters: ZeroRedundancyOptimizer(parameters, torch.optim.Adam, **options),
-        ),
-    }
+def torch_adam(parameters):
+    return torch.optim.Adam(parameters, lr=ADAM_RATE, eps=1e-7, fused=True)
 
 
 def show_page_faults(layers, rounds):
@@ -352,22 +313,17 @@ def main():
     figures, weights = {}, {}
     for layers in NETWORKS:
         figures[named(layers)], weights[layers] = measure(layers, others, options.rounds)
-    with_adam, sharded = (
-        measure_adam(layers, options.rounds),
-        measure_sharded(layers, options.rounds),
-    )
+    with_adam, weights_of_adam = measure_adam(layers, options.rounds)
     if torch is not None:
         with process_group():
             for each in NETWORKS:
                 figures[named(each)] |= measure_ddp(each, options.rounds, weights[each])
-            batch, steps = NETWORKS[layers]
-            sharded |= timed(pytorch_adams(layers, batch), options.rounds, steps)[0]
+            with_adam |= measure_ddp(layers, options.rounds, weights_of_adam, torch_adam)
     print(f"A step on {COMM.size} ranks, medians of {options.rounds} rounds\n")
     header("network, batch of a replica", "way", "microseconds", "ours / that", "goal")
     for number, (name, medians) in enumerate(figures.items()):
         show(name, medians, {way: goals[number] for way, goals in GOALS.items()})
     show(f"{named(layers)}, Adam", with_adam, ADAM_GOALS)
-    show(f"{named(layers)}, Adam, sharded", sharded, {})
     show_page_faults(layers, options.rounds)
     for other in others.values():
         other.close()

@@ -6,17 +6,13 @@ r"""Times a training step on CPU replicas of several hosts, and counts the bytes
 
 The largest network of networks.py, of 8.4 million parameters, is trained by Adam:
 
-    unsharded    hpcstrat.MultiWorkerMirroredStrategy: every rank makes the whole update
-    ready        the same, which marks each layer's gradients as soon as they are written
-    sharded      with shard_updates=True: every rank updates its part and keeps its slots
+    ours         hpcstrat.MultiWorkerMirroredStrategy
     allreduce    mpi4py: one Allreduce of the flat gradient, then the library's compiled loop
     DDP          torch.nn.parallel.DistributedDataParallel over gloo, if PyTorch is installed
-    ZeRO         the same with torch.distributed.optim.ZeroRedundancyOptimizer
 
-The first four take turns, round by round, and then the last two, in as many rounds: gloo's thread
-wakes a hundred times a second until the process ends, and makes the others' steps up to twice as
-long where ranks outnumber cores. Those that take turns must end with the same weights. The table
-has medians over rounds on the slowest rank, and the megabytes per step on the busiest link,
+The first two take turns, round by round, and then comes DDP, in as many rounds: gloo's thread wakes
+a hundred times a second until the process ends, and makes the others' steps up to twice as long
+where ranks outnumber cores. All must end with the same weights. The table has medians over rounds on the slowest rank, and the megabytes per step on the busiest link,
 including TCP's headers.
 """
 
@@ -25,7 +21,7 @@ import pathlib
 
 import numpy as np
 from by_hand import AllReduceAdam
-from host_step import COMM, adam, by_hand, ours, process_group, pytorch_adams, timed, torch
+from host_step import COMM, adam, by_hand, ours, process_group, pytorch, timed, torch, torch_adam
 from mpi4py import MPI
 from networks import NETWORKS, data
 from rounds import header, row
@@ -44,22 +40,19 @@ def carried(link):
 def alternatives(batch):
     """By name: a step, and a function that returns the weights."""
     x, y = data(LAYERS, batch, COMM.rank)
-
-    def mirrored(marks=False, **options):
-        strategy = hs.MultiWorkerMirroredStrategy(**options)
-        return ours(LAYERS, x, y, make=adam, strategy=strategy, marks=marks)
-
+    strategy = hs.MultiWorkerMirroredStrategy()
     return {
-        "unsharded": mirrored(),
-        "ready": mirrored(marks=True),
-        "sharded": mirrored(shard_updates=True),
+        "ours": ours(LAYERS, x, y, make=adam, strategy=strategy),
         "allreduce": by_hand(AllReduceAdam, LAYERS, x, y),
     }
 
 
-def measure(made, rounds, link):
-    """By name: the median seconds of a step, and the bytes in one direction of the busiest link."""
-    seconds, _ = timed(made, rounds, 1)
+def measure(made, rounds, link, expected=None):
+    """By name: the median seconds of a step, and the bytes in one direction of the busiest link.
+
+    Also the weights; `expected` is as in `timed`.
+    """
+    seconds, weights = timed(made, rounds, 1, expected)
     nbytes = {}
     for name, (step, _) in made.items():
         COMM.Barrier()
@@ -68,7 +61,7 @@ def measure(made, rounds, link):
         step()
         COMM.Barrier()
         nbytes[name] = COMM.allreduce(int((carried(link) - before).max()), MPI.MAX)
-    return {name: (seconds[name], nbytes[name]) for name in made}
+    return {name: (seconds[name], nbytes[name]) for name in made}, weights
 
 
 def main():
@@ -81,21 +74,24 @@ def main():
     )
     parser.add_argument("--link", default="eth0", help="of this host to the others (%(default)s)")
     options = parser.parse_args()
-    found = measure(alternatives(options.batch), options.rounds, options.link)
+    found, weights = measure(alternatives(options.batch), options.rounds, options.link)
     if torch is not None:
         with process_group():
-            found |= measure(pytorch_adams(LAYERS, options.batch), options.rounds, options.link)
+            made = {
+                "DDP": pytorch(LAYERS, *data(LAYERS, options.batch, COMM.rank), True, torch_adam)
+            }
+            found |= measure(made, options.rounds, options.link, weights)[0]
     hosts = COMM.Split_type(MPI.COMM_TYPE_SHARED).rank == 0
     print(
         f"A step of Adam on {COMM.size} ranks of {COMM.allreduce(int(hosts))} hosts, "
         f"{options.rounds} rounds\n"
     )
-    header("way", "ms", "sharded / that", "MB over the busiest link")
+    header("way", "ms", "ours / that", "MB over the busiest link")
     for name, (seconds, nbytes) in found.items():
         row(
             name,
             f"{1e3 * seconds:,.0f}",
-            f"{found['sharded'][0] / seconds:.2f}",
+            f"{found['ours'][0] / seconds:.2f}",
             f"{nbytes / 1e6:,.1f}",
         )
     COMM.Barrier()

@@ -7,7 +7,6 @@ time: source, destination, bytes.
 """
 
 import itertools
-from collections import defaultdict
 
 SHORT_BROADCAST, LONG_BROADCAST = 12288, 1 << 19  # bytes; MPICH's defaults
 SHORT_GATHER, LONG_GATHER = 81920, 1 << 19  # of all ranks together
@@ -61,19 +60,6 @@ def recursive_doubling(n, nbytes):
         yield [(taking_part[i], taking_part[i ^ distance], nbytes) for i in range(power)]
         distance *= 2
     yield [(to, source, nbytes) for source, to, nbytes in folded]
-
-
-def pairwise(sizes):
-    """All-to-all: in each turn a rank sends to one other.
-
-    `sizes[source][destination]`; empty messages are not sent.
-    """
-    n, turns = len(sizes), defaultdict(list)
-    for source, row in enumerate(sizes):
-        for to, nbytes in enumerate(row):
-            if nbytes and to != source:
-                turns[(to - source) % n].append((source, to, nbytes))
-    return (turns[distance] for distance in sorted(turns))
 
 
 def broadcast(n, root, nbytes):

@@ -28,11 +28,10 @@ def data(layers, batch, replica):
     )
 
 
-def gradients(weights, x, y, out=None, ready=lambda *_: None):
+def gradients(weights, x, y, out=None):
     """The gradients of half the squared error over the batch, in the order of the weights.
 
-    They are written to `out`, or to new arrays. `ready` is called with each layer's, from the last
-    to the first.
+    They are written to `out`, or to new arrays.
     """
     out = [None] * len(weights) if out is None else out
     inputs = [x]
@@ -42,7 +41,6 @@ def gradients(weights, x, y, out=None, ready=lambda *_: None):
     found = []
     for i in range(len(inputs) - 1, -1, -1):
         found += [np.sum(d, axis=0, out=out[2 * i + 1]), np.matmul(inputs[i].T, d, out=out[2 * i])]
-        ready(*found[-2:])
         if i:
             d = (d @ weights[2 * i].T) * (inputs[i] > 0)
     return found[::-1]

@@ -231,40 +231,6 @@ class RecordingComm:
         self._meet("Allgatherv", memory, gather, lambda _: mpi_rounds.all_gather(sizes))
 
     @as_mpi
-    def Alltoall(self, sent, received):
-        def exchange(given):
-            whole = np.stack([sent.reshape(self.size, -1) for sent, _ in given])
-            for rank, (_, place) in enumerate(given):
-                place[...] = whole[:, rank].reshape(place.shape)
-            return given
-
-        nbytes = sent.nbytes // self.size
-        self._meet(
-            "Alltoall",
-            (sent, received),
-            exchange,
-            lambda _: mpi_rounds.pairwise([[nbytes] * self.size] * self.size),
-        )
-
-    @as_mpi
-    def Alltoallv(self, sent, received):
-        def exchange(given):
-            for source, ((memory, (sizes, starts)), _) in enumerate(given):
-                for to in np.flatnonzero(sizes):
-                    place, (expected, places) = given[to][1]
-                    assert expected[source] == sizes[to]
-                    section = memory[starts[to] : starts[to] + sizes[to]]
-                    place[places[source] : places[source] + sizes[to]] = section
-            return given
-
-        self._meet(
-            "Alltoallv",
-            (sent, received),
-            exchange,
-            lambda given: mpi_rounds.pairwise([sizes for (_, (sizes, _)), _ in given]),
-        )
-
-    @as_mpi
     def Isend(self, piece, dest, tag=0):
         meeting, own = self._meeting, self.own
         own.under_way += 1

@@ -180,7 +180,7 @@ def on_rails(groups, nbytes, rails=None):
 
 
 def to_each(groups, nbytes):
-    """Every rank receives `nbytes` from one rank of each other host: of sharded updates.
+    """Every rank receives `nbytes` from one rank of each other host.
 
     The way back, to the same ranks, is the same in the other direction.
     """
@@ -234,18 +234,11 @@ def broadcast_megabyte(groups):
     return [agreement(groups), *differing, rounds, *[agreement(groups)] * checks]
 
 
-def unsharded(groups, nbytes):
+def step(groups, nbytes):
     """A step of `nbytes` bytes of gradients."""
     return [agreement(groups), on_rails(groups, nbytes)]
 
 
-def sharded(groups, nbytes):
-    """Each rank gets the sums of its part, and after another agreement sends new values."""
-    part = to_each(groups, nbytes // sum(groups))
-    return [agreement(groups), part, agreement(groups), part]
-
-
-STEPS = {"unsharded": unsharded, "sharded": sharded}
 CALLS = {
     "agreement": lambda groups: [agreement(groups)],
     "`reduce` of a number": reduce_number,
@@ -264,7 +257,7 @@ def broadcast_megabyte_by_ring(groups):
     return [records(groups)] * checks + [in_mpi(groups, mpi_rounds.ring(sizes))]
 
 
-def unsharded_pairwise(groups, nbytes):
+def step_pairwise(groups, nbytes):
     """Each rank sums a part."""
     part = to_each(groups, nbytes // sum(groups))
     return [records(groups), part, part]
@@ -323,11 +316,10 @@ GPU_HOSTS = {
 NCCL_START, NVLINK_HOP, NETWORK_HOP = 10.0e-6, 1.9e-6, 4.0e-6
 
 
-def nccl(call, hosts, kind, nbytes):
-    """Bytes through a NIC, and seconds, of an allReduce, reduceScatter or allGather by a ring."""
-    passes = 2 if call == "allReduce" else 1
+def nccl(hosts, kind, nbytes):
+    """Bytes through a NIC, and seconds, of an allReduce by a ring."""
     n = hosts * kind.gpus
-    steps, between = passes * (n - 1), passes * (hosts - 1)
+    steps, between = 2 * (n - 1), 2 * (hosts - 1)
     moved = steps * nbytes / n  # by each rank to the next
     bandwidth = kind.nvlink if hosts == 1 else min(kind.nvlink, kind.nics * kind.nic)
     latency = NCCL_START + (steps - between) * NVLINK_HOP + between * NETWORK_HOP

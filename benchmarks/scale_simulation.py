@@ -44,8 +44,6 @@ CALLS = {
     "broadcast of 1 MB": lambda of: of.broadcast([np.full(1 << 17, of.rank + 1.0)], 0),
 }
 """For names of `formulas.CALLS` the call of a communicator."""
-STEPS = {"unsharded": False, "sharded": True}
-"""For names of `formulas.STEPS`, whether slots are split over the ranks."""
 MOMENTUM, RUNS = 0.5, 2
 
 
@@ -78,11 +76,10 @@ def call(name, hosts, runs=RUNS):
     return job.calls, results, statistics.median(seconds)
 
 
-def step(name, hosts, gradients, is_unbacked=False):
+def step(hosts, gradients, is_unbacked=False):
     """One step with momentum, after one that makes room for it.
 
     Args:
-        name: one of `STEPS`.
         hosts: of each rank.
         gradients: of each rank, of equal length.
         is_unbacked: see `recorded_ranks.Job`.
@@ -93,11 +90,11 @@ def step(name, hosts, gradients, is_unbacked=False):
     job = Job(hosts, is_unbacked)
 
     def program(comm, host_comm):
-        storage = MirroredHostStorage(connect(comm.Dup(), host_comm), STEPS[name])
+        storage = MirroredHostStorage(connect(comm.Dup(), host_comm))
         job.record(comm, False)
         with call_named("simulated step"):
             variable = storage.create(np.zeros(gradients[comm.rank].shape, np.float32))
-            slot = storage.create_slot(variable, 0.0, storage.split([variable])[0])
+            slot = storage.create_slot(variable, 0.0)
             plan = storage.plan([variable], [[slot]])
             for _ in range(RUNS):
                 job.record(comm)
@@ -173,26 +170,19 @@ def show_calls(options, links):
 
 def show_steps(options, links):
     print("\n## Steps\n")
-    header("step", "MB", "hosts", "ranks", *COLUMNS, "µs before")
-    for name in STEPS:
-        for megabytes in options.megabytes:
-            for count in options.hosts:
-                groups = (options.ranks,) * count
-                hosts, elements = formulas.hosts_of(groups), even(megabytes * 250_000, groups)
-                gradients = unbacked_gradients(sum(groups), elements)
-                calls, _ = step(name, hosts, gradients, is_unbacked=True)
-                found = costs(calls, hosts)
-                if count > 1:
-                    assert found == formulas.STEPS[name](groups, 4 * elements), (name, groups)
-                before = ""
-                if count > 1 and name == "unsharded":
-                    pairwise = formulas.unsharded_pairwise(groups, 4 * elements)
-                    before = microseconds(pairwise, links)
-                row(
-                    *(name, f"{4 * elements / 1e6:.4g}", count, sum(groups)),
-                    *cells(found, links),
-                    before,
-                )
+    header("MB", "hosts", "ranks", *COLUMNS, "µs before")
+    for megabytes in options.megabytes:
+        for count in options.hosts:
+            groups = (options.ranks,) * count
+            hosts, elements = formulas.hosts_of(groups), even(megabytes * 250_000, groups)
+            gradients = unbacked_gradients(sum(groups), elements)
+            calls, _ = step(hosts, gradients, is_unbacked=True)
+            found, before = costs(calls, hosts), ""
+            if count > 1:
+                assert found == formulas.step(groups, 4 * elements), groups
+                before = microseconds(formulas.step_pairwise(groups, 4 * elements), links)
+            sizes = f"{4 * elements / 1e6:.4g}", count, sum(groups)
+            row(*sizes, *cells(found, links), before)
 
 
 def show_crossing(options, links):
@@ -225,24 +215,15 @@ def binary(nbytes):
 
 def show_gpus(options):
     print("\n## GPUs: milliseconds in NCCL, by its own cost model\n")
-    header(
-        "hosts of",
-        "gradients",
-        "hosts",
-        "MB through a NIC",
-        "all-reduce",
-        "reduce-scatter and all-gather",
-    )
+    header("hosts of", "gradients", "hosts", "MB through a NIC", "all-reduce")
     for kind, hosts in formulas.GPU_HOSTS.items():
         for megabytes in options.megabytes:
             for count in options.hosts:
-                through, reduced = formulas.nccl("allReduce", count, hosts, 1e6 * megabytes)
-                parts = [
-                    formulas.nccl(call, count, hosts, 1e6 * megabytes)[1]
-                    for call in ("reduceScatter", "allGather")
-                ]
-                times = [f"{1e3 * time:,.3g}" for time in (reduced, sum(parts))]
-                row(kind, f"{megabytes:g} MB", count, f"{through / 1e6:,.1f}", *times)
+                through, seconds = formulas.nccl(count, hosts, 1e6 * megabytes)
+                row(
+                    *(kind, f"{megabytes:g} MB", count),
+                    *(f"{through / 1e6:,.1f}", f"{1e3 * seconds:,.3g}"),
+                )
 
 
 def main():

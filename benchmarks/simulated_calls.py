@@ -24,7 +24,6 @@ MANY = [(16, 16), (16,)] * 12
 STRATEGIES = {
     "central": hs.CentralStorageStrategy,
     "mirrored": hs.MirroredStrategy,
-    "sharded": lambda: hs.MirroredStrategy(shard_updates=True),
 }
 SCHEDULE = hs.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.9)
 OPTIMIZERS = {

@@ -8,9 +8,9 @@ from internals import Header, extents_of, places_of, replacing, write_pieces, wr
 class Contents:
     """What a file holds: arrays, whose bytes `parts` returns by name, and metadata."""
 
-    def __init__(self, entries, metadata, parts, step=None, ranks=1, shares=None):
+    def __init__(self, entries, metadata, parts, step=None, ranks=1):
         self.places = places_of(entries)
-        self.extents = list(extents_of(self.places, ranks, shares))
+        self.extents = list(extents_of(self.places, ranks))
         self.stops = [extent.place.stop for extent in self.extents]
         self.header = Header(entries, metadata, self.stops, step)
         self.parts = parts

@@ -17,7 +17,7 @@ from hpcstrat._communicators import mpi as mpi_communicator
 from hpcstrat._communicators.base import Outgoing
 from hpcstrat._communicators.connection import connect, connect_devices
 from hpcstrat._communicators.device import StagedCommunicator
-from hpcstrat._communicators.hierarchical import Grid, HierarchicalCommunicator
+from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.nccl import NcclCommunicator

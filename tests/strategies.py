@@ -2,14 +2,6 @@
 
 import hpcstrat as hs
 
-
-class ShardedMirroredStrategy(hs.MirroredStrategy):
-    """Mirrored variables with updates and slots split over the replicas."""
-
-    def __init__(self, devices=None):
-        super().__init__(devices, shard_updates=True)
-
-
 STRATEGIES = [hs.CentralStorageStrategy, hs.MirroredStrategy]
 """The strategies for any number of replicas on one host."""
 

@@ -3,15 +3,7 @@
 import fractions
 
 STEPS = 40
-PLAIN = "optimizer.apply_gradients([(np.full(v.shape, rank + 1.0), v) for v in variables])"
-MARKED = """
-        buffers = optimizer.gradient_buffers(variables)
-        for place in np.random.default_rng(step).permutation(len(variables)):
-            buffers[place][...] = rank + 1.0
-            buffers.ready(buffers[place])
-        {}
-        optimizer.apply_gradients(zip(buffers, variables))
-"""  # an attack comes while sums are under way
+APPLY = "optimizer.apply_gradients([(np.full(v.shape, rank + 1.0), v) for v in variables])"
 
 
 def weight(ranks, momentum=0.0, before=()):
@@ -36,7 +28,6 @@ def training(
     strategy="CentralStorageStrategy()",
     sizes=(5,),
     momentum=0.0,
-    update=PLAIN,
 ):
     """The program.
 
@@ -48,7 +39,6 @@ def training(
         strategy: the call that makes it.
         sizes: of the variables.
         momentum: of the optimizer; a sum of few powers of two, so that sums are exact.
-        update: statements of the replica function.
     """
     return f"""
 import fractions, os, pathlib, signal, subprocess, sys, time
@@ -69,7 +59,7 @@ with hs.checkpoint.CheckpointManager(checkpoint, "checkpoint", every=2) as manag
     while manager.steps < {STEPS}:
         step = manager.steps + 1
         def update():
-            {update.strip().replace(chr(10), chr(10) + "    ")}
+            {APPLY}
         strategy.run(update)
         {attack}
         time.sleep({step_seconds})

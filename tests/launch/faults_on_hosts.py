@@ -19,19 +19,6 @@ from fault import (
 from faults_of_errors import CLOSED_OR_LAUNCHER, ended, raised
 from faults_of_the_start import EARLY, early
 
-MARKED = """
-strategy = hs.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    variables = [hs.Variable(np.zeros(500_000), name=name) for name in "ab"]
-    optimizer = hs.optimizers.SGD()
-    buffers = optimizer.gradient_buffers(variables)
-fails = []
-def step():
-    buffers.ready(*buffers)
-    if fails: raise ValueError("the cause")
-    optimizer.apply_gradients(zip(buffers, variables))
-"""
-
 ON_HOSTS = {
     "hosts: an endless loop": stalled(
         "if last: compute()" + WAIT, BARRIER, missing("rank 2", "compute")
@@ -74,32 +61,6 @@ ON_HOSTS = {
     "hosts: sys.exit(3)": ended("if last: sys.exit(3)", f"rank 1 {LEFT}"),
     "hosts: an exception": raised(
         "if last: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=2, ranks=3
-    ),
-    "hosts: SIGKILL while sums are under way": ended(
-        MARKED + "if last: os.kill(os.getpid(), signal.SIGKILL)\nstrategy.run(step)",
-        CLOSED_OR_LAUNCHER,
-        ranks=3,
-    ),
-    "hosts: an exception while sums are under way": raised(
-        MARKED + "if last: fails.append(True)\nstrategy.run(step)",
-        "ValueError: the cause",
-        rank=2,
-        ranks=3,
-    ),
-    "hosts: a loop while sums are under way": stalled(
-        MARKED
-        + "if last: strategy.run(lambda: (buffers.ready(*buffers), loop()))\nstrategy.run(step)",
-        r"  ranks 0, 1: waiting in call \d+, SGD\.apply_gradients from buffers",
-        missing("rank 2", "loop"),
-    ),
-    "hosts: another buffer": Fault(
-        MARKED + "strategy.run(lambda: buffers.ready(buffers[last]))",
-        [
-            "ReplicaMismatchError: ",
-            "ranks 0, 1: GradientBuffers.ready of 'a'",
-            "rank 2: GradientBuffers.ready of 'b'",
-        ],
-        r"\[rank 0\] Traceback",
     ),
     "hosts: another call": Fault(
         "hs.any_rank(True) if last else hs.barrier()",

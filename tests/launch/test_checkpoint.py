@@ -17,8 +17,7 @@ TRAIN = """
 
     warnings.filterwarnings("ignore", "iterating over .* have no elements")  # of short batches, meant
     name, path, *more = sys.argv[1:]
-    arguments = {"OneDeviceStrategy": {"device": "CPU:0"}, "ShardedMirroredStrategy": {"shard_updates": True}}
-    strategy = getattr(hs, name.removeprefix("Sharded"))(**arguments.get(name, {}))
+    strategy = getattr(hs, name)(**{"device": "CPU:0"} if name == "OneDeviceStrategy" else {})
     random = np.random.default_rng(0)
     x, y = random.standard_normal((50, 6)), random.standard_normal((50, 2))
     with strategy.scope():
@@ -76,7 +75,6 @@ def well(result):
 OTHERS = [
     *(("CentralStorageStrategy", ranks) for ranks in (1, 2, 3, 4)),
     ("MirroredStrategy", 3),
-    ("ShardedMirroredStrategy", 3),
     ("OneDeviceStrategy", None),
 ]
 
@@ -86,7 +84,7 @@ OTHERS = [
     [
         pytest.param(
             2,
-            [("ShardedMirroredStrategy", 3), ("OneDeviceStrategy", None)],
+            [("MirroredStrategy", 3), ("OneDeviceStrategy", None)],
             id="of 2 ranks on 3 and 1",
         ),
         pytest.param(4, OTHERS, id="of 4 ranks on all", marks=pytest.mark.slow),
@@ -411,7 +409,7 @@ def test_a_rank_that_is_killed_at_a_moment_of_saving(
     import hpcstrat as hs
 
     path, victim, moment, blocking = sys.argv[1:]
-    strategy = hs.MirroredStrategy(shard_updates=True)
+    strategy = hs.MirroredStrategy()
     with strategy.scope():
         v = hs.Variable(np.zeros(1 << 20))
         optimizer = hs.optimizers.SGD(1.0, momentum=0.5)

@@ -166,36 +166,6 @@ BUGS = {
         ],
         "at an address that is not a multiple of",
     ),
-    "a part of the gradients goes over what is sent": (
-        [
-            (
-                "_storage/device_plan.py",
-                "memory[round_up(super().nbytes, ALIGNMENT) : self.nbytes]",
-                "memory",
-            )
-        ],
-        "the memory that NCCL's reduceScatter at ",
-    ),
-    "a stream does not wait for the second one": (
-        [
-            (
-                "_communicators/nccl_collectives.py",
-                "            self._stream.raw.wait_event(self._join_event)\n",
-                "",
-            )
-        ],
-        NOT_ORDERED,
-    ),
-    "the second stream does not wait for gradients": (
-        [
-            (
-                "_communicators/nccl_collectives.py",
-                "        self._side.raw.wait_event(self._fork_event)\n",
-                "",
-            )
-        ],
-        NOT_ORDERED,
-    ),
     "new values come from the wrong rank": (
         [
             (

@@ -46,11 +46,8 @@ def on_two_hosts(quick):
     return pytest.mark.parametrize("shape", slow_but([quick], SHAPES))
 
 
-def run(launch, shape, program, last=""):
-    """Runs a program on two hosts; returns each rank's `found` at its end, and each rank's host.
-
-    `last` are lines that come after that end.
-    """
+def run(launch, shape, program):
+    """Runs a program on two hosts; returns each rank's `found` at its end, and each rank's host."""
     hosts, division, env = (
         SHAPES[shape],
         "".join(map(str, SHAPES[shape])),
@@ -60,7 +57,7 @@ def run(launch, shape, program, last=""):
         if launch.open_mpi:
             pytest.skip("only MPICH can pose as several hosts")
         division, env = "", env | {"MPIR_CVAR_NUM_CLIQUES": "2"}
-    result = launch(START + program + REPORT + last, len(hosts), division, env=env)
+    result = launch(START + program + REPORT, len(hosts), division, env=env)
     assert (result.status, result.stderr, result.leftovers) == (0, "", [])
     return [ast.literal_eval(line) for line in result.stdout.splitlines()], hosts
 
@@ -275,50 +272,6 @@ def test_one_host_without_memory_stops_all_once(launch):
     strategy.run(lambda value: found.extend(set(value.tolist())), args=(strategy.run(step),))
     """
     assert run(launch, "1 + 2", program)[0] == [[True, 6.0]] * 3
-
-
-READY = """
-    from hpcstrat.optimizers._state import state_of_optimizer
-
-    with strategy.scope():
-        variables = [hs.Variable(np.zeros(400_000, np.float32)) for _ in range(3)]
-        optimizer = hs.optimizers.SGD(1.0)
-        buffers = optimizer.gradient_buffers(variables)
-    (plan,) = state_of_optimizer(optimizer).plans.values()
-    begun = []
-
-    def step(applies=True):
-        for i in (2, 1):
-            buffers[i][...] = (rank + 1) * (i + 1)
-            buffers.ready(buffers[i])
-        begun.append(len(plan.buffers.started))
-        buffers[0][...] = rank + 1
-        if applies:
-            optimizer.apply_gradients(zip(buffers, variables))
-
-    for _ in range(3):
-        strategy.run(step)
-    for i, v in enumerate(variables):
-        assert (v.numpy() == -3 * (i + 1) * N * (N + 1) / 2).all()
-    found = begun
-"""
-
-
-@on_two_hosts("1 + 2")
-def test_marked_gradients_are_summed_while_the_program_goes_on(launch, shape):
-    """Calls that are under way when the program ends, end before MPI does."""
-    found, _ = run(launch, shape, READY, last="    strategy.run(step, args=(False,))\n")
-    assert all(begun == [2, 2, 2] for begun in found)
-
-
-def test_marked_gradients_where_one_thread_only_may_call_mpi(launch):
-    """Marks are compared, and sums start in `apply_gradients`."""
-    program = (
-        "    import mpi4py\n    mpi4py.rc.thread_level = 'serialized'\n" + START + READY + REPORT
-    )
-    result = launch(program, 2, "01", env={"HPCSTRAT_OUTPUT": "all"})
-    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
-    assert result.stdout == "[0, 0, 0]\n" * 2
 
 
 @pytest.mark.parametrize("action", ["default", "error"])

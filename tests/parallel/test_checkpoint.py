@@ -13,14 +13,8 @@ import numpy as np
 import pytest
 from checkpoint_files import Contents, write_file
 from internals import (
-    CentralDeviceStorage,
     CheckpointFile,
     NewFile,
-    ReplicaGroup,
-    StagedCommunicator,
-    connect_devices,
-    device_names,
-    make_replica_storage,
     own_share,
 )
 from mpi4py import MPI
@@ -49,32 +43,38 @@ DTYPES = [
 ]
 
 
-def apart(place):
-    """Central storage with a copy for each rank: on GPUs the host's, on CPUs as if GPUs existed."""
-    if place.kind == "GPU":
-        return place.make(hs.CentralStorageStrategy, "CPU:0")
-    communicator = connect_devices(("",) * N, None, StagedCommunicator)
-    devices = [device_names.CPU] * N
-    storage = CentralDeviceStorage(communicator, root=N - 1)
-    local = make_replica_storage(communicator)
-    return hs.Strategy(
-        ReplicaGroup("apart", communicator, devices, device_names.CPU, storage, local, root=N - 1)
+# On GPUs the parameter rank alone has the slots, of variables in host memory too.
+KINDS = {"CPU": STRATEGIES, "GPU": [*STRATEGIES, "in host memory"]}
+CASES = [(where, kind) for where, kinds in KINDS.items() for kind in kinds]
+
+
+def on_strategies(quick=CASES):
+    """Runs a test with each strategy; those that are not quick are slow."""
+    return pytest.mark.parametrize(
+        ("place", "strategy"),
+        slow_but(quick, CASES),
+        indirect=True,
+        ids=[f"{where}: {getattr(kind, '__name__', kind)}" for where, kind in CASES],
     )
 
 
-def maker(strategy):
-    return lambda place: place.make(strategy)
+some_strategy = on_strategies([("CPU", hs.MirroredStrategy), ("GPU", hs.MirroredStrategy)])
 
 
-MAKERS = {made.__name__: maker(made) for made in STRATEGIES} | {"apart": apart}
-some_strategy = pytest.mark.parametrize(
-    "strategy", slow_but(["MirroredStrategy"], list(MAKERS)), indirect=True
-)
+def pytest_generate_tests(metafunc):
+    marks = metafunc.definition.iter_markers("parametrize")
+    if "strategy" in metafunc.fixturenames and all("strategy" not in m.args[0] for m in marks):
+        # It takes precedence over the parameters that `place` has itself.
+        metafunc.definition.add_marker(on_strategies())
 
 
-@pytest.fixture(scope="module", params=MAKERS)
+@pytest.fixture(scope="module")
 def strategy(request, place):
-    with MAKERS[request.param](place) as made:
+    if request.param == "in host memory":
+        made = hs.CentralStorageStrategy(place.devices, "CPU:0")
+    else:
+        made = place.make(request.param)
+    with made:
         yield made
 
 

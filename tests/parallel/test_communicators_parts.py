@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from internals import Outgoing, PointToPoint, layout_of, reduce_in_chunks, signature_of
+from internals import Outgoing, PointToPoint
 from slow import slow_but
 from transports import (
     COMM,
@@ -40,9 +40,7 @@ SHAPES = [
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(
-        metafunc, {"communicator": HOST + DEVICE, "ordered": (*HOST, "staged"), "on_host": HOST}
-    )
+    parametrize(metafunc, {"communicator": HOST + DEVICE, "ordered": (*HOST, "staged")})
 
 
 @pytest.fixture
@@ -53,11 +51,6 @@ def communicator(request, monkeypatch, place):
 @pytest.fixture
 def ordered(request, monkeypatch, place):
     """A communicator that sums in rank order."""
-    return transport(request.param, monkeypatch, place)
-
-
-@pytest.fixture
-def on_host(request, monkeypatch, place):
     return transport(request.param, monkeypatch, place)
 
 
@@ -153,74 +146,6 @@ def test_reduce_scatter_of_several_arrays(communicator, place):
     for i, one in enumerate(found):
         check(one, np.array_split(np.max([part[i] for part in parts], axis=0)[::-1], n)[rank], xp)
     assert communicator.reduce_scatter([], SUM, 0) == []
-
-
-# ---- sections, which storage sums and gathers
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("names", ["f", "fd", "e", "fe"])
-@pytest.mark.parametrize("count", [0, 3, 2000, 90_001])
-def test_sections_are_summed_as_the_whole_is(on_host, count, names):
-    """Bit for bit: numbers whose sum depends on the order.
-
-    A section is a message, of uneven parts of each array.
-    """
-    rank, n = on_host.rank, on_host.size
-    random = np.random.default_rng([count, rank])
-    mine = [random.standard_normal(count + 7 * i).astype(name) for i, name in enumerate(names)]
-    whole = layout_of(tuple([one.shape for one in mine]), tuple([one.dtype for one in mine]))
-    expected = np.empty(whole.nbytes, np.uint8)
-    on_host.reduce_message(
-        signature_of("the whole"), whole, lambda message: whole.write(message, mine), SUM, expected
-    )
-
-    def parts_for(one, arrays):
-        return [
-            array[slice(*np.linspace(0, array.size, n + 1).astype(int)[one : one + 2])]
-            for array in arrays
-        ]
-
-    layouts = [
-        layout_of(
-            tuple([part.shape for part in parts_for(one, mine)]),
-            tuple([part.dtype for part in mine]),
-        )
-        for one in range(n)
-    ]
-    found = on_host.sum_sections(
-        signature_of("sections"),
-        layouts,
-        lambda one, section: layouts[one].write(section, parts_for(one, mine)),
-    )
-    sums = np.empty(layouts[rank].nbytes, np.uint8)
-    for group in layouts[rank].groups:
-        reduce_in_chunks(group.of(sums), [group.of(message) for message in found], SUM)
-    for one, other in zip(
-        layouts[rank].views(sums), parts_for(rank, whole.views(expected)), strict=True
-    ):
-        check(one, other)
-
-    sizes = [layout.nbytes for layout in layouts]
-
-    def write(message):
-        message[: sums.size] = sums
-
-    gathered = on_host.gather_sections(signature_of("all sections"), sizes, write)
-    for one, message in enumerate(gathered):
-        for part, other in zip(
-            layouts[one].views(message), parts_for(one, whole.views(expected)), strict=True
-        ):
-            check(part, other)
-    works_on_host(on_host)
-
-
-def works_on_host(communicator):
-    """The call after sections."""
-    assert (
-        communicator.all_reduce([np.full(9000, 1.0)], SUM)[0].tolist()
-        == [float(communicator.size)] * 9000
-    )
 
 
 # ---- all_to_all

@@ -1,11 +1,11 @@
-"""Storage with GPUs wherever its parts are: any rank's parameters or the host's, mixed replicas."""
+"""Storage with GPUs wherever its parts are: any rank's parameters or the host's."""
 
 import gc
 from typing import Any
 
 import numpy as np
 import pytest
-from internals import contexts, device_plan, gpu, gpu_memory, local
+from internals import contexts, device_plan, gpu, gpu_memory, join_by_rank, local
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -27,13 +27,7 @@ PLACEMENTS = {
     "parameters of the host": lambda gpus: (gpus, "CPU:0"),
 }
 if N > 1:
-    PLACEMENTS |= {
-        "parameters of the last rank": lambda gpus: (gpus, gpus[-1]),
-        "CPU first": lambda gpus: (["CPU:0", *gpus[1:]], None),
-        "CPU first, parameters of the last rank": lambda gpus: (["CPU:0", *gpus[1:]], gpus[-1]),
-        "CPU last": lambda gpus: ([*gpus[:-1], "CPU:0"], None),
-        "CPU last, parameters there": lambda gpus: ([*gpus[:-1], "CPU:0"], "CPU:0"),
-    }
+    PLACEMENTS["parameters of the last rank"] = lambda gpus: (gpus, gpus[-1])
 
 
 @pytest.fixture(params=PLACEMENTS)
@@ -52,7 +46,7 @@ def root(strategy):
 
 @pytest.fixture
 def xp(strategy):
-    """This rank's array module, which may differ from the next rank's."""
+    """CuPy."""
     return strategy.xp
 
 
@@ -78,9 +72,7 @@ def check(v, expected, rtol=0.0, atol=0.0):
 def test_facts(strategy, xp, root):
     v = hs.Variable(np.full(3, RANK + 5.0))
     assert v.device == strategy.extended.parameter_devices[0]
-    assert strategy.xp.__name__ == (
-        "numpy" if "CPU" in strategy.extended.worker_devices[RANK] else "cupy"
-    )
+    assert strategy.xp.__name__ == "cupy"
     check(v, root + 5)
     check(hs.Variable(lambda: xp.full((300, 70), RANK + 1.0)), root + 1)
 
@@ -416,8 +408,6 @@ def test_arrays_of_another_gpu(strategy, xp, place, neighbour, step):
         optimizer.apply_gradients([(one, v), (other, w)])
         return total, everyones
 
-    if strategy.xp is np or "CPU" in "".join(strategy.extended.worker_devices):
-        return  # strategies on the CPU refuse arrays on a GPU
     total, everyones = strategy.run(replica)
     for one in strategy.experimental_local_results(total):
         assert one.tolist() == [SUM] * 3
@@ -434,8 +424,6 @@ def test_arrays_of_another_gpu(strategy, xp, place, neighbour, step):
 
 def test_memory_of_another_gpu_is_written_to_at_once(strategy, xp, monkeypatch, neighbour):
     """By the program, and by CuPy's pool, which reuses a dead array's memory on its own stream."""
-    if "CPU" in "".join(strategy.extended.worker_devices):
-        return  # strategies on the CPU refuse arrays on a GPU
     v, w, optimizer = hs.Variable(np.zeros(900)), hs.Variable(np.zeros(900)), hs.optimizers.SGD(1.0)
     with neighbour:
         side = xp.cuda.Stream(non_blocking=True)
@@ -573,7 +561,7 @@ def test_a_failed_update_leaves_what_was_written(strategy, xp):
 
 @pytest.mark.filterwarnings("ignore:.* replicas have no elements")
 def test_data_metrics_and_reductions(strategy, xp):
-    """A step of training as replicas of both kinds run it."""
+    """A step of training."""
     w, loss, optimizer = hs.Variable(np.zeros(2)), hs.metrics.Mean(), hs.optimizers.SGD(1.0)
 
     def step(x):
@@ -594,38 +582,74 @@ def test_data_metrics_and_reductions(strategy, xp):
     assert type(gathered) is xp.ndarray and gathered.tolist() == [[rank, rank] for rank in range(N)]
 
 
-@pytest.mark.parametrize("first", [True, False], ids=["CPU first", "CPU last"])
-def test_mirrors_of_both_kinds(place, first):
-    devices = ["CPU:0", *place.devices[1:]] if first else [*place.devices[:-1], "CPU:0"]
-    with hs.MirroredStrategy(devices) as strategy, strategy.scope():
-        xp = strategy.xp
-        v, optimizer = (
-            hs.Variable(np.full(100, RANK + 3.0), aggregation="SUM"),
-            hs.optimizers.SGD(0.5, momentum=0.5),
-        )
-        assert v.device == strategy.extended.worker_devices[RANK]
-        check(v, 3)
-        strategy.run(lambda: v.assign(xp.full(100, RANK + 1.0)))
-        check(v, SUM)
-        for change in (0.5, 1.25):
-            strategy.run(lambda: optimizer.apply_gradients([(xp.full(100, RANK + 1.0), v)]))
-            check(v, SUM - change * SUM)
-        strategy.extended.update(v, lambda var: var.assign(xp.full(100, 2.0)))
-        check(v, 2)
-
-
 @pytest.mark.mpi(min_size=2)  # one replica is of one kind
-def test_mirrors_of_both_kinds_stay_equal_to_the_last_bit(place):
-    with hs.MirroredStrategy(["CPU:0", *place.devices[1:]]) as strategy, strategy.scope():
-        xp = strategy.xp
-        v, optimizer = (
-            hs.Variable(np.linspace(-1, 1, 10_001, dtype=np.float32)),
-            hs.optimizers.Adam(0.1),
-        )
-        for step in range(3):
-            gradient = xp.linspace(-1, RANK + step, 10_001).astype(np.float32)
-            strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, v)]))
-        assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
+@pytest.mark.parametrize("make", [hs.MirroredStrategy, hs.CentralStorageStrategy])
+@pytest.mark.parametrize("on_cpu", [0, N - 1], ids=["CPU first", "CPU last"])
+def test_replicas_on_cpus_and_gpus_are_refused(place, make, on_cpu):
+    devices = ["CPU:0" if rank == on_cpu else gpu for rank, gpu in enumerate(place.devices)]
+    with pytest.raises(
+        ValueError,
+        match=rf"^{make.__name__}: .* on GPUs and on CPUs: {join_by_rank(enumerate(devices))}; all "
+        r"must compute on GPUs, or all on CPUs\. Start as many ranks as there are GPUs, .*'CPU:0' "
+        r"for each rank, .*parameter_device='CPU:0'",
+    ):
+        make(devices)
+    with place.make(make) as strategy:
+        (found,) = {*COMM.allgather(strategy.reduce("SUM", strategy.run(lambda: 1), None).item())}
+        assert found == N
+
+
+@pytest.mark.mpi(min_size=2)
+def test_gpus_that_only_some_ranks_see_are_refused(place, monkeypatch):
+    """As on hosts of which some have GPUs."""
+    if RANK == N - 1:
+        monkeypatch.setattr(gpu, "visible_gpus", lambda: ())
+    for make in (hs.MirroredStrategy, hs.MultiWorkerMirroredStrategy):
+        with pytest.raises(
+            RuntimeError,
+            match=rf"^{make.__name__}: .* on GPUs and on CPUs: GPU:0 on rank.*; CPU:0 on "
+            rf"rank {N - 1}; all must .* set CUDA_VISIBLE_DEVICES to nothing",
+        ):
+            make()
+
+
+class Asked:
+    """NCCL's communicator, with a list of its calls and their counts."""
+
+    def __init__(self, real):
+        self.calls = []
+        self._real = real
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            if arguments:  # the watchdog's thread asks for errors, without any
+                self.calls.append((name, arguments[2]))
+            return getattr(self._real, name)(*arguments)
+
+        return call
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_a_step_asks_of_nccl(place):
+    """The counts of docs/scale.md."""
+    with place.make(hs.MirroredStrategy) as strategy, strategy.scope():
+        v, optimizer = hs.Variable(np.zeros(5000, np.float32)), hs.optimizers.Adam(0.1)
+        gradient = strategy.xp.ones(5000, np.float32)
+
+        def step():
+            optimizer.apply_gradients([(gradient, v)])
+
+        collectives: Any = strategy._group.communicator
+        collectives = collectives._collectives
+        real = collectives._comm
+        collectives._comm = asked = Asked(real)
+        try:
+            strategy.run(step)  # which prepares the calls
+            asked.calls.clear()
+            strategy.run(step)
+        finally:
+            collectives._comm = real
+        assert asked.calls == [("allReduce", 5000)]
 
 
 def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):

@@ -21,7 +21,7 @@ from graphs import (
     own,
 )
 from internals import captured_step, connect, select, step_graphs
-from strategies import ShardedMirroredStrategy, strategies_for
+from strategies import strategies_for
 from test_metrics_of_labels import CASES, data
 
 import hpcstrat as hs
@@ -29,7 +29,7 @@ import hpcstrat as hs
 pytestmark = MARKS
 
 
-@pytest.fixture(params=[*strategies_for(N), ShardedMirroredStrategy])
+@pytest.fixture(params=strategies_for(N))
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made
@@ -550,7 +550,6 @@ def test_gradient_buffers(strategy):
         @decorate
         def step(batch):
             xp.matmul(batch[0].T, xp.tanh(batch[0] @ w), out=buffer)
-            buffers.ready(buffer)
             model.optimizer.apply_gradients(zip(buffers, [w], strict=True))
 
         for batch in batches(strategy):
@@ -561,32 +560,3 @@ def test_gradient_buffers(strategy):
     other, step = trained(hs.function)
     check_equal(eager, other)
     assert captured(step) == (1, True)
-
-
-@pytest.mark.parametrize("rows", [6, 60_000], ids=["small", "large"])
-def test_gradients_that_another_function_marks(strategy, rows):
-    """The sums of large ones have started; a graph would add up once more."""
-
-    def trained(decorate):
-        xp = strategy.xp
-        with strategy.scope():
-            w, optimizer = hs.Variable(np.zeros((rows, 5), np.float32)), hs.optimizers.SGD(0.5)
-        (buffer,) = buffers = optimizer.gradient_buffers([w])
-
-        def mark(x):
-            xp.add(x, w.value(), out=buffer)
-            buffers.ready(buffer)
-
-        @decorate
-        def apply():
-            optimizer.apply_gradients(zip(buffers, [w], strict=True))
-
-        for i in range(12):
-            if i % 4 == 3:
-                buffer[...] = i
-            else:
-                strategy.run(mark, args=(xp.full((rows, 5), i, np.float32),))
-            strategy.run(apply)
-        return [w.numpy()]
-
-    check_equal(trained(lambda fn: fn), trained(hs.function))

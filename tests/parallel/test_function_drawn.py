@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from graphs import MARKS, OPTIMIZERS, RANK, SHAPES, Model, N, check_equal, own, warned
 from slow import slow_but
-from strategies import ShardedMirroredStrategy, strategies_for
+from strategies import strategies_for
 
 import hpcstrat as hs
 
@@ -14,7 +14,7 @@ pytestmark = MARKS
 CALLS = 45
 
 
-@pytest.fixture(params=[*strategies_for(N), ShardedMirroredStrategy])
+@pytest.fixture(params=strategies_for(N))
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made

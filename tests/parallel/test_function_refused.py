@@ -21,14 +21,14 @@ from graphs import (
     warned,
 )
 from internals import gpu, step_graphs
-from strategies import ShardedMirroredStrategy, strategies_for
+from strategies import strategies_for
 
 import hpcstrat as hs
 
 pytestmark = MARKS
 
 
-@pytest.fixture(params=[*strategies_for(N), ShardedMirroredStrategy])
+@pytest.fixture(params=strategies_for(N))
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made

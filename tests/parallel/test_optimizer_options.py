@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from strategies import STRATEGIES, ShardedMirroredStrategy
+from strategies import STRATEGIES
 from transports import has, kind
 
 import hpcstrat as hs
@@ -16,7 +16,7 @@ RANK = MPI.COMM_WORLD.rank
 START = np.array([[1.0, -2.0], [0.5, 3.0], [-1.0, 0.25]])
 
 
-@pytest.fixture(params=[*STRATEGIES, ShardedMirroredStrategy])
+@pytest.fixture(params=STRATEGIES)
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made

@@ -1,7 +1,5 @@
 """What optimizers agree on between ranks, and how they take a learning rate."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 from mpi4py import MPI
@@ -112,104 +110,6 @@ def test_slices_of_a_scalar_are_refused(strategy, xp):
 
     strategy.run(replica)
     assert v.numpy() == 1
-
-
-def replica_context() -> Any:
-    return hs.get_replica_context()
-
-
-SHAPES = [(7,), (20, 50), (), (40_000,), (0, 3)]
-
-
-def made(seed):
-    random = np.random.default_rng(seed)
-    return [hs.Variable(random.standard_normal(shape).astype(np.float32)) for shape in SHAPES]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("kind", STRATEGIES)
-def test_gradients_in_buffers_do_the_same(place, kind):
-    with place.make(kind) as strategy, strategy.scope():
-        xp = strategy.xp
-        copied, in_place = made(0), made(0)
-        one, other = hs.optimizers.Adam(0.1), hs.optimizers.Adam(0.1)
-
-        def step(number):
-            gradients = [xp.full(shape, (RANK + 1) * (number + 1), np.float32) for shape in SHAPES]
-            one.apply_gradients(zip(gradients, copied, strict=True))
-            buffers = other.gradient_buffers(in_place)
-            for buffer, gradient in zip(buffers, gradients, strict=True):
-                assert buffer.shape == gradient.shape and buffer.dtype == np.float32
-                buffer[...] = gradient
-            # What is moved in between does not change them.
-            replica_context().all_reduce("SUM", xp.ones(100_000))
-            other.apply_gradients(zip(buffers, in_place, strict=True))
-            # Some of them, or in another order, are ordinary gradients.
-            for gradient in gradients:
-                gradient[...] = 1.0
-            buffers[0][...] = 1.0
-            one.apply_gradients([(gradients[1], copied[1]), (gradients[0], copied[0])])
-            other.apply_gradients([(gradients[1], in_place[1]), (buffers[0], in_place[0])])
-
-        for number in range(3):
-            strategy.run(step, args=(number,))
-        for v, w in zip(copied, in_place, strict=True):
-            assert np.array_equal(v.numpy(), w.numpy())
-
-
-def test_buffers_are_made_once(place):
-    with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
-        variables, optimizer = made(1), hs.optimizers.SGD(0.1)
-        first = optimizer.gradient_buffers(variables)
-        second = optimizer.gradient_buffers(variables)
-        assert all(a is b for a, b in zip(first, second, strict=True))
-        assert not any(hs.asnumpy(buffer).any() for buffer in first)
-        with pytest.raises(ValueError, match=r"SGD\.gradient_buffers: .* at least one"):
-            optimizer.gradient_buffers([])
-        with pytest.raises(ValueError, match=r"SGD\.gradient_buffers: a variable occurs twice"):
-            optimizer.gradient_buffers([variables[0], variables[0]])
-
-
-@pytest.mark.core
-@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
-def test_buffers_start_where_numbers_of_any_dtype_may(place):
-    """Also between variables of a few bytes, which leave odd addresses."""
-    with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
-        for count in (1, 3, 5):
-            small = hs.Variable(np.zeros(count, np.uint8))
-            variables = [hs.Variable(np.zeros(n, np.float64)) for n in (10, 3)]
-            buffers = hs.optimizers.SGD(0.1).gradient_buffers(variables)
-            addresses = [
-                buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data.ptr
-                for buffer in buffers
-            ]
-            assert [address % 8 for address in addresses] == [0, 0]
-            assert addresses[0] % 64 == 0 and small.shape == (count,)
-
-
-@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
-def test_buffers_for_different_variables(place):
-    with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
-        variables, optimizer = made(2), hs.optimizers.SGD(0.1)
-        with pytest.raises(
-            hs.ReplicaMismatchError, match=r"rank 0: SGD\.gradient_buffers of 'Variable'"
-        ):
-            optimizer.gradient_buffers(variables if RANK == 0 else variables[:1])
-        assert len(optimizer.gradient_buffers(variables)) == len(variables)
-
-
-@pytest.mark.core
-@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
-def test_one_rank_passes_its_buffers_and_another_does_not(place):
-    with place.make(hs.CentralStorageStrategy) as strategy, strategy.scope():
-        variables, optimizer = made(2), hs.optimizers.SGD(0.1)
-        buffers = optimizer.gradient_buffers(variables)
-        gradients = buffers if RANK == 0 else [buffer.copy() for buffer in buffers]
-        with pytest.raises(
-            hs.ReplicaMismatchError, match=r"rank 0: SGD\.apply_gradients from buffers\(SUM\) of"
-        ):
-            strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
-        strategy.run(lambda: optimizer.apply_gradients(zip(buffers, variables, strict=True)))
 
 
 LARGE = [(5,), (300, 400), (3,), (400, 300)]  # each rank updates whole chunks of the large ones

@@ -10,7 +10,7 @@ import pytest
 from adamax import Adamax
 from internals import select
 from mpi4py import MPI
-from strategies import STRATEGIES, ShardedMirroredStrategy
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 from hpcstrat.checkpoint import Checkpoint
@@ -20,7 +20,7 @@ RANK = MPI.COMM_WORLD.rank
 several = pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
 
 
-@pytest.fixture(params=[*STRATEGIES, ShardedMirroredStrategy])
+@pytest.fixture(params=STRATEGIES)
 def strategy(request, place):
     with place.make(request.param) as made:
         yield made

@@ -5,7 +5,7 @@ import pytest
 from adamax import Adamax
 from internals import device_update
 from mpi4py import MPI
-from strategies import ShardedMirroredStrategy
+from strategies import STRATEGIES
 
 import hpcstrat as hs
 
@@ -19,21 +19,10 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*exchange data through host memory instead of NCCL"),
 ]
 
-STRATEGIES = {
-    "central": (hs.CentralStorageStrategy, False),
-    "mirrored": (hs.MirroredStrategy, False),
-    "sharded": (ShardedMirroredStrategy, False),
-}
-if N > 1:
-    STRATEGIES |= {
-        f"{name}, the last on a CPU": (kind, True) for name, (kind, _) in STRATEGIES.items()
-    }
-
 
 @pytest.fixture(params=STRATEGIES)
 def strategy(request, place):
-    kind, has_cpu = STRATEGIES[request.param]
-    with kind([*place.devices[:-1], "CPU:0"] if has_cpu else place.devices) as made, made.scope():
+    with place.make(request.param) as made, made.scope():
         yield made
 
 

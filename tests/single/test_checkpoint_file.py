@@ -27,7 +27,6 @@ from internals import (
     PART,
     CheckpointFile,
     Entry,
-    Interval,
     _atomic_file,
     checksum,
     extents_of,
@@ -178,27 +177,18 @@ def test_arrays_follow_each_other_without_gaps(nbytes):
     st.integers(1, 8),
     st.dictionaries(
         TEXTS,
-        st.tuples(
-            st.sampled_from([0, 1]) | st.integers(0, 50), st.sampled_from(["all", "root", "split"])
-        ),
+        st.tuples(st.sampled_from([0, 1]) | st.integers(0, 50), st.sampled_from(["all", "root"])),
     ),
     st.randoms(use_true_random=False),
 )
-@example(5, {"a": (1, "all"), "b": (0, "split"), "c": (1, "root"), "d": (2, "all")}, Random(0))
-@example(8, {"a": (3, "split"), "b": (1, "split"), "c": (0, "root"), "d": (0, "all")}, Random(1))
+@example(5, {"a": (1, "all"), "c": (1, "root"), "d": (2, "all")}, Random(0))
+@example(8, {"a": (3, "root"), "c": (0, "root"), "d": (0, "all")}, Random(1))
 def test_ranks_share_all_bytes_and_none_is_of_two(size, arrays, random):
-    """Against lists of all bytes: of arrays that all ranks have, the root alone, or each in part."""
+    """Against lists of all bytes: of arrays that all ranks have, or the root alone."""
     root = random.randrange(size)
     places = places_of(entries_of({name: count for name, (count, _) in arrays.items()}))
-    ends = {
-        name: [0] * (root + 1) + [count] * (size - root)
-        if kind == "root"
-        else [0, *sorted(random.randint(0, count) for _ in range(size - 1)), count]
-        for name, (count, kind) in arrays.items()
-        if kind != "all"
-    }
-    shares = {name: [*map(Interval, of, of[1:])] for name, of in ends.items()}
-    extents = list(extents_of(places, size, shares))
+    only_on_root = {name for name, (_, kind) in arrays.items() if kind == "root"}
+    extents = list(extents_of(places, size, root, only_on_root))
     whole = [(name, byte) for name, place in places.items() for byte in range(place.size)]
     assert [(e.name, byte) for e in extents for byte in range(*e.own)] == whole
     assert [byte for e in extents for byte in range(*e.place)] == list(range(len(whole)))
@@ -207,8 +197,8 @@ def test_ranks_share_all_bytes_and_none_is_of_two(size, arrays, random):
     for rank in range(size):
         found = {(e.name, byte) for e in extents if e.rank == rank for byte in range(*e.own)}
         expected = set(common[len(common) * rank // size : len(common) * (rank + 1) // size])
-        for name, of_ranks in shares.items():
-            expected |= {(name, byte) for byte in range(*of_ranks[rank])}
+        if rank == root:
+            expected |= {pair for pair in whole if pair[0] in only_on_root}
         assert found == expected
 
 

@@ -56,7 +56,6 @@ SHOWN_BY_EXAMPLES = [
     "hpcstrat.data.InputContext",
     "hpcstrat.data.Optional",
     "hpcstrat.metrics.Metric",
-    "hpcstrat.optimizers.GradientBuffers",
     "hpcstrat.optimizers.Optimizer",
 ]
 

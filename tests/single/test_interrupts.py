@@ -130,7 +130,7 @@ def test_the_end_of_an_iteration_stays_one():
     at_each_moment(attempt)
 
 
-def test_an_update_by_marked_buffers_is_whole_or_its_variables_are_gone():
+def test_an_update_by_buffers_is_whole_or_its_variables_are_gone():
     strategy = hs.CentralStorageStrategy()
 
     def attempt(interrupt):
@@ -142,7 +142,6 @@ def test_an_update_by_marked_buffers_is_whole_or_its_variables_are_gone():
         def step():
             for buffer in buffers:
                 buffer[...] = -1.0
-                buffers.ready(buffer)
             optimizer.apply_gradients(zip(buffers, variables, strict=True))
 
         def steps_done():

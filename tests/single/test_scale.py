@@ -9,7 +9,6 @@ import pytest
 from internals import PointToPoint
 
 BENCHMARKS = pathlib.Path(__file__).parents[2] / "benchmarks"
-STEPS = ["unsharded", "sharded"]
 CALLS = [
     "agreement",
     "`reduce` of a number",
@@ -26,19 +25,15 @@ def ids(groups):
     return f"{len(groups)} hosts of {sorted({*groups})} ranks{', nightly' * (len(groups) >= 128)}"
 
 
-def cases(names, most=1024):
-    """Each name with each of the hosts, of up to so many ranks."""
+def on_hosts(most=1024):
+    """Each of the hosts, of up to so many ranks."""
     marks = [pytest.mark.slow, pytest.mark.timeout(600)]
     return pytest.mark.parametrize(
-        ("name", "groups"),
+        "groups",
         [
-            pytest.param(
-                name, groups, marks=marks if groups in LARGE else (), id=f"{name}-{ids(groups)}"
-            )
-            for name in names
+            pytest.param(groups, marks=marks if groups in LARGE else (), id=ids(groups))
             for groups in (*QUICK, *LARGE)
-            # A thousand sharded plans, each of a thousand parts, take 6 GB of memory.
-            if sum(groups) <= (128 if name == "sharded" else most)
+            if sum(groups) <= most
         ],
     )
 
@@ -86,20 +81,19 @@ def sum_of_hosts(sums):
     return sums[0]
 
 
-@cases(STEPS, most=128)
-def test_a_step_sends_what_the_formula_says(modules, name, groups):
+@on_hosts(most=128)
+def test_a_step_sends_what_the_formula_says(modules, groups):
     _, formulas, simulation = modules
-    assert [*simulation.STEPS] == STEPS
     hosts, n = formulas.hosts_of(groups), sum(groups)
     elements = simulation.even(20_000, groups)
     assert elements * 4 > 1 << 15  # a few ranks' small messages take another path
     gradients = random_gradients(n, elements)
-    calls, values = simulation.step(name, hosts, gradients)
+    calls, values = simulation.step(hosts, gradients)
     found = simulation.costs(calls, hosts)
     if len(groups) == 1:
         assert all(one.messages == 0 for one in found)
     else:
-        assert found == formulas.STEPS[name](groups, 4 * elements)
+        assert found == formulas.step(groups, 4 * elements)
     of_hosts = [
         sum_in_order([gradients[rank] for rank in range(n) if hosts[rank] == host])
         for host in range(len(groups))
@@ -109,19 +103,20 @@ def test_a_step_sends_what_the_formula_says(modules, name, groups):
 
 
 @pytest.mark.parametrize("megabytes", [4, pytest.param(400, marks=pytest.mark.slow)])
-@cases(STEPS)
-def test_a_large_step_sends_what_the_formula_says(modules, name, groups, megabytes):
+@on_hosts()
+def test_a_large_step_sends_what_the_formula_says(modules, groups, megabytes):
     """Without memory for its elements."""
     _, formulas, simulation = modules
     hosts, elements = formulas.hosts_of(groups), simulation.even(megabytes * 250_000, groups)
     gradients = simulation.unbacked_gradients(sum(groups), elements)
-    calls, _ = simulation.step(name, hosts, gradients, is_unbacked=True)
+    calls, _ = simulation.step(hosts, gradients, is_unbacked=True)
     if len(groups) > 1:
-        expected = formulas.STEPS[name](groups, 4 * elements)
+        expected = formulas.step(groups, 4 * elements)
         assert simulation.costs(calls, hosts) == expected
 
 
-@cases(CALLS)
+@on_hosts()
+@pytest.mark.parametrize("name", CALLS)
 def test_a_call_sends_what_the_formula_says(modules, name, groups):
     _, formulas, simulation = modules
     assert [*simulation.CALLS] == CALLS
@@ -164,16 +159,15 @@ def test_agreement_takes_a_latency_for_each_doubling(modules):
 @pytest.mark.parametrize(
     "hosts", [(0, 1, 0, 1), (0, 1, 2, 0, 1, 2, 0, 1, 2), (1, 0, 0, 1, 1, 0)], ids=str
 )
-@pytest.mark.parametrize("name", STEPS)
-def test_ranks_that_are_dealt_out_to_hosts(modules, name, hosts):
+def test_ranks_that_are_dealt_out_to_hosts(modules, hosts):
     """All ranks of a host send the same number of bytes between hosts, in any placement."""
     _, formulas, simulation = modules
     n, count = len(hosts), max(hosts) + 1
     groups = (n // count,) * count
     elements = simulation.even(20_000, groups)
     gradients = random_gradients(n, elements)
-    calls, values = simulation.step(name, hosts, gradients)
-    expected = [one for one in formulas.STEPS[name](groups, 4 * elements) if one.handled]
+    calls, values = simulation.step(hosts, gradients)
+    expected = [one for one in formulas.step(groups, 4 * elements) if one.handled]
     sent = [call for call in calls if call.name == "Isend"]
     assert simulation.costs(sent, hosts) == expected
     # Hosts are in the order of their first ranks.
@@ -186,17 +180,16 @@ def test_ranks_that_are_dealt_out_to_hosts(modules, name, hosts):
 
 
 @pytest.mark.parametrize("groups", [(1, 1, 1), (3, 2), (2,) * 4], ids=str)
-@pytest.mark.parametrize("name", STEPS)
-def test_large_messages_go_in_pieces(modules, monkeypatch, name, groups):
+def test_large_messages_go_in_pieces(modules, monkeypatch, groups):
     _, formulas, simulation = modules
     for module in (PointToPoint, formulas):
         monkeypatch.setattr(module, "PIECE", 5000)
     hosts, n = formulas.hosts_of(groups), sum(groups)
     elements = simulation.even(20_000, groups)
     gradients = random_gradients(n, elements)
-    calls, values = simulation.step(name, hosts, gradients)
+    calls, values = simulation.step(hosts, gradients)
     assert {call.name for call in calls} == {"Allgather", "Isend"}
-    assert simulation.costs(calls, hosts) == formulas.STEPS[name](groups, 4 * elements)
+    assert simulation.costs(calls, hosts) == formulas.step(groups, 4 * elements)
     assert len({value.tobytes() for value in values}) == 1
 
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from internals import (
-    ALIGNMENT,
     CHUNK,
     Block,
     HostUpdate,
@@ -22,11 +21,7 @@ from internals import (
     MessagePool,
     Plan,
     RangeAllocator,
-    SlabAllocator,
     compiled,
-    rank_parts_of,
-    rank_slices,
-    shares_of,
     signature_of,
 )
 from package_kernels import optimizers_of, rule_of
@@ -151,93 +146,6 @@ def test_ranks_that_share_memory_update_their_shards(kind, variables, ranks, see
     for update, of_rank in zip(updates, in_place, strict=True):
         update.run(momentum(), messages, in_place=of_rank)
     assert bits_of(blocks, slots) == expected
-
-
-@given(variables=VARIABLES, ranks=RANKS, seed=st.integers(0, 99))
-def test_ranks_with_their_own_slots_update_their_sections(variables, ranks, seed):
-    memory, random = Memory(), np.random.default_rng(seed)
-    blocks = made_in(memory, variables, random)
-    gradients = gradients_of(blocks, ranks, random)
-    all_shares = shares_of(blocks, ranks)
-    for block, shares in zip(blocks, all_shares, strict=True):
-        assert [n for share in shares for n in range(*share)] == [*range(block.array.size)]
-    whole = [[memory.new_block(block.array.shape, block.array.dtype)] for block in blocks]
-    expected = expected_of(momentum(), blocks, whole, gradients)
-    states = [[] for _ in blocks]
-    for rank in range(ranks):
-        slots = []
-        for block, shares in zip(blocks, all_shares, strict=True):
-            slot = memory.new_block((shares[rank].size,), block.array.dtype)
-            slot.array[...] = 0
-            slot.shares = shares
-            slots.append([slot])
-        order = MessageOrder(blocks, [()] * len(blocks))
-        section = rank_parts_of(order, slots, rank)[rank]
-        messages = [np.full(section.layout.nbytes, 0xFF, np.uint8) for _ in range(ranks)]
-        for message, own in zip(messages, gradients, strict=True):
-            for shard in section.shards:
-                part = own[shard.variable][shard.elements.slice]
-                message[shard.message.slice].view(shard.dtype)[...] = part
-        HostUpdate(memory.part, section.shards, {}).run(momentum(), messages)
-        for state, (slot,) in zip(states, slots, strict=True):
-            state.append(slot.array.tobytes())
-    results = [
-        (block.array.tobytes(), b"".join(state))
-        for block, state in zip(blocks, states, strict=True)
-    ]
-    assert results == expected
-
-
-def on_devices(variables, ranks):
-    """The order of some variables in a GPU's memory, and each with a slot that is split."""
-    memory = SlabAllocator(lambda nbytes: np.zeros(min(nbytes, 1 << 23), np.uint8))
-    blocks = []
-    for number, (size, dtype, has_hole) in enumerate(variables):
-        hole = memory.new_block((700,), DTYPES[0]) if has_hole else None
-        blocks.append(memory.new_block((size,), dtype))
-        blocks[-1].number = number
-        del hole
-    blocks = by_dtype(blocks)
-    order = MessageOrder(blocks, [()] * len(blocks), ALIGNMENT)
-    slots = []
-    for shares in shares_of(blocks, ranks, ALIGNMENT):
-        slot = Block(None, None, Interval(0, 0))
-        slot.shares = shares
-        slots.append([slot])
-    return order, slots
-
-
-@given(variables=VARIABLES, ranks=RANKS)
-def test_slices_of_ranks_are_all_elements_once(variables, ranks):
-    order, slots = on_devices(variables, ranks)
-    sections = rank_parts_of(order, slots, 0)
-    slices = rank_slices(order, sections)
-    for group, of_group in zip(order.layout.groups, slices, strict=True):
-        owners = np.full(group.elements, -1)
-        for rank, elements, own in of_group:
-            assert elements.size == own.size
-            assert (owners[elements.slice] == -1).all()  # by no other slice
-            owners[elements.slice] = rank
-        for i in group.members:
-            here = group.within(order.layout.bytes_of(i))
-            of_variable = owners[here.slice].tolist()
-            shares = slots[i][0].shares
-            assert of_variable == [rank for rank, share in enumerate(shares) for _ in range(*share)]
-            # The rank's own array has these elements where its section has them.
-            for rank, section in enumerate(sections):
-                (shard,) = [shard for shard in section.shards if shard.variable == i]
-                own_group = section.layout.groups[order.layout.groups.index(group)]
-                for k in range(shard.elements.start, shard.elements.stop):
-                    place = here.start + k
-                    (first, start) = next(
-                        (elements.start, own.start)
-                        for owner, elements, own in of_group
-                        if owner == rank and elements.start <= place < elements.stop
-                    )
-                    in_section = own_group.within(shard.message).start + k - shard.elements.start
-                    assert start + place - first == in_section
-                    if k > shard.elements.start + 3:
-                        break
 
 
 @pytest.mark.parametrize("kind", KINDS)
