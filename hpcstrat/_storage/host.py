@@ -14,6 +14,7 @@ import numpy as np
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator, Write
 from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.hierarchical import host_of
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
@@ -63,7 +64,7 @@ class HostStorage(Storage):
         control = communicator.control if is_device else communicator
         assert isinstance(control, HostCommunicator)
         self._control = control
-        self._host = host = control.host
+        self._host = host = host_of(control)
         self._alignment = 1 if stream is None else GPU_ALIGNMENT
         self._reads_in_place = host is control and stream is None
         # Of each plan what is copied after it: to the GPU, from the host.
