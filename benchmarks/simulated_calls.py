@@ -23,6 +23,7 @@ FEW = [(64, 32), (32,), (32, 10), (10,)]
 MANY = [(16, 16), (16,)] * 12
 STRATEGIES = {
     "central": hs.CentralStorageStrategy,
+    "in host memory": lambda: hs.CentralStorageStrategy(parameter_device="CPU:0"),
     "mirrored": hs.MirroredStrategy,
 }
 SCHEDULE = hs.optimizers.schedules.ExponentialDecay(0.1, 1000, 0.9)

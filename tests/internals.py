@@ -60,7 +60,13 @@ from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._memory.packing import PackKernel
 from hpcstrat._memory.shards import Shard, merge, runs
 from hpcstrat._memory.shared_file import SharedFile, share_file
-from hpcstrat._memory.slabs import GPU_ALIGNMENT, Slab, Slabs, allocate_private
+from hpcstrat._memory.slabs import (
+    GPU_ALIGNMENT,
+    Slab,
+    Slabs,
+    allocate_on_gpu,
+    allocate_private,
+)
 from hpcstrat._process import (
     blas_threads,
     failure,
@@ -78,6 +84,7 @@ from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, Workers
 from hpcstrat._storage import base as storage
+from hpcstrat._storage import host as host_storage
 from hpcstrat._storage import make_storage
 from hpcstrat._storage.gpu import GpuStorage
 from hpcstrat._storage.gpu_plan import GpuPlan

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -18,7 +17,7 @@ from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.shards import merge
 from hpcstrat._memory.slabs import GPU_ALIGNMENT, Slab, Slabs, allocate_on_gpu, part
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.gpu_plan import GpuPlan
+from hpcstrat._storage.gpu_plan import GpuPlan, MessageMemory
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.parts import fill
 from hpcstrat._storage.plan import Buffers, Plan
@@ -65,8 +64,7 @@ class GpuStorage(Storage):
         # What other ranks have none of, or elsewhere.
         allocate = functools.partial(allocate_on_gpu, stream)
         self._others = Slabs(allocate, _SMALLEST, _LARGEST, GPU_ALIGNMENT)
-        self._message: Array = None  # the memory of messages of all plans without buffers
-        self._users: weakref.WeakSet[GpuPlan] = weakref.WeakSet()
+        self._messages = MessageMemory(stream)
         self._prepared: set[tuple[Kernel | None, np.dtype[Any]]] = set()  # for updates of rows
 
     # ---- blocks
@@ -98,17 +96,19 @@ class GpuStorage(Storage):
 
     def _allocate_together(self, least: int, wanted: int) -> Slab:
         """A slab of the same size on all ranks: variables have the same places. Collective."""
+        try:
+            return self._allocate_equal(wanted)
+        except MemoryError:
+            if wanted == least:
+                raise
+        return self._allocate_equal(least)  # the ranks that had the larger slab have freed it
+
+    def _allocate_equal(self, nbytes: int) -> Slab:
         communicator = self.communicator
-        for nbytes in dict.fromkeys((wanted, least)):
-            try:
-                with communicator.raise_together():
-                    slab = allocate_on_gpu(self.stream, nbytes, nbytes)
-                    communicator.exchange(signature_of(f"{current_call()}: memory", nbytes))
-                return slab
-            except MemoryError:
-                if nbytes == least:
-                    raise
-        raise AssertionError
+        with communicator.raise_together():
+            slab = allocate_on_gpu(self.stream, nbytes, nbytes)
+            communicator.exchange(signature_of(f"{current_call()}: memory", nbytes))
+        return slab
 
     def publish(self, blocks: Sequence[Block]) -> None:
         """Broadcasts the parameter rank's values."""
@@ -146,32 +146,14 @@ class GpuStorage(Storage):
         """Gives the plan a message of its own, in which its buffers are."""
         assert isinstance(plan, GpuPlan)
         with self.communicator.raise_together(), self.stream.current():
-            memory = self._new_message(plan.order.layout.nbytes)
+            memory = self._messages.allocate(plan.order.layout.nbytes)
             self.communicator.exchange(plan.signature())
-        self._attach(plan, memory)
+        plan.attach(memory)
+        self._prepare_calls(plan)
         plan.buffers = Buffers(plan.order, [plan.message], plan.message)
 
-    def _new_message(self, nbytes: int) -> Array:
-        self.stream.require_eager("memory for a larger message")
-        return self.stream.xp.zeros(nbytes, np.uint8)
-
-    def _lend_message(self, plan: GpuPlan) -> None:
-        """Gives a plan the memory of messages, which all share: updates follow one another."""
-        nbytes = plan.order.layout.nbytes
-        if self._message is None or self._message.size < nbytes:
-            # Plans hold views of the memory. They drop it before more is allocated, or there would
-            # have to be room for both.
-            for other in self._users:
-                if other.buffers is None:
-                    other.attach(None)
-            self._users.clear()
-            self._message = None
-            self._message = self._new_message(nbytes)
-        self._attach(plan, self._message)
-        self._users.add(plan)
-
-    def _attach(self, plan: GpuPlan, memory: Array) -> None:
-        plan.attach(memory)
+    def _prepare_calls(self, plan: GpuPlan) -> None:
+        """Prepares NCCL's calls for the memory that the plan has now."""
         communicator, root = self.communicator, self._root
         if all(group.dtype.kind not in "iub" for group in plan.order.layout.groups):
             # One group of calls for all: a message's latency counts more than its bytes.
@@ -208,7 +190,8 @@ class GpuStorage(Storage):
                     plan.update.prepare(rule)
                     plan.prepared.add(kind)
                 if plan.memory is None:
-                    self._lend_message(plan)
+                    self._messages.lend(plan)
+                    self._prepare_calls(plan)
                 if stream.capture is not None:
                     stream.capture.keep(plan, plan.memory)
                 if values is not None:

@@ -1,9 +1,12 @@
-"""The plan of an update by a message on a GPU."""
+"""The plan of an update by a message on a GPU, and the memory that messages share."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any, final
+
+import numpy as np
 
 from hpcstrat._communicators.device import Move
 from hpcstrat._core import gpu
@@ -73,3 +76,37 @@ class GpuPlan(Plan):
                     array = array.copy()
                 arrays[i] = array
             pack(arrays, self.message)
+
+
+@final
+class MessageMemory:
+    """A GPU's memory for messages. All plans without buffers share it: updates follow one another.
+
+    Args:
+        stream: the stream of the GPU.
+    """
+
+    def __init__(self, stream: gpu.Stream) -> None:
+        self._stream = stream
+        self._memory: Array = None
+        self._users: weakref.WeakSet[GpuPlan] = weakref.WeakSet()
+
+    def lend(self, plan: GpuPlan) -> None:
+        """Attaches the memory to a plan, or more if it is too small. The stream is current."""
+        nbytes = plan.order.layout.nbytes
+        if self._memory is None or self._memory.size < nbytes:
+            # Plans hold views of the memory. They drop it before more is allocated, or there would
+            # have to be room for both.
+            for user in self._users:
+                if user.buffers is None:
+                    user.attach(None)
+            self._users.clear()
+            self._memory = None
+            self._memory = self.allocate(nbytes)
+        plan.attach(self._memory)
+        self._users.add(plan)
+
+    def allocate(self, nbytes: int) -> Array:
+        """Memory for one plan's message alone. The stream is current."""
+        self._stream.require_eager("memory for a larger message")
+        return self._stream.xp.zeros(nbytes, np.uint8)

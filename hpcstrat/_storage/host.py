@@ -27,7 +27,7 @@ from hpcstrat._memory.slabs import GPU_ALIGNMENT, Slabs, allocate_on_gpu, alloca
 from hpcstrat._process import settings
 from hpcstrat._process.heap import keep_freed_memory
 from hpcstrat._storage.base import Storage
-from hpcstrat._storage.gpu_plan import GpuPlan
+from hpcstrat._storage.gpu_plan import GpuPlan, MessageMemory
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.parts import PART, fill, flat, writer_of
 from hpcstrat._storage.plan import Buffers, Plan
@@ -70,16 +70,17 @@ class HostStorage(Storage):
         # Of each plan what is copied after it: to the GPU, from the host.
         self._copies: weakref.WeakKeyDictionary[Plan, list[tuple[Array, Array]]]
         self._copies = weakref.WeakKeyDictionary()
+        self._on_host = np.empty(0, np.uint8)  # the GPU's message, of a rank that has no others
         allocate = allocate_private
         if host is not None:
             allocate = functools.partial(share_slab, host.comm)
             self.copies, self.writes_here = control.hosts, host.rank == 0
         self._variables = Slabs(allocate, alignment=self._alignment)
         self._slots = Slabs(allocate, alignment=self._alignment)
+        allocate = allocate_private
         if stream is not None:
             allocate = functools.partial(allocate_on_gpu, stream)
-        else:
-            allocate = allocate_private
+            self._messages = MessageMemory(stream)
         self._own = Slabs(allocate, alignment=self._alignment)
         self._compiles = settings.is_on("HPCSTRAT_COMPILE")
         self._scratch: Scratch = {}
@@ -188,7 +189,7 @@ class HostStorage(Storage):
         with communicator.raise_together():
             if (stream := self.stream) is not None:
                 with stream.current():
-                    plan.attach(stream.xp.zeros(nbytes, np.uint8))
+                    plan.attach(self._messages.allocate(nbytes))
                 messages, own = [plan.memory], plan.memory
             elif host is not None:
                 messages = host.share_messages(nbytes)
@@ -250,9 +251,14 @@ class HostStorage(Storage):
         # There is no other rank to exchange with, but the call is counted, and refused where no
         # call is allowed.
         if self.stream is not None:
-            nbytes = plan.order.layout.nbytes
-            update.run(rule, self._control.exchange(signature, nbytes, self._writer(plan, values)))
-            update.forget_messages()  # each is a new array
+            write, nbytes = self._writer(plan, values), plan.order.layout.nbytes
+            if self._on_host.size < nbytes:
+                for other in self._copies:  # they hold views of it
+                    other.forget_messages()
+                self._on_host = gpu.allocate_pinned(nbytes)
+            self._control.exchange(signature)
+            write(self._on_host)
+            update.run(rule, [self._on_host])
             return
         self._control.exchange(signature)
         if values is None:
@@ -274,7 +280,7 @@ class HostStorage(Storage):
             with self.communicator.raise_together(), stream.current():
                 stream.require_eager("an update of variables in host memory")
                 if plan.memory is None:
-                    plan.attach(stream.xp.zeros(plan.order.layout.nbytes, np.uint8))
+                    self._messages.lend(plan)
                 if values is not None:
                     plan.pack(values)
 

@@ -1,11 +1,21 @@
 """Storage with GPUs wherever its parts are: any rank's parameters or the host's."""
 
+import functools
 import gc
 from typing import Any
 
 import numpy as np
 import pytest
-from internals import contexts, device_plan, gpu, gpu_memory, join_by_rank, local
+from internals import (
+    GPU_ALIGNMENT,
+    Slabs,
+    allocate_on_gpu,
+    contexts,
+    device_update,
+    gpu,
+    host_storage,
+    join_by_rank,
+)
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -138,81 +148,9 @@ def test_on_read(strategy, xp):
 # ---- memory
 
 
-def scattered(count, collector):
-    """`count` variables of ones, of growing size, contiguous on one rank, with gaps on the others.
-
-    Between any two another died; only that rank had its memory back before it made the next.
-    """
-    gc.disable()
-    made = []
-    for i in range(count):
-        made.append(hs.Variable(np.ones(1 + 20 * i, np.float32), aggregation="SUM"))
-        ring: list[Any] = [hs.Variable(np.zeros(64 * (1 + i % 3), np.float32))]
-        ring.append(ring)  # dies only when the collector finds it
-        del ring
-        if RANK == collector:
-            gc.collect()
-    gc.enable()
-    gc.collect()
-    return made
-
-
-@pytest.mark.mpi(min_size=2)  # one rank has the only memory
-@pytest.mark.parametrize("collector", [0, N - 1])
-@pytest.mark.parametrize("piece", [1 << 8, 1 << 24])
-def test_memory_that_is_in_a_row_on_one_rank_only(strategy, xp, collector, piece, monkeypatch):
-    monkeypatch.setattr(device_plan, "PIECE", piece)
-    variables = scattered(12, collector)
-    starts = [
-        v._state.block.memory.start - variables[0]._state.block.memory.start for v in variables
-    ]
-    assert len(set(map(tuple, COMM.allgather(starts)))) > 1
-    optimizer = hs.optimizers.SGD(0.5, momentum=0.5)
-
-    def replica():
-        optimizer.apply_gradients(
-            [(xp.full(v.shape, i * (RANK + 1.0)), v) for i, v in enumerate(variables)]
-        )
-
-    for change in (0.5, 0.75):  # of the first step, and of the second with half of the first
-        before = [v.numpy() for v in variables]
-        strategy.run(replica)
-        for i, v in enumerate(variables):
-            check(v, before[i] - change * i * SUM)
-    for v in variables:
-        strategy.run(lambda v=v: v.assign(xp.full(v.shape, RANK + 1.0)))
-        check(v, SUM)
-
-
-@pytest.mark.skipif(N == 1, reason="a rank alone sends no values")
-def test_new_values_go_through_the_message_only_where_memory_ends(strategy, xp, monkeypatch):
-    monkeypatch.setattr(device_plan, "PIECE", 1 << 12)
-    plans, take = [], device_plan.DevicePlan.take
-    monkeypatch.setattr(
-        device_plan.DevicePlan,
-        "take",
-        lambda plan, memory: (plans.append(plan), take(plan, memory)),
-    )
-    made = [hs.Variable(np.zeros(4160, np.float32), aggregation="SUM") for _ in range(5)]
-    variables = [made[i] for i in (0, 2, 4)]  # in three ranges
-    optimizer = hs.optimizers.SGD(1.0)
-    strategy.run(
-        lambda: optimizer.apply_gradients(
-            [(xp.full(v.shape, i + RANK + 1.0), v) for i, v in enumerate(variables)]
-        )
-    )
-    (plan,) = {id(plan): plan for plan in plans}.values()
-    # Pieces of 1024 elements; the fifth and the ninth are in two ranges.
-    pieces = plan.pieces()
-    assert [array.size for array, _ in pieces] == [1024] * 12 + [192]
-    assert [i for i, (_, copies) in enumerate(pieces) if copies] == [4, 8]
-    for i, v in enumerate(variables):
-        check(v, -(SUM + i * N))
-
-
 @pytest.mark.parametrize("holes", [0, 2])
 def test_a_master_copy_on_the_host_is_copied_by_one_call_per_run(place, monkeypatch, holes):
-    copied, fill = [], local.fill
+    copied, fill = [], host_storage.fill
 
     def counted(array, value):
         copied.append(array.nbytes)
@@ -223,14 +161,14 @@ def test_a_master_copy_on_the_host_is_copied_by_one_call_per_run(place, monkeypa
         made = [hs.Variable(np.zeros(1 + 50 * i, np.float32)) for i in range(9)]
         variables = [v for i, v in enumerate(made) if i % 4 or i == 0 or not holes]
         optimizer = hs.optimizers.SGD(0.5)
-        monkeypatch.setattr(local, "fill", counted)
+        monkeypatch.setattr(host_storage, "fill", counted)
         strategy.run(
             lambda: optimizer.apply_gradients(
                 [(strategy.xp.full(v.shape, i * (RANK + 1.0)), v) for i, v in enumerate(variables)]
             )
         )
         # Without variables 4 and 8 there are two runs.
-        assert len(copied) == ((1 + (holes > 0)) if RANK == 0 else 0)
+        assert len(copied) == 1 + (holes > 0)
         for i, v in enumerate(variables):
             check(v, -0.5 * i * SUM)
         assert not any(v.numpy().any() for i, v in enumerate(made) if holes and i in (4, 8))
@@ -268,7 +206,8 @@ class Pool:
 def test_memory_that_a_programs_own_allocator_has(place, monkeypatch):
     cuda = place.xp.cuda
     stream = gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
-    memory, pool = gpu_memory(stream), Pool(cuda, 100 << 20)
+    allocate = functools.partial(allocate_on_gpu, stream)
+    memory, pool = Slabs(allocate, alignment=GPU_ALIGNMENT), Pool(cuda, 100 << 20)
 
     def refuse(nbytes):
         raise cuda.runtime.CUDARuntimeError(2)
@@ -295,9 +234,9 @@ def test_slots_live_once(strategy, xp, root):
     strategy.run(lambda: optimizer.apply_gradients([(xp.ones(v.shape), v) for v in variables]))
     slots = [slot for slots in optimizer._state.slots.values() for slot in slots]
     assert len(slots) == 4
-    has_numbers = [slot.array is not None for slot in slots]
-    is_alone = N == 1 and strategy.extended.parameter_devices == strategy.extended.worker_devices
-    assert COMM.allgather(has_numbers) == [[rank == root or is_alone] * 4 for rank in range(N)]
+    has_numbers = [slot.array.size > 0 for slot in slots]
+    is_shared = strategy.extended.parameter_devices == ("CPU:0",)
+    assert COMM.allgather(has_numbers) == [[rank == root or is_shared] * 4 for rank in range(N)]
 
 
 # ---- optimizers, by a property of the gradient that is the same in all steps
@@ -660,7 +599,7 @@ def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):
         def stop(*_):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(device_plan.DevicePlan, "run", stop)
+        monkeypatch.setattr(device_update.DeviceUpdate, "run", stop)
         with pytest.raises(KeyboardInterrupt):
             strategy.run(lambda: optimizer.apply_gradients([(place.xp.ones(3, np.float32), v)]))
         monkeypatch.undo()
