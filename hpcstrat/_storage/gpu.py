@@ -14,6 +14,7 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
 from hpcstrat._memory.blocks import Block
+from hpcstrat._memory.intervals import ByteRange
 from hpcstrat._memory.shards import merge
 from hpcstrat._memory.slabs import GPU_ALIGNMENT, Slab, Slabs, allocate_on_gpu, part
 from hpcstrat._storage.base import Storage
@@ -86,11 +87,14 @@ class GpuStorage(Storage):
         array, stream = variable.array, self.stream
         with self.communicator.raise_together(), stream.current():
             stream.require_eager("a new variable, or an optimizer's first step,")
-            # Where none is updated it has a number, so that all ranks count the same, but no
-            # memory: slots are as large as the model.
-            shape = array.shape if self.writes_here else (0,)
-            block = self._others.new_block(shape, array.dtype)
-            block.array.fill(np.array(value, array.dtype))
+            if self.writes_here:
+                block = self._others.new_block(array.shape, array.dtype)
+                block.array.fill(np.array(value, array.dtype))
+            else:
+                # A number, so that all ranks count the same, but no memory: slots are as large as
+                # the model.
+                empty = stream.xp.zeros(0, np.uint8)
+                block = Block(empty, ByteRange(0, 0), None, (0,), array.dtype)
             self.communicator.exchange(signature_of(f"{current_call()}: memory"))
         return block
 

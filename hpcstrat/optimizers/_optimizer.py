@@ -494,8 +494,9 @@ class Optimizer:
 
         For steps that copying gradients slows down: `np.matmul(x.T, d, out=buffer)` instead of
         `x.T @ d`. Pass all of them to `apply_gradients`, with the same variables in the same order:
-        `apply_gradients(zip(buffers, variables))`. What they hold after it is undefined. They are
-        made once and live as long as the optimizer.
+        `apply_gradients(zip(buffers, variables))`. What they hold after it, also with other
+        gradients for these variables, is undefined. They are made once and live as long as the
+        optimizer.
 
         Args:
             variables: trainable variables of one strategy, each once.

@@ -2,12 +2,14 @@
 
 import functools
 import gc
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 from internals import (
     GPU_ALIGNMENT,
+    GpuPlan,
     Slabs,
     allocate_on_gpu,
     contexts,
@@ -15,6 +17,7 @@ from internals import (
     gpu,
     host_storage,
     join_by_rank,
+    slabs,
 )
 from mpi4py import MPI
 
@@ -39,11 +42,24 @@ PLACEMENTS = {
 if N > 1:
     PLACEMENTS["parameters of the last rank"] = lambda gpus: (gpus, gpus[-1])
 
+ON_GPUS = [name for name in PLACEMENTS if "host" not in name] + ["a copy of each rank"]
+
 
 @pytest.fixture(params=PLACEMENTS)
 def strategy(request, place):
     gc.collect()
     with hs.CentralStorageStrategy(*PLACEMENTS[request.param](place.devices)) as made, made.scope():
+        yield made
+
+
+@pytest.fixture(params=[*ON_GPUS, "parameters of the host"])
+def any_strategy(request, place):
+    gc.collect()
+    make = hs.MirroredStrategy, lambda gpus: (gpus,)
+    if request.param in PLACEMENTS:
+        make = hs.CentralStorageStrategy, PLACEMENTS[request.param]
+    kind, devices = make
+    with kind(*devices(place.devices)) as made, made.scope():
         yield made
 
 
@@ -148,6 +164,116 @@ def test_on_read(strategy, xp):
 # ---- memory
 
 
+def starts_of(variables):
+    """Where variables are in their slabs, and the bytes of these."""
+    slabs = [v._state.block.owner for v in variables]
+    starts = [v._state.block.memory.start for v in variables]
+    return [(start - slab.address, slab.array.size) for start, slab in zip(starts, slabs)]
+
+
+def train(strategy, variables):
+    """Two steps, and an assignment of each variable, with closed results."""
+    xp, optimizer = strategy.xp, hs.optimizers.SGD(0.5, momentum=0.5)
+
+    def replica():
+        optimizer.apply_gradients(
+            [(xp.full(v.shape, i * (RANK + 1.0)), v) for i, v in enumerate(variables)]
+        )
+
+    for change in (0.5, 0.75):  # of the first step, and of the second with half of the first
+        before = [v.numpy() for v in variables]
+        strategy.run(replica)
+        for i, v in enumerate(variables):
+            check(v, before[i] - change * i * SUM)
+    for v in variables:
+        strategy.run(lambda v=v: v.assign(xp.full(v.shape, RANK + 1.0)))
+        check(v, SUM)
+
+
+def limit_memory(monkeypatch, ranks, largest, times=1000):
+    """On these ranks a slab on the GPU has at most so many bytes, and larger ones fail so often."""
+    allocate, left = slabs._memory_on_gpu, [times]
+
+    def limited(xp, ordinal, nbytes):
+        if RANK in ranks and nbytes > largest and left[0]:
+            left[0] -= 1
+            raise MemoryError(f"no {nbytes} bytes")
+        return allocate(xp, ordinal, nbytes)
+
+    monkeypatch.setattr(slabs, "_memory_on_gpu", limited)
+
+
+def made(count, rows=70_000):
+    """Variables of ones, each larger than the one before."""
+    return [
+        hs.Variable(np.ones((rows + 20 * i), np.float32), aggregation="SUM") for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("poor", sorted({0, N - 1}))
+@pytest.mark.parametrize("times", [1, 1000], ids=["once", "always"])
+def test_a_slab_that_one_rank_cannot_have(any_strategy, monkeypatch, poor, times):
+    """All take one that has room for the variable, so all have it in the same place."""
+    limit_memory(monkeypatch, [poor], 1 << 19, times)
+    variables = made(5)
+    places = COMM.allgather(starts_of(variables))
+    assert places == [places[0]] * N
+    train(any_strategy, variables)
+
+
+def test_memory_that_one_rank_does_not_have(any_strategy, monkeypatch):
+    """All raise, and nothing has changed: variables are made and updated as before."""
+    first = made(2, 500)
+    limit_memory(monkeypatch, [N - 1], 1 << 19)
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="no 33"):
+            hs.Variable(np.ones(8_400_000, np.float32))
+    monkeypatch.undo()
+    variables = [*first, *made(2, 500)]
+    places = COMM.allgather(starts_of(variables))
+    assert places == [places[0]] * N
+    train(any_strategy, variables)
+
+
+@pytest.mark.parametrize("any_strategy", ON_GPUS, indirect=True)
+def test_slots_without_memory(any_strategy, monkeypatch):
+    (v,) = made(1)
+    optimizer = hs.optimizers.SGD(0.5, momentum=0.5)
+
+    def step():
+        gradient = any_strategy.xp.full(v.shape, RANK + 1.0)
+        any_strategy.run(lambda: optimizer.apply_gradients([(gradient, v)]))
+
+    # Only the parameter rank asks for memory, or all do.
+    limit_memory(monkeypatch, range(N), 0)
+    with pytest.raises(MemoryError, match="no 3"):
+        step()
+    monkeypatch.undo()
+    check(v, 1)
+    assert optimizer.iterations == 0
+    step()
+    check(v, 1 - 0.5 * SUM)
+
+
+def test_all_plans_share_one_message(any_strategy, monkeypatch):
+    """Each assigned variable has a plan, and would have a message on the GPU as long as it lives."""
+    messages, attach = [], GpuPlan.attach
+
+    def noted(plan, memory):
+        messages.extend([] if memory is None else [weakref.ref(memory)])
+        attach(plan, memory)
+
+    monkeypatch.setattr(GpuPlan, "attach", noted)
+    variables = [hs.Variable(np.zeros(n), aggregation="SUM") for n in (3, 5, 4, 900)]
+    for turn in (1, 2):
+        for v in variables:
+            value = any_strategy.xp.full(v.shape, turn * (RANK + 1.0))
+            any_strategy.run(lambda v=v, value=value: v.assign(value))
+            check(v, turn * SUM)
+    alive = {id(message()) for message in messages if message() is not None}
+    assert len(messages) > 4 and len(alive) == 1
+
+
 @pytest.mark.parametrize("holes", [0, 2])
 def test_a_master_copy_on_the_host_is_copied_by_one_call_per_run(place, monkeypatch, holes):
     copied, fill = [], host_storage.fill
@@ -234,8 +360,8 @@ def test_slots_live_once(strategy, xp, root):
     strategy.run(lambda: optimizer.apply_gradients([(xp.ones(v.shape), v) for v in variables]))
     slots = [slot for slots in optimizer._state.slots.values() for slot in slots]
     assert len(slots) == 4
-    has_numbers = [slot.array.size > 0 for slot in slots]
-    is_shared = strategy.extended.parameter_devices == ("CPU:0",)
+    has_numbers = [slot.owner is not None for slot in slots]
+    is_shared = "CPU" in strategy.extended.parameter_devices[0]
     assert COMM.allgather(has_numbers) == [[rank == root or is_shared] * 4 for rank in range(N)]
 
 
@@ -315,6 +441,41 @@ def test_gradients_of_any_layout_and_dtype(strategy, xp):
     strategy.run(lambda: optimizer.apply_gradients([(strided.T.T, h), (strided[::-1, ::-1], w)]))
     check(h, -SUM * grid[::-1] - N * grid)
     check(w, -SUM * grid - N * grid[::-1, ::-1])
+
+
+@pytest.mark.parametrize("odd", sorted({0, N - 1}))
+@pytest.mark.parametrize("dtypes", [("f4", "f8"), ("f8", "c16", "f4"), ("f4", "i4")], ids=str)
+def test_a_layout_that_only_one_rank_has(any_strategy, odd, dtypes):
+    """All launch the same calls of NCCL, whatever a rank's arrays are."""
+    xp, grid = any_strategy.xp, np.arange(24).reshape(4, 6)
+    variables = [hs.Variable(np.zeros((4, 6), dtype), aggregation="SUM") for dtype in dtypes]
+    floats = [v for v in variables if v.dtype != np.int32]
+    optimizer = hs.optimizers.SGD(1.0)
+
+    def gradient(v):
+        array = xp.asarray(grid.astype(v.dtype)) * (RANK + 1)
+        return array.T.copy().T if odd == RANK else array
+
+    for _ in range(2):
+        any_strategy.run(lambda: optimizer.apply_gradients([(gradient(v), v) for v in floats]))
+    for v in variables:
+        if v.dtype != np.int32:
+            check(v, -2 * SUM * grid)
+        any_strategy.run(lambda v=v: v.assign(gradient(v)))
+        check(v, SUM * grid)
+
+
+@pytest.mark.parametrize("dtype", ["c8", "c16"])
+def test_complex_gradients_that_are_aligned_as_their_parts(any_strategy, dtype):
+    """As another library's may be."""
+    xp, dtype = any_strategy.xp, np.dtype(dtype)
+    v, optimizer = hs.Variable(np.zeros(5, dtype)), hs.optimizers.SGD(1.0)
+    memory, half = xp.zeros(8 * dtype.itemsize, np.uint8), dtype.itemsize // 2
+    gradient = memory[half : half + v.nbytes].view(dtype)
+    assert gradient.data.ptr % dtype.itemsize == half
+    gradient.set(np.full(5, (RANK + 1) * (1 - 2j), dtype))
+    any_strategy.run(lambda: optimizer.apply_gradients([(gradient, v)]))
+    check(v, -SUM * (1 - 2j))
 
 
 @pytest.fixture
@@ -550,6 +711,23 @@ def test_gpus_that_only_some_ranks_see_are_refused(place, monkeypatch):
             rf"rank {N - 1}; all must .* set CUDA_VISIBLE_DEVICES to nothing",
         ):
             make()
+
+
+def test_a_function_runs_as_it_is_where_variables_are_on_the_host(place, recwarn):
+    """No graph can contain the host's part of an update."""
+    with hs.CentralStorageStrategy(place.devices, "CPU:0") as strategy, strategy.scope():
+        xp, v, optimizer = strategy.xp, hs.Variable(np.zeros(3)), hs.optimizers.SGD(0.5)
+        calls = []
+
+        @hs.function
+        def step(x):
+            calls.append(0)
+            optimizer.apply_gradients([(x * v.value() + x, v)])
+
+        for _ in range(4):
+            strategy.run(step, args=(xp.full(3, 1.0),))
+        check(v, (1 - 0.5 * N) ** 4 - 1)
+        assert len(calls) == 4 and not recwarn.list
 
 
 class Asked:
