@@ -78,7 +78,7 @@ from hpcstrat._process.launchers import Launcher, expand_tasks, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, Workers
 from hpcstrat._storage import base as storage
-from hpcstrat._storage import host, make_storage
+from hpcstrat._storage import make_storage
 from hpcstrat._storage.gpu import GpuStorage
 from hpcstrat._storage.gpu_plan import GpuPlan
 from hpcstrat._storage.host import HostStorage

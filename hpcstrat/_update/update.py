@@ -74,7 +74,7 @@ def runs_in_memory(
     Args:
         part_of_memory: returns the bytes between two addresses as a flat array.
         shards: in the order of the message.
-        alone: see `intervals.runs`.
+        alone: see `shards.runs`.
         alignment: likewise.
     """
     found = []
