@@ -34,8 +34,8 @@ class Move(NamedTuple):
 # The streams of a rank, and who waits for whom: at each "v" or "^" a stream waits for an event.
 #
 #   program's stream  ---+ - - - - - - - - - - - - - - - +--->
-#                        | `entered` of `gpu.Stream`      ^ `left`
-#                        v                               |
+#                        | `entered` of `gpu.Stream`     ^
+#                        v                               | `left`
 #   `stream`             +--- gradients, NCCL, update ---+
 #
 # `stream` is current in a block of `stream.current()`, such as `Strategy.run`: the first event is

@@ -9,7 +9,11 @@ import numpy as np
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Write
-from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, describe_message
+from hpcstrat._communicators.host import (
+    SMALL_MESSAGE_BYTES,
+    HostCommunicator,
+    describe_message,
+)
 from hpcstrat._communicators.mpi import MpiCommunicator
 from hpcstrat._communicators.rail import Rail
 from hpcstrat._communicators.reduction import reduce_by_hosts
@@ -36,11 +40,14 @@ class HierarchicalCommunicator(MpiCommunicator):
     Args:
         comm: an MPI communicator that only this object uses.
         host_comm: its ranks on this host.
+
+    Attributes:
+        host: connects the ranks of this host.
     """
 
     def __init__(self, comm: Any, host_comm: Any) -> None:
         super().__init__(comm)
-        self.host = self._host = SharedMemoryCommunicator(host_comm.Dup())
+        self.host: SharedMemoryCommunicator = SharedMemoryCommunicator(host_comm.Dup())
         # What every host has room for. Not this host's own capacity: it may have grown where
         # another host could not.
         self._reserved_bytes = 0
@@ -54,8 +61,8 @@ class HierarchicalCommunicator(MpiCommunicator):
         self.hosts, self.slices = len(self._hosts), min(map(len, self._hosts))
         self._small: Bytes = np.empty(SMALL_MESSAGE_BYTES, np.uint8)
         self._rail: Rail | None = None
-        if self._host.rank < self.slices:
-            ranks = [host[self._host.rank] for host in self._hosts]
+        if self.host.rank < self.slices:
+            ranks = [host[self.host.rank] for host in self._hosts]
             self._rail = Rail(self._messages, ranks, self.rank, self.size)
 
     def _is_gathered(self, nbytes: int) -> bool:
@@ -74,13 +81,13 @@ class HierarchicalCommunicator(MpiCommunicator):
 
         with self.calls.waiting:
             self._agree_and_reserve(signature, layout.nbytes)
-            if self._host.size > 1:
-                messages = self._host.exchange(signature, layout.nbytes, write)
-                self._host.reduce_slices(messages, layout, self.slices, self._reduce_on_rail(op))
-                self._host.copy_slices(messages, layout, self.slices, out)
+            if self.host.size > 1:
+                messages = self.host.exchange(signature, layout.nbytes, write)
+                self.host.reduce_slices(messages, layout, self.slices, self._reduce_on_rail(op))
+                self.host.copy_slices(messages, layout, self.slices, out)
                 return
             write(out)  # no other rank of this host reads the message: it becomes the result
-            self._host.reduce_slices([out], layout, 1, self._reduce_on_rail(op))
+            self.host.reduce_slices([out], layout, 1, self._reduce_on_rail(op))
 
     def _reduce_on_rail(self, op: ReduceOp) -> Callable[[Array, Sequence[Array]], None]:
         def reduce_slice(result: Array, parts: Sequence[Array]) -> None:
@@ -104,21 +111,21 @@ class HierarchicalCommunicator(MpiCommunicator):
             return [self._small]
         with self.calls.waiting:
             self._agree_and_reserve(signature, layout.nbytes)
-            messages = shared or self._host.exchange(signature, layout.nbytes, write)
+            messages = shared or self.host.exchange(signature, layout.nbytes, write)
             if shared:
-                self._host.sync()  # the others have written theirs
-            self._host.reduce_slices(messages, layout, self.slices, self._reduce_on_rail(op))
-            return [messages[self._host.rank]]
+                self.host.sync()  # the others have written theirs
+            self.host.reduce_slices(messages, layout, self.slices, self._reduce_on_rail(op))
+            return [messages[self.host.rank]]
 
     def add_up(self, own: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, Any]:
         """See `HostCommunicator.add_up`."""
         with self.calls.waiting:
-            return self._host.add_up(own)
+            return self.host.add_up(own)
 
     def sync(self) -> None:
         """See `HostCommunicator.sync`."""
         with self.calls.waiting:
-            self._host.sync()
+            self.host.sync()
 
     def _reduce_gathered(
         self, messages: Sequence[Bytes], layout: Layout, op: ReduceOp, out: Bytes
@@ -137,7 +144,7 @@ class HierarchicalCommunicator(MpiCommunicator):
         if self._reserved_bytes < nbytes:
             self._reserved_bytes = 0
             with self.raise_together():  # a host without the memory stops the others
-                self._host.reserve(nbytes)
+                self.host.reserve(nbytes)
                 if self._rail is not None:
                     self._rail.reserve(divide_up(nbytes, self.slices))
                 self.exchange(signature_of(f"{signature.call}: memory"))
@@ -169,3 +176,10 @@ class HierarchicalCommunicator(MpiCommunicator):
             self._messages.swap(dict.fromkeys(incoming, own), incoming)
         else:
             super()._all_gather(messages, layout)
+
+
+def host_of(communicator: HostCommunicator) -> SharedMemoryCommunicator | None:
+    """The ranks of this host, which share memory; `None` for a rank without others."""
+    if isinstance(communicator, HierarchicalCommunicator):
+        return communicator.host
+    return communicator if isinstance(communicator, SharedMemoryCommunicator) else None

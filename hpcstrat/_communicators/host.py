@@ -7,7 +7,7 @@ import functools
 import mmap
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from hpcstrat._memory.host_limits import LARGE, check_available
 from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.layout import GROUP_ALIGNMENT, Layout, layout_of, layout_of_sections
 from hpcstrat._process import worlds
-
-if TYPE_CHECKING:
-    from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 
 SMALL_MESSAGE_BYTES = 1 << 15
 """Up to this size every rank reduces the whole message itself: cheaper than a second barrier."""
@@ -43,12 +40,10 @@ class HostCommunicator(Communicator):
     message, `reduce_message` moves it, and `reduction.reduce_in_chunks` adds.
 
     Attributes:
-        host: connects the ranks of this host in memory that they share; `None` for a rank alone.
         hosts: the number of hosts.
         slices: how many ranks of each host, its first, reduce a slice of a message.
     """
 
-    host: SharedMemoryCommunicator | None = None
     hosts: int = 1
     slices: int = 1
     _largest_buffer = LARGE - 1  # bytes of the largest that `new_buffer` has made
@@ -77,9 +72,9 @@ class HostCommunicator(Communicator):
     ) -> Sequence[Bytes]:
         """Messages whose reduction has this rank's slice of all ranks' reduced messages.
 
-        The slice is `part_of_rank(..., host.rank, slices)` of the elements of each dtype; the rest
-        may be anything. The messages are valid until the next call; the first is this rank's if
-        there is only one. All ranks of a host `sync` after they have read them. Collective.
+        The slice is `part_of_rank(..., rank, slices)` of the elements of each dtype, of this rank
+        of its host; the rest may be anything. Messages are valid until the next call; a single one
+        is this rank's. The ranks of a host `sync` after they have read them. Collective.
 
         Args:
             signature: what all ranks agree on.

@@ -134,7 +134,6 @@ class SharedMemoryCommunicator(HostCommunicator):
     def __init__(self, comm: Any) -> None:
         super().__init__(comm.rank, comm.size)
         self.comm = comm
-        self.host = self
         self.slices = comm.size
         self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         records_end = 2 * self.size * RECORD

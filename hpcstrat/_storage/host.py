@@ -14,6 +14,7 @@ import numpy as np
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._communicators.base import Communicator, Write
 from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._communicators.hierarchical import host_of
 from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
@@ -63,13 +64,14 @@ class HostStorage(Storage):
         control = communicator.control if is_device else communicator
         assert isinstance(control, HostCommunicator)
         self._control = control
-        self._host = host = control.host
+        self._host = host = host_of(control)
         self._alignment = 1 if stream is None else GPU_ALIGNMENT
         self._reads_in_place = host is control and stream is None
         # Of each plan what is copied after it: to the GPU, from the host.
         self._copies: weakref.WeakKeyDictionary[Plan, list[tuple[Array, Array]]]
         self._copies = weakref.WeakKeyDictionary()
-        self._on_host = np.empty(0, np.uint8)  # the GPU's message, of a rank that has no others
+        self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
+        self._message = np.empty(0, np.uint8)  # of a rank alone
         allocate = allocate_private
         if host is not None:
             allocate = functools.partial(share_slab, host.comm)
@@ -177,8 +179,7 @@ class HostStorage(Storage):
             places = [(block.copy.memory, block.memory) for block in order.blocks if block.copy]
             merged = merge(sorted(places), GPU_ALIGNMENT)
             self._copies[plan] = [(part(*copy), part(*master)) for _, (copy, master) in merged]
-        if host is not None:
-            host.readers.add(plan)
+        (self._plans if host is None else host.readers).add(plan)
         return plan
 
     def make_buffers(self, plan: Plan) -> None:
@@ -249,26 +250,26 @@ class HostStorage(Storage):
         """The update of a rank that has no others."""
         # There is no other rank to exchange with, but the call is counted, and refused where no
         # call is allowed.
-        if self.stream is not None:
-            write, nbytes = self._writer(plan, values), plan.order.layout.nbytes
-            if self._on_host.size < nbytes:
-                for other in self._copies:  # they hold views of it
-                    other.forget_messages()
-                self._on_host = gpu.allocate_pinned(nbytes)
-            self._control.exchange(signature)
-            write(self._on_host)
-            update.run(rule, [self._on_host])
-            return
-        self._control.exchange(signature)
-        if values is None:
+        if values is None and self.stream is None:
             assert plan.buffers is not None
+            self._control.exchange(signature)
             update.run(rule, plan.buffers.messages)
             return
-        if plan.memory is None:
-            plan.attach(np.empty(plan.order.layout.nbytes, np.uint8))
-        in_place = update.in_place(values)  # large gradients are not copied
-        plan.write(plan.memory, values, in_place)
-        update.run(rule, [plan.memory], in_place=in_place)
+        in_place = NOTHING_IN_PLACE
+        if values is not None and self.stream is None:
+            in_place = update.in_place(values)  # large gradients are not copied
+        write = self._writer(plan, values, in_place)
+        nbytes = plan.order.layout.nbytes
+        if self._message.size < nbytes:
+            # All plans share the memory: updates follow one another.
+            for other in self._plans:
+                other.forget_messages()
+            self._message = np.empty(0, np.uint8)
+            is_pinned = self.stream is not None
+            self._message = gpu.allocate_pinned(nbytes) if is_pinned else np.empty(nbytes, np.uint8)
+        self._control.exchange(signature)
+        write(self._message)
+        update.run(rule, [self._message], in_place=in_place)
 
     def _writer(
         self, plan: Plan, values: Sequence[Array] | None, in_place: InPlace = NOTHING_IN_PLACE

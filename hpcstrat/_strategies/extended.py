@@ -363,11 +363,11 @@ class StrategyExtended:
     ) -> Any:
         """Runs `fn(var, *args, **kwargs)` on the ranks that update the variable. Collective.
 
-        These are all ranks for mirrored and `ON_READ` variables, and otherwise the parameter rank
-        alone. In `fn`, writes are local, no call may communicate, and only `var` and variables in
-        `args` or `kwargs` may be written. Under a strategy that stores variables once, those must
-        be `ON_READ` if `var` is, and otherwise must not. Reading an `ON_READ` variable there
-        returns this replica's own value.
+        These are all ranks for `ON_READ` variables and copies on GPUs, and otherwise the parameter
+        rank alone. In `fn`, writes are local, no call may communicate, and only `var` and variables
+        in `args` or `kwargs` may be written. Where one rank runs it, those must be `ON_READ` if
+        `var` is, and otherwise must not. Reading an `ON_READ` variable there returns this replica's
+        own value.
 
         Args:
             var: the variable.

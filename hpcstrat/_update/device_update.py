@@ -21,7 +21,7 @@ from hpcstrat._memory.shards import Shard
 from hpcstrat._memory.slabs import GPU_ALIGNMENT
 from hpcstrat._update.formula import Kernel
 from hpcstrat._update.rule import Clip, UpdateRule
-from hpcstrat._update.update import AddUp, KeptByMessage, Run, Update, gradients_of
+from hpcstrat._update.update import KeptByMessage, Run, Update, gradients_of
 
 Operands: TypeAlias = "Sequence[tuple[Array, ...]]"
 """Of each run of variables the gradient, the value and the slots."""
@@ -70,16 +70,14 @@ class DeviceUpdate(Update):
         if rule.clip is not None and self._shards and rule.clip.is_global not in self._norms:
             self._norms[rule.clip.is_global] = GradientNorms(self._shards, rule.clip)
 
-    def run(
-        self, rule: UpdateRule, messages: Sequence[Array], *, add_up: AddUp | None = None
-    ) -> None:
+    def run(self, rule: UpdateRule, messages: Sequence[Array]) -> None:
         """See `Update.run`."""
         clip = rule.clip
         if clip is None or not self._shards:  # a rank may have none
             for gradient, value, *slots in self._operands.of(messages):
                 apply_on_gpu(rule, rule.numbers, value, gradient, slots)
             return
-        scales = self._norms[clip.is_global].scales(messages[0], clip.limit, add_up)
+        scales = self._norms[clip.is_global].scales(messages[0], clip.limit)
         if clip.is_global:
             for gradient, value, *slots in self._operands.of(messages):
                 apply_on_gpu(rule, (scales[0], *rule.numbers), value, gradient, slots)
@@ -119,18 +117,17 @@ class GradientNorms:
         self._views = [self._scales[i] for i in range(rows)]
         for squares, _, dtype, (elements, _, threads, sums) in self._reads:  # compiles it
             squares(xp.zeros(1, dtype), elements, 0, threads, sums)
-        self._finish(clip.limit, None)
+        self._finish(clip.limit)
 
-    def scales(self, message: Array, limit: float, add_up: AddUp | None) -> Sequence[Array]:
+    def scales(self, message: Array, limit: float) -> Sequence[Array]:
         """The scale of each gradient, or of all, as arrays without dimensions."""
         for squares, place, dtype, given in self._reads:
             squares(message[place].view(dtype), *given)
-        return self._finish(limit, add_up)
+        return self._finish(limit)
 
-    def _finish(self, limit: float, add_up: AddUp | None) -> Sequence[Array]:
+    def _finish(self, limit: float) -> Sequence[Array]:
         add_kernel()(self._sums, self._sums.size // len(self._added), self._added)
-        added = self._added if add_up is None else add_up(self._added)
-        scale_kernel()(added, limit, self._scales)
+        scale_kernel()(self._added, limit, self._scales)
         return self._views
 
 

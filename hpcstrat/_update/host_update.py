@@ -23,7 +23,6 @@ from hpcstrat._update.formula import Kernel
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import (
     NOTHING_IN_PLACE,
-    AddUp,
     GradientInPlace,
     InPlace,
     KeptByMessage,
@@ -275,11 +274,12 @@ class HostUpdate(Update):
         op: ReduceOp = ReduceOp.SUM,
         in_place: InPlace = NOTHING_IN_PLACE,
         *,
-        add_up: AddUp | None = None,
+        add_up: Callable[[Array], Array] | None = None,
     ) -> None:
         """See `Update.run`. The messages are reduced by `op`.
 
-        Gradients that are `in_place` are not, or not wholly, in this rank's message.
+        Gradients that are `in_place` are not, or not wholly, in this rank's message. `add_up` adds
+        up the ranks' sums of squares, if each has other shards.
         """
         self._updates += 1
         kernel, clip = rule.kernel, rule.clip

@@ -29,9 +29,6 @@ from hpcstrat._update.rule import UpdateRule
 T = TypeVar("T")
 
 
-AddUp: TypeAlias = "Callable[[Array], Array]"
-
-
 class GradientInPlace(NamedTuple):
     """A gradient that this rank reads where it is.
 
@@ -74,7 +71,7 @@ def runs_in_memory(
     Args:
         part_of_memory: returns the bytes between two addresses as a flat array.
         shards: in the order of the message.
-        alone: see `intervals.runs`.
+        alone: see `shards.runs`.
         alignment: likewise.
     """
     found = []
@@ -146,13 +143,10 @@ class Update(abc.ABC):
         return
 
     @abc.abstractmethod
-    def run(
-        self, rule: UpdateRule, messages: Sequence[Array], *, add_up: AddUp | None = None
-    ) -> None:
+    def run(self, rule: UpdateRule, messages: Sequence[Array]) -> None:
         """Sums the messages, and updates the variables and slots.
 
         Args:
             rule: the update.
             messages: all ranks', or the only one that counts.
-            add_up: adds up the ranks' sums of squares, if each has other shards.
         """

@@ -300,11 +300,12 @@ def test_buffers_of_other_variables(everywhere):
     one, other = Model(300, 7), Model(300, 7)
 
     def step():
-        one.write()
         other.write(10)
         one.apply(other.buffers)
         one.write()
+        other.write(10)
         other.apply([one.buffers[0], other.buffers[1]])
+        one.write()
         one.apply()
 
     for _ in range(2):
