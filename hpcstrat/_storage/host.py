@@ -80,11 +80,11 @@ class HostStorage(Storage):
         # others: what a program drops stays in memory until all of its slab is dropped.
         slabs = functools.partial(Slabs, alignment=self._alignment, largest=1 << 40, share=8)
         self._variables, self._slots = slabs(allocate), slabs(allocate)
-        allocate = allocate_private
-        if stream is not None:
-            allocate = functools.partial(allocate_on_gpu, stream)
+        if stream is None:
+            self._own = slabs(allocate_private)
+        else:
             self._messages = MessageMemory(stream)
-        self._own = slabs(allocate)
+            self._own = Slabs(functools.partial(allocate_on_gpu, stream), alignment=self._alignment)
         self._compiles = settings.is_on("HPCSTRAT_COMPILE")
         self._scratch: Scratch = {}
         # Several threads may write variables made outside every scope; the scratch memory is

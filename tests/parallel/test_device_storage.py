@@ -168,7 +168,9 @@ def starts_of(variables):
     """Where variables are in their slabs, and the bytes of these."""
     slabs = [v._state.block.owner for v in variables]
     starts = [v._state.block.memory.start for v in variables]
-    return [(start - slab.address, slab.array.size) for start, slab in zip(starts, slabs)]
+    return [
+        (start - slab.address, slab.array.size) for start, slab in zip(starts, slabs, strict=True)
+    ]
 
 
 def train(strategy, variables):
