@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from strategies import STRATEGIES
+from strategies import STRATEGIES, stores_once
 
 import hpcstrat as hs
 
@@ -30,8 +30,8 @@ def ran_on(flag):
     return [rank for rank, one in enumerate(COMM.allgather(bool(flag))) if one]
 
 
-def where_updates_run(strategy):
-    return [0] if isinstance(strategy, hs.CentralStorageStrategy) else list(range(N))
+def where_updates_run(strategy, xp):
+    return [0] if stores_once(strategy, xp) else list(range(N))
 
 
 def test_facts(strategy, place):
@@ -137,7 +137,7 @@ def test_update_runs_where_the_variable_lives(strategy, xp):
         return {"sum": var.value().sum(), "none": None, "variable": var, "text": "done"}
 
     result = strategy.extended.update(v, fn, args=(xp.array([1.0, 2.0, 3.0]),), kwargs={"scale": 2})
-    assert ran_on(ran) == where_updates_run(strategy)
+    assert ran_on(ran) == where_updates_run(strategy, xp)
     assert result == {"sum": 12, "none": None, "variable": v, "text": "done"}
     assert result["variable"] is v
     assert v.numpy().tolist() == [2, 4, 6]
@@ -183,9 +183,9 @@ def test_an_updates_exception_reaches_every_rank(strategy, xp, error):
 
 
 @pytest.mark.core
-def test_an_updates_result_that_cannot_travel(strategy):
+def test_an_updates_result_that_cannot_travel(strategy, xp):
     v = hs.Variable(np.zeros(3))
-    if where_updates_run(strategy) == [0] and N > 1:
+    if where_updates_run(strategy, xp) == [0] and N > 1:
         with pytest.raises(TypeError, match="StrategyExtended.update: .*cannot travel"):
             strategy.extended.update(v, lambda var: lambda: 0)
     else:
@@ -306,7 +306,7 @@ def test_update_non_slot(strategy, xp):
     devices = strategy.extended.non_slot_devices([v])
     assert strategy.extended.update_non_slot(devices, fn, (v,), {"add": 3}) == 3
     assert strategy.extended.update_non_slot(devices, lambda: 4, group=False) == (4,)
-    assert ran_on(ran) == where_updates_run(strategy)
+    assert ran_on(ran) == where_updates_run(strategy, xp)
     assert v.numpy().tolist() == [1, 1]
     with pytest.raises(KeyError, match="gone"):
         strategy.extended.update_non_slot(devices, lambda: {}["gone"])
