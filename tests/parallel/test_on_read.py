@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import stores_once
 
 import hpcstrat as hs
 
