@@ -4,12 +4,7 @@ import io
 
 import numpy as np
 import pytest
-from internals import (
-    accumulator,
-    device_update,
-    layout,
-    rows,
-)
+from internals import accumulator, device_update, packing, rows
 from on_host import array, cupy
 from package_kernels import DTYPES, optimizers_of, rule_of
 
@@ -68,16 +63,15 @@ def sources():
                 texts.append(text(kernel, f"kernel_{len(texts)}", arguments))
         arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
         for combination in rows.IN_CUDA:
-            if dtype.kind != "c" or combination not in (np.minimum, np.maximum):
-                kernel = rows._kernel(combination, accumulator(dtype) != dtype)
-                texts.append(
-                    text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
-                )
+            kernel = rows._kernel(combination, accumulator(dtype) != dtype)
+            texts.append(
+                text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
+            )
     numbers = device_update.numbers_kernel(2)
     texts.append(text(numbers, "numbers", [1.0, 2.0, array(3, np.float64)]))
-    for itemsize in layout._WORDS:
-        code = layout._kernel(itemsize).code
-        texts.append(code.replace("copy_arrays(", f"copy_arrays_{itemsize}("))
+    for word in packing._WORDS:
+        code = packing._kernel(word).code
+        texts.append(code.replace("copy_arrays(", f"copy_arrays_{word}("))
     spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]
     lines = [f"#include <{name}>" for name in core._cupy_header_list] + "\n".join(
         spaces
