@@ -23,8 +23,8 @@ from hpcstrat._calls import records
 from hpcstrat._communicators import base, connection
 from hpcstrat._core import arrays, call_name, gpu, nests
 from hpcstrat._core.types import Array, Bytes, ReduceOp
+from hpcstrat._memory import packing as packings
 from hpcstrat._memory.layout import layout_of
-from hpcstrat._memory.packing import PackKernel, packings_of
 from hpcstrat._program import extend_timeout, rank
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas import group as groups
@@ -338,7 +338,7 @@ def _bytes(tensor: Any) -> Bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(_torch().uint8).numpy()
 
 
-_packings_of = functools.lru_cache(maxsize=8)(packings_of)
+_packings_of = functools.lru_cache(maxsize=8)(packings.packings_of)
 
 
 def _all_reduce(
@@ -354,7 +354,7 @@ def _all_reduce(
     totals = list(values)
     on_gpu = [i for i, value in enumerate(values) if gpu.is_on_gpu(value)]
     on_host = [i for i in range(len(values)) if i not in on_gpu]
-    packed: list[tuple[PackKernel, list[Array]]] = []
+    packed: list[tuple[packings.PackKernel, list[Array]]] = []
     sent: list[Array] = []
     for dtype in dict.fromkeys([values[i].dtype for i in on_gpu]):
         members = [values[i] for i in on_gpu if values[i].dtype == dtype]

@@ -24,7 +24,8 @@ from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 class CentralStorageStrategy(Strategy):
     """One replica per rank, on one host; each variable is stored once, on the parameter device.
 
-    In host memory all ranks share it, and each updates a slice. Collective: all ranks construct it. The first strategy of a program starts MPI.
+    In host memory all ranks share it, and each updates a slice. Collective: all ranks construct it.
+    The first strategy of a program starts MPI.
 
     Args:
         compute_devices: the device of each rank, in rank order. By default rank i gets the host's
