@@ -30,10 +30,10 @@ def _counting(step, found):
 
 def uncompiled(strategy, step):
     """The step, after a first one in which the strategy plans its update without compiled loops."""
-    local = strategy._group.storage.local
-    kept, local._compiles = local._compiles, False
+    storage = strategy._group.storage
+    kept, storage._compiles = storage._compiles, False
     step()
-    local._compiles = kept
+    storage._compiles = kept
     return step
 
 

@@ -21,9 +21,6 @@ from recorded_mpi import MPI, Meeting, RecordingComm
 from unbacked_memory import unbacked_memory
 
 from hpcstrat._communicators import shared_memory
-from hpcstrat._memory.allocator import private_memory
-
-MAILBOX = 1 << 30  # bytes of addresses for each rank; a thousand ranks share those of one process
 
 
 class Call(NamedTuple):
@@ -194,12 +191,11 @@ class Job:
         with contextlib.ExitStack() as stack:
             # The library's own barrier polls memory that other processes change. Polling threads
             # keep each other from running.
-            for name, new in ("barrier", lambda _, comm: comm.Barrier), ("physical_memory", _few):
-                stack.enter_context(mock.patch.object(shared_memory, name, new))
+            barrier = mock.patch.object(shared_memory, "barrier", lambda _, comm: comm.Barrier)
+            stack.enter_context(barrier)
             stack.enter_context(mock.patch.dict(sys.modules, {"mpi4py": module}))
             if self._is_unbacked:
                 stack.enter_context(unbacked_memory())
-            private_memory()  # one for all threads
             for thread in threads:
                 thread.start()
             turns.go_on()
@@ -208,7 +204,3 @@ class Job:
         if errors:
             raise errors[0]
         return results
-
-
-def _few():
-    return MAILBOX

@@ -25,7 +25,7 @@ from hpcstrat._communicators import rail
 from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
 from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named
-from hpcstrat._storage.mirrored_host import MirroredHostStorage
+from hpcstrat._storage.host import HostStorage
 from hpcstrat._update.formula import trace
 from hpcstrat._update.rule import UpdateRule
 
@@ -90,7 +90,7 @@ def step(hosts, gradients, is_unbacked=False):
     job = Job(hosts, is_unbacked)
 
     def program(comm, host_comm):
-        storage = MirroredHostStorage(connect(comm.Dup(), host_comm))
+        storage = HostStorage(connect(comm.Dup(), host_comm))
         job.record(comm, False)
         with call_named("simulated step"):
             variable = storage.create(np.zeros(gradients[comm.rank].shape, np.float32))

@@ -5,8 +5,9 @@ from unittest import mock
 
 import numpy as np
 
-from hpcstrat._memory import allocator, segment
-from hpcstrat._storage.local import LocalBlocks
+from hpcstrat._memory import host_limits
+from hpcstrat._memory.shared_file import SharedFile
+from hpcstrat._storage.base import Storage
 from hpcstrat._update.host_update import HostUpdate
 
 LARGE = 1 << 18  # arrays of more bytes than this have no pages
@@ -36,8 +37,7 @@ class Unbacked(np.ndarray):
 @contextlib.contextmanager
 def unbacked_memory():
     """In this block the library's larger arrays are `Unbacked`, and updates are left out."""
-    allocator.private_memory.cache_clear()
-    make_empty, make_zeros, make_segment = np.empty, np.zeros, segment.Segment.__init__
+    make_empty, make_zeros, make_file = np.empty, np.zeros, SharedFile.__init__
 
     def empty(shape, dtype=float, *args, **kwargs):
         array = make_empty(shape, dtype, *args, **kwargs)
@@ -48,19 +48,18 @@ def unbacked_memory():
         return array.view(Unbacked) if array.nbytes > LARGE else array
 
     def unbacked(self, *args):
-        make_segment(self, *args)
+        make_file(self, *args)
         self.array = self.array.view(Unbacked)
 
     with contextlib.ExitStack() as stack:
         for owner, name, new in (
             (np, "empty", empty),
             (np, "zeros", zeros),
-            (segment.Segment, "__init__", unbacked),
-            (segment.Segment, "commit", lambda *_: None),
-            (segment, "available_memory", lambda: 1 << 60),
-            (segment, "physical_memory", lambda: 1 << 43),  # of addresses
-            (LocalBlocks, "new_update", lambda *_: HostUpdate(np.empty, [], {})),
+            (SharedFile, "__init__", unbacked),
+            (SharedFile, "commit", lambda *_: None),
+            (host_limits, "available_memory", lambda: 1 << 60),
+            (Storage, "write", lambda *_: None),
+            (HostUpdate, "run", lambda *_, **__: None),
         ):
             stack.enter_context(mock.patch.object(owner, name, new))
         yield
-    allocator.private_memory.cache_clear()

@@ -23,8 +23,8 @@ from hpcstrat._calls import records
 from hpcstrat._communicators import base, connection
 from hpcstrat._core import arrays, call_name, gpu, nests
 from hpcstrat._core.types import Array, Bytes, ReduceOp
-from hpcstrat._memory.layout import layout_of
-from hpcstrat._memory.packing import PackKernel, packings_of
+from hpcstrat._memory import layout as layouts
+from hpcstrat._memory import packing
 from hpcstrat._program import extend_timeout, rank
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas import group as groups
@@ -338,7 +338,7 @@ def _bytes(tensor: Any) -> Bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(_torch().uint8).numpy()
 
 
-_packings_of = functools.lru_cache(maxsize=8)(packings_of)
+_packings_of = functools.lru_cache(maxsize=8)(packing.packings_of)
 
 
 def _all_reduce(
@@ -354,22 +354,22 @@ def _all_reduce(
     totals = list(values)
     on_gpu = [i for i, value in enumerate(values) if gpu.is_on_gpu(value)]
     on_host = [i for i in range(len(values)) if i not in on_gpu]
-    packed: list[tuple[PackKernel, list[Array]]] = []
+    packed: list[tuple[packing.PackKernel, list[Array]]] = []
     sent: list[Array] = []
     for dtype in dict.fromkeys([values[i].dtype for i in on_gpu]):
         members = [values[i] for i in on_gpu if values[i].dtype == dtype]
-        layout = layout_of(tuple([one.shape for one in members]), (dtype,) * len(members))
+        layout = layouts.layout_of(tuple([one.shape for one in members]), (dtype,) * len(members))
         message = gpu.array_module(*members).empty(layout.nbytes, np.uint8)
-        (packing,) = _packings_of(layout)
-        packing(members, message)
-        packed.append((packing, members))
+        (pack,) = _packings_of(layout)
+        pack(members, message)
+        packed.append((pack, members))
         sent.append(layout.groups[0].of(message))
     shapes = [f"{values[i].dtype.name} of shape {values[i].shape}" for i in on_gpu]
     sent += [values[i] for i in on_host]
     received = iter(communicator.all_reduce(sent, op, *must_match, *shapes))
-    for packing, members in packed:
+    for pack, members in packed:
         # On the strategy's stream, on which CuPy reuses the memory of the total.
-        packing.unpack(next(received), members)
+        pack.unpack(next(received), members)
     for i in on_host:
         totals[i] = next(received)
     return totals

@@ -172,7 +172,7 @@ class SharedMemoryCommunicator(HostCommunicator):
             self._grow(nbytes)
 
     def sync(self) -> None:
-        """Waits for all ranks. What they wrote to the segment before can be read afterwards."""
+        """Waits for all ranks. What they wrote to shared memory before can be read afterwards."""
         waiting = self.calls.waiting
         waiting.depth += 1
         try:

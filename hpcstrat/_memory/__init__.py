@@ -1,1 +1,1 @@
-"""Memory: segments that grow on demand, allocators, variables' blocks, the layout of messages."""
+"""Memory: slabs, files that ranks share, variables' blocks, the layout of messages."""

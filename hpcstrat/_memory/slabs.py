@@ -72,15 +72,16 @@ def holds(array: Array) -> bool:
 class Slabs:
     """Makes blocks.
 
-    Each new slab is as large as all earlier ones together, within limits, and has room for two
-    blocks like its first, so that a network needs few. A block of more than half the limit has a
-    slab of its own.
+    Each new slab is as large as all earlier ones together, or as a share of these, within limits,
+    and has room for two blocks like its first, so that a network needs few. A block of more than
+    half the limit has a slab of its own.
 
     Args:
         allocate: makes a slab; given the bytes that it must have, and those that it should have.
             Raises `MemoryError` if it cannot.
         smallest: bytes of the first slab.
         largest: bytes of a slab of several blocks.
+        share: the share is the first of so many equal ones.
         alignment: every block starts at a multiple of this many bytes.
     """
 
@@ -88,11 +89,12 @@ class Slabs:
         self,
         allocate: Callable[[int, int], Slab],
         smallest: int = 1 << 20,
-        largest: int = 1 << 28,
+        largest: int = 1 << 30,
+        share: int = 1,
         alignment: int = 1,
     ) -> None:
         self._allocate = allocate
-        self._smallest, self._largest = smallest, largest
+        self._smallest, self._largest, self._share = smallest, largest, share
         self._alignment = alignment
         self._slab: Slab | None = None  # the only one that is not full
         self._end = 0
@@ -116,7 +118,8 @@ class Slabs:
             least = max(round_up(nbytes, _UNIT), _UNIT)
             if 2 * least > self._largest:
                 return self._allocate(least, least), 0
-            wanted = min(max(self._total, self._smallest, 2 * least), self._largest)
+            wanted = max(self._total // self._share, self._smallest, 2 * least)
+            wanted = round_up(min(wanted, self._largest), _UNIT)
             self._slab, start = self._allocate(least, wanted), 0
             self._total += self._slab.array.size
         self._end = start + nbytes

@@ -70,7 +70,7 @@ class ReplicaGroup:
         parameter_device: where the parameter rank stores its variables.
         storage: holds its variables.
         root: the parameter rank, whose initial values are used.
-        mirrors: whether each replica keeps a copy of every variable on its own device.
+        mirrors: whether every replica's device has the variables, which stay equal.
         requires_aggregation: whether a write in a replica context needs an aggregation.
         hosts: the host of each rank; by default all ranks are on one host.
         is_closed: whether the strategy is closed.

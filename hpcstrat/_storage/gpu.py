@@ -28,7 +28,7 @@ from hpcstrat._update.rows import update_rows
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import runs_in_memory
 
-_SMALLEST, _LARGEST = 1 << 25, 1 << 30  # of slabs
+_SMALLEST = 1 << 25  # of slabs
 
 
 # Packing, NCCL's calls and the kernels of an update are queued on the strategy's stream in this
@@ -61,10 +61,10 @@ class GpuStorage(Storage):
         self.writes_here = root in (None, communicator.rank)
         self.copies = communicator.size if root is None else 1
         stream = communicator.stream
-        self._variables = Slabs(self._allocate_together, _SMALLEST, _LARGEST, GPU_ALIGNMENT)
+        self._variables = Slabs(self._allocate_together, _SMALLEST, alignment=GPU_ALIGNMENT)
         # What other ranks have none of, or elsewhere.
         allocate = functools.partial(allocate_on_gpu, stream)
-        self._others = Slabs(allocate, _SMALLEST, _LARGEST, GPU_ALIGNMENT)
+        self._others = Slabs(allocate, _SMALLEST, alignment=GPU_ALIGNMENT)
         self._messages = MessageMemory(stream)
         self._prepared: set[tuple[Kernel | None, np.dtype[Any]]] = set()  # for updates of rows
 

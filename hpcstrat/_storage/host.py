@@ -76,13 +76,15 @@ class HostStorage(Storage):
         if host is not None:
             allocate = functools.partial(share_slab, host.comm)
             self.copies, self.writes_here = control.hosts, host.rank == 0
-        self._variables = Slabs(allocate, alignment=self._alignment)
-        self._slots = Slabs(allocate, alignment=self._alignment)
-        allocate = allocate_private
-        if stream is not None:
-            allocate = functools.partial(allocate_on_gpu, stream)
+        # Without a limit, or a large model would have too many files; but each is small beside the
+        # others: what a program drops stays in memory until all of its slab is dropped.
+        slabs = functools.partial(Slabs, alignment=self._alignment, largest=1 << 40, share=8)
+        self._variables, self._slots = slabs(allocate), slabs(allocate)
+        if stream is None:
+            self._own = slabs(allocate_private)
+        else:
             self._messages = MessageMemory(stream)
-        self._own = Slabs(allocate, alignment=self._alignment)
+            self._own = Slabs(functools.partial(allocate_on_gpu, stream), alignment=self._alignment)
         self._compiles = settings.is_on("HPCSTRAT_COMPILE")
         self._scratch: Scratch = {}
         # Several threads may write variables made outside every scope; the scratch memory is

@@ -22,9 +22,10 @@ from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 
 
 class CentralStorageStrategy(Strategy):
-    """One replica per rank; each variable is stored once, on the parameter device.
+    """One replica per rank, on one host; each variable is stored once, on the parameter device.
 
-    Collective: all ranks construct it. The first strategy of a program starts MPI.
+    In host memory all ranks share it, and each updates a slice. Collective: all ranks construct it.
+    The first strategy of a program starts MPI.
 
     Args:
         compute_devices: the device of each rank, in rank order. By default rank i gets the host's
@@ -70,17 +71,19 @@ class CentralStorageStrategy(Strategy):
                     f"one of {names}"
                 )
             agree_on_placement(communicator, devices, str(parameter))
-        # The host's memory belongs to no rank: rank 0 updates the variables there.
+        # The host's memory belongs to no rank: there rank 0's initial values count.
         root = devices.index(parameter) if parameter in devices else 0
         storage = make_storage(communicator, root, on_host=parameter != devices[root])
         super().__init__(ReplicaGroup(call, communicator, devices, parameter, storage, root=root))
 
 
 class MirroredStrategy(Strategy):
-    """One replica per rank, on one host; variables are mirrored, with a copy on each replica.
+    """One replica per rank, on one host; variables are mirrored: equal on all replicas.
 
-    All copies of a variable stay equal. Collective: all ranks construct it. The first strategy of a
-    program starts MPI.
+    Each GPU has its own copy of a variable. On CPUs the ranks share one, and each updates a slice;
+    `StrategyExtended.update` runs its function on rank 0 alone there. `ON_READ` variables are
+    separate on each replica. Collective: all ranks construct it. The first strategy of a program
+    starts MPI.
 
     Args:
         devices: the device of each rank, in rank order. By default rank i gets the host's GPU i; on
@@ -114,11 +117,12 @@ class MirroredStrategy(Strategy):
 
 
 class MultiWorkerMirroredStrategy(MirroredStrategy):
-    """One replica per rank, on any number of hosts; variables are mirrored on each replica.
+    """One replica per rank, on any number of hosts; variables are mirrored: equal on all replicas.
 
-    A worker is a host. Reductions run within each host first, then across hosts, with one message
-    per host. The script is still one program: every rank runs all its lines. Only the data is per
-    worker: `experimental_local_results` returns the components of this host's replicas, and
+    Each GPU has its own copy of a variable; on CPUs each host has one, as in `MirroredStrategy`. A
+    worker is a host. Reductions run within each host first, then across hosts. The script is still
+    one program: every rank runs all its lines. Only the data is per worker:
+    `experimental_local_results` returns the components of this host's replicas, and
     `distribute_datasets_from_function` makes one pipeline per host.
     `experimental_distribute_dataset` takes the same dataset on all hosts, and each replica reads
     its own elements only.

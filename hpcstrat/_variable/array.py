@@ -135,7 +135,7 @@ class ReadableAsArray(np.lib.mixins.NDArrayOperatorsMixin):
 
         Never communicates.
 
-        Storage is shared memory, which every rank may be reading. NumPy refuses to write to it,
+        On CPUs all ranks of a host may be reading this memory. NumPy refuses to write to it,
         except in `np.add.at` and the like before NumPy 2.5, which ignore the read-only flag: pass
         those a copy, `read_value()`. With `HPCSTRAT_CHECK=1` the next update detects such a write.
 

@@ -135,11 +135,11 @@ class Variable(ReadableAsArray):
         self.aggregation: VariableAggregation = parse_choice(
             VariableAggregation, aggregation or "NONE", current_call(), "aggregation"
         )
-        # Without synchronization a write would change this rank's copy only; mirrors must be equal.
+        # Without synchronization a write would change one replica's value; mirrors must be equal.
         if self.synchronization is VariableSynchronization.NONE and group.mirrors:
             raise ValueError(
-                f"Variable: synchronization is NONE, and the copies that {group.name} keeps on the "
-                "replicas change together; leave it out, or use ON_READ for one value per replica"
+                f"Variable: synchronization is NONE, and {group.name} keeps variables equal on all "
+                "replicas; leave it out, or use ON_READ for one value per replica"
             )
         is_on_read = self.synchronization is VariableSynchronization.ON_READ
         self.trainable: bool = not is_on_read if trainable is None else bool(trainable)

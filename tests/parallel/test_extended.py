@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from strategies import STRATEGIES
+from strategies import STRATEGIES, stores_once
 
 import hpcstrat as hs
 
@@ -31,8 +31,7 @@ def ran_on(flag):
 
 
 def where_updates_run(strategy, xp):
-    """On all ranks where each has a copy of its own: mirrored on its GPU."""
-    return list(range(N)) if isinstance(strategy, hs.MirroredStrategy) and xp is not np else [0]
+    return [0] if stores_once(strategy, xp) else list(range(N))
 
 
 def test_facts(strategy, place):

@@ -47,11 +47,10 @@ class OnHosts(hs.MirroredStrategy):
 
 ON_HOSTS = {"hosts": "last", "hosts in turns": "turns", "hosts of one rank": "single"}
 ON_ONE_HOST = {made.__name__: made for made in STRATEGIES}
-IN_HOST_MEMORY = "in host memory"
 CASES = [(kind, name) for kind in ("CPU", "GPU") for name in ON_ONE_HOST]
-CASES += [("GPU", IN_HOST_MEMORY), *[("CPU", name) for name in ON_HOSTS]]
+CASES += [("CPU", name) for name in ON_HOSTS]
 # With two ranks each would be alone on its host.
-CORE = [("CPU", "hosts"), ("GPU", "CentralStorageStrategy"), ("GPU", IN_HOST_MEMORY)]
+CORE = [("CPU", "hosts"), ("GPU", "CentralStorageStrategy")]
 
 
 def pytest_generate_tests(metafunc):
@@ -75,10 +74,7 @@ def pytest_generate_tests(metafunc):
 def everywhere(request, place):
     """A strategy of ranks on GPUs, on one host, or on several."""
     name = request.param
-    if name == IN_HOST_MEMORY:
-        made = hs.CentralStorageStrategy(place.devices, "CPU:0")
-    else:
-        made = OnHosts(ON_HOSTS[name]) if name in ON_HOSTS else place.make(ON_ONE_HOST[name])
+    made = OnHosts(ON_HOSTS[name]) if name in ON_HOSTS else place.make(ON_ONE_HOST[name])
     with made as strategy, strategy.scope():
         yield strategy
 

@@ -6,10 +6,10 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from internals import Interval, Shard, round_up, runs
+from internals import ByteRange, ElementRange, Shard, round_up, runs
 
 INTERVALS = st.builds(
-    lambda start, size: Interval(start, start + size), st.integers(-50, 50), st.integers(0, 60)
+    lambda start, size: ElementRange(start, start + size), st.integers(-50, 50), st.integers(0, 60)
 )
 
 
@@ -26,11 +26,13 @@ def test_an_intersection_has_what_both_have(a, b):
 
 
 @hypothesis.given(INTERVALS, st.integers(-9, 9), st.integers(1, 8))
-def test_shifted_and_scaled(a, by, factor):
+def test_shifted_and_in_bytes(a, by, itemsize):
     assert members(a.shift(by)) == [n + by for n in members(a)]
-    assert members(a.scale(factor)) == [
-        factor * n + byte for n in members(a) for byte in range(factor)
+    of_bytes = a.bytes(itemsize)
+    assert members(of_bytes) == [
+        itemsize * n + byte for n in members(a) for byte in range(itemsize)
     ]
+    assert of_bytes.elements(itemsize) == a
 
 
 @hypothesis.given(INTERVALS, st.integers(1, 70))
@@ -72,8 +74,8 @@ def shards_of(variables, itemsize, alignment):
             round_up(end + (gap or 0), alignment) for end, gap in zip(ends, gaps, strict=True)
         ]
         nbytes = count * itemsize
-        bytes_from = [Interval(start, start + nbytes) for start in (message, *starts)]
-        shards.append(Shard(i, dtype, Interval(0, count), bytes_from[0], tuple(bytes_from[1:])))
+        bytes_from = [ByteRange(start, start + nbytes) for start in (message, *starts)]
+        shards.append(Shard(i, dtype, ElementRange(0, count), bytes_from[0], tuple(bytes_from[1:])))
         message, *ends = [place.stop for place in bytes_from]
     return shards
 
@@ -96,7 +98,7 @@ def triples(shards, itemsize):
 @hypothesis.given(VARIABLES, st.integers(0, 200), st.integers(0, 400), st.integers(1, 9))
 def test_runs_have_the_elements_of_their_shards(itemsize, alignment, variables, start, size, count):
     shards = shards_of(variables, itemsize, alignment)
-    window = Interval(start, start + size).scale(itemsize)
+    window = ElementRange(start, start + size).bytes(itemsize)
     own = [shard.within(window) for shard in shards]
     everything = triples(shards, itemsize)
     expected = [
@@ -130,4 +132,4 @@ def test_neighbours_are_one_run():
     merged = runs(shards, 16)
     assert [run.elements for run in merged] == [(0, 9), (0, 2)]
     assert merged[0].message == (0, 36)
-    assert runs([shard.within(Interval(8, 24)) for shard in shards], 16)[0].elements == (2, 6)
+    assert runs([shard.within(ByteRange(8, 24)) for shard in shards], 16)[0].elements == (2, 6)

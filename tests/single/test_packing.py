@@ -1,7 +1,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import Interval, Layout, layout_of
+from internals import ByteRange, Layout, layout_of
 
 
 def forms(*pairs):
@@ -65,7 +65,8 @@ def test_windows_of_a_message_hold_each_element_once(window):
     form = Layout(*MIXED)
     for group in form.groups:
         found = [
-            group.within(Interval(start, start + window)) for start in range(0, form.nbytes, window)
+            group.within(ByteRange(start, start + window))
+            for start in range(0, form.nbytes, window)
         ]
         assert [i for here in found for i in range(here.start, here.stop)] == list(
             range(group.elements)

@@ -43,7 +43,7 @@ class Messages:
         if prepare is not None:
             longest = max(message.size for message in (*outgoing.values(), *incoming.values()))
             for start in range(0, longest, 4096):
-                prepare(rail.Interval(start, min(start + 4096, longest)))
+                prepare(rail.ByteRange(start, min(start + 4096, longest)))
         for rank, message in outgoing.items():
             if rank != self.rank:
                 self.sent.append(message.size)

@@ -201,7 +201,7 @@ def test_a_new_variable_goes_through_a_link_twice_at_most(modules, groups):
     job = recorded_ranks.Job(hosts)
 
     def program(comm, host_comm):
-        storage = simulation.MirroredHostStorage(simulation.connect(comm.Dup(), host_comm))
+        storage = simulation.HostStorage(simulation.connect(comm.Dup(), host_comm))
         job.record(comm)
         return storage.create(np.full(elements, comm.rank + 1, np.float32)).array.copy()
 

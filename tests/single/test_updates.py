@@ -1,7 +1,7 @@
 """Updates of shards on any number of ranks, against sums that are written out in rank order.
 
 Variables without elements, fewer elements than ranks, 16-bit variables that start between two
-words, and holes where variables were freed.
+words, and gaps between variables.
 """
 
 import functools
@@ -14,21 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from internals import (
     CHUNK,
-    Block,
     HostUpdate,
-    Interval,
     MessageOrder,
-    MessagePool,
     Plan,
-    RangeAllocator,
+    Slabs,
+    allocate_private,
     compiled,
-    signature_of,
+    slabs,
 )
 from package_kernels import optimizers_of, rule_of
 
+from hpcstrat.optimizers import SGD
+
 DTYPES = [np.dtype(t) for t in (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)]
 SIZES = st.integers(0, 5) | st.sampled_from([63, 64, 65, 1000, CHUNK + 1, 2 * CHUNK + 3])
-# For each variable its size, its dtype, and whether one that was made before it is freed.
+# For each variable its size, its dtype, and whether there is a gap before it.
 VARIABLES = st.lists(
     st.tuples(SIZES, st.sampled_from(DTYPES), st.booleans()), min_size=1, max_size=6
 )
@@ -44,38 +44,28 @@ KINDS = [
 
 
 class Memory:
-    """Memory of this test, in which a block starts at a multiple of its item size."""
+    """Blocks in slabs of this test's own, numbered as storage does."""
 
     def __init__(self):
-        self.bytes = np.zeros(1 << 23, np.uint8)
-        self._heap = RangeAllocator(0, self.bytes.size)
+        self._slabs = Slabs(allocate_private)
         self._made = 0
 
     def new_block(self, shape, dtype):
+        block = self._slabs.new_block(shape, dtype)
         self._made += 1
-        nbytes = int(np.prod(shape)) * dtype.itemsize
-        start = self._heap.allocate(nbytes, dtype.itemsize)
-        array = self.part(start, start + nbytes).view(dtype).reshape(shape)
-        block = Block(array, array, Interval(start, start + nbytes))
         block.number = self._made
+        block.array[...] = 0
         return block
-
-    def free(self, block):
-        self._heap.free(block.memory.start, block.memory.size)
-
-    def part(self, start, stop):
-        return self.bytes[start:stop]
 
 
 def made_in(memory, variables, random):
     """Blocks with random values, in the order of a message."""
     blocks = []
-    for size, dtype, has_hole in variables:
-        hole = memory.new_block((3,), np.dtype(np.int8)) if has_hole else None
+    for size, dtype, has_gap in variables:
+        if has_gap:
+            memory.new_block((3,), np.dtype(np.int8))
         blocks.append(memory.new_block((size,), dtype))
         blocks[-1].array[...] = random.standard_normal(size)
-        if hole is not None:
-            memory.free(hole)
     return by_dtype(blocks)
 
 
@@ -133,7 +123,7 @@ def test_ranks_that_share_memory_update_their_shards(kind, variables, ranks, see
     order = MessageOrder(blocks[::-1], slots[::-1])
     assert [block.number for block in order.blocks] == [block.number for block in blocks]
     shards = [order.shards_of_rank(rank, ranks) for rank in range(ranks)]
-    updates = [kind(memory.part, own, {}, rank) for rank, own in enumerate(shards)]
+    updates = [kind(slabs.part, own, {}, rank) for rank, own in enumerate(shards)]
     in_place = [update.in_place(own) for update, own in zip(updates, gradients, strict=True)]
     for own, of_rank in zip(shards, in_place, strict=True):
         large = {shard.variable for shard in own if shard.elements.size >= CHUNK}
@@ -149,28 +139,19 @@ def test_ranks_that_share_memory_update_their_shards(kind, variables, ranks, see
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_pool_that_grows_has_let_go_of_its_memory_before(kind):
-    """Or there would have to be room for both. Plans keep views of it, and arguments of calls."""
-    lent = []
-
-    def allocate(nbytes, _):
-        assert [memory() for memory in lent] == [None] * len(lent)
-        made = np.zeros(nbytes, np.uint8)
-        lent.append(weakref.ref(made))
-        return made
-
-    memory, pool, random = Memory(), MessagePool(allocate), np.random.default_rng(0)
-    plans = []
-    for size in (10, 20, 20, 5, 30):
-        blocks = made_in(memory, [(size, DTYPES[0], False)], random)
-        slots = [[memory.new_block((size,), DTYPES[0])]]
-        order = MessageOrder(blocks, slots)
-        plans.append(Plan(order, kind(memory.part, order.shards, {})))
-    for plan in plans:
-        pool.lend(plan, signature_of("a test"))
-        plan.write(plan.memory, [block.array for block in plan.order.blocks])
-        for _ in range(2):  # so that a kernel is bound, or compiled
-            plan.update.run(momentum(), [plan.memory])
-        assert not pool.has_own(plan)
-    assert len(lent) == 3
-    assert plans[0].memory is plans[3].memory is None
+def test_a_plan_that_forgets_its_messages_lets_go_of_their_memory(kind):
+    """Or there would have to be room for old and new ones. Calls keep views of them."""
+    random = np.random.default_rng(0)
+    blocks = made_in(memory := Memory(), [(20, DTYPES[0], False)], random)
+    slots = [[memory.new_block((20,), DTYPES[0])]]
+    order = MessageOrder(blocks, slots)
+    plan = Plan(order, kind(slabs.part, order.shards, {}))
+    plan.attach(np.zeros(order.layout.nbytes, np.uint8))
+    for clip in ({}, {"clipnorm": 1.0}, {"global_clipnorm": 1.0}):
+        rule = rule_of(SGD(1.0, momentum=0.5, **clip), 1)
+        for _ in range(3):  # so that a kernel is bound, or compiled
+            plan.write(plan.memory, [block.array for block in blocks])
+            plan.update.run(rule, [plan.memory])
+    memory_of_message = weakref.ref(plan.memory)
+    plan.attach(None)
+    assert memory_of_message() is None
