@@ -75,8 +75,8 @@ def sources():
                 )
     numbers = device_update.numbers_kernel(2)
     texts.append(text(numbers, "numbers", [1.0, 2.0, array(3, np.float64)]))
-    for itemsize in layout._WORDS:
-        code = layout._kernel(itemsize).code
+    for itemsize in packing._WORDS:
+        code = packing._kernel(itemsize).code
         texts.append(code.replace("copy_arrays(", f"copy_arrays_{itemsize}("))
     spaces = [f"namespace n{i} {{\n{one}\n}}" for i, one in enumerate(texts)]
     lines = [f"#include <{name}>" for name in core._cupy_header_list] + "\n".join(
