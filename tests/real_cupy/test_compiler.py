@@ -7,7 +7,7 @@ import pytest
 from internals import (
     accumulator,
     device_update,
-    layout,
+    packing,
     rows,
 )
 from on_host import array, cupy
@@ -68,11 +68,10 @@ def sources():
                 texts.append(text(kernel, f"kernel_{len(texts)}", arguments))
         arrays = [array((3, 2), dtype), array(3, np.int64), array(3, np.int64)]
         for combination in rows.IN_CUDA:
-            if dtype.kind != "c" or combination not in (np.minimum, np.maximum):
-                kernel = rows._kernel(combination, accumulator(dtype) != dtype)
-                texts.append(
-                    text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
-                )
+            kernel = rows._kernel(combination, accumulator(dtype) != dtype)
+            texts.append(
+                text(kernel, f"kernel_{len(texts)}", [*arrays, 1, 2, 3, array((2, 2), dtype)])
+            )
     numbers = device_update.numbers_kernel(2)
     texts.append(text(numbers, "numbers", [1.0, 2.0, array(3, np.float64)]))
     for itemsize in packing._WORDS:
