@@ -128,6 +128,7 @@ class Slabs:
 
 def allocate_private(least: int, wanted: int) -> Slab:
     """A slab of this process's memory, which gets pages as it is written."""
+    check_available(least)
     try:
         array = np.empty(wanted, np.uint8)
     except MemoryError:  # of addresses, which `ulimit -v` limits
