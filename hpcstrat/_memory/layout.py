@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hpcstrat._core.types import Array, Bytes
-from hpcstrat._memory.intervals import ByteRange, ElementRange, divide_up, round_up
+from hpcstrat._memory.intervals import ByteRange, ElementRange, round_up
 
 GROUP_ALIGNMENT = 16
 """Groups and sections start at multiples of this many bytes, so that any dtype is aligned."""
@@ -27,12 +27,6 @@ class DtypeGroup(NamedTuple):
     def of(self, message: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """These elements of a message, a flat view."""
         return _view(message, (self.elements,), self.dtype, self.start)
-
-    def within(self, window: ByteRange) -> ElementRange:
-        """The elements of this group that have a byte in these of the message."""
-        start, stop = window.shift(-self.start)
-        item = self.dtype.itemsize
-        return ElementRange(0, self.elements) & ElementRange(start // item, divide_up(stop, item))
 
 
 class Layout:

@@ -6,6 +6,7 @@ words, and gaps between variables.
 
 import functools
 import weakref
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -147,8 +148,9 @@ def test_a_plan_that_forgets_its_messages_lets_go_of_their_memory(kind):
     order = MessageOrder(blocks, slots)
     plan = Plan(order, kind(slabs.part, order.shards, {}))
     plan.attach(np.zeros(order.layout.nbytes, np.uint8))
-    for clip in ({}, {"clipnorm": 1.0}, {"global_clipnorm": 1.0}):
-        rule = rule_of(SGD(1.0, momentum=0.5, **clip), 1)
+    clipped = [SGD(1.0, momentum=0.5, clipnorm=1.0), SGD(1.0, momentum=0.5, global_clipnorm=1.0)]
+    for optimizer in (SGD(1.0, momentum=0.5), *clipped):
+        rule = rule_of(optimizer, 1)
         for _ in range(3):  # so that a kernel is bound, or compiled
             plan.write(plan.memory, [block.array for block in blocks])
             plan.update.run(rule, [plan.memory])
