@@ -6,7 +6,6 @@ words, and gaps between variables.
 
 import functools
 import weakref
-from typing import Any
 
 import ml_dtypes
 import numpy as np
