@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import platform
@@ -282,7 +283,9 @@ class SharedMemoryCommunicator(HostCommunicator):
         rows = [message[: own.nbytes].view(np.float64) for message in self._squares]
         rows[self.rank][:] = own
         self.sync()
-        return np.sum(rows, axis=0)
+        # Not `np.sum`: its order depends on how many rows there are, and hosts may have more ranks
+        # than others.
+        return functools.reduce(np.add, rows)
 
     @span(COMMUNICATION, describe_message)
     def reduce_message(

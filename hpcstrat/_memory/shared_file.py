@@ -97,7 +97,11 @@ def share_file(comm: Any, nbytes: int) -> SharedFile:
 
 
 def share_slab(comm: Any, least: int, wanted: int) -> Slab:
-    """A slab for all ranks of a host, which rank 0 backs with pages. Collective."""
+    """A slab for all ranks of a host, which rank 0 backs with pages. Collective.
+
+    The size is what rank 0 wants: others may not have collected the same garbage.
+    """
+    wanted = comm.bcast(wanted, root=0)
     try:
         shared = share_file(comm, wanted)
     except MemoryError:

@@ -72,13 +72,13 @@ def holds(array: Array) -> bool:
 class Slabs:
     """Makes blocks.
 
-    Each new slab is as large as all earlier ones together, or as a share of these, within limits,
+    Each new slab is as large as all others that are there, or as a share of these, within limits,
     and has room for two blocks like its first, so that a network needs few. A block of more than
     half the limit has a slab of its own.
 
     Args:
-        allocate: makes a slab; given the bytes that it must have, and those that it should have.
-            Raises `MemoryError` if it cannot.
+        allocate: makes a slab; given the bytes that it must have, and those that it should have,
+            which may differ between ranks. Raises `MemoryError` if it cannot.
         smallest: bytes of the first slab.
         largest: bytes of a slab of several blocks.
         share: the share is the first of so many equal ones.
@@ -98,7 +98,7 @@ class Slabs:
         self._alignment = alignment
         self._slab: Slab | None = None  # the only one that is not full
         self._end = 0
-        self._total = 0
+        self._made: weakref.WeakSet[Slab] = weakref.WeakSet()
         self._lock = threading.Lock()  # several threads make variables outside every scope
 
     def new_block(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Block:
@@ -118,10 +118,12 @@ class Slabs:
             least = max(round_up(nbytes, _UNIT), _UNIT)
             if 2 * least > self._largest:
                 return self._allocate(least, least), 0
-            wanted = max(self._total // self._share, self._smallest, 2 * least)
+            # Only what is there: a loop that drops what it makes gets no larger ones.
+            total = sum(slab.array.size for slab in self._made)
+            wanted = max(total // self._share, self._smallest, 2 * least)
             wanted = round_up(min(wanted, self._largest), _UNIT)
             self._slab, start = self._allocate(least, wanted), 0
-            self._total += self._slab.array.size
+            self._made.add(self._slab)
         self._end = start + nbytes
         return self._slab, start
 

@@ -99,7 +99,11 @@ class GpuStorage(Storage):
         return block
 
     def _allocate_together(self, least: int, wanted: int) -> Slab:
-        """A slab of the same size on all ranks: variables have the same places. Collective."""
+        """A slab of the same size on all ranks: variables have the same places. Collective.
+
+        The size is what rank 0 wants: others may not have collected the same garbage.
+        """
+        wanted = self.communicator.control.broadcast_obj(wanted, 0)
         try:
             return self._allocate_equal(wanted)
         except MemoryError:

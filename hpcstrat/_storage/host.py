@@ -87,8 +87,8 @@ class HostStorage(Storage):
             self._own = Slabs(functools.partial(allocate_on_gpu, stream), alignment=self._alignment)
         self._compiles = settings.is_on("HPCSTRAT_COMPILE")
         self._scratch: Scratch = {}
-        # Several threads may write variables made outside every scope; the scratch memory is
-        # shared.
+        # Several threads may write variables made outside every scope; the scratch memory and the
+        # plans are shared.
         self._lock = threading.Lock()
 
     # ---- blocks
@@ -181,7 +181,8 @@ class HostStorage(Storage):
             places = [(block.copy.memory, block.memory) for block in order.blocks if block.copy]
             merged = merge(sorted(places), GPU_ALIGNMENT)
             self._copies[plan] = [(part(*copy), part(*master)) for _, (copy, master) in merged]
-        (self._plans if host is None else host.readers).add(plan)
+        with self._lock:  # another thread may be going through the plans
+            (self._plans if host is None else host.readers).add(plan)
         return plan
 
     def make_buffers(self, plan: Plan) -> None:
