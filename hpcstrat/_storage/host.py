@@ -172,7 +172,9 @@ class HostStorage(Storage):
         is_large = sum(order.layout.sizes) >= compiled.FEWEST
         after = 0 if is_large else compiled.FEWEST_UPDATES
         after = after if self._compiles else math.inf
-        update = HostUpdate(part, own, self._scratch, rank, after, host is not None)
+        update = HostUpdate(
+            part, own, self._scratch, rank, after, host is not None, self._alignment
+        )
         if self.stream is None:
             plan = Plan(order, update)
         else:
