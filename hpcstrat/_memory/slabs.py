@@ -44,8 +44,8 @@ class Slab:
     """
 
     def __init__(self, array: Array, commit: Callable[[int, int], None] | None = None) -> None:
-        self.array = array
-        self.commit = commit
+        self.array: Array = array
+        self.commit: Callable[[int, int], None] | None = commit
         self.address: int = next(_numbers) * _STRIDE
         _alive[self.address] = self
 
