@@ -92,7 +92,7 @@ def share_file(comm: Any, nbytes: int) -> SharedFile:
     raise MemoryError(
         f"the ranks of this host cannot share {nbytes:,} bytes of memory: "
         f"{'; '.join(dict.fromkeys(problems))}. Start them as one user, in one container; `ulimit "
-        "-v` and `ulimit -f` limit what they can share"
+        "-v`, `ulimit -f` and `ulimit -n` limit what they can share"
     )
 
 

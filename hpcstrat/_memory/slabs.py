@@ -61,7 +61,9 @@ def holds(array: Array) -> bool:
     # By address: views, reshaped arrays and those of other libraries over the same memory have no
     # reference to a slab.
     is_here = gpu.is_on_gpu(array)
-    slabs = [one.array for one in [*_alive.values()] if gpu.is_on_gpu(one.array) is is_here]
+    # A list at once: another thread may make a slab meanwhile.
+    alive = [slab for found in _alive.valuerefs() if (slab := found()) is not None]
+    slabs = [slab.array for slab in alive if gpu.is_on_gpu(slab.array) is is_here]
     if not is_here:
         return any(np.may_share_memory(slab, array) for slab in slabs)
     address = array.data.ptr

@@ -73,8 +73,9 @@ class InUpdate(Context):
         if not any(variable is writable for writable in self.variables):
             raise RuntimeError(
                 f"{current_call()}: this update may write only the variables that were passed to "
-                "it, and not ON_READ variables together with variables that exist once; pass it "
-                "too, or write it in a separate update"
+                "it, none of another strategy or of no strategy, and not ON_READ variables "
+                "together with variables that exist once; pass it too, or write it in a separate "
+                "update, or outside of one"
             )
 
 

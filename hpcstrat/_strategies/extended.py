@@ -365,9 +365,9 @@ class StrategyExtended:
 
         These are all ranks for `ON_READ` variables and copies on GPUs, and otherwise the parameter
         rank alone. In `fn`, writes are local, no call may communicate, and only `var` and variables
-        in `args` or `kwargs` may be written. Where one rank runs it, those must be `ON_READ` if
-        `var` is, and otherwise must not. Reading an `ON_READ` variable there returns this replica's
-        own value.
+        in `args` or `kwargs` may be written. Where one rank runs it, those must be of this
+        strategy, and `ON_READ` if `var` is, and otherwise must not. Reading an `ON_READ` variable
+        there returns this replica's own value.
 
         Args:
             var: the variable.
@@ -461,9 +461,15 @@ class StrategyExtended:
             state_of(v).is_on_read and state_of(v).group is group for v in variables[:1]
         )
         # If one rank updates the variables that exist once, an update writes either those, or
-        # ON_READ variables, which every rank writes; never both.
+        # ON_READ variables, which every rank writes; never both. Of another group's variables it
+        # would change that rank's alone.
         is_on_all_ranks = not group.root_writes
-        writable = [v for v in variables if is_on_all_ranks or state_of(v).is_on_read is is_on_read]
+        writable = [
+            v
+            for v in variables
+            if is_on_all_ranks
+            or (state_of(v).group is group and state_of(v).is_on_read is is_on_read)
+        ]
         # The function writes in place: no rank may still be reading.
         communicator.barrier()
         if is_on_read or is_on_all_ranks:

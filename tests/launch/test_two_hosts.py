@@ -4,7 +4,7 @@ import pathlib
 import re
 
 import pytest
-from two_hosts import on_two_hosts, run
+from two_hosts import REPORT, START, on_two_hosts, run
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -175,6 +175,45 @@ def test_each_host_resumes_its_own_pipeline(launch, shape):
     """,
     )
     assert all(all(one) and len(one) > 3 for one in found) and len(found) == len(hosts)
+
+
+@on_two_hosts("1 + 2")
+def test_updates_after_a_restore_with_checks(launch, shape):
+    """All ranks of a host see what its first has restored; it is not a foreign write."""
+    program = """
+    import os
+
+    path = hs.broadcast_object(tempfile.mkdtemp()) + "/saved"
+    with strategy.scope():
+        v, optimizer = hs.Variable(np.ones(3)), hs.optimizers.SGD(1.0)
+        checkpoint = hs.checkpoint.Checkpoint(v=v, optimizer=optimizer)
+    checkpoint.save(path)
+    v.assign(np.zeros(3))
+    checkpoint.restore(path)
+    strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), v)]))
+    found = v.numpy().tolist(), os.environ["HPCSTRAT_CHECK"]
+    """
+    found, hosts = run(launch, shape, program, HPCSTRAT_CHECK="1")
+    assert found == [([1.0 - len(hosts)] * 3, "1")] * len(hosts)
+
+
+@pytest.mark.slow
+def test_hosts_of_different_sizes_clip_alike(launch):
+    """With eight rows NumPy's sum is in another order than with seven."""
+    program = """
+    rng = np.random.default_rng(rank)
+    with strategy.scope():
+        v, optimizer = hs.Variable(np.zeros(7001)), hs.optimizers.SGD(1.0, global_clipnorm=1.0)
+    found = []
+    for _ in range(100):
+        strategy.run(lambda: optimizer.apply_gradients([(rng.standard_normal(7001), v)]))
+        found.append(float(v.numpy().sum()))
+    """
+    division = "0" * 8 + "1" * 7
+    result = launch(START + program + REPORT, 15, division, env={"HPCSTRAT_OUTPUT": "all"})
+    assert (result.status, result.stderr) == (0, "")
+    found = result.stdout.splitlines()
+    assert len(found) == 15 and len({*found}) == 1
 
 
 @pytest.mark.slow

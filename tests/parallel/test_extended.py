@@ -1,5 +1,6 @@
 """StrategyExtended: updates where a variable is stored, reductions to a place, facts."""
 
+import contextvars
 from typing import Any
 
 import numpy as np
@@ -209,6 +210,25 @@ def test_an_update_writes_the_variables_passed_to_it_only(strategy, xp):
     ):
         strategy.extended.update(v, lambda var: other.assign(xp.ones(2)))
     assert other.numpy().tolist() == [0, 0]
+
+
+def test_an_update_on_one_rank_writes_no_variable_of_another_group(strategy, xp):
+    v, values = hs.Variable(np.zeros(2)), xp.ones(2)
+    # Outside of every scope, so each process has its own.
+    foreign = contextvars.Context().run(hs.Variable, np.zeros(2), name="foreign")
+
+    def fn(var, other):
+        var.assign(values)
+        other.assign(np.ones(2))
+
+    if N > 1 and stores_once(strategy, xp):
+        with pytest.raises(RuntimeError, match="'foreign': this update may write only"):
+            strategy.extended.update(v, fn, (foreign,))
+        expected = [0, 0]
+    else:
+        strategy.extended.update(v, fn, (foreign,))
+        expected = [1, 1]
+    assert COMM.allgather(foreign.numpy().tolist()) == [expected] * N
 
 
 def test_wrong_values_in_an_update(strategy, xp):

@@ -133,6 +133,16 @@ def test_variables_that_are_made_and_dropped_take_bounded_memory():
     assert sum(device.sizes) > 10 << 18
 
 
+def test_slabs_grow_with_what_is_there_and_not_with_what_was_ever_made():
+    device = Device()
+    memory = Slabs(device.allocate, largest=1 << 40, share=8)
+    for _ in range(2000):
+        memory.new_block((4 * MIB,), FLOAT)
+        assert device.used <= 2 * 32 * MIB  # each slab has room for two
+    kept = [memory.new_block((4 * MIB,), FLOAT) for _ in range(100)]
+    assert len(kept) > 3 * len({block.owner for block in kept})  # they grow
+
+
 def test_a_slab_may_be_as_small_as_there_is_room():
     device = Device(100 * MIB)
     memory = Slabs(device.allocate)
