@@ -49,12 +49,12 @@ def on_two_hosts(*quick):
     return pytest.mark.parametrize("shape", slow_but(quick, SHAPES))
 
 
-def run(launch, shape, program):
+def run(launch, shape, program, **variables):
     """Runs a program on two hosts; returns each rank's `found` at its end, and each rank's host."""
     hosts, division, env = (
         SHAPES[shape],
         "".join(map(str, SHAPES[shape])),
-        {"HPCSTRAT_OUTPUT": "all"},
+        {"HPCSTRAT_OUTPUT": "all", **variables},
     )
     if shape in BY_MPI:
         if launch.open_mpi:
