@@ -134,7 +134,7 @@ class SharedMemoryCommunicator(HostCommunicator):
 
     def __init__(self, comm: Any) -> None:
         super().__init__(comm.rank, comm.size)
-        self.comm = comm
+        self.comm: Any = comm
         self.slices = comm.size
         self.readers: weakref.WeakSet[Reader] = weakref.WeakSet()
         records_end = 2 * self.size * RECORD

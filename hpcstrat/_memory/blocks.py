@@ -73,8 +73,8 @@ class Block:
         readable = part if gpu.is_on_gpu(part) else read_only(part)
         self.array: Array = part.view(dtype).reshape(shape)
         self.view: Array = readable.view(dtype).reshape(shape)
-        self.memory = memory
-        self.owner = owner
+        self.memory: ByteRange = memory
+        self.owner: object = owner
         self.number: int = 0
         self.storage: int = 0
         self.name: str = ""

@@ -44,8 +44,8 @@ class Slab:
     """
 
     def __init__(self, array: Array, commit: Callable[[int, int], None] | None = None) -> None:
-        self.array = array
-        self.commit = commit
+        self.array: Array = array
+        self.commit: Callable[[int, int], None] | None = commit
         self.address: int = next(_numbers) * _STRIDE
         _alive[self.address] = self
 
@@ -132,6 +132,7 @@ class Slabs:
 
 def allocate_private(least: int, wanted: int) -> Slab:
     """A slab of this process's memory, which gets pages as it is written."""
+    check_available(least)
     try:
         array = np.empty(wanted, np.uint8)
     except MemoryError:  # of addresses, which `ulimit -v` limits

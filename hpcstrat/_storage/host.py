@@ -172,7 +172,9 @@ class HostStorage(Storage):
         is_large = sum(order.layout.sizes) >= compiled.FEWEST
         after = 0 if is_large else compiled.FEWEST_UPDATES
         after = after if self._compiles else math.inf
-        update = HostUpdate(part, own, self._scratch, rank, after, host is not None)
+        update = HostUpdate(
+            part, own, self._scratch, rank, after, host is not None, self._alignment
+        )
         if self.stream is None:
             plan = Plan(order, update)
         else:
@@ -213,16 +215,29 @@ class HostStorage(Storage):
         op: Aggregation,
         rule: UpdateRule,
     ) -> None:
-        control, update = self._control, plan.update
+        if self._host is None:
+            self._update_alone(signature, plan, values, rule)
+        else:
+            self._update_together(signature, plan, values, op, rule)
+        if self.stream is not None:
+            with self.stream.current():
+                for copy, master in self._copies[plan]:
+                    fill(copy, master)
+
+    def _update_together(
+        self,
+        signature: CallSignature,
+        plan: Plan,
+        values: Sequence[Array] | None,
+        op: Aggregation,
+        rule: UpdateRule,
+    ) -> None:
+        control, update, layout = self._control, plan.update, plan.order.layout
         assert isinstance(update, HostUpdate)
         add_up = None if rule.clip is None else control.add_up
-        if self._host is None:
-            with self._lock:
-                self._update_alone(signature, plan, update, values, rule)
-        elif op is FIRST_REPLICA:
+        if op is FIRST_REPLICA:
             write = self._writer(plan, values) if control.rank == 0 else None
-            nbytes = plan.order.layout.nbytes if write else 0
-            first = control.exchange(signature, nbytes, write)[:1]
+            first = control.exchange(signature, layout.nbytes if write else 0, write)[:1]
             update.run(rule, first, add_up=add_up)
         else:
             in_place = NOTHING_IN_PLACE
@@ -231,48 +246,45 @@ class HostStorage(Storage):
                 in_place = update.in_place(values)
             write = self._writer(plan, values, in_place)
             buffers = plan.buffers if values is None and self.stream is None else None
-            messages = control.exchange_slices(
-                signature, plan.order.layout, op, write, buffers.messages if buffers else ()
-            )
+            shared = buffers.messages if buffers else ()
+            messages = control.exchange_slices(signature, layout, op, write, shared)
             update.run(rule, messages, op, in_place, add_up=add_up)
         # Until all have written, a read could see both new and old elements.
         control.sync()
-        if self.stream is not None:
-            with self.stream.current():
-                for copy, master in self._copies[plan]:
-                    fill(copy, master)
 
     def _update_alone(
         self,
         signature: CallSignature,
         plan: Plan,
-        update: HostUpdate,
         values: Sequence[Array] | None,
         rule: UpdateRule,
     ) -> None:
         """The update of a rank that has no others."""
-        # There is no other rank to exchange with, but the call is counted, and refused where no
-        # call is allowed.
-        if values is None and self.stream is None:
-            assert plan.buffers is not None
+        update, in_place = plan.update, NOTHING_IN_PLACE
+        assert isinstance(update, HostUpdate)
+        with self._lock:
+            # There is no other rank to exchange with, but the call is counted, and refused where no
+            # call is allowed.
             self._control.exchange(signature)
-            update.run(rule, plan.buffers.messages)
-            return
-        in_place = NOTHING_IN_PLACE
-        if values is not None and self.stream is None:
-            in_place = update.in_place(values)  # large gradients are not copied
-        write = self._writer(plan, values, in_place)
-        nbytes = plan.order.layout.nbytes
-        if self._message.size < nbytes:
-            # All plans share the memory: updates follow one another.
-            for other in self._plans:
-                other.forget_messages()
-            self._message = np.empty(0, np.uint8)
-            is_pinned = self.stream is not None
-            self._message = gpu.allocate_pinned(nbytes) if is_pinned else np.empty(nbytes, np.uint8)
-        self._control.exchange(signature)
-        write(self._message)
-        update.run(rule, [self._message], in_place=in_place)
+            if self._message.size < plan.order.layout.nbytes:
+                self._make_message(plan.order.layout.nbytes)
+            message = self._message
+            if self.stream is not None:
+                self._writer(plan, values)(message)
+            elif values is not None:
+                in_place = update.in_place(values)  # large gradients are not copied
+                plan.write(message, values, in_place)
+            elif plan.buffers is not None:
+                message = plan.buffers.own
+            update.run(rule, [message], in_place=in_place)
+
+    def _make_message(self, nbytes: int) -> None:
+        """Makes the message of a rank alone, for all plans: updates follow one another."""
+        for plan in self._plans:
+            plan.forget_messages()
+        self._message = np.empty(0, np.uint8)
+        is_pinned = self.stream is not None
+        self._message = gpu.allocate_pinned(nbytes) if is_pinned else np.empty(nbytes, np.uint8)
 
     def _writer(
         self, plan: Plan, values: Sequence[Array] | None, in_place: InPlace = NOTHING_IN_PLACE

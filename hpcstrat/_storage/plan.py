@@ -31,8 +31,8 @@ class Buffers:
 
     def __init__(self, order: MessageOrder, messages: Sequence[Array], own: Array) -> None:
         self.arrays: list[Array] = order.to_call(order.layout.views(own))
-        self.messages = messages
-        self.own = own
+        self.messages: Sequence[Array] = messages
+        self.own: Array = own
 
     def are(self, gradients: Sequence[Array]) -> bool:
         """Whether these, in the order of the call, are the buffers, and so need not be copied."""
@@ -54,8 +54,8 @@ class Plan:
     """
 
     def __init__(self, order: MessageOrder, update: Update) -> None:
-        self.order = order
-        self.update = update
+        self.order: MessageOrder = order
+        self.update: Update = update
         self.memory: Array = None
         self.buffers: Buffers | None = None
         # The types, shapes and dtypes of a steady step's gradients, in the order of the call.

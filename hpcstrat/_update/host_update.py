@@ -175,6 +175,7 @@ class HostUpdate(Update):
         rank: which of the messages is this rank's, if there is more than one.
         compile_after: updates since messages were last forgotten until loops are compiled.
         is_shared: whether all ranks of this host make such an update at the same time.
+        alignment: see `shards.runs`.
 
     Attributes:
         may_be_in_place: whether `in_place` may find gradients; to ask this costs no call.
@@ -188,12 +189,14 @@ class HostUpdate(Update):
         rank: int = 0,
         compile_after: float = math.inf,
         is_shared: bool = False,
+        alignment: int = 1,
     ) -> None:
         self._shards = shards
         self._dtypes = [*dict.fromkeys(shard.dtype for shard in shards)]
         self._part_of_memory = part_of_memory
         self._scratch, self._rank = scratch, rank
         self._compile_after, self._is_shared = compile_after, is_shared
+        self._alignment = alignment
         self._updates = 0
         self._uses: dict[Kernel, int] = {}
         self._ready: Kernel | None = None  # the last that needs no `prepare` any more
@@ -226,7 +229,7 @@ class HostUpdate(Update):
         return [(one.variable, self._norms_of([one]), self._runs_of([one])) for one in present]
 
     def _runs_of(self, shards: Sequence[Shard]) -> HostRuns:
-        found = runs_in_memory(self._part_of_memory, shards, CHUNK)
+        found = runs_in_memory(self._part_of_memory, shards, CHUNK, self._alignment)
         arrays = [(run.value, *run.slots) for run in found]
         return HostRuns([run.shard for run in found], arrays, self._scratch, self._rank)
 

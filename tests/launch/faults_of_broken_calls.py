@@ -72,7 +72,7 @@ BROKEN = {
         "Variable.assign_add of 'Variable'",
     ),
     "a new variable interrupted": broken(
-        "'block_of'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"
+        "'new_block'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"
     ),
     "an update interrupted by an alarm": broken(
         "'_prepared', TimeoutError('late')", "apply(numbers)", APPLY, error="TimeoutError"

@@ -1,65 +1,12 @@
 """MultiWorkerMirroredStrategy on two hosts: MPICH's fake hosts, and any division of the ranks."""
 
-import ast
 import pathlib
 import re
 
 import pytest
-from slow import slow_but
+from two_hosts import REPORT, START, on_two_hosts, run
 
 ROOT = pathlib.Path(__file__).parents[2]
-
-# `sys.argv[1]` is the division: for each rank its host; empty to ask MPI.
-START = """
-    import dataclasses, sys, tempfile, warnings
-    import numpy as np
-    import hpcstrat as hs
-    from hpcstrat._communicators import mpi
-    from hpcstrat._process import worlds
-
-    warnings.filterwarnings("ignore", "iterating over .* have no elements")  # of short batches, meant
-    division = tuple(int(host) for host in sys.argv[1])
-    if division:
-        mpi.FEW_RANKS = 0  # agree as more than 16 ranks do
-        world = worlds.start()
-        host_comm = world.comm.Split(division[world.rank])
-        local = dict(hosts=division, host_comm=host_comm, local_rank=host_comm.rank, local_size=host_comm.size)
-        worlds._world = dataclasses.replace(world, **local)
-    strategy = hs.MultiWorkerMirroredStrategy()
-    N, rank = strategy.num_replicas_in_sync, hs.rank()
-    hosts = worlds.start().hosts
-    mine = [other for other in range(N) if hosts[other] == hosts[rank]]
-"""
-REPORT = """
-    for r in range(N):  # each rank in its turn
-        if r == rank:
-            print(repr(found), flush=True)
-        hs.barrier()
-"""
-
-
-SHAPES = {"2 + 2": (0, 1, 0, 1), "3 + 1": (0, 0, 0, 1), "1 + 2": (0, 1, 1)}
-
-
-def on_two_hosts(quick):
-    """For each division of the ranks, all but one of them slow. The first is MPICH's."""
-    return pytest.mark.parametrize("shape", slow_but([quick], SHAPES))
-
-
-def run(launch, shape, program, **variables):
-    """Runs a program on two hosts; returns each rank's `found` at its end, and each rank's host."""
-    hosts, division, env = (
-        SHAPES[shape],
-        "".join(map(str, SHAPES[shape])),
-        {"HPCSTRAT_OUTPUT": "all", **variables},
-    )
-    if shape == "2 + 2":
-        if launch.open_mpi:
-            pytest.skip("only MPICH can pose as several hosts")
-        division, env = "", env | {"MPIR_CVAR_NUM_CLIQUES": "2"}
-    result = launch(START + program + REPORT, len(hosts), division, env=env)
-    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
-    return [ast.literal_eval(line) for line in result.stdout.splitlines()], hosts
 
 
 @on_two_hosts("3 + 1")
@@ -288,17 +235,18 @@ def test_train_on_two_hosts(launch):
 def test_one_host_without_memory_stops_all_once(launch):
     """All ranks raise; the same call then works, though the other host has grown meanwhile."""
     program = """
-    transport = strategy._group.communicator._host
-    commit, missing = transport.segment.commit, [hosts[rank] == 1 and transport.rank == 0]
+    from hpcstrat._memory.shared_file import SharedFile
 
-    def commit_later(start, stop):
+    commit, missing = SharedFile.commit, [hosts[rank] == 1 and hs.local_rank() == 0]
+
+    def commit_later(self, start, stop):
         if missing.pop():
             missing.append(False)
             raise MemoryError("planted")
         missing.append(False)
-        commit(start, stop)
+        commit(self, start, stop)
 
-    transport.segment.commit = commit_later
+    SharedFile.commit = commit_later
 
     def step():
         return hs.get_replica_context().all_reduce("SUM", np.full(50_000, 1.0 + rank))

@@ -166,11 +166,8 @@ def test_on_read(strategy, xp):
 
 def starts_of(variables):
     """Where variables are in their slabs, and the bytes of these."""
-    slabs = [v._state.block.owner for v in variables]
-    starts = [v._state.block.memory.start for v in variables]
-    return [
-        (start - slab.address, slab.array.size) for start, slab in zip(starts, slabs, strict=True)
-    ]
+    blocks = [v._state.block for v in variables]
+    return [(block.memory.start - block.owner.address, block.owner.array.size) for block in blocks]
 
 
 def train(strategy, variables):

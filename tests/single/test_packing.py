@@ -1,7 +1,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import ByteRange, Layout, layout_of
+from internals import Layout, layout_of
 
 
 def forms(*pairs):
@@ -58,19 +58,6 @@ def test_any_memory_order_is_written_row_by_row():
         form.write(message, [given])
         assert form.views(message)[0].tolist() == array.T.tolist()
         assert form.views(message)[0].flags.c_contiguous
-
-
-@pytest.mark.parametrize("window", [16, 32, 64, 1024])
-def test_windows_of_a_message_hold_each_element_once(window):
-    form = Layout(*MIXED)
-    for group in form.groups:
-        found = [
-            group.within(ByteRange(start, start + window))
-            for start in range(0, form.nbytes, window)
-        ]
-        assert [i for here in found for i in range(here.start, here.stop)] == list(
-            range(group.elements)
-        )
 
 
 def test_nothing():
