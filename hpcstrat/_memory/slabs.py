@@ -11,6 +11,7 @@ The address of a byte is its slab's number times a constant, plus its place in t
 from __future__ import annotations
 
 import itertools
+import mmap
 import threading
 import weakref
 from collections.abc import Callable
@@ -134,10 +135,17 @@ def allocate_private(least: int, wanted: int) -> Slab:
     """A slab of this process's memory, which gets pages as it is written."""
     check_available(least)
     try:
-        array = np.empty(wanted, np.uint8)
+        array = _array_of_pages(wanted)
     except MemoryError:  # of addresses, which `ulimit -v` limits
-        array = np.empty(least, np.uint8)
+        array = _array_of_pages(least)
     return Slab(array, lambda start, stop: check_available(stop - start))
+
+
+def _array_of_pages(nbytes: int) -> Bytes:
+    # NumPy's own arrays start 16 bytes into a cache line, which costs matrix products time.
+    array = np.empty(nbytes + mmap.PAGESIZE, np.uint8)
+    start = -array.ctypes.data % mmap.PAGESIZE
+    return array[start : start + nbytes]
 
 
 def allocate_on_gpu(stream: gpu.Stream, least: int, wanted: int) -> Slab:
