@@ -84,7 +84,7 @@ class Slabs:
             which may differ between ranks. Raises `MemoryError` if it cannot.
         smallest: bytes of the first slab.
         largest: bytes of a slab of several blocks.
-        share: the share is the first of so many equal ones.
+        share: the share is one part in so many.
         alignment: every block starts at a multiple of this many bytes.
     """
 
