@@ -48,7 +48,9 @@ def slab_count():
 
     def count():
         for address in {*slabs._alive} - before:
-            seen.setdefault(address, weakref.ref(slabs._alive[address].array))
+            array = slabs._alive[address].array
+            owner = array.base if isinstance(array.base, np.ndarray) else array
+            seen.setdefault(address, weakref.ref(owner))
         return sum(one() is not None for one in seen.values())
 
     return count
