@@ -403,4 +403,4 @@ def test_little_address_space(launch, limited):
         "[1. 3. 5.] 11.0 11.0 the ranks of this host cannot share 2,000,027,648 bytes of memory"
     )
     assert result.stderr.count(message) == 2
-    assert result.stderr.count("`ulimit -v` and `ulimit -f` limit what they can share") == 2
+    assert result.stderr.count("`ulimit -f` and `ulimit -n` limit what they can share") == 2
