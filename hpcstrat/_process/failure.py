@@ -10,8 +10,8 @@
 |                                | killed before it prints             | them                     |
 | ranks hang, or calls differ    | `end_job`: prints why, and ends the | killed wherever they are |
 |                                | job                                 |                          |
-| the program's end, `sys.exit`  | leaves                              | their next call ends the |
-|                                |                                     | job: "left the program"  |
+| the program's end, `sys.exit`  | leaves; before the ranks are        | their next call ends the |
+|                                | connected, after rank 0 may print   | job: "left the program"  |
 | `os._exit`, a signal, a crash  | nothing; Python prints the lines of | killed by the launcher,  |
 |                                | all threads at a crash in C         | or the watchdog          |
 | the launcher is gone           | `end_rank`: says so, and exits      | each does the same       |
@@ -22,6 +22,7 @@ all that is replaced.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import functools
@@ -59,6 +60,7 @@ def install(rank: int, explain: Callable[[BaseException], object]) -> None:
     _explain = explain
     _set_rank(rank)
     _install_hook()
+    atexit.register(_let_rank_0_print)
 
 
 def install_when_connected(rank: int) -> None:
@@ -75,6 +77,13 @@ def install_when_connected(rank: int) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed
             # A duplicate: if the program closes its own, that number may become its data's file.
             faulthandler.enable(os.dup(sys.__stderr__.fileno()))
+
+
+def _let_rank_0_print() -> None:
+    """As the program ends: rank 0 prints what this rank has hidden, before it may be killed."""
+    # Open MPI's launcher kills all when a rank leaves with an error and has not started MPI.
+    if not _is_connected and os.getpid() == _process and output.has_hidden_errors():
+        time.sleep(_LEAD_DELAY)
 
 
 def _set_rank(rank: int) -> None:

@@ -100,6 +100,11 @@ def take_hidden_errors() -> str:
     return "" if _errors is None else _errors.take()
 
 
+def has_hidden_errors() -> bool:
+    """Whether this rank has hidden some of standard error."""
+    return _errors is not None and _errors.has_hidden()
+
+
 class _Stream:
     """Shows in whole lines what shows on this rank; all else is the stream's own."""
 
@@ -183,6 +188,9 @@ class _ErrorStream(_Stream):
             text, self._hidden = self._hidden.rstrip(), ""
         # Only the last state of a progress bar.
         return "".join(line.rpartition("\r")[2] + "\n" for line in text.split("\n") if text)
+
+    def has_hidden(self) -> bool:
+        return bool(self._hidden)
 
     def _shows(self) -> bool:
         if (
