@@ -62,24 +62,19 @@ def share_file(comm: Any, nbytes: int) -> SharedFile:
     # The other ranks open rank 0's nameless file by its path in /proc, which one container may hide
     # from another. The second choice is a file that is unlinked as soon as all have opened it.
     for create in (_make_nameless_file, _make_named_file):
-        file, path, problem = -1, "", ""
-        if comm.rank == 0:
-            try:
+        shared, path, problem = None, "", ""
+        try:
+            if comm.rank == 0:
                 file, path = create(nbytes)
-            except OSError as error:
-                problem = str(error) or repr(error)
-        path = comm.bcast(path, root=0)
-        if path and comm.rank > 0:
-            try:
-                file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            except OSError as error:
-                problem = str(error) or repr(error)
-        shared = None
-        if file >= 0:
-            try:
                 shared = SharedFile(file, nbytes)
-            except (OSError, ValueError) as error:
-                problem = str(error) or repr(error)
+        except (OSError, ValueError) as error:
+            problem = str(error) or repr(error)
+        shown = comm.bcast(path if shared is not None else "", root=0)
+        try:
+            if comm.rank > 0 and shown:
+                shared = SharedFile(os.open(shown, os.O_RDWR | os.O_CLOEXEC), nbytes)
+        except (OSError, ValueError) as error:
+            problem = str(error) or repr(error)
         # All ranks use this file, or none does: the ranks need the same memory.
         failures = list_by_rank(enumerate(comm.allgather(problem)))
         if comm.rank == 0 and path and not path.startswith("/proc/"):

@@ -425,7 +425,7 @@ class Optimizer:
         """The update of the next step."""
         rate = self._rate_now()
         given = self.numbers(rate, self._state.iterations + 1)
-        if not isinstance(given, Mapping):
+        if type(given) is not dict and not isinstance(given, Mapping):
             raise TypeError(
                 f"{type(self).__name__}.numbers returned {given!r}; it must return a dict of the "
                 "numbers that formula takes, by name"

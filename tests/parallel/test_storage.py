@@ -3,6 +3,7 @@
 import contextvars
 import gc
 import itertools
+import os
 import weakref
 from typing import Any
 
@@ -192,13 +193,14 @@ def test_memory_that_one_rank_does_not_get(strategy, monkeypatch):
 def test_a_slab_that_one_rank_cannot_map(strategy, monkeypatch, failing):
     first, files = hs.Variable([1.0]), mapped_files()
 
-    def refuse(*_):
+    def refuse(file, _):
+        os.close(file)
         raise OSError("cannot map")
 
     with monkeypatch.context() as patch:
         if RANK == failing:
             patch.setattr(shared_file, "SharedFile", refuse)
-        with pytest.raises(MemoryError, match=f"cannot share .*rank {failing}: cannot map"):
+        with pytest.raises(MemoryError, match=rf"memory: rank {failing}: cannot map\. Start"):
             hs.Variable(np.zeros(2 * MIB, np.int8))
     gc.collect()
     assert mapped_files() == files
