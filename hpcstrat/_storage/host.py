@@ -215,25 +215,11 @@ class HostStorage(Storage):
         op: Aggregation,
         rule: UpdateRule,
     ) -> None:
-        if self._host is None:
-            self._update_alone(signature, plan, values, rule)
-        else:
-            self._update_together(signature, plan, values, op, rule)
-        if self.stream is not None:
-            with self.stream.current():
-                for copy, master in self._copies[plan]:
-                    fill(copy, master)
-
-    def _update_together(
-        self,
-        signature: CallSignature,
-        plan: Plan,
-        values: Sequence[Array] | None,
-        op: Aggregation,
-        rule: UpdateRule,
-    ) -> None:
         control, update, layout = self._control, plan.update, plan.order.layout
         assert isinstance(update, HostUpdate)
+        if self._host is None:
+            self._update_alone(signature, plan, values, rule)
+            return
         add_up = None if rule.clip is None else control.add_up
         if op is FIRST_REPLICA:
             write = self._writer(plan, values) if control.rank == 0 else None
@@ -251,6 +237,8 @@ class HostStorage(Storage):
             update.run(rule, messages, op, in_place, add_up=add_up)
         # Until all have written, a read could see both new and old elements.
         control.sync()
+        if self.stream is not None:
+            self._copy_to_gpu(plan)
 
     def _update_alone(
         self,
@@ -277,6 +265,14 @@ class HostStorage(Storage):
             elif plan.buffers is not None:
                 message = plan.buffers.own
             update.run(rule, [message], in_place=in_place)
+        if self.stream is not None:
+            self._copy_to_gpu(plan)
+
+    def _copy_to_gpu(self, plan: Plan) -> None:
+        assert self.stream is not None
+        with self.stream.current():
+            for copy, master in self._copies[plan]:
+                fill(copy, master)
 
     def _make_message(self, nbytes: int) -> None:
         """Makes the message of a rank alone, for all plans: updates follow one another."""

@@ -2,7 +2,6 @@
 
 HostUpdate  an update of some shards
 HostRuns    elements of one dtype, in runs: those that change together, or whose norm is sought
-Summands    the messages of a step, whose reduction is the gradients
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 
@@ -34,22 +33,6 @@ from hpcstrat._update.update import (
 Scratch: TypeAlias = "dict[np.dtype[Any], Array]"
 """A chunk of each dtype for gradients, the same for all updates of a storage. Allocated once: new
 arrays for each chunk would not be in cache, and cost page faults."""
-
-
-class Summands(NamedTuple):
-    """What the gradients of a step are reduced from.
-
-    Attributes:
-        messages: all ranks', or the only one that counts.
-        op: how they are reduced.
-        in_place: gradients of this rank that are not, or not wholly, in its message.
-        compiles: whether they may be summed by compiled loops.
-    """
-
-    messages: Sequence[Array]
-    op: ReduceOp
-    in_place: InPlace
-    compiles: bool
 
 
 @final
@@ -87,31 +70,47 @@ class HostRuns:
         self._chunks.clear()
         self._table.clear()
 
-    def update(self, rule: UpdateRule, numbers: Sequence[float], summands: Summands) -> None:
-        """Applies a rule with these numbers."""
+    # Gradients are reduced by `op` from all ranks' messages, or from the only one that counts. Some
+    # of this rank's may be `in_place`, and not, or not wholly, in its message.
+
+    def update(
+        self,
+        rule: UpdateRule,
+        numbers: Sequence[float],
+        messages: Sequence[Array],
+        op: ReduceOp,
+        in_place: InPlace,
+        compiles: bool,
+    ) -> None:
+        """Applies a rule with these numbers, by a compiled loop if it `compiles` and has one."""
         kernel = rule.kernel
         if kernel is None:
-            for _, (value,), gradient in self._reduced(summands):
+            for _, (value,), gradient in self._reduced(messages, op, in_place):
                 rule.assign(value, gradient)
-        elif summands.compiles and (bound := self._bound.get(kernel) or self._bind(kernel)):
+        elif compiles and (bound := self._bound.get(kernel) or self._bind(kernel)):
             loop, memory = bound
             if numbers is not self._written:
                 memory[:] = self._written = numbers
-            loop(*self._prepared(self._table, summands))
+            loop(*self._table.of(messages, in_place))
         else:
-            for _, (value, *slots), gradient in self._reduced(summands):
+            for _, (value, *slots), gradient in self._reduced(messages, op, in_place):
                 kernel.run(numbers, value, gradient, slots)
 
-    def squares(self, kernel: Kernel, summands: Summands) -> Array:
+    def squares(
+        self,
+        kernel: Kernel,
+        messages: Sequence[Array],
+        op: ReduceOp,
+        in_place: InPlace,
+        compiles: bool,
+    ) -> Array:
         """The sum of the squares of each run's gradient, in float64, valid until the next call."""
-        if summands.compiles and (
-            bound := self._bound.get(kernel) or self._bind(kernel, self._squares)
-        ):
+        if compiles and (bound := self._bound.get(kernel) or self._bind(kernel, self._squares)):
             loop, _ = bound
-            loop(*self._prepared(self._table, summands))
+            loop(*self._table.of(messages, in_place))
         else:
             self._squares[:] = 0
-            for i, _, gradient in self._reduced(summands):
+            for i, _, gradient in self._reduced(messages, op, in_place):
                 self._squares[i] += compiled.sum_of_squares(gradient)
         return self._squares
 
@@ -127,19 +126,16 @@ class HostRuns:
         self._bound[kernel] = bind(memory), memory
         return self._bound[kernel]
 
-    def _reduced(self, summands: Summands) -> Iterator[tuple[int, Sequence[Array], Array]]:
+    def _reduced(
+        self, messages: Sequence[Array], op: ReduceOp, in_place: InPlace
+    ) -> Iterator[tuple[int, Sequence[Array], Array]]:
         """Of each chunk its run, its part of the run's arrays, and the reduced gradient."""
-        for i, arrays, parts in self._prepared(self._chunks, summands):
+        for i, arrays, parts in self._chunks.of(messages, in_place):
             gradient = parts[0]
             if len(parts) > 1:
                 gradient = self._gradient[: gradient.size]
-                reduce_chunk(gradient, parts, summands.op)
+                reduce_chunk(gradient, parts, op)
             yield i, arrays, gradient
-
-    def _prepared(self, kept: KeptByMessage[Any], summands: Summands) -> Any:
-        if summands.in_place:
-            return kept.make(summands.messages, summands.in_place)
-        return kept.of(summands.messages)
 
     def _chunks_of(
         self, messages: Sequence[Array], in_place: InPlace = NOTHING_IN_PLACE
@@ -289,25 +285,25 @@ class HostUpdate(Update):
         compiles = self._updates > self._compile_after
         if compiles and kernel is not None and kernel is not self._ready:
             self._prepare_loops(kernel)
-        # Other operations than sums are rare, on small variables.
-        summands = Summands(messages, op, in_place, compiles and op is ReduceOp.SUM)
+        compiles = compiles and op is ReduceOp.SUM  # others are rare, on small variables
         if kernel is None or clip is None:
             for one in self._all:
-                one.update(rule, rule.numbers, summands)
+                one.update(rule, rule.numbers, messages, op, in_place, compiles)
             return
+        given = messages, op, in_place, compiles
         squares = np.zeros(1 if clip.is_global else len(self._shards))
         if clip.is_global:
             for norms in self._in_message:
-                squares += norms.squares(kernel, summands).sum()
+                squares += norms.squares(kernel, *given).sum()
         else:
             for variable, norms, _ in self._of_variables:
-                squares[variable] = norms.squares(kernel, summands)[0]
+                squares[variable] = norms.squares(kernel, *given)[0]
         if add_up is not None:
             squares = add_up(squares)
         scales = [clip.scale(squared) for squared in squares.tolist()]
         if clip.is_global:
             for one in self._all:
-                one.update(rule, (*scales, *rule.numbers), summands)
+                one.update(rule, (*scales, *rule.numbers), *given)
         else:
             for variable, _, one in self._of_variables:
-                one.update(rule, (scales[variable], *rule.numbers), summands)
+                one.update(rule, (scales[variable], *rule.numbers), *given)

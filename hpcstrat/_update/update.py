@@ -100,21 +100,26 @@ class KeptByMessage(Generic[T]):
     """What is made once for each message. An update's messages are mostly the same few arrays.
 
     Args:
-        make: makes it from all ranks' messages.
+        make: makes it from all ranks' messages, and from gradients in place if there are any.
     """
 
-    def __init__(self, make: Callable[[Sequence[Array]], T]) -> None:
-        self.make: Callable[..., T] = make
+    def __init__(self, make: Callable[..., T]) -> None:
+        self._make = make
         self._kept: dict[tuple[int, int], tuple[Sequence[Array], T]] = {}
 
-    def of(self, messages: Sequence[Array]) -> T:
-        """What was made from these; the first one stands for all."""
+    def of(self, messages: Sequence[Array], in_place: InPlace = NOTHING_IN_PLACE) -> T:
+        """What was made from these; the first one stands for all.
+
+        What depends on gradients that are read `in_place` is not kept.
+        """
+        if in_place:
+            return self._make(messages, in_place)
         # By id, because arrays have no hash; messages are kept, so that no other gets their ids.
         key = id(messages[0]), len(messages)
         if key not in self._kept:
             if len(self._kept) == 3:  # two records that alternate or a mailbox, and buffers
                 self.clear()
-            self._kept[key] = messages, self.make(messages)
+            self._kept[key] = messages, self._make(messages)
         return self._kept[key][1]
 
     def clear(self) -> None:
