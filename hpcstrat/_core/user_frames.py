@@ -39,6 +39,8 @@ def _no_collection() -> Iterator[None]:
 @_no_collection()
 def user_frame_of(thread: int) -> str:
     """Where a thread is in the user's program; if it has ended, where the main thread is."""
+    if thread == threading.get_ident():
+        return user_frame()
     frames = sys._current_frames()
     # This function's own frame would make a cycle, which keeps all threads' local variables alive.
     del frames[threading.get_ident()]

@@ -73,7 +73,7 @@ class HostRuns:
     # Gradients are reduced by `op` from all ranks' messages, or from the only one that counts. Some
     # of this rank's may be `in_place`, and not, or not wholly, in its message.
 
-    def update(
+    def apply(
         self,
         rule: UpdateRule,
         numbers: Sequence[float],
@@ -288,7 +288,7 @@ class HostUpdate(Update):
         compiles = compiles and op is ReduceOp.SUM  # others are rare, on small variables
         if kernel is None or clip is None:
             for one in self._all:
-                one.update(rule, rule.numbers, messages, op, in_place, compiles)
+                one.apply(rule, rule.numbers, messages, op, in_place, compiles)
             return
         given = messages, op, in_place, compiles
         squares = np.zeros(1 if clip.is_global else len(self._shards))
@@ -303,7 +303,7 @@ class HostUpdate(Update):
         scales = [clip.scale(squared) for squared in squares.tolist()]
         if clip.is_global:
             for one in self._all:
-                one.update(rule, (*scales, *rule.numbers), *given)
+                one.apply(rule, (*scales, *rule.numbers), *given)
         else:
             for variable, _, one in self._of_variables:
-                one.update(rule, (scales[variable], *rule.numbers), *given)
+                one.apply(rule, (scales[variable], *rule.numbers), *given)

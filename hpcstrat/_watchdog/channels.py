@@ -97,6 +97,8 @@ class Link:
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
+        if connected.family != socket.AF_UNIX:  # a status must not wait until the last has arrived
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connected
         self._received = self._unsent = b""
         self.is_closed: bool = False

@@ -96,6 +96,7 @@ class Watchdog:
             yield
         finally:
             self._extensions.remove(seconds)
+            self._tell()  # or a rank that loses the others now would wait as long for them
 
     def leave(self) -> None:
         """Tells the others that this process may end from now on.

@@ -57,10 +57,8 @@ ITERATE = """batches = hs.data.Dataset.range(9).{}
     for batch in strategy.experimental_distribute_dataset(batches): pass"""
 ITERATING = r"iterating over Strategy\.experimental_distribute_dataset"
 BROKEN = {
-    **with_each("an update interrupted", "'_prepared'", "apply(numbers)", APPLY),
-    **with_each(
-        "an update interrupted on all ranks", "'_prepared'", "apply(numbers)", APPLY, of=""
-    ),
+    **with_each("an update interrupted", "'apply'", "apply(numbers)", APPLY),
+    **with_each("an update interrupted on all ranks", "'apply'", "apply(numbers)", APPLY, of=""),
     **with_each(
         "an update interrupted while it waits", "'exchange_records'", "apply(numbers)", APPLY
     ),
@@ -75,7 +73,7 @@ BROKEN = {
         "'new_block'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"
     ),
     "an update interrupted by an alarm": broken(
-        "'_prepared', TimeoutError('late')", "apply(numbers)", APPLY, error="TimeoutError"
+        "'apply', TimeoutError('late')", "apply(numbers)", APPLY, error="TimeoutError"
     ),
     "an update interrupted at the end": broken("'sync'", "apply(numbers)", APPLY, of=""),
     "a reduction interrupted": broken(
@@ -94,7 +92,7 @@ BROKEN = {
         "'_assign'", "own.assign(numbers)", r"Variable\.assign of 'Variable'"
     ),
     "an update interrupted before the end of the program": broken(
-        "'_prepared'", "apply(numbers)", APPLY, end="", ends="the end of the program"
+        "'apply'", "apply(numbers)", APPLY, end="", ends="the end of the program"
     ),
     "a restoring interrupted": broken(
         "'_load'",

@@ -42,6 +42,9 @@ STALLS = {
     ),
     "SIGSTOP": silenced("if last: stop()" + WAIT, BARRIER, silent("rank 2", "(stop|<module>)")),
     "SIGSTOP of rank 0": silenced_root("if rank == 0: stop()\nhs.barrier()" + WAIT),
+    "SIGSTOP of rank 0 at the end of an extended time-out": silenced_root(
+        "with hs.extend_timeout(3600): pass\nif rank == 0: stop()" + WAIT
+    ),
     "SIGSTOP in the midst of calls": silenced(
         "for i in range(10**9):\n    if i == 2_000 and last: stop()\n    hs.any_rank(False)",
         waits("ranks 0, 1", "any_rank"),
