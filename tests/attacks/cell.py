@@ -66,7 +66,7 @@ class Cell:
 
         Args:
             words: the command; `hpcstrat` and `python` are those of the tests.
-            leaves: prefixes of the names of files, or of the commands of processes, that may be
+            leaves: prefixes of the paths of files, or of the commands of processes, that may be
                 left.
             shm: the size of `/dev/shm`.
             before: shell commands that run in the cell first.
