@@ -364,7 +364,7 @@ ATTEMPT = """
 """
 
 
-@pytest.mark.parametrize("call", ["gather", "reduce"])
+@pytest.mark.parametrize("call", slow_but(["reduce"], ["gather", "reduce"]))
 def test_too_little_memory_for_all_ranks_together(launch, call):
     """An error on all ranks, though each alone has enough memory: the kernel would kill them."""
     for left, outcome in ((127, "refused "), (1000, "done ")):
