@@ -181,7 +181,7 @@ class Storage(abc.ABC):
         # Part of the signature: a rank whose gradients are in its buffers sends none, and the
         # others must expect that.
         in_buffers = plan.buffers is not None and plan.buffers.are(values)
-        signature = plan.signature(op, rule.agreed, in_buffers)
+        signature = plan.signature(op, rule, in_buffers)
         try:
             if in_buffers:
                 given = None
@@ -233,9 +233,7 @@ class Storage(abc.ABC):
             signature = signature_of(current_call(), rows.shape, variable.identity())
             # The ranks gathered the rows and the gradient, so these are the same on every rank;
             # only the variable is compared.
-            communicator.exchange(
-                signature.with_numbers(tuple(rule.agreed.values()), tuple(rule.agreed))
-            )
+            communicator.exchange(signature.with_numbers(rule.agreed, rule.names))
             with np.errstate(all="ignore"):
                 self._update_rows(blocks, rows, gradient, rule)
             if communicator.checks:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 from hpcstrat._calls.records import CallSignature, signature_of
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._storage.order import MessageOrder
-from hpcstrat._update.rule import NOTHING
+from hpcstrat._update.rule import UpdateRule
 from hpcstrat._update.update import NOTHING_IN_PLACE, InPlace, KeptByMessage, Update
+
+_NO_NUMBERS = UpdateRule()
 
 
 @final
@@ -70,19 +72,18 @@ class Plan:
     def signature(
         self,
         op: Aggregation = FIRST_REPLICA,
-        constants: Mapping[str, float] = NOTHING,
+        rule: UpdateRule = _NO_NUMBERS,
         in_buffers: bool = False,
     ) -> CallSignature:
         """What the ranks must agree on for an update, or to make buffers."""
         call = f"{current_call()} from buffers" if in_buffers else current_call()
-        names, numbers = tuple(constants), tuple(constants.values())
-        signature = self._signatures.get((call, op, names))
+        signature = self._signatures.get((call, op, rule.names))
         if signature is None:
             must_match = [block.identity() for block in self.order.blocks]
             signature = signature_of(call, *([] if op is FIRST_REPLICA else [op.name]), *must_match)
-        if signature.numbers != numbers:  # they change from step to step
-            signature = signature.with_numbers(numbers, names)
-        self._signatures[call, op, names] = signature
+        if signature.numbers != rule.agreed:  # they change from step to step
+            signature = signature.with_numbers(rule.agreed, rule.names)
+        self._signatures[call, op, rule.names] = signature
         return signature
 
     def require_whole(self) -> None:

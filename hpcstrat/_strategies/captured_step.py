@@ -285,7 +285,7 @@ class CapturedStep:
                 if (rule.kernel, rule.clip) != kind:
                     return None
                 values += rule.numbers
-                agreed += rule.agreed.values()
+                agreed += rule.agreed
                 before.append((state, state.iterations))
                 state.iterations += 1  # for the next update of this optimizer
         except Exception:  # a schedule's, for example: the function raises it, too

@@ -155,7 +155,7 @@ def prepare_on_gpu(rule: UpdateRule, dtype: np.dtype[Any]) -> None:
         return
     if kernel.of_reals and dtype.kind == "c":
         functions = ", ".join([f"numpy.{name}" for name in kernel.of_reals])
-        clips = " with clipvalue" * ("clipvalue" in rule.agreed)
+        clips = " with clipvalue" * ("clipvalue" in rule.names)
         raise TypeError(
             f"{current_call()}: the update{clips} takes {functions} of elements, and a variable is "
             f"of {dtype.name}, which has no order on a GPU. Make its real and imaginary parts two "

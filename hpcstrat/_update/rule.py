@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple
 
 from hpcstrat._core.types import Array
 from hpcstrat._update.formula import Kernel
-
-NOTHING: Mapping[str, float] = MappingProxyType({})
 
 
 class Clip(NamedTuple):
@@ -42,7 +39,8 @@ class UpdateRule(NamedTuple):
     Attributes:
         kernel: how an element changes, by its gradient.
         numbers: the kernel's numbers in this step, after the scale of `clip`.
-        agreed: the numbers, by name, on which the ranks must agree; those that differ raise
+        names: of the numbers that follow.
+        agreed: the numbers on which the ranks must agree; those that differ raise
             `ReplicaMismatchError`.
         clip: which norms of the gradients are limited.
         assign: of a rule without a kernel: changes an array by another of its shape.
@@ -50,6 +48,7 @@ class UpdateRule(NamedTuple):
 
     kernel: Kernel | None = None
     numbers: tuple[float, ...] = ()
-    agreed: Mapping[str, float] = NOTHING
+    names: tuple[str, ...] = ()
+    agreed: tuple[float, ...] = ()
     clip: Clip | None = None
     assign: Callable[[Array, Array], object] = _assign

@@ -45,7 +45,9 @@ class _Traced(NamedTuple):
         kernel: the kernel.
         literals: its last numbers; see `trace`.
         clip: which norms are clipped before.
-        agreed: what else the ranks must agree on: options, and fields that every class has.
+        names: of what the ranks must agree on: the rate, the numbers, options, and fields that
+            every class has.
+        lasting: those that are not numbers of a step.
     """
 
     kind: list[Any]
@@ -55,7 +57,8 @@ class _Traced(NamedTuple):
     kernel: Kernel
     literals: tuple[float, ...]
     clip: Clip | None
-    agreed: dict[str, float]
+    names: tuple[str, ...]
+    lasting: tuple[float, ...]
 
 
 @dataclass(eq=False, repr=False)
@@ -125,7 +128,7 @@ class Optimizer:
         slots = MappingProxyType({})
     # Set by `vars(self)`: `__setattr__` is for what a program sets.
     _traced: ClassVar[_Traced | None] = None
-    _last: ClassVar[tuple[Any, UpdateRule] | None] = None
+    _last: ClassVar[tuple[float, list[Any], UpdateRule] | None] = None
     _rate: ClassVar[Any]
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -394,8 +397,8 @@ class Optimizer:
         if are_summed:
             group.communicator.require_equal(gradients)
         if sparse:  # before the calls that depend on the options
-            names, numbers = tuple(rule.agreed), tuple(rule.agreed.values())
-            group.communicator.exchange(signature_of(current_call()).with_numbers(numbers, names))
+            signature = signature_of(current_call()).with_numbers(rule.agreed, rule.names)
+            group.communicator.exchange(signature)
         rows = [_gradients.sum_rows(group, slices, v, are_summed) for slices, v in sparse]
         if rule.clip is not None and sparse:
             with group.communicator.raise_together(), group.on_stream():
@@ -423,37 +426,39 @@ class Optimizer:
 
     def _rule(self) -> UpdateRule:
         """The update of the next step."""
-        rate = self._rate_now()
+        rate: Any = self._rate
+        if type(rate) is not float:
+            rate = self._rate_now()
         given = self.numbers(rate, self._state.iterations + 1)
         if type(given) is not dict and not isinstance(given, Mapping):
             raise TypeError(
                 f"{type(self).__name__}.numbers returned {given!r}; it must return a dict of the "
                 "numbers that formula takes, by name"
             )
-        traced, last, own = self._traced, self._last, vars(self)
-        kind = [*given, *map(type, given.values())]
+        traced, last, values = self._traced, self._last, [*given.values()]
+        kind = [*given, *map(type, values)]
         if traced is None or kind != traced.kind:
-            traced = own["_traced"] = self._trace(given, kind)
-        elif traced.is_constant and last is not None and (rate, given) == last[0]:
-            return last[1]
-        elif not traced.options.items() <= given.items():
-            traced = own["_traced"] = self._trace(given, kind)
-        numbers = given if traced.are_floats else self._as_numbers(given, traced.options)
-        agreed = {"learning_rate": rate, **numbers, **traced.agreed}
-        values = [*numbers.values()]
-        if self.weight_decay is not None:
-            values.append(1 - self.weight_decay * rate)
-        rule = UpdateRule(traced.kernel, (*values, *traced.literals), agreed, traced.clip)
-        own["_last"] = (rate, {**given}), rule  # a program may change its dict in place
+            traced = self._trace(given, kind)
+        elif traced.is_constant and last is not None and last[0] == rate and last[1] == values:
+            return last[2]
+        elif traced.options and not traced.options.items() <= given.items():
+            traced = self._trace(given, kind)
+        numbers = values if traced.are_floats else self._as_numbers(given, traced.options)
+        agreed = (rate, *numbers, *traced.lasting)
+        decay = () if self.weight_decay is None else (1 - self.weight_decay * rate,)
+        passed = (*numbers, *decay, *traced.literals)
+        rule = UpdateRule(traced.kernel, passed, traced.names, agreed, traced.clip)
+        own = vars(self)
+        own["_traced"], own["_last"] = traced, (rate, values, rule)
         return rule
 
-    def _as_numbers(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, float]:
+    def _as_numbers(self, given: Mapping[str, Any], options: Mapping[str, Any]) -> list[float]:
         call = f"{type(self).__name__}.numbers"
-        return {
-            name: one if type(one) is float else as_number(call, name, one)
+        return [
+            one if type(one) is float else as_number(call, name, one)
             for name, one in given.items()
             if name not in options
-        }
+        ]
 
     def _trace(self, given: Mapping[str, Any], kind: list[Any]) -> _Traced:
         """The formula for numbers and options of these names."""
@@ -482,11 +487,13 @@ class Optimizer:
             as_number(f"{owner}.slots", name, value)
         kernel, literals = trace(f"{owner}.formula", whole, len(slots), taken)
         fields = ("weight_decay", *_CLIPPING)
-        agreed = {name: float(value) for name, value in options.items() if value is not None}
-        agreed |= {name: one for name in fields if (one := getattr(self, name)) is not None}
+        lasting = {name: float(value) for name, value in options.items() if value is not None}
+        lasting |= {name: one for name in fields if (one := getattr(self, name)) is not None}
+        all_names, values = ("learning_rate", *names, *lasting), tuple(lasting.values())
         types = {*map(type, given.values())}
         is_constant, are_floats = types <= {float, int, bool, type(None)}, types <= {float}
-        return _Traced(kind, is_constant, are_floats, options, kernel, literals, clip, agreed)
+        of_kind = kind, is_constant, are_floats, options
+        return _Traced(*of_kind, kernel, literals, clip, all_names, values)
 
     @names_call(lambda self, _: f"{self.name}.gradient_buffers")
     def gradient_buffers(self, variables: Iterable[Variable]) -> list[Any]:
