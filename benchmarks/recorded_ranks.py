@@ -20,7 +20,7 @@ from unittest import mock
 from recorded_mpi import MPI, Meeting, RecordingComm
 from unbacked_memory import unbacked_memory
 
-from hpcstrat._communicators import shared_memory
+from hpcstrat._transports import shared_memory
 
 
 class Call(NamedTuple):

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import mpi_rounds
 
-from hpcstrat._calls.records import WHOLE
-from hpcstrat._communicators import rail
-from hpcstrat._communicators.mpi import FEW_RANKS
+from hpcstrat._agreement.records import WHOLE
 from hpcstrat._memory.host_limits import LARGE
+from hpcstrat._transports import rail
+from hpcstrat._transports.mpi import FEW_RANKS
 
 RECORD = 256  # bytes of a rank's record, with a short message
 RECORD_AND_COMPLEMENT = 96  # bytes that many ranks reduce instead

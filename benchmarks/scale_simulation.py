@@ -21,11 +21,11 @@ from rounds import header, row
 from unbacked_memory import Unbacked
 
 from hpcstrat import ReduceOp
-from hpcstrat._communicators import rail
-from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
-from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core.call_name import call_named
 from hpcstrat._storage.host import HostStorage
+from hpcstrat._transports import rail
+from hpcstrat._transports.hosts import HierarchicalCommunicator
+from hpcstrat._transports.shared_memory import SharedMemoryCommunicator
 from hpcstrat._update.formula import trace
 from hpcstrat._update.rule import UpdateRule
 

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from hpcstrat import _run
-from hpcstrat._communicators import nccl_start
-from hpcstrat._communicators.connection import connect
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.ranks_in_words import list_by_rank, ranges_in_words
 from hpcstrat._process import launchers, mpi_library, settings
+from hpcstrat._transports import nccl_start
+from hpcstrat._transports.connection import connect
 from hpcstrat._update.compiled import compiler
 
 

@@ -11,10 +11,8 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from hpcstrat._calls.collective import collective
-from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.connection import connect, count_ranks, find_connected
-from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._agreement.collective import collective
+from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import host_copy
 from hpcstrat._core.call_name import current_call, names_call
@@ -22,6 +20,8 @@ from hpcstrat._core.types import DistributedValues
 from hpcstrat._process import launchers, worlds
 from hpcstrat._replicas import contexts
 from hpcstrat._strategies import step_graphs
+from hpcstrat._transports.connection import connect, count_ranks, find_connected
+from hpcstrat._transports.host import HostCommunicator
 from hpcstrat._variable.variable import Variable
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

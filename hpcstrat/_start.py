@@ -11,7 +11,7 @@ from hpcstrat._variable.writing import explain_assign
 def start() -> None:
     """Installs what ranks need before they are connected. Starts nothing.
 
-    What they need from then on is in `hpcstrat/_communicators/connection.py`: hooks for failing
+    What they need from then on is in `hpcstrat/_transports/connection.py`: hooks for failing
     threads and crashes, the watchdog, and the end of the program.
 
     Raises:

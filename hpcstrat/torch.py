@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._calls import records
-from hpcstrat._communicators import base, connection
+from hpcstrat._agreement import records
 from hpcstrat._core import arrays, call_name, gpu, nests
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory import layout as layouts
@@ -29,6 +28,7 @@ from hpcstrat._program import extend_timeout, rank
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas import group as groups
 from hpcstrat._strategies import base as strategies
+from hpcstrat._transports import connection, verbs
 from hpcstrat._variable.variable import Variable
 from hpcstrat.checkpoint import _atomic_file
 
@@ -342,7 +342,7 @@ _packings_of = functools.lru_cache(maxsize=8)(packing.packings_of)
 
 
 def _all_reduce(
-    communicator: base.Communicator,
+    communicator: verbs.Communicator,
     values: Sequence[Array],
     op: ReduceOp,
     must_match: Sequence[str],

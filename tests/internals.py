@@ -3,40 +3,15 @@
 from hpcstrat import _info as info
 from hpcstrat import _program
 from hpcstrat import _run as launcher
-from hpcstrat._calls import mismatch, records
-from hpcstrat._calls.collective import CallState
-from hpcstrat._calls.records import (
+from hpcstrat._agreement import mismatch, records
+from hpcstrat._agreement.collective import CallState
+from hpcstrat._agreement.records import (
     CallDescription,
     CallSignature,
     ManyValues,
     VariableId,
     signature_of,
 )
-from hpcstrat._communicators import host, nccl_collectives, nccl_start, rail, shared_memory
-from hpcstrat._communicators import mpi as mpi_communicator
-from hpcstrat._communicators.base import Outgoing
-from hpcstrat._communicators.connection import connect, connect_devices
-from hpcstrat._communicators.device import StagedCommunicator
-from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
-from hpcstrat._communicators.host import SoloCommunicator
-from hpcstrat._communicators.mpi import MpiCommunicator
-from hpcstrat._communicators.nccl import NcclCommunicator
-from hpcstrat._communicators.nccl_start import load_nccl
-from hpcstrat._communicators.point_to_point import PointToPoint
-from hpcstrat._communicators.rail import Rail, halving_of, is_pairwise
-from hpcstrat._communicators.reduction import (
-    CHUNK,
-    REDUCTIONS,
-    Reduction,
-    accumulator,
-    check_reducible,
-    combine_hosts,
-    part_of_rank,
-    reduce_by_hosts,
-    reduce_chunk,
-    reduce_in_chunks,
-)
-from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core import cublas, device_names, gpu, nests
 from hpcstrat._core.arrays import as_native, is_numeric
 from hpcstrat._core.call_name import (
@@ -96,6 +71,31 @@ from hpcstrat._strategies import captured_step, reachable, step_graphs
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._strategies.strategies import make_mirrored_group
+from hpcstrat._transports import host, nccl_collectives, nccl_start, rail, shared_memory
+from hpcstrat._transports import mpi as mpi_communicator
+from hpcstrat._transports.connection import connect, connect_devices
+from hpcstrat._transports.device import StagedCommunicator
+from hpcstrat._transports.host import SoloCommunicator
+from hpcstrat._transports.hosts import HierarchicalCommunicator
+from hpcstrat._transports.mpi import MpiCommunicator
+from hpcstrat._transports.nccl import NcclCommunicator
+from hpcstrat._transports.nccl_start import load_nccl
+from hpcstrat._transports.point_to_point import PointToPoint
+from hpcstrat._transports.rail import Rail, halving_of, is_pairwise
+from hpcstrat._transports.reduction import (
+    CHUNK,
+    REDUCTIONS,
+    Reduction,
+    accumulator,
+    check_reducible,
+    combine_hosts,
+    part_of_rank,
+    reduce_by_hosts,
+    reduce_chunk,
+    reduce_in_chunks,
+)
+from hpcstrat._transports.shared_memory import SharedMemoryCommunicator
+from hpcstrat._transports.verbs import Outgoing
 from hpcstrat._update import compiled, device_update, rows
 from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._variable.writing import explain_assign

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NoReturn, SupportsIndex, TypeVar, final
 
-from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.host import SoloCommunicator
 from hpcstrat._core import device_names, gpu
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.host import HostStorage
+from hpcstrat._transports.device import DeviceCommunicator
+from hpcstrat._transports.host import SoloCommunicator
+from hpcstrat._transports.verbs import Communicator
 
 _Value = TypeVar("_Value")
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.host import HostStorage
+from hpcstrat._transports.device import DeviceCommunicator
+from hpcstrat._transports.verbs import Communicator
 
 
 def make_storage(

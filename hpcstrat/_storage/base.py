@@ -16,8 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.base import Communicator
+from hpcstrat._agreement.records import CallSignature, signature_of
 from hpcstrat._core import gpu
 from hpcstrat._core.arrays import checksum
 from hpcstrat._core.call_name import current_call
@@ -26,6 +25,7 @@ from hpcstrat._core.types import Aggregation, Array, Bytes
 from hpcstrat._memory.blocks import Block
 from hpcstrat._storage.parts import fill, flat, gpu_parts, host_parts
 from hpcstrat._storage.plan import Plan
+from hpcstrat._transports.verbs import Communicator
 from hpcstrat._update.rule import UpdateRule
 
 

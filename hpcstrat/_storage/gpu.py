@@ -8,8 +8,7 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._agreement.records import CallSignature, signature_of
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array, ReduceOp
@@ -22,6 +21,7 @@ from hpcstrat._storage.gpu_plan import GpuPlan, MessageMemory
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.parts import fill
 from hpcstrat._storage.plan import Buffers, Plan
+from hpcstrat._transports.device import DeviceCommunicator
 from hpcstrat._update.device_update import DeviceUpdate, prepare_on_gpu
 from hpcstrat._update.formula import Kernel
 from hpcstrat._update.rows import update_rows

@@ -8,13 +8,13 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._communicators.device import Move
 from hpcstrat._core import gpu
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array
 from hpcstrat._memory.packing import PackKernel, packings_of
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.plan import Plan
+from hpcstrat._transports.device import Move
 from hpcstrat._update.update import Update
 
 

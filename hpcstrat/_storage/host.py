@@ -11,11 +11,7 @@ from typing import final
 
 import numpy as np
 
-from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.base import Communicator, Write
-from hpcstrat._communicators.device import DeviceCommunicator
-from hpcstrat._communicators.hierarchical import host_of
-from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._agreement.records import CallSignature, signature_of
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
@@ -31,6 +27,10 @@ from hpcstrat._storage.gpu_plan import GpuPlan, MessageMemory
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.parts import PART, fill, flat, writer_of
 from hpcstrat._storage.plan import Buffers, Plan
+from hpcstrat._transports.device import DeviceCommunicator
+from hpcstrat._transports.host import HostCommunicator
+from hpcstrat._transports.hosts import host_of
+from hpcstrat._transports.verbs import Communicator, Write
 from hpcstrat._update import compiled
 from hpcstrat._update.host_update import HostUpdate, Scratch
 from hpcstrat._update.rows import update_rows

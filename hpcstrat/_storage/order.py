@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from hpcstrat._communicators.reduction import part_of_rank
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import ElementRange
 from hpcstrat._memory.layout import Layout, layout_of_arrays
 from hpcstrat._memory.shards import Shard
+from hpcstrat._transports.reduction import part_of_rank
 
 T = TypeVar("T")
 

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any, final
 
-from hpcstrat._calls.records import CallSignature, signature_of
+from hpcstrat._agreement.records import CallSignature, signature_of
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import FIRST_REPLICA, Aggregation, Array
 from hpcstrat._storage.order import MessageOrder

@@ -13,9 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._calls.collective import collective
-from hpcstrat._communicators.connection import disconnect_devices
-from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._agreement.collective import collective
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.timeline import RUN, span
 from hpcstrat._core.types import ReduceOp, RunOptions, ValueContext, select
@@ -37,6 +35,8 @@ from hpcstrat._strategies.transfer import (
     regroup,
     require_equal_arguments,
 )
+from hpcstrat._transports.connection import disconnect_devices
+from hpcstrat._transports.device import DeviceCommunicator
 from hpcstrat._variable.writing import explain_assign, explain_read_only
 from hpcstrat.data import _distributing
 from hpcstrat.data._arguments import InputContext, InputOptions

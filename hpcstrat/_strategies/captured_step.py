@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from hpcstrat._communicators.device import DeviceCommunicator
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.cublas import replaced
 from hpcstrat._core.types import Array
 from hpcstrat._core.user_frames import user_frame
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.reachable import memory_behind
+from hpcstrat._transports.device import DeviceCommunicator
 from hpcstrat._update.device_update import numbers_kernel
 from hpcstrat._update.rule import UpdateRule
 from hpcstrat._variable.variable import Variable, state_of

@@ -8,9 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._calls.records import ManyValues, signature_of
-from hpcstrat._communicators.base import Communicator, Outgoing, check_gatherable
-from hpcstrat._communicators.reduction import REDUCTIONS, check_reducible, reduce_rows
+from hpcstrat._agreement.records import ManyValues, signature_of
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import (
     as_array,
@@ -33,6 +31,8 @@ from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.transfer import describe_array, from_wire, to_wire
+from hpcstrat._transports.reduction import REDUCTIONS, check_reducible, reduce_rows
+from hpcstrat._transports.verbs import Communicator, Outgoing, check_gatherable
 from hpcstrat._variable.variable import Variable
 from hpcstrat.data._splitting import bounds
 

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from hpcstrat._calls.collective import collective
+from hpcstrat._agreement.collective import collective
 from hpcstrat._core import device_names, nests
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import (

@@ -6,14 +6,14 @@ import contextlib
 import os
 from collections.abc import Sequence
 
-from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.connection import choose_device_communicator, connect, connect_devices
+from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import device_names, gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.ranks_in_words import join_by_rank, ranks_in_words
 from hpcstrat._core.user_frames import warn
 from hpcstrat._process import launchers, worlds
+from hpcstrat._transports.connection import choose_device_communicator, connect, connect_devices
+from hpcstrat._transports.verbs import Communicator
 
 _CPU_ANYWAY = (
     "To compute on the CPU anyway, name it, as in CentralStorageStrategy(compute_devices=['CPU:0', "

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.reduction import REDUCTIONS, check_reducible, mean_dtype
 from hpcstrat._core import gpu
 from hpcstrat._core.arrays import is_foreign
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, IndexedSlices, ReduceOp, component_of
 from hpcstrat._strategies.exchange import Nest, as_numeric, scalar
+from hpcstrat._transports.reduction import REDUCTIONS, check_reducible, mean_dtype
+from hpcstrat._transports.verbs import Communicator
 from hpcstrat._variable.variable import Variable
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._calls.collective import collective
-from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.connection import count_ranks
+from hpcstrat._agreement.collective import collective
+from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import ReduceOp, select
@@ -20,6 +19,7 @@ from hpcstrat._replicas.group import ReplicaGroup, default_group
 from hpcstrat._strategies import exchange, reduce
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.transfer import regroup
+from hpcstrat._transports.connection import count_ranks
 
 _REQUIRE: Callable[[Any], None] = operator.methodcaller("_require")
 

@@ -36,8 +36,7 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.device import DeviceCommunicator
+from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import nests
 from hpcstrat._core.call_name import call_named
 from hpcstrat._core.user_frames import user_frame_of_error, warn
@@ -48,6 +47,7 @@ from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.parts import writer_of
 from hpcstrat._strategies.captured_step import BY_VALUE, CapturedStep
 from hpcstrat._strategies.reachable import globals_in
+from hpcstrat._transports.device import DeviceCommunicator
 
 STEPS = "_hpcstrat_steps"
 """The attribute with the `StepFunction` of a function that `function_of` returned."""

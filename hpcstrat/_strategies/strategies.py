@@ -6,9 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
-from hpcstrat._calls.collective import collective
-from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.connection import connect, disconnect_on_error
+from hpcstrat._agreement.collective import collective
 from hpcstrat._core import device_names
 from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import current_call, names_call
@@ -18,6 +16,8 @@ from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage import make_storage
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.placement import agree_on_placement, place
+from hpcstrat._transports.connection import connect, disconnect_on_error
+from hpcstrat._transports.verbs import Communicator
 from hpcstrat.cluster_resolver import ClusterResolver, MPIClusterResolver
 
 

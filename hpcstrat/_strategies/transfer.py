@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.base import Communicator
+from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.arrays import (
     PLAIN,
@@ -32,6 +31,7 @@ from hpcstrat._core.types import (
 from hpcstrat._memory.slabs import holds
 from hpcstrat._process import reports
 from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._transports.verbs import Communicator
 from hpcstrat._variable.variable import Variable
 from hpcstrat.data._elements import checksum_of_arrays
 

@@ -32,9 +32,9 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hpcstrat._communicators.reduction import CHUNK, reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._process import reports, worlds
+from hpcstrat._transports.reduction import CHUNK, reduce_chunk
 from hpcstrat._update.formula import Kernel
 
 FEWEST = 100_000

@@ -27,8 +27,8 @@ from typing import Any, NoReturn, final
 
 import numpy as np
 
-from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core.types import Array
+from hpcstrat._transports.reduction import accumulator
 
 ELEMENT, CONDITION, NUMBER = "element", "condition", "number"
 

@@ -13,10 +13,10 @@ from typing import Any, TypeAlias, final
 
 import numpy as np
 
-from hpcstrat._communicators.reduction import CHUNK, reduce_chunk
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.intervals import ElementRange
 from hpcstrat._memory.shards import Shard, runs
+from hpcstrat._transports.reduction import CHUNK, reduce_chunk
 from hpcstrat._update import compiled
 from hpcstrat._update.formula import Kernel
 from hpcstrat._update.rule import UpdateRule

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._communicators.reduction import accumulator
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array
+from hpcstrat._transports.reduction import accumulator
 from hpcstrat._update.device_update import apply_on_gpu
 from hpcstrat._update.rule import UpdateRule
 

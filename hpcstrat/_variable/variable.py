@@ -8,14 +8,14 @@ from typing import Any, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._calls.collective import collective
-from hpcstrat._communicators.base import Communicator
+from hpcstrat._agreement.collective import collective
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, current_call, enter_call, leave_call, names_call
 from hpcstrat._core.types import FIRST_REPLICA, Array, IndexedSlices, MaybeNone, parse_choice
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica, InUpdate, require_cross_replica
 from hpcstrat._replicas.group import default_group
+from hpcstrat._transports.verbs import Communicator
 from hpcstrat._update.rows import combine_rows, update_rows
 from hpcstrat._variable.array import ReadableAsArray
 from hpcstrat._variable.options import (

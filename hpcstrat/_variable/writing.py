@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hpcstrat._communicators.reduction import check_reducible, mean_dtype
 from hpcstrat._core.arrays import as_array, as_native, as_read_only, has_own_dtype, is_numeric
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import (
@@ -24,6 +23,7 @@ from hpcstrat._core.types import (
 from hpcstrat._process.reports import add_note
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.base import UpdateRule
+from hpcstrat._transports.reduction import check_reducible, mean_dtype
 from hpcstrat._variable.options import NO_AGGREGATION, OPERATIONS, VariableAggregation
 from hpcstrat._variable.state import VariableState
 

@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from hpcstrat._calls.collective import CallState
+from hpcstrat._agreement.collective import CallState
 from hpcstrat._core.user_frames import user_frame, user_frame_of
 from hpcstrat._process import failure, launchers, reports, settings
 from hpcstrat._watchdog.channels import SILENT_SECONDS, MemberChannel, RankStatus, RootChannel

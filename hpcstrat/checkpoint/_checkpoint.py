@@ -8,10 +8,8 @@ from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 
-from hpcstrat._calls.collective import collective
-from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.connection import connect
+from hpcstrat._agreement.collective import collective
+from hpcstrat._agreement.records import signature_of
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.timeline import CHECKPOINT, span
 from hpcstrat._core.types import Bytes
@@ -19,6 +17,8 @@ from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.intervals import ByteRange
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.parts import PART, flat, writer_of
+from hpcstrat._transports.connection import connect
+from hpcstrat._transports.verbs import Communicator
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat._variable.writing import RULES
 from hpcstrat.checkpoint._atomic_file import explaining

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, final
 
-from hpcstrat._calls.collective import collective
-from hpcstrat._communicators.connection import connect
+from hpcstrat._agreement.collective import collective
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.timeline import CHECKPOINT, span
+from hpcstrat._transports.connection import connect
 from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of, restore_from
 from hpcstrat.checkpoint._objects import parameter_rank, require_no_replica
 from hpcstrat.checkpoint._saving import (

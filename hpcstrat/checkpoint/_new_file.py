@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, BinaryIO, TypeAlias
 
-from hpcstrat._communicators.connection import connect
+from hpcstrat._transports.connection import connect
 from hpcstrat.checkpoint._atomic_file import explaining, replacing
 from hpcstrat.checkpoint._format import Header, checksum
 

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import optree
 
-from hpcstrat._calls.records import ManyValues, new_signature
-from hpcstrat._communicators.connection import connect
-from hpcstrat._communicators.reduction import accumulator
+from hpcstrat._agreement.records import ManyValues, new_signature
 from hpcstrat._core import gpu, nests
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.ranks_in_words import ranks_in_words
@@ -23,6 +21,8 @@ from hpcstrat._memory.blocks import Block
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, default_group
 from hpcstrat._storage.base import Storage
+from hpcstrat._transports.connection import connect
+from hpcstrat._transports.reduction import accumulator
 from hpcstrat._variable.options import VariableAggregation
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.checkpoint._format import Entry

@@ -15,12 +15,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.connection import connect
+from hpcstrat._agreement.records import signature_of
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
 from hpcstrat._process import failure
 from hpcstrat._storage.parts import host_parts
+from hpcstrat._transports.connection import connect
 from hpcstrat.checkpoint._atomic_file import explaining
 from hpcstrat.checkpoint._format import Extent, Header, extents_of, places_of
 from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile, Piece

@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, final
 
-from hpcstrat._communicators.connection import connect
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import names_call
 from hpcstrat._process import worlds
 from hpcstrat._process.launchers import MOST_TASKS
+from hpcstrat._transports.connection import connect
 
 Tasks: TypeAlias = "Sequence[str] | Mapping[int, str] | Mapping[str, str]"
 """The addresses of tasks 0, 1, ..., or a mapping from task numbers, or their text, to addresses."""

@@ -7,7 +7,6 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._communicators.base import Communicator
 from hpcstrat._core.call_name import (
     call_named,
     current_call,
@@ -21,6 +20,7 @@ from hpcstrat._process import settings
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
+from hpcstrat._transports.verbs import Communicator
 from hpcstrat.data import _elements
 from hpcstrat.data._iterators import (
     DatasetIterator,

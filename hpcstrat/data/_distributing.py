@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hpcstrat._communicators.base import Communicator
 from hpcstrat._replicas.group import Workers
+from hpcstrat._transports.verbs import Communicator
 from hpcstrat.data._arguments import InputContext, InputOptions, check_input_options
 from hpcstrat.data._dataset import Dataset, check_node
 from hpcstrat.data._distributed import DistributedDataset

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._calls.records import signature_of
+from hpcstrat._agreement.records import signature_of
 from hpcstrat._core.arrays import as_read_only
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.types import Array, DistributedValues, IndexedSlices

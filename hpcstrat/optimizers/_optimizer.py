@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn, SupportsI
 
 import numpy as np
 
-from hpcstrat._calls.records import signature_of
+from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import nests
 from hpcstrat._core.arrays import as_number
 from hpcstrat._core.call_name import current_call, enter_call, leave_call, names_call

@@ -24,7 +24,7 @@ def harmless(program, *prints, **others):
 HARMLESS = {
     "two threads that connect": harmless(
         """
-        from hpcstrat._communicators.connection import connect
+        from hpcstrat._transports.connection import connect
         begin, found = threading.Barrier(2), []
         def make():
             begin.wait()

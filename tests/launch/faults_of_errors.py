@@ -83,7 +83,7 @@ ERRORS = {
             def close(self):  # by which the others wait for this one
                 if last: raise RuntimeError("an illegal address")
                 time.sleep(1000)
-        hs._communicators.connection._connected["its GPU"] = Gpu()
+        hs._transports.connection._connected["its GPU"] = Gpu()
         """,
         "RuntimeError: an illegal address",
     ),

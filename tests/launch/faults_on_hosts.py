@@ -96,7 +96,7 @@ ON_HOSTS["hosts: an endless loop after strangers have connected"] = replace(
 # As more than 16 ranks agree: by one reduction.
 MANY = """
 import os, signal
-from hpcstrat._communicators import mpi
+from hpcstrat._transports import mpi
 
 mpi.FEW_RANKS = 0
 

@@ -323,7 +323,7 @@ def test_the_end_of_a_program_waits_for_a_save_in_the_background(launch, tmp_pat
     import atexit, errno, os, sys, threading, time
     import numpy as np
     import hpcstrat as hs
-    from hpcstrat._communicators.connection import connect
+    from hpcstrat._transports.connection import connect
     from hpcstrat._watchdog.stall_detector import StallDetector
 
     path, disk = sys.argv[1:3]

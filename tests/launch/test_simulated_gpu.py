@@ -118,7 +118,7 @@ BUGS = {
     "host copies are read before they have arrived": (
         [
             (
-                "_communicators/device.py",
+                "_transports/device.py",
                 "        self.stream.synchronize()\n        return copies\n",
                 "        return copies\n",
             )
@@ -199,7 +199,7 @@ def test_a_planted_bug_is_found(simulated, tmp_path, bug):
     ids=["root", "operation", "count"],
 )
 def test_ranks_that_call_nccl_differently_hang_and_are_ended(simulated, tmp_path, old, new):
-    package = planted(tmp_path / "planted", [("_communicators/nccl_collectives.py", old, new)])
+    package = planted(tmp_path / "planted", [("_transports/nccl_collectives.py", old, new)])
     result = simulated(TRAINING, 2, package=package, env=HANGS_SOON)
     assert result.status != 0
     assert "the ranks make different calls of NCCL, which hangs:" in result.stderr
@@ -410,7 +410,7 @@ def test_nccl_that_hangs_is_reported_and_ended(simulated, ranks, fault):
 
 STARTS = """
 import hpcstrat as hs
-from hpcstrat._communicators import nccl_start
+from hpcstrat._transports import nccl_start
 
 nccl_start.START_SECONDS = 1.0
 try:

@@ -10,7 +10,7 @@ START = """
     import dataclasses, sys, tempfile, warnings
     import numpy as np
     import hpcstrat as hs
-    from hpcstrat._communicators import mpi
+    from hpcstrat._transports import mpi
     from hpcstrat._process import worlds
 
     warnings.filterwarnings("ignore", "iterating over .* have no elements")  # of short batches, meant

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._communicators.host import HostCommunicator
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.ranks_in_words import join_by_rank, list_by_rank
+from hpcstrat._transports.host import HostCommunicator
 
 MIN_NCCL_VERSION = 21000
 """NCCL 2.10, the first with bfloat16.

@@ -11,9 +11,7 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.base import Communicator, Outgoing, Write, check_gatherable
-from hpcstrat._communicators.reduction import reduce_in_chunks
+from hpcstrat._agreement.records import CallSignature, signature_of
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
@@ -21,6 +19,8 @@ from hpcstrat._memory.host_limits import LARGE, check_available
 from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.layout import GROUP_ALIGNMENT, Layout, layout_of, layout_of_sections
 from hpcstrat._process import worlds
+from hpcstrat._transports.reduction import reduce_in_chunks
+from hpcstrat._transports.verbs import Communicator, Outgoing, Write, check_gatherable
 
 SMALL_MESSAGE_BYTES = 1 << 15
 """Up to this size every rank reduces the whole message itself: cheaper than a second barrier."""

@@ -9,8 +9,11 @@ from typing import NamedTuple, final
 
 import numpy as np
 
-from hpcstrat._communicators.point_to_point import PointToPoint
-from hpcstrat._communicators.reduction import (
+from hpcstrat._core.types import Array, Bytes, ReduceOp
+from hpcstrat._memory.intervals import ByteRange, ElementRange, divide_up
+from hpcstrat._memory.layout import sections_in
+from hpcstrat._transports.point_to_point import PointToPoint
+from hpcstrat._transports.reduction import (
     CHUNK,
     REDUCTIONS,
     accumulator,
@@ -18,9 +21,6 @@ from hpcstrat._communicators.reduction import (
     part_of_rank,
     reduce_in_chunks,
 )
-from hpcstrat._core.types import Array, Bytes, ReduceOp
-from hpcstrat._memory.intervals import ByteRange, ElementRange, divide_up
-from hpcstrat._memory.layout import sections_in
 
 # The model by which one of two ways is chosen; docs/scale.md shows what follows from it. Only
 # their ratios matter, and only where both ways take about as long.

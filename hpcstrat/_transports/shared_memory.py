@@ -13,10 +13,7 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
-from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
-from hpcstrat._communicators.base import Write
-from hpcstrat._communicators.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
-from hpcstrat._communicators.reduction import part_of_rank, reduce_in_chunks
+from hpcstrat._agreement.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._core.ranks_in_words import list_by_rank
 from hpcstrat._core.timeline import COMMUNICATION, WAITING, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
@@ -24,6 +21,9 @@ from hpcstrat._memory.host_limits import check_available
 from hpcstrat._memory.intervals import round_up
 from hpcstrat._memory.layout import Layout
 from hpcstrat._memory.shared_file import share_file
+from hpcstrat._transports.host import SMALL_MESSAGE_BYTES, HostCommunicator, describe_message
+from hpcstrat._transports.reduction import part_of_rank, reduce_in_chunks
+from hpcstrat._transports.verbs import Write
 
 LINE = 64
 """Bytes of a rank's flag: a whole cache line."""

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple, final
 
 import numpy as np
 
-from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.base import Communicator, Outgoing, Write, check_gatherable
-from hpcstrat._communicators.host import HostCommunicator
+from hpcstrat._agreement.records import CallSignature, signature_of
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.layout import layout_of
+from hpcstrat._transports.host import HostCommunicator
+from hpcstrat._transports.verbs import Communicator, Outgoing, Write, check_gatherable
 
 
 class Move(NamedTuple):

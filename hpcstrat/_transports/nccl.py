@@ -8,21 +8,21 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._calls.records import signature_of
-from hpcstrat._communicators.base import Outgoing, check_gatherable
-from hpcstrat._communicators.device import DeviceCommunicator, Move
-from hpcstrat._communicators.host import (
-    HostCommunicator,
-    layout_and_signature_of,
-    pack_shapes,
-    unpack_shapes,
-)
-from hpcstrat._communicators.nccl_collectives import NcclCollectives, dtype_to_reduce
+from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.layout import layout_of
 from hpcstrat._memory.packing import packings_of
+from hpcstrat._transports.device import DeviceCommunicator, Move
+from hpcstrat._transports.host import (
+    HostCommunicator,
+    layout_and_signature_of,
+    pack_shapes,
+    unpack_shapes,
+)
+from hpcstrat._transports.nccl_collectives import NcclCollectives, dtype_to_reduce
+from hpcstrat._transports.verbs import Outgoing, check_gatherable
 
 
 @final

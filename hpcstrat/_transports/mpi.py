@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from hpcstrat._calls.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
-from hpcstrat._communicators.base import Write
-from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.point_to_point import PointToPoint, pieces
+from hpcstrat._agreement.records import HEADER, PAYLOAD, RECORD, WHOLE, CallSignature
 from hpcstrat._core.ranks_in_words import list_by_rank
 from hpcstrat._core.timeline import WAITING, span
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.layout import GROUP_ALIGNMENT, Layout, layout_of_sections
+from hpcstrat._transports.host import HostCommunicator
+from hpcstrat._transports.point_to_point import PointToPoint, pieces
+from hpcstrat._transports.verbs import Write
 
 FEW_RANKS = 16
 """Up to this many ranks exchange whole records, with short messages in them: 4 KiB in one call."""

@@ -11,17 +11,17 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._calls.collective import Waiting
-from hpcstrat._communicators import nccl_start
-from hpcstrat._communicators.device import Move
-from hpcstrat._communicators.host import HostCommunicator
-from hpcstrat._communicators.reduction import REDUCTIONS, accumulator
+from hpcstrat._agreement.collective import Waiting
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.layout import Layout
 from hpcstrat._process import failure
+from hpcstrat._transports import nccl_start
+from hpcstrat._transports.device import Move
+from hpcstrat._transports.host import HostCommunicator
+from hpcstrat._transports.reduction import REDUCTIONS, accumulator
 
 AHEAD = 32
 """Calls of NCCL, two per update mostly, that a host may be ahead: the GPU then has enough to do."""

@@ -7,21 +7,21 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators.base import Write
-from hpcstrat._communicators.host import (
-    SMALL_MESSAGE_BYTES,
-    HostCommunicator,
-    describe_message,
-)
-from hpcstrat._communicators.mpi import MpiCommunicator
-from hpcstrat._communicators.rail import Rail
-from hpcstrat._communicators.reduction import reduce_by_hosts
-from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
+from hpcstrat._agreement.records import CallSignature, signature_of
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.intervals import divide_up
 from hpcstrat._memory.layout import Layout
+from hpcstrat._transports.host import (
+    SMALL_MESSAGE_BYTES,
+    HostCommunicator,
+    describe_message,
+)
+from hpcstrat._transports.mpi import MpiCommunicator
+from hpcstrat._transports.rail import Rail
+from hpcstrat._transports.reduction import reduce_by_hosts
+from hpcstrat._transports.shared_memory import SharedMemoryCommunicator
+from hpcstrat._transports.verbs import Write
 
 
 @final

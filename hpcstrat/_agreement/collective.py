@@ -42,7 +42,7 @@ After an exchange an exception that all ranks raise together, noted by `note_sha
 passed over, except by `note_escaped`, which counts the same on all of them.
 
 Public methods are made collective calls by `collective`. The exchange itself is in
-`_communicators/base.py`, the texts of disagreements are in `mismatch.py`.
+`_transports/verbs.py`, the texts of disagreements are in `mismatch.py`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
 
-from hpcstrat._calls.records import CallSignature
+from hpcstrat._agreement.records import CallSignature
 from hpcstrat._core.call_name import current_call, enter_call, leave_call
 from hpcstrat._core.user_frames import user_frame, user_frame_in_call
 from hpcstrat._process import failure

@@ -12,18 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from hpcstrat._communicators import nccl_start
-from hpcstrat._communicators.base import Communicator
-from hpcstrat._communicators.device import DeviceCommunicator, StagedCommunicator
-from hpcstrat._communicators.hierarchical import HierarchicalCommunicator
-from hpcstrat._communicators.host import HostCommunicator, SoloCommunicator
-from hpcstrat._communicators.nccl import NcclCommunicator
-from hpcstrat._communicators.shared_memory import SharedMemoryCommunicator
 from hpcstrat._core import gpu, timeline
 from hpcstrat._core.call_name import call_named
 from hpcstrat._core.ranks_in_words import join_by_rank
 from hpcstrat._core.user_frames import warn
 from hpcstrat._process import failure, launchers, pmi, reports, settings, worlds
+from hpcstrat._transports import nccl_start
+from hpcstrat._transports.device import DeviceCommunicator, StagedCommunicator
+from hpcstrat._transports.host import HostCommunicator, SoloCommunicator
+from hpcstrat._transports.hosts import HierarchicalCommunicator
+from hpcstrat._transports.nccl import NcclCommunicator
+from hpcstrat._transports.shared_memory import SharedMemoryCommunicator
+from hpcstrat._transports.verbs import Communicator
 from hpcstrat._watchdog import channels
 from hpcstrat._watchdog.watchdog import Watchdog, end_with_launcher, waiting_for_all
 

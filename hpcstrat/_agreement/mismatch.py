@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple, NoReturn
 
-from hpcstrat._calls.records import LEAVING, CallDescription
+from hpcstrat._agreement.records import LEAVING, CallDescription
 from hpcstrat._core.ranks_in_words import join_by_rank, list_by_rank, ranks_in_words
 from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat._core.user_frames import user_frame

@@ -11,17 +11,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from hpcstrat._calls import mismatch, records
-from hpcstrat._calls.collective import CallState, ErrorBlock
-from hpcstrat._calls.mismatch import RankReport
-from hpcstrat._calls.records import CallSignature, signature_of
-from hpcstrat._communicators import reduction
+from hpcstrat._agreement import mismatch, records
+from hpcstrat._agreement.collective import CallState, ErrorBlock
+from hpcstrat._agreement.mismatch import RankReport
+from hpcstrat._agreement.records import CallSignature, signature_of
 from hpcstrat._core.arrays import as_native, checksum
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.ranks_in_words import join_by_rank
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp, ReplicaMismatchError
 from hpcstrat._process import settings
+from hpcstrat._transports import reduction
 from hpcstrat._watchdog.watchdog import Watchdog
 
 Write: TypeAlias = Callable[[Bytes], None]
