@@ -147,6 +147,20 @@ class CallState:
         if self.barred is None or self.barred.state == "paused":
             self.barred = barred
 
+    def count(self, signature: CallSignature) -> None:
+        """Counts a call that starts.
+
+        Raises:
+            RuntimeError: no call may be made now, or by this thread.
+        """
+        if self.barred:
+            self.refuse(signature.call)
+        # All ranks must make calls in one order, which two threads of a rank cannot guarantee.
+        if self.size > 1 and self.thread != threading.get_ident():
+            self.change_thread(signature.call)
+        self.number += 1
+        self.last_signature = signature
+
     def count_storage(self) -> int:
         """The number of a new storage of these ranks, which all make storages in one order."""
         self.storages += 1
