@@ -21,7 +21,7 @@ from hpcstrat._transports.slices import SlicingCommunicator
 
 FEW_RANKS = 16
 """Up to this many ranks exchange whole records, with short messages in them: 4 KiB in one call."""
-PIECE = 1 << 22
+PIECE = 1 << 24
 """Elements of a slice that travel between hosts at once, which limits the memory that it takes."""
 SMALL_BYTES = 1 << 13
 """Hosts send each other so few bytes as they are: one call of MPI takes less time than two."""
