@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat._core.types import Array, Bytes
+from hpcstrat._core.types import Array
 from hpcstrat._memory.intervals import ByteRange, ElementRange, round_up
 
 GROUP_ALIGNMENT = 16
