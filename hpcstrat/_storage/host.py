@@ -11,6 +11,7 @@ from typing import final
 
 import numpy as np
 
+from hpcstrat._agreement.agreement import Write
 from hpcstrat._agreement.records import CallSignature, signature_of
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
@@ -29,8 +30,8 @@ from hpcstrat._storage.parts import PART, fill, flat, writer_of
 from hpcstrat._storage.plan import Buffers, Plan
 from hpcstrat._transports.device import DeviceCommunicator
 from hpcstrat._transports.host import HostCommunicator
-from hpcstrat._transports.hosts import host_of
-from hpcstrat._transports.verbs import Communicator, Write
+from hpcstrat._transports.slices import SlicingCommunicator
+from hpcstrat._transports.verbs import Communicator
 from hpcstrat._update import compiled
 from hpcstrat._update.host_update import HostUpdate, Scratch
 from hpcstrat._update.rows import update_rows
@@ -64,18 +65,19 @@ class HostStorage(Storage):
         control = communicator.control if is_device else communicator
         assert isinstance(control, HostCommunicator)
         self._control = control
-        self._host = host = host_of(control)
+        # The same, if other ranks share this host's memory; each updates a slice then.
+        self._slicing = slicing = control if isinstance(control, SlicingCommunicator) else None
         self._alignment = 1 if stream is None else GPU_ALIGNMENT
-        self._reads_in_place = host is control and stream is None
+        self._reads_in_place = slicing is not None and slicing.hosts == 1 and stream is None
         # Of each plan what is copied after it: to the GPU, from the host.
         self._copies: weakref.WeakKeyDictionary[Plan, list[tuple[Array, Array]]]
         self._copies = weakref.WeakKeyDictionary()
         self._plans: weakref.WeakSet[Plan] = weakref.WeakSet()
         self._message = np.empty(0, np.uint8)  # of a rank alone
         allocate = allocate_private
-        if host is not None:
-            allocate = functools.partial(share_slab, host.comm)
-            self.copies, self.writes_here = control.hosts, host.rank == 0
+        if slicing is not None:
+            allocate = functools.partial(share_slab, slicing.mailboxes.comm)
+            self.copies, self.writes_here = slicing.hosts, slicing.mailboxes.rank == 0
         # Without a limit, or a large model would have too many files; but each is small beside the
         # others: what a program drops stays in memory until all of its slab is dropped.
         slabs = functools.partial(Slabs, alignment=self._alignment, largest=1 << 40, share=8)
@@ -129,10 +131,10 @@ class HostStorage(Storage):
 
     def _send_between_hosts(self, blocks: Sequence[Block]) -> None:
         """Copies blocks of the first host to all others. Collective."""
-        if self.copies > 1:
+        if self._slicing is not None and self.copies > 1:
             for block in blocks:
                 self._send_first(block.array, self.writes_here)
-            self._control.sync()  # the first rank of each host writes for the others
+            self._slicing.sync()  # the first rank of each host writes for the others
 
     def _send_first(self, array: Array, receives: bool) -> None:
         """Copies rank 0's array to the arrays of ranks that receive it, part by part."""
@@ -164,16 +166,17 @@ class HostStorage(Storage):
 
     def plan(self, variables: Sequence[Block], slots: Sequence[Sequence[Block]]) -> Plan:
         """The plan of updates, with this rank's slice of the elements."""
-        control, host = self._control, self._host
+        slicing = self._slicing
         order = MessageOrder(variables, slots, self._alignment)
         own, rank = order.shards, 0
-        if host is not None:
-            own, rank = order.shards_of_rank(host.rank, control.slices), host.rank
+        if slicing is not None:
+            rank = slicing.mailboxes.rank
+            own = order.shards_of_rank(rank, slicing.slices)
         is_large = sum(order.layout.sizes) >= compiled.FEWEST
         after = 0 if is_large else compiled.FEWEST_UPDATES
         after = after if self._compiles else math.inf
         update = HostUpdate(
-            part, own, self._scratch, rank, after, host is not None, self._alignment
+            part, own, self._scratch, rank, after, slicing is not None, self._alignment
         )
         if self.stream is None:
             plan = Plan(order, update)
@@ -184,21 +187,22 @@ class HostStorage(Storage):
             merged = merge(sorted(places), GPU_ALIGNMENT)
             self._copies[plan] = [(part(*copy), part(*master)) for _, (copy, master) in merged]
         with self._lock:  # another thread may be going through the plans
-            (self._plans if host is None else host.readers).add(plan)
+            (self._plans if slicing is None else slicing.mailboxes.readers).add(plan)
         return plan
 
     def make_buffers(self, plan: Plan) -> None:
         """Makes buffers in memory that the ranks of a host share, or on this rank's GPU."""
-        communicator, host, nbytes = self.communicator, self._host, plan.order.layout.nbytes
+        communicator, nbytes = self.communicator, plan.order.layout.nbytes
         communicator.exchange(plan.signature())  # the ranks make the memory together
         with communicator.raise_together():
             if (stream := self.stream) is not None:
                 with stream.current():
                     plan.attach(self._messages.allocate(nbytes))
                 messages, own = [plan.memory], plan.memory
-            elif host is not None:
-                messages = host.share_messages(nbytes)
-                own = messages[host.rank]
+            elif self._slicing is not None:
+                boxes = self._slicing.mailboxes
+                messages = boxes.allocate(nbytes)
+                own = messages[boxes.rank]
             else:
                 own = np.zeros(nbytes, np.uint8)
                 messages = [own]
@@ -215,9 +219,9 @@ class HostStorage(Storage):
         op: Aggregation,
         rule: UpdateRule,
     ) -> None:
-        control, update, layout = self._control, plan.update, plan.order.layout
+        control, update, layout = self._slicing, plan.update, plan.order.layout
         assert isinstance(update, HostUpdate)
-        if self._host is None:
+        if control is None:
             self._update_alone(signature, plan, values, rule)
             return
         add_up = None if rule.clip is None else control.add_up
@@ -309,15 +313,17 @@ class HostStorage(Storage):
         self, blocks: Sequence[Block], rows: Array, gradient: Array, rule: UpdateRule
     ) -> None:
         """Each rank of a host updates its share of the rows."""
-        host, copy = self._host, blocks[0].copy
+        slicing, copy = self._slicing, blocks[0].copy
         arrays = [block.array for block in blocks]
         here, gradient = gpu.to_host(rows), gpu.to_host(gradient)
         # Rows are all different, so ranks that update different rows never touch the same memory.
-        share = slice(None)
-        if host is not None:
-            share = ElementRange(0, len(here)).of_rank(host.rank, host.size).slice
-        update_rows(arrays, here[share], gradient[share], rule)
-        self._control.sync()
+        if slicing is None:
+            update_rows(arrays, here, gradient, rule)
+        else:
+            boxes = slicing.mailboxes
+            share = ElementRange(0, len(here)).of_rank(boxes.rank, boxes.size).slice
+            update_rows(arrays, here[share], gradient[share], rule)
+            slicing.sync()
         if copy is not None:  # only the new rows travel to the GPU
             assert self.stream is not None
             with self.stream.current():

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from hpcstrat._agreement.agreement import Write
 from hpcstrat._core import gpu
 from hpcstrat._core.types import Array, Bytes
 from hpcstrat._memory.intervals import ByteRange
-from hpcstrat._transports.verbs import Write
 
 # A model that fills the memory can still be saved and restored, because at most one part of it is
 # in memory twice.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from hpcstrat._replicas.contexts import AcrossReplicas
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies.transfer import describe_array, from_wire, to_wire
 from hpcstrat._transports.reduction import REDUCTIONS, check_reducible, reduce_rows
-from hpcstrat._transports.verbs import Communicator, Outgoing, check_gatherable
+from hpcstrat._transports.verbs import Communicator, check_gatherable
 from hpcstrat._variable.variable import Variable
 from hpcstrat.data._splitting import bounds
 
@@ -192,7 +192,15 @@ def reduce_scatter(
     op = ReduceOp.parse(reduce_op, current_call())
     check_axis(axis)
     nest = Nest(value)
-    return nest.fill(communicator.reduce_scatter(nest.arrays(), op, int(axis), *nest.must_match))
+    arrays = nest.arrays()
+    for array in arrays:
+        if not -array.ndim <= axis < array.ndim:
+            raise ValueError(
+                f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; "
+                "pass one that does"
+            )
+    totals = communicator.all_reduce(arrays, op, f"axis={axis}", *nest.must_match)
+    return nest.fill([_part_along(total, axis, communicator).copy() for total in totals])
 
 
 def scan(communicator: Communicator, reduce_op: ReduceOp | str, value: Any, inclusive: bool) -> Any:
@@ -238,12 +246,10 @@ def all_to_all(communicator: Communicator, values: Sequence[Any]) -> list[Any]:
             f"{current_call()}: the values for the replicas differ in structure or dtypes: "
             f"{'; '.join(described)}; only shapes may differ"
         )
-    outgoing = [
-        _outgoing(to_ranks[0], dict(enumerate(to_ranks)), range(size))
-        for to_ranks in zip(*arrays, strict=True)
-    ]
-    received = communicator.all_to_all(outgoing, *own[0].must_match)
-    return [own[0].fill([of[source] for of in received]) for source in range(size)]
+    sent = [(rank, array) for rank, leaves in enumerate(arrays) for array in leaves]
+    expected = [(rank, array) for rank in range(size) for array in arrays[0]]
+    received = iter(communicator.all_to_all(sent, expected, *own[0].must_match, *_kinds(arrays[0])))
+    return [own[0].fill([next(received) for _ in arrays[0]]) for _ in range(size)]
 
 
 def neighbor_exchange(
@@ -254,26 +260,28 @@ def neighbor_exchange(
     left, right = (
         (rank + step) % size if periodic or 0 <= rank + step < size else None for step in (-1, 1)
     )
-    # (side, nest, destination, source): sending to the left means receiving from the right.
-    sides = (("left", Nest(to_left), left, right), ("right", Nest(to_right), right, left))
-    outgoing = [
-        _outgoing(array, {} if to is None else {to: array}, [] if source is None else [source])
-        for _, nest, to, source in sides
-        for array in nest.arrays()
-    ]
-    described = [f"to the {side} {', '.join(nest.must_match)}" for side, nest, *_ in sides]
-    received = iter(communicator.all_to_all(outgoing, *described, f"periodic={bool(periodic)}"))
-    results: list[Any] = []
-    for _, nest, _, source in sides:
-        of_leaves = [next(received) for _ in nest.own]
-        results.append(None if source is None else nest.fill([of[source] for of in of_leaves]))
-    from_right, from_left = results
+    both, must_match = [Nest(to_left), Nest(to_right)], [f"periodic={bool(periodic)}"]
+    sent, expected = list[tuple[int, Array]](), list[tuple[int, Array]]()
+    # Who sends to the left receives from the right.
+    for side, nest, to, source in (
+        ("left", both[0], left, right),
+        ("right", both[1], right, left),
+    ):
+        arrays = nest.arrays()
+        must_match += [f"to the {side} {', '.join(nest.must_match)}", *_kinds(arrays)]
+        sent += [] if to is None else [(to, array) for array in arrays]
+        expected += [] if source is None else [(source, array) for array in arrays]
+    received = iter(communicator.all_to_all(sent, expected, *must_match))
+    from_right, from_left = (
+        None if source is None else nest.fill([next(received) for _ in nest.own])
+        for nest, source in zip(both, (right, left), strict=True)
+    )
     return from_left, from_right
 
 
-def _outgoing(like: Array, to: Mapping[int, Array], sources: Sequence[int]) -> Outgoing:
-    """Arrays of the dtype, and on the device, of `like`."""
-    return Outgoing(like.dtype, to, sources, gpu.is_on_gpu(like))
+def _kinds(arrays: Sequence[Array]) -> list[str]:
+    """What receivers must know of arrays beside their shapes."""
+    return [f"{a.dtype.name}{' on the GPU' if gpu.is_on_gpu(a) else ''}" for a in arrays]
 
 
 # ---- distributed values of plain ones, and back
@@ -293,7 +301,7 @@ def scatter(group: ReplicaGroup, value: Any, axis: int, return_indices: bool) ->
             signature_of(current_call(), nests.describe(structure), f"axis={axis}", contents)
         )
         indices = range(*bounds(communicator.rank, communicator.size, size))
-        own = [_own_part(group, array, axis, indices) for array in arrays]
+        own = [_own_part(group, array, axis) for array in arrays]
     parts = structure.unflatten([_distributed(communicator, part) for part in own])
     return (parts, _distributed(communicator, indices)) if return_indices else parts
 
@@ -305,10 +313,15 @@ def _distributed(communicator: Communicator, own: Any) -> Any:
     return PerReplica(own, communicator.rank, communicator.size)
 
 
-def _own_part(group: ReplicaGroup, array: Any, axis: int, indices: range) -> Any:
+def _part_along(array: Any, axis: int, communicator: Communicator) -> Any:
+    """This replica's part of an array, a view."""
+    part = slice(*bounds(communicator.rank, communicator.size, array.shape[axis]))
+    return array[(slice(None),) * (axis % array.ndim) + (part,)]
+
+
+def _own_part(group: ReplicaGroup, array: Any, axis: int) -> Any:
     """A copy of this replica's part of an array, on its device."""
-    rows = slice(indices.start, indices.stop)
-    part = array[(slice(None),) * (axis % array.ndim) + (rows,)]
+    part = _part_along(array, axis, group.communicator)
     here = part if group.stream is None else group.stream.here(part)
     return part.copy() if here is part else here
 

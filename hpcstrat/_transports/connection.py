@@ -20,7 +20,7 @@ from hpcstrat._process import failure, launchers, pmi, reports, settings, worlds
 from hpcstrat._transports import nccl_start
 from hpcstrat._transports.device import DeviceCommunicator, StagedCommunicator
 from hpcstrat._transports.host import HostCommunicator, SoloCommunicator
-from hpcstrat._transports.hosts import HierarchicalCommunicator
+from hpcstrat._transports.hosts import HostsCommunicator
 from hpcstrat._transports.nccl import NcclCommunicator
 from hpcstrat._transports.shared_memory import SharedMemoryCommunicator
 from hpcstrat._transports.verbs import Communicator
@@ -80,7 +80,7 @@ def _connect() -> HostCommunicator:
         communicator = (
             SharedMemoryCommunicator(world.comm)
             if is_one_host
-            else HierarchicalCommunicator(world.comm, world.host_comm)
+            else HostsCommunicator(world.comm, world.host_comm)
         )
         channel = channels.connect(world.comm, is_one_host)
     held: Mapping[int, int] = {}

@@ -16,7 +16,7 @@ from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.layout import layout_of
 from hpcstrat._transports.host import HostCommunicator
-from hpcstrat._transports.verbs import Communicator, Outgoing, Write, check_gatherable
+from hpcstrat._transports.verbs import Communicator, check_gatherable
 
 
 class Move(NamedTuple):

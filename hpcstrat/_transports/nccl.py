@@ -22,7 +22,7 @@ from hpcstrat._transports.host import (
     unpack_shapes,
 )
 from hpcstrat._transports.nccl_collectives import NcclCollectives, dtype_to_reduce
-from hpcstrat._transports.verbs import Outgoing, check_gatherable
+from hpcstrat._transports.verbs import check_gatherable
 
 
 @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -209,51 +209,6 @@ def reduce_in_chunks(
         reduce_chunk(
             out[start : start + CHUNK], [part[start : start + CHUNK] for part in parts], op
         )
-
-
-_T = TypeVar("_T")
-
-
-def combine_hosts(values: Sequence[_T], combine: Callable[[_T, _T], _T]) -> _T:
-    """Combines what each host has, in the order in which recursive doubling does.
-
-    Neighbours first, then their results: ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)). Of other
-    numbers than powers of two the first are combined in pairs before, as many as are too many.
-    """
-    left = [*values]
-    pairs = len(left) - (1 << len(left).bit_length() - 1)
-    while len(left) > 1:
-        pairs = pairs or len(left) // 2
-        left[: 2 * pairs] = [combine(left[2 * i], left[2 * i + 1]) for i in range(pairs)]
-        pairs = 0
-    return left[0]
-
-
-@np.errstate(all="ignore")  # as in `reduce_in_chunks`
-def reduce_by_hosts(
-    out: np.ndarray[Any, Any],
-    hosts: Sequence[Sequence[np.ndarray[Any, Any]]],
-    op: ReduceOp,
-    count: int,
-) -> None:
-    """Writes the reduction of each host's arrays to `out`, which may be one of them.
-
-    First of each host's own, in order, then of the hosts', as in `combine_hosts`: the order of sums
-    between hosts, however they travel. The arrays are as in `reduce_chunk`.
-
-    Args:
-        out: gets the reduction.
-        hosts: for each host, its arrays.
-        op: how they are reduced.
-        count: the number of ranks, by which a mean is divided.
-    """
-    reduction = REDUCTIONS[op]
-    combine = functools.partial(reduction.ufunc, dtype=accumulator(out.dtype))
-    for chunk in ElementRange(0, out.size).split(CHUNK):
-        here = chunk.slice
-        sums = [functools.reduce(combine, [part[here] for part in parts]) for parts in hosts]
-        total = combine_hosts(sums, combine)
-        out[here] = total / count if reduction.is_mean else total
 
 
 @np.errstate(all="ignore")  # as in `reduce_in_chunks`

@@ -61,14 +61,6 @@ def test_under_mpirun(rows, program, ranks):
 
 
 @pytest.mark.slow
-def test_the_simulation_of_scale(launch):
-    options = "--hosts 1 2 --ranks 2 --megabytes 1"
-    result = launch(BENCHMARKS / "scale_simulation.py", None, *options.split())
-    assert (result.status, result.leftovers) == (0, []), result.stderr
-    assert result.stdout.count("\n| --- |") == 4  # tables of different widths
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("program", START_MPIRUN)
 def test_that_starts_mpirun(launch, rows, program, tmp_path):
     plot = tmp_path / "growth.png"

@@ -25,7 +25,7 @@ several_ranks = pytest.mark.mpi(min_size=2)  # one rank cannot disagree with ano
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, {"communicator": HOST + DEVICE, "group": HOST[:3] + DEVICE})
+    parametrize(metafunc, {"communicator": HOST + DEVICE, "group": HOST[:-1] + DEVICE})
 
 
 @pytest.fixture

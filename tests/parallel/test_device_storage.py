@@ -747,7 +747,7 @@ class Asked:
 
 @pytest.mark.mpi(min_size=2)
 def test_what_a_step_asks_of_nccl(place):
-    """The counts of docs/scale.md."""
+    """One all-reduce of all gradients."""
     with place.make(hs.MirroredStrategy) as strategy, strategy.scope():
         v, optimizer = hs.Variable(np.zeros(5000, np.float32)), hs.optimizers.Adam(0.1)
         gradient = strategy.xp.ones(5000, np.float32)
