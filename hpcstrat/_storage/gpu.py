@@ -189,9 +189,9 @@ class GpuStorage(Storage):
     ) -> None:
         assert isinstance(plan, GpuPlan)
         communicator, stream = self.communicator, self.stream
-        number = communicator.calls.number
         with stream.current():
-            try:
+            # An error on one rank, such as a lack of memory, is raised on all.
+            with communicator.raise_together():
                 # Before the ranks agree: a kernel that does not compile must change nothing.
                 kind = rule.kernel and (rule.kernel, rule.clip)
                 if kind not in plan.prepared and self.writes_here:
@@ -205,11 +205,6 @@ class GpuStorage(Storage):
                 if values is not None:
                     plan.pack(values)
                 communicator.agree(signature)
-            # An error on one rank, such as a lack of memory, is raised on all. As a block of
-            # `raise_together`, without its calls.
-            except BaseException as error:
-                communicator.calls.share_error(error, number)
-                raise
             self._reduce(plan, op)
             if self.writes_here:
                 plan.update.run(rule, [plan.message])
