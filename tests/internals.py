@@ -71,10 +71,10 @@ from hpcstrat._strategies import captured_step, reachable, step_graphs
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._strategies.strategies import make_mirrored_group
-from hpcstrat._transports import host, nccl_collectives, nccl_start, rail, shared_memory
+from hpcstrat._transports import host, nccl, nccl_start, rail, shared_memory
 from hpcstrat._transports import mpi as mpi_communicator
 from hpcstrat._transports.connection import connect, connect_devices
-from hpcstrat._transports.device import StagedCommunicator
+from hpcstrat._transports.device import SoloDevice
 from hpcstrat._transports.host import SoloCommunicator
 from hpcstrat._transports.hosts import HierarchicalCommunicator
 from hpcstrat._transports.mpi import MpiCommunicator

@@ -53,7 +53,6 @@ class GpuStorage(Storage):
     stream: gpu.Stream
 
     def __init__(self, communicator: DeviceCommunicator, root: int | None = None) -> None:
-        assert communicator.stream is not None
         super().__init__(communicator, communicator.stream)
         self._root = root
         self.is_central = root is not None
@@ -190,7 +189,6 @@ class GpuStorage(Storage):
         assert isinstance(plan, GpuPlan)
         communicator, stream = self.communicator, self.stream
         with stream.current():
-            # An error on one rank, such as a lack of memory, is raised on all.
             with communicator.raise_together():
                 # Before the ranks agree: a kernel that does not compile must change nothing.
                 kind = rule.kernel and (rule.kernel, rule.clip)
@@ -204,7 +202,7 @@ class GpuStorage(Storage):
                     stream.capture.keep(plan, plan.memory)
                 if values is not None:
                     plan.pack(values)
-                communicator.agree(signature)
+                communicator.control.exchange(signature)
             self._reduce(plan, op)
             if self.writes_here:
                 plan.update.run(rule, [plan.message])
@@ -218,7 +216,7 @@ class GpuStorage(Storage):
             communicator.launch("the sum of gradients", plan.sums)
         elif op is not FIRST_REPLICA:
             for flat in plan.gradients:
-                communicator.reduce_flat(flat, flat, op, root)
+                communicator.reduce_flat("the sum of gradients", flat, flat, op, root)
         elif root != 0:  # the first replica is rank 0
             communicator.broadcast_flat(plan.message, 0)
 

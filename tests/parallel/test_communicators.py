@@ -45,7 +45,7 @@ pytestmark = pytest.mark.core
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, {"communicator": HOST + DEVICE, "ordered": (*HOST, "staged")})
+    parametrize(metafunc, {"communicator": HOST + DEVICE, "ordered": HOST})
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from internals import (
     PointToPoint,
     SharedMemoryCommunicator,
     SoloCommunicator,
-    StagedCommunicator,
+    SoloDevice,
     gpu,
     mpi_communicator,
     nccl_start,
@@ -37,9 +37,9 @@ OPERATIONS = {
     "bool": (MIN, MAX),
 }
 HOST = ("shared memory", "hosts", "hosts of one rank", "many ranks", "solo")
-DEVICE = ("NCCL", "staged")
+DEVICE = ("NCCL",)
 if COMM.size == 1:  # on one host, and NCCL has nothing to do
-    HOST, DEVICE = ("shared memory", "hosts of one rank", "many ranks", "solo"), ("staged",)
+    HOST, DEVICE = ("shared memory", "hosts of one rank", "many ranks", "solo"), ("solo device",)
 _made = {}
 
 
@@ -78,8 +78,8 @@ def on_gpus(name, control, place) -> Any:
     """A communicator of arrays on each rank's GPU."""
 
     stream = gpu.Stream(int(place.devices[control.rank].removeprefix("GPU:")))
-    if name == "staged":
-        return StagedCommunicator(control, stream)
+    if name == "solo device":
+        return SoloDevice(control, stream)
     if problem := nccl_start.why_not(shared=len(set(place.devices)) < control.size):
         pytest.fail(problem)
     return NcclCommunicator(control, stream)
