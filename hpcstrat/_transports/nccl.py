@@ -21,12 +21,7 @@ from hpcstrat._memory.packing import packings_of
 from hpcstrat._process import failure
 from hpcstrat._transports import nccl_start
 from hpcstrat._transports.device import DeviceCommunicator, Move
-from hpcstrat._transports.host import (
-    HostCommunicator,
-    layout_and_signature_of,
-    pack_shapes,
-    unpack_shapes,
-)
+from hpcstrat._transports.host import HostCommunicator, layout_and_signature_of
 from hpcstrat._transports.reduction import REDUCTIONS, accumulator
 from hpcstrat._transports.run_ahead import RunAhead
 from hpcstrat._transports.verbs import check_gatherable
@@ -176,11 +171,9 @@ class NcclCommunicator(DeviceCommunicator):
     ) -> list[Array]:
         # The shapes first, through the host: before a call of NCCL a rank must know what it
         # receives.
-        messages = self.exchange(
-            signature_of(current_call(), *must_match, *[array.dtype for array in arrays]),
-            *pack_shapes(arrays),
+        by_rank = self.all_gather_obj(
+            [array.shape for array in arrays], *must_match, *[array.dtype for array in arrays]
         )
-        by_rank = [unpack_shapes(message, len(arrays))[0] for message in messages]
         shapes_of = [*zip(*by_rank, strict=True)]  # of each array, on all ranks
         for shapes in shapes_of:
             check_gatherable(shapes, axis)
