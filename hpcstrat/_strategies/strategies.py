@@ -37,8 +37,8 @@ class CentralStorageStrategy(Strategy):
         ValueError: a string does not name a device, the list does not have one entry per rank, or
             has CPUs and GPUs, or no rank computes on the parameter device.
         RuntimeError: a device does not exist, there are more ranks than GPUs, only some ranks have
-            a GPU, there are GPUs and CuPy is not installed, the ranks are on several hosts, or MPI
-            or NCCL cannot start.
+            a GPU, there are GPUs and CuPy is not installed, several GPUs cannot use NCCL, the ranks
+            are on several hosts, or MPI cannot start.
 
     Examples:
         Computes and stores variables on the CPU, on a host with GPUs too:
@@ -95,8 +95,8 @@ class MirroredStrategy(Strategy):
         ValueError: a string does not name a device, or the list does not have one entry per rank,
             or has CPUs and GPUs.
         RuntimeError: a device does not exist, there are more ranks than GPUs, only some ranks have
-            a GPU, there are GPUs and CuPy is not installed, the ranks are on several hosts, or MPI
-            or NCCL cannot start.
+            a GPU, there are GPUs and CuPy is not installed, several GPUs cannot use NCCL, the ranks
+            are on several hosts, or MPI cannot start.
 
     Examples:
         On a host without GPUs, or with GPUs that should not be used, each rank names its CPU:
@@ -139,7 +139,7 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             `communication_options` has another type.
         RuntimeError: the resolver's number of workers is not the number of hosts, there are more
             ranks than GPUs on a host, only some hosts have GPUs, there are GPUs and CuPy is not
-            installed, or MPI or NCCL cannot start.
+            installed, several GPUs cannot use NCCL, or MPI cannot start.
 
     Examples:
         With one rank on one host; with 8 ranks on each of 2 hosts, there would be 16 replicas:

@@ -326,21 +326,26 @@ class NcclCommunicator(DeviceCommunicator):
 
         NCCL starts the calls together: two ranks that send first would both hang.
         """
-        self._opened()  # or NCCL would crash
+        if self._comm is None:  # or NCCL would crash
+            self._opened()
+        # As `with waiting:`, without its calls: every step comes through here.
+        waiting = self.calls.waiting
+        waiting.depth += 1
         try:
-            with self.calls.waiting:
-                self._nccl.groupStart()
-                try:
-                    for call, _ in moves:
-                        call()
-                finally:  # after an error too: an open group would block all later calls
-                    self._nccl.groupEnd()
+            self._nccl.groupStart()
+            try:
+                for call, _ in moves:
+                    call()
+            finally:  # after an error too: an open group would block all later calls
+                self._nccl.groupEnd()
         except Exception as error:
             text = nccl_start.describe_failure(error, self.control, self.stream)
             failure.end_job(f"{traceback.format_exc()}{text}")
         except BaseException as error:
             self.calls.mark_interrupted(error, what)
             raise
+        finally:
+            waiting.depth -= 1
         # An event of a capture would become a part of the graph, and never be done.
         if self.stream.capture is None:
             self._run_ahead.note()

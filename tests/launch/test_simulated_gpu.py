@@ -65,14 +65,14 @@ BUGS = {
     ),
     "a stream on another GPU": (
         [("_core/gpu.py", "self.cuda.Device(ordinal).use()", "self.cuda.Device(0).use()")],
-        "The device that the stream is created on (0) does not match with the current device (1)",
+        "cudaErrorInvalidResourceHandle",
     ),
     "updates on whatever stream is current": (
         [
             (
                 "_storage/gpu.py",
-                "        with stream.current():\n            with communicator.raise_together():\n",
-                "        if True:\n            with communicator.raise_together():\n",
+                "with stream.current():\n            with communicator.raise_together():\n                # B",
+                "if True:\n            with communicator.raise_together():\n                # B",
             )
         ],
         NOT_ORDERED,
@@ -409,7 +409,9 @@ def test_nccl_that_never_connects(simulated, fault):
     result = simulated(STARTS, 2, env=HANGS_SOON | {"SIMULATED_GPU_FAULTS": fault})
     assert result.status != 0 and result.stdout == "" and result.leftovers == []
     assert "the job ends: the ranks have been waiting for each other for 3 s" in result.stderr
-    assert re.search(r"ranks? [01].*: waiting in .*, starting NCCL\(.*NCCL_P2P_DISABLE=1", result.stderr)
+    assert re.search(
+        r"ranks? [01].*: waiting in .*, starting NCCL\(.*NCCL_P2P_DISABLE=1", result.stderr
+    )
 
 
 @pytest.mark.gpu
@@ -419,7 +421,9 @@ def test_nccl_that_fails_on_one_rank_at_its_start(simulated, fault):
     result = simulated(STARTS, 2, env=HANGS_SOON | {"SIMULATED_GPU_FAULTS": fault})
     assert result.status != 0 and result.stdout == "" and result.leftovers == []
     assert "[rank 1] cupy.cuda.nccl.NcclError: NCCL_ERROR_SYSTEM_ERROR" in result.stderr
-    assert re.search(r"the job ends: NCCL failed on rank 1 of 2: .*NCCL_P2P_DISABLE=1", result.stderr)
+    assert re.search(
+        r"the job ends: NCCL failed on rank 1 of 2: .*NCCL_P2P_DISABLE=1", result.stderr
+    )
     assert "waiting for each other" not in result.stderr
 
 

@@ -202,9 +202,7 @@ class NcclCommunicator:
                 f"{_checker.shown(_checker.place())} after it was destroyed, which crashes"
             )
 
-    def _call(
-        self, stream, verb, source, target, count, datatype, received=None, **facts
-    ):
+    def _call(self, stream, verb, source, target, count, datatype, received=None, **facts):
         self._check_open()
         _faults.counted["nccl calls"] += 1
         if (status := _faults.value("nccl-fails", "nccl calls")) is not None:
