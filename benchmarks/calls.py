@@ -23,7 +23,7 @@ from networks import MOMENTUM, RATE, initial
 from rounds import header, interleaved, repeated, row
 
 import hpcstrat as hs
-from hpcstrat._transports.shared_memory import LINE, barrier
+from hpcstrat._transports.barrier import LINE, barrier
 
 LAYERS = (64, 32, 32, 10)  # six small variables
 NEST = {"a": 1, "b": [2, 3], "c": 4}
