@@ -231,7 +231,6 @@ def calls(name):
         "allReduce": lambda count: link.allReduce(a, b, count, kind, nccl.NCCL_SUM, s),
         "reduce": lambda count: link.reduce(a, b, count, kind, nccl.NCCL_SUM, 0, s),
         "broadcast": lambda count: link.broadcast(a, b, count, kind, 0, s),
-        "reduceScatter": lambda count: link.reduceScatter(a, b, count, kind, nccl.NCCL_SUM, s),
         "allGather": lambda count: link.allGather(a, b, count, kind, s),
         "send, recv": send_and_receive,
     }

@@ -353,8 +353,7 @@ def function(fn: Any = None, **options: Any) -> Any:
     `IndexedSlices` or not of their variables' dtypes, or rows to `scatter_add`. The second call
     shows some of that, such as a value that is read; for the rest the Python code of the third runs
     twice. Programs that import PyTorch, JAX, TensorFlow or `numba.cuda` have no graphs, nor have
-    strategies with variables on the host or without NCCL, and runs with `HPCSTRAT_CHECK` or
-    `HPCSTRAT_TIMELINE`.
+    strategies with variables on the host, and runs with `HPCSTRAT_CHECK` or `HPCSTRAT_TIMELINE`.
 
     Args:
         fn: the function; `@function` and `@function()` both work.

@@ -71,12 +71,11 @@ from hpcstrat._strategies import captured_step, reachable, step_graphs
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._strategies.strategies import make_mirrored_group
-from hpcstrat._transports import barrier, hosts, mailboxes, nccl_collectives, nccl_start
+from hpcstrat._transports import barrier, hosts, mailboxes, nccl, nccl_start
 from hpcstrat._transports.connection import connect, connect_devices
-from hpcstrat._transports.device import StagedCommunicator
+from hpcstrat._transports.device import SoloDevice
 from hpcstrat._transports.host import SoloCommunicator
 from hpcstrat._transports.hosts import HostsCommunicator
-from hpcstrat._transports.mailboxes import Mailboxes
 from hpcstrat._transports.nccl import NcclCommunicator
 from hpcstrat._transports.nccl_start import load_nccl
 from hpcstrat._transports.reduction import (

@@ -117,11 +117,11 @@ class Agreement(abc.ABC):
 
         `@collective` makes such a block of a whole call, up to its first exchange.
         """
-        return ErrorBlock(self.calls, self.calls.share_error)
+        return ErrorBlock(self.calls)
 
     def change(self) -> ErrorBlock:
         """A block that changes what ranks share or keep equal; interrupted, it ends the job."""
-        return ErrorBlock(self.calls, self.calls.share_or_interrupt)
+        return ErrorBlock(self.calls, is_change=True)
 
     def leave(self) -> None:
         """Tells the others that this rank leaves the program.
@@ -149,7 +149,7 @@ class Agreement(abc.ABC):
                 _, posted = self._post(records.FAILED)
                 self._disagree(posted, records.CallDescription(current_call()), error)
         except BaseException as interruption:
-            self.calls.interrupt(interruption, current_call())
+            self.calls.mark_interrupted(interruption)
             raise
 
     def _post(self, status: int) -> tuple[bytes, list[memoryview]]:

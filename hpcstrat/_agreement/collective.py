@@ -1,48 +1,9 @@
-"""Collective calls: their count, what forbids further calls, and how the ranks raise together.
+"""Before the first exchange of a call, all ranks raise what one raises.
 
-`CallState` holds all that decides what the next collective call of this rank may do:
+Afterwards this rank may be alone with an exception: the next call compares, or ends the job.
 
-    state        in                    the next call of this rank         leaves the state
-    -----------  --------------------  ---------------------------------  ---------------------
-    open         none of those below   exchanges records, see below
-    waiting      `waiting.depth > 0`   of another thread: RuntimeError,   when all ranks posted
-                                       and the state is interrupted       their records
-    escaped      `escaped_hash`        compares; unless it is equal on    when all ranks had the
-                                       all ranks, the job ends            same exceptions
-    paused       `barred.state`        RuntimeError on this rank          at the update's end
-    interrupted  `barred.state`        ends the job with the traceback    never
-    forked       `barred.state`        RuntimeError in the child          never
-
-What happens in a call, and who raises:
-
-    event                                      this rank          the other ranks      state then
-    -----------------------------------------  -----------------  -------------------  -----------
-    all records are equal                      returns            return               open
-    signatures differ                          raises             raise the same       open
-    it fails before its first exchange         raises its error   raise that error     open
-    it raises later, after an exchange         raises its error   learn it in the      escaped
-                                                                  next call
-    ... in a `change()`, or while it waits     raises its error   wait; the job ends   interrupted
-                                                                  at the next call
-    it leaves the program while others call    -                  end the job          -
-    it never comes                             -                  wait; the watchdog   -
-                                                                  ends the job
-
-Which method of `CallState` takes the exception, and what that does before and after the exchange:
-
-    the exception leaves               taken by              before it           after it
-    ---------------------------------  --------------------  ------------------  ------------------
-    a `collective` method, or a block  `share_error`         `raise_on_others`   `note_escaped`
-    of `Communicator.raise_together`
-    a block of `Communicator.change`   `share_or_interrupt`  left to the above   `mark_interrupted`
-    an exchange, an update             `mark_interrupted`    `interrupt`         `interrupt`
-    the function of `Strategy.run`     `note_escaped`        counts              counts
-
-After an exchange an exception that all ranks raise together, noted by `note_shared_error`, is
-passed over, except by `note_escaped`, which counts the same on all of them.
-
-Public methods are made collective calls by `collective`. The exchange itself is in
-`_transports/verbs.py`, the texts of disagreements are in `mismatch.py`.
+`CallState` holds what decides it, `ErrorBlock` applies it to a block, and `collective` to a public
+method. The exchange is in `agreement.py`; docs/how_it_works.md has tables of all cases.
 """
 
 from __future__ import annotations
@@ -68,7 +29,7 @@ class Barred(NamedTuple):
     """Why this rank may make no call.
 
     Attributes:
-        state: a state of the table above.
+        state: not all ranks are in a call; a call was interrupted; or the process was forked.
         call: the call that not all ranks are in, or that was interrupted.
         error: the exception that interrupted it, on this rank alone or midway: the ranks' states
             may differ from now on.
@@ -166,27 +127,6 @@ class CallState:
         self.storages += 1
         return self.storages
 
-    def share_error(self, error: BaseException, number: int) -> None:
-        """Makes the other ranks raise this error too, if no call was made since call `number`.
-
-        Otherwise the others may be elsewhere: the next call checks that all ranks had an error.
-        """
-        if self.barred:  # the next call ends the job, or this is a child: it tells no rank
-            return
-        if self.number != number:  # the ranks have met: this rank may be alone with the error
-            # Unless all ranks raised here together: then there is nothing to compare.
-            if not self.all_raise:
-                self.note_escaped(error)
-        elif isinstance(error, Exception):
-            # An exit or an interrupt is not shared: left uncaught, it ends the job by itself.
-            self.raise_on_others(error)
-
-    def share_or_interrupt(self, error: BaseException, number: int) -> None:
-        """The same for an error in a change of what ranks share, which no rank may have half of."""
-        # Before the first exchange no shared state has changed: `share_error` around it is enough.
-        if self.number != number:
-            self.mark_interrupted(error)
-
     def note_shared_error(self) -> None:
         """Notes that all ranks raise together now, after the last call."""
         self.shared_error_call = self.number
@@ -209,12 +149,8 @@ class CallState:
         if self.all_raise or (self.is_capturing and isinstance(error, Exception)):
             return False
         if self.size > 1:
-            self.interrupt(error, call or current_call())
+            self._bar(Barred("interrupted", call or current_call(), error))
         return True
-
-    def interrupt(self, error: BaseException, call: str) -> None:
-        """Makes the next call end the job."""
-        self._bar(Barred("interrupted", call, error))
 
     def note_escaped(self, error: BaseException) -> None:
         """Notes, once, an exception that leaves `Strategy.run` or a call, unknown to the others.
@@ -290,7 +226,7 @@ class CallState:
         except RuntimeError as error:
             # To raise is not enough: if the program caught it and continued, ranks could make the
             # two threads' calls in different orders.
-            self.interrupt(error, call)
+            self._bar(Barred("interrupted", call, error))
             raise
 
 
@@ -310,21 +246,20 @@ def _forbid_in_child() -> None:
 os.register_at_fork(after_in_child=_forbid_in_child)
 
 
-# ---- errors of one rank that become all ranks' errors
-
-
 class ErrorBlock:
-    """A block of a call, whose errors go to one of the two methods of `CallState` that take them.
+    """A block of a call, before whose first exchange all ranks raise what one raises.
 
-    These are `share_error` and `share_or_interrupt`; `Communicator.raise_together` and
-    `Communicator.change` make such blocks.
+    Args:
+        calls: the ranks' calls.
+        is_change: whether the block changes what ranks share: a later exception ends the job at the
+            next call, which otherwise compares.
     """
 
-    __slots__ = ("_calls", "_number", "_take")
+    __slots__ = ("_calls", "_is_change", "_number")
 
-    def __init__(self, calls: CallState, take: Callable[[BaseException, int], None]) -> None:
+    def __init__(self, calls: CallState, is_change: bool = False) -> None:
         self._calls = calls
-        self._take = take
+        self._is_change = is_change
 
     def __enter__(self) -> None:
         calls = self._calls
@@ -335,8 +270,18 @@ class ErrorBlock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: Any
     ) -> None:
-        if error is not None:
-            self._take(error, self._number)
+        calls = self._calls
+        # Barred: the next call ends the job anyway, or this is a child, which tells no rank.
+        if error is None or calls.barred:
+            return
+        if calls.number == self._number:
+            # An exit or an interrupt is not shared: left uncaught, it ends the job by itself.
+            if isinstance(error, Exception):
+                calls.raise_on_others(error)
+        elif self._is_change:
+            calls.mark_interrupted(error)
+        elif not calls.all_raise:
+            calls.note_escaped(error)
 
 
 def collective(
@@ -369,16 +314,8 @@ def collective(
                 # Not shared: a rank in the wrong context is alone, and would wait for the others.
                 if check is not None:
                     check(owner)
-                calls: CallState = communicator_of(owner).calls
-                if calls.barred:
-                    calls.refuse(name)
-                # As `raise_together`, without the four calls of its block.
-                number = calls.number
-                try:
+                with ErrorBlock(communicator_of(owner).calls):
                     return function(*args, **kwargs)
-                except BaseException as error:
-                    calls.share_error(error, number)
-                    raise
             finally:
                 leave_call(outer)
 

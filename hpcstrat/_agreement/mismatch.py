@@ -12,37 +12,12 @@ from hpcstrat._core.types import ReplicaMismatchError
 from hpcstrat._core.user_frames import user_frame
 from hpcstrat._process import failure, output, reports
 
-# Other ranks raise an error from its class and its text. The exception itself might not be
-# picklable, and a class of the user's may not exist on another rank, so only these travel.
-_EXCEPTIONS: dict[str, type[Exception]] = {
-    cls.__name__: cls
-    for cls in (
-        TypeError,
-        ValueError,
-        IndexError,
-        KeyError,
-        RuntimeError,
-        NotImplementedError,
-        MemoryError,
-        OSError,
-        FileNotFoundError,
-        PermissionError,
-        IsADirectoryError,
-        NotADirectoryError,
-        AttributeError,
-        ZeroDivisionError,
-        StopIteration,
-        AssertionError,
-        ReplicaMismatchError,
-    )
-}
-
 _MODEL_EACH = (
     "\nTo train a model on each rank, with numbers of its own, make variables and optimizers "
     "outside of every scope, and call apply_gradients outside of Strategy.run"
 )
-_MANY = 4
-"""Up to this many values are shown even where they are equal."""
+_LONGEST = 50_000
+"""Characters of a line that are shown: some 700 variables."""
 
 
 class RankReport(NamedTuple):
@@ -51,13 +26,13 @@ class RankReport(NamedTuple):
     Attributes:
         words: the call that it makes.
         location: file and line of the program that makes it.
-        problem: class, text and `errno`, 0 without one, of the exception that it raises; `None` if
-            it raises none.
+        problem: class, text and `errno`, 0 without one, of the exception that other ranks raise;
+            `None` if it raises none.
     """
 
     words: CallDescription
     location: str
-    problem: tuple[str, str, int] | None
+    problem: tuple[type[Exception], str, int] | None
 
 
 def report_of(words: CallDescription, error: Exception | None) -> RankReport:
@@ -65,26 +40,41 @@ def report_of(words: CallDescription, error: Exception | None) -> RankReport:
     return RankReport(words, user_frame(), None if error is None else _problem(error))
 
 
-def _problem(error: Exception) -> tuple[str, str, int]:
+# Only a class that all ranks have and a text travel: the exception might not be picklable.
+def _problem(error: Exception) -> tuple[type[Exception], str, int]:
     cls = type(error)
-    # The nearest base class that other ranks know, so that the same `except` works on all of them.
-    name = next((base.__name__ for base in cls.__mro__ if base in _EXCEPTIONS.values()), "")
+    # The nearest base class, so that the same `except` works on all ranks.
+    known: type[Exception] = next(filter(_is_known, cls.__mro__), RuntimeError)
     try:
         text = str(error) or repr(error)
     except Exception:  # the user's own class raised it
         text = f"{cls.__name__}()"
     if isinstance(error, OSError) and isinstance(number := error.errno, int):
-        return name, text.removeprefix(f"[Errno {number}] "), number
-    is_named = name or text.startswith(cls.__name__)
-    return name or "RuntimeError", text if is_named else f"{cls.__name__}: {text}", 0
+        return known, text.removeprefix(f"[Errno {number}] "), number
+    if not isinstance(error, known) and not text.startswith(cls.__name__):
+        text = f"{cls.__name__}: {text}"
+    return known, text, 0
+
+
+def _is_known(cls: type) -> bool:
+    """Whether all ranks have this class of exceptions, and can make one from a text."""
+    if not issubclass(cls, Exception) or cls is Exception:
+        return False
+    if cls.__module__ != "builtins":
+        return cls is ReplicaMismatchError
+    try:
+        cls("")
+    except TypeError:  # `UnicodeDecodeError` and `ExceptionGroup` take more
+        return False
+    return True
 
 
 def raise_as(rank: int, other: RankReport) -> NoReturn:
     """Raises the error of another rank."""
     assert other.problem is not None
-    name, text, number = other.problem
+    cls, text, number = other.problem
     text = f"{text} (found by rank {rank})"
-    consequence = _EXCEPTIONS[name](number, text) if number else _EXCEPTIONS[name](text)
+    consequence = cls(number, text) if number else cls(text)
     failure.mark_as_consequence(consequence)
     raise consequence
 
@@ -92,26 +82,22 @@ def raise_as(rank: int, other: RankReport) -> NoReturn:
 def lines(by_rank: Sequence[RankReport]) -> str:
     """One line for the ranks that make the same call in the same place.
 
-    Of many variables, only those that differ are shown. If the ranks differ only in a number, such
-    as a learning rate, a further line says how to allow that.
+    If the ranks differ only in a number, such as a learning rate, a further line says how to allow
+    that.
     """
-    shown = [report.words for report in by_rank]
-    # Among hundreds of variables the two that differ are lost. Different calls are shown whole.
-    if len({words.call for words in shown}) == 1:
-        passed = _keep_differences([words.passed for words in shown])
-        numbers = _keep_differences([words.numbers for words in shown])
-        shown = [
-            CallDescription(words.call, *parts)
-            for words, *parts in zip(shown, passed, numbers, strict=True)
-        ]
-    said = [f"{words}, at {r.location}" for words, r in zip(shown, by_rank, strict=True)]
-    listed = "".join(f"\n  {line}" for line in list_by_rank(enumerate(said)))
+    said = list_by_rank(enumerate(f"{report.words}, at {report.location}" for report in by_rank))
+    listed = "".join(f"\n  {_shorten(line)}" for line in said)
     # Ranks that differ only in a learning rate usually train a model each, as searches do.
     same_but_numbers = (
         len({report.words[:2] for report in by_rank}) == 1
-        and len({words.numbers for words in shown}) > 1
+        and len({report.words.numbers for report in by_rank}) > 1
     )
     return listed + _MODEL_EACH if same_but_numbers else listed
+
+
+def _shorten(line: str) -> str:
+    half = _LONGEST // 2  # the end says where it is
+    return line if len(line) <= _LONGEST else f"{line[:half]} ... {line[-half:]}"
 
 
 def end_after_leaving(rank: int, statuses: Sequence[int], words: CallDescription) -> NoReturn:
@@ -164,25 +150,3 @@ def end_after_escaped(
         "must make the same calls, each to its end",
         consequence=True,
     )
-
-
-def _keep_differences(by_rank: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """Each rank's items; where they are many, a count replaces those that all ranks have."""
-    if max(map(len, by_rank)) <= _MANY:
-        return list(by_rank)
-    common = set.intersection(*map(set, by_rank))
-    if not common or all(set(items) == common for items in by_rank):
-        return [_shorten(items) for items in by_rank]
-    return [
-        _shorten(
-            tuple(item for item in items if item not in common),
-            sum(item in common for item in items),
-        )
-        for items in by_rank
-    ]
-
-
-def _shorten(items: tuple[str, ...], equal: int = 0) -> tuple[str, ...]:
-    more = len(items) - 2 * _MANY
-    shown = items if more <= 0 else (*items[: 2 * _MANY], f"{more} more")
-    return (*shown, f"{'and ' if shown else ''}{equal} that all have") if equal else shown

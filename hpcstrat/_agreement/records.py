@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import io
 import pickle
 import struct
 from collections.abc import Callable, Sequence
@@ -198,59 +197,34 @@ def read_record(record: Any) -> RecordHead:
     return RecordHead(*_COMMON.unpack_from(record))
 
 
-def pickled(obj: Any) -> list[memoryview]:
-    """A pickled object in parts, which are one message: counts, the pickle, its arrays' buffers.
+def pickled(obj: Any) -> bytes:
+    """A pickled object; see `load_object`.
 
     Raises:
         TypeError: it cannot be pickled.
+        MemoryError: there is no memory for a copy of it.
     """
-    buffers: list[pickle.PickleBuffer] = []
-    file = io.BytesIO()
-    # Protocol 5 keeps arrays out of the pickle: they are copied once, into the message. A pickle of
-    # more than 2 GiB cannot travel.
     try:
-        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(obj)
+        return pickle.dumps(obj, 4)  # 5 would keep read-only arrays read-only
+    except MemoryError:
+        raise
     except Exception as error:
         raise TypeError(
             f"{current_call()}: {obj!r} cannot travel between ranks: {error}; pass what can be "
             "pickled"
         ) from error
-    # Bytes, not the file's buffer: Python 3.13 may collect a BytesIO before its memoryviews.
-    parts = [memoryview(file.getvalue()), *(buffer.raw() for buffer in buffers)]
-    counts = struct.pack(f"<{len(parts) + 1}q", len(parts), *(part.nbytes for part in parts))
-    return [memoryview(counts), *parts]
 
 
 def pack_object(obj: Any) -> tuple[int, Callable[[Bytes], None]]:
     """The size of a message of an object, and a function that writes it; see `load_object`."""
-    parts = pickled(obj)
+    data = np.frombuffer(pickled(obj), np.uint8)
 
     def write(message: Bytes) -> None:
-        start = 0
-        for part in parts:
-            message[start : start + part.nbytes] = np.frombuffer(part, np.uint8)
-            start += part.nbytes
+        message[: data.size] = data
 
-    return sum(part.nbytes for part in parts), write
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> Any:
-        """NumPy's own, except that a read-only array arrives writable."""
-        if type(obj) is np.ndarray and not obj.flags.writeable:
-            return obj.copy("K").__reduce_ex__(5)
-        return NotImplemented
+    return data.size, write
 
 
 def load_object(message: Bytes) -> Any:
-    """The object in a message of `pack_object`. Its arrays are new and writable."""
-    data = memoryview(message)  # pyright: ignore[reportArgumentType]
-    (count,) = struct.unpack_from("<q", data)
-    sizes, start = struct.unpack_from(f"<{count}q", data, 8), 8 * (count + 1)
-    parts: list[Any] = []
-    for size in sizes:
-        # A copy, because the next call overwrites the message; a bytearray, because arrays over
-        # bytes are read-only.
-        parts.append(bytearray(data[start : start + size]))
-        start += size
-    return pickle.loads(parts[0], buffers=parts[1:])
+    """The object in a message of `pack_object`, a copy. Arrays in it are writable."""
+    return pickle.loads(memoryview(message))  # pyright: ignore[reportArgumentType]

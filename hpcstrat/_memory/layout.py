@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hpcstrat._core.types import Array, Bytes
+from hpcstrat._core.types import Array
 from hpcstrat._memory.intervals import ByteRange, ElementRange, round_up
 
 GROUP_ALIGNMENT = 16
@@ -114,8 +114,3 @@ def layout_of_sections(sizes: Sequence[int]) -> Layout:
     return layout_of(
         tuple([(size,) for size in sizes]), (np.dtype(np.uint8),) * len(sizes), GROUP_ALIGNMENT
     )
-
-
-def sections_in(memory: Bytes, sizes: Sequence[int]) -> list[Bytes]:
-    """Sections of these sizes, in bytes, at the start of a buffer."""
-    return layout_of_sections(sizes).views(memory)

@@ -53,7 +53,6 @@ class GpuStorage(Storage):
     stream: gpu.Stream
 
     def __init__(self, communicator: DeviceCommunicator, root: int | None = None) -> None:
-        assert communicator.stream is not None
         super().__init__(communicator, communicator.stream)
         self._root = root
         self.is_central = root is not None
@@ -189,9 +188,8 @@ class GpuStorage(Storage):
     ) -> None:
         assert isinstance(plan, GpuPlan)
         communicator, stream = self.communicator, self.stream
-        number = communicator.calls.number
         with stream.current():
-            try:
+            with communicator.raise_together():
                 # Before the ranks agree: a kernel that does not compile must change nothing.
                 kind = rule.kernel and (rule.kernel, rule.clip)
                 if kind not in plan.prepared and self.writes_here:
@@ -204,12 +202,7 @@ class GpuStorage(Storage):
                     stream.capture.keep(plan, plan.memory)
                 if values is not None:
                     plan.pack(values)
-                communicator.agree(signature)
-            # An error on one rank, such as a lack of memory, is raised on all. As a block of
-            # `raise_together`, without its calls.
-            except BaseException as error:
-                communicator.calls.share_error(error, number)
-                raise
+                communicator.control.exchange(signature)
             self._reduce(plan, op)
             if self.writes_here:
                 plan.update.run(rule, [plan.message])
@@ -223,7 +216,7 @@ class GpuStorage(Storage):
             communicator.launch("the sum of gradients", plan.sums)
         elif op is not FIRST_REPLICA:
             for flat in plan.gradients:
-                communicator.reduce_flat(flat, flat, op, root)
+                communicator.reduce_flat("the sum of gradients", flat, flat, op, root)
         elif root != 0:  # the first replica is rank 0
             communicator.broadcast_flat(plan.message, 0)
 

@@ -10,9 +10,8 @@ from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import device_names, gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.ranks_in_words import join_by_rank, ranks_in_words
-from hpcstrat._core.user_frames import warn
 from hpcstrat._process import launchers, worlds
-from hpcstrat._transports.connection import choose_device_communicator, connect, connect_devices
+from hpcstrat._transports.connection import connect, connect_devices
 from hpcstrat._transports.verbs import Communicator
 
 _CPU_ANYWAY = (
@@ -41,8 +40,8 @@ def place(
         ValueError: a string does not name a device, or the list does not have one entry per rank,
             or has CPUs and GPUs.
         RuntimeError: the ranks are on several hosts and must not be, a device does not exist, there
-            are more ranks than GPUs, only some ranks have a GPU, there are GPUs and no CuPy, or
-            MPI, NCCL or the GPUs' driver does not start.
+            are more ranks than GPUs, only some ranks have a GPU, there are GPUs and no CuPy,
+            several ranks cannot use NCCL, or MPI or the GPUs' driver does not start.
     """
     # Before `connect`, which may start MPI.
     _make_current_early(compute_devices)
@@ -86,13 +85,7 @@ def place(
         device_names.check_shared(gpus, shares)
         # NCCL binds a communicator to the GPU that is current when it is made.
         gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
-        kind, problem = choose_device_communicator(control, gpus)
-    if problem:
-        warn(
-            f"{call}: the replicas exchange data through host memory instead of NCCL: {problem}",
-            UserWarning,
-        )
-    return devices, connect_devices(gpus, ordinal, kind)
+        return devices, connect_devices(gpus, ordinal)
 
 
 def agree_on_placement(

@@ -135,7 +135,6 @@ class GroupSteps:
         # The same on all ranks.
         self.is_eager: bool = (
             not isinstance(communicator, DeviceCommunicator)
-            or not communicator.can_capture
             or communicator.checks
             or group.parameter_device.kind != "GPU"
             or settings.timeline() != ""

@@ -161,27 +161,14 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
         call = current_call()
         check_choice(call, "communication_options", communication_options, CommunicationOptions)
         devices, communicator = place(is_one_host=False)
-        world = worlds.start()
-        group = make_mirrored_group(devices, communicator, world.hosts)
-        Strategy.__init__(self, group)  # MirroredStrategy's would place the ranks on one host
-        with communicator.raise_together():
-            if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
-                raise TypeError(
-                    f"{call}: cluster_resolver is {cluster_resolver!r}; pass one of "
-                    "hpcstrat.cluster_resolver, or None"
-                )
-            self._resolver = MPIClusterResolver() if cluster_resolver is None else cluster_resolver
+        hosts = worlds.start().hosts
+        with disconnect_on_error(communicator), communicator.raise_together():
             if cluster_resolver is not None:
-                spec = cluster_resolver.cluster_spec().as_dict()
-                tasks = sum(len(tasks) for tasks in spec.values())
-                # Some resolvers list hosts and some list ranks: Slurm's lists one task per rank.
-                if tasks not in (group.workers.count, world.size):
-                    raise RuntimeError(
-                        f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), but the "
-                        f"{world.size} ranks run on {group.workers.count} hosts; omit it, or make "
-                        "it name every host once"
-                    )
+                _check_resolver(cluster_resolver, hosts)
             communicator.barrier()
+        self._resolver = MPIClusterResolver() if cluster_resolver is None else cluster_resolver
+        # MirroredStrategy's would place the ranks on one host.
+        Strategy.__init__(self, make_mirrored_group(devices, communicator, hosts))
         if cluster_resolver is None:
             # The first call is collective, and made here, so that a single rank may ask later.
             self._resolver.cluster_spec()
@@ -198,6 +185,24 @@ class MultiWorkerMirroredStrategy(MirroredStrategy):
             ('worker', 0, 1)
         """
         return self._resolver
+
+
+def _check_resolver(resolver: object, hosts: Sequence[int]) -> None:
+    """Refuses what does not tell as many workers as there are hosts; `hosts` has each rank's."""
+    call = current_call()
+    if not isinstance(resolver, ClusterResolver):
+        raise TypeError(
+            f"{call}: cluster_resolver is {resolver!r}; pass one of hpcstrat.cluster_resolver, or "
+            "None"
+        )
+    spec = resolver.cluster_spec().as_dict()
+    tasks, count = sum(len(tasks) for tasks in spec.values()), len(set(hosts))
+    # Some resolvers list hosts and some list ranks: Slurm's lists one task per rank.
+    if tasks not in (count, len(hosts)):
+        raise RuntimeError(
+            f"{call}: the cluster_resolver knows {tasks} tasks ({spec}), but the {len(hosts)} "
+            f"ranks run on {count} hosts; omit it, or make it name every host once"
+        )
 
 
 def make_mirrored_group(

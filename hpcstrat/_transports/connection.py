@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from hpcstrat._core.ranks_in_words import join_by_rank
 from hpcstrat._core.user_frames import warn
 from hpcstrat._process import failure, launchers, pmi, reports, settings, worlds
 from hpcstrat._transports import nccl_start
-from hpcstrat._transports.device import DeviceCommunicator, StagedCommunicator
+from hpcstrat._transports.device import DeviceCommunicator, SoloDevice
 from hpcstrat._transports.host import HostCommunicator, SoloCommunicator
 from hpcstrat._transports.hosts import HostsCommunicator
 from hpcstrat._transports.nccl import NcclCommunicator
@@ -132,28 +132,7 @@ def _check_versions(communicator: HostCommunicator) -> None:
         )
 
 
-def choose_device_communicator(
-    control: HostCommunicator, gpus: Sequence[str]
-) -> tuple[type[DeviceCommunicator], str]:
-    """NCCL's communicator if all ranks can use it; otherwise why they cannot, as text.
-
-    Collective: NCCL connects all ranks or none, and a rank alone cannot know what the others can
-    use.
-
-    Args:
-        control: connects the ranks.
-        gpus: as for `connect_devices`. This rank's is current.
-    """
-    if control.size == 1:  # nothing is exchanged
-        return StagedCommunicator, ""
-    problem = nccl_start.why_not(shared=len(set(gpus)) < len(gpus))
-    problems = [problem for problem in control.all_gather_differing_obj(problem) if problem]
-    return (StagedCommunicator, problems[0]) if problems else (NcclCommunicator, "")
-
-
-def connect_devices(
-    gpus: tuple[str, ...], ordinal: int, kind: type[DeviceCommunicator]
-) -> DeviceCommunicator:
+def connect_devices(gpus: tuple[str, ...], ordinal: int) -> DeviceCommunicator:
     """The communicator of all ranks and their GPUs. Collective.
 
     Strategies on the same GPUs share it, and its stream: several communicators, used in an order
@@ -162,21 +141,23 @@ def connect_devices(
 
     Args:
         gpus: the unique id of each rank's GPU.
-        ordinal: CUDA's number of this rank's GPU.
-        kind: the class of `choose_device_communicator`.
+        ordinal: CUDA's number of this rank's GPU, which is current.
 
     Raises:
-        RuntimeError: NCCL does not start, on any rank.
+        RuntimeError: there are several ranks, and NCCL cannot be used; on all ranks.
     """
     # By the GPUs of all ranks: each rank finds the same entry, or none.
     communicator = _connected.get(gpus)
     if communicator is None:
         control = connect()
+        if control.size > 1:
+            nccl_start.require_nccl(control, shared=len(set(gpus)) < len(gpus))
         with call_named("connecting the GPUs"), control.raise_together():
             # A rank may lack the memory for a context on its GPU: others would wait for it in NCCL.
             stream = gpu.Stream(ordinal)
             control.barrier()
-        communicator = _connected[gpus] = kind(control, stream)
+        made = NcclCommunicator if control.size > 1 else SoloDevice
+        communicator = _connected[gpus] = made(control, stream)
     communicator.users += 1
     return communicator
 
@@ -213,7 +194,13 @@ def _leave(communicator: HostCommunicator, held: Mapping[int, int], process: int
     if is_started:
         # First all ranks agree that they leave here, so that all have made the same calls: only
         # then do the calls of NCCL end.
-        communicator.leave()
+        try:
+            communicator.leave()
+        except BaseException:  # Python would print it, and this rank would leave alone
+            failure.end_job(
+                f"{traceback.format_exc()}hpcstrat: the job ends: rank {communicator.rank} cannot "
+                "leave the program together with the others"
+            )
         timeline.write(communicator)
     elif settings.timeline() and communicator.rank == 0:
         reports.say(

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 
+from hpcstrat._agreement import records
 from hpcstrat._agreement.agreement import Write
 from hpcstrat._agreement.records import CallSignature, signature_of
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.intervals import round_up
-from hpcstrat._memory.layout import GROUP_ALIGNMENT, Layout, layout_of, layout_of_sections
+from hpcstrat._memory.layout import (
+    GROUP_ALIGNMENT,
+    Layout,
+    layout_of,
+    layout_of_arrays,
+    layout_of_sections,
+)
 from hpcstrat._transports.verbs import Communicator, check_gatherable
 
 
@@ -75,12 +82,13 @@ class HostCommunicator(Communicator):
     ) -> list[tuple[int, ...]]:
         """The shapes of the arrays that `send_arrays` will return. Collective."""
         sections = self._exchange_sections(
-            signature, [pack_shapes(arrays) for arrays in _by_rank(sent, self.size)]
+            signature,
+            [
+                records.pack_object([array.shape for array in arrays])
+                for arrays in _by_rank(sent, self.size)
+            ],
         )
-        shapes_of = [
-            iter(unpack_shapes(section, len(arrays))[0])
-            for section, arrays in zip(sections, _by_rank(expected, self.size), strict=True)
-        ]
+        shapes_of = [iter(records.load_object(section)) for section in sections]
         return [next(shapes_of[source]) for source, _ in expected]
 
     def _exchange_sections(
@@ -143,7 +151,9 @@ class SoloCommunicator(HostCommunicator):
     def reduce_arrays(
         self, must_match: tuple[Any, ...], arrays: Sequence[Array], op: ReduceOp
     ) -> list[Array]:
-        return self.broadcast_arrays(must_match, arrays, root=0)
+        check_on_host(arrays)
+        self.exchange(signature_of(current_call(), *must_match))
+        return [np.array(array, order="C") for array in arrays]
 
 
 def check_on_host(arrays: Sequence[Array]) -> None:
@@ -183,12 +193,12 @@ def _layout_and_signature(
 # ---- messages of arrays whose shapes the receiver does not know: shapes first, then the arrays
 
 
-def pack_arrays(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:
+def pack_arrays(arrays: Sequence[Array]) -> tuple[int, Write]:
     """The size of a message of these arrays, and a function that writes it; see `parse_arrays`."""
-    layout = layout_of(
-        tuple([array.shape for array in arrays]), tuple([array.dtype for array in arrays])
-    )
-    shapes = _shapes(arrays)
+    layout = layout_of_arrays(arrays)
+    # Each array's number of dimensions and shape.
+    numbers = [n for array in arrays for n in (array.ndim, *array.shape)]
+    shapes = np.array(numbers, np.int64).view(np.uint8)
     start = round_up(shapes.size, GROUP_ALIGNMENT)
 
     def write(message: Bytes) -> None:
@@ -200,34 +210,11 @@ def pack_arrays(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:
 
 def parse_arrays(message: Bytes, dtypes: Sequence[np.dtype[Any]]) -> list[np.ndarray[Any, Any]]:
     """The arrays, of these dtypes, in a message that `pack_arrays` wrote."""
-    shapes, offset = unpack_shapes(message, len(dtypes))
-    return layout_of(tuple(shapes), tuple(dtypes)).views(
-        message[round_up(offset, GROUP_ALIGNMENT) :]
-    )
-
-
-def pack_shapes(arrays: Sequence[Array]) -> tuple[int, Callable[[Bytes], None]]:
-    """The size of a message of the arrays' shapes, and a function that writes it."""
-    shapes = _shapes(arrays)
-
-    def write(message: Bytes) -> None:
-        message[: shapes.size] = shapes
-
-    return shapes.size, write
-
-
-def _shapes(arrays: Sequence[Array]) -> Bytes:
-    """Each array's number of dimensions and shape."""
-    numbers = [n for array in arrays for n in (array.ndim, *array.shape)]
-    return np.array(numbers, np.int64).view(np.uint8)
-
-
-def unpack_shapes(message: Bytes, count: int) -> tuple[list[tuple[int, ...]], int]:
-    """The shapes of `count` arrays at the start of a message, and how many bytes they take."""
     shapes: list[tuple[int, ...]] = []
     offset = 0
-    for _ in range(count):
+    for _ in dtypes:
         (ndim,) = message[offset : offset + 8].view(np.int64)
         shapes.append(tuple(message[offset + 8 : offset + 8 * (1 + ndim)].view(np.int64).tolist()))
         offset += 8 * (1 + int(ndim))
-    return shapes, offset
+    start = round_up(offset, GROUP_ALIGNMENT)
+    return layout_of(tuple(shapes), tuple(dtypes)).views(message[start:])

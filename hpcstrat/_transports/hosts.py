@@ -21,10 +21,10 @@ from hpcstrat._transports.slices import SlicingCommunicator
 
 FEW_RANKS = 16
 """Up to this many ranks exchange whole records, with short messages in them: 4 KiB in one call."""
-PIECE = 1 << 22
+PIECE = 1 << 24
 """Elements of a slice that travel between hosts at once, which limits the memory that it takes."""
-SMALL_BYTES = 1 << 13
-"""Hosts send each other so few bytes as they are: one call of MPI takes less time than two."""
+SMALL_BYTES = 1 << 17
+"""So few bytes of all hosts go to each of them as they are, in one call of MPI and not in two."""
 
 
 @final
@@ -170,7 +170,7 @@ class HostsCommunicator(SlicingCommunicator):
         if len(parts) > 1 or sums is not result:
             reduce_in_chunks(sums, parts, partial)
         left = sums
-        if sums.nbytes > SMALL_BYTES:
+        if hosts * sums.nbytes > SMALL_BYTES:
             share = sums.size // hosts
             shares, left = sums[: share * hosts].reshape(hosts, share), sums[share * hosts :]
             received = np.empty_like(shares)

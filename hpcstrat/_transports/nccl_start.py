@@ -1,13 +1,10 @@
-"""Loads NCCL, checks its version, and connects the ranks with a time-out, which NCCL lacks."""
+"""Loads NCCL, checks its version, and connects the ranks."""
 
 from __future__ import annotations
 
-import atexit
-import ctypes
 import importlib
 import os
-import threading
-import time
+import traceback
 import warnings
 from typing import Any
 
@@ -16,6 +13,7 @@ import numpy as np
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.ranks_in_words import join_by_rank, list_by_rank
+from hpcstrat._process import failure
 from hpcstrat._transports.host import HostCommunicator
 
 MIN_NCCL_VERSION = 21000
@@ -25,17 +23,10 @@ Since 2.9 NCCL writes a version as major, minor and patch, the last two with two
 """
 MIN_NCCL_VERSION_FOR_SHARING = 23000
 """NCCL 2.30, the first that allows several ranks on one GPU."""
-START_SECONDS = 300.0
-"""How long NCCL, which has no time-out, may take to connect the ranks and make its first calls."""
-
-
-def describe(cupy: Any) -> str:
-    """The versions that matter when NCCL fails."""
-    runtime = cupy.cuda.runtime
-    return (
-        f"NCCL {version_text(load_nccl().get_version())}, CuPy {cupy.__version__}, "
-        f"CUDA {runtime.runtimeGetVersion()}, driver {runtime.driverGetVersion()}"
-    )
+_REMEDIES = (
+    "if GPUs cannot reach each other's memory (PCIe access control): NCCL_P2P_DISABLE=1; if "
+    "/dev/shm is too small in a container: --shm-size=1g, or NCCL_SHM_DISABLE=1"
+)
 
 
 def version_text(version: int) -> str:
@@ -84,21 +75,41 @@ def why_not(shared: bool) -> str:
     return ""
 
 
+def require_nccl(control: HostCommunicator, shared: bool) -> None:
+    """Checks that all ranks can use NCCL. Collective.
+
+    Args:
+        control: connects the ranks.
+        shared: several ranks compute on one GPU.
+
+    Raises:
+        RuntimeError: a rank cannot; on all ranks.
+    """
+    problems = control.all_gather_differing_obj(why_not(shared))
+    if any(problems):
+        listed = "".join(f"\n  {line}" for line in list_by_rank(enumerate(problems)))
+        raise RuntimeError(
+            f"{current_call()}: the GPUs of several ranks exchange data through NCCL, which cannot "
+            f"be used:{listed}\nOr start one rank, or name 'CPU:0' for each rank"
+        )
+
+
 @names_call("starting NCCL")
 def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
-    """NCCL's communicator, after one call of each kind.
+    """NCCL's communicator, after one call of each kind. Collective.
 
-    Collective; if one rank fails or hangs, all raise.
+    NCCL has no time-out. If it never returns, the watchdog ends the job, with a report.
 
-    NCCL's own call waits for all ranks forever. So it runs in a thread, and the ranks exchange its
-    state through the control communicator.
+    Raises:
+        RuntimeError: the ranks load different versions of NCCL; on all ranks.
     """
     nccl = load_nccl()
     with control.raise_together():
         # The id is opaque, a tuple in older versions of CuPy and bytes in newer ones, so it travels
         # as an object.
         own = (nccl.get_version(), nccl.get_unique_id() if control.rank == 0 else None)
-    by_rank = control.all_gather_obj(own)
+    # With the remedies, which a report of the watchdog shows: NCCL follows this call.
+    by_rank = control.all_gather_obj(own, f"NCCL_DEBUG=INFO shows what it does; {_REMEDIES}")
     versions = [version for version, _ in by_rank]
     # A process uses the first libnccl that is loaded, and another library may bring its own: ranks
     # can differ.
@@ -109,58 +120,20 @@ def start(control: HostCommunicator, stream: gpu.Stream) -> Any:
             "same everywhere"
         )
     # With 0 NCCL connects the ranks at its start. By default, since 2.22, it does so in their first
-    # call of each kind, and waits there without a time limit.
+    # call of each kind.
     os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
-    outcome: list[Any] = []
-
-    def connect() -> None:
-        try:
-            stream.xp.cuda.Device(stream.ordinal).use()
+    try:
+        with stream.current(), control.calls.waiting:
             comm = nccl.NcclCommunicator(control.size, by_rank[0][1], control.rank)
-            with stream.raw:
-                _try_calls(nccl, comm, control.rank, control.size, stream)
-            outcome.append(comm)
-        except Exception as error:
-            outcome.append(error)
-
-    # A daemon, because NCCL may never return, and the program must still be able to end.
-    thread = threading.Thread(target=connect, name="hpcstrat-nccl-start", daemon=True)
-    thread.start()
-    deadline = time.monotonic() + START_SECONDS
-    # The first looks follow each other quickly, later ones ten times per second, because each is an
-    # exchange of all ranks.
-    pause = 0.001
-    while True:
-        thread.join(pause)
-        pause = min(2 * pause, 0.1)
-        if outcome:
-            own = outcome[0]
-        else:
-            own = "waits" if time.monotonic() < deadline else "waits too long"
-        if isinstance(own, Exception):
-            state = f"{type(own).__name__}: {own}"
-        else:
-            state = own if isinstance(own, str) else ""
-        states = control.all_gather_obj(state)
-        if not any(states):
-            return own
-        if any(state not in ("", "waits") for state in states):
-            said = enumerate(state or "connected" for state in states)
-            listed = "".join(f"\n  {line}" for line in list_by_rank(said))
-            if not isinstance(own, (str, Exception)):
-                # Not `destroy`, which would wait for ranks that are not connected.
-                own.abort()
-            elif thread.is_alive():
-                _skip_exit_handlers()
-                # Also those that CUDA's libraries register until then.
-                atexit.register(_skip_exit_handlers)
-            raise RuntimeError(
-                f"{current_call()}: NCCL does not connect the {control.size} ranks "
-                f"({describe(stream.xp)}):{listed}\n"
-                "If it never returns, the GPUs often cannot reach each other's memory (PCIe access "
-                "control: try NCCL_P2P_DISABLE=1), or /dev/shm is too small in a container "
-                "(--shm-size=1g, or NCCL_SHM_DISABLE=1). NCCL_DEBUG=INFO shows what it does"
-            )
+            _try_calls(nccl, comm, control.rank, control.size, stream)
+    except Exception as error:  # the others may be in NCCL forever
+        failure.end_job(
+            f"{traceback.format_exc()}{describe_failure(error, control, stream)}; {_REMEDIES}"
+        )
+    except BaseException as error:
+        control.calls.mark_interrupted(error)
+        raise
+    return comm
 
 
 def _try_calls(nccl: Any, comm: Any, rank: int, size: int, stream: gpu.Stream) -> None:
@@ -175,7 +148,6 @@ def _try_calls(nccl: Any, comm: Any, rank: int, size: int, stream: gpu.Stream) -
     comm.allReduce(source, target, 1, kind, nccl.NCCL_SUM, raw)
     comm.reduce(source, target, 1, kind, nccl.NCCL_SUM, 0, raw)
     comm.broadcast(target, target, 1, kind, 0, raw)
-    comm.reduceScatter(source, target, 1, kind, nccl.NCCL_SUM, raw)
     comm.allGather(source, target, 1, kind, raw)
     nccl.groupStart()
     comm.send(source, 1, kind, (rank + 1) % size, raw)
@@ -184,13 +156,12 @@ def _try_calls(nccl: Any, comm: Any, rank: int, size: int, stream: gpu.Stream) -
     stream.synchronize()
 
 
-def _skip_exit_handlers() -> None:
-    """Makes the process end without the exit handlers that C libraries have registered so far.
-
-    They would shut down CUDA and NCCL while a thread is inside them. What Python does at exit comes
-    before, and the exit status stays: C's `exit` calls the last handler, this `_exit`, first.
-    """
-    libc = ctypes.CDLL(None)
-    libc.fflush(None)
-    if hasattr(libc, "on_exit"):  # glibc's, which all of NCCL's own builds use
-        libc.on_exit(ctypes.cast(libc._exit, ctypes.c_void_p), None)
+def describe_failure(error: Exception, control: HostCommunicator, stream: gpu.Stream) -> str:
+    """The text with which the job ends when NCCL raises this error on this rank."""
+    cupy, runtime = stream.xp, stream.cuda.runtime
+    return (
+        f"hpcstrat: the job ends: NCCL failed on rank {control.rank} of {control.size}: {error!r} "
+        f"(NCCL {version_text(load_nccl().get_version())}, CuPy {cupy.__version__}, "
+        f"CUDA {runtime.runtimeGetVersion()}, driver {runtime.driverGetVersion()}). Start with "
+        "NCCL_DEBUG=INFO to see why"
+    )

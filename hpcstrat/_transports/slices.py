@@ -96,6 +96,9 @@ class SlicingCommunicator(HostCommunicator):
                 messages = self.exchange(signature, layout.nbytes, write)
                 for group in layout.groups:
                     reduce_in_chunks(group.of(out), [group.of(message) for message in messages], op)
+            elif self.mailboxes.size == 1:  # no other rank reads the message: it becomes the result
+                write(out)
+                self.exchange_slices(signature, layout, op, write, [out])
             else:
                 messages = self.exchange_slices(signature, layout, op, write)
                 self._share_slices(messages, layout, op, out)

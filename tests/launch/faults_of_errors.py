@@ -88,6 +88,29 @@ ERRORS = {
         "RuntimeError: an illegal address",
     ),
     "an exception of all": raised("raise ValueError('the cause')", "ValueError: the cause", rank=0),
+    "the end of the program while a thread is in a call": raised(
+        """
+        from hpcstrat._transports.connection import connect
+        if not last: compute()
+        threading.Thread(target=hs.barrier, daemon=True).start()
+        while not connect().calls.waiting.depth: time.sleep(0.01)
+        """,
+        "RuntimeError: the end of the program was called in the thread 'MainThread'",
+    ),
+    "the end of the program inside an update": raised(
+        """
+        with strategy.scope(): v = hs.Variable(np.ones(3))
+        inside = threading.Event()
+        def update(v):
+            inside.set()
+            loop()
+        threading.Thread(target=strategy.extended.update, args=(v, update), daemon=True).start()
+        if rank == 0: inside.wait()
+        else: compute()
+        """,
+        r"RuntimeError: the end of the program was called inside the function of StrategyExtended\.update",
+        rank=0,
+    ),
     "an exception in a thread": raised(
         "if last: threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(60)" + WAIT,
         "ZeroDivisionError",

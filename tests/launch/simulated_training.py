@@ -7,7 +7,6 @@ import contextlib
 import pathlib
 
 import numpy as np
-from internals import nccl_start
 
 import hpcstrat as hs
 
@@ -80,21 +79,12 @@ def train(strategy, folder):
             assert np.array_equal(w.numpy(), before)
 
 
-def without_nccl():
-    why_not, nccl_start.why_not = nccl_start.why_not, lambda shared: "it is hidden"
-    try:
-        return hs.MirroredStrategy(GPUS)
-    finally:
-        nccl_start.why_not = why_not
-
-
 def main():
     places = {
         "central": lambda: hs.CentralStorageStrategy(GPUS),
         "parameters of the last": lambda: hs.CentralStorageStrategy(GPUS, GPUS[-1]),
         "parameters of the host": lambda: hs.CentralStorageStrategy(GPUS, "CPU:0"),
         "mirrored": lambda: hs.MirroredStrategy(GPUS),
-        "without NCCL": without_nccl,
     }
     for name, make in places.items():
         with make() as strategy:

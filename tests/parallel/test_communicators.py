@@ -499,7 +499,7 @@ def test_pieces_that_just_fit(monkeypatch, difference):
     communicator: Any = transport("hosts of one rank", monkeypatch)
     n, size = communicator.size, 40_000
     parts = [values((size,), np.dtype(np.int8), rank) for rank in range(n)]
-    for piece, small in itertools.product((size, size // 2, 64), (0, 32, size)):
+    for piece, small in itertools.product((size, size // 2, 64), (0, 64 * n, size * n)):
         monkeypatch.setattr(hosts, "PIECE", piece + difference)
         monkeypatch.setattr(hosts, "SMALL_BYTES", max(small + difference, 0))
         check(communicator.all_reduce([parts[communicator.rank]], SUM)[0], sum(parts))

@@ -283,7 +283,7 @@ ERRORS = {
     MemoryError("full"): MemoryError,
     ReplicaMismatchError("differs"): ReplicaMismatchError,
     NotImplementedError("not yet"): NotImplementedError,
-    UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"): ValueError,
+    UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"): UnicodeError,
 }
 
 

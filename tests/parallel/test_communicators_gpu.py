@@ -8,7 +8,7 @@ import pytest
 from internals import (
     NcclCommunicator,
     SharedMemoryCommunicator,
-    StagedCommunicator,
+    SoloDevice,
     all_reduce_gradients,
     call_named,
     failure,
@@ -69,9 +69,7 @@ def _closed_in_the_end():
 @pytest.mark.parametrize("made", STRATEGIES)
 def test_strategies_take_nccl_where_every_replica_is_on_a_gpu(place, made):
     with place.make(made) as strategy, place.make(made) as other:
-        assert type(strategy._group.communicator) is (
-            NcclCommunicator if N > 1 else StagedCommunicator
-        )
+        assert type(strategy._group.communicator) is (NcclCommunicator if N > 1 else SoloDevice)
         assert other._group.communicator is strategy._group.communicator
 
 
@@ -99,16 +97,44 @@ def test_arrays_of_both_kinds_in_one_call(communicator, place):
         assert isinstance(one, module.ndarray) and one.tolist() == [(communicator.size - 1) / 2]
 
 
+def test_arrays_of_both_kinds_are_sent(communicator, place):
+    """Each rank sends to itself and those after it: the last ones expect most, and send least."""
+    rank, size, xp = communicator.rank, communicator.size, place.xp
+    modules = {"f4": xp, "i2": np, "f8": xp}
+    sent = [
+        (to, module.asarray(values((to, rank + 1), np.dtype(kind), rank)))
+        for to in range(rank, size)
+        for kind, module in modules.items()
+    ]
+    expected = [
+        (source, module.zeros(0, kind))
+        for source in range(rank + 1)
+        for kind, module in modules.items()
+    ]
+    found = communicator.all_to_all(sent, expected)
+    for (source, like), array in zip(expected, found, strict=True):
+        module = xp if isinstance(like, xp.ndarray) else np
+        check(array, values((rank, source + 1), like.dtype, source), module)
+    # Of one kind only, which a rank that sends nothing cannot know.
+    for module in (xp, np):
+        is_last = rank == size - 1
+        one = [] if is_last else [(size - 1, module.full(3, rank))]
+        wanted = [(source, module.zeros(0, int)) for source in range(size - 1)] * is_last
+        for (source, _), array in zip(wanted, communicator.all_to_all(one, wanted), strict=True):
+            check(array, np.full(3, source), module)
+
+
 @several
 @on_gpu
 @pytest.mark.parametrize(
     "step, call",
     [
-        ("bind_reduce", lambda one, x: one.all_reduce([x], SUM)),
-        ("bind_all_gather", lambda one, x: one.all_gather([x], 0)),
-        ("bind_broadcast", lambda one, x: one.broadcast([x], 0)),
+        ("prepare_reduce", lambda one, x: one.all_reduce([x], SUM)),
+        ("_prepare_gather", lambda one, x: one.all_gather([x], 0)),
+        ("prepare_broadcast", lambda one, x: one.broadcast([x], 0)),
+        ("_prepare_messages", lambda one, x: one.all_to_all([(RANK, x)], [(RANK, x)])),
     ],
-    ids=["reduction", "gathering", "broadcast"],
+    ids=["reduction", "gathering", "broadcast", "sending"],
 )
 def test_a_signal_before_nccl_starts_is_not_waited_for(connected, monkeypatch, place, step, call):
     """The others may be in NCCL: only this rank can end the job, at its next call."""
@@ -118,7 +144,7 @@ def test_a_signal_before_nccl_starts_is_not_waited_for(connected, monkeypatch, p
 
     array = place.xp.ones(3)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(type(connected._collectives), step, interrupt)
+        patched.setattr(type(connected), step, interrupt)
         call(connected, array)
     assert connected.calls.barred is not None and connected.calls.barred.state == "interrupted"
     connected.calls.barred = None  # here it came to all
@@ -185,16 +211,6 @@ def test_ranks_that_disagree_on_what_is_on_the_gpu(connected, place, case):
 
 @several
 @on_gpu
-def test_what_goes_through_the_host_may_be_on_any_side(monkeypatch, place):
-    """Each result is where the rank's own array is."""
-    communicator: Any = transport("staged", monkeypatch, place)
-    xp = (np, place.xp)[RANK % 2]
-    check(communicator.all_reduce([xp.full(3, RANK + 0.5)], SUM)[0], np.full(3, N * N / 2), xp)
-    check(communicator.all_gather([xp.array([RANK])], 0)[0], np.arange(N), xp)
-
-
-@several
-@on_gpu
 def test_memory_that_one_rank_alone_lacks(connected, place, monkeypatch):
     """The others must not wait for it in NCCL."""
 
@@ -206,6 +222,7 @@ def test_memory_that_one_rank_alone_lacks(connected, place, monkeypatch):
         for call in (
             lambda: connected.all_reduce([here, here], SUM),
             lambda: connected.all_gather([here], 0),
+            lambda: connected.all_to_all([(RANK, here)], [(RANK, here)]),
         ):
             with (
                 monkeypatch.context() as patch,
@@ -230,13 +247,13 @@ def test_memory_is_taken_before_the_ranks_agree(connected, place, monkeypatch, n
         events.append("memory")
         return place.xp.get_default_memory_pool().malloc(size)
 
-    exchange, reduce = connected.exchange, connected._collectives.reduce
+    exchange, reduce = connected.exchange, connected.reduce_flat
     monkeypatch.setattr(
         connected, "exchange", lambda *args: (events.append("agreed"), exchange(*args))[1]
     )
     monkeypatch.setattr(
-        connected._collectives,
-        "reduce",
+        connected,
+        "reduce_flat",
         lambda *args: (reduce(*args), events.append("reduced"))[0],
     )
     arrays = [place.xp.full(5, 2, name), place.xp.full((2, 3), 2, name)]
@@ -254,26 +271,15 @@ def test_memory_is_taken_before_the_ranks_agree(connected, place, monkeypatch, n
 @on_gpu
 def test_an_error_in_a_broadcast_names_the_users_call(connected, place, monkeypatch):
     named = []
-    launch = connected._collectives.launch
+    launch = connected.launch
 
     def note(what, moves):
         named.append(what)
         launch(what, moves)
 
-    monkeypatch.setattr(connected._collectives, "launch", note)
+    monkeypatch.setattr(connected, "launch", note)
     check(connected.broadcast([place.xp.full(3, RANK)], N - 1)[0], np.full(3, N - 1), place.xp)
     assert named == ["some_call"]
-
-
-@several
-@on_gpu
-def test_only_what_is_on_the_gpu_is_pinned(place):
-    communicator: Any = on_gpus("staged", SharedMemoryCommunicator(COMM.Dup()), place)
-    mine = [np.ones(10_000), place.xp.arange(3), np.arange(2)]
-    results = communicator.all_reduce(mine, SUM)
-    for result, array, module in zip(results, mine, (np, place.xp, np), strict=True):
-        check(result, hs.asnumpy(array) * N, module)
-    assert communicator._pinned.nbytes < 1000
 
 
 # ---- the caller's stream
@@ -314,7 +320,7 @@ def test_flat_arrays_are_reduced_in_place(communicator, place, name, size):
         for root in (None, *range(n)):
             with communicator.stream.current():
                 mine = xp.asarray(numbers * (communicator.rank + 1))
-                communicator.reduce_flat(mine, mine, op, root)
+                communicator.reduce_flat("a sum", mine, mine, op, root)
             if root in (None, communicator.rank):
                 check(mine, expected, xp)
 
@@ -330,7 +336,7 @@ def test_arrays_are_reduced_from_where_they_are(communicator, place, name, op):
         with communicator.stream.current():
             mine = place.xp.asarray(numbers * (communicator.rank + 1))
             out = place.xp.full(35, -1, name)
-            communicator.reduce_flat(mine, out, op, root)
+            communicator.reduce_flat("a sum", mine, out, op, root)
         check(mine, numbers * (communicator.rank + 1), place.xp)
         if root in (None, communicator.rank):
             check(out, expected.astype(name), place.xp)
@@ -361,6 +367,7 @@ def test_a_closed_communicator(place):
     for call in (
         lambda: communicator.all_reduce([place.xp.ones(3)], SUM),
         lambda: communicator.all_gather([place.xp.ones(3)], 0),
+        lambda: communicator.all_to_all([(RANK, place.xp.ones(3))], [(RANK, place.xp.ones(3))]),
     ):
         with pytest.raises(
             RuntimeError,
@@ -379,11 +386,10 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, r
     comm: Any = worlds.start().comm
     communicator = on_gpus("NCCL", SharedMemoryCommunicator(comm.Dup()), place)
     works(communicator, place)
-    collectives = communicator._collectives
-    real = collectives._comm
+    real = communicator._comm
 
     def fail(*args):
-        raise collectives._nccl.NcclError(result)
+        raise communicator._nccl.NcclError(result)
 
     class Ended(BaseException):
         """In place of the end."""
@@ -392,7 +398,7 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, r
         raise Ended(text)
 
     monkeypatch.setattr(failure, "end_job", end_job)
-    collectives._comm = types.SimpleNamespace(allReduce=fail, allGather=fail, send=fail, recv=fail)
+    communicator._comm = types.SimpleNamespace(allReduce=fail, allGather=fail, send=fail, recv=fail)
     text = rf"the job ends: NCCL failed on rank {RANK} of {N}: .*\(NCCL \d.*, CuPy .*, driver \d+\)\. Start with"
     for call in (
         lambda: communicator.all_reduce([place.xp.ones(3)], SUM),
@@ -402,6 +408,6 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, r
             call()
         assert not communicator.calls.waiting.depth
         communicator.calls.barred = None
-    collectives._comm = real
+    communicator._comm = real
     works(communicator, place)
     communicator.close()

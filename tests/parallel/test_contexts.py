@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import nccl_start
 from mpi4py import MPI
 from strategies import STRATEGIES, strategies_for
 
@@ -339,17 +338,6 @@ def test_another_gpu_is_left_current_in_a_replica(strategy, place):
                 ]
                 for one in strategy.experimental_local_results(totals):
                     assert [total.tolist() for total in one] == [[N] * 3] * 2
-
-
-@pytest.mark.core
-@on_gpus
-@pytest.mark.mpi(min_size=2)  # one replica exchanges nothing
-@pytest.mark.parametrize("made", STRATEGIES)
-def test_a_warning_says_why_gpus_exchange_data_through_the_host(place, made, monkeypatch):
-    monkeypatch.setattr(nccl_start, "why_not", lambda shared: "it is too old")
-    expected = f"{made.__name__}: the replicas exchange data through host memory instead of NCCL: "
-    with pytest.warns(UserWarning, match=f"^{expected}it is too old$"):
-        place.make(made).close()
 
 
 # ---- merge_call

@@ -16,7 +16,6 @@ RANK = COMM.rank
 pytestmark = [
     pytest.mark.core,
     pytest.mark.parametrize("place", ["GPU"], indirect=True),
-    pytest.mark.filterwarnings("ignore:.*exchange data through host memory instead of NCCL"),
 ]
 
 

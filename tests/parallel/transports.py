@@ -12,7 +12,7 @@ from internals import (
     NcclCommunicator,
     SharedMemoryCommunicator,
     SoloCommunicator,
-    StagedCommunicator,
+    SoloDevice,
     gpu,
     hosts,
     nccl_start,
@@ -36,9 +36,9 @@ OPERATIONS = {
     "bool": (MIN, MAX),
 }
 HOST = ("shared memory", "hosts", "hosts of one rank", "many ranks", "solo")
-DEVICE = ("NCCL", "staged")
+DEVICE = ("NCCL",)
 if COMM.size == 1:
-    HOST, DEVICE = ("solo",), ("staged",)
+    HOST, DEVICE = ("solo",), ("solo device",)
 _made = {}
 
 
@@ -55,7 +55,8 @@ def parametrize(metafunc, transports):
 def transport(name, monkeypatch, place=None):
     """The communicator of this name, the same for a whole file."""
     if name == "hosts of one rank":
-        monkeypatch.setattr(hosts, "PIECE", 5003)  # of int8 it is small, of other dtypes it is not
+        monkeypatch.setattr(hosts, "PIECE", 5003)
+        monkeypatch.setattr(hosts, "SMALL_BYTES", 30_000)  # pieces of int8 are small, of floats not
         monkeypatch.setattr(HostsCommunicator, "LARGEST", 70_001)  # such pieces cut elements
     if name == "solo":
         return SoloCommunicator()
@@ -78,8 +79,8 @@ def on_gpus(name, control, place) -> Any:
     """A communicator of arrays on each rank's GPU."""
 
     stream = gpu.Stream(int(place.devices[control.rank].removeprefix("GPU:")))
-    if name == "staged":
-        return StagedCommunicator(control, stream)
+    if name == "solo device":
+        return SoloDevice(control, stream)
     if problem := nccl_start.why_not(shared=len(set(place.devices)) < control.size):
         pytest.fail(problem)
     return NcclCommunicator(control, stream)

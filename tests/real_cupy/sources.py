@@ -17,7 +17,7 @@ _MODULES = {
 }
 _OF_FILES = dict.fromkeys(
     (
-        *(f"hpcstrat/_transports/{name}.py" for name in ("nccl_collectives", "nccl_start")),
+        *(f"hpcstrat/_transports/{name}.py" for name in ("nccl", "nccl_start")),
         "benchmarks/gpu_step.py",
     ),
     dict.fromkeys(("comm", "_comm", "_opened"), "cupy.cuda.nccl.NcclCommunicator"),

@@ -1,3 +1,7 @@
+import builtins
+import errno
+import pickle
+
 import numpy as np
 import pytest
 from internals import (
@@ -10,7 +14,7 @@ from internals import (
     signature_of,
 )
 
-from hpcstrat import ReduceOp
+from hpcstrat import ReduceOp, ReplicaMismatchError
 
 
 def test_a_record_holds_what_was_put_in():
@@ -102,15 +106,24 @@ def test_lines_of_few_things_are_whole():
     )
 
 
-def test_lines_of_many_things_tell_the_difference():
-    many = [f"v{i}" for i in range(100)]
-    lines = mismatch.lines([rank(*many), rank(*many[1:], "w")]).splitlines()[1:]
-    assert lines[0] == "  rank 0: apply(SUM) of v0, and 99 that all have, at p.py:1 in f"
-    assert lines[1] == "  rank 1: apply(SUM) of w, and 99 that all have, at p.py:1 in f"
-    assert "rank 1: apply(SUM) of 1 that all have, at" in mismatch.lines([rank(*many), rank("v0")])
-    for other in (rank(*(f"w{i}" for i in range(100))), rank(*many, numbers=("rate=2",))):
-        lines = mismatch.lines([rank(*many, numbers=("rate=1",)), other])
-        assert len(lines) < 400 and "92 more" in lines
+def test_lines_of_hundreds_of_things_are_whole():
+    many = [f"v{i}" for i in range(500)]
+    lines = mismatch.lines([rank(*many), rank(*many[1:], "w")])
+    assert all(lines.count(f" {name},") == 2 for name in many[1:])
+    assert lines.count(" v0,") == lines.count(" w,") == 1
+
+
+def test_lines_of_thousands_of_things_are_cut():
+    many = [f"v{i}" for i in range(50_000)]
+    odd = [*many[:25_000], "w", *many[25_001:]]  # where it is cut
+    lines = mismatch.lines([rank(*many), rank(*odd), rank(*many)]).splitlines()[1:]
+    assert [line[:28] for line in lines] == [
+        "  ranks 0, 2: apply(SUM) of ",
+        "  rank 1: apply(SUM) of v0, ",
+    ]
+    for line in lines:
+        assert len(line) < 51_000 and " ... " in line
+        assert line.endswith(" v49998, v49999, at p.py:1 in f")
 
 
 class Nameless(Exception):
@@ -122,24 +135,68 @@ class Mute(Exception):
         raise ValueError
 
 
+class OwnLookup(LookupError):
+    def __init__(self, table, key):
+        super().__init__(f"{key} is not in {table}")
+
+
+class OwnOSError(OSError):
+    pass
+
+
+class OwnMismatch(ReplicaMismatchError):
+    pass
+
+
+def raised_on_others(error):
+    """What the others raise where rank 1 raises `error`."""
+    report = pickle.loads(pickle.dumps(mismatch.report_of(CallDescription("call"), error)))
+    with pytest.raises(Exception) as caught:
+        mismatch.raise_as(1, report)
+    return caught.value
+
+
 @pytest.mark.parametrize(
     ("error", "cls", "text"),
     [
         (ValueError("bad"), ValueError, "bad"),
         (ValueError(), ValueError, "ValueError()"),
+        (OverflowError("bad"), OverflowError, "bad"),
+        (UserWarning("bad"), UserWarning, "bad"),
         (Nameless(), RuntimeError, "Nameless()"),
         (Nameless("bad"), RuntimeError, "Nameless: bad"),
+        (Exception("bad"), RuntimeError, "Exception: bad"),
         (Mute(), RuntimeError, "Mute()"),
+        (OwnLookup("t", "k"), LookupError, "k is not in t"),
+        (OwnMismatch("bad"), ReplicaMismatchError, "bad"),
     ],
-    ids=[
-        "a text",
-        "none",
-        "one's own class, none",
-        "one's own class, a text",
-        "no text can be made",
-    ],
+    ids=repr,
 )
-def test_what_other_ranks_raise_is_never_without_a_text(error, cls, text):
-    with pytest.raises(cls) as caught:
-        mismatch.raise_as(1, mismatch.report_of(CallDescription("call"), error))
-    assert type(caught.value) is cls and str(caught.value) == f"{text} (found by rank 1)"
+def test_what_other_ranks_raise_has_a_class_of_python_and_a_text(error, cls, text):
+    found = raised_on_others(error)
+    assert type(found) is cls and str(found) == f"{text} (found by rank 1)"
+
+
+def test_what_other_ranks_raise_is_made_from_one_text():
+    found = raised_on_others(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"))
+    assert type(found) is UnicodeError and "can't decode byte 0xff" in str(found)
+    group = getattr(builtins, "ExceptionGroup", None)  # of Python 3.11
+    if group is not None:
+        found = raised_on_others(group("several", [ValueError("bad")]))
+        assert type(found) is RuntimeError
+        assert str(found) == "ExceptionGroup: several (1 sub-exception) (found by rank 1)"
+
+
+@pytest.mark.parametrize(
+    ("error", "cls"),
+    [
+        (FileNotFoundError(errno.ENOENT, "no file"), FileNotFoundError),
+        (OwnOSError(errno.ENOSPC, "no file"), OSError),
+        (OwnOSError(errno.EACCES, "no file"), PermissionError),
+    ],
+    ids=repr,
+)
+def test_what_other_ranks_raise_keeps_the_number_of_the_system(error, cls):
+    found = raised_on_others(error)
+    assert isinstance(found, OSError) and type(found) is cls
+    assert (found.errno, found.strerror) == (error.errno, "no file (found by rank 1)")

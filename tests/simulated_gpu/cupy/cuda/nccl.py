@@ -24,7 +24,7 @@ NCCL_FLOAT64 = NCCL_DOUBLE = 8
 NCCL_BFLOAT16 = 9
 _DTYPES = ["int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"]
 _SUM = {NCCL_SUM: np.add, NCCL_PROD: np.multiply, NCCL_MAX: np.fmax, NCCL_MIN: np.fmin}
-_COLLECTIVES = ["allReduce", "reduce", "broadcast", "allGather", "reduceScatter"]
+_COLLECTIVES = ["allReduce", "reduce", "broadcast", "allGather"]
 _OPERATIONS = ["SUM", "PROD", "MAX", "MIN", "AVG"]
 # CuPy's table ends here: it lacks NCCL's results 7 (in progress) and 8 (time-out).
 _RESULTS = {
@@ -111,7 +111,7 @@ class NcclCommunicator:
         ):
             raise NcclError(5)
         self._rank, self._size = rank, ndev
-        self._is_open, self._is_aborted = True, False
+        self._is_open = True
         self._under_way = 0
         self._graphs = _graphs.Holders()
         connects_now = os.environ.get("NCCL_RUNTIME_CONNECT") == "0"
@@ -161,19 +161,6 @@ class NcclCommunicator:
             stream, "allGather", sendbuf, recvbuf, count, datatype, received=count * self._size
         )
 
-    def reduceScatter(self, sendbuf, recvbuf, recvcount, datatype, op, stream):
-        """CuPy's."""
-        self._call(
-            stream,
-            "reduceScatter",
-            sendbuf,
-            recvbuf,
-            recvcount,
-            datatype,
-            sent=recvcount * self._size,
-            op=op,
-        )
-
     def send(self, sendbuf, count, datatype, peer, stream):
         """CuPy's."""
         self._call(stream, "send", sendbuf, 0, count, datatype, peer=peer)
@@ -188,11 +175,6 @@ class NcclCommunicator:
         status = _faults.value("nccl-breaks", "nccl calls", lasts=True)
         if status is not None:
             raise NcclError(status)
-
-    def abort(self):
-        """CuPy's: work in flight ends without being done."""
-        self._check_open()
-        self._is_open, self._is_aborted = False, True
 
     def destroy(self):
         """CuPy's: it waits for work in flight, without a time limit."""
@@ -217,12 +199,11 @@ class NcclCommunicator:
         if not self._is_open:
             raise _checker.report(
                 "the simulated GPU: an NCCL communicator is used at "
-                f"{_checker.shown(_checker.place())} after it was destroyed or aborted, which "
-                "crashes"
+                f"{_checker.shown(_checker.place())} after it was destroyed, which crashes"
             )
 
     def _call(
-        self, stream, verb, source, target, count, datatype, sent=None, received=None, **facts
+        self, stream, verb, source, target, count, datatype, received=None, **facts
     ):
         self._check_open()
         _faults.counted["nccl calls"] += 1
@@ -235,7 +216,7 @@ class NcclCommunicator:
         _latest[:] = [self]
         call.hangs = _faults.value("nccl-hangs", "nccl calls") is not None
         if source:
-            call.source = self._memory(source, count if sent is None else sent, dtype)
+            call.source = self._memory(source, count, dtype)
         if target:
             call.target = self._memory(target, count if received is None else received, dtype)
         if getattr(_group, "depth", 0):
@@ -350,10 +331,10 @@ class _Call:
 
     def is_in_place(self, rank):
         """Whether the result overlaps the input in the way that NCCL's documentation allows."""
-        part = rank * self.count * self.dtype.itemsize
+        part = rank * self.count * self.dtype.itemsize if self.verb == "allGather" else 0
         source = self.source[0].ptr + self.source[1].start
         target = self.target[0].ptr + self.target[1].start
-        return target - source == {"reduceScatter": part, "allGather": -part}.get(self.verb, 0)
+        return target + part == source
 
     def described(self):
         """What all ranks, or the two ranks of a message, must agree on."""
@@ -370,9 +351,6 @@ class _Work:
 
     def __call__(self):
         communicator = self._communicator
-        if communicator._is_aborted:
-            communicator._finish()
-            return True
         if self._differs or any(call.hangs for call in self._calls):
             return False
         ring = communicator._ring
@@ -447,13 +425,6 @@ class _Work:
                 target[...] = np.frombuffer(parts[call.facts["root"]], call.dtype)
             elif call.verb == "allGather":
                 target[...] = np.frombuffer(b"".join(parts), call.dtype)
-            elif call.verb == "reduceScatter":
-                own = slice(rank * call.count, (rank + 1) * call.count)
-                target[...] = _reduced(
-                    [np.frombuffer(part, call.dtype)[own] for part in parts],
-                    call.facts["op"],
-                    last=rank,
-                )
             else:
                 target[...] = _reduced(
                     [np.frombuffer(part, call.dtype) for part in parts],
