@@ -71,31 +71,24 @@ from hpcstrat._strategies import captured_step, reachable, step_graphs
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._strategies.strategies import make_mirrored_group
-from hpcstrat._transports import host, nccl, nccl_start, rail, shared_memory
-from hpcstrat._transports import mpi as mpi_communicator
+from hpcstrat._transports import barrier, hosts, mailboxes, nccl, nccl_start
 from hpcstrat._transports.connection import connect, connect_devices
 from hpcstrat._transports.device import SoloDevice
 from hpcstrat._transports.host import SoloCommunicator
-from hpcstrat._transports.hosts import HierarchicalCommunicator
-from hpcstrat._transports.mpi import MpiCommunicator
+from hpcstrat._transports.hosts import HostsCommunicator
 from hpcstrat._transports.nccl import NcclCommunicator
 from hpcstrat._transports.nccl_start import load_nccl
-from hpcstrat._transports.point_to_point import PointToPoint
-from hpcstrat._transports.rail import Rail, halving_of, is_pairwise
 from hpcstrat._transports.reduction import (
     CHUNK,
     REDUCTIONS,
     Reduction,
     accumulator,
     check_reducible,
-    combine_hosts,
     part_of_rank,
-    reduce_by_hosts,
     reduce_chunk,
     reduce_in_chunks,
 )
 from hpcstrat._transports.shared_memory import SharedMemoryCommunicator
-from hpcstrat._transports.verbs import Outgoing
 from hpcstrat._update import compiled, device_update, rows
 from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._variable.writing import explain_assign

@@ -96,9 +96,9 @@ ON_HOSTS["hosts: an endless loop after strangers have connected"] = replace(
 # As more than 16 ranks agree: by one reduction.
 MANY = """
 import os, signal
-from hpcstrat._transports import mpi
+from hpcstrat._transports import hosts
 
-mpi.FEW_RANKS = 0
+hosts.FEW_RANKS = 0
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -116,7 +116,7 @@ ON_HOSTS |= {
 }
 ON_HOSTS["many ranks: SIGKILL in the middle of an agreement"] = replace(
     ON_HOSTS["hosts: SIGKILL"],
-    program="if last: mpi.MpiCommunicator._is_everyones = die\nhs.barrier()",
+    program="if last: hosts.HostsCommunicator._is_everyones = die\nhs.barrier()",
     begin=MANY + BEGIN_ON_HOSTS,
 )
 ON_HOSTS["hosts: an exception before the first strategy"] = replace(

@@ -43,6 +43,24 @@ def inside(strategy, fn) -> Any:
     return lists(found[0])
 
 
+# ---- arguments that differ between ranks
+
+A, B = np.ones((2, 2)), np.ones(3)
+USUAL = {"scan": ("SUM", A, False), "reduce_scatter": ("SUM", A, 0)}
+OTHERS = [
+    *[("scan", other) for other in (("SUM", B, False), ("MAX", A, False), ("SUM", A, True))],
+    *[("reduce_scatter", other) for other in (("SUM", B, 0), ("MAX", A, 0), ("SUM", A, 1))],
+]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(("name", "other"), OTHERS)
+def test_arguments_that_differ(strategy, name, other):
+    arguments = other if RANK == N - 1 else USUAL[name]
+    with pytest.raises(hs.ReplicaMismatchError, match=rf"ReplicaContext\.{name}"):
+        strategy.run(lambda: getattr(context(), name)(*arguments))
+
+
 # ---- broadcast
 
 
@@ -130,18 +148,6 @@ def test_the_last_of_a_scan_has_the_bits_of_all_reduce(strategy):
 def test_offsets_of_parts_of_any_size(strategy):
     sizes = [(3, 0, 4, 1)[rank % 4] for rank in range(N)]
     assert inside(strategy, lambda: int(context().scan("SUM", sizes[RANK]))) == sum(sizes[:RANK])
-
-
-@pytest.mark.mpi(min_size=2)
-def test_scans_that_do_not_match(strategy):
-    usual = ("SUM", np.ones(2), False)
-    for other in (
-        ("SUM", np.ones(3), False),
-        ("MAX", np.ones(2), False),
-        ("SUM", np.ones(2), True),
-    ):
-        with pytest.raises(hs.ReplicaMismatchError, match=r"ReplicaContext.scan"):
-            strategy.run(lambda other=other: context().scan(*(other if RANK == N - 1 else usual)))
 
 
 # ---- reduce_scatter

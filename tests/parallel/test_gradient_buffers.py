@@ -6,7 +6,7 @@ import drawn
 import numpy as np
 import pytest
 from internals import (
-    HierarchicalCommunicator,
+    HostsCommunicator,
     Strategy,
     call_named,
     device_names,
@@ -30,10 +30,8 @@ def connected(name):
     comm = worlds.start().comm
     assert comm is not None
     if name == "single":
-        return HierarchicalCommunicator(comm.Dup(), MPI.COMM_SELF)
-    return HierarchicalCommunicator(
-        comm.Dup(), comm.Split(RANK % 2 if name == "turns" else RANK == N - 1)
-    )
+        return HostsCommunicator(comm.Dup(), MPI.COMM_SELF)
+    return HostsCommunicator(comm.Dup(), comm.Split(RANK % 2 if name == "turns" else RANK == N - 1))
 
 
 class OnHosts(hs.MirroredStrategy):

@@ -1,9 +1,12 @@
-"""Messages that grow: the values of updates by plans that keep old mailboxes, and what is freed."""
+"""Mailboxes: who may write when, updates by plans that keep old ones, and what is freed."""
 
 import gc
+import itertools
+import os
 
 import numpy as np
 import pytest
+from internals import barrier, mailboxes, records
 from mpi4py import MPI
 from strategies import STRATEGIES
 
@@ -13,9 +16,74 @@ pytestmark = pytest.mark.core
 
 N, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
 SUM = N * (N + 1) / 2  # of the replicas' gradients: rank r has r + 1
-# In a record, in the first mailbox, and in larger ones.
+# Of floats in a record, in the first mailbox, and in larger ones.
 SIZES = [5, 40_000, 7, 300_000, 41_000, 1_200_000, 300_001]
 on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
+
+
+# ---- who may write when
+
+
+class Lag:
+    """Lets a slow rank wait until the others wait for it: they are as far ahead as they can get."""
+
+    def __init__(self):
+        self.is_slow = False
+
+    def barrier(self, flags, comm):
+        """A barrier after which it does so."""
+        wait = barrier.barrier(flags, comm)
+        self.arrivals = flags.view(np.int64)[1 :: barrier.LINE // 8]  # behind the flags
+
+        def meet():
+            self.arrivals[RANK] += 1
+            wait()
+            self()
+
+        return meet
+
+    def __call__(self):
+        while self.is_slow and np.delete(self.arrivals, RANK).min() <= self.arrivals[RANK]:
+            os.sched_yield()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("slow", sorted({0, N - 1}))
+def test_no_rank_overwrites_what_a_slow_one_reads(monkeypatch, slow):
+    """In calls of each kind after those of any other; and none reads before a slow one writes."""
+    lag = Lag()
+    monkeypatch.setattr(mailboxes, "barrier", lag.barrier)
+    boxes = mailboxes.Mailboxes(MPI.COMM_WORLD.Dup())
+    sizes = {
+        "mailboxes": [1000] * N,
+        "records": [5] * N,
+        "both": [(5, 1000)[rank % 2] for rank in range(N)],
+        "shared": [1000] * N,
+    }
+    orders = itertools.product(sizes, repeat=3)
+    for number, kind in enumerate(itertools.chain.from_iterable(orders)):
+        marks = [(N * number + rank) % 251 for rank in range(N)]  # what each rank sends
+        own, nbytes = marks[RANK], sizes[kind][RANK]
+
+        def write(message, own=own, nbytes=nbytes):
+            lag.is_slow = RANK == slow  # not before: the first call makes the mailboxes
+            lag()
+            message[:nbytes] = own
+
+        if kind == "shared":
+            found = boxes.share(write)
+        else:
+            posted = boxes.post(bytes([own]) * records.WHOLE, nbytes, write)
+            found = boxes.collect(sizes[kind], write)
+            assert [set(record) for record in posted] == [{mark} for mark in marks]
+        assert [
+            set(message[:size].tolist()) for message, size in zip(found, sizes[kind], strict=True)
+        ] == [{mark} for mark in marks]
+    lag.is_slow = False
+    boxes.sync()
+
+
+# ---- updates
 
 
 @pytest.fixture(params=STRATEGIES)
@@ -83,14 +151,14 @@ def test_other_messages_between_updates(strategy, xp):
 @pytest.mark.mpi(min_size=2)  # one rank has no mailboxes
 def test_larger_mailboxes_are_in_place_of_the_old_ones(strategy):
     """There is one file for all mailboxes, whatever plans have used; none is slab or buffer."""
-    capacity = strategy._group.communicator._capacity
+    capacity = strategy._group.communicator.mailboxes._capacity
     networks = made([capacity // 4 + n * 100_000 for n in (1, 2, 3)])
     step(strategy, *networks[0])
     files = mapped_files()
     for network in networks:
         step(strategy, *network)
         assert mapped_files() == files
-    assert strategy._group.communicator._capacity > capacity
+    assert strategy._group.communicator.mailboxes._capacity > capacity
 
 
 @on_the_cpu

@@ -1,5 +1,6 @@
 """The communicators of every transport, and the arrays that tests move by them."""
 
+import functools
 import hashlib
 from typing import Any
 
@@ -7,15 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from internals import (
-    HierarchicalCommunicator,
-    MpiCommunicator,
+    HostsCommunicator,
     NcclCommunicator,
-    PointToPoint,
     SharedMemoryCommunicator,
     SoloCommunicator,
     SoloDevice,
     gpu,
-    mpi_communicator,
+    hosts,
     nccl_start,
     worlds,
 )
@@ -38,8 +37,8 @@ OPERATIONS = {
 }
 HOST = ("shared memory", "hosts", "hosts of one rank", "many ranks", "solo")
 DEVICE = ("NCCL",)
-if COMM.size == 1:  # on one host, and NCCL has nothing to do
-    HOST, DEVICE = ("shared memory", "hosts of one rank", "many ranks", "solo"), ("solo device",)
+if COMM.size == 1:
+    HOST, DEVICE = ("solo",), ("solo device",)
 _made = {}
 
 
@@ -55,9 +54,10 @@ def parametrize(metafunc, transports):
 
 def transport(name, monkeypatch, place=None):
     """The communicator of this name, the same for a whole file."""
-    if name == "hosts of one rank":  # an odd number of bytes, so that pieces cut elements
-        monkeypatch.setattr(PointToPoint, "PIECE", 5003)
-        monkeypatch.setattr(MpiCommunicator, "LARGEST", 70_001)
+    if name == "hosts of one rank":
+        monkeypatch.setattr(hosts, "PIECE", 5003)
+        monkeypatch.setattr(hosts, "SMALL_BYTES", 30_000)  # pieces of int8 are small, of floats not
+        monkeypatch.setattr(HostsCommunicator, "LARGEST", 70_001)  # such pieces cut elements
     if name == "solo":
         return SoloCommunicator()
     if name not in _made:
@@ -65,11 +65,12 @@ def transport(name, monkeypatch, place=None):
         if name == "shared memory" or name in DEVICE:
             made = SharedMemoryCommunicator(comm.Dup())
         elif name == "hosts of one rank":
-            made = HierarchicalCommunicator(comm.Dup(), MPI.COMM_SELF)
-        else:  # as if the last rank were on a separate host
-            if name == "many ranks":
-                monkeypatch.setattr(mpi_communicator, "FEW_RANKS", 0)
-            made = HierarchicalCommunicator(comm.Dup(), comm.Split(comm.rank == comm.size - 1))
+            made = HostsCommunicator(comm.Dup(), MPI.COMM_SELF)
+        elif name == "hosts":  # as if the last rank were on a separate host
+            made = HostsCommunicator(comm.Dup(), comm.Split(comm.rank == comm.size - 1))
+        else:  # ranks in turns on two hosts, which agree as more than 16 ranks do
+            monkeypatch.setattr(hosts, "FEW_RANKS", 0)
+            made = HostsCommunicator(comm.Dup(), comm.Split(comm.rank % 2))
         _made[name] = on_gpus(name, made, place) if name in DEVICE else made
     return _made[name]
 
@@ -132,6 +133,13 @@ def reduced(parts, op):
     return (total.astype(narrow) / np.asarray(len(parts), narrow)).astype(dtype)
 
 
+def combined(communicator, parts, ufunc):
+    """The parts of all ranks, combined in the order in which this transport does it."""
+    in_turns = communicator is _made.get("many ranks")
+    by_host = [parts[::2], parts[1::2]] if in_turns else [parts]
+    return functools.reduce(ufunc, [functools.reduce(ufunc, host) for host in by_host if host])
+
+
 def check(found, expected, xp=np):
     assert isinstance(found, xp.ndarray)
     assert found.dtype == expected.dtype
@@ -141,9 +149,10 @@ def check(found, expected, xp=np):
     assert host.tobytes() == expected.tobytes() or np.array_equal(host, expected)
 
 
-def digests(arrays):
-    """All ranks' digests of these arrays: different if the ranks have different bits."""
-    return COMM.allgather([hashlib.sha256(array.tobytes()).hexdigest() for array in arrays])
+def have_the_same_bits(arrays):
+    """Whether all ranks' arrays do."""
+    own = hashlib.sha256(b"".join(array.tobytes() for array in arrays)).digest()
+    return len(set(COMM.allgather(own))) == 1
 
 
 def has(xp, dtype):

@@ -4,7 +4,7 @@ import os
 import time
 
 import numpy as np
-from internals import shared_memory
+from internals import barrier
 
 
 class Comm:
@@ -27,7 +27,7 @@ def wait(comm, monkeypatch):
 
     The others arrive during the sleep.
     """
-    flags, polls, sleeps = np.zeros(comm.size * shared_memory.LINE, np.uint8), [], []
+    flags, polls, sleeps = np.zeros(comm.size * barrier.LINE, np.uint8), [], []
 
     def sleep(seconds):
         sleeps.append(seconds)
@@ -36,7 +36,7 @@ def wait(comm, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(time, "sleep", sleep)
         patch.setattr(os, "sched_yield", lambda: polls.append(None))
-        shared_memory._FlagBarrier(flags, comm)()
+        barrier._FlagBarrier(flags, comm)()
     assert len(sleeps) == 1
     return len(polls), sleeps[0]
 

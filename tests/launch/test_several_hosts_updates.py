@@ -1,6 +1,7 @@
-"""Updates on two hosts, each with a copy of the variables: as on one host, by closed forms."""
+"""Updates on several hosts, each with a copy of the variables: as on one host, by closed forms."""
 
-from two_hosts import on_two_hosts, run
+import pytest
+from several_hosts import on_hosts, run
 
 START = """
     import zlib
@@ -153,7 +154,23 @@ UPDATES = """
 """
 
 
-@on_two_hosts("1 + 2")
+@on_hosts("1 + 2", most=3)
 def test_as_on_one_host(launch, shape):
     found, hosts = run(launch, shape, START + UPDATES)
     assert len(found) == len(hosts) and found[0] and all(one == found[0] for one in found)
+
+
+@pytest.mark.slow
+def test_a_message_of_many_megabytes(launch):
+    """Of a size at which the hosts' slices differ."""
+    program = """
+    size = 33_554_176
+    with strategy.scope():
+        v, optimizer = hs.Variable(np.zeros(size, np.float16)), hs.optimizers.SGD(1.0, momentum=1.0)
+    gradient, totals = np.full(size, rank + 1, np.float16), []
+    for _ in range(2):
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, v)]))
+    strategy.run(lambda: totals.append(hs.get_replica_context().all_reduce("SUM", gradient)))
+    found = bool((v.numpy() == -3 * 6).all()), bool((totals[0] == 6).all())
+    """
+    assert run(launch, "1 + 2", program)[0] == [(True, True)] * 3

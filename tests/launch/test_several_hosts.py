@@ -1,50 +1,48 @@
-"""MultiWorkerMirroredStrategy on two hosts: MPICH's fake hosts, and any division of the ranks."""
+"""MultiWorkerMirroredStrategy on several hosts: emulated ones, and any division of the ranks."""
 
 import pathlib
 import re
 
 import pytest
-from two_hosts import REPORT, START, on_two_hosts, run
+from several_hosts import REPORT, START, on_hosts, run
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@on_two_hosts("3 + 1")
-def test_sums_and_updates(launch, shape):
-    """Small messages and large ones, which are first summed inside the hosts.
-
-    Whole numbers, so that sums are exact.
-    """
+@on_hosts("3 + 1", "1 + 2 + 1", most=3)
+def test_reductions(launch, shape):
+    """Of all dtypes, in short messages and large ones: near the exact values, the same bits on all ranks."""
     found, hosts = run(
         launch,
         shape,
         """
-    def step(size):
-        context = hs.get_replica_context()
-        own = np.arange(size) % 101 + context.replica_id_in_sync_group
-        sums = context.all_reduce("SUM", own.astype(np.float64))
-        means = context.all_reduce("MEAN", [own, own.astype(np.float32)])
-        largest = context.all_reduce("MAX", own)
-        optimizer.apply_gradients([(own.astype(np.float32), v)])
-        assert (sums == N * (np.arange(size) % 101) + N * (N - 1) / 2).all()
-        assert (means[0] == np.arange(size) % 101 + (N - 1) / 2).all() and means[0].dtype == np.float64
-        assert np.allclose(means[1], means[0])
-        assert (largest == np.arange(size) % 101 + N - 1).all()
+    import zlib
+    import ml_dtypes
+    from hpcstrat._transports.reduction import REDUCTIONS
 
     found = []
-    for size in (5, 60_000):
-        with strategy.scope():
-            v, optimizer = hs.Variable(np.zeros(size, np.float32)), hs.optimizers.SGD(1.0)
-        for _ in range(2):
-            strategy.run(step, args=(size,))
-        assert (v.numpy() == -2 * (N * (np.arange(size) % 101) + N * (N - 1) / 2)).all()
-        found.append(float(v.numpy().sum()))
+
+    def values(dtype, size, r):
+        return (1 + 9 * np.random.default_rng([size, r]).random(size)).astype(dtype)
+
+    def step(size):
+        for op, reduction in REDUCTIONS.items():
+            mine = [values(dtype, size, rank) for dtype in reduction.dtypes]
+            results = hs.get_replica_context().all_reduce(op, mine)
+            for dtype, result in zip(reduction.dtypes, results, strict=True):
+                parts = [values(dtype, size, r).real.astype(float) for r in range(N)]
+                exact = getattr(np, op.name.lower())(parts, axis=0)
+                assert np.allclose(result.real.astype(float), exact, rtol=0.01), (op, dtype)
+                found.append(zlib.crc32(result.tobytes()))
+
+    for size in (1, 60_000):
+        strategy.run(step, args=(size,))
     """,
     )
-    assert len(found) == len(hosts) and all(one == found[0] for one in found)
+    assert len(found) == len(hosts) and found[0] and all(one == found[0] for one in found)
 
 
-@on_two_hosts("2 + 2")
+@on_hosts("2 + 2")
 def test_results_devices_and_datasets_of_each_host(launch, shape):
     """The second host's elements end first; its replicas get empty batches, nothing is lost."""
     found, hosts = run(
@@ -143,7 +141,7 @@ def test_errors_on_two_hosts(launch):
             assert re.search(message, text), name
 
 
-@on_two_hosts("2 + 2")
+@on_hosts("2 + 2")
 def test_each_host_resumes_its_own_pipeline(launch, shape):
     """The hosts have other elements, and other numbers of them, before and within a pass."""
     found, hosts = run(
@@ -177,7 +175,7 @@ def test_each_host_resumes_its_own_pipeline(launch, shape):
     assert all(all(one) and len(one) > 3 for one in found) and len(found) == len(hosts)
 
 
-@on_two_hosts("1 + 2")
+@on_hosts("1 + 2")
 def test_updates_after_a_restore_with_checks(launch, shape):
     """All ranks of a host see what its first has restored; it is not a foreign write."""
     program = """
