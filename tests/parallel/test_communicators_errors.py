@@ -233,7 +233,8 @@ def test_ranks_that_disagree(group, place, case):
         others = [rank for rank in range(group.size) if rank != odd]
         for ranks, line in zip(sorted([[odd], others]), lines, strict=True):
             assert line.startswith(f"  {ranks_in_words(ranks)}: ")
-            assert text.format(facts[ranks == [odd]]) in line
+            # NCCL's words end with the places of the arrays.
+            assert text.format(facts[ranks == [odd]]) in line.replace(", on the GPU [0]", "")
         works(group, place)
 
 
