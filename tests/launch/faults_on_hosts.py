@@ -16,6 +16,7 @@ from fault import (
     stalled,
     waits,
 )
+from faults_of_broken_calls import APPLY, broken
 from faults_of_errors import CLOSED_OR_LAUNCHER, ended, raised
 from faults_of_the_start import EARLY, early
 
@@ -119,6 +120,41 @@ ON_HOSTS["many ranks: SIGKILL in the middle of an agreement"] = replace(
     program="if last: hosts.HostsCommunicator._is_everyones = die\nhs.barrier()",
     begin=MANY + BEGIN_ON_HOSTS,
 )
+# Two ranks, each on a host, that are at the same slice.
+SUM = """
+strategy = hs.MultiWorkerMirroredStrategy()
+if last: hosts.HostsCommunicator._reduce_slice = {}
+strategy.reduce("SUM", strategy.run(lambda: np.ones(100_000)), None)
+"""
+ON_HOSTS["many ranks: SIGKILL in the middle of a sum"] = replace(
+    ON_HOSTS["hosts: SIGKILL"], program=SUM.format("die"), ranks=2, begin=MANY + BEGIN_ON_HOSTS
+)
+ON_HOSTS["many ranks: SIGSTOP in the middle of a sum"] = silenced(
+    SUM.format("lambda *_: stop()"),
+    waits("rank 0", r"Strategy\.reduce: memory"),
+    silent("rank 1", "(stop|<module>)"),
+    ranks=2,
+    begin=MANY + BEGIN_ON_HOSTS,
+    hosts=True,
+)
+ON_HOSTS |= {
+    f"hosts: {name} interrupted": replace(
+        broken(*arguments, strategy="MultiWorkerMirroredStrategy"), hosts=True
+    )
+    for name, arguments in {
+        "an update": ("'_reduce_slice'", "apply(numbers)", APPLY),
+        "an assignment": (
+            "'collect_messages'",
+            "v.assign(numbers)",
+            r"Variable\.assign of 'Variable'",
+        ),
+        "an all_to_all": (
+            "'_pieces'",
+            "strategy.run(lambda: hs.get_replica_context().all_to_all([numbers] * 2))",
+            r"ReplicaContext\.all_to_all",
+        ),
+    }.items()
+}
 ON_HOSTS["hosts: an exception before the first strategy"] = replace(
     EARLY["early: an exception"], hosts=True
 )

@@ -153,7 +153,7 @@ DISAGREEMENTS = {
     # All of them are averaged in float64, but the results have other dtypes.
     "averaged dtype": (
         lambda c, xp, odd: c.all_reduce([xp.ones(3, "i8" if odd else "i1")], MEAN),
-        "call(MEAN, {} as float64)",
+        "call(MEAN, {} as float64",
         ("int8", "int64"),
     ),
     "op": (
@@ -190,17 +190,17 @@ DISAGREEMENTS = {
     "root": (lambda c, xp, odd: c.broadcast_obj(1, root=int(odd)), "call(root={})", (0, 1)),
     "broadcast": (
         lambda c, xp, odd: c.broadcast([xp.ones(5 - odd)], 0),
-        "call(root=0) of float64 of shape ({},)",
+        " of float64 of shape ({},)",
         (5, 4),
     ),
     "broadcast root": (
         lambda c, xp, odd: c.broadcast([xp.ones(9000)], int(odd)),
-        "call(root={})",
+        "call(root={}",
         (0, 1),
     ),
     "all_to_all": (
         lambda c, xp, odd: c.all_to_all([(0, xp.ones(3))], [], int(odd)),
-        "call({})",
+        "call({}",
         (0, 1),
     ),
     "gathered axis": (
