@@ -58,9 +58,11 @@ class HostsCommunicator(SlicingCommunicator):
             raise RuntimeError(f"hpcstrat cannot connect the ranks: {error}") from None
         self.hosts = comm.allreduce(int(host_comm.rank == 0))
         self.slices = comm.allreduce(host_comm.size, MPI.MIN)
-        # Those that reduce the same slice.
+        # Those that reduce the same slice, for each slice in the same order of the hosts.
         has_slice = host_comm.rank < self.slices
-        self._peers: Any = comm.Split(host_comm.rank if has_slice else MPI.UNDEFINED)
+        self._peers: Any = comm.Split(
+            host_comm.rank if has_slice else MPI.UNDEFINED, host_comm.bcast(comm.rank)
+        )
         # What every host has room for. Not this host's own capacity: it may have grown where
         # another host could not.
         self._reserved_bytes = 0
