@@ -41,6 +41,7 @@ SHAPES = {
     "1 + 2": (0, 1, 1),
     "2 + 1 + 1": (0, 1, 2, 0),
     "1 + 2 + 1": (0, 1, 1, 2),
+    "2 + 2 + 2": (0, 1, 2, 2, 1, 0),  # the last ranks are in the reverse order of the hosts
 }
 BY_MPI = ("1 + 1", "2 + 2", "2 + 1 + 1")
 """Divisions that MPICH makes itself."""

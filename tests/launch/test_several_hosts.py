@@ -9,18 +9,21 @@ from several_hosts import REPORT, START, on_hosts, run
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-@on_hosts("3 + 1", "1 + 2 + 1", most=3)
+@on_hosts("3 + 1", "1 + 2 + 1", "2 + 2 + 2", most=3)
 def test_reductions(launch, shape):
     """Of all dtypes, in short messages and large ones: near the exact values, the same bits on all ranks."""
     found, hosts = run(
         launch,
         shape,
         """
-    import zlib
+    import functools, zlib
     import ml_dtypes
     from hpcstrat._transports.reduction import REDUCTIONS
 
     found = []
+
+    def sum_up(arrays):
+        return functools.reduce(np.add, arrays)
 
     def values(dtype, size, r):
         return (1 + 9 * np.random.default_rng([size, r]).random(size)).astype(dtype)
@@ -37,9 +40,17 @@ def test_reductions(launch, shape):
 
     for size in (1, 60_000):
         strategy.run(step, args=(size,))
+
+    # Within each host in rank order, then in the order of the hosts' first ranks.
+    parts = [values("float32", 60_000, r) for r in range(N)]
+    ranks_of = [[r for r in range(N) if hosts[r] == host] for host in dict.fromkeys(hosts)]
+    exact = sum_up([sum_up([parts[r] for r in ranks]) for ranks in ranks_of])
+    total = strategy.run(lambda: hs.get_replica_context().all_reduce("SUM", parts[rank]))
+    found.append(strategy.experimental_local_results(total)[mine.index(rank)].tobytes() == exact.tobytes())
     """,
     )
-    assert len(found) == len(hosts) and found[0] and all(one == found[0] for one in found)
+    assert len(found) == len(hosts) and all(one == found[0] for one in found)
+    assert found[0][-1] is True
 
 
 @on_hosts("2 + 2")
