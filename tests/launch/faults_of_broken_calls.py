@@ -77,7 +77,7 @@ BROKEN = {
     ),
     "an update interrupted at the end": broken("'sync'", "apply(numbers)", APPLY, of=""),
     "a reduction interrupted": broken(
-        "'collect_messages'",
+        "'_share_slices'",
         "strategy.reduce('SUM', strategy.run(lambda: numbers), None)",
         r"Strategy\.reduce",
     ),

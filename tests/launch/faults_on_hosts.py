@@ -143,6 +143,11 @@ ON_HOSTS |= {
     )
     for name, arguments in {
         "an update": ("'_reduce_slice'", "apply(numbers)", APPLY),
+        "a sum": (
+            "'_reduce_slice'",
+            "strategy.reduce('SUM', strategy.run(lambda: numbers), None)",
+            r"Strategy\.reduce",
+        ),
         "an assignment": (
             "'collect_messages'",
             "v.assign(numbers)",

@@ -155,13 +155,13 @@ def test_calls_in_turn(communicator, place):
         size = [5, 3000, 20, 9000, 40_000][step % 5]
         mine = xp.full(size, 10.0 * step + rank)
         everyones = [10.0 * step + r for r in range(n)]
+        to_all = [(r, mine) for r in range(n)]
+        received = communicator.all_to_all(to_all, to_all)
         calls = [
             (sum(everyones), communicator.all_reduce([mine], SUM)),
             (everyones[step % n], communicator.broadcast([mine], step % n)),
             (np.repeat(everyones, size), communicator.all_gather([mine], 0)),
+            *zip(everyones, [[one] for one in received], strict=True),
         ]
-        to_all = [(r, mine) for r in range(n)]
-        received = communicator.all_to_all(to_all, to_all)
-        calls += zip(everyones, [[one] for one in received], strict=True)
         for expected, (found,) in calls:
             assert found.size in (size, n * size) and (asnumpy(found) == expected).all()
