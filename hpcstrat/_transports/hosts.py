@@ -22,7 +22,11 @@ from hpcstrat._transports.slices import SlicingCommunicator
 FEW_RANKS = 16
 """Up to this many ranks exchange whole records, with short messages in them: 4 KiB in one call."""
 PIECE = 1 << 24
-"""Elements of a slice that travel between hosts at once, which limits the memory that it takes."""
+"""Elements of a slice that travel between hosts at once, which limits the memory that they take.
+
+Pieces of 2**15 elements for each host took 0.9 of the time with MPICH, 2 to 4 times as long with
+Open MPI.
+"""
 SMALL_BYTES = 1 << 17
 """So few bytes of all hosts go to each of them as they are, in one call of MPI and not in two."""
 
