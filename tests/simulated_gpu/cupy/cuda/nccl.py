@@ -455,7 +455,7 @@ def _reduced(parts, op, last):
     with np.errstate(all="ignore"):
         for part in wide[1:]:
             _SUM[op](total, part, out=total)
-    return total.astype(parts[0].dtype)
+        return total.astype(parts[0].dtype)
 
 
 def _dtype(datatype):
