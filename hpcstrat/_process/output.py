@@ -12,8 +12,8 @@
 | ignores, hpcstrat's reports, |                        |                                          |
 | what Python says as it ends  |                        |                                          |
 
-`sys.stdout` and `sys.stderr` are replaced by objects that decide; where errors are hidden,
-`sys.unraisablehook` by one that shows its own.
+`sys.stdout` and `sys.stderr` are replaced by objects that decide, `sys.unraisablehook` by one that
+shows an exception in one piece with the rank in front of each line.
 """
 
 from __future__ import annotations
@@ -70,19 +70,24 @@ def install(launcher: Launcher, is_replica: Callable[[], bool]) -> None:
             sys.stdout.reconfigure(line_buffering=True)  # pyright: ignore[reportAttributeAccessIssue]
         sys.stdout = _Stream(sys.stdout)
     # A notebook's engine sends its errors where the notebook shows them as that engine's.
-    if _hides and not errors and sys.stderr is not None and ipython_shell() is None:
+    if ipython_shell() is not None:
+        return
+    sys.unraisablehook = functools.partial(_show_unraisable, sys.unraisablehook)
+    if _hides and not errors and sys.stderr is not None:
         replaced, sys.stderr = sys.stderr, _ErrorStream(sys.stderr)
         _errors = sys.stderr
         for handler in logging.root.handlers:  # of a `basicConfig` before the import
             if isinstance(handler, logging.StreamHandler) and handler.stream is replaced:
                 handler.setStream(_errors)
-        sys.unraisablehook = functools.partial(_show_unraisable, sys.unraisablehook)
 
 
 def _show_unraisable(
     previous: Callable[[sys.UnraisableHookArgs], object], arguments: sys.UnraisableHookArgs
 ) -> None:
-    """Shows an exception that Python ignores, such as one of `__del__`."""
+    """Shows an exception that Python ignores, such as one of `__del__`.
+
+    Python writes it in several pieces, between which those of another rank may come.
+    """
     text = reports.capture(lambda: previous(arguments), arguments.exc_value)
     if sys.stderr is not None:
         with reports.reporting():

@@ -38,7 +38,7 @@ def test_what_shows(launch, ranks):
     inside = [f"replica {rank}" for rank in range(count)]
     assert sorted(result.stdout.splitlines()) == sorted(ONCE + inside)
     assert [line for line in result.stdout.splitlines() if line in ONCE] == ONCE
-    assert result.stderr.splitlines().count("an error") == 1
+    assert result.stderr.count("an error") == 1  # whose line end may come after another rank's line
     assert result.stderr.count("error of replica") == count
 
 
@@ -147,9 +147,8 @@ def test_what_python_ignores_is_shown(launch, ranks):
     """
     result = launch(program, ranks)
     assert result.status == 0
-    for rank in range(1, ranks):
+    for rank in range(ranks):
         assert f"[rank {rank}] OSError: disk {rank} is full\n" in result.stderr
-    assert "OSError: disk 0 is full\n" in result.stderr
 
 
 @pytest.mark.parametrize("ranks", slow_but([2], [2, 3]))
