@@ -10,6 +10,7 @@ import platform
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from hpcstrat._process import launchers, mpi_library, settings
 from hpcstrat._transports import nccl_start
 from hpcstrat._transports.connection import connect
 from hpcstrat._update.compiled import compiler
+
+_WAIT_FOR_RANK_0 = 5.0  # seconds, where ranks that are not connected cannot wait for it otherwise
 
 
 class Inventory(NamedTuple):
@@ -38,20 +41,24 @@ def info() -> int:
     # This has to work where other programs fail: each rank looks before it tries to connect.
     own = take_inventory()
     launcher = launchers.find()
-    by_rank, is_lead, fault = [own], launcher is None or launcher.rank == 0, ""
+    by_rank, rank, fault = [own], launcher.rank if launcher else 0, ""
     try:
         communicator = connect()
-        by_rank, is_lead = communicator.all_gather_obj(own), communicator.rank == 0
+        by_rank, rank = communicator.all_gather_obj(own), communicator.rank
     except RuntimeError as error:
         fault = f"the ranks are not connected: {error}"
     faults = [fault, *own.faults] if fault else list(find_faults(by_rank))
-    if is_lead:
-        for name in dict.fromkeys(name for rank in by_rank for name in rank.facts):
-            values = [rank.facts.get(name, "not found") for rank in by_rank]
+    if rank == 0:
+        for name in dict.fromkeys(name for one in by_rank for name in one.facts):
+            values = [one.facts.get(name, "not found") for one in by_rank]
             by_value = list_by_rank(enumerate(values), "{text} ({ranks})")
             lines = values[:1] if len(set(values)) == 1 else by_value
             print(f"{name:<11}", f"\n{'':12}".join(lines))
         print("\n".join(f"wrong: {fault}" for fault in faults) or "Nothing is wrong.")
+    elif fault:
+        # A launcher ends all ranks when one fails, and would cut off what rank 0 has to say.
+        time.sleep(_WAIT_FOR_RANK_0)
+        print(f"wrong on rank {rank}: {'; '.join(faults)}", file=sys.__stderr__)
     return int(bool(faults))
 
 
