@@ -109,6 +109,10 @@ class Launcher:
             changes = simulated_gpu.environment()
         if compiled.compiler() is None:  # which programs would say
             changes["HPCSTRAT_COMPILE"] = "0"
+        if self.open_mpi:
+            # It names a folder in /tmp by its process id, and does not start where a killed job
+            # with that id has left one.
+            changes["PRTE_MCA_prte_tmpdir_base"] = os.fspath(self.folder)
         if isinstance(program, str):
             path = self.folder / f"program_{uuid.uuid4().hex[:8]}.py"
             path.write_text(textwrap.dedent(program))
