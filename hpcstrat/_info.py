@@ -23,7 +23,7 @@ from hpcstrat._transports import nccl_start
 from hpcstrat._transports.connection import connect
 from hpcstrat._update.compiled import compiler
 
-_WAIT_FOR_RANK_0 = 5.0  # seconds, where ranks that are not connected cannot wait for it otherwise
+_SECONDS_FOR_RANK_0 = 5.0
 
 
 class Inventory(NamedTuple):
@@ -56,8 +56,9 @@ def info() -> int:
             print(f"{name:<11}", f"\n{'':12}".join(lines))
         print("\n".join(f"wrong: {fault}" for fault in faults) or "Nothing is wrong.")
     elif fault:
-        # A launcher ends all ranks when one fails, and would cut off what rank 0 has to say.
-        time.sleep(_WAIT_FOR_RANK_0)
+        # Most launchers end all ranks when one fails, and would cut off what rank 0 prints; ranks
+        # that are not connected can only give it time.
+        time.sleep(_SECONDS_FOR_RANK_0)
         print(f"wrong on rank {rank}: {'; '.join(faults)}", file=sys.__stderr__)
     return int(bool(faults))
 
