@@ -96,9 +96,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         hosts = worlds.start().hosts
         with disconnect_on_error(communicator), communicator.raise_together():
             names = communicator.all_gather_obj(socket.gethostname())
-        super().__init__(make_mirrored_group(devices, communicator, hosts))
         spec = ClusterSpec(tuple(names[hosts.index(host)] for host in sorted(set(hosts))))
         self._resolver = ClusterResolver(spec, hosts[communicator.rank])
+        super().__init__(make_mirrored_group(devices, communicator, hosts))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
