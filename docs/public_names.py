@@ -18,6 +18,7 @@ import griffe
 PAGES = pathlib.Path(__file__).parent / "api"
 INSTEAD = {
     "Array": "Array",
+    "ClusterResolver": "ClusterResolver",
     "DatasetIterator": "Iterator[Any]",
     "DistributeOptions": "Any",
     "LearningRate": "float | Callable[..., float]",

@@ -4,7 +4,6 @@ import sys as _sys
 import typing as _typing
 
 from hpcstrat import checkpoint as checkpoint
-from hpcstrat import cluster_resolver as cluster_resolver
 from hpcstrat import compat as compat
 from hpcstrat import data as data
 from hpcstrat import losses as losses
@@ -37,29 +36,18 @@ from hpcstrat._program import size as size
 from hpcstrat._replicas.contexts import in_cross_replica_context as in_cross_replica_context
 from hpcstrat._start import start as _start
 from hpcstrat._strategies.base import Strategy as Strategy
-from hpcstrat._strategies.current import experimental_set_strategy as experimental_set_strategy
+from hpcstrat._strategies.central_storage import CentralStorageStrategy as CentralStorageStrategy
 from hpcstrat._strategies.current import get_replica_context as get_replica_context
 from hpcstrat._strategies.current import get_strategy as get_strategy
 from hpcstrat._strategies.current import has_strategy as has_strategy
 from hpcstrat._strategies.current import replica_id as replica_id
 from hpcstrat._strategies.extended import StrategyExtended as StrategyExtended
-from hpcstrat._strategies.replica_context import ReplicaContext as ReplicaContext
-from hpcstrat._strategies.strategies import CentralStorageStrategy as CentralStorageStrategy
-from hpcstrat._strategies.strategies import (
-    CommunicationImplementation as CommunicationImplementation,
-)
-from hpcstrat._strategies.strategies import CommunicationOptions as CommunicationOptions
-from hpcstrat._strategies.strategies import CrossDeviceOps as CrossDeviceOps
-from hpcstrat._strategies.strategies import (
-    HierarchicalCopyAllReduce as HierarchicalCopyAllReduce,
-)
-from hpcstrat._strategies.strategies import MirroredStrategy as MirroredStrategy
-from hpcstrat._strategies.strategies import (
+from hpcstrat._strategies.mirrored import MirroredStrategy as MirroredStrategy
+from hpcstrat._strategies.mirrored import (
     MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
 )
-from hpcstrat._strategies.strategies import NcclAllReduce as NcclAllReduce
-from hpcstrat._strategies.strategies import OneDeviceStrategy as OneDeviceStrategy
-from hpcstrat._strategies.strategies import ReductionToOneDevice as ReductionToOneDevice
+from hpcstrat._strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
+from hpcstrat._strategies.replica_context import ReplicaContext as ReplicaContext
 from hpcstrat._variable.options import VariableAggregation as VariableAggregation
 from hpcstrat._variable.options import VariableSynchronization as VariableSynchronization
 from hpcstrat._variable.variable import Variable as Variable
@@ -79,7 +67,7 @@ else:  # hidden from type checkers, which would take every name for one of hpcst
 __version__ = "0.1.0"
 
 _show_as_public(
-    *(checkpoint, cluster_resolver, data, losses, metrics, optimizers, compat.v1),
+    *(checkpoint, data, losses, metrics, optimizers, compat.v1),
     _sys.modules[__name__],
 )
 _start()

@@ -55,7 +55,7 @@ from hpcstrat._process import (
     settings,
     worlds,
 )
-from hpcstrat._process.launchers import Launcher, expand_tasks, find
+from hpcstrat._process.launchers import Launcher, find
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup, Workers
 from hpcstrat._storage import base as storage
@@ -69,8 +69,8 @@ from hpcstrat._storage.parts import PART, host_parts
 from hpcstrat._storage.plan import Plan
 from hpcstrat._strategies import captured_step, reachable, step_graphs
 from hpcstrat._strategies.base import Strategy
+from hpcstrat._strategies.mirrored import make_mirrored_group
 from hpcstrat._strategies.reduce import _reduce_own
-from hpcstrat._strategies.strategies import make_mirrored_group
 from hpcstrat._transports import barrier, hosts, mailboxes, nccl, nccl_start
 from hpcstrat._transports.connection import connect, connect_devices
 from hpcstrat._transports.device import SoloDevice
@@ -109,7 +109,6 @@ from hpcstrat.checkpoint._format import (
 )
 from hpcstrat.checkpoint._new_file import NewFile, write_pieces, writer_to
 from hpcstrat.checkpoint._objects import own_share
-from hpcstrat.cluster_resolver._environment import expand_nodes
 from hpcstrat.data import _elements
 from hpcstrat.data._arguments import INSTEAD as DATA_INSTEAD
 from hpcstrat.data._distributing import distribute_dataset, distribute_from_function

@@ -21,6 +21,7 @@ _START_EQUAL = "nothing: variables start equal on all ranks; for PyTorch hs.torc
 _LOADER = "strategy.experimental_distribute_dataset(loader), which splits each batch"
 _GRADIENT = "gradients as formulas, or take those of PyTorch or JAX: docs/interoperation.md"
 _ARRAY = "np.array(values), or on a GPU strategy.xp.array(values)"
+_COMMUNICATION = "nothing: a strategy chooses how its replicas communicate"
 _STRATEGY = "hs.MirroredStrategy, hs.MultiWorkerMirroredStrategy or hs.CentralStorageStrategy"
 
 INSTEAD = {
@@ -76,6 +77,12 @@ INSTEAD = {
     "train": "hs.checkpoint",
     "TPUStrategy": _STRATEGY,
     "ParameterServerStrategy": _STRATEGY,
+    "CommunicationOptions": _COMMUNICATION,
+    "CommunicationImplementation": _COMMUNICATION,
+    "CrossDeviceOps": _COMMUNICATION,
+    "ReductionToOneDevice": _COMMUNICATION,
+    "HierarchicalCopyAllReduce": _COMMUNICATION,
+    "NcclAllReduce": _COMMUNICATION,
 }
 """By names that people type on `hpcstrat` from habit, what to write instead."""
 

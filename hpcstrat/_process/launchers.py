@@ -12,7 +12,7 @@ from dataclasses import dataclass
 _MARK = "_HPCSTRAT_PROCESS"  # tells the processes that a rank starts its process id and its job
 # 2(x3): 2 tasks on each of 3 nodes.
 _SLURM_TASKS = re.compile(r"(?P<tasks>[0-9]{1,18})(?:\(x(?P<nodes>[0-9]{1,18})\))?")
-MOST_NODES, MOST_TASKS = 1 << 20, 1 << 24
+_MOST_NODES, _MOST_TASKS = 1 << 20, 1 << 24
 """A variable with more than these is an error, and no list is made of it."""
 RANK_NAMES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 """Variables that hold a rank; the first that is set counts."""
@@ -194,7 +194,7 @@ def _fields_of(process: int) -> list[bytes]:
         return file.read().rpartition(b")")[2].split()
 
 
-def expand_tasks(tasks: str) -> list[int]:
+def _expand_tasks(tasks: str) -> list[int]:
     """How many tasks each node runs, in the order of the nodes.
 
     Args:
@@ -203,7 +203,7 @@ def expand_tasks(tasks: str) -> list[int]:
     Raises:
         ValueError: it is not such a list, or has too many.
 
-    >>> expand_tasks("2(x3),1")
+    >>> _expand_tasks("2(x3),1")
     [2, 2, 2, 1]
     """
     counts: list[int] = []
@@ -213,9 +213,9 @@ def expand_tasks(tasks: str) -> list[int]:
             raise ValueError(f"{wrong}: {part!r:.50} is not like 2 or 2(x3)")
         count, nodes = int(match["tasks"]), int(match["nodes"] or 1)
         total += count * nodes
-        if len(counts) + nodes > MOST_NODES or total > MOST_TASKS:
+        if len(counts) + nodes > _MOST_NODES or total > _MOST_TASKS:
             raise ValueError(
-                f"{wrong}: it has more than {MOST_TASKS} tasks, or than {MOST_NODES} nodes"
+                f"{wrong}: it has more than {_MOST_TASKS} tasks, or than {_MOST_NODES} nodes"
             )
         counts += [count] * nodes
     return counts
@@ -259,7 +259,7 @@ def _step_tasks_here() -> int | None:
     if not (value := os.environ.get(name, "")):
         return None
     try:
-        tasks = expand_tasks(value)
+        tasks = _expand_tasks(value)
     except ValueError as error:
         raise RuntimeError(
             f"the environment variable {name}: {error}; it must be as srun sets it"

@@ -85,38 +85,16 @@ _get_group: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
 current: ContextVar[Context | None] = ContextVar("hpcstrat_context", default=None)
 """The context; None outside all scopes."""
 
-in_default_scope: ContextVar[bool] = ContextVar("hpcstrat_default_scope", default=False)
-"""Whether the caller is in a scope of the default strategy, which refuses other variables."""
-
-# One for the process, not per thread, as in TensorFlow: the context of every line outside scopes.
-_set_by_user: AcrossReplicas | None = None
-
 
 def context() -> Context | None:
-    """The caller's context, or the one that `experimental_set_strategy` set; None if neither."""
-    inner = current.get()
-    return _set_by_user if inner is None else inner
+    """The caller's context; None outside all scopes."""
+    return current.get()
 
 
 def group() -> ReplicaGroup:
     """The replicas of the caller's strategy; outside all scopes, of the default strategy."""
     here = context()
     return default_group() if here is None else here.group
-
-
-def set_outside_scopes(context: AcrossReplicas | None) -> None:
-    """Sets the context of every line outside scopes; None restores the default strategy.
-
-    Raises:
-        RuntimeError: called inside a scope or a replica.
-    """
-    global _set_by_user
-    if current.get() is not None:
-        raise RuntimeError(
-            "experimental_set_strategy was called inside a strategy's scope; call it outside of "
-            "all scopes"
-        )
-    _set_by_user = context
 
 
 def in_cross_replica_context() -> bool:
@@ -144,8 +122,6 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
         RuntimeError: called in another context, or the strategy is closed.
     """
     here = current.get()
-    if here is None:
-        here = _set_by_user
     is_allowed = here is None or (isinstance(here, AcrossReplicas) and here.group is group)
     if is_allowed and not group.is_closed:
         group.communicator.calls.require_open(call)

@@ -26,7 +26,7 @@ from hpcstrat._replicas.contexts import (
     check_cross_replica,
     require_cross_replica,
 )
-from hpcstrat._replicas.group import ReplicaGroup
+from hpcstrat._replicas.group import ReplicaGroup, default_group
 from hpcstrat._strategies import exchange, reduce, step_graphs
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.transfer import (
@@ -724,7 +724,9 @@ class Scope:
     @names_call("Strategy.scope")
     def __enter__(self) -> Strategy:
         require_cross_replica(self._group)
-        self._entered.append(contexts.current.set(AcrossReplicas(self._group)))
+        is_default = self._group is default_group()  # current already: nothing changes
+        context = contexts.current.get() if is_default else AcrossReplicas(self._group)
+        self._entered.append(contexts.current.set(context))
         return self._group.strategy
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:

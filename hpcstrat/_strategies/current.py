@@ -7,9 +7,9 @@ from typing import final
 
 from hpcstrat._core.types import MaybeNone
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.contexts import AcrossReplicas, InReplica
+from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import default_group
-from hpcstrat._strategies.base import Scope, Strategy, group_of
+from hpcstrat._strategies.base import Strategy, group_of
 from hpcstrat._strategies.replica_context import ReplicaContext
 
 
@@ -19,30 +19,6 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         super().__init__(default_group())
-
-    def scope(self) -> Scope:
-        """A context manager in which no variable of another strategy can be made.
-
-        Otherwise it changes nothing: outside all scopes this strategy is current.
-        """
-        return _DefaultScope(self._group)
-
-
-class _DefaultScope(Scope):
-    """The default strategy's scope, which refuses variables of others, as in TensorFlow."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> Strategy:
-        if has_strategy():
-            raise RuntimeError(
-                "Strategy.scope was called in the scope of another strategy; leave that scope first"
-            )
-        self._entered.append(contexts.in_default_scope.set(True))
-        return self._group.strategy
-
-    def __exit__(self, *_: object) -> None:
-        contexts.in_default_scope.reset(self._entered.pop())
 
 
 # Always the same object: programs may keep it, and compare `get_strategy()` with it by identity.
@@ -135,25 +111,3 @@ def get_replica_context() -> ReplicaContext | MaybeNone:
     if group.replica_context is None:
         group.replica_context = ReplicaContext(group)
     return group.replica_context
-
-
-def experimental_set_strategy(strategy: Strategy | None) -> None:
-    """Makes `strategy` current outside all scopes; None restores the default strategy.
-
-    Raises:
-        RuntimeError: called inside a scope or a replica.
-
-    Examples:
-        >>> strategy = hs.CentralStorageStrategy()
-        >>> hs.experimental_set_strategy(strategy)
-        >>> hs.get_strategy() is strategy
-        True
-        >>> hs.experimental_set_strategy(None)
-        >>> hs.has_strategy()
-        False
-    """
-    contexts.set_outside_scopes(
-        None
-        if strategy is None or strategy is default_strategy()
-        else AcrossReplicas(group_of(strategy))
-    )

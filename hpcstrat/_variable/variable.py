@@ -72,8 +72,7 @@ class Variable(ReadableAsArray):
         NotImplementedError: `constraint` is given.
         TypeError: the initial value is not a numeric array, or `name` is not a string.
         ValueError: the shape is not `shape`, or an argument is not one of its choices.
-        RuntimeError: made inside the function of `StrategyExtended.update`, or in the scope of a
-            strategy within that of the default strategy.
+        RuntimeError: made inside the function of `StrategyExtended.update`.
         ReplicaMismatchError: the shape or dtype differs between ranks.
         MemoryError: a rank does not have enough memory; every rank raises it.
 
@@ -522,9 +521,4 @@ def _require_allowed() -> None:
         raise RuntimeError(
             f"{current_call()} was made inside an update, which one rank runs; make it under "
             "strategy.scope()"
-        )
-    if contexts.in_default_scope.get() and contexts.group() is not default_group():
-        raise RuntimeError(
-            f"{current_call()}: made in the scope of {contexts.group().name}, which was entered in "
-            "the scope of the default strategy; strategies do not mix: leave that scope first"
         )

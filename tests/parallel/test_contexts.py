@@ -1,6 +1,5 @@
 """Scopes, replica contexts, and what a line can find out about where it runs."""
 
-import contextlib
 import contextvars
 import copy
 import threading
@@ -127,24 +126,17 @@ def test_the_scope_of_the_default_strategy_changes_nothing(strategy):
         assert default.reduce("SUM", default.run(lambda: RANK), axis=None) == RANK
         with strategy.scope():
             assert facts() == (strategy, True, True, None)
-            # TensorFlow's `testScopeMostlyNoOp`: "Mixing different tf.distribute.Strategy objects".
-            for scope in contextlib.nullcontext, default.scope:
-                with pytest.raises(
-                    RuntimeError, match=r"Variable: made in the scope|Strategy.scope"
-                ):
-                    with scope():
-                        hs.Variable(1.0)
-        hs.Variable(1.0)
+            assert strategy.extended.variable_created_in_scope(hs.Variable(1.0))
+        assert facts() == outside
         assert strategy.reduce("SUM", strategy.run(lambda: RANK), axis=None) == N * (N - 1) // 2
     assert facts() == outside
 
-    def replica():
+    def merge(_):
         inside = facts()
         with default.scope():
             assert facts() == inside
 
-    default.run(replica)
-    hs.experimental_set_strategy(default)
+    default.run(lambda: replica_context().merge_call(merge))
     assert facts() == outside
 
 
@@ -162,6 +154,8 @@ def test_the_default_strategy_is_not_entered_within_another(strategy):
         pytest.raises(RuntimeError, match=r"Strategy.scope .*scope of another strategy"),
     ):
         default.scope().__enter__()
+    with pytest.raises(RuntimeError, match=r"Strategy.scope was called inside a replica"):
+        default.run(enter)
 
 
 @pytest.mark.core
@@ -503,30 +497,7 @@ def test_random_generators_are_each_replicas_own(strategy, place):
     assert len({one.tobytes() for one in (*first, *other)}) == 2 * N
 
 
-# ---- another way into a context
-
-
-@pytest.mark.core
-def test_experimental_set_strategy(strategy, place):
-    outside = facts()
-    hs.experimental_set_strategy(strategy)
-    try:
-        assert facts() == (strategy, True, True, None)
-        v = hs.Variable(place.xp.zeros(2), aggregation="SUM")
-        assert strategy.extended.variable_created_in_scope(v)
-        strategy.run(lambda: v.assign(place.xp.ones(2)))
-        assert v.numpy().tolist() == [1 if isinstance(strategy, hs.OneDeviceStrategy) else N] * 2
-        assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == N
-        with strategy.extended.colocate_vars_with(v):
-            hs.Variable(1.0)
-        with (
-            strategy.scope(),
-            pytest.raises(RuntimeError, match="experimental_set_strategy was called inside"),
-        ):
-            hs.experimental_set_strategy(None)
-    finally:
-        hs.experimental_set_strategy(None)
-    assert facts() == outside
+# ---- threads
 
 
 def test_a_thread_starts_outside_and_may_take_a_context_along(strategy):

@@ -1,6 +1,7 @@
 """StrategyExtended: updates where a variable is stored, reductions to a place, facts."""
 
 import contextvars
+import socket
 from typing import Any
 
 import numpy as np
@@ -348,107 +349,61 @@ def test_updates_within_merge_call(strategy, xp):
         assert one.tolist() == [N * (N + 1) / 2] * 2
 
 
-# ---- version 1: several steps
+# ---- version 1
 
 
 @pytest.mark.core
 @pytest.mark.parametrize(
     "kind", [hs.compat.v1.MirroredStrategy, hs.compat.v1.CentralStorageStrategy]
 )
-def test_several_steps_of_an_iterator(place, kind):
-    """The values are those of TensorFlow 2.15.1's MirroredStrategy, on 2 replicas for `each`."""
+def test_steps_of_an_iterator(place, kind):
+    """The values of the last step are those of TensorFlow 2.15.1's MirroredStrategy on 2 replicas."""
     size = max(4, N)  # of a batch
     with place.make(kind) as strategy:
-        assert strategy.extended is strategy.extended
         with strategy.scope():
             total = hs.Variable(np.int64(0), aggregation="SUM")
         iterator = strategy.make_dataset_iterator(hs.data.Dataset.range(3 * size).batch(size))
-        iterator.initialize()
 
-        def in_replica(batch):
+        def step(batch):
             total.assign_add(batch.sum())
-            context.set_last_step_output("largest", batch.sum(), "MAX")
-            context.set_non_tensor_output("names", f"of {RANK}")
-            with pytest.raises(ValueError, match="set_last_step_output: reduce_op is None"):
-                context.set_last_step_output("each", batch)
             return batch.sum()
 
-        def step(given, batch):
-            nonlocal context
-            context = given
-            assert hs.get_strategy() is strategy and hs.in_cross_replica_context()
-            result = strategy.run(in_replica, args=(batch,))
-            context.set_last_step_output("sum", result, reduce_op=hs.ReduceOp.SUM)
-            context.set_last_step_output("each", result)
-            context.set_non_tensor_output("n", 7)
-
-        context: Any = None
-        run_steps = strategy.extended.experimental_run_steps_on_iterator
-        returned = run_steps(step, iterator, iterations=3, initial_loop_values={"sum": 0})
-        assert returned is context and returned.run_op is None
-        last = np.arange(2 * size, 3 * size)
-        parts = [int(part.sum()) for part in np.array_split(last, N)]
-        each = strategy.experimental_local_results(returned.last_step_outputs["each"])
-        assert int(returned.last_step_outputs["sum"]) == sum(last)
-        assert total.numpy() == sum(range(3 * size))
-        assert [int(part) for part in each] == parts and (N != 2 or parts == [17, 21])
-        assert int(returned.last_step_outputs["largest"]) == max(parts)
-        names = tuple(f"of {rank}" for rank in range(N))
-        assert returned.non_tensor_outputs == {"n": 7, "names": names}
-        with pytest.raises(StopIteration):
-            run_steps(step, iterator)
-        with pytest.raises(ValueError, match="iterations is 0"):
-            run_steps(step, iterator, 0)
+        for passes in 1, 2:
+            iterator.initialize()
+            *_, result = (strategy.experimental_run(step, iterator) for _ in range(3))
+            with pytest.raises(StopIteration):
+                strategy.experimental_run(step, iterator)
+            assert total.numpy() == passes * sum(range(3 * size))
+            assert strategy.reduce("SUM", result) == sum(range(2 * size, 3 * size))
+            each = strategy.experimental_local_results(result)
+            assert N != 2 or [int(part) for part in each] == [17, 21]
 
 
-# ---- how to communicate
+# ---- TensorFlow's choices of how and with whom to communicate
 
 
-def test_tensorflows_choices_of_communication_change_nothing(place):
-    for ops in (
-        hs.NcclAllReduce(num_packs=2),
-        hs.HierarchicalCopyAllReduce(),
-        hs.ReductionToOneDevice("CPU:0"),
-    ):
-        with place.make(hs.MirroredStrategy, ops) as strategy:
-            assert int(strategy.reduce("SUM", strategy.run(lambda: np.int64(1)), None)) == N
-    options = hs.CommunicationOptions(bytes_per_pack=1, timeout_seconds=3.0, implementation="ring")
-    assert options.implementation is hs.CommunicationImplementation.RING
-    with hs.MultiWorkerMirroredStrategy(communication_options=options) as strategy:
+def test_choices_of_communication_change_nothing(place):
+    choice = object()
+    with place.make(hs.MirroredStrategy, choice) as strategy:
+        assert int(strategy.reduce("SUM", strategy.run(lambda: np.int64(1)), None)) == N
+    with hs.MultiWorkerMirroredStrategy(choice, communication_options=choice) as strategy:
+        assert strategy.num_replicas_in_sync == N
         value = strategy.run(lambda: np.int64(1))
-        assert strategy.extended.reduce_to("SUM", value, "CPU:0", options) == N
+        assert strategy.extended.reduce_to("SUM", value, "CPU:0", choice) == N
 
 
-TEXT: Any = "x"
-NOTHING: Any = None
-WRONG: Any = {
-    "packs": (lambda: hs.NcclAllReduce(-1), ValueError, "^NcclAllReduce: num_packs is -1"),
-    "packs, a text": (
-        lambda: hs.NcclAllReduce(TEXT),
-        TypeError,
-        "^NcclAllReduce: num_packs is 'x'; it must",
-    ),
-    "copies, None": (lambda: hs.HierarchicalCopyAllReduce(NOTHING), TypeError, "num_packs is None"),
-    "bytes, a text": (
-        lambda: hs.CommunicationOptions(TEXT),
-        TypeError,
-        "Options: bytes_per_pack is 'x'",
-    ),
-    "copies": (lambda: hs.HierarchicalCopyAllReduce(-1), ValueError, "num_packs is -1"),
-    "sums": (lambda: hs.ReductionToOneDevice(None, max), NotImplementedError, "Strategy.gather"),
-    "bytes": (lambda: hs.CommunicationOptions(-1), ValueError, "bytes_per_pack is -1"),
-    "name": (lambda: hs.CommunicationOptions(0, None, "x"), ValueError, "AUTO.*RING.*NCCL"),
-    "text": (lambda: hs.MirroredStrategy(None, WRONG["text"][2]), TypeError, "cross_device_ops is"),
-    "options": (
-        lambda: hs.MultiWorkerMirroredStrategy(None, WRONG["options"][2]),
-        TypeError,
-        "must be a hpcstrat.CommunicationOptions, or None",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_choice_of_communication_is_refused(name):
-    make, error, text = WRONG[name]
-    with pytest.raises(error, match=text):
-        make()
+@pytest.mark.core
+def test_the_hosts_of_a_strategy():
+    """On one host; launch/test_several_hosts.py has more."""
+    with hs.MultiWorkerMirroredStrategy() as strategy:
+        if RANK == N - 1:  # nothing communicates
+            resolver = strategy.cluster_resolver
+            spec = resolver.cluster_spec()
+            assert (resolver.task_type, resolver.task_id) == ("worker", 0)
+            assert spec.as_dict() == {"worker": [socket.gethostname()]}
+            assert (spec.jobs, spec.num_tasks("worker")) == (["worker"], 1)
+            spec.as_dict()["worker"].append("another")
+            assert spec.num_tasks("worker") == len(spec.as_dict()["worker"]) == 1
+            with pytest.raises(ValueError, match="job_name is 'ps'; pass 'worker'"):
+                spec.num_tasks("ps")
+        assert strategy.reduce("SUM", strategy.run(lambda: RANK), None) == N * (N - 1) // 2

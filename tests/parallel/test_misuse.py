@@ -156,11 +156,6 @@ ACROSS = {
         RuntimeError,
         "Strategy.reduce .*another strategy",
     ),
-    "set_strategy in a scope": Case(
-        lambda e: in_scope(e.s, lambda: hs.experimental_set_strategy(None)),
-        RuntimeError,
-        "inside a strategy's scope",
-    ),
     # run
     "run: what the function returned": Case(
         lambda e: e.s.run(5), TypeError, "Strategy.run: fn is 5; pass the function"
@@ -722,11 +717,6 @@ INSIDE = {
         lambda e: e.s.extended.call_for_each_replica(lambda: 0),
         RuntimeError,
         "call_for_each_replica was called inside",
-    ),
-    "set_strategy": Case(
-        lambda e: hs.experimental_set_strategy(None),
-        RuntimeError,
-        "experimental_set_strategy was called",
     ),
     "all_reduce: no operation": Case(
         summed(1, "AVERAGE"),

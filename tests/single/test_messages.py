@@ -12,14 +12,12 @@ from public_api import begins_with_a_call
 
 import hpcstrat as hs
 from hpcstrat.checkpoint import Checkpoint
-from hpcstrat.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from hpcstrat.data import Dataset
 
 STRATEGY = hs.MirroredStrategy(["CPU:0"])  # made before any fixture hides the host's GPUs
 with STRATEGY.scope():
     W = hs.Variable(np.zeros(3, np.float32), name="w")
 WRONG: Any = 5
-RESOLVER = SimpleClusterResolver(ClusterSpec({"worker": ["a"]}))
 
 MISUSES = {
     "Strategy.run": (lambda: STRATEGY.run(WRONG), "5", r"run\(fn, args="),
@@ -49,7 +47,6 @@ MISUSES = {
         "/nowhere",
         "restore again",
     ),
-    "ClusterSpec": (lambda: RESOLVER.master("ps", 0), "'ps'", "'worker'"),
     "broadcast_object": (lambda: hs.broadcast_object(lambda: 0), "lambda", "pickle"),
 }
 

@@ -60,6 +60,7 @@ def environment(monkeypatch):
         (STEP, Launcher("srun", 5, 8, 1, 2)),
         (STEP | {"SLURM_NODEID": "3"}, Launcher("srun", 5, 8, 1, 1)),
         (STEP | {"SLURM_NODEID": "9"}, Launcher("srun", 5, 8, 1, None)),
+        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "4,1,2"}, Launcher("srun", 5, 8, 1, 2)),
         (STEP | {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9"}, Launcher("srun", 5, 8, 1, 2)),
         (
             STEP | {"PMIX_RANK": "5", "PMIX_NAMESPACE": "slurm.pmix.7.0"},
@@ -86,6 +87,7 @@ def environment(monkeypatch):
         ),
         *(
             "srun, no such node",
+            "srun, a number for each node",
             "srun, PMI",
             "srun, PMIx",
             "PMI",
@@ -128,7 +130,11 @@ def test_what_is_no_launch(environment, variables):
         ),
         *(
             (STEP, "SLURM_STEP_TASKS_PER_NODE", tasks)
-            for tasks in ("x", "1(x99999999999)", "99999999(x9)", "9" * 5000)
+            for tasks in ("x", "2(x)", "2(x3)1", "2,", "-1", "1(x99999999999)", "99999999(x9)")
+        ),
+        *(
+            (STEP, "SLURM_STEP_TASKS_PER_NODE", tasks)
+            for tasks in ("9" * 12, "1(x999999),1(x999999)", "9" * 5000)
         ),
         *(({"PMI_SIZE": "2"}, "PMI_RANK", rank) for rank in ("x", "2", "\u0661")),
         *((OPEN_MPI, "OMPI_COMM_WORLD_RANK", rank) for rank in ("4", "1e400", " 1")),

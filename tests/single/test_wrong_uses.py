@@ -9,13 +9,6 @@ from public_api import begins_with_a_call
 
 import hpcstrat as hs
 from hpcstrat.checkpoint import Checkpoint, PreemptionHandler
-from hpcstrat.cluster_resolver import (
-    ClusterSpec,
-    MPIClusterResolver,
-    SimpleClusterResolver,
-    TFConfigClusterResolver,
-    UnionResolver,
-)
 from hpcstrat.data import Dataset
 
 V1 = hs.compat.v1
@@ -24,10 +17,6 @@ PAIRS = r"pass zip\(gradients, variables\)"
 A_DATASET: Any = Dataset.range(4)
 A_NUMBER: Any = 5
 A_FUNCTION: Any = hs.function
-
-
-def simple(tasks):
-    return SimpleClusterResolver(ClusterSpec({"worker": tasks}))
 
 
 def applied(pairs: Any, name: Any = None):
@@ -64,14 +53,6 @@ def in_a_thread(fn):
 
 def v1_iterator():
     return V1.MirroredStrategy().make_dataset_iterator(Dataset.range(4).batch(2))
-
-
-def tf_config(text):
-    def ask(monkeypatch):
-        monkeypatch.setenv("TF_CONFIG", text)
-        return TFConfigClusterResolver().cluster_spec()
-
-    return ask
 
 
 CASES: dict[str, tuple[Any, type[Exception], str]] = {
@@ -133,11 +114,6 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         "broadcast_object: .*cannot travel between ranks",
     ),
     # strategies
-    "another cluster": (
-        lambda _: hs.MultiWorkerMirroredStrategy(simple(["n1:1", "n2:2"])),
-        RuntimeError,
-        "MultiWorkerMirroredStrategy: the cluster_resolver knows 2 tasks .* 1 hosts",
-    ),
     "a number as dataset": (
         lambda _: hs.MirroredStrategy().experimental_distribute_dataset(5),
         TypeError,
@@ -239,22 +215,6 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         RuntimeError,
         "PreemptionHandler was made in the thread",
     ),
-    # resolvers
-    "MPI: no such task": (
-        lambda _: MPIClusterResolver().master("worker", 7),
-        ValueError,
-        "ClusterSpec.task_address: No task with index 7",
-    ),
-    "union: no such job": (
-        lambda _: UnionResolver(simple(["a"])).master("ps", 0),
-        ValueError,
-        "ClusterSpec: No such job in cluster: 'ps'; there are 'worker'",
-    ),
-    "TF_CONFIG: tasks": (
-        tf_config('{"cluster": {"worker": 5}}'),
-        ValueError,
-        "TF_CONFIG: .* ClusterSpec: the tasks of job 'worker'",
-    ),
 }
 
 
@@ -264,17 +224,6 @@ def test_a_wrong_use(name, monkeypatch):
     with pytest.raises(error, match=match) as caught:
         wrong(monkeypatch)
     assert begins_with_a_call(str(caught.value))
-
-
-def test_two_resolvers_with_one_task():
-    union = UnionResolver(simple({1: "a"}), simple({1: "b"}))
-    with pytest.raises(KeyError) as caught:
-        union.master("worker", 1)
-    (text,) = caught.value.args  # which Python prints in quotes
-    assert (
-        text
-        == "UnionResolver: two resolvers give task 1 of job 'worker'; give them different numbers"
-    )
 
 
 def test_the_end_of_the_data_is_pythons():

@@ -4,9 +4,7 @@ from hpcstrat._core.types import ReduceOp as ReduceOp
 from hpcstrat.compat.v1._strategies import CentralStorageStrategyV1 as CentralStorageStrategy
 from hpcstrat.compat.v1._strategies import DistributedInputIterator as DistributedInputIterator
 from hpcstrat.compat.v1._strategies import MirroredStrategyV1 as MirroredStrategy
-from hpcstrat.compat.v1._strategies import MultiStepContext as MultiStepContext
 from hpcstrat.compat.v1._strategies import OneDeviceStrategyV1 as OneDeviceStrategy
-from hpcstrat.compat.v1._strategies import StrategyExtendedV1 as StrategyExtended
 from hpcstrat.data import InputReplicationMode as InputReplicationMode
 
 __all__ = [
@@ -14,8 +12,6 @@ __all__ = [
     "DistributedInputIterator",
     "InputReplicationMode",
     "MirroredStrategy",
-    "MultiStepContext",
     "OneDeviceStrategy",
     "ReduceOp",
-    "StrategyExtended",
 ]
