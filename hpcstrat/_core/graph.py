@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -73,32 +74,35 @@ class Graph:
         self._kept = [*_memory_and_code(xp.cuda), *xp.fft.config.get_plan_cache()]
 
     def _allocate(self, nbytes: int) -> Any:
-        stream, cuda = self._stream, self._stream.cuda
-        # Nearly all that works on arrays comes here.
-        if cuda.get_current_stream().ptr != stream.raw.ptr:
-            stream.refuse_in_graph("work on another stream")
         try:
             memory = self._pool.malloc(nbytes)
         except MemoryError:  # the program's pool has what the calls before have used
-            stream.xp.get_default_memory_pool().free_all_blocks()
+            self._stream.xp.get_default_memory_pool().free_all_blocks()
             memory = self._pool.malloc(nbytes)
         self._made.add(memory.mem.ptr)
         return memory
 
     @contextlib.contextmanager
-    def _without_seeds(self) -> Iterator[None]:
-        """A block in which CuPy takes no seed from the host: each launch would draw the same."""
-        stream, random = self._stream, self._stream.xp.random
+    def _watching(self) -> Iterator[None]:
+        """A block in which calls of CuPy are refused that launches would do wrong, or not at all."""
+        stream, cuda, random = self._stream, self._stream.cuda, self._stream.xp.random
 
-        def refuse(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-            if stream.cuda.get_current_stream().ptr == stream.raw.ptr:  # else of another thread
-                stream.refuse_in_graph("a random number with a seed of the host")
+        def refuse(what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+            if cuda.get_current_stream().ptr == stream.raw.ptr:  # else in another thread
+                stream.refuse_in_graph(what)
             return call(*arguments, **options)
 
-        with (
-            replaced(random.RandomState, "_get_seed", refuse),
-            replaced(random.BitGenerator, "__init__", refuse),
-        ):
+        watched = {
+            "work on another stream": [(cuda.Stream, "__enter__"), (cuda.Stream, "use")],
+            "a random number with a seed of the host": [
+                (random.RandomState, "_get_seed"),
+                (random.BitGenerator, "__init__"),
+            ],
+        }
+        with contextlib.ExitStack() as stack:
+            for what, calls in watched.items():
+                for owner, name in calls:
+                    stack.enter_context(replaced(owner, name, functools.partial(refuse, what)))
             yield
 
     def _refuse_others(self, used: int) -> None:
@@ -126,6 +130,6 @@ def _memory_and_code(cuda: Any) -> list[Any]:
     The function may have used any, and the program may drop it. Not the arrays and kernels
     themselves, which the next capture would find here, and keep as well.
     """
-    there = gc.get_objects()
-    memory = [one.mem for one in there if type(one) is cuda.MemoryPointer]
-    return memory + [one.module for one in there if type(one) is cuda.Function]
+    pointer, function, there = cuda.MemoryPointer, cuda.Function, gc.get_objects()
+    memory = [one.mem for one in there if type(one) is pointer]
+    return memory + [one.module for one in there if type(one) is function]
