@@ -61,7 +61,7 @@ class Graph:
             with (
                 xp.cuda.using_allocator(self._allocate),
                 stream.products.replace_cupys(),
-                self._without_seeds(),
+                self._watching(),
             ):
                 self.results = function(self.inputs)
             self.raw = stream.raw.end_capture()
@@ -84,7 +84,7 @@ class Graph:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """A block in which calls of CuPy are refused that launches would do wrong, or not at all."""
+        """A block in which calls of CuPy are refused that launches would not repeat."""
         stream, cuda, random = self._stream, self._stream.cuda, self._stream.xp.random
 
         def refuse(what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
