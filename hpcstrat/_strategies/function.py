@@ -271,8 +271,9 @@ class Kind:
             if isinstance(error, RuntimeError):
                 reports.add_note(
                     error,
-                    f"hs.function: {name} was being captured as a CUDA graph. What it cannot have "
-                    "goes outside of the function: see docs/gpus.md",
+                    f"hs.function: {name} was being captured as a CUDA graph, which has nothing of "
+                    "the host: return arrays, and read or change what is on the host outside of "
+                    "the function; docs/gpus.md lists what else a graph cannot have",
                 )
             if isinstance(error, Exception) and not calls.all_raise:
                 with call_named("Strategy.run"):
