@@ -123,7 +123,10 @@ class StepFunction:
         self, group: ReplicaGroup, fn: Any, leaves: Sequence[Any], structure: nests.Structure
     ) -> Kind:
         key, others, array = list[Any]([structure]), list[Any](), group.xp.ndarray
-        _add(fn, key, others)
+        if getattr(fn, STEPS, None) is not self:  # it is defined in the function, or passed to it
+            _add(fn, key, others)
+        elif type(fn) is MethodType:
+            _add(fn.__self__, key, others)
         for leaf in leaves:
             if isinstance(leaf, array):
                 key.append((leaf.shape, leaf.dtype, leaf.strides, leaf.data.device_id))
@@ -345,7 +348,7 @@ def _add(thing: Any, key: list[Any], others: list[Any]) -> None:
         _add(thing.__func__, key, others)
         _add(thing.__self__, key, others)
     elif kind is FunctionType:
-        # One that is defined in each call is of one kind, if it refers to the same.
+        # One that is defined in each call is the same, if it refers to the same.
         if all(thing is not one for one in others):
             others.append(thing)
             key.append(id(thing.__code__))
