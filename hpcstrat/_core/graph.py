@@ -58,6 +58,7 @@ class Graph:
         with xp.cuda.using_allocator(self._allocate):
             self.inputs = [xp.empty_like(one) if gpu.is_on_gpu(one) else one for one in given]
         used = self._pool.used_bytes()
+        self._made.clear()
         stream.raw.begin_capture()  # relaxed, which is CuPy's default: memory may be allocated
         try:
             with (

@@ -94,11 +94,6 @@ class StepFunction:
         self._calls = 0
         self._has_warned = False
 
-    def graphs(self) -> list[Graph]:
-        """All that were captured, of strategies that are open."""
-        kinds = [kind for kinds in self._kinds.values() for kind in kinds.values()]
-        return [one.graph for one in kinds if one.graph is not None and one.graph.raw is not None]
-
     def run(
         self, group: ReplicaGroup, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
