@@ -12,7 +12,7 @@ from hpcstrat._agreement.records import (
     VariableId,
     signature_of,
 )
-from hpcstrat._core import cublas, device_names, gpu, nests
+from hpcstrat._core import cublas, device_names, gpu, graph, nests
 from hpcstrat._core.arrays import as_native, is_numeric
 from hpcstrat._core.call_name import (
     call_named,
@@ -67,7 +67,7 @@ from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.parts import PART, host_parts
 from hpcstrat._storage.plan import Plan
-from hpcstrat._strategies import captured_step, reachable, step_graphs
+from hpcstrat._strategies import function
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
 from hpcstrat._strategies.reduce import _reduce_own

@@ -15,6 +15,7 @@ import numpy as np
 
 from hpcstrat._agreement.collective import collective
 from hpcstrat._core.call_name import names_call
+from hpcstrat._core.graph import drop_graphs
 from hpcstrat._core.timeline import RUN, span
 from hpcstrat._core.types import ReduceOp, RunOptions, ValueContext, select
 from hpcstrat._core.user_frames import warn
@@ -27,7 +28,7 @@ from hpcstrat._replicas.contexts import (
     require_cross_replica,
 )
 from hpcstrat._replicas.group import ReplicaGroup, default_group
-from hpcstrat._strategies import exchange, reduce, step_graphs
+from hpcstrat._strategies import exchange, function, reduce
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.transfer import (
     check_same_structure,
@@ -186,7 +187,7 @@ class Strategy:
             group.communicator.barrier()
             group.is_closed = True
             if group.stream is not None:
-                group.stream.drop_graphs(group)
+                drop_graphs(group.stream, group)
             if isinstance(group.communicator, DeviceCommunicator):
                 disconnect_devices(group.communicator)
 
@@ -261,7 +262,7 @@ class Strategy:
         stream = self._group.stream
         if stream is None:
             return self._run(fn, args, kwargs)
-        steps = step_graphs.active.get() or getattr(fn, step_graphs.STEPS, None)
+        steps = function.active.get() or getattr(fn, function.STEPS, None)
         with stream.current():
             return self._run(fn, args, kwargs, steps)
 
@@ -270,7 +271,7 @@ class Strategy:
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
-        steps: step_graphs.StepFunction | None = None,
+        steps: function.StepFunction | None = None,
     ) -> Any:
         communicator, before = self._group.communicator, contexts.current.get()
         # The context is set inside the `try`: a signal may raise right after it was set.

@@ -2,7 +2,7 @@
 
 import weakref
 
-from . import _streams
+from . import _checker, _streams
 
 
 class Captured(list):
@@ -11,14 +11,25 @@ class Captured(list):
     Unlike a list it can be weakly referenced.
     """
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("__weakref__", "is_spoilt")
+
+    def __init__(self):
+        super().__init__()
+        self.is_spoilt = False
+
+    def require_sound(self):
+        """Raises CUDA's error after an error in the capture."""
+        if self.is_spoilt:
+            from .cuda.runtime import CUDARuntimeError
+
+            raise CUDARuntimeError(901)
 
 
 class Graph:
     """CuPy's. It uses the memory that it was captured with, even if reused by then."""
 
     def __init__(self, queue, captured):
-        self._queue, self._captured = queue, captured
+        self._queue, self._captured, self._last = queue, captured, None
 
     def launch(self, stream=None):
         """CuPy's."""
@@ -31,9 +42,18 @@ class Graph:
         for put in self._captured:
             queue.start()
             put()
+        self._last = queue.marker()
 
     def upload(self, stream=None):
         """CuPy's."""
+
+    def __del__(self):
+        last = getattr(self, "_last", None)
+        if last is not None and not last.done:
+            _checker.report_later(
+                "the simulated GPU: a graph is destroyed while a launch of it is in flight; wait "
+                "for its stream first"
+            )
 
     def __getattr__(self, name):
         raise AttributeError(f"the simulated GPU does not have Graph.{name}")

@@ -71,6 +71,7 @@ def launch(function, *operands, out=None, reads_out=False, also_writes=()):
 
 def launch_and_wait(function, *operands):
     """`launch` for calls in which CuPy waits because the result's shape depends on the elements."""
+    _streams.current_queue().refuse_capture("D2H transfers")
     _streams.current_queue().synchronize()
     return launch(function, *operands)
 

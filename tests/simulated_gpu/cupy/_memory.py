@@ -113,11 +113,13 @@ class PooledMemory(Memory):
     def __init__(self, block, pool, arena, size):
         self.block, self._pool, self._arena, self.size = block, weakref.ref(pool), arena, size
         self.device_id = block.device
+        pool.used += size
 
     def _give_back(self):
         if self._pool() is None:
             self.block.forget()
             return
+        self._pool().used -= self.size
         self.block.is_free = True
         self._arena.append(self.block)
 
@@ -198,6 +200,11 @@ class MemoryPool:
 
     def __init__(self):
         self._arenas = {}
+        self.used = 0
+
+    def used_bytes(self):
+        """CuPy's."""
+        return self.used
 
     def malloc(self, size):
         """CuPy's."""
@@ -213,7 +220,7 @@ class MemoryPool:
         block.is_free = False
         if not queue.later:  # else earlier work may still use it, as on a GPU
             block.buffer.fill(_POISON)
-        return MemoryPointer(PooledMemory(block, self, arena, size), 0)
+        return MemoryPointer(PooledMemory(block, self, arena, need), 0)
 
     def _found(self, arena, need):
         if _faults.value("out-of-memory", "allocations", lasts=True) is not None:

@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 
 from . import _checker, _faults, _graphs
 
@@ -63,11 +64,12 @@ class Queue(_checker.Lane):
                     self._wait(other.marker())
         super().start()
 
-    def refuse_capture(self, copies=None):
+    def refuse_capture(self, copies=None, status=900):
         """Raises if the stream captures: no waits are allowed then, and no copies from or to hosts.
 
         Args:
-            copies: what is refused, if CuPy refuses it; else CUDA does.
+            copies: what is refused, if CuPy refuses it; else CUDA does, and spoils the capture.
+            status: CUDA's.
 
         Raises:
             RuntimeError: the stream captures.
@@ -77,7 +79,8 @@ class Queue(_checker.Lane):
         if self.captured is not None:
             from .cuda.runtime import CUDARuntimeError
 
-            raise CUDARuntimeError(900)
+            self.captured.is_spoilt = True
+            raise CUDARuntimeError(status)
 
     def marker(self):
         """An object whose `done` says whether the work enqueued so far is done; None if it is."""
@@ -96,7 +99,7 @@ class Queue(_checker.Lane):
 
     def wait(self, clock, marker):
         """Makes later work wait for work elsewhere."""
-        self.refuse_capture()
+        self.refuse_capture(status=905)
         self.start()
         _checker.join(self.clock, clock)
         self._wait(marker)
@@ -104,6 +107,7 @@ class Queue(_checker.Lane):
     def put(self, work):
         """Calls `work()` after earlier work on the stream. Returns whether it is already done."""
         if self.captured is not None:
+            self.captured.require_sound()
             self.captured.append(lambda: self.put(work))
             return False
         if len(self.later) >= LAUNCHES:
@@ -420,6 +424,7 @@ class Stream:
     def done(self):
         """CuPy's."""
         take_driver("cudaStreamQuery")
+        self.queue.refuse_capture()
         with lock:
             progress()
         return not self.queue.later
@@ -443,10 +448,10 @@ class Stream:
 
     def end_capture(self):
         """CuPy's."""
-        queue = self.queue
-        graph = _graphs.Graph(queue, queue.captured)
+        queue, captured = self.queue, self.queue.captured
         queue.captured = None
-        return graph
+        captured.require_sound()
+        return _graphs.Graph(queue, captured)
 
     def is_capturing(self):
         """CuPy's."""
@@ -485,7 +490,7 @@ class Event:
         if interprocess:
             raise AttributeError("the simulated GPU does not have events of several processes")
         self._is_timed = not disable_timing
-        self._is_captured = False
+        self._capture = None
         self._clock = {}
         self._marker = None
         self._at = None
@@ -506,8 +511,9 @@ class Event:
             from .cuda.runtime import CUDARuntimeError
 
             raise CUDARuntimeError(400)
-        self._is_captured = queue.captured is not None  # then it is a part of the graph
-        if self._is_captured:
+        captured = queue.captured  # if it is one, the event is a part of the graph
+        self._capture = None if captured is None else weakref.ref(captured)
+        if captured is not None:
             return
         queue.start()
         self._clock = dict(queue.clock)
@@ -528,14 +534,16 @@ class Event:
     def _status(self):
         if _faults.is_context_lost:
             return 700
-        if self._is_captured:
+        if self._capture is not None:
             return 907
         return 0 if self._is_done() else 600
 
     def _refuse_captured(self):
-        if self._is_captured:
+        if self._capture is not None:
             from .cuda.runtime import CUDARuntimeError
 
+            if (captured := self._capture()) is not None:
+                captured.is_spoilt = True
             raise CUDARuntimeError(907)
 
     def _is_done(self):

@@ -12,6 +12,14 @@ _ERRORS = {
         "cudaErrorCapturedEvent",
         "operation not permitted on an event last recorded in a capturing stream",
     ),
+    901: (
+        "cudaErrorStreamCaptureInvalidated",
+        "operation failed due to a previous error during capture",
+    ),
+    905: (
+        "cudaErrorStreamCaptureIsolation",
+        "dependency created on uncaptured work in another stream",
+    ),
     900: ("cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"),
 }
 
