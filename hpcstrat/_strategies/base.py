@@ -28,7 +28,7 @@ from hpcstrat._replicas.contexts import (
     require_cross_replica,
 )
 from hpcstrat._replicas.group import ReplicaGroup, default_group
-from hpcstrat._strategies import exchange, function, reduce
+from hpcstrat._strategies import collectives, distribution, function, reduce
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.transfer import (
     check_same_structure,
@@ -352,7 +352,7 @@ class Strategy:
             >>> print(strategy.reduce(hs.ReduceOp.MEAN, result, axis=0))
             3.5
         """
-        return reduce.reduce(self._group.communicator, reduce_op, value, axis)
+        return reduce.reduce_distributed(self._group.communicator, reduce_op, value, axis)
 
     @collective("Strategy.gather", check_cross_replica)
     def gather(self, value: Any, axis: int) -> Any:
@@ -388,7 +388,7 @@ class Strategy:
             (1, 2, 3)
             (1, 2, 3)
         """
-        return exchange.gather(self._group.communicator, value, axis)
+        return collectives.gather(self._group.communicator, value, axis)
 
     @names_call("Strategy.experimental_local_results")
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -418,7 +418,7 @@ class Strategy:
             >>> strategy.experimental_local_results("any other value")
             ('any other value',)
         """
-        return exchange.local_results(self._group, value)
+        return distribution.local_results(self._group, value)
 
     @collective("Strategy.experimental_distribute_values_from_function", check_cross_replica)
     def experimental_distribute_values_from_function(
@@ -459,7 +459,7 @@ class Strategy:
             >>> strategy.experimental_local_results(computed)
             (1,)
         """
-        return exchange.values_from_function(self._group, value_fn)
+        return distribution.values_from_function(self._group, value_fn)
 
     # ---- logical devices
 
@@ -660,7 +660,7 @@ class Strategy:
             >>> print(strategy.gather(strategy.run(lambda part: part * 10, args=(parts,)), axis=0))
             [ 0 10 20 30 40]
         """
-        return exchange.scatter(self._group, value, axis, return_indices)
+        return distribution.scatter(self._group, value, axis, return_indices)
 
     def _prefetcher(self, options: Any) -> Prefetcher | None:
         """Copies batches to this replica's GPU, two in advance unless the options say otherwise."""

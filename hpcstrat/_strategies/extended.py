@@ -199,7 +199,7 @@ class StrategyExtended:
     def _reduce(self, reduce_op: ReduceOp | str, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
         for _, destinations in pairs:
             self._check_destinations(destinations)
-        totals = reduce.reduce(
+        totals = reduce.reduce_distributed(
             self._group.communicator, reduce_op, [value for value, _ in pairs], None
         )
         return [

@@ -12,7 +12,7 @@ from hpcstrat._core import gpu
 from hpcstrat._core.arrays import is_foreign
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array, IndexedSlices, ReduceOp, component_of
-from hpcstrat._strategies.exchange import Nest, as_numeric, scalar
+from hpcstrat._strategies.leaves import Nest, as_numeric, scalar
 from hpcstrat._transports.reduction import REDUCTIONS, check_reducible, mean_dtype
 from hpcstrat._transports.verbs import Communicator
 from hpcstrat._variable.variable import Variable
@@ -24,7 +24,7 @@ def all_reduce(communicator: Communicator, reduce_op: ReduceOp | str, value: Any
     return _reduce(communicator, op, Nest(value), None)
 
 
-def reduce(
+def reduce_distributed(
     communicator: Communicator,
     reduce_op: ReduceOp | str,
     value: Any,

@@ -16,7 +16,7 @@ from hpcstrat._core.types import ReduceOp, select
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas, InReplica, check_arguments
 from hpcstrat._replicas.group import ReplicaGroup, default_group
-from hpcstrat._strategies import exchange, reduce
+from hpcstrat._strategies import collectives, reduce
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.transfer import regroup
 from hpcstrat._transports.connection import count_ranks
@@ -254,7 +254,7 @@ class ReplicaContext:
             [[0 0]]
         """
         del options
-        return exchange.all_gather(self._group.communicator, value, axis)
+        return collectives.all_gather(self._group.communicator, value, axis)
 
     @collective("ReplicaContext.broadcast", _REQUIRE)
     def broadcast(self, value: Any, root: int = 0) -> Any:
@@ -287,7 +287,7 @@ class ReplicaContext:
             >>> print(strategy.run(step))
             [30 79 20  5]
         """
-        return exchange.broadcast(self._group.communicator, value, root)
+        return collectives.broadcast(self._group.communicator, value, root)
 
     @collective("ReplicaContext.reduce_scatter", _REQUIRE)
     def reduce_scatter(self, reduce_op: ReduceOp | str, value: Any, axis: int = 0) -> Any:
@@ -324,7 +324,7 @@ class ReplicaContext:
             >>> print(strategy.run(step))
             [0 1 2 3 4]
         """
-        return exchange.reduce_scatter(self._group.communicator, reduce_op, value, axis)
+        return collectives.reduce_scatter(self._group.communicator, reduce_op, value, axis)
 
     @collective("ReplicaContext.scan", _REQUIRE)
     def scan(self, reduce_op: ReduceOp | str, value: Any, inclusive: bool = False) -> Any:
@@ -362,7 +362,7 @@ class ReplicaContext:
             >>> strategy.run(step, args=(4,))
             0 4
         """
-        return exchange.scan(self._group.communicator, reduce_op, value, inclusive)
+        return collectives.scan(self._group.communicator, reduce_op, value, inclusive)
 
     @collective("ReplicaContext.all_to_all", _REQUIRE)
     def all_to_all(self, values: Sequence[Any]) -> list[Any]:
@@ -396,7 +396,7 @@ class ReplicaContext:
             >>> print(strategy.run(transpose, args=(np.arange(4).reshape(1, 4),)))
             [[0 1 2 3]]
         """
-        return exchange.all_to_all(self._group.communicator, values)
+        return collectives.all_to_all(self._group.communicator, values)
 
     @collective("ReplicaContext.neighbor_exchange", _REQUIRE)
     def neighbor_exchange(
@@ -436,7 +436,7 @@ class ReplicaContext:
             >>> print(*strategy.run(edges, args=(True,)))
             [3.] [1.]
         """
-        return exchange.neighbor_exchange(self._group.communicator, to_left, to_right, periodic)
+        return collectives.neighbor_exchange(self._group.communicator, to_left, to_right, periodic)
 
     def _require(self) -> None:
         here = contexts.context()
