@@ -80,10 +80,9 @@ class CentralStorageStrategy(Strategy):
 class MirroredStrategy(Strategy):
     """One replica per rank, on one host; variables are mirrored: equal on all replicas.
 
-    Each GPU has its own copy of a variable. On CPUs the ranks share one, and each updates a slice;
-    `StrategyExtended.update` runs its function on rank 0 alone there. `ON_READ` variables are
-    separate on each replica. Collective: all ranks construct it. The first strategy of a program
-    starts MPI.
+    Each GPU has its own copy of a variable. On CPUs the ranks share one, and each updates a slice.
+    `ON_READ` variables are separate on each replica. Collective: all ranks construct it. The first
+    strategy of a program starts MPI.
 
     Args:
         devices: the device of each rank, in rank order. By default rank i gets the host's GPU i; on

@@ -13,10 +13,10 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, current_call, enter_call, leave_call, names_call
 from hpcstrat._core.types import FIRST_REPLICA, Array, IndexedSlices, MaybeNone, parse_choice
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.contexts import InReplica, InUpdate, require_cross_replica
+from hpcstrat._replicas.contexts import InReplica, require_cross_replica
 from hpcstrat._replicas.group import default_group
 from hpcstrat._transports.verbs import Communicator
-from hpcstrat._update.rows import combine_rows, update_rows
+from hpcstrat._update.rows import combine_rows
 from hpcstrat._variable.array import ReadableAsArray
 from hpcstrat._variable.options import (
     NO_AGGREGATION,
@@ -72,8 +72,7 @@ class Variable(ReadableAsArray):
         NotImplementedError: `constraint` is given.
         TypeError: the initial value is not a numeric array, or `name` is not a string.
         ValueError: the shape is not `shape`, or an argument is not one of its choices.
-        RuntimeError: made inside the function of `StrategyExtended.update`, or in the scope of a
-            strategy within that of the default strategy.
+        RuntimeError: made in the scope of a strategy within that of the default strategy.
         ReplicaMismatchError: the shape or dtype differs between ranks.
         MemoryError: a rank does not have enough memory; every rank raises it.
 
@@ -340,18 +339,13 @@ class Variable(ReadableAsArray):
             is_replica = isinstance(context, InReplica)
             if context is not None and context.group is not state.group and context.group.stream:
                 context.group.stream.require_eager("a write to a variable of no strategy")
-            if isinstance(context, InUpdate):
-                context.require_writable(self)
-            else:
-                state.require_writable()
-                if not state.is_on_read:
-                    self._write_common(verb, value, is_replica)
-                    return
-                if not is_replica and state.group.communicator.size > 1:
-                    self._write_every_replicas(verb, value)
-                    return
-            # In an update, or the replica's own value: on this rank alone.
-            state.storage.write(state.block, as_written_value(verb, value, state), RULES[verb])
+            state.require_writable()
+            if not state.is_on_read:
+                self._write_common(verb, value, is_replica)
+            elif not is_replica and state.group.communicator.size > 1:
+                self._write_every_replicas(verb, value)
+            else:  # the replica's own value
+                state.storage.write(state.block, as_written_value(verb, value, state), RULES[verb])
         finally:
             leave_call(outer)
 
@@ -456,20 +450,11 @@ class Variable(ReadableAsArray):
 
     def _scatter(self, method: str, verb: str, slices: Any) -> Variable:
         with call_named(f"Variable.{method} of {self.name!r}"):
-            state, context = self._state, contexts.context()
+            state = self._state
             group, communicator = state.group, state.group.communicator
             rule, combination = RULES[verb], None if verb == "assign" else np.add
-            if isinstance(context, InUpdate):
-                context.require_writable(self)
-                with group.on_stream():
-                    rows, values = parse_slices(verb, slices, state)
-                    rows, values = combine_rows(rows, values, combination)
-                    new = state.block.view.copy()
-                    update_rows([new], rows, values, rule)
-                    state.storage.write(state.block, new, RULES["assign"])
-                return self
             state.require_writable()
-            in_replica = isinstance(context, InReplica) and group.requires_aggregation
+            in_replica = isinstance(contexts.context(), InReplica) and group.requires_aggregation
             with communicator.raise_together(), group.on_stream():
                 op = FIRST_REPLICA
                 if in_replica:
@@ -518,11 +503,6 @@ def _common_name(communicator: Communicator, name: str) -> str:
 
 
 def _require_allowed() -> None:
-    if isinstance(contexts.context(), InUpdate):
-        raise RuntimeError(
-            f"{current_call()} was made inside an update, which one rank runs; make it under "
-            "strategy.scope()"
-        )
     if contexts.in_default_scope.get() and contexts.group() is not default_group():
         raise RuntimeError(
             f"{current_call()}: made in the scope of {contexts.group().name}, which was entered in "
