@@ -9,8 +9,3 @@ STRATEGIES = [hs.CentralStorageStrategy, hs.MirroredStrategy]
 def strategies_for(size):
     """The strategies to test on this number of ranks."""
     return STRATEGIES + [hs.OneDeviceStrategy] * (size == 1)
-
-
-def stores_once(strategy, xp):
-    """Whether replicas that compute with `xp` share variables, and do not each have copies."""
-    return isinstance(strategy, hs.CentralStorageStrategy) or xp.__name__ == "numpy"

@@ -75,7 +75,7 @@ class Agreement(abc.ABC):
         Raises:
             ReplicaMismatchError: the ranks call different things.
             Exception: what another rank's `raise_together` block raised.
-            RuntimeError: called in the function of an update, which not all ranks run.
+            RuntimeError: called in a child of the rank.
         """
         # As `calls.count` and `with waiting:`, without their calls: every step comes through here.
         calls = self.calls

@@ -15,7 +15,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
 
 from hpcstrat._agreement.records import CallSignature
 from hpcstrat._core.call_name import current_call, enter_call, leave_call
@@ -29,13 +29,11 @@ class Barred(NamedTuple):
     """Why this rank may make no call.
 
     Attributes:
-        state: not all ranks are in a call; a call was interrupted; or the process was forked.
-        call: the call that not all ranks are in, or that was interrupted.
+        call: the call that was interrupted.
         error: the exception that interrupted it, on this rank alone or midway: the ranks' states
-            may differ from now on.
+            may differ from now on. `None` in a forked process.
     """
 
-    state: Literal["paused", "interrupted", "forked"]
     call: str = ""
     error: BaseException | None = None
 
@@ -99,15 +97,6 @@ class CallState:
         self.last_escaped_call: int = 0
         _all.add(self)
 
-    def set_paused(self, call: str | None) -> None:
-        """Forbids calls, because not all ranks are in `call`; `None` allows them again."""
-        self._bar(None if call is None else Barred("paused", call))
-
-    def _bar(self, barred: Barred | None) -> None:
-        # The first exception counts: later ones often follow from it. A child stays one.
-        if self.barred is None or self.barred.state == "paused":
-            self.barred = barred
-
     def count(self, signature: CallSignature) -> None:
         """Counts a call that starts.
 
@@ -149,7 +138,8 @@ class CallState:
         if self.all_raise or (self.is_capturing and isinstance(error, Exception)):
             return False
         if self.size > 1:
-            self._bar(Barred("interrupted", call or current_call(), error))
+            # The first exception counts: later ones often follow from it. A child stays one.
+            self.barred = self.barred or Barred(call or current_call(), error)
         return True
 
     def note_escaped(self, error: BaseException) -> None:
@@ -168,7 +158,7 @@ class CallState:
         """Refuses a method where no call may be made, even if it would not communicate.
 
         Raises:
-            RuntimeError: in a child of the rank, or in the function of an update.
+            RuntimeError: in a child of the rank.
         """
         if self.barred:
             self.refuse(call or current_call())
@@ -177,29 +167,24 @@ class CallState:
         """Raises, or ends the job, for the reason that forbids calls.
 
         Raises:
-            RuntimeError: the call may be made later, or by another process.
+            RuntimeError: the call may be made by another process.
         """
         location, barred = user_frame(), self.barred
         assert barred is not None
-        if barred.state == "forked":
+        if barred.error is None:
             raise RuntimeError(
                 f"{call} was called at {location}, in process {os.getpid()}, which the program "
                 "forked: it is not a rank and must not communicate. Let it compute, and make the "
                 "call in the rank's own process"
             )
-        if barred.error is not None:
-            lines = "".join(traceback.format_exception(barred.error))
-            # At the end of the program there is no line to name, and the call has that same name.
-            where = call if call == location else f"{call}, at {location}"
-            failure.end_job(
-                f"{lines}hpcstrat: this exception interrupted {barred.call} on this "
-                "rank and was caught: the call may be half done, or done on other ranks only. So "
-                f"the job ends, at {where}. Leave such an exception uncaught; to save when a "
-                "signal comes, use checkpoint.PreemptionHandler"
-            )
-        raise RuntimeError(
-            f"{call} was called inside the function of {barred.call}, an update, which one rank "
-            "runs: nothing may communicate there; call it before or after"
+        lines = "".join(traceback.format_exception(barred.error))
+        # At the end of the program there is no line to name, and the call has that same name.
+        where = call if call == location else f"{call}, at {location}"
+        failure.end_job(
+            f"{lines}hpcstrat: this exception interrupted {barred.call} on this rank and was "
+            "caught: the call may be half done, or done on other ranks only. So the job ends, at "
+            f"{where}. Leave such an exception uncaught; to save when a signal comes, use "
+            "checkpoint.PreemptionHandler"
         )
 
     def change_thread(self, call: str) -> None:
@@ -226,7 +211,7 @@ class CallState:
         except RuntimeError as error:
             # To raise is not enough: if the program caught it and continued, ranks could make the
             # two threads' calls in different orders.
-            self._bar(Barred("interrupted", call, error))
+            self.barred = self.barred or Barred(call, error)
             raise
 
 
@@ -240,7 +225,7 @@ def _forbid_in_child() -> None:
     # A new lock: a thread that the child does not have may hold the parent's.
     _changing = threading.Lock()
     for calls in _all:
-        calls.barred = Barred("forked")
+        calls.barred = Barred()
 
 
 os.register_at_fork(after_in_child=_forbid_in_child)

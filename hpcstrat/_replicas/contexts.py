@@ -1,4 +1,4 @@
-"""The context of a line: outside every strategy, cross-replica, in an update, or in a replica.
+"""The context of a line: outside every strategy, cross-replica, or in a replica.
 
 A line of the program that runs ...     has the context ...
 --------------------------------------  -------------------
@@ -6,13 +6,13 @@ outside every scope                     None
 under `with strategy.scope():`          AcrossReplicas
 in the function of `Strategy.run`       InReplica
 in that of `ReplicaContext.merge_call`  AcrossReplicas
-in that of `StrategyExtended.update`    InUpdate
+in that of `StrategyExtended.update`    AcrossReplicas; `InReplica` for `ON_READ` variables
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, final
 
@@ -47,38 +47,6 @@ class AcrossReplicas(Context):
     __slots__ = ()
 
 
-@final
-class InUpdate(Context):
-    """Inside the function of `StrategyExtended.update`.
-
-    One rank may run that function alone, so nothing in it may communicate. To a program this
-    context is cross-replica too, as in TensorFlow.
-
-    Attributes:
-        variables: the variables that may be written.
-    """
-
-    __slots__ = ("variables",)
-
-    def __init__(self, group: ReplicaGroup, variables: Sequence[object]) -> None:
-        super().__init__(group)
-        self.variables = variables
-
-    def require_writable(self, variable: object) -> None:
-        """Refuses a write to any variable that is not in `variables`.
-
-        Raises:
-            RuntimeError: `variable` may not be written.
-        """
-        if not any(variable is writable for writable in self.variables):
-            raise RuntimeError(
-                f"{current_call()}: this update may write only the variables that were passed to "
-                "it, none of another strategy or of no strategy, and not ON_READ variables "
-                "together with variables that exist once; pass it too, or write it in a separate "
-                "update, or outside of one"
-            )
-
-
 _get_group: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
 
 # A context variable, so that each thread of the program has its own, and a new thread has none.
@@ -108,7 +76,7 @@ def in_cross_replica_context() -> bool:
         >>> hs.in_cross_replica_context()
         False
     """
-    return isinstance(context(), (AcrossReplicas, InUpdate))
+    return isinstance(context(), AcrossReplicas)
 
 
 def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
@@ -131,11 +99,6 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
         raise RuntimeError(
             f"{call} was called on a strategy that is closed, by close() or the end of "
             "`with strategy:` (`with strategy.scope():` is for variables); make another"
-        )
-    if isinstance(here, InUpdate):
-        raise RuntimeError(
-            f"{call} was called inside an update, which one rank runs: nothing may communicate "
-            "there; call it before or after"
         )
     if isinstance(here, InReplica):
         raise RuntimeError(

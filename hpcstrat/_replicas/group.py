@@ -132,11 +132,6 @@ class ReplicaGroup:
         """
         return self.device if self.mirrors else self.parameter_device
 
-    @property
-    def root_writes(self) -> bool:
-        """Whether the parameter rank alone runs the function of `StrategyExtended.update`."""
-        return self.storage.is_central and self.communicator.size > 1
-
     def on_stream(self) -> contextlib.AbstractContextManager[None]:
         """A context in which the group's stream and GPU are current; on the CPU it does nothing."""
         return contextlib.nullcontext() if self.stream is None else self.stream.current()

@@ -40,13 +40,11 @@ class Storage(abc.ABC):
         communicator, stream: as above.
         copies: how many copies of a variable the ranks write, each on its own.
         writes_here: whether this rank writes one of them.
-        is_central: whether the parameter rank alone runs functions that write variables.
         has_all_slots: whether every rank can read every slot, and not only the parameter rank.
     """
 
     copies: int = 1
     writes_here: bool = True
-    is_central: bool = True
     has_all_slots: bool = True
 
     def __init__(self, communicator: Communicator, stream: gpu.Stream | None = None) -> None:

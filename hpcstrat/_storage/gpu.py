@@ -55,7 +55,6 @@ class GpuStorage(Storage):
     def __init__(self, communicator: DeviceCommunicator, root: int | None = None) -> None:
         super().__init__(communicator, communicator.stream)
         self._root = root
-        self.is_central = root is not None
         self.has_all_slots = root is None
         self.writes_here = root in (None, communicator.rank)
         self.copies = communicator.size if root is None else 1
@@ -119,7 +118,7 @@ class GpuStorage(Storage):
 
     def publish(self, blocks: Sequence[Block]) -> None:
         """Broadcasts the parameter rank's values."""
-        if self._root is not None and blocks:
+        if self._root is not None:
             self.communicator.exchange(
                 signature_of(current_call(), "publish", *[block.identity() for block in blocks])
             )

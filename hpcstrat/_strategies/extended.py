@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -21,14 +20,13 @@ from hpcstrat._core.types import (
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (
     AcrossReplicas,
-    InUpdate,
     check_arguments,
     check_cross_replica,
     require_cross_replica,
 )
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import reduce
-from hpcstrat._strategies.transfer import from_wire, regroup, to_wire
+from hpcstrat._strategies.transfer import from_wire, to_wire
 from hpcstrat._variable.variable import Variable, state_of
 
 
@@ -352,7 +350,7 @@ class StrategyExtended:
 
     # ---- updates
 
-    @collective("StrategyExtended.update", check_cross_replica)
+    @names_call("StrategyExtended.update")
     def update(
         self,
         var: Variable,
@@ -361,13 +359,10 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(var, *args, **kwargs)` on the ranks that update the variable. Collective.
+        """Calls `fn(var, *args, **kwargs)` in the cross-replica context, on every rank.
 
-        These are all ranks for `ON_READ` variables and copies on GPUs, and otherwise the parameter
-        rank alone. In `fn`, writes are local, no call may communicate, and only `var` and variables
-        in `args` or `kwargs` may be written. Where one rank runs it, those must be of this
-        strategy, and `ON_READ` if `var` is, and otherwise must not. Reading an `ON_READ` variable
-        there returns this replica's own value.
+        All ranks call this: a write in `fn` is collective there, and applied once. If `var` is an
+        `ON_READ` variable, `Strategy.run` calls `fn`, and each replica writes its own value.
 
         Args:
             var: the variable.
@@ -377,17 +372,17 @@ class StrategyExtended:
             group: if false, each leaf of the result is wrapped in a tuple.
 
         Returns:
-            The nest that `fn` returns, on every rank. For an `ON_READ` variable each replica has
-            its own result, whose leaves are `PerReplica` if there are several replicas.
+            The result of `fn`; for an `ON_READ` variable, as `Strategy.run` returns it.
 
         Raises:
-            ValueError: `var` is not a variable of this strategy.
+            ValueError: `var` is not a variable of this strategy, or an argument is a `PerReplica`.
             TypeError: `fn` is not callable, or `args` is not a tuple or list.
             RuntimeError: called inside a replica function or the scope of another strategy.
-            Exception: whatever `fn` raised, on every rank.
+            Exception: whatever `fn` raised. The program may catch it and continue only if every
+                rank raised.
 
         Examples:
-            The update runs where the variable is stored; all ranks get its result:
+            The same with any number of replicas:
 
             >>> strategy = hs.CentralStorageStrategy()
             >>> with strategy.scope():
@@ -398,16 +393,9 @@ class StrategyExtended:
             >>> print(strategy.extended.update(weights, decay, args=(0.5,)), weights.numpy())
             1.5 [0.5 1. ]
         """
-        if not isinstance(var, Variable) or state_of(var).group is not self._group:
-            raise ValueError(
-                f"{current_call()}: {var!r} is not a variable of this strategy; pass one made "
-                "under `with strategy.scope():`"
-            )
-        check_arguments(fn, args)
-        with self._group.communicator.change():
-            return self._update(fn, (var, *args), dict(kwargs or {}), group)
+        return self._update((var,), fn, args, kwargs, group)
 
-    @collective("StrategyExtended.update_non_slot", check_cross_replica)
+    @names_call("StrategyExtended.update_non_slot")
     def update_non_slot(
         self,
         colocate_with: Any,
@@ -416,7 +404,7 @@ class StrategyExtended:
         kwargs: Mapping[str, Any] | None = None,
         group: bool = True,
     ) -> Any:
-        """Runs `fn(*args, **kwargs)` on the `non_slot_devices`; otherwise as `update`. Collective.
+        """Calls `fn(*args, **kwargs)`; otherwise as `update`.
 
         The first variable among the arguments, if any, plays the role of `var`.
 
@@ -434,111 +422,40 @@ class StrategyExtended:
             1
         """
         del colocate_with
-        check_arguments(fn, args)
-        with self._group.communicator.change():
-            return self._update(fn, tuple(args), dict(kwargs or {}), group)
+        return self._update((), fn, args, kwargs, group)
 
-    # Called in a block of `Communicator.change`.
     def _update(
         self,
+        first: tuple[Variable, ...],
         fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
         is_grouped: bool,
     ) -> Any:
-        group, communicator = self._group, self._group.communicator
-        leaves, structure = nests.flatten((args, kwargs))
-        variables = [leaf for leaf in leaves if isinstance(leaf, Variable)]
-        if any(isinstance(leaf, PerReplica) for leaf in leaves):
-            raise ValueError(
-                f"{current_call()}: an argument is one value per replica; reduce it first: "
-                "StrategyExtended.reduce_to"
-            )
-        plain = [component_of(leaf) for leaf in leaves]
-        args, kwargs = cast("tuple[tuple[Any, ...], dict[str, Any]]", structure.unflatten(plain))
-        run = functools.partial(fn, *args, **kwargs)
-        is_on_read = any(
-            state_of(v).is_on_read and state_of(v).group is group for v in variables[:1]
-        )
-        # If one rank updates the variables that exist once, an update writes either those, or
-        # ON_READ variables, which every rank writes; never both. Of another group's variables it
-        # would change that rank's alone.
-        is_on_all_ranks = not group.root_writes
-        writable = [
-            v
-            for v in variables
-            if is_on_all_ranks
-            or (state_of(v).group is group and state_of(v).is_on_read is is_on_read)
-        ]
-        # The function writes in place: no rank may still be reading.
-        communicator.barrier()
-        if is_on_read or is_on_all_ranks:
-            with communicator.raise_together():
-                results, returned = self._update_here(run, writable)
-                if is_on_read:  # the replicas' values may differ, and so may their results
-                    results = [regroup(group, leaf) for leaf in results]
-                # Inside the block, so that an exception of one rank reaches the others here.
-                communicator.barrier()
-        else:
-            written = [state.block for state in map(state_of, writable) if state.group is group]
-            try:
-                results, returned = self._update_by_root(run, variables, writable)
-            except Exception:
-                # All ranks raise it. Earlier writes stay, and must be the same for all readers.
-                group.storage.publish(written)
-                communicator.calls.note_shared_error()
-                raise
-            group.storage.publish(written)
-        return returned.unflatten(results if is_grouped else [(leaf,) for leaf in results])  # pyright: ignore
-
-    def _update_here(
-        self, run: Callable[[], Any], writable: Sequence[Variable]
-    ) -> tuple[list[Any], nests.Structure]:
-        """Calls `run` on this rank in an update's context, and flattens its result."""
         group = self._group
-        before = contexts.current.get()
+        require_cross_replica(group)
         try:
-            contexts.current.set(InUpdate(group, writable))
-            # One rank may run this alone: a collective call in it would wait forever.
-            group.communicator.calls.set_paused(current_call())
-            with group.on_stream():
-                return nests.flatten(run())
-        finally:
-            group.communicator.calls.set_paused(None)
-            contexts.current.set(before)
-
-    def _update_by_root(
-        self, run: Callable[[], Any], variables: Sequence[Variable], writable: Sequence[Variable]
-    ) -> tuple[list[Any], nests.Structure]:
-        """Calls `run` on the parameter rank, sends its result to every rank, and flattens it there.
-
-        A variable in the result is not sent: each rank puts its own variable in its place.
-        """
-        group, communicator = self._group, self._group.communicator
-        sent: Any = None
-        with group.on_stream(), communicator.raise_together():
-            if communicator.rank == group.root:
-                leaves, returned = self._update_here(run, writable)
-                # The indices of the leaves that are variables, and of those among the arguments.
-                own = {
-                    i: _index(leaf, variables)
-                    for i, leaf in enumerate(leaves)
-                    if isinstance(leaf, Variable)
-                }
-                others = [None if i in own else leaf for i, leaf in enumerate(leaves)]
-                sent = to_wire(returned.unflatten(others)), own
-            result, own = communicator.broadcast_obj(sent, group.root)
-            leaves, returned = nests.flatten(from_wire(result, group.stream))
-        for i, index in own.items():
-            leaves[i] = variables[index]
-        return leaves, returned
-
-
-def _index(variable: Variable, variables: Sequence[Variable]) -> int:
-    for i, candidate in enumerate(variables):
-        if candidate is variable:
-            return i
-    raise ValueError(
-        "StrategyExtended.update: the function returned a variable that was not passed to it; pass "
-        "it too"
-    )
+            check_arguments(fn, args)
+            if not all(isinstance(v, Variable) and state_of(v).group is group for v in first):
+                raise ValueError(
+                    f"{current_call()}: {first[0]!r} is not a variable of this strategy; pass one "
+                    "made under `with strategy.scope():`"
+                )
+            leaves, structure = nests.flatten(((*first, *args), dict(kwargs or {})))
+            if any(isinstance(leaf, PerReplica) for leaf in leaves):
+                raise ValueError(
+                    f"{current_call()}: an argument is one value per replica; reduce it first: "
+                    "StrategyExtended.reduce_to"
+                )
+            own, own_by_name = cast("Any", structure.unflatten(map(component_of, leaves)))
+            state = next((state_of(leaf) for leaf in leaves if isinstance(leaf, Variable)), None)
+            if state is not None and state.is_on_read and state.group is group:
+                result = group.strategy.run(fn, own, own_by_name)
+            else:
+                with group.strategy.scope(), group.on_stream():
+                    result = fn(*own, **own_by_name)
+        except BaseException as error:
+            # As in `Strategy.run`: other ranks may not have raised, and the next call compares.
+            group.communicator.calls.note_escaped(error)
+            raise
+        return result if is_grouped else nests.map_leaves(lambda leaf: (leaf,), result)

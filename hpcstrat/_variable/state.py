@@ -10,7 +10,7 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.contexts import Context, InReplica, InUpdate
+from hpcstrat._replicas.contexts import Context, InReplica
 from hpcstrat._replicas.group import ReplicaGroup, default_group
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.plan import Plan
@@ -58,7 +58,7 @@ class VariableState:
         if not self.is_on_read or self.group.communicator.size == 1:
             return False
         context = contexts.current.get()
-        return not (isinstance(context, (InReplica, InUpdate)) and context.group is self.group)
+        return not (isinstance(context, InReplica) and context.group is self.group)
 
     def plan_alone(self) -> Plan:
         """The plan for updates of this variable alone."""

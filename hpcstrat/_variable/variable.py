@@ -13,10 +13,10 @@ from hpcstrat._core import gpu
 from hpcstrat._core.call_name import call_named, current_call, enter_call, leave_call, names_call
 from hpcstrat._core.types import FIRST_REPLICA, Array, IndexedSlices, MaybeNone, parse_choice
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.contexts import InReplica, InUpdate, require_cross_replica
+from hpcstrat._replicas.contexts import InReplica, require_cross_replica
 from hpcstrat._replicas.group import default_group
 from hpcstrat._transports.verbs import Communicator
-from hpcstrat._update.rows import combine_rows, update_rows
+from hpcstrat._update.rows import combine_rows
 from hpcstrat._variable.array import ReadableAsArray
 from hpcstrat._variable.options import (
     NO_AGGREGATION,
@@ -72,7 +72,6 @@ class Variable(ReadableAsArray):
         NotImplementedError: `constraint` is given.
         TypeError: the initial value is not a numeric array, or `name` is not a string.
         ValueError: the shape is not `shape`, or an argument is not one of its choices.
-        RuntimeError: made inside the function of `StrategyExtended.update`.
         ReplicaMismatchError: the shape or dtype differs between ranks.
         MemoryError: a rank does not have enough memory; every rank raises it.
 
@@ -98,7 +97,7 @@ class Variable(ReadableAsArray):
     __slots__ = ("__weakref__", "aggregation", "synchronization", "trainable")
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
-    @collective("Variable", lambda _: _require_allowed(), lambda _: contexts.group().communicator)
+    @collective("Variable", None, lambda _: contexts.group().communicator)
     def __init__(
         self,
         initial_value: Any = None,
@@ -152,7 +151,6 @@ class Variable(ReadableAsArray):
     @names_call(lambda self, _: f"Variable: deepcopy of {self.name!r}")
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         # Another variable of the same strategy with the same value; collective, as making one is.
-        _require_allowed()
         state = self._state
         # Storage allocates it as it does any new variable, at the same place on every rank.
         copied = VariableState(state.group, state.is_on_read, state.block.view)
@@ -339,18 +337,13 @@ class Variable(ReadableAsArray):
             is_replica = isinstance(context, InReplica)
             if context is not None and context.group is not state.group and context.group.stream:
                 context.group.stream.refuse_in_graph("a write to a variable of no strategy")
-            if isinstance(context, InUpdate):
-                context.require_writable(self)
-            else:
-                state.require_writable()
-                if not state.is_on_read:
-                    self._write_common(verb, value, is_replica)
-                    return
-                if not is_replica and state.group.communicator.size > 1:
-                    self._write_every_replicas(verb, value)
-                    return
-            # In an update, or the replica's own value: on this rank alone.
-            state.storage.write(state.block, as_written_value(verb, value, state), RULES[verb])
+            state.require_writable()
+            if not state.is_on_read:
+                self._write_common(verb, value, is_replica)
+            elif not is_replica and state.group.communicator.size > 1:
+                self._write_every_replicas(verb, value)
+            else:  # the replica's own value
+                state.storage.write(state.block, as_written_value(verb, value, state), RULES[verb])
         finally:
             leave_call(outer)
 
@@ -455,20 +448,11 @@ class Variable(ReadableAsArray):
 
     def _scatter(self, method: str, verb: str, slices: Any) -> Variable:
         with call_named(f"Variable.{method} of {self.name!r}"):
-            state, context = self._state, contexts.context()
+            state = self._state
             group, communicator = state.group, state.group.communicator
             rule, combination = RULES[verb], None if verb == "assign" else np.add
-            if isinstance(context, InUpdate):
-                context.require_writable(self)
-                with group.on_stream():
-                    rows, values = parse_slices(verb, slices, state)
-                    rows, values = combine_rows(rows, values, combination)
-                    new = state.block.view.copy()
-                    update_rows([new], rows, values, rule)
-                    state.storage.write(state.block, new, RULES["assign"])
-                return self
             state.require_writable()
-            in_replica = isinstance(context, InReplica) and group.requires_aggregation
+            in_replica = isinstance(contexts.context(), InReplica) and group.requires_aggregation
             with communicator.raise_together(), group.on_stream():
                 op = FIRST_REPLICA
                 if in_replica:
@@ -514,11 +498,3 @@ def _common_name(communicator: Communicator, name: str) -> str:
     # variable, which TensorFlow calls `w0`.
     stem = names[0].removesuffix("0")
     return names[0] if names == [f"{stem}{rank}" for rank in range(len(names))] else name
-
-
-def _require_allowed() -> None:
-    if isinstance(contexts.context(), InUpdate):
-        raise RuntimeError(
-            f"{current_call()} was made inside an update, which one rank runs; make it under "
-            "strategy.scope()"
-        )

@@ -183,11 +183,11 @@ def storage_of(v: Variable) -> Storage:
 
 
 def require_no_replica() -> None:
-    """Raises RuntimeError if called inside a replica function or an update."""
-    if isinstance(contexts.context(), (contexts.InReplica, contexts.InUpdate)):
+    """Raises RuntimeError if called inside a replica function."""
+    if isinstance(contexts.context(), contexts.InReplica):
         raise RuntimeError(
-            f"{current_call()} was called inside a replica function or an update; call it at "
-            "the top level of the script, outside Strategy.run"
+            f"{current_call()} was called inside a replica function; call it at the top level of "
+            "the script, outside Strategy.run"
         )
 
 

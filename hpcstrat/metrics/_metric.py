@@ -99,9 +99,6 @@ class Metric(abc.ABC):
             1.5 float32
         """
         context = contexts.context()
-        if isinstance(context, contexts.InUpdate) and context.group.communicator.size > 1:
-            # In an update the totals would be this replica's only.
-            contexts.require_cross_replica(context.group, f"{type(self).__name__}.result")
         if isinstance(context, contexts.InReplica) and context.group.communicator.size > 1:
             communicator = context.group.communicator
             with call_name.call_named(f"{type(self).__name__}.result"):

@@ -138,6 +138,44 @@ np.concatenate = concatenate
 """,
         "MemoryError: full",
     ),
+    "caught by one rank: in an update before a write": caught(
+        """
+with strategy.scope(): v = hs.Variable(np.zeros(3))
+def update(v):
+    if last: raise ValueError("only here")
+    v.assign(np.ones(3))
+with contextlib.suppress(ValueError): strategy.extended.update(v, update)
+""",
+        "ValueError: only here",
+    ),
+    "caught by one rank: in an update after a write": caught(
+        """
+with strategy.scope(): v = hs.Variable(np.zeros(3))
+def update(v):
+    v.assign(np.ones(3))
+    if last: raise ValueError("only here")
+def step(): hs.get_replica_context().merge_call(lambda s: s.extended.update(v, update))
+with contextlib.suppress(ValueError): strategy.run(step)
+""",
+        "ValueError: only here",
+    ),
+    "caught by one rank: in an update that writes nothing": caught(
+        """
+with strategy.scope(): v = hs.Variable(np.zeros(3))
+def update(v):
+    if last: raise ValueError("only here")
+with contextlib.suppress(ValueError): strategy.extended.update(v, update)
+""",
+        "ValueError: only here",
+    ),
+    "caught by one rank: an argument of an update": caught(
+        """
+with strategy.scope(): v = hs.Variable(np.zeros(3))
+with contextlib.suppress(TypeError):
+    strategy.extended.update(v, lambda v, x: v.assign(x), np.ones(3) if last else (np.ones(3),))
+""",
+        r"TypeError: StrategyExtended\.update: args is of type ndarray",
+    ),
     "caught by one rank: an exception without a text": caught(
         """
 class Silent(ValueError):

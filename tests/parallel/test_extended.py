@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from strategies import STRATEGIES, stores_once
+from strategies import strategies_for
 
 import hpcstrat as hs
 
@@ -17,7 +17,7 @@ RANK = COMM.rank
 CPU = "/job:localhost/replica:0/task:0/device:CPU:0"
 
 
-@pytest.fixture(params=STRATEGIES)
+@pytest.fixture(params=strategies_for(N))
 def strategy(request, place):
     with place.make(request.param) as made, made.scope():
         yield made
@@ -25,15 +25,6 @@ def strategy(request, place):
 
 def replica_context() -> Any:
     return hs.get_replica_context()
-
-
-def ran_on(flag):
-    """The ranks on which the flag is set."""
-    return [rank for rank, one in enumerate(COMM.allgather(bool(flag))) if one]
-
-
-def where_updates_run(strategy, xp):
-    return [0] if stores_once(strategy, xp) else list(range(N))
 
 
 def test_facts(strategy, place):
@@ -126,7 +117,7 @@ def test_broadcast_to(strategy, xp):
 
 
 @pytest.mark.core
-def test_update_runs_where_the_variable_lives(strategy, xp):
+def test_update_runs_on_every_rank(strategy, xp):
     v = hs.Variable(np.zeros(3))
     ran = []
 
@@ -139,7 +130,7 @@ def test_update_runs_where_the_variable_lives(strategy, xp):
         return {"sum": var.value().sum(), "none": None, "variable": var, "text": "done"}
 
     result = strategy.extended.update(v, fn, args=(xp.array([1.0, 2.0, 3.0]),), kwargs={"scale": 2})
-    assert ran_on(ran) == where_updates_run(strategy, xp)
+    assert COMM.allgather(ran) == [[rank] for rank in range(N)]
     assert result == {"sum": 12, "none": None, "variable": v, "text": "done"}
     assert result["variable"] is v
     assert v.numpy().tolist() == [2, 4, 6]
@@ -154,15 +145,6 @@ def test_update_takes_what_reduce_to_gives(strategy, xp):
     total = strategy.extended.reduce_to("SUM", gradient, gradient)
     strategy.extended.update(v, lambda var, g: var.assign_sub(g), (total,))
     assert v.numpy().tolist() == [-N * (N - 1) / 2] * 2
-
-
-def test_an_updates_large_result_is_the_same_everywhere(strategy, xp):
-    v = hs.Variable(np.zeros(3))
-    result = strategy.extended.update(v, lambda var: xp.full(50_000, 3.5))
-    assert type(result) is xp.ndarray and (result == 3.5).all()
-    result[0] = 4  # this rank's own
-    result[0] = 3.5
-    assert len(set(COMM.allgather(result.tobytes()))) == 1
 
 
 @pytest.mark.parametrize(
@@ -184,52 +166,20 @@ def test_an_updates_exception_reaches_every_rank(strategy, xp, error):
     assert v.numpy().tolist() == [0, 0, 0]
 
 
-@pytest.mark.core
-def test_an_updates_result_that_cannot_travel(strategy, xp):
-    v = hs.Variable(np.zeros(3))
-    if where_updates_run(strategy, xp) == [0] and N > 1:
-        with pytest.raises(TypeError, match="StrategyExtended.update: .*cannot travel"):
-            strategy.extended.update(v, lambda var: lambda: 0)
-    else:
-        assert callable(strategy.extended.update(v, lambda var: lambda: 0))
-    assert strategy.extended.update(v, lambda var: 5) == 5
-
-
-def test_an_update_writes_the_variables_passed_to_it_only(strategy, xp):
+def test_an_update_writes_any_variable(strategy, xp):
     v, passed, other = (hs.Variable(np.zeros(2), name=name) for name in ("v", "passed", "other"))
-
-    def fn(var, nest, *, key):
-        for one in (var, nest["list"][0], key):
-            one.assign_add(xp.ones(2))
-        assert other.numpy().tolist() == [0, 0]  # reading is free
-        assert (other + 1).tolist() == [1, 1]
-
-    strategy.extended.update(v, fn, ({"list": [passed]},), {"key": v})
-    assert (v.numpy().tolist(), passed.numpy().tolist()) == ([2, 2], [1, 1])
-    with pytest.raises(
-        RuntimeError, match="Variable.assign of 'other': this update may write only the variables"
-    ):
-        strategy.extended.update(v, lambda var: other.assign(xp.ones(2)))
-    assert other.numpy().tolist() == [0, 0]
-
-
-def test_an_update_on_one_rank_writes_no_variable_of_another_group(strategy, xp):
-    v, values = hs.Variable(np.zeros(2)), xp.ones(2)
     # Outside of every scope, so each process has its own.
     foreign = contextvars.Context().run(hs.Variable, np.zeros(2), name="foreign")
 
-    def fn(var, other):
-        var.assign(values)
-        other.assign(np.ones(2))
+    def fn(var, nest, *, key):
+        for one in (var, nest["list"][0], key, other):
+            one.assign_add(xp.ones(2))
+        foreign.assign(np.ones(2))
+        assert (other + 1).tolist() == [2, 2]
 
-    if N > 1 and stores_once(strategy, xp):
-        with pytest.raises(RuntimeError, match="'foreign': this update may write only"):
-            strategy.extended.update(v, fn, (foreign,))
-        expected = [0, 0]
-    else:
-        strategy.extended.update(v, fn, (foreign,))
-        expected = [1, 1]
-    assert COMM.allgather(foreign.numpy().tolist()) == [expected] * N
+    strategy.extended.update(v, fn, ({"list": [passed]},), {"key": v})
+    assert [one.numpy().tolist() for one in (v, passed, other)] == [[2, 2], [1, 1], [1, 1]]
+    assert COMM.allgather(foreign.numpy().tolist()) == [[1, 1]] * N
 
 
 def test_wrong_values_in_an_update(strategy, xp):
@@ -243,74 +193,62 @@ def test_wrong_values_in_an_update(strategy, xp):
     assert v.numpy().tolist() == [0, 0]
 
 
-def collectives(strategy):
-    xp = strategy.xp
-    ready = strategy.run(lambda: xp.full(2, float(RANK)))
-    w = hs.Variable(np.zeros(2), aggregation="SUM")
-    metric = hs.metrics.Mean()
-    optimizer = hs.optimizers.SGD(0.1)
-    dataset = strategy.experimental_distribute_dataset(
-        hs.data.Dataset.from_generator(lambda: iter(range(8))).batch(4)
-    )
-    return {
-        "reduce": lambda v: strategy.reduce("SUM", ready, None),
-        "gather": lambda v: strategy.gather(ready, 0),
-        "run": lambda v: strategy.run(lambda: 0),
-        "scope": lambda v: strategy.scope().__enter__(),
-        "local results": lambda v: strategy.experimental_local_results(ready),
-        "values from function": lambda v: strategy.experimental_distribute_values_from_function(
-            lambda c: 1
-        ),
-        "reduce_to": lambda v: strategy.extended.reduce_to("SUM", ready, v),
-        "broadcast_to": lambda v: strategy.extended.broadcast_to(1, v),
-        "update": lambda v: strategy.extended.update(v, lambda var: None),
-        "update_non_slot": lambda v: strategy.extended.update_non_slot(CPU, lambda: None),
-        "metric": lambda v: metric.result(),
-        "new variable": lambda v: hs.Variable(1.0),
-        "optimizer": lambda v: optimizer.apply_gradients([(xp.ones(2), w)]),
-        "dataset": lambda v: list(dataset),
-        "barrier": lambda v: hs.barrier(),
-        "any_rank": lambda v: hs.any_rank(True),
-        "broadcast_object": lambda v: hs.broadcast_object(1),
-        "close": lambda v: strategy.close(),
-    }
-
-
-COMMUNICATING = [
-    *(
-        "reduce",
-        "gather",
-        "run",
-        "scope",
-        "values from function",
-        "reduce_to",
-        "broadcast_to",
-        "update",
-    ),
-    *(
-        "update_non_slot",
-        "new variable",
-        "optimizer",
-        "barrier",
-        "any_rank",
-        "broadcast_object",
-        "close",
-    ),
-]
-if N > 1:  # with one replica these have nothing to ask others for
-    COMMUNICATING += ["local results", "metric", "dataset"]
-
-
-@pytest.mark.parametrize("name", COMMUNICATING)
-def test_nothing_communicates_in_an_update(strategy, xp, name):
+@pytest.mark.core
+@pytest.mark.mpi(min_size=2)  # one rank is all of them
+def test_a_call_in_an_update_that_is_wrong_on_one_rank(strategy, xp):
     v = hs.Variable(np.zeros(2))
-    call = collectives(strategy)[name]
-    with pytest.raises(RuntimeError, match="update"):
-        strategy.extended.update(v, call)
-    assert hs.get_strategy() is strategy
-    v.assign(xp.ones(2))
-    assert strategy.reduce("SUM", strategy.run(lambda: 1), None) == N
+    for odd in {0, N - 1}:
+        with pytest.raises(ValueError, match=r"Variable.assign of .* has shape \(3,\)"):
+            strategy.extended.update(v, lambda var, odd=odd: var.assign(xp.ones(2 + (RANK == odd))))
+    assert v.numpy().tolist() == [0, 0]
+    strategy.extended.update(v, lambda var: var.assign(xp.ones(2)))
     assert v.numpy().tolist() == [1, 1]
+
+
+def counted(strategy, metric):
+    strategy.run(lambda: metric.update_state([1.0, 2.0 + N * RANK]))
+    return metric.result()
+
+
+CALLS: dict[str, Any] = {
+    "reduce": lambda s, v, x: s.reduce("SUM", x, None),
+    "gather": lambda s, v, x: s.gather(x, 0),
+    "run": lambda s, v, x: s.run(lambda x: x + RANK, (x,)),
+    "local results": lambda s, v, x: s.experimental_local_results(x),
+    "values from function": lambda s, v, x: s.experimental_distribute_values_from_function(
+        lambda context: context.replica_id_in_sync_group
+    ),
+    "reduce_to": lambda s, v, x: s.extended.reduce_to("MEAN", x, v),
+    "broadcast_to": lambda s, v, x: s.extended.broadcast_to(RANK + 3, v),
+    "update": lambda s, v, x: s.extended.update(v, lambda v: v.assign_add(s.xp.ones(2)) + 0),
+    "update_non_slot": lambda s, v, x: s.extended.update_non_slot(CPU, lambda: v.value() * 3),
+    "new variable": lambda s, v, x: hs.Variable(2.0 + RANK) + 0,
+    "metric": lambda s, v, x: counted(s, hs.metrics.Mean()),
+    "optimizer": lambda s, v, x: (
+        hs.optimizers.SGD(0.5).apply_gradients([(s.xp.full(2, 3.0), v)]),
+        v + 0,
+    ),
+    "dataset": lambda s, v, x: list(
+        s.experimental_distribute_dataset(
+            hs.data.Dataset.from_generator(lambda: iter(range(4 * N))).batch(N)
+        )
+    ),
+    "barrier": lambda s, v, x: hs.barrier(),
+    "any_rank": lambda s, v, x: hs.any_rank(RANK == N - 1),
+    "broadcast_object": lambda s, v, x: hs.broadcast_object(f"of {RANK}"),
+}
+
+
+@pytest.mark.core
+@pytest.mark.parametrize("name", CALLS)
+def test_every_call_in_an_update_does_what_it_does_outside(strategy, xp, name):
+    x, call = strategy.run(lambda: xp.full(2, float(RANK))), CALLS[name]
+
+    v = hs.Variable(np.ones(2))
+    outside = call(strategy, v, x), v
+    w = hs.Variable(np.ones(2))
+    inside = strategy.extended.update(w, lambda w: call(strategy, w, x)), w
+    assert repr(inside) == repr(outside)  # with all values
 
 
 def test_update_non_slot(strategy, xp):
@@ -327,7 +265,7 @@ def test_update_non_slot(strategy, xp):
     devices = strategy.extended.non_slot_devices([v])
     assert strategy.extended.update_non_slot(devices, fn, (v,), {"add": 3}) == 3
     assert strategy.extended.update_non_slot(devices, lambda: 4, group=False) == (4,)
-    assert ran_on(ran) == where_updates_run(strategy, xp)
+    assert COMM.allgather(ran) == [[rank] for rank in range(N)]
     assert v.numpy().tolist() == [1, 1]
     with pytest.raises(KeyError, match="gone"):
         strategy.extended.update_non_slot(devices, lambda: {}["gone"])

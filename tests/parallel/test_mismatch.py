@@ -137,9 +137,11 @@ DIFFERENT = {
         lambda e, odd: (e.none if odd else e.v).assign(e.here(ONES)),
         ("'none'",),
     ),
-    "reduce or close": (
-        lambda e, odd: e.s.extended.update(e.v, lambda v: 0) if odd else hs.barrier(),
-        ("barrier",),
+    "in an update: assign or barrier": (
+        lambda e, odd: e.s.extended.update(
+            e.v, lambda v: v.assign(e.here(ONES)) if odd else hs.barrier()
+        ),
+        ("barrier", "Variable.assign of 'v'"),
     ),
     "any_rank or barrier": (
         lambda e, odd: hs.any_rank(False) if odd else hs.barrier(),

@@ -500,7 +500,6 @@ ACROSS = {
         lambda e: e.s.extended.update(5, lambda v: 0),
         ValueError,
         "StrategyExtended.update: 5 is not a variable",
-        lambda e: e.s.extended.update(e.v, lambda v: 0),
     ),
     "update: another's": Case(
         lambda e: e.s.extended.update(e.foreign, lambda v: 0),

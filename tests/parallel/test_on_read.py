@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 from mpi4py import MPI
-from strategies import stores_once
 
 import hpcstrat as hs
 
@@ -188,7 +187,7 @@ def test_an_update_reads_and_writes_each_replicas_own(strategy, xp, aggregation)
     strategy.run(lambda: v.assign(xp.full(2, 5.0 + RANK)))
 
     def add(v, x):
-        before = [v.value(), v.read_value(), v + 1, v[:1], v.numpy(), v.sum()]
+        before = [v.value() + 0, v.read_value(), v + 1, v[:1] + 0, v.numpy(), v.sum()]
         v.assign_add(x)
         return [*before, v.value()]
 
@@ -217,20 +216,26 @@ def test_an_update_reads_and_writes_each_replicas_own(strategy, xp, aggregation)
     assert copies() == [[1, 1]] * N
 
 
-def test_an_update_writes_what_lives_as_its_variable_does(strategy, xp):
-    """If variables are stored once, one rank writes them, and every rank its own values."""
+def test_an_update_of_another_variable(strategy, xp):
+    """It is the cross-replica context, and that of an `ON_READ` variable the replica context."""
     v = make(strategy, xp.full(2, 5.0), "SUM", name="own")
     with strategy.scope():
         w = hs.Variable(xp.zeros(2), name="shared")
-    strategy.extended.update(w, lambda w, v: w.assign(v.value()), (v,))
-    assert w.numpy().tolist() == [5, 5]
-    for one, other, name in ((v, w, "shared"), (w, v, "own")):
-        if N > 1 and stores_once(strategy, xp):
-            with pytest.raises(RuntimeError, match=f"'{name}': this update may write only"):
-                strategy.extended.update(one, lambda _, other: other.assign([1.0, 1.0]), (other,))
-        else:
-            strategy.extended.update(one, lambda _, other: other.assign([5.0, 5.0]), (other,))
-    assert w.numpy().tolist() == [5, 5] and v.numpy().tolist() == [5 * N] * 2
+    total = [5.0 * N] * 2
+    strategy.extended.update(w, lambda w, v: w.assign(v.read_value()), (v,))
+    assert w.numpy().tolist() == total
+    if N > 1:
+        with pytest.raises(RuntimeError, match="one value per replica"):
+            strategy.extended.update(w, lambda w, v: v.value(), (v,))
+        with pytest.raises(ValueError, match="Variable.assign_add of 'own': .* use assign"):
+            strategy.extended.update(w, lambda w, v: v.assign_add(w), (v,))
+    strategy.extended.update_non_slot([], lambda w, *, v: v.assign(w + N), (w,), {"v": v})
+    assert v.numpy().tolist() == [5 * N + N] * 2
+    own = strategy.experimental_local_results(strategy.run(v.read_value))
+    assert [one.tolist() for one in own] == [[6.0] * 2] * N
+    with pytest.raises(ValueError, match="Variable.assign of 'shared' in a replica context"):
+        strategy.extended.update(v, lambda v, w: w.assign(v.value()), (w,))
+    assert w.numpy().tolist() == total
 
 
 @pytest.mark.mpi(max_size=1)  # what is special with one replica
