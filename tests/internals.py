@@ -91,7 +91,6 @@ from hpcstrat._transports.reduction import (
 from hpcstrat._transports.shared_memory import SharedMemoryCommunicator
 from hpcstrat._update import compiled, device_update, rows
 from hpcstrat._update.host_update import HostUpdate
-from hpcstrat._variable.writing import explain_assign
 from hpcstrat._watchdog import channels, watchdog
 from hpcstrat._watchdog.channels import UNKNOWN, Link, MemberChannel, RankStatus, RootChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import Token
 from types import ModuleType, TracebackType
 from typing import Any
 
@@ -37,7 +36,6 @@ from hpcstrat._strategies.transfer import (
 )
 from hpcstrat._transports.connection import disconnect_devices
 from hpcstrat._transports.device import DeviceCommunicator
-from hpcstrat._variable.writing import explain_assign, explain_read_only
 from hpcstrat.data import _distributing
 from hpcstrat.data._arguments import InputContext, InputOptions
 from hpcstrat.data._dataset import Dataset
@@ -293,11 +291,8 @@ class Strategy:
             return result
         except BaseException as error:
             # Other ranks may not have raised. If the program catches the exception, the next
-            # collective call compares the ranks and ends the job. This comes first, because what
-            # explains the exception calls its methods, which may raise.
+            # collective call compares the ranks and ends the job.
             communicator.calls.note_escaped(error)
-            explain_read_only(error)
-            explain_assign(error)
             explain_empty_part(error, args, kwargs)
             raise
         finally:
@@ -719,18 +714,22 @@ class Scope:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
-        self._entered: list[Token[Any]] = []
+        self._entered: list[Any] = []
 
     @names_call("Strategy.scope")
     def __enter__(self) -> Strategy:
         require_cross_replica(self._group)
-        self._entered.append(contexts.current.set(AcrossReplicas(self._group)))
+        # A scope in a scope changes nothing, so that it may be left after the outer one, as by a
+        # generator that is closed late. A token could be reset only where it was made.
+        here = AcrossReplicas(self._group) if contexts.current.get() is None else None
+        self._entered.append(here)
+        if here is not None:
+            contexts.current.set(here)
         return self._group.strategy
 
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if error is not None:
-            explain_assign(error)
-        contexts.current.reset(self._entered.pop())
+    def __exit__(self, *_: object) -> None:
+        if contexts.current.get() is self._entered.pop():
+            contexts.current.set(None)
 
 
 def group_of(strategy: Strategy) -> ReplicaGroup:
