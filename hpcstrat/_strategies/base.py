@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType, TracebackType
 from typing import Any
-
-import numpy as np
 
 from hpcstrat._agreement.collective import collective
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.timeline import RUN, span
 from hpcstrat._core.types import ReduceOp, RunOptions, ValueContext, select
-from hpcstrat._core.user_frames import warn
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (
     AcrossReplicas,
@@ -28,6 +23,7 @@ from hpcstrat._replicas.contexts import (
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import exchange, reduce, step_graphs
 from hpcstrat._strategies.extended import StrategyExtended
+from hpcstrat._strategies.tensorflow_names import StrategyNames
 from hpcstrat._strategies.transfer import (
     check_same_structure,
     explain_empty_part,
@@ -38,12 +34,8 @@ from hpcstrat._transports.connection import disconnect_devices
 from hpcstrat._transports.device import DeviceCommunicator
 from hpcstrat.data import _distributing
 from hpcstrat.data._arguments import InputContext, InputOptions
-from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
 from hpcstrat.data._splitting import Prefetcher
-
-_LOGICAL_DEVICES = 1
-"""The logical devices per replica. TensorFlow has methods for several."""
 
 
 def _describe_run(_: Strategy, fn: Any, *__: Any, **___: Any) -> tuple[str, None]:
@@ -51,7 +43,7 @@ def _describe_run(_: Strategy, fn: Any, *__: Any, **___: Any) -> tuple[str, None
     return f"run {name.rpartition('.<locals>.')[2]}", None
 
 
-class Strategy:
+class Strategy(StrategyNames):
     """Runs one program on several replicas: one replica per rank, each on its own device.
 
     Construct one of the subclasses. All ranks must call the methods marked collective, in the same
@@ -89,49 +81,17 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas.
-
-        Examples:
-            The global batch size for 32 elements per replica, with one replica:
-
-            >>> 32 * hs.CentralStorageStrategy().num_replicas_in_sync
-            32
-        """
+        """The number of replicas."""
         return self._group.communicator.size
 
     @property
-    def cluster_resolver(self) -> Any:
-        """None: this strategy has one worker.
-
-        Examples:
-            >>> print(hs.CentralStorageStrategy().cluster_resolver)
-            None
-            >>> hs.MultiWorkerMirroredStrategy().cluster_resolver.task_type
-            'worker'
-        """
-        return None
-
-    @property
     def extended(self) -> StrategyExtended:
-        """More methods, for libraries built on strategies.
-
-        Examples:
-            >>> hs.OneDeviceStrategy("CPU:0").extended.worker_devices
-            ('/job:localhost/replica:0/task:0/device:CPU:0',)
-        """
+        """More methods, for libraries built on strategies."""
         return self._extended
 
     @property
     def xp(self) -> ModuleType:
-        """The array module of this rank's device: `numpy` or `cupy`.
-
-        Examples:
-            On a GPU the same line returns an array of CuPy:
-
-            >>> strategy = hs.OneDeviceStrategy("CPU:0")
-            >>> type(strategy.xp.zeros(3))
-            <class 'numpy.ndarray'>
-        """
+        """The array module of this rank's device: `numpy` or `cupy`."""
         return self._group.xp
 
     def __repr__(self) -> str:
@@ -455,74 +415,6 @@ class Strategy:
         """
         return exchange.values_from_function(self._group, value_fn)
 
-    # ---- logical devices
-
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Returns `tensor`, which is already on the replica's only logical device, number 0.
-
-        Raises:
-            ValueError: `logical_device_id` is not 0.
-
-        Examples:
-            >>> hs.CentralStorageStrategy().experimental_assign_to_logical_device(np.arange(3), 0)
-            array([0, 1, 2])
-        """
-        if not 0 <= logical_device_id < _LOGICAL_DEVICES:
-            raise ValueError(
-                "Strategy.experimental_assign_to_logical_device: there is no logical device "
-                f"{logical_device_id}; a replica has one, so pass 0"
-            )
-        return tensor
-
-    def experimental_split_to_logical_devices(
-        self, tensor: Any, partition_dimensions: Sequence[int]
-    ) -> Any:
-        """Returns `tensor` whole, because a replica has one logical device.
-
-        Args:
-            tensor: an array.
-            partition_dimensions: the number of parts along each dimension; each must be 1.
-
-        Raises:
-            ValueError: the number of entries is not the number of dimensions, their product is not
-                the number of logical devices, or an entry does not divide its dimension.
-
-        Examples:
-            >>> image = np.zeros((1, 28, 28))
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> strategy.experimental_split_to_logical_devices(image, [1, 1, 1]) is image
-            True
-        """
-        call = "Strategy.experimental_split_to_logical_devices"
-        shape = np.shape(tensor)
-        parts = list(partition_dimensions)
-        # TensorFlow's checks, though there is one logical device only: a program for several must
-        # not run as if it had them.
-        if len(parts) != len(shape):
-            raise ValueError(
-                f"{call}: partition_dimensions is {parts}; it must have {len(shape)} entries, as "
-                f"many as the shape {shape}"
-            )
-        if math.prod(parts) != _LOGICAL_DEVICES:
-            raise ValueError(
-                f"{call}: partition_dimensions is {parts}, which makes {math.prod(parts)} parts; "
-                "for the replica's only logical device all must be 1"
-            )
-        if any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
-            raise ValueError(
-                f"{call}: partition_dimensions is {parts}; it must divide the shape {shape}"
-            )
-        return tensor
-
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """Returns `tensor`, which is already on every logical device of the replica.
-
-        Examples:
-            >>> hs.CentralStorageStrategy().experimental_replicate_to_logical_devices(np.arange(3))
-            array([0, 1, 2])
-        """
-        return tensor
-
     # ---- data
 
     @names_call("Strategy.experimental_distribute_dataset")
@@ -665,46 +557,6 @@ class Strategy:
         from hpcstrat.data._device_prefetch import prefetch_to_gpu
 
         return prefetch_to_gpu(self._group.stream, 1 + options.experimental_per_replica_buffer_size)
-
-    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
-        """`Dataset.from_tensor_slices`: the slices of a nest of arrays along their first dimension.
-
-        Examples:
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> arrays = np.arange(6).reshape(3, 2), np.array([0, 1, 0])
-            >>> dataset = strategy.experimental_make_numpy_dataset(arrays).batch(2)
-            >>> for x, y in dataset:
-            ...     print(x.tolist(), y)
-            [[0, 1], [2, 3]] [0 1]
-            [[4, 5]] [0]
-        """
-        return Dataset.from_tensor_slices(numpy_input)
-
-    # ---- TensorFlow's older names
-
-    def experimental_run_v2(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        options: RunOptions | None = None,
-    ) -> Any:
-        """Deprecated: TensorFlow 2.0's name of `run`."""
-        _warn_of_older_name("experimental_run_v2", "run")
-        return self.run(fn, args, kwargs, options)
-
-    def experimental_distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Deprecated: TensorFlow's older name of `distribute_datasets_from_function`."""
-        new = "distribute_datasets_from_function"
-        _warn_of_older_name(f"experimental_{new}", new)
-        return self.distribute_datasets_from_function(dataset_fn, options)
-
-
-@functools.cache  # one warning a process for each
-def _warn_of_older_name(old: str, new: str) -> None:
-    warn(f"Strategy.{old} is now called Strategy.{new}; use that", DeprecationWarning)
 
 
 class Scope:
