@@ -212,7 +212,7 @@ def test_in_a_scope(strategy):
 
 class Unreadable(AttributeError):
     @property
-    def name(self):
+    def name(self):  # pyright: ignore[reportIncompatibleVariableOverride]
         raise TypeError("not to be asked")
 
 
