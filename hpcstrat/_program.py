@@ -269,8 +269,9 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
 def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:
     """`iterable` with a `tqdm` progress bar on rank 0; unchanged on other ranks.
 
-    The bar writes nothing if standard error, or that of `mpirun`, is not a terminal, so logs stay
-    clean. A notebook is not a terminal either; `disable=False` shows the bar there.
+    Where standard error, or that of `mpirun`, is not a terminal, it writes plain lines: one at the
+    end, unless `leave=False`, and one every 30 seconds. `file=sys.stderr` shows the bar there too,
+    as in a notebook.
 
     Args:
         iterable: the items to iterate over.
@@ -291,14 +292,30 @@ def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item
         return iterable
     from tqdm import tqdm  # here, because it would add 20 ms to `import hpcstrat`
 
-    if "disable" not in tqdm_arguments:
-        # Not None, by which tqdm decides itself: it sees only the pipe of `mpirun`, and ignores
-        # TQDM_DISABLE.
-        is_shown = not getattr(sys.stderr, "closed", True) and (
-            sys.stderr.isatty() or launchers.is_on_terminal()
-        )
-        tqdm_arguments["disable"] = bool(os.environ.get("TQDM_DISABLE")) or not is_shown
-    return tqdm(iterable, **tqdm_arguments)
+    is_closed = getattr(sys.stderr, "closed", True)
+    # tqdm ignores its variable where it gets an argument, and sees only the pipe of `mpirun`.
+    arguments = {"disable": is_closed or bool(os.environ.get("TQDM_DISABLE")), **tqdm_arguments}
+    if is_closed or "file" in arguments or sys.stderr.isatty() or launchers.is_on_terminal():
+        return tqdm(iterable, **arguments)
+    log = _Log()
+    seconds = {"mininterval": 30.0, "maxinterval": 30.0}
+    bar = tqdm(iterable, file=log, **{**seconds, **arguments})
+    log.stream = sys.stderr  # only now: the bar has written that nothing is done yet
+    return bar
+
+
+class _Log:
+    """What a bar writes to, as a file, where it is to become lines of a log."""
+
+    stream: Any = None
+
+    def write(self, text: str) -> None:
+        # Each state of the bar starts with a carriage return; other writes move the cursor.
+        if self.stream is not None and text.startswith("\r") and (line := text.strip()):
+            self.stream.write(f"{line}\n")
+            self.stream.flush()
+
+    def flush(self) -> None: ...
 
 
 def asnumpy(x: Any) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from hpcstrat._core.user_frames import warn
 from hpcstrat._process import failure, launchers, output, settings
 from hpcstrat._replicas.contexts import is_one_of_several_replicas
-from hpcstrat._variable.writing import explain_assign
 
 
 def start() -> None:
@@ -23,7 +22,7 @@ def start() -> None:
         # First the end of all ranks, so that an error of what follows, here or in a later import,
         # ends them: they wait in the start of MPI, or soon will.
         if not launchers.is_child():
-            failure.install(launcher.rank, explain_assign)  # sys.excepthook
+            failure.install(launcher.rank)  # sys.excepthook
         output.install(launcher, is_one_of_several_replicas)  # sys.stdout, stderr, unraisablehook
     # A misspelt variable would silently do nothing.
     for name, nearest in settings.unknown().items():

@@ -70,6 +70,7 @@ from hpcstrat._storage.plan import Plan
 from hpcstrat._strategies import function
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
+from hpcstrat._strategies.placement import Facts, decide
 from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._transports import barrier, hosts, mailboxes, nccl, nccl_start
 from hpcstrat._transports.connection import connect, connect_devices
@@ -91,7 +92,6 @@ from hpcstrat._transports.reduction import (
 from hpcstrat._transports.shared_memory import SharedMemoryCommunicator
 from hpcstrat._update import compiled, device_update, rows
 from hpcstrat._update.host_update import HostUpdate
-from hpcstrat._variable.writing import explain_assign
 from hpcstrat._watchdog import channels, watchdog
 from hpcstrat._watchdog.channels import UNKNOWN, Link, MemberChannel, RankStatus, RootChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector

@@ -45,19 +45,11 @@ _ABORT_SECONDS = 5.0  # that MPI gets to end the job; then this rank ends itself
 _process = 0  # this rank's; 0 if it has no others to end
 _rank = 0
 _is_connected = False
-_explain: Callable[[BaseException], object] = bool  # nothing, until `install`
 _latest_hook: Callable[..., object] | None = None
 
 
-def install(rank: int, explain: Callable[[BaseException], object]) -> None:
-    """From now on an uncaught exception in this rank's main thread ends all ranks.
-
-    Args:
-        rank: this rank.
-        explain: adds notes to uncaught exceptions of other libraries.
-    """
-    global _explain
-    _explain = explain
+def install(rank: int) -> None:
+    """From now on an uncaught exception in this rank's main thread ends all ranks."""
     _set_rank(rank)
     _install_hook()
     atexit.register(_let_rank_0_print)
@@ -117,8 +109,6 @@ def _report_of_thread(
 
 def _report(error: BaseException | None, show: Callable[[], object], ends: bool) -> None:
     """Prints an uncaught exception, as `show` does, and ends all ranks if it `ends` them."""
-    if error is not None:
-        _explain(error)
     if not ends or not _can_end_others():
         with reports.reporting():
             show()

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import Token
 from types import ModuleType, TracebackType
 from typing import Any
-
-import numpy as np
 
 from hpcstrat._agreement.collective import collective
 from hpcstrat._core.call_name import names_call
 from hpcstrat._core.graph import drop_graphs
 from hpcstrat._core.timeline import RUN, span
 from hpcstrat._core.types import ReduceOp, RunOptions, ValueContext, select
-from hpcstrat._core.user_frames import warn
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (
     AcrossReplicas,
@@ -30,6 +24,7 @@ from hpcstrat._replicas.contexts import (
 from hpcstrat._replicas.group import ReplicaGroup, default_group
 from hpcstrat._strategies import collectives, distribution, function, reduce
 from hpcstrat._strategies.extended import StrategyExtended
+from hpcstrat._strategies.tensorflow_names import StrategyNames
 from hpcstrat._strategies.transfer import (
     check_same_structure,
     explain_empty_part,
@@ -38,15 +33,10 @@ from hpcstrat._strategies.transfer import (
 )
 from hpcstrat._transports.connection import disconnect_devices
 from hpcstrat._transports.device import DeviceCommunicator
-from hpcstrat._variable.writing import explain_assign, explain_read_only
 from hpcstrat.data import _distributing
 from hpcstrat.data._arguments import InputContext, InputOptions
-from hpcstrat.data._dataset import Dataset
 from hpcstrat.data._distributed import DistributedDataset
 from hpcstrat.data._splitting import Prefetcher
-
-_LOGICAL_DEVICES = 1
-"""The logical devices per replica. TensorFlow has methods for several."""
 
 
 def _describe_run(_: Strategy, fn: Any, *__: Any, **___: Any) -> tuple[str, None]:
@@ -54,7 +44,7 @@ def _describe_run(_: Strategy, fn: Any, *__: Any, **___: Any) -> tuple[str, None
     return f"run {name.rpartition('.<locals>.')[2]}", None
 
 
-class Strategy:
+class Strategy(StrategyNames):
     """Runs one program on several replicas: one replica per rank, each on its own device.
 
     Construct one of the subclasses. All ranks must call the methods marked collective, in the same
@@ -92,49 +82,17 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas.
-
-        Examples:
-            The global batch size for 32 elements per replica, with one replica:
-
-            >>> 32 * hs.CentralStorageStrategy().num_replicas_in_sync
-            32
-        """
+        """The number of replicas."""
         return self._group.communicator.size
 
     @property
-    def cluster_resolver(self) -> Any:
-        """None: this strategy has one worker.
-
-        Examples:
-            >>> print(hs.CentralStorageStrategy().cluster_resolver)
-            None
-            >>> hs.MultiWorkerMirroredStrategy().cluster_resolver.task_type
-            'worker'
-        """
-        return None
-
-    @property
     def extended(self) -> StrategyExtended:
-        """More methods, for libraries built on strategies.
-
-        Examples:
-            >>> hs.OneDeviceStrategy("CPU:0").extended.worker_devices
-            ('/job:localhost/replica:0/task:0/device:CPU:0',)
-        """
+        """More methods, for libraries built on strategies."""
         return self._extended
 
     @property
     def xp(self) -> ModuleType:
-        """The array module of this rank's device: `numpy` or `cupy`.
-
-        Examples:
-            On a GPU the same line returns an array of CuPy:
-
-            >>> strategy = hs.OneDeviceStrategy("CPU:0")
-            >>> type(strategy.xp.zeros(3))
-            <class 'numpy.ndarray'>
-        """
+        """The array module of this rank's device: `numpy` or `cupy`."""
         return self._group.xp
 
     def __repr__(self) -> str:
@@ -294,11 +252,8 @@ class Strategy:
             return result
         except BaseException as error:
             # Other ranks may not have raised. If the program catches the exception, the next
-            # collective call compares the ranks and ends the job. This comes first, because what
-            # explains the exception calls its methods, which may raise.
+            # collective call compares the ranks and ends the job.
             communicator.calls.note_escaped(error)
-            explain_read_only(error)
-            explain_assign(error)
             explain_empty_part(error, args, kwargs)
             raise
         finally:
@@ -461,74 +416,6 @@ class Strategy:
         """
         return distribution.values_from_function(self._group, value_fn)
 
-    # ---- logical devices
-
-    def experimental_assign_to_logical_device(self, tensor: Any, logical_device_id: int) -> Any:
-        """Returns `tensor`, which is already on the replica's only logical device, number 0.
-
-        Raises:
-            ValueError: `logical_device_id` is not 0.
-
-        Examples:
-            >>> hs.CentralStorageStrategy().experimental_assign_to_logical_device(np.arange(3), 0)
-            array([0, 1, 2])
-        """
-        if not 0 <= logical_device_id < _LOGICAL_DEVICES:
-            raise ValueError(
-                "Strategy.experimental_assign_to_logical_device: there is no logical device "
-                f"{logical_device_id}; a replica has one, so pass 0"
-            )
-        return tensor
-
-    def experimental_split_to_logical_devices(
-        self, tensor: Any, partition_dimensions: Sequence[int]
-    ) -> Any:
-        """Returns `tensor` whole, because a replica has one logical device.
-
-        Args:
-            tensor: an array.
-            partition_dimensions: the number of parts along each dimension; each must be 1.
-
-        Raises:
-            ValueError: the number of entries is not the number of dimensions, their product is not
-                the number of logical devices, or an entry does not divide its dimension.
-
-        Examples:
-            >>> image = np.zeros((1, 28, 28))
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> strategy.experimental_split_to_logical_devices(image, [1, 1, 1]) is image
-            True
-        """
-        call = "Strategy.experimental_split_to_logical_devices"
-        shape = np.shape(tensor)
-        parts = list(partition_dimensions)
-        # TensorFlow's checks, though there is one logical device only: a program for several must
-        # not run as if it had them.
-        if len(parts) != len(shape):
-            raise ValueError(
-                f"{call}: partition_dimensions is {parts}; it must have {len(shape)} entries, as "
-                f"many as the shape {shape}"
-            )
-        if math.prod(parts) != _LOGICAL_DEVICES:
-            raise ValueError(
-                f"{call}: partition_dimensions is {parts}, which makes {math.prod(parts)} parts; "
-                "for the replica's only logical device all must be 1"
-            )
-        if any(part < 1 or size % part for size, part in zip(shape, parts, strict=True)):
-            raise ValueError(
-                f"{call}: partition_dimensions is {parts}; it must divide the shape {shape}"
-            )
-        return tensor
-
-    def experimental_replicate_to_logical_devices(self, tensor: Any) -> Any:
-        """Returns `tensor`, which is already on every logical device of the replica.
-
-        Examples:
-            >>> hs.CentralStorageStrategy().experimental_replicate_to_logical_devices(np.arange(3))
-            array([0, 1, 2])
-        """
-        return tensor
-
     # ---- data
 
     @names_call("Strategy.experimental_distribute_dataset")
@@ -672,46 +559,6 @@ class Strategy:
 
         return prefetch_to_gpu(self._group.stream, 1 + options.experimental_per_replica_buffer_size)
 
-    def experimental_make_numpy_dataset(self, numpy_input: Any) -> Dataset:
-        """`Dataset.from_tensor_slices`: the slices of a nest of arrays along their first dimension.
-
-        Examples:
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> arrays = np.arange(6).reshape(3, 2), np.array([0, 1, 0])
-            >>> dataset = strategy.experimental_make_numpy_dataset(arrays).batch(2)
-            >>> for x, y in dataset:
-            ...     print(x.tolist(), y)
-            [[0, 1], [2, 3]] [0 1]
-            [[4, 5]] [0]
-        """
-        return Dataset.from_tensor_slices(numpy_input)
-
-    # ---- TensorFlow's older names
-
-    def experimental_run_v2(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        options: RunOptions | None = None,
-    ) -> Any:
-        """Deprecated: TensorFlow 2.0's name of `run`."""
-        _warn_of_older_name("experimental_run_v2", "run")
-        return self.run(fn, args, kwargs, options)
-
-    def experimental_distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
-    ) -> DistributedDataset:
-        """Deprecated: TensorFlow's older name of `distribute_datasets_from_function`."""
-        new = "distribute_datasets_from_function"
-        _warn_of_older_name(f"experimental_{new}", new)
-        return self.distribute_datasets_from_function(dataset_fn, options)
-
-
-@functools.cache  # one warning a process for each
-def _warn_of_older_name(old: str, new: str) -> None:
-    warn(f"Strategy.{old} is now called Strategy.{new}; use that", DeprecationWarning)
-
 
 class Scope:
     """Enters a strategy's cross-replica context; see `Strategy.scope`."""
@@ -720,20 +567,23 @@ class Scope:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
-        self._entered: list[Token[Any]] = []
+        self._entered: list[Any] = []
 
     @names_call("Strategy.scope")
     def __enter__(self) -> Strategy:
         require_cross_replica(self._group)
-        is_default = self._group is default_group()  # current already: nothing changes
-        context = contexts.current.get() if is_default else AcrossReplicas(self._group)
-        self._entered.append(contexts.current.set(context))
+        # A scope in a scope changes nothing, so that it may be left after the outer one, as by a
+        # generator that is closed late. A token could be reset only where it was made.
+        is_outside = contexts.current.get() is None and self._group is not default_group()
+        here = AcrossReplicas(self._group) if is_outside else None
+        self._entered.append(here)
+        if here is not None:
+            contexts.current.set(here)
         return self._group.strategy
 
-    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
-        if error is not None:
-            explain_assign(error)
-        contexts.current.reset(self._entered.pop())
+    def __exit__(self, *_: object) -> None:
+        if contexts.current.get() is self._entered.pop():
+            contexts.current.set(None)
 
 
 def group_of(strategy: Strategy) -> ReplicaGroup:

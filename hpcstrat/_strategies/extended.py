@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -17,20 +16,19 @@ from hpcstrat._core.types import (
     ReduceOp,
     component_of,
 )
-from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import (
-    AcrossReplicas,
     check_arguments,
     check_cross_replica,
     require_cross_replica,
 )
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import reduce
+from hpcstrat._strategies.tensorflow_names import ExtendedNames
 from hpcstrat._strategies.transfer import from_wire, to_wire
 from hpcstrat._variable.variable import Variable, state_of
 
 
-class StrategyExtended:
+class StrategyExtended(ExtendedNames):
     """Methods of a strategy that programs rarely need, as `Strategy.extended`.
 
     All ranks call the methods marked collective, in the cross-replica context or outside all
@@ -60,86 +58,13 @@ class StrategyExtended:
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
-        """The canonical string of each replica's device.
-
-        Examples:
-            With one replica; there is a string for each:
-
-            >>> hs.MirroredStrategy(["CPU:0"]).extended.worker_devices
-            ('/job:localhost/replica:0/task:0/device:CPU:0',)
-        """
+        """The canonical string of each replica's device: `/job:localhost/.../device:GPU:0`."""
         return tuple(str(device) for device in self._group.devices)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
-        """The canonical string of the device that stores variables, in a tuple.
-
-        Examples:
-            One string, with any number of replicas:
-
-            >>> hs.CentralStorageStrategy(["CPU:0"] * hs.size()).extended.parameter_devices
-            ('/job:localhost/replica:0/task:0/device:CPU:0',)
-        """
+        """The canonical string of the device that stores variables, in a tuple."""
         return (str(self._group.parameter_device),)
-
-    @property
-    def should_checkpoint(self) -> bool:
-        """Whether this worker should write checkpoints.
-
-        Examples:
-            >>> hs.CentralStorageStrategy().extended.should_checkpoint
-            True
-        """
-        return True
-
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this worker should write summaries.
-
-        Examples:
-            >>> hs.CentralStorageStrategy().extended.should_save_summary
-            True
-        """
-        return True
-
-    @property
-    def experimental_require_static_shapes(self) -> bool:
-        """False: shapes may differ between steps.
-
-        Examples:
-            >>> hs.CentralStorageStrategy().extended.experimental_require_static_shapes
-            False
-        """
-        return False
-
-    @property
-    def experimental_between_graph(self) -> bool:
-        """False: all workers run the same program.
-
-        Examples:
-            >>> hs.CentralStorageStrategy().extended.experimental_between_graph
-            False
-        """
-        return False
-
-    # ---- replicas
-
-    @names_call("StrategyExtended.call_for_each_replica")
-    def call_for_each_replica(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Calls `Strategy.run`, by its older name.
-
-        Examples:
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> strategy.extended.call_for_each_replica(lambda x: 2 * x, args=(21,))
-            42
-        """
-        require_cross_replica(self._group)
-        return self._group.strategy.run(fn, args, kwargs)
 
     @collective("StrategyExtended.reduce_to", check_cross_replica)
     def reduce_to(
@@ -258,95 +183,11 @@ class StrategyExtended:
             lambda leaf: Mirrored(leaf, communicator.rank, communicator.size), total
         )
 
-    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
-        """The device for values shared by several variables: the parameter device.
-
-        Examples:
-            >>> strategy = hs.OneDeviceStrategy("CPU:0")
-            >>> strategy.extended.non_slot_devices([])
-            ('/job:localhost/replica:0/task:0/device:CPU:0',)
-        """
-        del var_list
-        return self.parameter_devices
-
     # ---- variables
 
-    def colocate_vars_with(
-        self, colocate_with_variable: Variable
-    ) -> contextlib.AbstractContextManager[None]:
-        """A context manager in which new variables are on this variable's device.
-
-        All variables of a strategy are on one device, so it changes nothing.
-
-        Raises:
-            RuntimeError: entered outside the strategy's scope.
-            ValueError: entered with a variable of another strategy.
-
-        Examples:
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> with strategy.scope():
-            ...     weights = hs.Variable(np.ones(2))
-            ...     with strategy.extended.colocate_vars_with(weights):
-            ...         slot = hs.Variable(np.zeros(2))
-            >>> slot.device == weights.device
-            True
-        """
-        return self._colocate(colocate_with_variable)
-
-    @contextlib.contextmanager
-    def _colocate(self, variable: Variable) -> Any:
-        context = contexts.context()
-        is_across = context is None or isinstance(context, AcrossReplicas)
-        if not is_across or contexts.group() is not self._group:
-            raise RuntimeError(
-                "StrategyExtended.colocate_vars_with is for use under `with strategy.scope():`"
-            )
-        if not self.variable_created_in_scope(variable):
-            raise ValueError(
-                "StrategyExtended.colocate_vars_with: the variable is not one of this strategy; "
-                "make it under `with strategy.scope():`"
-            )
-        yield
-
     def variable_created_in_scope(self, v: Variable) -> bool:
-        """Whether the variable was made in this strategy's scope.
-
-        Examples:
-            >>> strategy, other = hs.CentralStorageStrategy(), hs.MirroredStrategy()
-            >>> with strategy.scope():
-            ...     weights = hs.Variable(np.ones(2))
-            >>> [s.extended.variable_created_in_scope(weights) for s in (strategy, other)]
-            [True, False]
-        """
+        """Whether the variable was made in this strategy's scope."""
         return state_of(v).group is self._group
-
-    def value_container(self, value: Any) -> Any:
-        """The container that holds `value`: `value` itself, since variables have no components.
-
-        Examples:
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> with strategy.scope():
-            ...     weights = hs.Variable(np.ones(2))
-            >>> strategy.extended.value_container(weights) is weights
-            True
-        """
-        return value
-
-    def read_var(self, v: Variable) -> Any:
-        """A copy of the variable's value, as by `Variable.read_value`. Collective whenever that is.
-
-        Examples:
-            A later write does not change the copy:
-
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> with strategy.scope():
-            ...     weights = hs.Variable(np.ones(2))
-            >>> copy = strategy.extended.read_var(weights)
-            >>> _ = weights.assign(np.zeros(2))
-            >>> print(copy)
-            [1. 1.]
-        """
-        return v.read_value()
 
     # ---- updates
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hpcstrat._agreement.records import signature_of
-from hpcstrat._core import device_names, gpu
+from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
+from hpcstrat._core.device_names import CPU, Device, parse, parse_all
 from hpcstrat._core.ranks_in_words import join_by_rank, ranks_in_words
 from hpcstrat._process import launchers, worlds
 from hpcstrat._transports.connection import connect, connect_devices
@@ -20,15 +22,46 @@ _CPU_ANYWAY = (
 )
 
 
+class Facts(NamedTuple):
+    """What the place of a rank depends on.
+
+    Attributes:
+        host: the index of its host.
+        gpus: the unique ids of the GPUs that its process sees.
+        has_cupy: whether it has CuPy.
+        shares: whether it may compute on the GPU of another rank.
+        named: the device that the program names for it; `None` for the default.
+    """
+
+    host: int
+    gpus: tuple[str, ...]
+    has_cupy: bool
+    shares: bool = False
+    named: Device | None = None
+
+
+class Place(NamedTuple):
+    """Where a rank computes.
+
+    Attributes:
+        device: its device.
+        ordinal: CUDA's number of its GPU in its process; `None` on the CPU.
+        gpu: the unique id of its GPU; empty on the CPU.
+    """
+
+    device: Device
+    ordinal: int | None = None
+    gpu: str = ""
+
+
 def place(
     compute_devices: Sequence[str] | None = None, is_one_host: bool = True
-) -> tuple[list[device_names.Device], Communicator]:
-    """Starts MPI, checks the devices, assigns them to the ranks, connects the ranks. Collective.
-
-    By default rank i of a host gets the host's GPU i; on hosts without GPUs all ranks get the CPU.
+) -> tuple[list[Device], Communicator]:
+    """Starts MPI, places the ranks on devices, and connects them. Collective.
 
     Args:
-        compute_devices: the device of each rank, in rank order: all GPUs, or all CPUs.
+        compute_devices: the device of each rank, in rank order: all GPUs, or all CPUs. By default
+            rank i of a host gets the host's GPU i; on hosts without GPUs all ranks get the CPU.
         is_one_host: whether all ranks must be on one host.
 
     Returns:
@@ -39,76 +72,141 @@ def place(
         TypeError: `compute_devices` is a single string.
         ValueError: a string does not name a device, or the list does not have one entry per rank,
             or has CPUs and GPUs.
-        RuntimeError: the ranks are on several hosts and must not be, a device does not exist, there
-            are more ranks than GPUs, only some ranks have a GPU, there are GPUs and no CuPy,
-            several ranks cannot use NCCL, or MPI or the GPUs' driver does not start.
+        RuntimeError: `decide` raises it, several ranks cannot use NCCL, or MPI or the GPUs' driver
+            does not start.
+        ReplicaMismatchError: the ranks name different devices.
     """
     # Before `connect`, which may start MPI.
     _make_current_early(compute_devices)
-    call, control = current_call(), connect()
+    control, world = connect(), worlds.start()
     with control.raise_together():
-        world = worlds.start()
-        if is_one_host and world.local_size < world.size:
-            hosts = max(world.hosts) + 1
-            raise RuntimeError(
-                f"{call} has one worker, but the {world.size} ranks run on {hosts} hosts; start "
-                "them on one host, such as by `srun --nodes=1` or a host list of one, or use "
-                "MultiWorkerMirroredStrategy"
-            )
-        named = device_names.parse_all(compute_devices, control.size)
+        named = parse_all(compute_devices, control.size)
         on_cpus = named is not None and all(device.kind == "CPU" for device in named)
-        visible = () if on_cpus else _visible_gpus()
+        shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+        own = () if on_cpus else _visible_gpus(), gpu.has_cupy(), shares
         # Ranks may see different GPUs, because of their host or environment; all must decide from
         # the same facts.
-        by_rank = control.all_gather_differing_obj((visible, gpu.has_cupy()))
+        by_rank = control.all_gather_differing_obj(own, *map(str, named or ()))
     with control.raise_together():
-        seen = [gpus for gpus, _ in by_rank]
-        if named is None:
-            _check_cupy([has_cupy or not gpus for gpus, has_cupy in by_rank])
-        shares = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        if named is not None:
-            devices = named
-        elif is_one_host:
-            devices = device_names.place(seen, shares)
-        else:
-            devices = device_names.place_on_hosts(world.hosts, seen, shares)
-        _check_alike(devices, ValueError if named else RuntimeError)
-        own_host = world.hosts[world.rank]
-        on_host = [gpus for gpus, host in zip(seen, world.hosts, strict=True) if host == own_host]
-        ordinal = device_names.ordinal(devices[control.rank], world.local_rank, on_host)
-        # By unique id from here on, because an ordinal may mean another GPU in another process.
-        own = "" if ordinal is None else seen[control.rank][ordinal]
-        gpus = tuple(control.all_gather_differing_obj(own, *map(str, devices)))
-    if ordinal is None:
-        return devices, control
-    with control.raise_together():
-        device_names.check_shared(gpus, shares)
+        devices = named or [None] * control.size
+        facts = [*map(Facts, world.hosts, *zip(*by_rank, strict=True), devices)]
+        places = decide(facts, is_one_host)
+        devices, ordinal = [place.device for place in places], places[control.rank].ordinal
+        if ordinal is None:
+            return devices, control
         # NCCL binds a communicator to the GPU that is current when it is made.
         gpu.load_cupy("a GPU").cuda.Device(ordinal).use()
-        return devices, connect_devices(gpus, ordinal)
+        return devices, connect_devices(tuple(place.gpu for place in places), ordinal)
 
 
-def agree_on_placement(
-    communicator: Communicator, devices: Sequence[device_names.Device], *must_match: str
-) -> None:
-    """Checks that all ranks make the same strategy. Collective.
+def decide(facts: Sequence[Facts], is_one_host: bool = True) -> list[Place]:
+    """The place of each rank; it depends on nothing else.
+
+    Args:
+        facts: those of each rank, in rank order.
+        is_one_host: whether all ranks must be on one host.
 
     Raises:
-        ReplicaMismatchError: devices or `must_match` differ between ranks.
+        ValueError: CPUs and GPUs are named.
+        RuntimeError: the ranks are on several hosts and must not be, a GPU does not exist, there
+            are more ranks than GPUs, only some ranks have a GPU, or CuPy is missing.
     """
-    with communicator.raise_together():
-        communicator.exchange(signature_of(current_call(), *map(str, devices), *must_match))
+    ranks_of: dict[int, list[int]] = {}
+    for rank, one in enumerate(facts):
+        ranks_of.setdefault(one.host, []).append(rank)
+    if is_one_host and len(ranks_of) > 1:
+        raise RuntimeError(
+            f"{current_call()} has one worker, but the {len(facts)} ranks run on {len(ranks_of)} "
+            "hosts; start them on one host, such as by `srun --nodes=1` or a host list of one, or "
+            "use MultiWorkerMirroredStrategy"
+        )
+    _check_cupy(facts)
+    placed: dict[int, Place] = {}
+    for host, ranks in ranks_of.items():
+        seen = [facts[rank].gpus for rank in ranks]
+        # The launcher has shown each rank its own GPU, so there is nothing left to choose. The
+        # process knows it as number 0, whatever its name here.
+        own = all(len(gpus) == 1 for gpus in seen) and len(set(seen)) == len(seen)
+        for index, rank in enumerate(ranks):
+            device = facts[rank].named or _choose(seen, index, own, facts[rank].shares)
+            ordinal = 0 if own and device.ordinal == index else device.ordinal
+            device = device._replace(worker=None if is_one_host else host)
+            placed[rank] = _find(rank, device, ordinal, seen[index])
+    places = [placed[rank] for rank in range(len(facts))]
+    _check_alike(places, ValueError if facts[0].named else RuntimeError)
+    if not all(one.shares for one in facts):
+        _check_shared([place.gpu for place in places])
+    return places
 
 
-def _check_alike(devices: Sequence[device_names.Device], error: type[Exception]) -> None:
+def _check_cupy(facts: Sequence[Facts]) -> None:
+    missing = [
+        rank
+        for rank, one in enumerate(facts)
+        if not one.has_cupy and (one.named.kind == "GPU" if one.named else one.gpus)
+    ]
+    if missing:
+        who = "there are GPUs, and CuPy, which computes on them,"
+        if named := facts[missing[0]].named:
+            who = f"{named} needs CuPy, which"
+        raise RuntimeError(
+            f"{current_call()}: {who} is not installed for {ranks_in_words(missing)}: `pip install "
+            f"'.[cuda12]'` (or cuda13) in hpcstrat's clone. {_CPU_ANYWAY}"
+        )
+
+
+def _choose(seen: Sequence[Sequence[str]], index: int, own: bool, shares: bool) -> Device:
+    """The device of a host's rank of this index, if the program names none."""
+    count, ranks = len(seen[index]), len(seen)
+    if not count:
+        return CPU
+    if index >= count and not own and not shares:
+        raise RuntimeError(
+            f"{current_call()}: {ranks} ranks run on a host with {count} GPU{'s' * (count > 1)}, "
+            f"one for each rank; start {count} rank{'s' * (count > 1)}, or let ranks share a GPU: "
+            f"`launch/share-gpu mpirun -n {ranks} ...`"
+        )
+    # More ranks than GPUs, on request: they take turns.
+    return Device("GPU", index if own else index % count)
+
+
+def _find(rank: int, device: Device, ordinal: int, gpus: Sequence[str]) -> Place:
+    """The place of a rank on a device, which its process knows by the number `ordinal`."""
+    if device.kind == "CPU":
+        return Place(device)
+    # A requested device that cannot be used is an error: a fallback would only show as a slow
+    # program.
+    if ordinal >= len(gpus):
+        raise RuntimeError(
+            f"{current_call()}: there is no GPU:{ordinal}; the process of rank {rank} sees "
+            f"{len(gpus) or 'no'} GPU{'s' * (len(gpus) != 1)}. Name another: CUDA_VISIBLE_DEVICES "
+            "says which it sees, and `nvidia-smi -L` says which the host has"
+        )
+    return Place(device, ordinal, gpus[ordinal])
+
+
+def _check_alike(places: Sequence[Place], error: type[Exception]) -> None:
     # They round differently, and NCCL connects only GPUs.
-    if len({device.kind for device in devices}) > 1:
-        listed = join_by_rank(enumerate([device.short for device in devices]))
+    if len({place.device.kind for place in places}) > 1:
+        listed = join_by_rank(enumerate(place.device.short for place in places))
         raise error(
             f"{current_call()}: the replicas would compute on GPUs and on CPUs: {listed}; all must "
             "compute on GPUs, or all on CPUs. Start as many ranks as there are GPUs, on hosts that "
             "have them; or name 'CPU:0' for each rank, or set CUDA_VISIBLE_DEVICES to nothing. "
             "CentralStorageStrategy(parameter_device='CPU:0') keeps variables in host memory"
+        )
+
+
+def _check_shared(gpus: Sequence[str]) -> None:
+    # By unique id, since two ranks may name one GPU differently. NCCL would hang, or fail late, if
+    # ranks shared a GPU unprepared.
+    shared = next((one for one in gpus if one and gpus.count(one) > 1), None)
+    if shared:
+        ranks = [rank for rank, other in enumerate(gpus) if other == shared]
+        raise RuntimeError(
+            f"{current_call()}: {ranks_in_words(ranks)} would compute on one GPU, {len(set(gpus))} "
+            f"for {len(gpus)} ranks; name a GPU for each, start fewer ranks, or let ranks share a "
+            f"GPU: `launch/share-gpu mpirun -n {len(gpus)} ...`"
         )
 
 
@@ -119,13 +217,16 @@ def _visible_gpus() -> tuple[str, ...]:
         raise RuntimeError(f"{current_call()}: {error}. {_CPU_ANYWAY}") from None
 
 
-def _check_cupy(has_cupy: Sequence[bool]) -> None:
-    if missing := [rank for rank, is_there in enumerate(has_cupy) if not is_there]:
-        raise RuntimeError(
-            f"{current_call()}: there are GPUs, and CuPy, which computes on them, is not installed "
-            f"for {ranks_in_words(missing)}: `pip install '.[cuda12]'` (or cuda13) in hpcstrat's "
-            f"clone. {_CPU_ANYWAY}"
-        )
+def agree_on_placement(
+    communicator: Communicator, devices: Sequence[Device], *must_match: str
+) -> None:
+    """Checks that all ranks make the same strategy. Collective.
+
+    Raises:
+        ReplicaMismatchError: devices or `must_match` differ between ranks.
+    """
+    with communicator.raise_together():
+        communicator.exchange(signature_of(current_call(), *map(str, devices), *must_match))
 
 
 def _make_current_early(compute_devices: Sequence[str] | None) -> None:
@@ -139,13 +240,9 @@ def _make_current_early(compute_devices: Sequence[str] | None) -> None:
     if worlds.find() is not None or launcher is None or launcher.local_rank is None:
         return
     with contextlib.suppress(Exception):
-        visible = gpu.visible_gpus()
-        if not visible or not gpu.has_cupy():
-            return
-        number = launcher.local_rank
+        visible, number = gpu.visible_gpus(), launcher.local_rank
         if compute_devices is not None:
-            device = device_names.parse(compute_devices[launcher.rank])
-            if device.kind == "CPU":
-                return
-            number = device.ordinal
-        gpu.load_cupy("a GPU").cuda.Device(number % len(visible)).use()
+            device = parse(compute_devices[launcher.rank])
+            number = device.ordinal if device.kind == "GPU" else None
+        if visible and gpu.has_cupy() and number is not None:
+            gpu.load_cupy("a GPU").cuda.Device(number % len(visible)).use()

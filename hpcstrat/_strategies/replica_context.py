@@ -50,67 +50,27 @@ class ReplicaContext:
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy that runs this replica.
-
-        Examples:
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> strategy.run(lambda: hs.get_replica_context().strategy is strategy)
-            True
-        """
+        """The strategy that runs this replica."""
         return self._group.strategy
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """The index of this replica, from 0 to `num_replicas_in_sync - 1`.
-
-        Examples:
-            With one replica; two would return 0 and 1:
-
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> strategy.run(lambda: hs.get_replica_context().replica_id_in_sync_group)
-            0
-        """
+        """The index of this replica, from 0 to `num_replicas_in_sync - 1`."""
         return self._group.communicator.rank
 
     @property
     def rank(self) -> int:
-        """`replica_id_in_sync_group`, by its short name.
-
-        Examples:
-            This replica's files; of two, the first would read `a.npy` and `c.npy`:
-
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> def names():
-            ...     context = hs.get_replica_context()
-            ...     return ["a.npy", "b.npy", "c.npy"][context.rank :: context.num_replicas_in_sync]
-            >>> print(*strategy.run(names))
-            a.npy b.npy c.npy
-        """
+        """`replica_id_in_sync_group`, by its short name."""
         return self._group.communicator.rank
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas.
-
-        Examples:
-            Each replica's share of a loss; the sum of the shares is the mean loss, 0.5:
-
-            >>> strategy = hs.CentralStorageStrategy()
-            >>> share = strategy.run(lambda: 0.5 / hs.get_replica_context().num_replicas_in_sync)
-            >>> print(strategy.reduce("SUM", share, axis=None))
-            0.5
-        """
+        """The number of replicas."""
         return self._group.communicator.size
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """The device of this replica, as a tuple of one canonical string.
-
-        Examples:
-            >>> strategy = hs.OneDeviceStrategy("CPU:0")
-            >>> strategy.run(lambda: hs.get_replica_context().devices)
-            ('/job:localhost/replica:0/task:0/device:CPU:0',)
-        """
+        """The device of this replica, as a tuple of one canonical string."""
         return (str(self._group.device),)
 
     @names_call("ReplicaContext.merge_call")
@@ -291,27 +251,20 @@ class ReplicaContext:
 
     @collective("ReplicaContext.reduce_scatter", _REQUIRE)
     def reduce_scatter(self, reduce_op: ReduceOp | str, value: Any, axis: int = 0) -> Any:
-        """Returns this replica's part of the result of `all_reduce`. Collective.
-
-        All replicas call this. It needs half the communication of `all_reduce`, because each
-        replica receives only its own part.
+        """A slice of the result of `all_reduce`, which sends as much. All replicas call this.
 
         Args:
             reduce_op: a `ReduceOp` or its name.
-            value: a nest of arrays, of equal shapes and dtypes on all replicas. They are sent
-                together.
-            axis: the axis along which each array is split, as evenly as possible. The parts are
-                those of `numpy.array_split`: replica r gets part r, and `all_gather` along this
-                axis joins them.
+            value: a nest of arrays, of equal shapes and dtypes on all replicas.
+            axis: the axis along which each result is split. Replica r gets part r of
+                `numpy.array_split`; `all_gather` along this axis joins the parts.
 
         Returns:
             A nest like `value`, with the dtypes of `all_reduce`.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
-                are allowed.
-            TypeError: a leaf is not a numeric array, its dtype does not support the reduction, or
-                `axis` is not an int.
+            RuntimeError: as `all_reduce`.
+            TypeError: as `all_reduce`, or `axis` is not an int.
             ValueError: an array does not have that axis.
             ReplicaMismatchError: shapes, dtypes or arguments differ between replicas.
 

@@ -20,7 +20,6 @@ from hpcstrat._core.types import (
     ReduceOp,
     as_dtype,
 )
-from hpcstrat._process.reports import add_note
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.base import UpdateRule
 from hpcstrat._transports.reduction import check_reducible, mean_dtype
@@ -256,30 +255,3 @@ def gather_rows(
         with group.on_stream(), np.errstate(all="ignore"):
             values = (values / communicator.size).astype(values.dtype, copy=False)
     return rows, values
-
-
-# ---- notes
-
-
-def explain_read_only(error: BaseException) -> None:
-    """Adds a note to NumPy's error of a write to a read-only array."""
-    if isinstance(error, ValueError) and str(error).endswith("read-only"):
-        add_note(
-            error,
-            "In a replica context a variable's value() is its memory, which other ranks may be "
-            "reading: change the variable by assign, assign_add or assign_sub, or change a copy, "
-            "read_value().",
-        )
-
-
-# A subclass of arrays could have the methods, but scalars could not, and all reads would pay.
-def explain_assign(error: BaseException) -> None:
-    """Adds a note to NumPy's or CuPy's error of `v[i].assign(x)`."""
-    if isinstance(error, AttributeError) and error.name in RULES:
-        if type(error.obj).__module__.partition(".")[0] in ("numpy", "cupy"):
-            add_note(
-                error,
-                "An indexed variable is a plain array: write rows by "
-                "v.scatter_update(IndexedSlices(values, indices)), or a changed copy: "
-                "new = v.numpy(); new[i] = x; v.assign(new).",
-            )

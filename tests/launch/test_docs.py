@@ -108,6 +108,17 @@ def test_output_belongs_to_what_runs():
     assert [str(block) for block in texts if id(block) not in outputs] == []
 
 
+def test_each_event_in_a_call_has_an_example_that_runs():
+    pages = [BLOCKS["docs/how_it_works.md"], BLOCKS["docs/hangs.md"]]
+    commands = [block.text for page in pages for block in page if block.language == "sh"]
+    text = (ROOT / "docs" / "how_it_works.md").read_text()
+    _, _, *rows = re.findall(r"^\| event in a call (?:.*\n)+?\n", text, re.M)[0].splitlines()[:-1]
+    assert len(rows) == 7
+    for row in rows:
+        (name,) = re.findall(r"`(\w+\.py)`", row.split("|")[-2])
+        assert sum(f"python {name}" in command for command in commands) == 1, row
+
+
 def test_the_script_that_moves_is_tensorflows():
     python = os.environ.get("HPCSTRAT_TEST_TENSORFLOW")
     if python is None:

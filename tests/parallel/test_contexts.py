@@ -204,6 +204,41 @@ def test_in_a_scope(strategy):
     assert facts() == outside
 
 
+class Unreadable(AttributeError):
+    @property
+    def name(self):  # pyright: ignore[reportIncompatibleVariableOverride]
+        raise TypeError("not to be asked")
+
+
+def test_a_scope_is_left_however_it_ends(strategy):
+    """By an error whose attributes raise, after the outer scope, or in a copy of the context."""
+
+    def generator():
+        with strategy.scope():
+            yield
+
+    outside, late = facts(), generator()
+    with pytest.raises(Unreadable), strategy.scope():
+        next(late)
+        raise Unreadable
+    assert facts() == outside
+    late.close()
+    assert facts() == outside
+
+    def leave():
+        scope.__exit__(None, None, None)
+        assert facts() == outside
+
+    def enter():
+        scope.__enter__()
+        assert facts() == (strategy, True, True, None)
+        contextvars.copy_context().run(leave)
+
+    scope = strategy.scope()
+    contextvars.copy_context().run(enter)
+    assert facts() == outside
+
+
 @pytest.mark.core
 def test_in_a_replica(strategy, place):
     def replica():

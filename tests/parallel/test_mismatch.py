@@ -250,13 +250,14 @@ def test_arrays_on_the_gpu_of_some_ranks_only(env, place, name):
         )
 
 
-@pytest.mark.parametrize("place", ["GPU"], indirect=True)
 def test_devices_that_differ(env, place):
-    check_different(
-        lambda env, odd: type(env.s)(["CPU:0"] * N if odd else place.devices),
-        env,
-        (place.devices[0],),
-    )
+    others = [["CPU:0"] * N, ["GPU:77"] * N, None] if place.kind == "GPU" else [None]
+    for other in others:
+        check_different(
+            lambda env, odd, other=other: type(env.s)(other if odd else place.devices),
+            env,
+            (place.devices[0],),
+        )
 
 
 def applied(e, rate, value=ONES):

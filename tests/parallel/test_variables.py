@@ -7,7 +7,6 @@ import time
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import explain_assign
 from mpi4py import MPI
 from slow import slow_but
 from strategies import STRATEGIES, strategies_for
@@ -239,29 +238,6 @@ def test_a_variable_knows_its_strategy(strategy):
     assert strategy.experimental_local_results(own) == (True,) * N
     with pytest.raises(AttributeError, match="made outside of every scope"):
         _ = hs.Variable(1.0).distribute_strategy
-
-
-def test_an_assignment_to_an_index_says_what_to_write(strategy, xp):
-    with strategy.scope():
-        v = hs.Variable(xp.ones(3, np.float32))
-
-    def write():
-        v[1:3].assign(xp.zeros(2, np.float32))  # pyright: ignore
-
-    def across():
-        with strategy.scope():
-            v[2].assign_add(1)  # pyright: ignore
-
-    def outside():  # where only the report of an uncaught exception adds the note
-        v[2].assign(1)  # pyright: ignore
-
-    for call in (lambda: strategy.run(write)), across, outside:
-        with pytest.raises(AttributeError) as caught:
-            call()
-        explain_assign(caught.value)
-        (note,) = getattr(caught.value, "__notes__", [])
-        assert "new = v.numpy(); new[i] = x; v.assign(new)" in note
-    assert v.numpy().tolist() == [1, 1, 1]
 
 
 def test_a_variable_of_no_scope_is_every_processes_own():

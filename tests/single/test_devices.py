@@ -1,4 +1,3 @@
-import importlib.util
 import types
 
 import numpy as np
@@ -75,74 +74,19 @@ def test_devices_that_are_named():
         device_names.parse_all("CPU:0", 5)
     with pytest.raises(ValueError, match="'X:0' is not a device"):
         device_names.parse_all(["CPU:0", "X:0"], 2)
+    with pytest.raises(ValueError, match="call: there is no CPU:1; use 'CPU:0'"):
+        device_names.parse_all(["CPU:0", "CPU:1"], 2)
 
 
 def gpu(number):
     return device_names.Device("GPU", number)
 
 
-NODE = ["a", "b", "c", "d"]  # the unique ids of a node's four GPUs
-
-
-def test_each_rank_gets_a_gpu_of_the_host():
-    assert device_names.place([[]] * 3, False) == [device_names.CPU] * 3
-    assert device_names.place([NODE] * 4, False) == [gpu(0), gpu(1), gpu(2), gpu(3)]
-    assert device_names.place([NODE] * 2, False) == [gpu(0), gpu(1)]
-
-
-def test_a_launcher_may_show_each_rank_one_gpu():
-    seen = [[one] for one in NODE]
-    placed = device_names.place(seen, False)
-    assert placed == [gpu(0), gpu(1), gpu(2), gpu(3)]  # by different names
-    if importlib.util.find_spec("cupy") is not None:
-        assert [device_names.ordinal(one, rank, seen) for rank, one in enumerate(placed)] == [0] * 4
-
-
-def test_more_ranks_than_gpus():
-    with pytest.raises(
-        RuntimeError,
-        match=r"^call: 3 ranks run on a host with 2 GPUs, .*start 2 ranks, .*launch/share-gpu mpirun -n 3",
-    ):
-        device_names.place([["a", "b"]] * 3, False)
-    with pytest.raises(
-        RuntimeError, match=r"^call: 2 ranks run on a host with 1 GPU, .*start 1 rank, or"
-    ):
-        device_names.place([["a"]] * 2, False)
-    assert device_names.place([["a", "b"]] * 3, True) == [gpu(0), gpu(1), gpu(0)]
-
-
-def test_two_ranks_on_one_gpu():
-    device_names.check_shared(["a", "b", ""], False)
-    device_names.check_shared(["a", "b", "a"], True)
-    with pytest.raises(
-        RuntimeError, match="^call: ranks 0, 2 would compute on one GPU, 2 for 3 ranks; .*share-gpu"
-    ):
-        device_names.check_shared(["a", "b", "a"], False)
-
-
-def test_there_is_one_cpu():
-    assert device_names.ordinal(device_names.CPU, 0, [[]]) is None
+def test_the_arrays_of_a_device(monkeypatch):
     assert device_names.CPU.xp is np
-    with pytest.raises(ValueError, match="call: there is no CPU:1"):
-        device_names.ordinal(device_names.Device("CPU", 1), 0, [[]])
-
-
-def test_a_gpu_without_cupy(monkeypatch):
-    monkeypatch.setattr(device_names.gpu, "has_cupy", lambda: False)
-    for wrong in (lambda: device_names.ordinal(gpu(0), 0, [["a"]]), lambda: gpu(0).xp):
-        with pytest.raises(RuntimeError, match=r"GPU:0 needs CuPy, .*\.\[cuda12\]"):
-            wrong()
-
-
-def test_a_gpu_that_is_not_there(monkeypatch):
-    monkeypatch.setattr(device_names.gpu, "load_cupy", lambda wanted_by: None)
-    with pytest.raises(
-        RuntimeError,
-        match=r"^call: there is no GPU:1; this process sees 1 GPU\. .*CUDA_VISIBLE_DEVICES",
-    ):
-        device_names.ordinal(gpu(1), 0, [["a"]])
-    with pytest.raises(RuntimeError, match="^call: there is no GPU:0; this process sees no GPUs"):
-        device_names.ordinal(gpu(0), 0, [[]])
+    monkeypatch.setattr(gpus, "has_cupy", lambda: False)
+    with pytest.raises(RuntimeError, match=r"GPU:0 needs CuPy, .*\.\[cuda12\]"):
+        _ = gpu(0).xp
 
 
 @pytest.mark.parametrize("status", [0, 700])

@@ -1,5 +1,6 @@
-"""The progress bar shows on a terminal, but not in a log."""
+"""The progress bar shows on a terminal, and as plain lines in a log."""
 
+import io
 import os
 import pty
 import sys
@@ -19,7 +20,7 @@ def written(monkeypatch):
         with open(writer, "w") as stream, monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", stream)
             # A pseudo-terminal has no size.
-            bar = hs.progress([3, 1, 2], ncols=40, nrows=20, **arguments)
+            bar = hs.progress([3, 1, 2], ncols=60, nrows=20, **arguments)
             assert (len(bar), list(bar)) == (3, [3, 1, 2])  # pyright: ignore[reportArgumentType]
         with os.fdopen(reader, "rb", buffering=0) as file:
             return b"".join(pieces(file))
@@ -38,22 +39,37 @@ def pieces(file):
         yield piece
 
 
-def test_a_pipe_gets_nothing(written):
-    assert written(os.pipe) == b""
+def test_a_log_gets_a_line_at_the_end(written):
+    (line,) = written(os.pipe, desc="steps").splitlines(keepends=True)
+    assert line.startswith(b"steps: 100%|") and b"| 3/3 [" in line and line.endswith(b"\n")
+    assert written(os.pipe, leave=False) == b""
+
+
+def test_a_log_gets_a_line_for_each_state(written):
+    """Without what moves the cursor, as where bars are nested."""
+    lines = written(os.pipe, mininterval=0, miniters=1, position=1).splitlines()
+    shown = [line.split(b"| ")[1].split(b" ")[0] for line in lines]
+    assert shown == [b"1/3", b"2/3", b"3/3", b"3/3"]  # the last is that of the end
+    assert not any(byte in b"".join(lines) for byte in (b"\r", b"\x1b"))
 
 
 def test_a_terminal_gets_the_bar(written):
-    assert b"3/3" in written(pty.openpty)
+    shown = written(pty.openpty)
+    assert b"3/3" in shown and b"\r" in shown
 
 
 def test_arguments_win(written):
-    assert b"3/3" in written(os.pipe, disable=False)
+    with io.StringIO() as file:
+        assert written(os.pipe, file=file) == b""
+        assert "\r" in file.getvalue() and "3/3" in file.getvalue()
     assert written(pty.openpty, disable=True) == b""
+    assert written(os.pipe, disable=True) == b""
 
 
 def test_tqdms_own_variable_counts(written, monkeypatch):
     monkeypatch.setenv("TQDM_DISABLE", "1")
-    assert written(pty.openpty) == b""
+    assert written(pty.openpty) == written(os.pipe) == b""
+    assert b"3/3" in written(os.pipe, disable=False)
 
 
 @pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "none"])
