@@ -30,7 +30,7 @@ def _counting(step, found):
 
 def uncompiled(strategy, step):
     """The step, after a first one in which the strategy plans its update without compiled loops."""
-    storage = strategy._group.storage
+    storage = strategy.replica_group.storage
     kept, storage._compiles = storage._compiles, False
     step()
     storage._compiles = kept

@@ -104,7 +104,7 @@ def is_lead() -> bool:
     return rank() == 0
 
 
-@collective("on_lead", communicator_of=lambda _: connect())
+@collective(communicator_of=lambda _: connect())
 def on_lead(fn: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
     """Runs `fn(*args, **kwargs)` on rank 0 alone; all ranks return its result.
 
@@ -165,7 +165,7 @@ def broadcast_object(obj: Any) -> Any:
     return _connect().broadcast_obj(obj)
 
 
-@collective("any_rank", communicator_of=lambda _: connect())
+@collective(communicator_of=lambda _: connect())
 def any_rank(flag: Any) -> bool:
     """Whether `flag` is true on any rank; every rank gets the same answer.
 

@@ -57,7 +57,7 @@ def device(strategy: strategies.Strategy) -> Any:
             f"{call_name.current_call()}: strategy is of type {type(strategy).__name__}; pass a "
             "strategy"
         )
-    stream = strategies.group_of(strategy).stream
+    stream = strategy.replica_group.stream
     return _torch().device("cpu") if stream is None else _torch().device("cuda", stream.ordinal)
 
 
@@ -170,7 +170,7 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
             their values do, which the first call with a module compares, and every call with
             `HPCSTRAT_CHECK=1`.
     """
-    context, group = contexts.context(), contexts.group()
+    context, group = contexts.current.get(), contexts.group()
     if not isinstance(context, contexts.InReplica):
         raise RuntimeError(
             f"{call_name.current_call()} was called outside of Strategy.run; call it inside the "

@@ -270,9 +270,8 @@ class ErrorBlock:
 
 
 def collective(
-    name: str,
     check: Callable[[Any], None] | None = None,
-    communicator_of: Callable[[Any], Any] = attrgetter("_group.communicator"),
+    communicator_of: Callable[[Any], Any] = attrgetter("replica_group.communicator"),
 ) -> Callable[[_Function], _Function]:
     """Makes a public method a collective call: names it, and makes the ranks raise together.
 
@@ -284,13 +283,14 @@ def collective(
     It opens no span: communicators and storages do, because they know how many bytes travel.
 
     Args:
-        name: the user's name of the call.
         check: refuses objects in the wrong context, on this rank alone: the other ranks may not be
             in the call there.
         communicator_of: returns the communicator of the method's object.
     """
 
     def decorate(function: _Function) -> _Function:
+        name: str = function.__qualname__.removesuffix(".__init__")
+
         @functools.wraps(function)
         def edge(*args: Any, **kwargs: Any) -> Any:
             outer = enter_call(name)

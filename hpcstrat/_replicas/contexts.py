@@ -11,8 +11,6 @@ in that of `StrategyExtended.update`    AcrossReplicas; `InReplica` for `ON_READ
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, final
 
@@ -47,21 +45,14 @@ class AcrossReplicas(Context):
     __slots__ = ()
 
 
-_get_group: Callable[[Any], ReplicaGroup] = operator.attrgetter("_group")
-
 # A context variable, so that each thread of the program has its own, and a new thread has none.
 current: ContextVar[Context | None] = ContextVar("hpcstrat_context", default=None)
 """The context; None outside all scopes."""
 
 
-def context() -> Context | None:
-    """The caller's context; None outside all scopes."""
-    return current.get()
-
-
 def group() -> ReplicaGroup:
     """The replicas of the caller's strategy; outside all scopes, of the default strategy."""
-    here = context()
+    here = current.get()
     return default_group() if here is None else here.group
 
 
@@ -76,7 +67,7 @@ def in_cross_replica_context() -> bool:
         >>> hs.in_cross_replica_context()
         False
     """
-    return isinstance(context(), AcrossReplicas)
+    return isinstance(current.get(), AcrossReplicas)
 
 
 def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
@@ -116,7 +107,7 @@ def check_cross_replica(owner: Any) -> None:
 
     For use by `@collective`.
     """
-    require_cross_replica(_get_group(owner))
+    require_cross_replica(owner.replica_group)
 
 
 def check_arguments(fn: Any, args: Any, call: str = "") -> None:
@@ -140,5 +131,5 @@ def check_arguments(fn: Any, args: Any, call: str = "") -> None:
 
 def is_one_of_several_replicas() -> bool:
     """Whether the caller is one of several replicas."""
-    here = context()
+    here = current.get()
     return isinstance(here, InReplica) and here.group.communicator.size > 1

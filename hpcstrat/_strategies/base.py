@@ -73,7 +73,7 @@ class Strategy(StrategyNames):
 
     # Separate from the constructor, because copying a strategy does not place devices again.
     def _connect(self, group: ReplicaGroup) -> None:
-        self._group = group
+        self.replica_group = group
         group.strategy = self
         self._in_replica = InReplica(group)
         self._extended = StrategyExtended(group)
@@ -83,7 +83,7 @@ class Strategy(StrategyNames):
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas."""
-        return self._group.communicator.size
+        return self.replica_group.communicator.size
 
     @property
     def extended(self) -> StrategyExtended:
@@ -93,10 +93,10 @@ class Strategy(StrategyNames):
     @property
     def xp(self) -> ModuleType:
         """The array module of this rank's device: `numpy` or `cupy`."""
-        return self._group.xp
+        return self.replica_group.xp
 
     def __repr__(self) -> str:
-        group, replicas = self._group, self.num_replicas_in_sync
+        group, replicas = self.replica_group, self.num_replicas_in_sync
         devices = ", ".join(dict.fromkeys(device.short for device in group.devices))
         is_central = not group.mirrors and replicas > 1
         variables = f", variables on {group.parameter_device.short}" if is_central else ""
@@ -119,7 +119,7 @@ class Strategy(StrategyNames):
             >>> weights.distribute_strategy is strategy
             True
         """
-        return Scope(self._group)
+        return Scope(self.replica_group)
 
     @names_call("Strategy.close")
     def close(self) -> None:
@@ -139,7 +139,7 @@ class Strategy(StrategyNames):
             Traceback (most recent call last):
             RuntimeError: Strategy.run was called on a strategy that is closed, by close() ...
         """
-        group = self._group
+        group = self.replica_group
         if not group.is_closed:
             # An NCCL communicator may be closed only when no rank uses it any more.
             group.communicator.barrier()
@@ -162,7 +162,7 @@ class Strategy(StrategyNames):
         """A copy with its own `extended`, which shares the communicator and the variables."""
         other = copy.copy(self)
         memo[id(self)] = other
-        group = self._group
+        group = self.replica_group
         if isinstance(group.communicator, DeviceCommunicator):
             # Each copy is closed separately; the last one closes the connection.
             group.communicator.users += 1
@@ -215,9 +215,9 @@ class Strategy(StrategyNames):
         del options
         # Not recorded as the current call: that would cost time in every step, and the code that
         # runs inside is the program's.
-        require_cross_replica(self._group, "Strategy.run")
+        require_cross_replica(self.replica_group, "Strategy.run")
         # On the CPU no context manager is entered: every step would pay for it.
-        stream = self._group.stream
+        stream = self.replica_group.stream
         if stream is None:
             return self._run(fn, args, kwargs)
         steps = function.active.get() or getattr(fn, function.STEPS, None)
@@ -231,7 +231,7 @@ class Strategy(StrategyNames):
         kwargs: Mapping[str, Any] | None,
         steps: function.StepFunction | None = None,
     ) -> Any:
-        communicator, before = self._group.communicator, contexts.current.get()
+        communicator, before = self.replica_group.communicator, contexts.current.get()
         # The context is set inside the `try`: a signal may raise right after it was set.
         try:
             check_arguments(fn, args, "Strategy.run")
@@ -245,8 +245,8 @@ class Strategy(StrategyNames):
             if steps is None:
                 result = fn(*own, **own_by_name)
             else:
-                result = steps.run(self._group, fn, own, own_by_name)
-            result = regroup(self._group, result)
+                result = steps.run(self.replica_group, fn, own, own_by_name)
+            result = regroup(self.replica_group, result)
             if communicator.checks:
                 check_same_structure(communicator, result)
             return result
@@ -261,7 +261,7 @@ class Strategy(StrategyNames):
 
     # ---- values of the replicas
 
-    @collective("Strategy.reduce", check_cross_replica)
+    @collective(check_cross_replica)
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
     ) -> Any:
@@ -307,9 +307,9 @@ class Strategy(StrategyNames):
             >>> print(strategy.reduce(hs.ReduceOp.MEAN, result, axis=0))
             3.5
         """
-        return reduce.reduce_distributed(self._group.communicator, reduce_op, value, axis)
+        return reduce.reduce_distributed(self.replica_group.communicator, reduce_op, value, axis)
 
-    @collective("Strategy.gather", check_cross_replica)
+    @collective(check_cross_replica)
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the replicas' values along `axis`, in replica order.
 
@@ -343,7 +343,7 @@ class Strategy(StrategyNames):
             (1, 2, 3)
             (1, 2, 3)
         """
-        return collectives.gather(self._group.communicator, value, axis)
+        return collectives.gather(self.replica_group.communicator, value, axis)
 
     @names_call("Strategy.experimental_local_results")
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -373,9 +373,9 @@ class Strategy(StrategyNames):
             >>> strategy.experimental_local_results("any other value")
             ('any other value',)
         """
-        return distribution.local_results(self._group, value)
+        return distribution.local_results(self.replica_group, value)
 
-    @collective("Strategy.experimental_distribute_values_from_function", check_cross_replica)
+    @collective(check_cross_replica)
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
@@ -414,7 +414,7 @@ class Strategy(StrategyNames):
             >>> strategy.experimental_local_results(computed)
             (1,)
         """
-        return distribution.values_from_function(self._group, value_fn)
+        return distribution.values_from_function(self.replica_group, value_fn)
 
     # ---- data
 
@@ -457,9 +457,9 @@ class Strategy(StrategyNames):
             (array([6, 7]),)
             (array([8, 9]),)
         """
-        require_cross_replica(self._group)
+        require_cross_replica(self.replica_group)
         return _distributing.distribute_dataset(
-            dataset, self._group.communicator, options, self._prefetcher(options)
+            dataset, self.replica_group.communicator, options, self._prefetcher(options)
         )
 
     @names_call("Strategy.distribute_datasets_from_function")
@@ -501,16 +501,16 @@ class Strategy(StrategyNames):
             >>> strategy.experimental_local_results(next(iterator))[0]
             array([1., 1., 1., 1.], dtype=float32)
         """
-        require_cross_replica(self._group)
+        require_cross_replica(self.replica_group)
         return _distributing.distribute_from_function(
             dataset_fn,
-            self._group.communicator,
+            self.replica_group.communicator,
             options,
             self._prefetcher(options),
-            self._group.workers,
+            self.replica_group.workers,
         )
 
-    @collective("Strategy.scatter", check_cross_replica)
+    @collective(check_cross_replica)
     def scatter(self, value: Any, axis: int = 0, return_indices: bool = False) -> Any:
         """Splits arrays among the replicas: the inverse of `gather`.
 
@@ -547,17 +547,19 @@ class Strategy(StrategyNames):
             >>> print(strategy.gather(strategy.run(lambda part: part * 10, args=(parts,)), axis=0))
             [ 0 10 20 30 40]
         """
-        return distribution.scatter(self._group, value, axis, return_indices)
+        return distribution.scatter(self.replica_group, value, axis, return_indices)
 
     def _prefetcher(self, options: Any) -> Prefetcher | None:
         """Copies batches to this replica's GPU, two in advance unless the options say otherwise."""
         options = options if isinstance(options, InputOptions) else InputOptions()
-        if self._group.stream is None or not options.experimental_fetch_to_device:
+        if self.replica_group.stream is None or not options.experimental_fetch_to_device:
             return None
         # Imported here: only a GPU needs it.
         from hpcstrat.data._device_prefetch import prefetch_to_gpu
 
-        return prefetch_to_gpu(self._group.stream, 1 + options.experimental_per_replica_buffer_size)
+        return prefetch_to_gpu(
+            self.replica_group.stream, 1 + options.experimental_per_replica_buffer_size
+        )
 
 
 class Scope:
@@ -584,8 +586,3 @@ class Scope:
     def __exit__(self, *_: object) -> None:
         if contexts.current.get() is self._entered.pop():
             contexts.current.set(None)
-
-
-def group_of(strategy: Strategy) -> ReplicaGroup:
-    """The group of a strategy."""
-    return strategy._group

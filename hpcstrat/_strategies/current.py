@@ -9,7 +9,7 @@ from hpcstrat._core.types import MaybeNone
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import default_group
-from hpcstrat._strategies.base import Strategy, group_of
+from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.replica_context import ReplicaContext
 
 
@@ -39,7 +39,7 @@ def get_strategy() -> Strategy:
         >>> hs.get_strategy().num_replicas_in_sync
         1
     """
-    context = contexts.context()
+    context = contexts.current.get()
     if context is None:
         return default_strategy()
     return context.group.strategy
@@ -77,7 +77,7 @@ def replica_id() -> int:
         Traceback (most recent call last):
         RuntimeError: replica_id was called outside of replica functions, ...
     """
-    context = contexts.context()
+    context = contexts.current.get()
     if not isinstance(context, InReplica):
         raise RuntimeError(
             "replica_id was called outside of replica functions, the functions that Strategy.run "
@@ -100,9 +100,9 @@ def get_replica_context() -> ReplicaContext | MaybeNone:
         ...     print(hs.get_replica_context())
         None
     """
-    context = contexts.context()
+    context = contexts.current.get()
     if context is None:
-        group = group_of(default_strategy())
+        group = default_strategy().replica_group
     elif isinstance(context, InReplica):
         group = context.group
     else:

@@ -127,7 +127,7 @@ def local_results(group: ReplicaGroup, value: Any) -> tuple[Any, ...]:
     leaves, structure = nests.flatten(value)
     indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
     differ = any(isinstance(leaf, PerReplica) for leaf in leaves)
-    context = contexts.context()
+    context = contexts.current.get()
     # This rank has nothing to send, but another may have: the ranks must agree, not wait.
     is_across = context is None or isinstance(context, AcrossReplicas)
     if not differ and is_across and group.communicator.size > 1:

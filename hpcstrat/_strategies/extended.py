@@ -52,21 +52,21 @@ class StrategyExtended(ExtendedNames):
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
-        self._group = group
+        self.replica_group = group
 
     # ---- properties
 
     @property
     def worker_devices(self) -> tuple[str, ...]:
         """The canonical string of each replica's device: `/job:localhost/.../device:GPU:0`."""
-        return tuple(str(device) for device in self._group.devices)
+        return tuple(str(device) for device in self.replica_group.devices)
 
     @property
     def parameter_devices(self) -> tuple[str, ...]:
         """The canonical string of the device that stores variables, in a tuple."""
-        return (str(self._group.parameter_device),)
+        return (str(self.replica_group.parameter_device),)
 
-    @collective("StrategyExtended.reduce_to", check_cross_replica)
+    @collective(check_cross_replica)
     def reduce_to(
         self, reduce_op: ReduceOp | str, value: Any, destinations: Any, options: Any = None
     ) -> Any:
@@ -98,7 +98,7 @@ class StrategyExtended(ExtendedNames):
         del options
         return self._reduce(reduce_op, [(value, destinations)])[0]
 
-    @collective("StrategyExtended.batch_reduce_to", check_cross_replica)
+    @collective(check_cross_replica)
     def batch_reduce_to(
         self,
         reduce_op: ReduceOp | str,
@@ -123,14 +123,14 @@ class StrategyExtended(ExtendedNames):
         for _, destinations in pairs:
             self._check_destinations(destinations)
         totals = reduce.reduce_distributed(
-            self._group.communicator, reduce_op, [value for value, _ in pairs], None
+            self.replica_group.communicator, reduce_op, [value for value, _ in pairs], None
         )
         return [
             self._deliver(total, destinations)
             for total, (_, destinations) in zip(totals, pairs, strict=True)
         ]
 
-    @collective("StrategyExtended.broadcast_to", check_cross_replica)
+    @collective(check_cross_replica)
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copies the parameter rank's `tensor` to every rank. Collective.
 
@@ -152,7 +152,7 @@ class StrategyExtended(ExtendedNames):
             >>> strategy.extended.broadcast_to({"seed": 7, "rank": hs.rank()}, destinations="CPU:0")
             {'seed': 7, 'rank': 0}
         """
-        group = self._group
+        group = self.replica_group
         with group.on_stream():
             self._check_destinations(destinations)
             sent = group.communicator.broadcast_obj(to_wire(tensor), group.root)
@@ -161,7 +161,7 @@ class StrategyExtended(ExtendedNames):
     def _check_destinations(self, destinations: Any) -> None:
         if isinstance(destinations, (Variable, DistributedValues)):
             return
-        alone = self._group.communicator.size == 1
+        alone = self.replica_group.communicator.size == 1
         is_list = isinstance(destinations, (list, tuple)) and destinations
         for destination in destinations if is_list else [destinations]:
             if isinstance(destination, str):
@@ -176,7 +176,7 @@ class StrategyExtended(ExtendedNames):
                 )
 
     def _deliver(self, total: Any, destinations: Any) -> Any:
-        communicator = self._group.communicator
+        communicator = self.replica_group.communicator
         if communicator.size == 1 or not isinstance(destinations, DistributedValues):
             return total
         return nests.map_leaves(
@@ -187,7 +187,7 @@ class StrategyExtended(ExtendedNames):
 
     def variable_created_in_scope(self, v: Variable) -> bool:
         """Whether the variable was made in this strategy's scope."""
-        return state_of(v).group is self._group
+        return state_of(v).group is self.replica_group
 
     # ---- updates
 
@@ -273,7 +273,7 @@ class StrategyExtended(ExtendedNames):
         kwargs: Mapping[str, Any] | None,
         is_grouped: bool,
     ) -> Any:
-        group = self._group
+        group = self.replica_group
         require_cross_replica(group)
         try:
             check_arguments(fn, args)

@@ -32,7 +32,7 @@ class OneDeviceStrategy(Strategy):
         90
     """
 
-    @collective("OneDeviceStrategy", communicator_of=lambda _: connect())
+    @collective(communicator_of=lambda _: connect())
     def __init__(self, device: str) -> None:
         call, control = current_call(), connect()
         # Checked before the replica is placed, so that with several ranks all of them raise.

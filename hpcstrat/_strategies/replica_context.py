@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +20,27 @@ from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.transfer import regroup
 from hpcstrat._transports.connection import count_ranks
 
-_REQUIRE: Callable[[Any], None] = operator.methodcaller("_require")
+
+def _check_own(context: ReplicaContext) -> None:
+    """Refuses a call outside of the context of this replica."""
+    here = contexts.current.get()
+    # Outside every scope each process is the only replica of the default strategy.
+    if here is None:
+        is_own = context.replica_group is default_group()
+    else:
+        is_own = isinstance(here, InReplica) and here.group is context.replica_group
+    if not is_own:
+        raise RuntimeError(
+            f"{current_call()} was called outside of its replica context; call it inside the "
+            "function that Strategy.run runs"
+        )
+    # The default strategy has one replica: a sum would silently be this rank's own value.
+    if here is None and (ranks := count_ranks()) > 1:
+        raise RuntimeError(
+            f"{current_call()} was called outside of Strategy.run, where each of the {ranks} "
+            "ranks is alone; call it inside the function that strategy.run runs, or use "
+            "strategy.reduce and strategy.gather"
+        )
 
 
 class ReplicaContext:
@@ -43,35 +62,35 @@ class ReplicaContext:
         1
     """
 
-    __slots__ = ("_group",)
+    __slots__ = ("replica_group",)
 
     def __init__(self, group: ReplicaGroup) -> None:
-        self._group = group
+        self.replica_group = group
 
     @property
     def strategy(self) -> Strategy:
         """The strategy that runs this replica."""
-        return self._group.strategy
+        return self.replica_group.strategy
 
     @property
     def replica_id_in_sync_group(self) -> int:
         """The index of this replica, from 0 to `num_replicas_in_sync - 1`."""
-        return self._group.communicator.rank
+        return self.replica_group.communicator.rank
 
     @property
     def rank(self) -> int:
         """`replica_id_in_sync_group`, by its short name."""
-        return self._group.communicator.rank
+        return self.replica_group.communicator.rank
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas."""
-        return self._group.communicator.size
+        return self.replica_group.communicator.size
 
     @property
     def devices(self) -> tuple[str, ...]:
         """The device of this replica, as a tuple of one canonical string."""
-        return (str(self._group.device),)
+        return (str(self.replica_group.device),)
 
     @names_call("ReplicaContext.merge_call")
     def merge_call(
@@ -110,17 +129,19 @@ class ReplicaContext:
             >>> print(strategy.run(step, args=(parts,)))
             6.0
         """
-        self._require()
+        _check_own(self)
         check_arguments(merge_fn, args)
         # `args` and `kwargs` as one nest: it is flattened and compared once.
         given = (tuple(args), dict(kwargs or {}))
         _, structure = nests.flatten(given)
         # The function runs only after all replicas have called this with nests of one structure.
-        self._group.communicator.exchange(signature_of(current_call(), nests.describe(structure)))
-        merged_args, merged_kwargs = regroup(self._group, given)
+        self.replica_group.communicator.exchange(
+            signature_of(current_call(), nests.describe(structure))
+        )
+        merged_args, merged_kwargs = regroup(self.replica_group, given)
         before = contexts.current.get()
         try:
-            contexts.current.set(AcrossReplicas(self._group))
+            contexts.current.set(AcrossReplicas(self.replica_group))
             result = merge_fn(self.strategy, *merged_args, **merged_kwargs)
         finally:
             contexts.current.set(before)
@@ -141,7 +162,7 @@ class ReplicaContext:
             >>> print(strategy.run(noise), strategy.run(noise))
             [30 79 20  5] [30 79 20  5]
         """
-        xp = self._group.xp
+        xp = self.replica_group.xp
         own = np.random.SeedSequence(entropy=seed, spawn_key=(self.replica_id_in_sync_group,))
         if xp is np:
             return np.random.default_rng(own)
@@ -149,7 +170,7 @@ class ReplicaContext:
 
     # ---- communication
 
-    @collective("ReplicaContext.all_reduce", _REQUIRE)
+    @collective(_check_own)
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
         """Reduces `value` elementwise over all replicas. Collective: all replicas call this.
 
@@ -181,9 +202,9 @@ class ReplicaContext:
             [1. 2.] 3
         """
         del options
-        return reduce.all_reduce(self._group.communicator, reduce_op, value)
+        return reduce.all_reduce(self.replica_group.communicator, reduce_op, value)
 
-    @collective("ReplicaContext.all_gather", _REQUIRE)
+    @collective(_check_own)
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
         """Concatenates `value` over all replicas along `axis`, in replica order.
 
@@ -214,9 +235,9 @@ class ReplicaContext:
             [[0 0]]
         """
         del options
-        return collectives.all_gather(self._group.communicator, value, axis)
+        return collectives.all_gather(self.replica_group.communicator, value, axis)
 
-    @collective("ReplicaContext.broadcast", _REQUIRE)
+    @collective(_check_own)
     def broadcast(self, value: Any, root: int = 0) -> Any:
         """Copies `value` from replica `root` to all replicas. Collective: all replicas call this.
 
@@ -247,9 +268,9 @@ class ReplicaContext:
             >>> print(strategy.run(step))
             [30 79 20  5]
         """
-        return collectives.broadcast(self._group.communicator, value, root)
+        return collectives.broadcast(self.replica_group.communicator, value, root)
 
-    @collective("ReplicaContext.reduce_scatter", _REQUIRE)
+    @collective(_check_own)
     def reduce_scatter(self, reduce_op: ReduceOp | str, value: Any, axis: int = 0) -> Any:
         """A slice of the result of `all_reduce`, which sends as much. All replicas call this.
 
@@ -277,9 +298,9 @@ class ReplicaContext:
             >>> print(strategy.run(step))
             [0 1 2 3 4]
         """
-        return collectives.reduce_scatter(self._group.communicator, reduce_op, value, axis)
+        return collectives.reduce_scatter(self.replica_group.communicator, reduce_op, value, axis)
 
-    @collective("ReplicaContext.scan", _REQUIRE)
+    @collective(_check_own)
     def scan(self, reduce_op: ReduceOp | str, value: Any, inclusive: bool = False) -> Any:
         """Reduces `value` elementwise over the replicas before this one, in replica order.
 
@@ -315,9 +336,9 @@ class ReplicaContext:
             >>> strategy.run(step, args=(4,))
             0 4
         """
-        return collectives.scan(self._group.communicator, reduce_op, value, inclusive)
+        return collectives.scan(self.replica_group.communicator, reduce_op, value, inclusive)
 
-    @collective("ReplicaContext.all_to_all", _REQUIRE)
+    @collective(_check_own)
     def all_to_all(self, values: Sequence[Any]) -> list[Any]:
         """Sends each replica a different value. Collective: all replicas call this.
 
@@ -349,9 +370,9 @@ class ReplicaContext:
             >>> print(strategy.run(transpose, args=(np.arange(4).reshape(1, 4),)))
             [[0 1 2 3]]
         """
-        return collectives.all_to_all(self._group.communicator, values)
+        return collectives.all_to_all(self.replica_group.communicator, values)
 
-    @collective("ReplicaContext.neighbor_exchange", _REQUIRE)
+    @collective(_check_own)
     def neighbor_exchange(
         self, to_left: Any, to_right: Any, periodic: bool = False
     ) -> tuple[Any, Any]:
@@ -389,27 +410,9 @@ class ReplicaContext:
             >>> print(*strategy.run(edges, args=(True,)))
             [3.] [1.]
         """
-        return collectives.neighbor_exchange(self._group.communicator, to_left, to_right, periodic)
-
-    def _require(self) -> None:
-        here = contexts.context()
-        # Outside every scope each process is the only replica of the default strategy.
-        if here is None:
-            is_own = self._group is default_group()
-        else:
-            is_own = isinstance(here, InReplica) and here.group is self._group
-        if not is_own:
-            raise RuntimeError(
-                f"{current_call()} was called outside of its replica context; call it inside the "
-                "function that Strategy.run runs"
-            )
-        # The default strategy has one replica: a sum would silently be this rank's own value.
-        if here is None and (ranks := count_ranks()) > 1:
-            raise RuntimeError(
-                f"{current_call()} was called outside of Strategy.run, where each of the {ranks} "
-                "ranks is alone; call it inside the function that strategy.run runs, or use "
-                "strategy.reduce and strategy.gather"
-            )
+        return collectives.neighbor_exchange(
+            self.replica_group.communicator, to_left, to_right, periodic
+        )
 
     def __repr__(self) -> str:
         index, count = self.replica_id_in_sync_group, self.num_replicas_in_sync

@@ -24,7 +24,7 @@ from hpcstrat.data._distributed import DistributedDataset
 class StrategyNames:
     """Those of `Strategy`."""
 
-    _group: ReplicaGroup
+    replica_group: ReplicaGroup
 
     @property
     def cluster_resolver(self) -> Any:
@@ -83,7 +83,7 @@ class StrategyNames:
     ) -> Any:
         """Deprecated: TensorFlow 2.0's name of `run`."""
         _warn_of_older_name("experimental_run_v2", "run")
-        return self._group.strategy.run(fn, args, kwargs, options)
+        return self.replica_group.strategy.run(fn, args, kwargs, options)
 
     def experimental_distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
@@ -91,7 +91,7 @@ class StrategyNames:
         """Deprecated: TensorFlow's older name of `distribute_datasets_from_function`."""
         new = "distribute_datasets_from_function"
         _warn_of_older_name(f"experimental_{new}", new)
-        return self._group.strategy.distribute_datasets_from_function(dataset_fn, options)
+        return self.replica_group.strategy.distribute_datasets_from_function(dataset_fn, options)
 
 
 @functools.cache  # one warning a process for each
@@ -102,7 +102,7 @@ def _warn_of_older_name(old: str, new: str) -> None:
 class ExtendedNames:
     """Those of `StrategyExtended`."""
 
-    _group: ReplicaGroup
+    replica_group: ReplicaGroup
 
     @property
     def should_checkpoint(self) -> bool:
@@ -132,13 +132,13 @@ class ExtendedNames:
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Calls `Strategy.run`, by its older name."""
-        require_cross_replica(self._group)
-        return self._group.strategy.run(fn, args, kwargs)
+        require_cross_replica(self.replica_group)
+        return self.replica_group.strategy.run(fn, args, kwargs)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[str, ...]:
         """The device for values shared by several variables: the parameter device."""
         del var_list
-        return (str(self._group.parameter_device),)
+        return (str(self.replica_group.parameter_device),)
 
     def value_container(self, value: Any) -> Any:
         """The container that holds `value`: `value` itself, since variables have no components."""
@@ -156,13 +156,13 @@ class ExtendedNames:
             RuntimeError: entered outside the strategy's scope.
             ValueError: entered with a variable of another strategy.
         """
-        context = contexts.context()
+        context = contexts.current.get()
         is_across = context is None or isinstance(context, AcrossReplicas)
-        if not is_across or contexts.group() is not self._group:
+        if not is_across or contexts.group() is not self.replica_group:
             raise RuntimeError(
                 "StrategyExtended.colocate_vars_with is for use under `with strategy.scope():`"
             )
-        if state_of(colocate_with_variable).group is not self._group:
+        if state_of(colocate_with_variable).group is not self.replica_group:
             raise ValueError(
                 "StrategyExtended.colocate_vars_with: the variable is not one of this strategy; "
                 "make it under `with strategy.scope():`"

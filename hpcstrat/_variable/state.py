@@ -72,7 +72,7 @@ class VariableState:
         Raises:
             RuntimeError: the caller runs in another strategy's context.
         """
-        context = contexts.context()
+        context = contexts.current.get()
         if context is not None and context.group is not self.group:
             raise RuntimeError(self._foreign_context_message(context))
 
@@ -85,7 +85,7 @@ class VariableState:
         Raises:
             RuntimeError: the caller runs in another strategy's context.
         """
-        context = contexts.context()
+        context = contexts.current.get()
         if context is None or context.group is self.group:
             return
         # A single replica cannot differ from another.

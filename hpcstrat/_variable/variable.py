@@ -97,7 +97,7 @@ class Variable(ReadableAsArray):
     __slots__ = ("__weakref__", "aggregation", "synchronization", "trainable")
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
 
-    @collective("Variable", None, lambda _: contexts.group().communicator)
+    @collective(communicator_of=lambda _: contexts.group().communicator)
     def __init__(
         self,
         initial_value: Any = None,
@@ -333,7 +333,7 @@ class Variable(ReadableAsArray):
     def _write(self, verb: str, value: Any) -> None:
         outer = enter_call(f"Variable.{verb} of {self.name!r}")
         try:
-            state, context = self._state, contexts.context()
+            state, context = self._state, contexts.current.get()
             is_replica = isinstance(context, InReplica)
             if context is not None and context.group is not state.group and context.group.stream:
                 context.group.stream.refuse_in_graph("a write to a variable of no strategy")
@@ -452,7 +452,9 @@ class Variable(ReadableAsArray):
             group, communicator = state.group, state.group.communicator
             rule, combination = RULES[verb], None if verb == "assign" else np.add
             state.require_writable()
-            in_replica = isinstance(contexts.context(), InReplica) and group.requires_aggregation
+            in_replica = (
+                isinstance(contexts.current.get(), InReplica) and group.requires_aggregation
+            )
             with communicator.raise_together(), group.on_stream():
                 op = FIRST_REPLICA
                 if in_replica:
@@ -491,7 +493,7 @@ def state_of(variable: Variable) -> VariableState:
 
 def _common_name(communicator: Communicator, name: str) -> str:
     """The first replica's name if the names end in the replicas' numbers; otherwise `name`."""
-    if communicator.size == 1 or not isinstance(contexts.context(), InReplica):
+    if communicator.size == 1 or not isinstance(contexts.current.get(), InReplica):
         return name
     names = communicator.all_gather_obj(name)
     # A replica function may number its names: `w0` on replica 0 and `w1` on replica 1 name one

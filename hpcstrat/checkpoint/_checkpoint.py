@@ -62,7 +62,7 @@ class Checkpoint:
         CheckpointObjects(objects)
 
     @span(CHECKPOINT, "save")
-    @collective("Checkpoint.save", communicator_of=lambda _: connect())
+    @collective(communicator_of=lambda _: connect())
     def save(
         self, path: str | os.PathLike[str], keep: int | None = None, blocking: bool = True
     ) -> str:
@@ -119,7 +119,7 @@ class Checkpoint:
         save_to(path, objects_of(self), check_keep(keep), blocking)
         return path
 
-    @collective("Checkpoint.sync", communicator_of=lambda _: connect())
+    @collective(communicator_of=lambda _: connect())
     def sync(self) -> None:
         """Waits until the file of `save(blocking=False)` is on disk.
 
@@ -145,7 +145,7 @@ class Checkpoint:
         communicator.exchange(signature_of(current_call()))
 
     @span(CHECKPOINT, "restore")
-    @collective("Checkpoint.restore", communicator_of=lambda _: connect())
+    @collective(communicator_of=lambda _: connect())
     def restore(self, path: str | os.PathLike[str], partial: bool = False) -> Restored:
         """Sets the objects to the contents of a file. Collective: all ranks call this.
 

@@ -96,7 +96,7 @@ class PreemptionHandler:
         """
         return bool(self._noted)
 
-    @collective("PreemptionHandler.check", communicator_of=lambda _: connect())
+    @collective(communicator_of=lambda _: connect())
     def check(self) -> None:
         """Saves and exits on all ranks if any has received a signal.
 
@@ -221,7 +221,7 @@ class CheckpointManager:
         """
         return self._steps
 
-    @collective("CheckpointManager.restore_or_initialize", communicator_of=lambda _: connect())
+    @collective(communicator_of=lambda _: connect())
     def restore_or_initialize(self) -> str | None:
         """Restores the file, if there is one.
 
@@ -258,7 +258,7 @@ class CheckpointManager:
         return self._path
 
     @span(CHECKPOINT, "step")
-    @collective("CheckpointManager.step", communicator_of=lambda _: connect())
+    @collective(communicator_of=lambda _: connect())
     def step(self) -> None:
         """Counts a step, and saves if it is time to.
 
@@ -294,7 +294,7 @@ class CheckpointManager:
             self._save()
 
     @span(CHECKPOINT, "save")
-    @collective("CheckpointManager.save", communicator_of=lambda _: connect())
+    @collective(communicator_of=lambda _: connect())
     def save(self) -> str:
         """Writes the file now. Collective: all ranks call this.
 

@@ -184,7 +184,7 @@ def storage_of(v: Variable) -> Storage:
 
 def require_no_replica() -> None:
     """Raises RuntimeError if called inside a replica function."""
-    if isinstance(contexts.context(), contexts.InReplica):
+    if isinstance(contexts.current.get(), contexts.InReplica):
         raise RuntimeError(
             f"{current_call()} was called inside a replica function; call it at the top level of "
             "the script, outside Strategy.run"

@@ -98,7 +98,7 @@ class Metric(abc.ABC):
             >>> print(loss.result(), loss.result().dtype)
             1.5 float32
         """
-        context = contexts.context()
+        context = contexts.current.get()
         if isinstance(context, contexts.InReplica) and context.group.communicator.size > 1:
             communicator = context.group.communicator
             with call_name.call_named(f"{type(self).__name__}.result"):

@@ -392,7 +392,7 @@ class Optimizer:
             if sparse:
                 blocks = [state_of(v).block for _, v in sparse]
                 group.storage.prepare_rows(blocks, rule)
-        are_summed = are_summed or not isinstance(contexts.context(), InReplica)
+        are_summed = are_summed or not isinstance(contexts.current.get(), InReplica)
         if are_summed:
             group.communicator.require_equal(gradients)
         if sparse:  # before the calls that depend on the options

@@ -102,7 +102,7 @@ STALLS = {
         """
         def result(): time.sleep(1000)  # as a host does in `get`
         hs.barrier()
-        strategy._group.communicator.watchdog.add_check(lambda: "", lambda: True)  # as NCCL's communicator does
+        strategy.replica_group.communicator.watchdog.add_check(lambda: "", lambda: True)  # as NCCL's communicator does
         result()
         """,
         waits("ranks 0-2", "barrier", "result"),

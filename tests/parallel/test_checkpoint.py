@@ -625,7 +625,7 @@ def test_each_rank_writes_its_share(strategy, large, path, blocking):
     assert all(before[1] == after[0] for before, after in itertools.pairwise(places))
     for written in by_rank:
         share = sum(stop - start for start, stop in written) / len(content)
-        if strategy._group.storage.has_all_slots:
+        if strategy.replica_group.storage.has_all_slots:
             assert abs(share - 1 / N) < 0.02
         else:  # only the parameter rank has slots
             assert share < 0.01 or share > 0.99

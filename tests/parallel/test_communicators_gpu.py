@@ -69,14 +69,16 @@ def _closed_in_the_end():
 @pytest.mark.parametrize("made", STRATEGIES)
 def test_strategies_take_nccl_where_every_replica_is_on_a_gpu(place, made):
     with place.make(made) as strategy, place.make(made) as other:
-        assert type(strategy._group.communicator) is (NcclCommunicator if N > 1 else SoloDevice)
-        assert other._group.communicator is strategy._group.communicator
+        assert type(strategy.replica_group.communicator) is (
+            NcclCommunicator if N > 1 else SoloDevice
+        )
+        assert other.replica_group.communicator is strategy.replica_group.communicator
 
 
 @on_gpu
 def test_a_strategy_that_is_refused_leaves_no_gpu_connected(place):
     with place.make(hs.MirroredStrategy) as strategy:
-        communicator: Any = strategy._group.communicator
+        communicator: Any = strategy.replica_group.communicator
         users = communicator.users
         with pytest.raises(ValueError, match="no rank computes there"):
             hs.CentralStorageStrategy(place.devices, "GPU:99")

@@ -295,7 +295,7 @@ def test_devices_in_any_form(place):
 @on_gpus
 def test_the_stream_of_the_strategy_is_current_in_replicas_only(strategy, place):
     cuda = place.xp.cuda
-    own, device = strategy._group.stream.raw, cuda.Device()
+    own, device = strategy.replica_group.stream.raw, cuda.Device()
     assert device.id == int(place.devices[RANK].removeprefix("GPU:"))
 
     def merge(strategy):
@@ -323,7 +323,7 @@ def test_the_stream_of_the_strategy_is_current_in_replicas_only(strategy, place)
 def test_blocks_of_other_streams_in_a_replica(strategy, place):
     """CuPy takes such blocks itself, as in `get` of an array that is not contiguous."""
     cuda = place.xp.cuda
-    own, used = strategy._group.stream.raw, cuda.Stream(non_blocking=True)
+    own, used = strategy.replica_group.stream.raw, cuda.Stream(non_blocking=True)
 
     def replica():
         with cuda.Stream(non_blocking=True):
@@ -564,8 +564,8 @@ def test_close(strategy):
 @pytest.mark.core
 def test_as_a_context_manager(place):
     with place.make(hs.CentralStorageStrategy) as strategy:
-        before = strategy._group.communicator.calls.number
-    assert strategy._group.communicator.calls.number == before + 1  # a barrier
+        before = strategy.replica_group.communicator.calls.number
+    assert strategy.replica_group.communicator.calls.number == before + 1  # a barrier
     with pytest.raises(KeyError):
         with strategy as again:
             assert again is strategy
@@ -576,7 +576,7 @@ def test_a_deep_copy(strategy, place):
     other = copy.deepcopy(strategy)
     assert other is not strategy
     assert other.extended is not strategy.extended
-    assert other._group.communicator is strategy._group.communicator
+    assert other.replica_group.communicator is strategy.replica_group.communicator
     with other.scope():
         assert hs.get_strategy() is other
         v = hs.Variable(place.xp.zeros(2), aggregation="MEAN")
@@ -593,7 +593,7 @@ def test_a_deep_copy(strategy, place):
 
 def test_many_strategies_one_communicator(place):
     made = [place.make(kind) for kind in STRATEGIES for _ in range(20)]
-    assert len({id(one._group.communicator) for one in made}) == 1
+    assert len({id(one.replica_group.communicator) for one in made}) == 1
     for one in made:
         assert one.reduce("SUM", one.run(lambda: place.xp.ones(2)), axis=None).tolist() == [N, N]
         one.close()

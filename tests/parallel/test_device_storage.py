@@ -538,7 +538,7 @@ def test_memory_of_another_gpu_is_written_to_at_once(strategy, xp, monkeypatch, 
             with side:
                 xp.full(900, -1.0)
 
-    stream = strategy._group.stream
+    stream = strategy.replica_group.stream
     with monkeypatch.context() as patch:
         patch.setattr(type(stream), "let_go", lambda _: None)  # as long as the GPU is behind
         strategy.run(replica)
@@ -751,7 +751,7 @@ def test_what_a_step_asks_of_nccl(place):
         def step():
             optimizer.apply_gradients([(gradient, v)])
 
-        communicator: Any = strategy._group.communicator
+        communicator: Any = strategy.replica_group.communicator
         real = communicator._comm
         communicator._comm = asked = Asked(real)
         try:
@@ -781,7 +781,7 @@ def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):
             ):
                 read()
         assert optimizer.iterations == 0
-        calls: Any = strategy._group.communicator.calls
+        calls: Any = strategy.replica_group.communicator.calls
         if strategy.num_replicas_in_sync > 1:
             assert calls.barred.call == "SGD.apply_gradients"
             # So that the test can continue, which a program cannot.

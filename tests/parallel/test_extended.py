@@ -78,9 +78,9 @@ def test_reduce_to(strategy, xp):
 def test_batch_reduce_to_is_one_message(strategy, xp):
     v, w = hs.Variable(np.zeros(3)), hs.Variable(np.zeros((), np.int32))
     first, second = strategy.run(lambda: (xp.full(3, RANK + 1.0), xp.full((), RANK, np.int32)))
-    before = strategy._group.communicator.calls.number
+    before = strategy.replica_group.communicator.calls.number
     found = strategy.extended.batch_reduce_to("SUM", [(first, v), (second, w), (first, "CPU:0")])
-    assert strategy._group.communicator.calls.number <= before + 1
+    assert strategy.replica_group.communicator.calls.number <= before + 1
     assert isinstance(found, list)
     total = [N * (N + 1) / 2] * 3
     assert (found[0].tolist(), found[1], found[2].tolist()) == (total, N * (N - 1) / 2, total)

@@ -371,7 +371,7 @@ def test_after_a_signal_in_a_launch_the_variables_are_gone(mirrored, monkeypatch
     (batch,) = batches(mirrored, (4,))
     for _ in range(steps):
         mirrored.run(step, args=(batch,))
-    communicator = mirrored._group.communicator
+    communicator = mirrored.replica_group.communicator
 
     def interrupt(graph, launch=communicator.launch_graph):
         launch(graph)

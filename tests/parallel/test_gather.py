@@ -84,10 +84,10 @@ def test_a_nest(strategy, place):
     value = strategy.run(
         lambda: {"a": xp.full((RANK, 2), RANK), "b": (xp.ones((1, 1)), [xp.array([RANK, True])])}
     )
-    counts = [strategy._group.communicator.calls.number]
+    counts = [strategy.replica_group.communicator.calls.number]
     for nest in (value["a"], value):  # takes no more calls than an array
         found = strategy.gather(nest, 0)
-        counts.append(strategy._group.communicator.calls.number)
+        counts.append(strategy.replica_group.communicator.calls.number)
     assert counts[2] - counts[1] == counts[1] - counts[0]
     assert found["a"].tolist() == [[rank] * 2 for rank in range(N) for _ in range(rank)]
     assert found["b"][0].shape == (N, 1)

@@ -136,7 +136,7 @@ def test_gradients_on_a_gpu(strategy, place):
 
 @on_gpus
 def test_memory_on_another_gpu_is_let_go(strategy, place):
-    cuda, own = place.xp.cuda, strategy._group.stream
+    cuda, own = place.xp.cuda, strategy.replica_group.stream
     count = cuda.runtime.getDeviceCount()
     if count == 1:
         pytest.skip("there is one GPU")
@@ -444,7 +444,7 @@ def test_results_are_plain_arrays(strategy):
 @pytest.fixture
 def torch(strategy, place, monkeypatch):
     """Its substitute, which knows the strategy's stream."""
-    made = Torch(place.xp, strategy._group.stream.raw)
+    made = Torch(place.xp, strategy.replica_group.stream.raw)
     monkeypatch.setitem(sys.modules, "torch", made)
     return made
 
@@ -474,7 +474,7 @@ def test_memory_that_pytorch_still_reads(strategy, place, torch):
 @on_gpus
 def test_another_gpu_is_current_for_pytorch(strategy, place, torch):
     cuda = place.xp.cuda
-    count, gpu = cuda.runtime.getDeviceCount(), strategy._group.stream.ordinal
+    count, gpu = cuda.runtime.getDeviceCount(), strategy.replica_group.stream.ordinal
     if count == 1:
         pytest.skip("there is one GPU")
     weight = torch.full((2, 3), 1.0, gpu)

@@ -151,14 +151,14 @@ def test_other_messages_between_updates(strategy, xp):
 @pytest.mark.mpi(min_size=2)  # one rank has no mailboxes
 def test_larger_mailboxes_are_in_place_of_the_old_ones(strategy):
     """There is one file for all mailboxes, whatever plans have used; none is slab or buffer."""
-    capacity = strategy._group.communicator.mailboxes._capacity
+    capacity = strategy.replica_group.communicator.mailboxes._capacity
     networks = made([capacity // 4 + n * 100_000 for n in (1, 2, 3)])
     step(strategy, *networks[0])
     files = mapped_files()
     for network in networks:
         step(strategy, *network)
         assert mapped_files() == files
-    assert strategy._group.communicator.mailboxes._capacity > capacity
+    assert strategy.replica_group.communicator.mailboxes._capacity > capacity
 
 
 @on_the_cpu

@@ -88,12 +88,12 @@ def test_update_state_never_communicates(strategy):
     mean = make(strategy, hs.metrics.Mean)
 
     def replica():
-        before = strategy._group.communicator.calls.number
+        before = strategy.replica_group.communicator.calls.number
         for _ in range(RANK + 1):
             mean.update_state([1.0, 2.0, 6.0])
         if RANK == 0:
             mean.reset_state()  # in a replica: this replica's
-        assert strategy._group.communicator.calls.number == before
+        assert strategy.replica_group.communicator.calls.number == before
 
     strategy.run(replica)
     assert mean.result() == (3 if N > 1 else 0)
@@ -255,9 +255,9 @@ def test_totals_are_merged(strategy, xp, in_replica):
     if in_replica:
         strategy.run(lambda: first.merge_state([second, third]))
     else:
-        before = strategy._group.communicator.calls.number
+        before = strategy.replica_group.communicator.calls.number
         first.merge_state(iter([second, third]))
-        assert strategy._group.communicator.calls.number == before  # it never communicates
+        assert strategy.replica_group.communicator.calls.number == before  # it never communicates
     ranks = np.arange(N)
     assert first.result() == pytest.approx(
         (ranks + 1 + 2 * ranks).sum() / (2 + ranks).sum(), rel=1e-15

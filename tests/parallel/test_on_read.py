@@ -64,11 +64,11 @@ def test_writes_and_reads_of_a_replica_never_communicate(strategy, xp):
     v = make(strategy, np.zeros(3), "SUM")
 
     def replica():
-        before = strategy._group.communicator.calls.number
+        before = strategy.replica_group.communicator.calls.number
         for _ in range(RANK):
             v.assign_add(xp.ones(3))
             assert [v.read_value(), v.numpy(), v.value(), v[0], v + 1, len(v), repr(v)]
-        assert strategy._group.communicator.calls.number == before
+        assert strategy.replica_group.communicator.calls.number == before
 
     strategy.run(replica)
     assert v.numpy().tolist() == [N * (N - 1) / 2] * 3
@@ -159,13 +159,13 @@ def test_it_is_no_array_across_replicas(strategy, xp):
             lambda: list(v),
             lambda: xp.from_dlpack(v),
         ):
-            before = strategy._group.communicator.calls.number
+            before = strategy.replica_group.communicator.calls.number
             with pytest.raises(
                 RuntimeError,
                 match=r"'total' has one value per replica.* read_value\(\) or numpy\(\)",
             ):
                 fn()
-            assert strategy._group.communicator.calls.number == before
+            assert strategy.replica_group.communicator.calls.number == before
         assert repr(v) == "Variable('total', shape=(3,), dtype=float64, one value per replica)"
         assert (len(v), v.shape, v.ndim, v.size, v.dtype) == (3, (3,), 1, 3, np.float64)
 

@@ -234,10 +234,10 @@ def test_nests_travel_together(strategy):
         }
 
     value = strategy.run(replica)
-    counts = [strategy._group.communicator.calls.number]
+    counts = [strategy.replica_group.communicator.calls.number]
     for nest in (value["loss"], value):
         found = strategy.reduce("SUM", nest, None)
-        counts.append(strategy._group.communicator.calls.number)
+        counts.append(strategy.replica_group.communicator.calls.number)
     assert counts[2] - counts[1] == counts[1] - counts[0]
     total = N * (N - 1) / 2
     assert found["loss"] == total and found["more"][1] is None
@@ -402,10 +402,12 @@ def test_slices_arrays_and_plain_leaves_in_one_nest(strategy):
             assert found[name].indices.tolist() == np.repeat(range(N), rows).tolist()
             assert found[name].values[:, 1].tolist() == (found[name].indices + 0.5).tolist()
     # Nothing is sent before all values are checked.
-    before = strategy._group.communicator.calls.number
+    before = strategy.replica_group.communicator.calls.number
     with pytest.raises(ValueError, match="IndexedSlices are reduced by SUM or MEAN, not by MAX"):
         strategy.reduce("MAX", value, None)
-    assert strategy._group.communicator.calls.number - before <= 2  # the ranks raise together
+    assert (
+        strategy.replica_group.communicator.calls.number - before <= 2
+    )  # the ranks raise together
 
 
 @pytest.mark.mpi(min_size=2)

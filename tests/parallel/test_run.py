@@ -176,7 +176,7 @@ def test_a_distributed_value_is_no_number(strategy):
     found: Any = per_replica(strategy)
     assert repr(found) == f"PerReplica(replica {RANK} of {N}: {RANK})"
     assert issubclass(type(found), hs.DistributedValues)
-    before = strategy._group.communicator.calls.number
+    before = strategy.replica_group.communicator.calls.number
     for wrong in (
         lambda: found + 1,
         lambda: found[0],
@@ -188,7 +188,7 @@ def test_a_distributed_value_is_no_number(strategy):
             TypeError, match=r"^PerReplica\.__\w+__: this is one value per replica; reduce it first"
         ):
             wrong()
-    assert strategy._group.communicator.calls.number == before
+    assert strategy.replica_group.communicator.calls.number == before
     # As `if found:` would end a loop after its first step.
     with pytest.raises(TypeError, match="one value per replica"):
         hs.any_rank(found)
@@ -226,10 +226,10 @@ def test_local_results_of_anything_else(strategy, place):
     assert strategy.experimental_local_results(array)[0] is array
     with strategy.scope():
         v = hs.Variable(1.0)
-    made = strategy._group.communicator.calls.number
+    made = strategy.replica_group.communicator.calls.number
     assert strategy.experimental_local_results(v) == (v,)
     # Another rank may have one value per replica.
-    assert strategy._group.communicator.calls.number == made + (N > 1)
+    assert strategy.replica_group.communicator.calls.number == made + (N > 1)
 
 
 def test_local_results_of_what_cannot_travel(strategy):
@@ -366,7 +366,7 @@ def test_what_is_a_flag(strategy, xp):
 @pytest.fixture
 def checked(strategy, monkeypatch):
     """A strategy of a job with `HPCSTRAT_CHECK=1`."""
-    monkeypatch.setattr(strategy._group.communicator, "checks", N > 1)
+    monkeypatch.setattr(strategy.replica_group.communicator, "checks", N > 1)
     return strategy
 
 

@@ -236,7 +236,7 @@ def test_slots_for_which_one_rank_has_no_memory(strategy, monkeypatch):
 @pytest.mark.parametrize("failing", [0, N - 1])
 def test_a_message_for_which_one_rank_has_no_memory(strategy, monkeypatch, failing):
     # More than mailboxes have room for now: strategies share them.
-    size = strategy._group.communicator.mailboxes._capacity // 8 + 1
+    size = strategy.replica_group.communicator.mailboxes._capacity // 8 + 1
     v = hs.Variable(np.zeros(size), aggregation="SUM")
 
     def refuse(*_):

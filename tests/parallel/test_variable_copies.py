@@ -140,7 +140,7 @@ def test_a_variable_pickles_as_its_array(strategy, dtype):
     array = np.array([[1, 0, 1], [1, 1, 0]]).astype(dtype)
     with strategy.scope():
         v, scalar = hs.Variable(array), hs.Variable(5)
-    calls = strategy._group.communicator.calls
+    calls = strategy.replica_group.communicator.calls
     before = calls.number
     for protocol in (2, pickle.HIGHEST_PROTOCOL):
         message = pickle.dumps({"model": [v, v], "step": scalar}, protocol)

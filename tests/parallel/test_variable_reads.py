@@ -545,9 +545,9 @@ def test_no_read_communicates(strategy, xp):
     if RANK == 0:
         reads()
     with strategy.scope():
-        before = strategy._group.communicator.calls.number
+        before = strategy.replica_group.communicator.calls.number
         reads()
-        assert strategy._group.communicator.calls.number == before
+        assert strategy.replica_group.communicator.calls.number == before
     strategy.run(lambda: v.assign(xp.ones((2, 3))))
     assert (v.numpy() == N).all()
 
@@ -572,7 +572,7 @@ def rows():
 
 @pytest.fixture
 def checked(monkeypatch, strategy):
-    monkeypatch.setattr(strategy._group.communicator, "checks", N > 1)
+    monkeypatch.setattr(strategy.replica_group.communicator, "checks", N > 1)
     return strategy
 
 

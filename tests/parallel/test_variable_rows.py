@@ -238,7 +238,7 @@ class TestRanksThatDiffer:
         scatter(v, "update", RANK + 1.0, [RANK])
         assert v.numpy().tolist() == expected
         # As with HPCSTRAT_CHECK=1.
-        monkeypatch.setattr(strategy._group.communicator, "checks", True)
+        monkeypatch.setattr(strategy.replica_group.communicator, "checks", True)
         with pytest.raises(hs.ReplicaMismatchError, match="checksum"):
             scatter(v, "update", float(RANK == odd), [0])
         assert v.numpy().tolist() == expected
