@@ -19,7 +19,7 @@ from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import DistributedValues
 from hpcstrat._process import launchers, worlds
 from hpcstrat._replicas import contexts
-from hpcstrat._strategies import step_graphs
+from hpcstrat._strategies.function import function_of
 from hpcstrat._transports.connection import connect, count_ranks, find_connected
 from hpcstrat._transports.host import HostCommunicator
 from hpcstrat._variable.variable import Variable
@@ -204,7 +204,7 @@ def _connect() -> HostCommunicator:
     """All ranks, for values on the host, which differ from step to step."""
     context = contexts.current.get()
     if context is not None and context.group.stream is not None:  # also that of a merge_call
-        context.group.stream.require_eager(current_call())
+        context.group.stream.refuse_in_graph(current_call())
     return connect()
 
 
@@ -374,4 +374,4 @@ def function(fn: Any = None, **options: Any) -> Any:
         raise TypeError(f"function: fn is {fn!r}; pass a function, as `@function` does")
     if fn is None:
         return function
-    return step_graphs.function_of(fn) if gpu.has_cupy() else fn
+    return function_of(fn) if gpu.has_cupy() else fn

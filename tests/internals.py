@@ -67,7 +67,7 @@ from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.parts import PART, host_parts
 from hpcstrat._storage.plan import Plan
-from hpcstrat._strategies import captured_step, reachable, step_graphs
+from hpcstrat._strategies import function
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._strategies.strategies import make_mirrored_group

@@ -13,11 +13,14 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 import numpy as np
 
 from hpcstrat._core.cublas import GraphProducts, arrays_of
+
+if TYPE_CHECKING:
+    from hpcstrat._core.graph import Graph
 
 _NOT_READY = 600
 # CUDA's stub of the library, which is not a driver, and a driver that finds no device.
@@ -108,9 +111,7 @@ class Stream:
         entered: the event that this stream waits for where it becomes current.
         left: the event that the program's stream waits for afterwards.
         reads: events after which this stream has read other libraries' memory, and that memory.
-        capture: the `CapturedStep` that the work on this stream becomes; `None` if it is done.
-        updates: its method that takes the rules of updates, also in a rehearsal; else `None`.
-        graphs: all that were made.
+        graphs: those that were captured here.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -123,9 +124,7 @@ class Stream:
         self.entered: Any = self.cuda.Event(disable_timing=True)
         self.left: Any = self.cuda.Event(disable_timing=True)
         self.reads: deque[tuple[Any, list[Any]]] = deque()
-        self.capture: Any = None
-        self.updates: Callable[..., Any] | None = None
-        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         _computing.add(ordinal)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
@@ -141,14 +140,14 @@ class Stream:
         The stream is current.
         """
         if not is_on_gpu(array):
-            # A graph has no copies from the host, but kernels with a number as a parameter.
-            if self.updates is not None and array.dtype.isbuiltin == 1:
+            # A kernel with a number as its parameter: a graph has no copies from the host.
+            if array.dtype.isbuiltin == 1:
                 if array.size == 1 or (array.size and not any(array.strides)):
                     return self.xp.full(array.shape, array.flat[0], array.dtype)
             return self.xp.asarray(array)
         if array.data.device_id == self.ordinal:
             return array
-        self.require_eager("an array on another GPU")
+        self.refuse_in_graph("an array on another GPU")
         other = self.cuda.Device(array.data.device_id)
         with other:
             # CuPy copies nothing strided from another GPU.
@@ -182,23 +181,25 @@ class Stream:
         """Waits until all work on this stream is done."""
         self.raw.synchronize()
 
-    def require_eager(self, what: str) -> None:
-        """Refuses what a launch of a graph would not repeat, while the stream captures.
+    def refuse_in_graph(self, what: str) -> None:
+        """Refuses what a launch of a graph would not repeat, while this stream captures one.
 
         Raises:
             RuntimeError: it captures.
         """
-        if self.capture is not None:
-            self.capture.refuse(what)
+        if self.raw.is_capturing():
+            raise RuntimeError(
+                f"{what} cannot be part of a CUDA graph; do it outside of the hs.function"
+            )
 
     @functools.cached_property
     def products(self) -> GraphProducts:
         """Matrix products for graphs; this stream is current and does not capture."""
         return GraphProducts(self)
 
-    def drop_graphs(self, group: Any = None) -> None:
-        """Destroys the graphs of these replicas, or all, once the stream has no work."""
-        if graphs := [graph for graph in self.graphs if group in (None, graph.group)]:
+    def drop_graphs(self, owner: object = None) -> None:
+        """Destroys the graphs of an owner, or all, once the stream has done its work."""
+        if graphs := [graph for graph in self.graphs if owner in (None, graph.owner)]:
             self.synchronize()
             for graph in graphs:
                 graph.drop()

@@ -7,7 +7,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import Any, NoReturn, SupportsIndex, TypeVar, final
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex, TypeVar, final
 
 from hpcstrat._core import device_names, gpu
 from hpcstrat._storage.base import Storage
@@ -15,6 +15,9 @@ from hpcstrat._storage.host import HostStorage
 from hpcstrat._transports.device import DeviceCommunicator
 from hpcstrat._transports.host import SoloCommunicator
 from hpcstrat._transports.verbs import Communicator
+
+if TYPE_CHECKING:
+    from hpcstrat._update.graph_numbers import GraphNumbers
 
 _Value = TypeVar("_Value")
 
@@ -61,7 +64,8 @@ class ReplicaGroup:
 
     A strategy builds one. Variables, optimizers, metrics, checkpoints and contexts hold the group,
     not the strategy. Groups are compared by identity: a variable recognizes the contexts of its
-    strategy by their group. Only `is_closed`, `strategy` and `replica_context` change.
+    strategy by their group. Only `is_closed`, `strategy`, `replica_context` and
+    `graph_numbers` change.
 
     Attributes:
         name: the strategy's name, for messages.
@@ -76,6 +80,7 @@ class ReplicaGroup:
         is_closed: whether the strategy is closed.
         strategy: the strategy; its type is not known in this package.
         replica_context: the `ReplicaContext` of this rank's replica, once a program asked for it.
+        graph_numbers: takes the numbers of updates while a function runs that becomes a graph.
         workers: the hosts, each of which reads data for its own replicas.
         device: this replica's device.
         stream: the stream that this replica computes on; `None` on the CPU.
@@ -93,6 +98,7 @@ class ReplicaGroup:
     is_closed: bool = False
     strategy: Any = None
     replica_context: Any = None
+    graph_numbers: GraphNumbers | None = None
     workers: Workers = field(init=False)
     device: device_names.Device = field(init=False)
     stream: gpu.Stream | None = field(init=False)

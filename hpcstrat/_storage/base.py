@@ -113,8 +113,6 @@ class Storage(abc.ABC):
             return
         assert self.stream is not None
         with self.stream.current():
-            if self.stream.capture is not None:
-                self.stream.capture.keep(block)
             rule.assign(block.array, self.stream.here(new))
 
     def write_part(self, block: Block, start: int, part: Bytes) -> None:

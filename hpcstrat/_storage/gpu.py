@@ -73,7 +73,7 @@ class GpuStorage(Storage):
         communicator, stream = self.communicator, self.stream
         with stream.current():
             with communicator.raise_together():
-                stream.require_eager("a new variable, or an optimizer's first step,")
+                stream.refuse_in_graph("a new variable, or an optimizer's first step,")
                 slabs = self._others if per_replica else self._variables
                 block = slabs.new_block(initial.shape, initial.dtype)
                 fill(block.array, stream.here(initial) if gpu.is_on_gpu(initial) else initial)
@@ -85,7 +85,7 @@ class GpuStorage(Storage):
     def _create_slot(self, variable: Block, value: float) -> Block:
         array, stream = variable.array, self.stream
         with self.communicator.raise_together(), stream.current():
-            stream.require_eager("a new variable, or an optimizer's first step,")
+            stream.refuse_in_graph("a new variable, or an optimizer's first step,")
             if self.writes_here:
                 block = self._others.new_block(array.shape, array.dtype)
                 block.array.fill(np.array(value, array.dtype))
@@ -198,8 +198,6 @@ class GpuStorage(Storage):
                 if plan.memory is None:
                     self._messages.lend(plan)
                     self._prepare_calls(plan)
-                if stream.capture is not None:
-                    stream.capture.keep(plan, plan.memory)
                 if values is not None:
                     plan.pack(values)
                 communicator.control.exchange(signature)

@@ -108,5 +108,5 @@ class MessageMemory:
 
     def allocate(self, nbytes: int) -> Array:
         """Memory for one plan's message alone. The stream is current."""
-        self._stream.require_eager("memory for a larger message")
+        self._stream.refuse_in_graph("memory for a larger message")
         return self._stream.xp.zeros(nbytes, np.uint8)

@@ -99,7 +99,7 @@ class HostStorage(Storage):
         communicator, stream = self.communicator, self.stream
         with communicator.raise_together():
             if stream is not None:
-                stream.require_eager("a new variable")
+                stream.refuse_in_graph("a new variable")
             slabs = self._own if per_replica else self._variables
             block = slabs.new_block(initial.shape, initial.dtype)
             if stream is not None and not per_replica:
@@ -293,7 +293,7 @@ class HostStorage(Storage):
         if isinstance(plan, GpuPlan):
             stream = plan.stream
             with self.communicator.raise_together(), stream.current():
-                stream.require_eager("an update of variables in host memory")
+                stream.refuse_in_graph("an update of variables in host memory")
                 if plan.memory is None:
                     self._messages.lend(plan)
                 if values is not None:

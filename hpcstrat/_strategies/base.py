@@ -27,7 +27,7 @@ from hpcstrat._replicas.contexts import (
     require_cross_replica,
 )
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._strategies import exchange, reduce, step_graphs
+from hpcstrat._strategies import exchange, function, reduce
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.transfer import (
     check_same_structure,
@@ -261,7 +261,7 @@ class Strategy:
         stream = self._group.stream
         if stream is None:
             return self._run(fn, args, kwargs)
-        steps = step_graphs.active.get() or getattr(fn, step_graphs.STEPS, None)
+        steps = function.active.get() or getattr(fn, function.STEPS, None)
         with stream.current():
             return self._run(fn, args, kwargs, steps)
 
@@ -270,7 +270,7 @@ class Strategy:
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
-        steps: step_graphs.StepFunction | None = None,
+        steps: function.StepFunction | None = None,
     ) -> Any:
         communicator, before = self._group.communicator, contexts.current.get()
         # The context is set inside the `try`: a signal may raise right after it was set.

@@ -347,7 +347,7 @@ class NcclCommunicator(DeviceCommunicator):
         finally:
             waiting.depth -= 1
         # An event of a capture would become a part of the graph, and never be done.
-        if self.stream.capture is None:
+        if not self.calls.is_capturing:
             self._run_ahead.note()
 
     def launch_graph(self, graph: Any) -> None:

@@ -339,7 +339,7 @@ class Variable(ReadableAsArray):
             state, context = self._state, contexts.context()
             is_replica = isinstance(context, InReplica)
             if context is not None and context.group is not state.group and context.group.stream:
-                context.group.stream.require_eager("a write to a variable of no strategy")
+                context.group.stream.refuse_in_graph("a write to a variable of no strategy")
             if isinstance(context, InUpdate):
                 context.require_writable(self)
             else:

@@ -188,7 +188,7 @@ class Optimizer:
     def __setattr__(self, name: str, value: Any) -> None:
         owner = type(self).__name__
         if any(field.name == name for field in dataclasses.fields(self)):
-            self._require_eager(name)
+            self._refuse_in_graph(name)
             if name == "learning_rate":
                 vars(self)["_rate"] = rate_of(owner, value)
             else:
@@ -237,7 +237,7 @@ class Optimizer:
             >>> optimizer.iterations
             2
         """
-        self._require_eager("iterations")
+        self._refuse_in_graph("iterations")
         return self._state.iterations
 
     @property
@@ -256,14 +256,14 @@ class Optimizer:
         """
         return list_variables(self, self._rate_now())
 
-    def _require_eager(self, name: str) -> None:
+    def _refuse_in_graph(self, name: str) -> None:
         """Refuses what a replica function reads or sets while it becomes a CUDA graph."""
         context = contexts.current.get()
         if context is None or (stream := context.group.stream) is None:
             return
         # A step may read it: its numbers are computed anew before each launch.
-        if stream.capture is not None and not current_call().endswith(".apply_gradients"):
-            stream.require_eager(f"{self.name}.{name}, a value on the host,")
+        if not current_call().endswith(".apply_gradients"):
+            stream.refuse_in_graph(f"{self.name}.{name}, a value on the host,")
 
     def _rate_now(self) -> float:
         rate: Any = self._rate
@@ -350,9 +350,8 @@ class Optimizer:
             given = [pair for pair in pairs if pair[0] is not None]
             return 0 < len(given) < len(pairs) and self._apply_as_before(given, are_summed)
         try:
-            rule = self._rule()
-            if group.stream is not None and group.stream.updates is not None:
-                rule = group.stream.updates(rule, state, self._rule)
+            numbers = group.graph_numbers
+            rule = self._rule() if numbers is None else numbers.rule_of(state, self._rule)
         except Exception:  # the slow path gets it too, and raises it on all ranks
             return False
         try:
@@ -371,11 +370,11 @@ class Optimizer:
             contexts.group().communicator.exchange(signature_of(current_call(), "no variable"))
             return
         group = _gradients.group_of_variable(pairs[0][1], "to")
-        if group.stream is not None and group.stream.capture is not None:
+        if group.stream is not None and group.stream.raw.is_capturing():
             given = [pair for pair in pairs if pair[0] is not None]
             others = [v for gradient, v in given if getattr(gradient, "dtype", None) != v.dtype]
             said = f", given a gradient that is not a {others[0].dtype} array," if others else ""
-            group.stream.require_eager(f"this step of {self.name}{said}")
+            group.stream.refuse_in_graph(f"this step of {self.name}{said}")
         state = self._state
         with group.communicator.raise_together():
             gradients, dense, sparse = _gradients.prepare_pairs(pairs)

@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 import pytest
 import simulated_gpu
-from internals import failure, gpu, launchers, step_graphs
+from internals import failure, gpu, launchers, function
 from strategies import STRATEGIES
 
 import hpcstrat as hs
@@ -185,7 +185,7 @@ def mirrored(place):
 @pytest.fixture
 def no_foreign_module(monkeypatch):
     """Lets hs.function make graphs, though another test has imported PyTorch or JAX."""
-    monkeypatch.setattr(step_graphs, "FOREIGN", ())
+    monkeypatch.setattr(function, "FOREIGN", ())
 
 
 @pytest.fixture

@@ -1,0 +1,135 @@
+"""CUDA graphs: what a function puts on a stream, captured with the memory that it uses."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, final
+
+from hpcstrat._core import gpu
+from hpcstrat._core.cublas import replaced
+
+
+@final
+class Graph:
+    """The work of a function as a CUDA graph, with all memory that it may use.
+
+    Args:
+        stream: where it is captured and launched; the current stream.
+        owner: whose graph it is; see `Stream.drop_graphs`.
+
+    Attributes:
+        owner: as above.
+        raw: the `cupy.cuda.Graph`.
+        inputs: the function's arguments; the graph reads those that are arrays.
+        results: what the function has returned; the graph writes those that are arrays.
+    """
+
+    def __init__(self, stream: gpu.Stream, owner: object) -> None:
+        self.owner: object = owner
+        self.raw: Any = None
+        self.inputs: Sequence[Any] = ()
+        self.results: Sequence[Any] = ()
+        self._stream = stream
+        # Of its own: what the function frees is free for others, but each launch writes to it.
+        self._pool: Any = stream.xp.cuda.MemoryPool()
+        self._made: set[int] = set()
+        self._kept: list[Any] = []
+        stream.graphs.add(self)
+
+    def capture(
+        self, function: Callable[[Sequence[Any]], Sequence[Any]], given: Sequence[Any]
+    ) -> None:
+        """Calls a function, but makes a graph of what it puts on the stream.
+
+        Args:
+            function: takes `inputs`, and returns `results`.
+            given: arguments like those of the launches.
+
+        Raises:
+            RuntimeError: an array that the function makes outlives it, and is not a result.
+            Exception: what the function raises, such as CuPy's refusal of a copy to the host.
+        """
+        stream, xp = self._stream, self._stream.xp
+        with xp.cuda.using_allocator(self._allocate):
+            self.inputs = [xp.empty_like(one) if gpu.is_on_gpu(one) else one for one in given]
+        used = self._pool.used_bytes()
+        stream.raw.begin_capture()  # relaxed, which is CuPy's default: memory may be allocated
+        try:
+            with (
+                xp.cuda.using_allocator(self._allocate),
+                stream.products.replace_cupys(),
+                self._watching(),
+            ):
+                self.results = function(self.inputs)
+            self.raw = stream.raw.end_capture()
+        except BaseException:
+            with contextlib.suppress(Exception):  # of a capture that the first error has ended
+                stream.raw.end_capture()
+            raise
+        self._refuse_others(used)
+        self.raw.upload(stream.raw)  # here it can still fail: it takes memory
+        self._kept = [*_memory_and_code(xp.cuda), *xp.fft.config.get_plan_cache()]
+
+    def _allocate(self, nbytes: int) -> Any:
+        try:
+            memory = self._pool.malloc(nbytes)
+        except MemoryError:  # the program's pool has what the calls before have used
+            self._stream.xp.get_default_memory_pool().free_all_blocks()
+            memory = self._pool.malloc(nbytes)
+        self._made.add(memory.mem.ptr)
+        return memory
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """A block in which calls of CuPy are refused that launches would not repeat."""
+        stream, cuda, random = self._stream, self._stream.cuda, self._stream.xp.random
+
+        def refuse(what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+            if cuda.get_current_stream().ptr == stream.raw.ptr:  # else in another thread
+                stream.refuse_in_graph(what)
+            return call(*arguments, **options)
+
+        watched = {
+            "work on another stream": [(cuda.Stream, "__enter__"), (cuda.Stream, "use")],
+            "a random number with a seed of the host": [
+                (random.RandomState, "_get_seed"),
+                (random.BitGenerator, "__init__"),
+            ],
+        }
+        with contextlib.ExitStack() as stack:
+            for what, calls in watched.items():
+                for owner, name in calls:
+                    stack.enter_context(replaced(owner, name, functools.partial(refuse, what)))
+            yield
+
+    def _refuse_others(self, used: int) -> None:
+        """Refuses arrays that were made and are there, apart from the results."""
+        memory = [one.data.mem for one in self.results if gpu.is_on_gpu(one)]
+        returned = sum({one.ptr: one.size for one in memory if one.ptr in self._made}.values())
+        if self._pool.used_bytes() - used > returned:
+            gc.collect()  # those in circles
+        if self._pool.used_bytes() - used > returned:
+            raise RuntimeError(
+                "an array that the function makes outlives it, and each launch would write to that "
+                "one and make no other; return it, as it is or in a tuple, list or dict, or write "
+                "to an array in place"
+            )
+
+    def drop(self) -> None:
+        """Destroys the graph and frees its memory. The stream has done its work."""
+        self.raw = self._pool = None
+        self.inputs = self.results = self._kept = []
+
+
+def _memory_and_code(cuda: Any) -> list[Any]:
+    """The memory of all arrays and the code of all kernels that are there now.
+
+    The function may have used any, and the program may drop it. Not the arrays and kernels
+    themselves, which the next capture would find here, and keep as well.
+    """
+    pointer, function, there = cuda.MemoryPointer, cuda.Function, gc.get_objects()
+    memory = [one.mem for one in there if type(one) is pointer]
+    return memory + [one.module for one in there if type(one) is function]
