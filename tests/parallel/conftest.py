@@ -17,7 +17,7 @@ import zlib
 import numpy as np
 import pytest
 import simulated_gpu
-from internals import failure, gpu, launchers, function
+from internals import failure, function, gpu, launchers
 from strategies import STRATEGIES
 
 import hpcstrat as hs
