@@ -55,7 +55,10 @@ class Graph:
         stream, xp = self._stream, self._stream.xp
         with xp.cuda.using_allocator(self._allocate):
             self.inputs = [xp.empty_like(one) if gpu.is_on_gpu(one) else one for one in given]
+        self._made.clear()  # the inputs are no results
         used = self._pool.used_bytes()
+        # Before and after: the function may drop arrays that it uses, and makes kernels.
+        self._kept = _memory_and_code(xp.cuda)
         stream.raw.begin_capture()  # relaxed, which is CuPy's default: memory may be allocated
         try:
             with (
@@ -71,7 +74,7 @@ class Graph:
             raise
         self._refuse_others(used)
         self.raw.upload(stream.raw)  # here it can still fail: it takes memory
-        self._kept = [*_memory_and_code(xp.cuda), *xp.fft.config.get_plan_cache()]
+        self._kept += [*_memory_and_code(xp.cuda), *xp.fft.config.get_plan_cache()]
 
     def _allocate(self, nbytes: int) -> Any:
         try:

@@ -75,6 +75,16 @@ def test_an_array_that_is_dropped(mirrored, keep, read):
     assert captured(step) == 1 and junk
 
 
+def test_an_array_that_the_function_drops(mirrored):
+    xp, arrays = mirrored.xp, [mirrored.xp.full(1000, 3.0) for _ in range(3)]
+    step, x = hs.function(lambda x: x * arrays.pop()), xp.ones(1000)
+    for _ in range(3):
+        mirrored.run(step, args=(x,))
+    junk = poison(mirrored)
+    assert set(own(mirrored.run(step, args=(x,)))) == {3.0}
+    assert captured(step) == 1 and junk
+
+
 def test_a_generator(mirrored):
     """Each launch draws other numbers, as each call does; the graph writes to the old one's."""
     xp, holder = mirrored.xp, Holder()

@@ -1,5 +1,6 @@
 """hs.function on GPUs: what a graph cannot have raises, on all ranks, and leaves all as it was."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,13 @@ def elsewhere(model, work):
     model.other.synchronize()
 
 
+def waits(model, loss):
+    """CUDA's refusal ends the capture."""
+    with contextlib.suppress(RuntimeError):
+        model.xp.cuda.get_current_stream().synchronize()
+    return loss
+
+
 def across(call):
     return hs.get_replica_context().merge_call(lambda _: call())
 
@@ -102,6 +110,7 @@ CANNOT: Any = {  # what is done after the step, with the model, the batch and th
     "a NumPy array": (lambda m, b, loss: m.xp.asarray(np.ones(3)), FROM_HOST),
     "a list": (lambda m, b, loss: b[0][[0, 1]], FROM_HOST),
     "a wait": (lambda m, b, loss: m.xp.cuda.get_current_stream().synchronize(), "capturing"),
+    "a wait whose refusal is caught": (lambda m, b, loss: waits(m, loss), "capture"),
     "another stream": (lambda m, b, loss: elsewhere(m, lambda: m.xp.ones(1)), "another stream"),
     "another stream, in place": (
         lambda m, b, loss: elsewhere(m, lambda: m.xp.add(m.ones, 1, out=m.ones)),
@@ -138,6 +147,7 @@ CANNOT: Any = {  # what is done after the step, with the model, the batch and th
     "kept in a class": (lambda m, b, loss: setattr(Pair, "last", loss), "outlives it"),
     "kept as a view": (lambda m, b, loss: m.kept.append(loss.reshape(1)), "outlives it"),
     "kept in a cycle": (lambda m, b, loss: m.kept.append([m.kept, loss]), "outlives it"),
+    "kept beside an argument": (lambda m, b, loss: [m.kept.append(loss), b], "outlives it"),
     "returned in an object": (lambda m, b, loss: Pair(loss), "outlives it"),
     **(
         {"no strategy's": (lambda m, b, loss: m.of_none.assign_add(1), "of no strategy")}
@@ -300,6 +310,7 @@ def test_no_memory_for_a_graph(mirrored, monkeypatch, ranks):
             self.graph = graph
 
         def upload(self, _):
+            del self.graph
             raise MemoryError("no memory for the graph")
 
     (batch,) = batches(mirrored, (4,))
