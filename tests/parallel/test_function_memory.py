@@ -2,7 +2,9 @@
 
 import contextvars
 import gc
+import sys
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -198,6 +200,33 @@ def test_a_function_that_is_dropped(mirrored):
         del step
         junk = poison(mirrored)
         assert all(set(own(one)) == {1.0 + i} for one in results) and junk
+
+
+def test_a_thread_that_looks_at_frames(mirrored):
+    """As a watchdog and a profiler do: local variables live a moment longer."""
+    xp, is_done = mirrored.xp, threading.Event()
+
+    def look():
+        while not is_done.is_set():
+            frames = sys._current_frames()
+            time.sleep(0.002)
+            del frames
+
+    def step(x, number):
+        local = x + number
+        time.sleep(0.003)
+        return local.sum()
+
+    thread, step = threading.Thread(target=look), hs.function(step)
+    thread.start()
+    try:
+        for i in range(4 * function.MOST_KINDS):
+            found = mirrored.run(step, args=(xp.ones(3), i // 4))
+            assert own(found) == 3 + 3 * (i // 4)
+    finally:
+        is_done.set()
+        thread.join()
+    assert captured(step) == function.MOST_KINDS
 
 
 def test_a_pool_without_memory(mirrored, monkeypatch):
