@@ -90,7 +90,7 @@ from hpcstrat._transports.reduction import (
     reduce_in_chunks,
 )
 from hpcstrat._transports.shared_memory import SharedMemoryCommunicator
-from hpcstrat._update import compiled, device_update, rows
+from hpcstrat._update import compiled, device_update, graph_numbers, rows
 from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._watchdog import channels, watchdog
 from hpcstrat._watchdog.channels import UNKNOWN, Link, MemberChannel, RankStatus, RootChannel

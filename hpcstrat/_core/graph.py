@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
@@ -57,8 +58,10 @@ class Graph:
         stream, xp = self.stream, self.stream.xp
         with xp.cuda.using_allocator(self._allocate):
             self.inputs = [xp.empty_like(one) if gpu.is_on_gpu(one) else one for one in given]
+        self._made.clear()  # the inputs are no results
         used = self._pool.used_bytes()
-        self._made.clear()
+        # Before and after: the function may drop arrays that it reads, and make others.
+        self._kept = _memory_of_arrays(xp.cuda)
         stream.raw.begin_capture()  # relaxed, which is CuPy's default: memory may be allocated
         try:
             with (
@@ -74,7 +77,7 @@ class Graph:
             raise
         self._refuse_others(used)
         self.raw.upload(stream.raw)  # here it can still fail: it takes memory
-        self._kept = [*_memory_and_code(xp.cuda), *xp.fft.config.get_plan_cache()]
+        self._kept += [*_memory_of_arrays(xp.cuda), *xp.fft.config.get_plan_cache()]
 
     def _allocate(self, nbytes: int) -> Any:
         try:
@@ -112,8 +115,11 @@ class Graph:
         """Refuses arrays that were made and are there, apart from the results."""
         memory = [one.data.mem for one in self.results if gpu.is_on_gpu(one)]
         returned = sum({one.ptr: one.size for one in memory if one.ptr in self._made}.values())
-        if self._pool.used_bytes() - used > returned:
+        for _ in range(10):
+            if self._pool.used_bytes() - used <= returned:
+                return
             gc.collect()  # those in circles
+            time.sleep(0.01)  # a thread, such as the watchdog, may look at the function's frame
         if self._pool.used_bytes() - used > returned:
             raise RuntimeError(
                 "an array that the function makes outlives it, and each launch would write to that "
@@ -140,12 +146,10 @@ def drop_graphs(stream: gpu.Stream, owner: object = None) -> None:
         gc.collect()  # what else holds one, such as the traceback of an error
 
 
-def _memory_and_code(cuda: Any) -> list[Any]:
-    """The memory of all arrays and the code of all kernels that are there now.
+def _memory_of_arrays(cuda: Any) -> list[Any]:
+    """The memory of all arrays that are there now: the function may read any, and it be dropped.
 
-    The function may have used any, and the program may drop it. Not the arrays and kernels
-    themselves, which the next capture would find here, and keep as well.
+    Not the arrays themselves, which the next capture would find here, and keep as well.
     """
-    pointer, function, there = cuda.MemoryPointer, cuda.Function, gc.get_objects()
-    memory = [one.mem for one in there if type(one) is pointer]
-    return memory + [one.module for one in there if type(one) is function]
+    pointer = cuda.MemoryPointer
+    return [one.mem for one in gc.get_objects() if type(one) is pointer]

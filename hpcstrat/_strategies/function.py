@@ -266,7 +266,7 @@ class Kind:
         except BaseException as error:
             self._numbers.undo()
             graph.drop()
-            if isinstance(error, RuntimeError):
+            if isinstance(error, (RuntimeError, MemoryError)):
                 reports.add_note(
                     error,
                     f"hs.function: {name} was being captured as a CUDA graph, which has nothing of "
@@ -317,6 +317,10 @@ def _check(group: ReplicaGroup, leaves: Sequence[Any]) -> None:
     """Refuses a call that can never be captured."""
     stream = group.stream
     assert stream is not None
+    try:
+        _ = stream.products
+    except Exception as error:
+        raise RuntimeError(f"hs.function: cuBLAS does not start: {error}") from error
     if found := [name for name in FOREIGN if name in sys.modules]:
         raise RuntimeError(
             f"hs.function: {found[0]} is imported, and a CUDA graph has neither its arrays nor its "

@@ -1,5 +1,6 @@
-"""What the tests of hs.function share: a network, its batches, and what has become of a function."""
+"""What the tests of hs.function share: a network, its batches, and the graphs of a function."""
 
+import gc
 import warnings
 from typing import Any
 
@@ -45,10 +46,8 @@ class Model:
             self.weights = [hs.Variable(rng.normal(0, 0.3, s).astype(np.float32)) for s in SHAPES]
             self.optimizer = optimizer()
             self.mean = hs.metrics.Mean()
-        self.last: Any = self.xp.ones(())
-        self.restore: Any = None
-        self.events: list[Any] = []
-        self.other_stream = self.xp.cuda.Stream(non_blocking=True)
+        self.kept: list[Any] = []
+        self.last: Any = None
 
     def step(self, batch):
         x, y = batch
@@ -67,41 +66,23 @@ class Model:
             *[v.numpy() for v in self.weights],
             *[v.numpy() for v in self.optimizer.variables],
             self.mean.result(),
+            self.optimizer.iterations,
         ]
 
 
-def own(value):
-    return hs.asnumpy(select(value))
+class Momentum(hs.optimizers.Optimizer):
+    """A number and an option that may change between steps."""
 
+    momentum, is_signed = 0.9, False
+    slots = {"velocity": 0.0}
 
-def train(strategy, optimizer, decorate, given=None, between=None):
-    """The losses of all calls and the state after them, and the model's step."""
-    model = Model(strategy, optimizer)
-    step = decorate(model.step)
-    losses = []
-    for i, batch in enumerate(batches(strategy) if given is None else given(strategy)):
-        if between is not None:
-            between(i, model)
-        losses.append(strategy.run(step, args=(batch,)))
-    return [*map(own, losses), *model.state()], step
+    def numbers(self, rate, step):
+        return {"rate": rate, "momentum": self.momentum, "is_signed": self.is_signed}
 
-
-def captured(step):
-    """How many graphs a function has."""
-    of_groups = getattr(step, function.STEPS)._kinds.values()
-    return sum(kind.graph is not None for kinds in of_groups for kind in kinds.values())
-
-
-def check_equal(one, other):
-    for a, b in zip(one, other, strict=True):
-        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
-
-
-def compare(strategy, optimizer, graphs=1, **options):
-    eager, _ = train(strategy, optimizer, lambda fn: fn, **options)
-    other, step = train(strategy, optimizer, hs.function, **options)
-    check_equal(eager, other)
-    assert captured(step) == graphs
+    @staticmethod
+    def formula(value, gradient, velocity, *, rate, momentum, is_signed):
+        velocity = momentum * velocity - rate * (np.sign(gradient) if is_signed else gradient)
+        return value + velocity, velocity
 
 
 OPTIMIZERS = {
@@ -114,6 +95,55 @@ OPTIMIZERS = {
     "own": lambda: Adamax(0.01),
     "decay": lambda: hs.optimizers.AdamW(0.01, weight_decay=0.1, clipvalue=0.01),
 }
+
+
+def own(value):
+    return hs.asnumpy(select(value))
+
+
+def captured(step):
+    """The number of graphs of a function."""
+    of_groups = getattr(step, function.STEPS)._kinds.values()
+    return sum(kind.graph is not None for kinds in of_groups for kind in kinds.values())
+
+
+def poison(strategy):
+    """Drops what is unreachable, and returns arrays of nan in the place of it."""
+    gc.collect()
+
+    def fill():
+        return [strategy.xp.full(size, np.nan) for size in (1, 10, 1000, 5000) for _ in range(8)]
+
+    return fill(), strategy.run(fill)
+
+
+def check_equal(one, other):
+    for a, b in zip(one, other, strict=True):
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def check_same(trained, graphs=1):
+    """Compares the values that `trained(decorate)` returns, with its function, to the bit."""
+    eager, _ = trained(lambda fn: fn)
+    other, step = trained(hs.function)
+    check_equal(eager, other)
+    assert captured(step) == graphs
+    return other
+
+
+def compare(strategy, optimizer, graphs=1, given=batches, between=None):
+    """Compares the losses of all calls and the state after them."""
+
+    def trained(decorate):
+        model, losses = Model(strategy, optimizer), []
+        step = decorate(model.step)
+        for i, batch in enumerate(given(strategy)):
+            if between is not None:
+                between(i, model)
+            losses.append(strategy.run(step, args=(batch,)))
+        return [*map(own, losses), *model.state()], step
+
+    check_same(trained, graphs)
 
 
 def warned(call):

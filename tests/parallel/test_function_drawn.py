@@ -4,92 +4,178 @@ import gc
 
 import numpy as np
 import pytest
-from graphs import MARKS, OPTIMIZERS, RANK, SHAPES, Model, N, check_equal, own, warned
+from graphs import (
+    MARKS,
+    OPTIMIZERS,
+    RANK,
+    SHAPES,
+    Model,
+    Momentum,
+    N,
+    check_equal,
+    own,
+    poison,
+    warned,
+)
+from internals import function
 from slow import slow_but
 from strategies import strategies_for
 
 import hpcstrat as hs
 
 pytestmark = MARKS
-CALLS = 45
+CALLS = 60
 
 
-@pytest.fixture(params=strategies_for(N))
-def strategy(request, place):
-    with place.make(request.param) as made:
-        yield made
+class Program:
+    """What it draws does not depend on `decorate`, nor, apart from data and sizes, on the rank."""
 
-
-def changes(strategy, models, shared):
-    """What a program may do between two steps; the same on all ranks."""
-    xp, (one, other) = strategy.xp, models
-    rate = hs.optimizers.schedules.CosineDecay(0.1, 20)
-
-    def add_variable():
+    def __init__(self, strategy, other, decorate, seed):
+        self.strategy, self.other, self.seed = strategy, other, seed
+        self.shared, alone = np.random.default_rng(seed), np.random.default_rng([seed, RANK])
+        self.sizes = self.shared if self.shared.random() < 0.5 else alone
+        xp, drawn = strategy.xp, [*OPTIMIZERS.values(), lambda: Momentum(0.1, clipnorm=0.05)]
+        makers = [drawn[self.shared.integers(len(drawn))] for _ in range(3)]
+        self.models = one, two, three = [
+            Model(made, maker)
+            for made, maker in zip((strategy, strategy, other), makers, strict=True)
+        ]
+        self.total, self.random = xp.zeros(3), xp.random.default_rng(RANK)
+        self.kept, self.results = [], []
         with strategy.scope():
-            extra = hs.Variable(np.zeros((int(shared.integers(1, 400)), 7), np.float32))
-        gradient = xp.ones(extra.shape, np.float32)
-        strategy.run(lambda: one.optimizer.apply_gradients([(gradient, extra)]))
+            self.average = hs.Variable(np.zeros(6, np.float32), aggregation="MEAN")
+            self.seen = hs.Variable(np.zeros(3), synchronization="ON_READ", aggregation="SUM")
 
-    def free():
-        xp.get_default_memory_pool().free_all_blocks()
-        gc.collect()
+        class Trainer:
+            def __init__(self, scale):
+                self.scale = scale
 
-    return [
-        lambda: setattr(one.optimizer, "learning_rate", float(shared.random())),
-        lambda: setattr(other.optimizer, "learning_rate", rate),
-        lambda: other.weights[1].assign(np.full(SHAPES[1], shared.random(), np.float32)),
-        lambda: one.mean.reset_state(),
-        add_variable,
-        free,
-    ]
+            @decorate
+            def step(self, batch):
+                return two.step(batch) * self.scale
+
+        self.trainers = [Trainer(2.0), Trainer(3.0)]
+
+        @decorate
+        def simple(batch, number):
+            if number < 0:
+                raise ValueError("drawn")
+            return one.step(batch) * number
+
+        @decorate
+        def around(batch, number):
+            def replica_step(batch):  # another function in each call
+                loss = two.step(batch) + one.step(batch)
+                self.total[...] += loss * number
+                self.average.assign(0.5 * self.average + 0.5 * batch[0].sum(axis=0))
+                self.seen.assign_add(self.total)
+                context = hs.get_replica_context()
+                return context.all_reduce("MEAN", {"a": loss, "b": batch[0].sum()}), self.total + 1
+
+            means, total = strategy.run(replica_step, args=(batch,))
+            return strategy.reduce("SUM", means["a"], axis=None), means["b"], total
+
+        @decorate
+        def draws(x, number):
+            return {"x": (x * self.random.random(x.shape)).sum(axis=0) + number, "same": x}
+
+        self.simple, self.around, self.draws = simple, around, draws
+        self.elsewhere = decorate(three.step)
+
+    def change(self):
+        """Does something between two steps."""
+        xp, shared, (one, two, three) = self.strategy.xp, self.shared, self.models
+
+        def add_variable():
+            with self.strategy.scope():
+                extra = hs.Variable(np.zeros((int(shared.integers(1, 400)), 7), np.float32))
+            gradient = xp.ones(extra.shape, np.float32)
+            self.strategy.run(lambda: one.optimizer.apply_gradients([(gradient, extra)]))
+
+        def free():
+            self.kept = [poison(self.strategy)]
+            xp.get_default_memory_pool().free_all_blocks()
+
+        changes = [
+            lambda: setattr(one.optimizer, "learning_rate", float(shared.random()) / 10),
+            lambda: setattr(two.optimizer, "learning_rate", lambda step: 0.1 / (1 + step)),
+            lambda: setattr(
+                three.optimizer, "learning_rate", hs.optimizers.schedules.CosineDecay(0.1, 20)
+            ),
+            lambda: [
+                setattr(m.optimizer, "is_signed", bool(shared.integers(2))) for m in (one, two)
+            ],
+            lambda: two.weights[1].assign(np.full(SHAPES[1], shared.random(), np.float32)),
+            lambda: self.average.assign_add(np.ones(6, np.float32)),
+            lambda: one.mean.reset_state(),
+            add_variable,
+            free,
+            lambda: gc.collect(),
+        ]
+        changes[shared.integers(len(changes))]()
+
+    def play(self):
+        """The results of all steps, and the state after them."""
+        xp, shared, strategy = self.strategy.xp, self.shared, self.strategy
+        for i in range(CALLS):
+            if shared.random() < 0.25:
+                self.change()
+            size, data = int(self.sizes.choice([4] * 6 + [2, 0])), np.random.default_rng([i, RANK])
+            pairs = [data.random((size, columns), np.float32) for columns in (6, 3)]
+            batch = tuple(map(xp.asarray, pairs))
+            number, which = int(shared.choice([1, 1, 1, 1, 2])), shared.integers(6)
+            if which == 0:
+                if shared.random() < 0.2:
+                    with pytest.raises(ValueError, match="drawn"):
+                        strategy.run(self.simple, args=(batch, -1))
+                self.results.append(strategy.run(self.simple, args=(batch, number)))
+            elif which == 1:
+                self.results.append(self.around(batch, float(number)))
+            elif which == 2:
+                trainer = self.trainers[int(number == 2)]
+                self.results.append(strategy.run(trainer.step, args=(batch,)))
+            elif which == 3:  # more kinds than are kept
+                many = int(shared.choice(12, p=[0.4, *[0.6 / 11] * 11]))
+                self.results.append(strategy.run(self.draws, args=(batch[0], many)))
+            elif which == 4:
+                self.results.append(self.other.run(self.elsewhere, args=(batch,)))
+            else:
+                mixed = batch[0].T.copy().T if number == 2 else batch[0]
+                self.results.append(strategy.run(self.simple, args=((mixed, batch[1]), 1.0)))
+            if shared.random() < 0.3:
+                self.results = [hs.asnumpy(own_leaves(one)) for one in self.results]
+        found = [leaf for one in self.results for leaf in own_leaves(one)]
+        more = [self.average, self.seen, *[model.state() for model in self.models]]
+        return [*found, self.total.get(), *leaves(hs.asnumpy(more))]
 
 
-def play(strategy, decorate, seed):
-    """The results of all steps, and the state after them."""
-    shared, own_random = np.random.default_rng(seed), np.random.default_rng([seed, RANK])
-    xp, names = strategy.xp, [*OPTIMIZERS]
-    models = [Model(strategy, OPTIMIZERS[str(shared.choice(names))]) for _ in range(2)]
-    total, between = xp.zeros(3), changes(strategy, models, shared)
-    sizes_of = shared if shared.random() < 0.5 else own_random  # the same on all ranks, or not
-
-    @decorate
-    def first(batch, number):
-        return models[0].step(batch) * number
-
-    def replica_step(batch, number):
-        loss = models[1].step(batch)
-        total[...] += loss
-        if number < 0:
-            raise ValueError("drawn")
-        return hs.get_replica_context().all_reduce("MEAN", loss + batch[0].sum()), total
-
-    @decorate
-    def second(batch, number):
-        return strategy.run(replica_step, args=(batch, number))
-
-    found = []
-    for i in range(CALLS):
-        if shared.random() < 0.2:
-            between[shared.integers(len(between))]()
-        size, data = (
-            int(sizes_of.choice([4, 4, 4, 4, 2, 0])),
-            np.random.default_rng([seed, i, RANK]),
-        )
-        batch = tuple(xp.asarray(data.random((size, columns), np.float32)) for columns in (6, 3))
-        number, is_first = int(shared.choice([1, 1, 1, 2])), shared.random() < 0.5
-        if is_first:
-            found.append(own(strategy.run(first, args=(batch, number))))
-        elif shared.random() < 0.05:
-            with pytest.raises(ValueError, match="drawn"):
-                second(batch, -1)
-        else:
-            found += map(own, second(batch, float(number)))
-    return [*found, *models[0].state(), *models[1].state()]
+def leaves(nest):
+    if isinstance(nest, dict):
+        nest = [*nest.values()]
+    return (
+        [leaf for one in nest for leaf in leaves(one)]
+        if isinstance(nest, (list, tuple))
+        else [nest]
+    )
 
 
-@pytest.mark.parametrize("seed", slow_but([0, 1], [*range(16)]))
-def test_with_and_without(strategy, seed):
-    eager, found = play(strategy, lambda fn: fn, seed), []
-    warned(lambda: found.extend(play(strategy, hs.function, seed)))  # of the exception, where drawn
-    check_equal(eager, found)
+def own_leaves(nest):
+    return [own(leaf) for leaf in leaves(nest)]
+
+
+@pytest.mark.parametrize("seed", slow_but([0, 1, 2], [*range(120)]))
+def test_with_and_without(place, seed):
+    kinds = strategies_for(N)
+    with place.make(kinds[seed % len(kinds)]) as strategy, place.make(hs.MirroredStrategy) as other:
+        eager, found, count = Program(strategy, other, lambda fn: fn, seed).play(), [], []
+
+        def run():
+            program = Program(strategy, other, hs.function, seed)
+            found.extend(program.play())
+            steps = [getattr(program, name) for name in ("simple", "around", "draws", "elsewhere")]
+            count.extend(len(getattr(step, function.STEPS).graphs()) for step in steps)
+
+        texts = warned(run)
+        check_equal(eager, found)
+        assert sum(count) > 0
+        assert all("more than 8 kinds" in text for text in texts), texts

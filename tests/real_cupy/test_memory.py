@@ -89,7 +89,7 @@ def test_a_graph_finds_the_memory_of_all_arrays():
     variable.set(array(4)[1:])
     slices = hs.IndexedSlices(array(5).view(Subclass), array(2, np.int64))
     pointer = array(6).data
-    found = {id(one) for one in graph._memory_and_code(cupy.cuda)}
+    found = {id(one) for one in graph._memory_of_arrays(cupy.cuda)}
     alive = [boxed[0].data, variable.get().data, slices.values.data, slices.indices.data, pointer]
     assert found >= {id(one.mem) for one in alive}
 
@@ -97,10 +97,10 @@ def test_a_graph_finds_the_memory_of_all_arrays():
 def test_a_graph_keeps_memory_and_not_arrays():
     """The next graph does not find what only the first one keeps."""
     one, owner = held()
-    first = graph._memory_and_code(cupy.cuda)
+    first = graph._memory_of_arrays(cupy.cuda)
     del one
     stream().let_go()
-    second = graph._memory_and_code(cupy.cuda)
+    second = graph._memory_of_arrays(cupy.cuda)
     assert owner() is not None and len(second) < len(first)
     del first
     assert owner() is None

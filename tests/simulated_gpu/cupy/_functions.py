@@ -444,13 +444,11 @@ def where(condition, x=None, y=None):
     if x is None and y is None:
         return nonzero(condition)
     args = [operand(one) for one in (condition, x, y)]
-    is_array = [isinstance(one, ndarray) for one in args]
+    numbers = [None if isinstance(one, ndarray) else one for one in args]  # no array: it may go
 
     def compute(*hosts):
         given = iter(hosts)
-        return np.where(
-            *[next(given) if one else arg for one, arg in zip(is_array, args, strict=True)]
-        )
+        return np.where(*[next(given) if one is None else one for one in numbers])
 
     return launch(compute, *[one for one in args if isinstance(one, ndarray)])
 

@@ -2,7 +2,7 @@
 
 import weakref
 
-from . import _checker, _streams
+from . import _streams
 
 
 class Captured(list):
@@ -29,7 +29,7 @@ class Graph:
     """CuPy's. It uses the memory that it was captured with, even if reused by then."""
 
     def __init__(self, queue, captured):
-        self._queue, self._captured, self._last = queue, captured, None
+        self._queue, self._captured = queue, captured
 
     def launch(self, stream=None):
         """CuPy's."""
@@ -42,18 +42,9 @@ class Graph:
         for put in self._captured:
             queue.start()
             put()
-        self._last = queue.marker()
 
     def upload(self, stream=None):
         """CuPy's."""
-
-    def __del__(self):
-        last = getattr(self, "_last", None)
-        if last is not None and not last.done:
-            _checker.report_later(
-                "the simulated GPU: a graph is destroyed while a launch of it is in flight; wait "
-                "for its stream first"
-            )
 
     def __getattr__(self, name):
         raise AttributeError(f"the simulated GPU does not have Graph.{name}")

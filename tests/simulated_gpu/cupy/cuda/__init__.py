@@ -24,10 +24,6 @@ compiler = types.SimpleNamespace(CompileException=_kernels.CompileException)
 stream = types.SimpleNamespace(Stream=_streams.Stream, Event=_streams.Event)
 
 
-class Function:
-    """CuPy's: a kernel on the GPU. Here kernels are compiled for the host, and stay."""
-
-
 def is_available():
     """CuPy's."""
     return _streams.count() > 0
