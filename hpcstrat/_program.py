@@ -327,33 +327,20 @@ def function(fn: _Function) -> _Function: ...
 @overload
 def function(fn: None = None, **options: Any) -> Callable[[_Function], _Function]: ...
 def function(fn: Any = None, **options: Any) -> Any:
-    """Replaces `tf.function`: on GPUs a step becomes a CUDA graph, on hosts it runs as it is.
+    """Replaces `tf.function`: on GPUs a step becomes a CUDA graph, as in `jax.jit`.
 
-    Decorate the function that `Strategy.run` runs, or one that calls `run`. On GPUs the replica
-    function then runs twice for each kind of arguments: for arrays of these shapes and dtypes,
-    equal numbers and strings, and the same other objects. The third call is captured as a graph,
-    and each later one is one launch, with the same results. Optimizers count these steps, and take
-    the learning rate and their other numbers anew. The function's Python code runs no more, as in
-    TensorFlow: prints happen no more, and numbers and functions in attributes, and numbers drawn by
-    Python's and NumPy's generators, are those of the capture; a generator of
-    `cupy.random.default_rng` draws others in each call. Another value of a global that the function
-    names, or of a variable around it, makes another kind; at most 8 are captured. A function around
-    `run` runs its own lines in each call.
+    Decorate the function that `Strategy.run` runs, or one that calls `run`; its lines around `run`
+    run in each call. `run` is collective then: all ranks call it.
 
-    Its arrays are CuPy's. What it returns are copies. `run` is collective then: all ranks call it.
+    The replica function is captured once for each kind of call: shapes, dtypes and strides of
+    arrays, type and value of numbers and strings, identity of other objects. Its Python code runs
+    three times, then never: globals, attributes and closures are those of the capture, prints are
+    not repeated, writes to arguments are lost. What a graph cannot have raises, with what to write
+    instead. On hosts, and with `HPCSTRAT_CHECK=1`, it runs as it is.
 
-    What cannot be captured runs as it is, on all ranks, after a warning that names the line: a
-    function that reads values on the host, as `float(loss)`, `optimizer.iterations` and a learning
-    rate in a variable on a GPU do, sets an option of an optimizer, or uses NumPy arrays or
-    variables outside of every scope; writes to its arguments, or changes lists and dicts among
-    them; keeps an array that it makes, in an attribute or a list; makes arrays on another stream,
-    records events, makes generators, or draws by functions of `cupy.random` itself; calls
-    `any_rank`, `broadcast_object` or `on_lead`; multiplies matrices otherwise than by `@`, `matmul`
-    and `dot`, of at most two dimensions and of floats; makes variables; passes gradients that are
-    `IndexedSlices` or not of their variables' dtypes, or rows to `scatter_add`. The second call
-    shows some of that, such as a value that is read; for the rest the Python code of the third runs
-    twice. Programs that import PyTorch, JAX, TensorFlow or `numba.cuda` have no graphs, nor have
-    strategies with variables on the host, and runs with `HPCSTRAT_CHECK` or `HPCSTRAT_TIMELINE`.
+    Results are copies. Optimizers count their steps and take the learning rate anew in each call; a
+    generator of `cupy.random.default_rng` that was made before draws others. The 8 kinds of the
+    last calls are kept, and with each all arrays that were there at its capture.
 
     Args:
         fn: the function; `@function` and `@function()` both work.
@@ -361,6 +348,8 @@ def function(fn: Any = None, **options: Any) -> Any:
 
     Raises:
         TypeError: `fn` is not callable.
+        RuntimeError: by `Strategy.run`, on all ranks: a graph cannot have what the function does;
+            nothing was done. Also from CuPy, as where it reads an array on the host.
 
     Examples:
         >>> @hs.function(jit_compile=True)

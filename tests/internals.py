@@ -12,7 +12,7 @@ from hpcstrat._agreement.records import (
     VariableId,
     signature_of,
 )
-from hpcstrat._core import cublas, device_names, gpu, nests
+from hpcstrat._core import cublas, device_names, gpu, graph, nests
 from hpcstrat._core.arrays import as_native, is_numeric
 from hpcstrat._core.call_name import (
     call_named,

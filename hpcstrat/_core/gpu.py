@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import gc
 import importlib.util
 import os
 import sys
@@ -13,14 +12,11 @@ import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import numpy as np
 
 from hpcstrat._core.cublas import GraphProducts, arrays_of
-
-if TYPE_CHECKING:
-    from hpcstrat._core.graph import Graph
 
 _NOT_READY = 600
 # CUDA's stub of the library, which is not a driver, and a driver that finds no device.
@@ -111,7 +107,6 @@ class Stream:
         entered: the event that this stream waits for where it becomes current.
         left: the event that the program's stream waits for afterwards.
         reads: events after which this stream has read other libraries' memory, and that memory.
-        graphs: those that were captured here.
     """
 
     def __init__(self, ordinal: int) -> None:
@@ -124,7 +119,6 @@ class Stream:
         self.entered: Any = self.cuda.Event(disable_timing=True)
         self.left: Any = self.cuda.Event(disable_timing=True)
         self.reads: deque[tuple[Any, list[Any]]] = deque()
-        self.graphs: weakref.WeakSet[Graph] = weakref.WeakSet()
         _computing.add(ordinal)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
@@ -196,14 +190,6 @@ class Stream:
     def products(self) -> GraphProducts:
         """Matrix products for graphs; this stream is current and does not capture."""
         return GraphProducts(self)
-
-    def drop_graphs(self, owner: object = None) -> None:
-        """Destroys the graphs of an owner, or all, once the stream has done its work."""
-        if graphs := [graph for graph in self.graphs if owner in (None, graph.owner)]:
-            self.synchronize()
-            for graph in graphs:
-                graph.drop()
-            gc.collect()  # what else holds one, such as the traceback of an error
 
 
 _NOTHING = contextlib.nullcontext()

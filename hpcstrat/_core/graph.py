@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
@@ -19,9 +20,10 @@ class Graph:
 
     Args:
         stream: where it is captured and launched; the current stream.
-        owner: whose graph it is; see `Stream.drop_graphs`.
+        owner: whose graph it is; see `drop_graphs`.
 
     Attributes:
+        stream: as above.
         owner: as above.
         raw: the `cupy.cuda.Graph`.
         inputs: the function's arguments; the graph reads those that are arrays.
@@ -29,16 +31,16 @@ class Graph:
     """
 
     def __init__(self, stream: gpu.Stream, owner: object) -> None:
+        self.stream: gpu.Stream = stream
         self.owner: object = owner
         self.raw: Any = None
         self.inputs: Sequence[Any] = ()
         self.results: Sequence[Any] = ()
-        self._stream = stream
         # Of its own: what the function frees is free for others, but each launch writes to it.
         self._pool: Any = stream.xp.cuda.MemoryPool()
         self._made: set[int] = set()
         self._kept: list[Any] = []
-        stream.graphs.add(self)
+        _all.add(self)
 
     def capture(
         self, function: Callable[[Sequence[Any]], Sequence[Any]], given: Sequence[Any]
@@ -53,7 +55,7 @@ class Graph:
             RuntimeError: an array that the function makes outlives it, and is not a result.
             Exception: what the function raises, such as CuPy's refusal of a copy to the host.
         """
-        stream, xp = self._stream, self._stream.xp
+        stream, xp = self.stream, self.stream.xp
         with xp.cuda.using_allocator(self._allocate):
             self.inputs = [xp.empty_like(one) if gpu.is_on_gpu(one) else one for one in given]
         self._made.clear()  # the inputs are no results
@@ -81,7 +83,7 @@ class Graph:
         try:
             memory = self._pool.malloc(nbytes)
         except MemoryError:  # the program's pool has what the calls before have used
-            self._stream.xp.get_default_memory_pool().free_all_blocks()
+            self.stream.xp.get_default_memory_pool().free_all_blocks()
             memory = self._pool.malloc(nbytes)
         self._made.add(memory.mem.ptr)
         return memory
@@ -89,7 +91,7 @@ class Graph:
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         """A block in which calls of CuPy are refused that launches would not repeat."""
-        stream, cuda, random = self._stream, self._stream.cuda, self._stream.xp.random
+        stream, cuda, random = self.stream, self.stream.cuda, self.stream.xp.random
 
         def refuse(what: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
             if cuda.get_current_stream().ptr == stream.raw.ptr:  # else in another thread
@@ -129,6 +131,19 @@ class Graph:
         """Destroys the graph and frees its memory. The stream has done its work."""
         self.raw = self._pool = None
         self.inputs = self.results = self._kept = []
+
+
+_all: weakref.WeakSet[Graph] = weakref.WeakSet()
+
+
+def drop_graphs(stream: gpu.Stream, owner: object = None) -> None:
+    """Destroys the graphs on a stream, all or an owner's, once the stream has done its work."""
+    mine = [one for one in _all if one.stream is stream and owner in (None, one.owner)]
+    if mine:
+        stream.synchronize()
+        for graph in mine:
+            graph.drop()
+        gc.collect()  # what else holds one, such as the traceback of an error
 
 
 def _memory_and_code(cuda: Any) -> list[Any]:

@@ -15,6 +15,7 @@ import numpy as np
 
 from hpcstrat._agreement.collective import collective
 from hpcstrat._core.call_name import names_call
+from hpcstrat._core.graph import drop_graphs
 from hpcstrat._core.timeline import RUN, span
 from hpcstrat._core.types import ReduceOp, RunOptions, ValueContext, select
 from hpcstrat._core.user_frames import warn
@@ -186,7 +187,7 @@ class Strategy:
             group.communicator.barrier()
             group.is_closed = True
             if group.stream is not None:
-                group.stream.drop_graphs(group)
+                drop_graphs(group.stream, group)
             if isinstance(group.communicator, DeviceCommunicator):
                 disconnect_devices(group.communicator)
 

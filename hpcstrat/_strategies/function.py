@@ -94,11 +94,6 @@ class StepFunction:
         self._calls = 0
         self._has_warned = False
 
-    def graphs(self) -> list[Graph]:
-        """All that were captured, of strategies that are open."""
-        kinds = [kind for kinds in self._kinds.values() for kind in kinds.values()]
-        return [one.graph for one in kinds if one.graph is not None and one.graph.raw is not None]
-
     def run(
         self, group: ReplicaGroup, fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -123,7 +118,10 @@ class StepFunction:
         self, group: ReplicaGroup, fn: Any, leaves: Sequence[Any], structure: nests.Structure
     ) -> Kind:
         key, others, array = list[Any]([structure]), list[Any](), group.xp.ndarray
-        _add(fn, key, others)
+        if getattr(fn, STEPS, None) is not self:  # it is defined in the function, or passed to it
+            _add(fn, key, others)
+        elif type(fn) is MethodType:
+            _add(fn.__self__, key, others)
         for leaf in leaves:
             if isinstance(leaf, array):
                 key.append((leaf.shape, leaf.dtype, leaf.strides, leaf.data.device_id))
@@ -271,8 +269,9 @@ class Kind:
             if isinstance(error, (RuntimeError, MemoryError)):
                 reports.add_note(
                     error,
-                    f"hs.function: {name} was being captured as a CUDA graph. What it cannot have "
-                    "goes outside of the function: see docs/gpus.md",
+                    f"hs.function: {name} was being captured as a CUDA graph, which has nothing of "
+                    "the host: return arrays, and read or change what is on the host outside of "
+                    "the function; docs/gpus.md lists what else a graph cannot have",
                 )
             if isinstance(error, Exception) and not calls.all_raise:
                 with call_named("Strategy.run"):
@@ -348,7 +347,7 @@ def _add(thing: Any, key: list[Any], others: list[Any]) -> None:
         _add(thing.__func__, key, others)
         _add(thing.__self__, key, others)
     elif kind is FunctionType:
-        # One that is defined in each call is of one kind, if it refers to the same.
+        # One that is defined in each call is the same, if it refers to the same.
         if all(thing is not one for one in others):
             others.append(thing)
             key.append(id(thing.__code__))

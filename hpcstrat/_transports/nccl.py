@@ -14,6 +14,7 @@ import numpy as np
 from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
+from hpcstrat._core.graph import drop_graphs
 from hpcstrat._core.timeline import COMMUNICATION, span
 from hpcstrat._core.types import Array, ReduceOp
 from hpcstrat._memory.layout import Layout, layout_of
@@ -377,7 +378,7 @@ class NcclCommunicator(DeviceCommunicator):
             # NCCL's communicator must not be destroyed before its work is done.
             self.stream.synchronize()
             # NCCL waits for ever for what a graph still holds.
-            self.stream.drop_graphs()
+            drop_graphs(self.stream)
             comm, self._comm = self._comm, None
             if self.watchdog is not None:
                 self.watchdog.remove_check(self._failure, self._run_ahead.is_behind)

@@ -102,8 +102,9 @@ def own(value):
 
 
 def captured(step):
-    """The number of graphs of a function."""
-    return len(getattr(step, function.STEPS).graphs())
+    """The number of graphs of a function, for strategies that are open."""
+    kinds = [one for of in getattr(step, function.STEPS)._kinds.values() for one in of.values()]
+    return sum(kind.graph is not None and kind.graph.raw is not None for kind in kinds)
 
 
 def poison(strategy):

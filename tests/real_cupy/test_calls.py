@@ -112,6 +112,9 @@ METHODS = {
     "a stream is popped": lambda: stream().__exit__(None, None, None),
     "a stream is synchronized": lambda: stream().synchronize(),
     "a stream ends to capture": lambda: stream().end_capture(),
+    "a stream captures": lambda: stream().is_capturing(),
+    "a pool's used bytes": lambda: CUDA.MemoryPool().used_bytes(),
+    "a kernel's code": lambda: CUDA.Function.module,
     "a stream is used": lambda: stream().use(),
     "get": lambda: array(3).get(out=np.empty(3, np.float32)),
     "get on a "

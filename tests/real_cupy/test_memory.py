@@ -1,13 +1,16 @@
 """How long the memory of another library is kept alive for a CuPy array over it."""
 
 import collections
+import contextvars
 import gc
 import types
 import weakref
 
 import numpy as np
-from internals import gpu
-from on_host import cupy
+from internals import gpu, graph
+from on_host import array, cupy
+
+import hpcstrat as hs
 
 
 class Event:
@@ -73,3 +76,31 @@ def test_memory_is_kept_until_the_stream_has_read_it():
     made.let_go()
     assert not any(one() for one in owners)
     assert not made.reads
+
+
+class Subclass(cupy.ndarray):
+    pass
+
+
+def test_a_graph_finds_the_memory_of_all_arrays():
+    """Where Python's collector does not look, too: in arrays of objects and in contexts."""
+    boxed, variable = np.empty(1, object), contextvars.ContextVar("variable")
+    boxed[0] = array(3)
+    variable.set(array(4)[1:])
+    slices = hs.IndexedSlices(array(5).view(Subclass), array(2, np.int64))
+    pointer = array(6).data
+    found = {id(one) for one in graph._memory_and_code(cupy.cuda)}
+    alive = [boxed[0].data, variable.get().data, slices.values.data, slices.indices.data, pointer]
+    assert found >= {id(one.mem) for one in alive}
+
+
+def test_a_graph_keeps_memory_and_not_arrays():
+    """The next graph does not find what only the first one keeps."""
+    one, owner = held()
+    first = graph._memory_and_code(cupy.cuda)
+    del one
+    stream().let_go()
+    second = graph._memory_and_code(cupy.cuda)
+    assert owner() is not None and len(second) < len(first)
+    del first
+    assert owner() is None
