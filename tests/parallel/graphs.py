@@ -102,9 +102,9 @@ def own(value):
 
 
 def captured(step):
-    """The number of graphs of a function."""
-    of_groups = getattr(step, function.STEPS)._kinds.values()
-    return sum(kind.graph is not None for kinds in of_groups for kind in kinds.values())
+    """The number of graphs of a function, for strategies that are open."""
+    kinds = [one for of in getattr(step, function.STEPS)._kinds.values() for one in of.values()]
+    return sum(kind.graph is not None and kind.graph.raw is not None for kind in kinds)
 
 
 def poison(strategy):

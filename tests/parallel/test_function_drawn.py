@@ -12,6 +12,7 @@ from graphs import (
     Model,
     Momentum,
     N,
+    captured,
     check_equal,
     own,
     poison,
