@@ -125,9 +125,9 @@ def test_where_it_runs_as_it_is(place, how, monkeypatch):
         if how == "hosts"
         else place.make(hs.MirroredStrategy) as made
     ):
-        monkeypatch.setattr(made._group.communicator, "checks", how != "hosts" and N > 1)
+        monkeypatch.setattr(made.replica_group.communicator, "checks", how != "hosts" and N > 1)
         if how != "hosts" and N == 1:
-            monkeypatch.setattr(made._group.communicator, "checks", True)
+            monkeypatch.setattr(made.replica_group.communicator, "checks", True)
         calls, given = [], made.xp.zeros(2)
 
         @hs.function
