@@ -6,7 +6,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, overload
 
 import numpy as np
@@ -269,51 +269,37 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
 def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:
     """`iterable` with a `tqdm` progress bar on rank 0; unchanged on other ranks.
 
-    Where standard error, or that of `mpirun`, is not a terminal, it writes plain lines: one at the
-    end, unless `leave=False`, and one every 30 seconds. `file=sys.stderr` shows the bar there too,
-    as in a notebook.
+    Where standard error, or that of `mpirun`, is not a terminal, it writes plain lines: at the start,
+    at the end, and every 30 seconds. `file=sys.stderr` shows the bar there too, as in a notebook.
 
     Args:
         iterable: the items to iterate over.
         **tqdm_arguments: arguments of `tqdm`.
 
-    Raises:
-        TypeError: `iterable` cannot be iterated over.
-
     Examples:
         >>> sum(hs.progress(range(5), desc="steps"))
         10
     """
-    if not hasattr(type(iterable), "__iter__") and not hasattr(type(iterable), "__getitem__"):
-        raise TypeError(
-            f"progress: iterable is {iterable!r}; pass something to iterate over, such as range(5)"
-        )
     if not is_lead():
         return iterable
     from tqdm import tqdm  # here, because it would add 20 ms to `import hpcstrat`
 
-    is_closed = getattr(sys.stderr, "closed", True)
     # tqdm ignores its variable where it gets an argument, and sees only the pipe of `mpirun`.
-    arguments = {"disable": is_closed or bool(os.environ.get("TQDM_DISABLE")), **tqdm_arguments}
-    if is_closed or "file" in arguments or sys.stderr.isatty() or launchers.is_on_terminal():
-        return tqdm(iterable, **arguments)
-    log = _Log()
-    seconds = {"mininterval": 30.0, "maxinterval": 30.0}
-    bar = tqdm(iterable, file=log, **{**seconds, **arguments})
-    log.stream = sys.stderr  # only now: the bar has written that nothing is done yet
-    return bar
+    arguments = {"disable": bool(os.environ.get("TQDM_DISABLE")), **tqdm_arguments}
+    is_closed = sys.stderr is None or sys.stderr.closed
+    if not (launchers.is_on_terminal() or (not is_closed and sys.stderr.isatty())):
+        arguments = {"file": _Lines(), "mininterval": 30.0, "maxinterval": 30.0, **arguments}
+    return tqdm(iterable, **arguments)
 
 
-class _Log:
+class _Lines:
     """What a bar writes to, as a file, where it is to become lines of a log."""
-
-    stream: Any = None
 
     def write(self, text: str) -> None:
         # Each state of the bar starts with a carriage return; other writes move the cursor.
-        if self.stream is not None and text.startswith("\r") and (line := text.strip()):
-            self.stream.write(f"{line}\n")
-            self.stream.flush()
+        if text.startswith("\r") and (line := text.strip()):
+            with suppress(Exception):  # the program may have closed it
+                print(line, file=sys.stderr, flush=True)
 
     def flush(self) -> None: ...
 

@@ -186,7 +186,15 @@ class StrategyExtended(ExtendedNames):
     # ---- variables
 
     def variable_created_in_scope(self, v: Variable) -> bool:
-        """Whether the variable was made in this strategy's scope."""
+        """Whether the variable was made in this strategy's scope.
+
+        Examples:
+            >>> strategy, other = hs.CentralStorageStrategy(), hs.MirroredStrategy()
+            >>> with strategy.scope():
+            ...     weights = hs.Variable(np.ones(2))
+            >>> [s.extended.variable_created_in_scope(weights) for s in (strategy, other)]
+            [True, False]
+        """
         return state_of(v).group is self.replica_group
 
     # ---- updates

@@ -11,7 +11,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-import textwrap
 
 import numpy as np
 import pytest
@@ -32,7 +31,7 @@ MODULES = [
     for _, name, _ in pkgutil.walk_packages(hs.__path__, "hpcstrat.")
     if not name.endswith("__main__")
 ]
-# Classes of which every public method and property has an example, except for what one line does.
+# Classes of which every public method has an example.
 SHOWN_BY_EXAMPLES = [
     "hpcstrat.CentralStorageStrategy",
     "hpcstrat.IndexedSlices",
@@ -135,26 +134,9 @@ def test_every_name_has_one_stability():
     )
 
 
-def is_one_line(thing):
-    """Whether a method or property that nothing decorates has a body of one line."""
-    definition = ast.parse(textwrap.dedent(inspect.getsource(getattr(thing, "fget", thing)))).body[
-        0
-    ]
-    assert isinstance(definition, ast.FunctionDef)
-    _, *body = definition.body  # the docstring
-    is_plain = isinstance(thing, property) or not definition.decorator_list
-    return is_plain and len(body) == 1 and body[0].lineno == body[0].end_lineno
-
-
 def does_nothing(thing):
     """Whether it is one of TensorFlow's names that do nothing of their own."""
     return str(getattr(thing, "__module__", "")).endswith("tensorflow_names")
-
-
-def test_what_one_line_does():
-    assert is_one_line(hs.Strategy.xp) and is_one_line(hs.StrategyExtended.value_container)
-    longer = [hs.Strategy.reduce, hs.Strategy.close, hs.ReplicaContext.all_reduce]
-    assert not any(map(is_one_line, longer))
 
 
 def is_deprecated(thing):
@@ -243,8 +225,8 @@ def test_every_method_has_an_example(name):
         inner
         for inner, thing in things.items()
         if id(thing) not in EXAMPLES
+        and not isinstance(thing, property)
         and not is_deprecated(thing)
-        and not is_one_line(thing)
         and not does_nothing(thing)
         # The example of the class shows what an array has, too.
         and not (name == "hpcstrat.Variable" and hasattr(np.ndarray, inner.rpartition(".")[2]))
