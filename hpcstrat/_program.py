@@ -269,8 +269,9 @@ def extend_timeout(seconds: float) -> AbstractContextManager[None]:
 def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item]:
     """`iterable` with a `tqdm` progress bar on rank 0; unchanged on other ranks.
 
-    Where standard error, or that of `mpirun`, is not a terminal, it writes plain lines: at the start,
-    at the end, and every 30 seconds. `file=sys.stderr` shows the bar there too, as in a notebook.
+    Where standard error, or that of `mpirun`, is not a terminal, it writes plain lines: at the
+    start, at the end, and every 30 seconds. `file=sys.stderr` shows the bar there too, as in a
+    notebook.
 
     Args:
         iterable: the items to iterate over.
@@ -286,8 +287,9 @@ def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item
 
     # tqdm ignores its variable where it gets an argument, and sees only the pipe of `mpirun`.
     arguments = {"disable": bool(os.environ.get("TQDM_DISABLE")), **tqdm_arguments}
-    is_closed = sys.stderr is None or sys.stderr.closed
-    if not (launchers.is_on_terminal() or (not is_closed and sys.stderr.isatty())):
+    own: Any = sys.stderr
+    is_on_terminal = own is not None and not own.closed and own.isatty()
+    if not (is_on_terminal or launchers.is_on_terminal()):
         arguments = {"file": _Lines(), "mininterval": 30.0, "maxinterval": 30.0, **arguments}
     return tqdm(iterable, **arguments)
 

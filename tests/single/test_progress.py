@@ -39,17 +39,17 @@ def pieces(file):
         yield piece
 
 
-def test_a_log_gets_a_line_at_the_end(written):
-    (line,) = written(os.pipe, desc="steps").splitlines(keepends=True)
-    assert line.startswith(b"steps: 100%|") and b"| 3/3 [" in line and line.endswith(b"\n")
-    assert written(os.pipe, leave=False) == b""
+def test_a_log_gets_lines_at_the_start_and_the_end(written):
+    first, last = written(os.pipe, desc="steps").splitlines(keepends=True)
+    assert first.startswith(b"steps:   0%|") and first.endswith(b"\n")
+    assert last.startswith(b"steps: 100%|") and b"| 3/3 [" in last and last.endswith(b"\n")
 
 
 def test_a_log_gets_a_line_for_each_state(written):
     """Without what moves the cursor, as where bars are nested."""
     lines = written(os.pipe, mininterval=0, miniters=1, position=1).splitlines()
-    shown = [line.split(b"| ")[1].split(b" ")[0] for line in lines]
-    assert shown == [b"1/3", b"2/3", b"3/3", b"3/3"]  # the last is that of the end
+    shown = [line.rpartition(b"| ")[2].split(b" ")[0] for line in lines]
+    assert shown == [b"0/3", b"1/3", b"2/3", b"3/3", b"3/3"]  # the last is that of the end
     assert not any(byte in b"".join(lines) for byte in (b"\r", b"\x1b"))
 
 
