@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import device_names
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage import make_storage
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.placement import agree_on_placement, place
+from hpcstrat._strategies.placement import place
 from hpcstrat._transports.connection import disconnect_on_error
 
 
@@ -62,7 +63,7 @@ class CentralStorageStrategy(Strategy):
                     f"{call}: parameter_device is {parameter}, and no rank computes there; pass "
                     f"one of {names}"
                 )
-            agree_on_placement(communicator, devices, str(parameter))
+            communicator.exchange(signature_of(call, str(parameter)))
         # The host's memory belongs to no rank: there rank 0's initial values count.
         root = devices.index(parameter) if parameter in devices else 0
         storage = make_storage(communicator, root, on_host=parameter != devices[root])

@@ -13,7 +13,7 @@ from hpcstrat._process import worlds
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage import make_storage
 from hpcstrat._strategies.base import Strategy
-from hpcstrat._strategies.placement import agree_on_placement, place
+from hpcstrat._strategies.placement import place
 from hpcstrat._transports.connection import disconnect_on_error
 from hpcstrat._transports.verbs import Communicator
 
@@ -153,9 +153,6 @@ def make_mirrored_group(
     hosts: Sequence[int] = (),
 ) -> ReplicaGroup:
     """Makes the group of placed and connected replicas that mirror variables. Collective."""
-    call = current_call()
-    with disconnect_on_error(communicator):
-        # Otherwise ranks that place replicas differently would differ only in speed and rounding.
-        agree_on_placement(communicator, devices)
     storage = make_storage(communicator)
-    return ReplicaGroup(call, communicator, devices, devices[0], storage, mirrors=True, hosts=hosts)
+    name = current_call()
+    return ReplicaGroup(name, communicator, devices, devices[0], storage, mirrors=True, hosts=hosts)

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.device_names import CPU, Device, parse, parse_all
@@ -215,18 +214,6 @@ def _visible_gpus() -> tuple[str, ...]:
         return gpu.visible_gpus()
     except gpu.DriverError as error:
         raise RuntimeError(f"{current_call()}: {error}. {_CPU_ANYWAY}") from None
-
-
-def agree_on_placement(
-    communicator: Communicator, devices: Sequence[Device], *must_match: str
-) -> None:
-    """Checks that all ranks make the same strategy. Collective.
-
-    Raises:
-        ReplicaMismatchError: devices or `must_match` differ between ranks.
-    """
-    with communicator.raise_together():
-        communicator.exchange(signature_of(current_call(), *map(str, devices), *must_match))
 
 
 def _make_current_early(compute_devices: Sequence[str] | None) -> None:
