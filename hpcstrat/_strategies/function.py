@@ -99,7 +99,8 @@ class StepFunction:
     ) -> Any:
         """Runs, captures or launches a call, in its context and on its stream. Collective."""
         communicator = group.communicator
-        if communicator.checks or not isinstance(communicator, DeviceCommunicator):
+        is_on_gpus = isinstance(communicator, DeviceCommunicator)
+        if communicator.checks or not is_on_gpus or group.parameter_device.kind != "GPU":
             return fn(*args, **kwargs)
         leaves, structure = nests.flatten((tuple(args), dict(kwargs)))
         kind = self._kind_of(group, fn, leaves, structure)

@@ -595,11 +595,11 @@ def test_a_program_with_a_graph(simulated, ranks, end):
 GRAPH_BUGS = {
     "memory that others use too": (
         "        try:\n            memory = self._pool.malloc(nbytes)\n",
-        "        try:\n            memory = stream.xp.get_default_memory_pool().malloc(nbytes)\n",
+        "        try:\n            memory = self.stream.xp.get_default_memory_pool().malloc(nbytes)\n",
         "the graph wrote to them",
     ),
     "a graph that outlives its communicator": (
-        "        stream.graphs.add(self)\n",
+        "        _all.add(self)\n",
         "",
         "a graph holds calls of",
     ),
@@ -610,7 +610,7 @@ GRAPH_BUGS = {
 @pytest.mark.gpu
 @pytest.mark.parametrize(("old", "new", "said"), GRAPH_BUGS.values(), ids=GRAPH_BUGS)
 def test_a_planted_bug_of_graphs_is_found(simulated, tmp_path, old, new, said):
-    change = ("_strategies/captured_step.py", old, new)
+    change = ("_core/graph.py", old, new)
     result = simulated(FUNCTION, 2, "closes", package=planted(tmp_path / "planted", [change]))
     assert result.status != 0 and said in result.stderr, result.stderr
 

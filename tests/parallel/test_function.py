@@ -276,14 +276,14 @@ def test_functions_that_close_over_other_values(mirrored):
     xp, arrays = mirrored.xp, [mirrored.xp.full(2, value) for value in (3.0, 4.0)]
 
     @hs.function
-    def outer(number, i):
+    def outer(number, i, power):
         array = arrays[i]
-        return mirrored.run(lambda x, power=i: x * number * array**power, args=(xp.ones(2),))
+        return mirrored.run(lambda x, p=power: x * number * array**p, args=(xp.ones(2),))
 
-    for i in range(20):
-        number, which = float(i % 2), i % 4 // 2
-        assert own(outer(number, which))[0] == number * (1, 4)[which]
-    assert captured(outer) == 4
+    for i in range(40):
+        number, which, power = float(i % 2), i // 2 % 2, i // 4 % 2
+        assert own(outer(number, which, power))[0] == number * (3 + which) ** power
+    assert captured(outer) == 8
 
 
 def test_outside_of_strategies(place):
@@ -314,18 +314,18 @@ def test_shapes_of_one_replica(mirrored):
     )
 
 
-def test_strides_dtypes_and_signs(mirrored):
-    xp = mirrored.xp
-    whole = xp.arange(12.0).reshape(3, 4)
-    arrays = [whole, whole.T.copy().T, whole[::-1], whole.astype(np.float32), whole.T]
-    step = hs.function(lambda x, number: x.ravel() * number)
-    for number in (0.0, -0.0, np.float32(0), 1):
-        for array in arrays[: 5 if number == 1 else 1]:
-            for _ in range(4):
-                found = own(mirrored.run(step, args=(array, number)))
-            expected = array.get().ravel() * number
-            assert found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
-    assert captured(step) == 8
+def test_strides_dtypes_types_and_signs(mirrored):
+    whole = mirrored.xp.arange(12.0).reshape(3, 4)
+    arrays = [whole.T.copy().T, whole[::-1], whole.astype(np.float32), whole.astype(int), whole.T]
+    calls = [(whole, number) for number in (0.0, -0.0, np.float32(0), 1, True)]
+    step = hs.function(lambda x, number: (x.ravel() * number, type(number).__name__))
+    for array, number in [*calls, *[(array, 2) for array in arrays]]:
+        for _ in range(4):
+            found, name = mirrored.run(step, args=(array, number))
+        expected = array.get().ravel() * number
+        assert own(found).dtype == expected.dtype and own(found).tobytes() == expected.tobytes()
+        assert name == type(number).__name__
+    assert captured(step) == function.MOST_KINDS
 
 
 def test_more_kinds_than_are_kept(mirrored):

@@ -6,12 +6,13 @@ import types
 import numpy as np
 from cupy._arrays import ndarray
 from cupy._launch import launch
+from cupy._memory import MemoryPointer
 
 _thread = threading.local()
 
 
 class _PlanCache:
-    """CuPy's, with the memory in which each plan works."""
+    """CuPy's, with the memory in which each plan works: cuFFT's own, to which no array refers."""
 
     def __init__(self):
         self._plans = {}
@@ -23,8 +24,8 @@ class _PlanCache:
         """Not in CuPy."""
         key = a.shape, a.dtype
         if key not in self._plans:
-            self._plans[key] = ndarray(a.shape, np.complex128)
-        return self._plans[key]
+            self._plans[key] = ndarray(a.shape, np.complex128).data.mem
+        return ndarray(a.shape, np.complex128, MemoryPointer(self._plans[key], 0))
 
     def clear(self):
         """CuPy's."""
