@@ -327,11 +327,6 @@ def _check(group: ReplicaGroup, leaves: Sequence[Any]) -> None:
             f"hs.function: {found[0]} is imported, and a CUDA graph has neither its arrays nor its "
             "work; leave out hs.function, or the import"
         )
-    if group.parameter_device.kind != "GPU":
-        raise RuntimeError(
-            f"hs.function: {group.name} keeps its variables in host memory, where a CUDA graph "
-            "cannot update them; leave out parameter_device, or hs.function"
-        )
     for leaf in leaves:
         is_on_gpu = gpu.is_on_gpu(leaf)
         if isinstance(leaf, np.ndarray) or (is_on_gpu and leaf.data.device_id != stream.ordinal):
