@@ -14,10 +14,7 @@ from hpcstrat._agreement.records import (
 )
 from hpcstrat._core import cublas, device_names, gpu, graph, nests
 from hpcstrat._core.arrays import as_native, is_numeric
-from hpcstrat._core.call_name import (
-    call_named,
-    current_call,
-)
+from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.public_names import INSTEAD
 from hpcstrat._core.ranks_in_words import (
     join_by_rank,
@@ -35,13 +32,7 @@ from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._memory.packing import PackKernel
 from hpcstrat._memory.shards import Shard, merge, runs
 from hpcstrat._memory.shared_file import SharedFile, share_file
-from hpcstrat._memory.slabs import (
-    GPU_ALIGNMENT,
-    Slab,
-    Slabs,
-    allocate_on_gpu,
-    allocate_private,
-)
+from hpcstrat._memory.slabs import GPU_ALIGNMENT, Slab, Slabs, allocate_on_gpu, allocate_private
 from hpcstrat._process import (
     blas_threads,
     failure,

@@ -16,11 +16,7 @@ from hpcstrat._core.types import (
     ReduceOp,
     component_of,
 )
-from hpcstrat._replicas.contexts import (
-    check_arguments,
-    check_cross_replica,
-    require_cross_replica,
-)
+from hpcstrat._replicas.contexts import check_arguments, check_cross_replica, require_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import reduce
 from hpcstrat._strategies.tensorflow_names import ExtendedNames
