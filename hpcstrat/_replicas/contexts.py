@@ -71,7 +71,7 @@ def in_cross_replica_context() -> bool:
 
 
 def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
-    """Raises unless this is the cross-replica context of an open strategy, or outside all scopes."""
+    """Raises unless a group that is open may communicate here, across replicas."""
     here = current.get()
     is_allowed = here is None or (isinstance(here, AcrossReplicas) and here.group is group)
     if is_allowed and not group.is_closed:
