@@ -311,11 +311,11 @@ def test_strides_dtypes_types_and_signs(mirrored):
     arrays = [whole.T.copy().T, whole[::-1], whole.astype(np.float32), whole.astype(int), whole.T]
     calls = [(whole, number) for number in (0.0, -0.0, np.float32(0), 1, True)]
     step = hs.function(lambda x, number: (x.ravel() * number, type(number).__name__))
-    for array, number in [*calls, *[(array, 2) for array in arrays]]:
+    for array, number in [*calls, *[(array, 1) for array in arrays]]:
         found, name = [mirrored.run(step, args=(array, number)) for _ in range(4)][-1]
         expected = array.get().ravel() * number
         assert own(found).dtype == expected.dtype and own(found).tobytes() == expected.tobytes()
-        assert own(name) == type(number).__name__
+        assert select(name) == type(number).__name__
     assert captured(step) == function.MOST_KINDS
 
 
@@ -329,7 +329,7 @@ def test_more_kinds_than_are_kept(mirrored):
 
     assert warned(lambda: run([*range(8)] * 4)) == []
     assert captured(step) == 8
-    assert warned(lambda: run([8] * 4)) == []  # one that was captured goes
+    assert warned(lambda: run([0, *[8] * 4, 0])) == []  # one that was captured goes, which is 1
     assert captured(step) == 8
     texts = warned(lambda: run([*range(20, 40)] * 4))
     assert len(texts) == 1 and set(found) == {1}
@@ -511,7 +511,7 @@ def test_a_signal_after_the_ranks_have_agreed(mirrored, monkeypatch):
         patched.setattr(xp, "copyto", interrupt)
         mirrored.run(step, args=(xp.ones(3),))
     calls = connect().calls
-    assert calls.barred is not None and calls.barred.error is not None
+    assert calls.barred is not None and calls.barred.state == "interrupted"
     calls.barred = None  # here it came to all
     assert own(mirrored.run(step, args=(xp.ones(3),))).tolist() == [N] * 3
 
