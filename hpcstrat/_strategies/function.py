@@ -272,7 +272,7 @@ class Kind:
                     error,
                     f"hs.function: {name} was being captured as a CUDA graph, which has nothing of "
                     "the host: return arrays, and read or change what is on the host outside of "
-                    "the function; docs/gpus.md lists what else a graph cannot have",
+                    "the function (docs/gpus.md)",
                 )
             if isinstance(error, Exception) and not calls.all_raise:
                 with call_named("Strategy.run"):

@@ -1,5 +1,6 @@
 """What the tests of hs.function share: a network, its batches, and the graphs of a function."""
 
+import functools
 import gc
 import warnings
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from adamax import Adamax
-from internals import function, select
+from internals import function, nests, select
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -131,19 +132,19 @@ def check_same(trained, graphs=1):
     return other
 
 
-def compare(strategy, optimizer, graphs=1, given=batches, between=None):
-    """Compares the losses of all calls and the state after them."""
+def compare(strategy, optimizer, graphs=1, step=Model.step, given=batches, between=None):
+    """Compares the results of all calls of `step(model, batch)`, and the state after them."""
 
     def trained(decorate):
-        model, losses = Model(strategy, optimizer), []
-        step = decorate(model.step)
+        model, results = Model(strategy, optimizer), []
+        decorated = decorate(functools.partial(step, model))
         for i, batch in enumerate(given(strategy)):
             if between is not None:
                 between(i, model)
-            losses.append(strategy.run(step, args=(batch,)))
-        return [*map(own, losses), *model.state()], step
+            results += nests.flatten(strategy.run(decorated, args=(batch,)))[0]
+        return [*map(own, results), *model.state()], decorated
 
-    check_same(trained, graphs)
+    return check_same(trained, graphs)
 
 
 def warned(call):
