@@ -48,7 +48,7 @@ class StrategyExtended(ExtendedNames):
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
-        self.replica_group = group
+        self.replica_group: ReplicaGroup = group
 
     # ---- properties
 

@@ -67,7 +67,7 @@ class ReplicaContext:
     __slots__ = ("replica_group",)
 
     def __init__(self, group: ReplicaGroup) -> None:
-        self.replica_group = group
+        self.replica_group: ReplicaGroup = group
 
     @property
     def strategy(self) -> Strategy:
