@@ -8,7 +8,7 @@ The alternatives:
 
     ours       hpcstrat.CentralStorageStrategy: reduction to the parameter rank, update, broadcast
     mirrored   hpcstrat.MirroredStrategy: one all-reduce, an update on every rank
-    graph      ours as one CUDA graph, by hs.function; not beside PyTorch, where it makes none
+    graph      ours as one CUDA graph, by hs.function; not beside PyTorch, which it refuses
     by hand    CuPy and NCCL: one all-reduce of the flat gradient, a fused update on every rank
     DDP        torch.nn.parallel.DistributedDataParallel, if PyTorch is installed and wanted
 

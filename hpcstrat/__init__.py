@@ -43,9 +43,7 @@ from hpcstrat._strategies.current import has_strategy as has_strategy
 from hpcstrat._strategies.current import replica_id as replica_id
 from hpcstrat._strategies.extended import StrategyExtended as StrategyExtended
 from hpcstrat._strategies.mirrored import MirroredStrategy as MirroredStrategy
-from hpcstrat._strategies.mirrored import (
-    MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy,
-)
+from hpcstrat._strategies.mirrored import MultiWorkerMirroredStrategy as MultiWorkerMirroredStrategy
 from hpcstrat._strategies.one_device import OneDeviceStrategy as OneDeviceStrategy
 from hpcstrat._strategies.replica_context import ReplicaContext as ReplicaContext
 from hpcstrat._variable.options import VariableAggregation as VariableAggregation

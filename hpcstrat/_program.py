@@ -277,10 +277,17 @@ def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item
         iterable: the items to iterate over.
         **tqdm_arguments: arguments of `tqdm`.
 
+    Raises:
+        TypeError: `iterable` cannot be iterated over.
+
     Examples:
         >>> sum(hs.progress(range(5), desc="steps"))
         10
     """
+    if not hasattr(type(iterable), "__iter__") and not hasattr(type(iterable), "__getitem__"):
+        raise TypeError(
+            f"progress: iterable is {iterable!r}; pass something to iterate over, such as range(5)"
+        )
     if not is_lead():
         return iterable
     from tqdm import tqdm  # here, because it would add 20 ms to `import hpcstrat`

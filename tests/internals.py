@@ -14,10 +14,7 @@ from hpcstrat._agreement.records import (
 )
 from hpcstrat._core import cublas, device_names, gpu, graph, nests
 from hpcstrat._core.arrays import as_native, is_numeric
-from hpcstrat._core.call_name import (
-    call_named,
-    current_call,
-)
+from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.public_names import INSTEAD
 from hpcstrat._core.ranks_in_words import (
     join_by_rank,
@@ -30,18 +27,12 @@ from hpcstrat._core.user_frames import user_frame_of
 from hpcstrat._memory import host_limits, layout, packing, shared_file, slabs
 from hpcstrat._memory.blocks import Block
 from hpcstrat._memory.host_limits import available_memory
-from hpcstrat._memory.intervals import ByteRange, ElementRange, divide_up, round_up
+from hpcstrat._memory.intervals import ByteRange, ElementRange, round_up
 from hpcstrat._memory.layout import Layout, layout_of
 from hpcstrat._memory.packing import PackKernel
 from hpcstrat._memory.shards import Shard, merge, runs
 from hpcstrat._memory.shared_file import SharedFile, share_file
-from hpcstrat._memory.slabs import (
-    GPU_ALIGNMENT,
-    Slab,
-    Slabs,
-    allocate_on_gpu,
-    allocate_private,
-)
+from hpcstrat._memory.slabs import GPU_ALIGNMENT, Slab, Slabs, allocate_on_gpu, allocate_private
 from hpcstrat._process import (
     blas_threads,
     failure,
@@ -57,13 +48,10 @@ from hpcstrat._process import (
 )
 from hpcstrat._process.launchers import Launcher, find
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.group import ReplicaGroup, Workers
+from hpcstrat._replicas.group import Workers
 from hpcstrat._storage import base as storage
 from hpcstrat._storage import host as host_storage
-from hpcstrat._storage import make_storage
-from hpcstrat._storage.gpu import GpuStorage
 from hpcstrat._storage.gpu_plan import GpuPlan
-from hpcstrat._storage.host import HostStorage
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.parts import PART, host_parts
 from hpcstrat._storage.plan import Plan
@@ -73,7 +61,7 @@ from hpcstrat._strategies.mirrored import make_mirrored_group
 from hpcstrat._strategies.placement import Facts, decide
 from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._transports import barrier, hosts, mailboxes, nccl, nccl_start
-from hpcstrat._transports.connection import connect, connect_devices
+from hpcstrat._transports.connection import connect
 from hpcstrat._transports.device import SoloDevice
 from hpcstrat._transports.host import SoloCommunicator
 from hpcstrat._transports.hosts import HostsCommunicator

@@ -146,9 +146,7 @@ class GraphProducts:
 def _path(cuda: Any) -> str:
     """The library from which CuPy takes its products."""
     try:
-        from cuda.pathfinder import (  # pyright: ignore[reportMissingImports]
-            load_nvidia_dynamic_lib,
-        )
+        from cuda.pathfinder import load_nvidia_dynamic_lib  # pyright: ignore[reportMissingImports]
     except ImportError:
         return f"libcublas.so.{cuda.runtime.runtimeGetVersion() // 1000}"
     return load_nvidia_dynamic_lib("cublas").abs_path

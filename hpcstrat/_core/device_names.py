@@ -57,13 +57,7 @@ CPU = Device("CPU", 0)
 
 
 def parse(text: Any) -> Device:
-    """The device that `text` names, in any of TensorFlow's forms.
-
-    These are `"GPU:1"`, `"/gpu:1"`, `"/device:GPU:1"` and the long form.
-
-    Raises:
-        ValueError: it names none.
-    """
+    """The device that `text` names, such as `"GPU:1"`; ValueError if it names none."""
     match = _FORMS.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise ValueError(
@@ -77,7 +71,7 @@ def parse_all(compute_devices: Sequence[str] | None, size: int) -> list[Device] 
     """The devices that the user named for `size` ranks, in rank order; `None` if none.
 
     Raises:
-        TypeError: `compute_devices` is a single string, or no sequence.
+        TypeError: `compute_devices` is no list.
         ValueError: it does not have one entry per rank, or an entry is no device, or a second CPU.
     """
     if compute_devices is None:

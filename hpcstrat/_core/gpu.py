@@ -135,9 +135,9 @@ class Stream:
         """
         if not is_on_gpu(array):
             # A kernel with a number as its parameter: a graph has no copies from the host.
-            if array.dtype.isbuiltin == 1:
-                if array.size == 1 or (array.size and not any(array.strides)):
-                    return self.xp.full(array.shape, array.flat[0], array.dtype)
+            is_number = array.size == 1 or (array.size and not any(array.strides))
+            if is_number and array.dtype.isbuiltin == 1:
+                return self.xp.full(array.shape, array.flat[0], array.dtype)
             return self.xp.asarray(array)
         if array.data.device_id == self.ordinal:
             return array

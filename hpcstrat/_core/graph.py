@@ -120,12 +120,11 @@ class Graph:
                 return
             gc.collect()  # those in circles
             time.sleep(0.01)  # a thread, such as the watchdog, may look at the function's frame
-        if self._pool.used_bytes() - used > returned:
-            raise RuntimeError(
-                "an array that the function makes outlives it, and each launch would write to that "
-                "one and make no other; return it, as it is or in a tuple, list or dict, or write "
-                "to an array in place"
-            )
+        raise RuntimeError(
+            "an array that the function makes outlives it, and each launch would write to that one "
+            "and make no other; return it, as it is or in a tuple, list or dict, or write to an "
+            "array in place"
+        )
 
     def drop(self) -> None:
         """Destroys the graph and frees its memory. The stream has done its work."""

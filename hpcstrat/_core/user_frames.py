@@ -70,22 +70,6 @@ def user_frame_in_call(thread: int) -> str | None:
     return None
 
 
-def user_frame_of_error(error: BaseException) -> str:
-    """Where in the user's program an exception was raised; empty if it is of no line of that."""
-    found, trace = None, error.__traceback__
-    while trace is not None:
-        path, module = trace.tb_frame.f_code.co_filename, trace.tb_frame.f_globals.get("__name__")
-        # The path of a line in Cython is relative to where it was compiled.
-        is_cupy = str(module).partition(".")[0] in ("cupy", "cupy_backends")
-        if not is_cupy and is_of_program(path):
-            found = trace
-        trace = trace.tb_next
-    if found is None:
-        return ""
-    code = found.tb_frame.f_code
-    return f"{_near(code.co_filename)}:{found.tb_lineno} in {code.co_name}"
-
-
 def warn(message: str, category: type[Warning]) -> None:
     """Warns at the line of the program that called the library."""
     # Python 3.10 has no `skip_file_prefixes`. The program may be an installed package itself.
@@ -99,11 +83,6 @@ def _is_between(frame: FrameType) -> bool:
     """Whether this is a line of the library, or of a library that calls it for the program."""
     package = str(frame.f_globals.get("__name__")).partition(".")[0]
     return package in ("hpcstrat", "tqdm", "importlib")
-
-
-def is_of_program(path: str) -> bool:
-    """Whether a file is the program's, and not an installed package's."""
-    return not path.startswith((_PACKAGE, *_installed_paths()))
 
 
 def _location_of(frame: FrameType | None) -> str:

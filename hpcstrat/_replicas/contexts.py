@@ -71,15 +71,7 @@ def in_cross_replica_context() -> bool:
 
 
 def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
-    """Refuses a call outside the cross-replica context of this group, except outside all scopes.
-
-    Args:
-        group: the replicas of the strategy that the call belongs to.
-        call: the name of the call; by default the current call.
-
-    Raises:
-        RuntimeError: called in another context, or the strategy is closed.
-    """
+    """Raises unless a group that is open may communicate here, across replicas."""
     here = current.get()
     is_allowed = here is None or (isinstance(here, AcrossReplicas) and here.group is group)
     if is_allowed and not group.is_closed:
@@ -103,20 +95,12 @@ def require_cross_replica(group: ReplicaGroup, call: str = "") -> None:
 
 
 def check_cross_replica(owner: Any) -> None:
-    """`require_cross_replica` for the group of `owner`, a strategy or a part of one.
-
-    For use by `@collective`.
-    """
+    """`require_cross_replica` for `@collective` of a strategy, or of a part of one."""
     require_cross_replica(owner.replica_group)
 
 
 def check_arguments(fn: Any, args: Any, call: str = "") -> None:
-    """Checks that `fn(*args)` is a valid call.
-
-    Raises:
-        TypeError: `fn` is not callable, or `args` is not a tuple or list; for example an array,
-            whose elements would become the arguments.
-    """
+    """Raises unless `fn` is callable and `args` a tuple or list: not an array, or its elements."""
     if not callable(fn):
         raise TypeError(
             f"{call or current_call()}: fn is {fn!r}; pass the function itself, as in run(fn, "

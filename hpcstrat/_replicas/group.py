@@ -126,10 +126,7 @@ class ReplicaGroup:
 
     @property
     def variable_device(self) -> device_names.Device:
-        """Where this replica reads ordinary variables.
-
-        Its own device if variables are mirrored, otherwise the parameter device.
-        """
+        """Where this replica reads ordinary variables."""
         return self.device if self.mirrors else self.parameter_device
 
     def on_stream(self) -> contextlib.AbstractContextManager[None]:

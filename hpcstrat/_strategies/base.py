@@ -36,7 +36,6 @@ from hpcstrat._transports.device import DeviceCommunicator
 from hpcstrat.data import _distributing
 from hpcstrat.data._arguments import InputContext, InputOptions
 from hpcstrat.data._distributed import DistributedDataset
-from hpcstrat.data._splitting import Prefetcher
 
 
 def _describe_run(_: Strategy, fn: Any, *__: Any, **___: Any) -> tuple[str, None]:
@@ -49,7 +48,8 @@ class Strategy(StrategyNames):
 
     Construct one of the subclasses. All ranks must call the methods marked collective, in the same
     order. Code at the top level of the script does so automatically, because every rank runs the
-    same lines.
+    same lines. They and `run` are for the cross-replica context and for the lines outside all
+    scopes; elsewhere they raise `RuntimeError`.
 
     Examples:
         A program with one replica or any number of them. All print the sum of 0, 1, 2, 3 and 4:
@@ -130,14 +130,10 @@ class Strategy(StrategyNames):
         Examples:
             `with` closes the strategy too, unless its block raises:
 
-            >>> strategy = hs.MirroredStrategy()
-            >>> with strategy, strategy.scope():
+            >>> with hs.MirroredStrategy() as strategy, strategy.scope():
             ...     step = hs.Variable(3)
             >>> print(step.numpy())
             3
-            >>> strategy.run(lambda: 1)
-            Traceback (most recent call last):
-            RuntimeError: Strategy.run was called on a strategy that is closed, by close() ...
         """
         group = self.replica_group
         if not group.is_closed:
@@ -193,7 +189,6 @@ class Strategy(StrategyNames):
             values. A variable is returned as itself, `None` as `None`.
 
         Raises:
-            RuntimeError: called inside a replica function or the scope of another strategy.
             TypeError: `fn` is not callable, or `args` is not a tuple or list.
             ReplicaMismatchError: with `HPCSTRAT_CHECK=1`, arrays or numbers in `args` or `kwargs`,
                 other than distributed values, differ between ranks. All ranks must then call `run`.
@@ -201,16 +196,12 @@ class Strategy(StrategyNames):
                 replica raised.
 
         Examples:
-            With one replica:
+            With one replica; the first of two would get `[1 2]`:
 
-            >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
-            >>> dataset = hs.data.Dataset.range(5).batch(2)
-            >>> for x in strategy.experimental_distribute_dataset(dataset):
-            ...     print(strategy.run(lambda value: value + 1, args=(x,)))
-            [1 2]
-            [3 4]
-            [5]
+            >>> parts = strategy.scatter(np.arange(3))
+            >>> print(strategy.run(lambda part: part + 1, args=(parts,)))
+            [1 2 3]
         """
         del options
         # Not recorded as the current call: that would cost time in every step, and the code that
@@ -265,9 +256,7 @@ class Strategy(StrategyNames):
     def reduce(
         self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None
     ) -> Any:
-        """Reduces the replicas' values to one value, the same on every rank.
-
-        Collective: all ranks call this.
+        """Reduces the replicas' values to one value, the same on every rank. Collective.
 
         Args:
             reduce_op: a `ReduceOp` or its name.
@@ -285,35 +274,26 @@ class Strategy(StrategyNames):
             value itself, or its mean along `axis`; the sum of a plain zero is that zero.
 
         Raises:
-            RuntimeError: called inside a replica function or the scope of another strategy.
             TypeError: a leaf is not a numeric array, or its dtype does not support the reduction.
             ValueError: an axis does not exist, or a plain value other than zero is summed over
                 several replicas.
             ReplicaMismatchError: shapes or dtypes differ between replicas.
 
         Examples:
-            With one replica; two would have `[0 1 2 3]` and `[4 5 6 7]`, whose sums are
-            `[4 6 8 10]` and 28:
+            With one replica; two would have `[0 1 2 3]` and `[4 5 6 7]`, whose sum is `[4 6 8 10]`:
 
-            >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
-            >>> dataset = hs.data.Dataset.range(8).batch(8)
-            >>> for x in strategy.experimental_distribute_dataset(dataset):
-            ...     result = strategy.run(lambda value: value, args=(x,))
-            >>> print(strategy.reduce(hs.ReduceOp.SUM, result, axis=None))
+            >>> parts = strategy.scatter(np.arange(8))
+            >>> print(strategy.reduce(hs.ReduceOp.SUM, parts, axis=None))
             [0 1 2 3 4 5 6 7]
-            >>> print(strategy.reduce(hs.ReduceOp.SUM, result, axis=0))
-            28
-            >>> print(strategy.reduce(hs.ReduceOp.MEAN, result, axis=0))
-            3.5
+            >>> print(strategy.reduce("SUM", parts, axis=0), strategy.reduce("MEAN", parts, axis=0))
+            28 3.5
         """
         return reduce.reduce_distributed(self.replica_group.communicator, reduce_op, value, axis)
 
     @collective(check_cross_replica)
     def gather(self, value: Any, axis: int) -> Any:
-        """Concatenates the replicas' values along `axis`, in replica order.
-
-        Collective: all ranks call this.
+        """Concatenates the replicas' values along `axis`, in replica order. Collective.
 
         Args:
             value: a distributed value, or a nest of them, of arrays with at least one dimension.
@@ -324,32 +304,22 @@ class Strategy(StrategyNames):
             A nest like `value` of plain arrays, the same on every rank.
 
         Raises:
-            RuntimeError: called inside a replica function or the scope of another strategy.
             NotImplementedError: a leaf is an `IndexedSlices`.
             ReplicaMismatchError: the shapes do not match; the message lists every replica's.
 
         Examples:
-            With one replica; with two the shapes would be (2, 2, 3), (1, 4, 3) and (1, 2, 6):
+            With one replica; with two the shapes would be (4, 3) and (2, 6):
 
-            >>> import numpy as np
-            >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
-            >>> array = np.array([[[0, 1, 2], [3, 4, 5]]])
-            >>> value = strategy.experimental_distribute_values_from_function(
-            ...     lambda context: array + context.replica_id_in_sync_group)
-            >>> for axis in (0, 1, 2):
-            ...     print(strategy.gather(value, axis).shape)
-            (1, 2, 3)
-            (1, 2, 3)
-            (1, 2, 3)
+            >>> value = strategy.run(lambda: np.full((2, 3), hs.replica_id()))
+            >>> [strategy.gather(value, axis).shape for axis in (0, 1)]
+            [(2, 3), (2, 3)]
         """
         return collectives.gather(self.replica_group.communicator, value, axis)
 
     @names_call("Strategy.experimental_local_results")
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """The components of this worker's replicas.
-
-        Collective, except in a replica function: all ranks call this.
+        """The components of this worker's replicas. Collective, except in a replica function.
 
         Args:
             value: any value.
@@ -379,9 +349,7 @@ class Strategy(StrategyNames):
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """Makes distributed values, calling `value_fn(ValueContext)` on each replica.
-
-        Collective: all ranks call this; an exception of one replica is raised on all.
+        """Makes distributed values, calling `value_fn(ValueContext)` on each replica. Collective.
 
         Args:
             value_fn: returns this replica's component, a nest of arrays or of values that become
@@ -395,24 +363,14 @@ class Strategy(StrategyNames):
             ReplicaMismatchError: the replicas' nests differ in structure.
 
         Examples:
-            With one replica: a constant, an element chosen by the replica's index, and a computed
-            value:
+            With one replica; the second of two would have 2.0:
 
-            >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
-            >>> constant = strategy.experimental_distribute_values_from_function(
-            ...     lambda context: 1.0)
-            >>> strategy.experimental_local_results(constant)
-            (1.0,)
             >>> values = [3.0, 2.0, 1.0, 0.0]
             >>> by_index = strategy.experimental_distribute_values_from_function(
             ...     lambda context: values[context.replica_id_in_sync_group])
             >>> strategy.experimental_local_results(by_index)
             (3.0,)
-            >>> computed = strategy.experimental_distribute_values_from_function(
-            ...     lambda context: context.num_replicas_in_sync)
-            >>> strategy.experimental_local_results(computed)
-            (1,)
         """
         return distribution.values_from_function(self.replica_group, value_fn)
 
@@ -446,29 +404,21 @@ class Strategy(StrategyNames):
         Examples:
             With one replica; two would get one element each:
 
-            >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
-            >>> dataset = hs.data.Dataset.range(10).batch(2)
-            >>> for x in strategy.experimental_distribute_dataset(dataset):
-            ...     print(strategy.experimental_local_results(x))
-            (array([0, 1]),)
-            (array([2, 3]),)
-            (array([4, 5]),)
-            (array([6, 7]),)
-            (array([8, 9]),)
+            >>> dataset = hs.data.Dataset.range(5).batch(2)
+            >>> print(*strategy.experimental_distribute_dataset(dataset))
+            [0 1] [2 3] [4]
         """
         require_cross_replica(self.replica_group)
         return _distributing.distribute_dataset(
-            dataset, self.replica_group.communicator, options, self._prefetcher(options)
+            dataset, self.replica_group.communicator, options, self.replica_group.stream
         )
 
     @names_call("Strategy.distribute_datasets_from_function")
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDataset:
-        """Distributes the elements of `dataset_fn(InputContext)` to the replicas.
-
-        Collective, and so is iterating.
+        """Distributes the elements of `dataset_fn(InputContext)`. Collective, and so is iterating.
 
         Args:
             dataset_fn: returns a dataset batched by the batch size per replica; called once on
@@ -489,32 +439,23 @@ class Strategy(StrategyNames):
         Examples:
             With a batch size of 4 per replica:
 
-            >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
             >>> def dataset_fn(context):
-            ...     global_batch_size = 4 * context.num_replicas_in_sync
-            ...     batch_size = context.get_per_replica_batch_size(global_batch_size)
-            ...     dataset = hs.data.Dataset.from_tensors(1.0).repeat()
+            ...     dataset = hs.data.Dataset.range(8)
             ...     dataset = dataset.shard(context.num_input_pipelines, context.input_pipeline_id)
-            ...     return dataset.batch(batch_size)
-            >>> iterator = iter(strategy.distribute_datasets_from_function(dataset_fn))
-            >>> strategy.experimental_local_results(next(iterator))[0]
-            array([1., 1., 1., 1.], dtype=float32)
+            ...     return dataset.batch(4)
+            >>> print(*strategy.distribute_datasets_from_function(dataset_fn))
+            [0 1 2 3] [4 5 6 7]
         """
         require_cross_replica(self.replica_group)
+        group = self.replica_group
         return _distributing.distribute_from_function(
-            dataset_fn,
-            self.replica_group.communicator,
-            options,
-            self._prefetcher(options),
-            self.replica_group.workers,
+            dataset_fn, group.communicator, options, group.stream, group.workers
         )
 
     @collective(check_cross_replica)
     def scatter(self, value: Any, axis: int = 0, return_indices: bool = False) -> Any:
-        """Splits arrays among the replicas: the inverse of `gather`.
-
-        Collective: all ranks call this.
+        """Splits arrays among the replicas: the inverse of `gather`. Collective.
 
         Args:
             value: a nest of arrays of one size along `axis`, the same on every rank. Their shapes
@@ -532,7 +473,6 @@ class Strategy(StrategyNames):
             replica, a `range`. Its `start` is the part's offset.
 
         Raises:
-            RuntimeError: called inside a replica function or the scope of another strategy.
             TypeError: a leaf is not a numeric array, or is distributed already.
             ValueError: the axis does not exist, or sizes along it differ within `value`.
             ReplicaMismatchError: the arrays differ between ranks.
@@ -540,26 +480,12 @@ class Strategy(StrategyNames):
         Examples:
             With one replica; two would have `[0 1 2]` and `[3 4]`:
 
-            >>> import numpy as np
-            >>> import hpcstrat as hs
             >>> strategy = hs.CentralStorageStrategy()
             >>> parts = strategy.scatter(np.arange(5))
             >>> print(strategy.gather(strategy.run(lambda part: part * 10, args=(parts,)), axis=0))
             [ 0 10 20 30 40]
         """
         return distribution.scatter(self.replica_group, value, axis, return_indices)
-
-    def _prefetcher(self, options: Any) -> Prefetcher | None:
-        """Copies batches to this replica's GPU, two in advance unless the options say otherwise."""
-        options = options if isinstance(options, InputOptions) else InputOptions()
-        if self.replica_group.stream is None or not options.experimental_fetch_to_device:
-            return None
-        # Imported here: only a GPU needs it.
-        from hpcstrat.data._device_prefetch import prefetch_to_gpu
-
-        return prefetch_to_gpu(
-            self.replica_group.stream, 1 + options.experimental_per_replica_buffer_size
-        )
 
 
 class Scope:

@@ -9,17 +9,8 @@ import numpy as np
 
 from hpcstrat._core import gpu
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import (
-    Array,
-    IndexedSlices,
-    ReduceOp,
-)
-from hpcstrat._strategies.leaves import (
-    Nest,
-    as_numeric,
-    check_axis,
-    part_along,
-)
+from hpcstrat._core.types import Array, IndexedSlices, ReduceOp
+from hpcstrat._strategies.leaves import Nest, as_numeric, check_axis, part_along
 from hpcstrat._transports.reduction import REDUCTIONS, check_reducible, reduce_rows
 from hpcstrat._transports.verbs import Communicator, check_gatherable
 from hpcstrat._variable.variable import Variable
@@ -82,11 +73,7 @@ def reduce_scatter(
     nest = Nest(value)
     arrays = nest.arrays()
     for array in arrays:
-        if not -array.ndim <= axis < array.ndim:
-            raise ValueError(
-                f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; "
-                "pass one that does"
-            )
+        check_axis(axis, array)
     totals = communicator.all_reduce(arrays, op, f"axis={axis}", *nest.must_match)
     return nest.fill([part_along(total, axis, communicator).copy() for total in totals])
 

@@ -17,15 +17,11 @@ from hpcstrat._strategies.replica_context import ReplicaContext
 class DefaultStrategy(Strategy):
     """The strategy outside all scopes: each process is a single replica. Does not start MPI."""
 
-    def __init__(self) -> None:
-        super().__init__(default_group())
-
 
 # Always the same object: programs may keep it, and compare `get_strategy()` with it by identity.
 @functools.cache
-def default_strategy() -> Strategy:
-    """The strategy that is current outside all scopes, with one replica."""
-    return DefaultStrategy()
+def _default_strategy() -> Strategy:
+    return DefaultStrategy(default_group())
 
 
 def get_strategy() -> Strategy:
@@ -41,7 +37,7 @@ def get_strategy() -> Strategy:
     """
     context = contexts.current.get()
     if context is None:
-        return default_strategy()
+        return _default_strategy()
     return context.group.strategy
 
 
@@ -102,7 +98,7 @@ def get_replica_context() -> ReplicaContext | MaybeNone:
     """
     context = contexts.current.get()
     if context is None:
-        group = default_strategy().replica_group
+        group = _default_strategy().replica_group
     elif isinstance(context, InReplica):
         group = context.group
     else:

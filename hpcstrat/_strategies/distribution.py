@@ -9,25 +9,13 @@ import numpy as np
 
 from hpcstrat._agreement.records import ManyValues, signature_of
 from hpcstrat._core import nests
-from hpcstrat._core.arrays import (
-    as_array,
-)
+from hpcstrat._core.arrays import as_array
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import (
-    DistributedValues,
-    PerReplica,
-    ValueContext,
-    component_of,
-)
+from hpcstrat._core.types import DistributedValues, PerReplica, ValueContext, component_of
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.contexts import AcrossReplicas
+from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._strategies.leaves import (
-    as_numeric,
-    check_axis,
-    convert_foreign_leaves,
-    part_along,
-)
+from hpcstrat._strategies.leaves import as_numeric, check_axis, convert_foreign_leaves, part_along
 from hpcstrat._strategies.transfer import describe_array, from_wire, to_wire
 from hpcstrat._transports.verbs import Communicator
 from hpcstrat.data._splitting import bounds
@@ -80,11 +68,7 @@ def _as_scatterable(value: Any, axis: Any) -> Any:
             f"{current_call()}: axis {axis} does not exist in a leaf of the value, the number "
             f"{array}; a list is a nest, so pass np.array(value)"
         )
-    if not -array.ndim <= axis < array.ndim:
-        raise ValueError(
-            f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; "
-            "pass an axis that does"
-        )
+    check_axis(axis, array)
     return array
 
 
@@ -127,10 +111,9 @@ def local_results(group: ReplicaGroup, value: Any) -> tuple[Any, ...]:
     leaves, structure = nests.flatten(value)
     indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, DistributedValues)]
     differ = any(isinstance(leaf, PerReplica) for leaf in leaves)
-    context = contexts.current.get()
     # This rank has nothing to send, but another may have: the ranks must agree, not wait.
-    is_across = context is None or isinstance(context, AcrossReplicas)
-    if not differ and is_across and group.communicator.size > 1:
+    in_replica = isinstance(contexts.current.get(), InReplica)
+    if not differ and not in_replica and group.communicator.size > 1:
         group.communicator.exchange(
             signature_of(current_call(), nests.describe(structure), "not distributed")
         )

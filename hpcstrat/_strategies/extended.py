@@ -16,11 +16,7 @@ from hpcstrat._core.types import (
     ReduceOp,
     component_of,
 )
-from hpcstrat._replicas.contexts import (
-    check_arguments,
-    check_cross_replica,
-    require_cross_replica,
-)
+from hpcstrat._replicas.contexts import check_arguments, check_cross_replica, require_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import reduce
 from hpcstrat._strategies.tensorflow_names import ExtendedNames
@@ -32,7 +28,7 @@ class StrategyExtended(ExtendedNames):
     """Methods of a strategy that programs rarely need, as `Strategy.extended`.
 
     All ranks call the methods marked collective, in the cross-replica context or outside all
-    scopes.
+    scopes; elsewhere they raise `RuntimeError`.
 
     Examples:
         A step of gradient descent, with one replica; with more, the same value is subtracted once:
@@ -52,7 +48,7 @@ class StrategyExtended(ExtendedNames):
     """
 
     def __init__(self, group: ReplicaGroup) -> None:
-        self.replica_group = group
+        self.replica_group: ReplicaGroup = group
 
     # ---- properties
 
@@ -83,7 +79,6 @@ class StrategyExtended(ExtendedNames):
             The result, on every rank; a `Mirrored` value if the destinations are all replicas.
 
         Raises:
-            RuntimeError: called inside a replica function or the scope of another strategy.
             ValueError: unsupported `destinations`, or the sum over several replicas of a plain
                 value other than zero.
 
@@ -142,7 +137,6 @@ class StrategyExtended(ExtendedNames):
             The copy, on every rank; a `Mirrored` value if the destinations are all replicas.
 
         Raises:
-            RuntimeError: called inside a replica function or the scope of another strategy.
             ValueError: unsupported `destinations`.
 
         Examples:
@@ -226,7 +220,6 @@ class StrategyExtended(ExtendedNames):
         Raises:
             ValueError: `var` is not a variable of this strategy, or an argument is a `PerReplica`.
             TypeError: `fn` is not callable, or `args` is not a tuple or list.
-            RuntimeError: called inside a replica function or the scope of another strategy.
             Exception: whatever `fn` raised. The program may catch it and continue only if every
                 rank raised.
 

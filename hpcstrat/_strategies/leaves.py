@@ -9,29 +9,16 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._core import nests
-from hpcstrat._core.arrays import (
-    as_array,
-    as_native,
-    from_foreign,
-    is_foreign,
-    is_numeric,
-)
+from hpcstrat._core.arrays import as_array, as_native, from_foreign, is_foreign, is_numeric
 from hpcstrat._core.call_name import current_call
-from hpcstrat._core.types import (
-    Array,
-    DistributedValues,
-    component_of,
-)
+from hpcstrat._core.types import Array, DistributedValues, component_of
 from hpcstrat._transports.verbs import Communicator
 from hpcstrat._variable.variable import Variable
 from hpcstrat.data._splitting import bounds
 
 
 def as_numeric(value: Any) -> Array:
-    """`value` as a numeric array on its own device, in this machine's byte order.
-
-    Args:
-        value: an array of any library, a variable or a number.
+    """An array of any library, a variable or a number as an array, in this machine's byte order.
 
     Raises:
         TypeError: `value` is something else, or a masked array.
@@ -47,21 +34,19 @@ def as_numeric(value: Any) -> Array:
     return array if array.dtype.isnative else as_native(array)
 
 
-def check_axis(axis: Any) -> None:
-    """Checks that an argument `axis` is an int.
-
-    Raises:
-        TypeError: it is not.
-    """
+def check_axis(axis: Any, array: Array | None = None) -> None:
+    """Raises unless an argument `axis` is an int and, with an array, an axis of that."""
     if isinstance(axis, bool) or not isinstance(axis, (int, np.integer)):
         raise TypeError(f"{current_call()}: axis is {axis!r}; it must be an int")
+    if array is not None and not -array.ndim <= axis < array.ndim:
+        raise ValueError(
+            f"{current_call()}: axis {axis} does not exist in an array of shape {array.shape}; "
+            "pass an axis that does"
+        )
 
 
 def scalar(value: Any) -> Any:
-    """A NumPy array without dimensions as a NumPy scalar; any other value as it is.
-
-    CuPy has no scalars: its arrays stay arrays.
-    """
+    """A NumPy array without dimensions as a NumPy scalar, which CuPy does not have."""
     return value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
 
 

@@ -58,22 +58,8 @@ def place(
 ) -> tuple[list[Device], Communicator]:
     """Starts MPI, places the ranks on devices, and connects them. Collective.
 
-    Args:
-        compute_devices: the device of each rank, in rank order: all GPUs, or all CPUs. By default
-            rank i of a host gets the host's GPU i; on hosts without GPUs all ranks get the CPU.
-        is_one_host: whether all ranks must be on one host.
-
-    Returns:
-        The device of each rank, in rank order, and the communicator, which is a
-        `DeviceCommunicator` if the ranks compute on GPUs.
-
-    Raises:
-        TypeError: `compute_devices` is a single string.
-        ValueError: a string does not name a device, or the list does not have one entry per rank,
-            or has CPUs and GPUs.
-        RuntimeError: `decide` raises it, several ranks cannot use NCCL, or MPI or the GPUs' driver
-            does not start.
-        ReplicaMismatchError: the ranks name different devices.
+    Takes the devices that the program names, and returns each rank's, in rank order, with a
+    communicator: a `DeviceCommunicator` if they are GPUs.
     """
     # Before `connect`, which may start MPI.
     _make_current_early(compute_devices)
@@ -99,11 +85,7 @@ def place(
 
 
 def decide(facts: Sequence[Facts], is_one_host: bool = True) -> list[Place]:
-    """The place of each rank; it depends on nothing else.
-
-    Args:
-        facts: those of each rank, in rank order.
-        is_one_host: whether all ranks must be on one host.
+    """The place of each rank, by the ranks' facts, in rank order; it depends on nothing else.
 
     Raises:
         ValueError: CPUs and GPUs are named.

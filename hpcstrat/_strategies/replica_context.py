@@ -46,7 +46,9 @@ def _check_own(context: ReplicaContext) -> None:
 class ReplicaContext:
     """Tells a replica function which replica it is, and lets it communicate with the others.
 
-    `hpcstrat.get_replica_context()` returns it inside `Strategy.run`.
+    `hpcstrat.get_replica_context()` returns it inside `Strategy.run`. All replicas call the methods
+    marked collective; these raise `RuntimeError` outside of the replica function, except, with one
+    rank, outside all scopes.
 
     Examples:
         With one replica; of two, the second prints `1 of 2` and the sum is 3:
@@ -65,7 +67,7 @@ class ReplicaContext:
     __slots__ = ("replica_group",)
 
     def __init__(self, group: ReplicaGroup) -> None:
-        self.replica_group = group
+        self.replica_group: ReplicaGroup = group
 
     @property
     def strategy(self) -> Strategy:
@@ -99,9 +101,7 @@ class ReplicaContext:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Runs `merge_fn(strategy, *args, **kwargs)` in the cross-replica context.
-
-        Collective: all replicas call this.
+        """Runs `merge_fn(strategy, *args, **kwargs)` in the cross-replica context. Collective.
 
         Args:
             merge_fn: the function to run on every rank, with the leaves of `args` and `kwargs` as
@@ -113,8 +113,6 @@ class ReplicaContext:
             This replica's component of the result of `merge_fn`.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
-                are allowed.
             TypeError: `merge_fn` is not callable, or `args` is not a tuple or list.
 
         Examples:
@@ -172,7 +170,7 @@ class ReplicaContext:
 
     @collective(_check_own)
     def all_reduce(self, reduce_op: ReduceOp | str, value: Any, options: Any = None) -> Any:
-        """Reduces `value` elementwise over all replicas. Collective: all replicas call this.
+        """Reduces `value` elementwise over all replicas. Collective.
 
         Args:
             reduce_op: a `ReduceOp` or its name.
@@ -185,8 +183,6 @@ class ReplicaContext:
             of integers over several replicas are `float32` for up to 16 bits, `float64` for more.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
-                are allowed.
             TypeError: a leaf is not a numeric array, or its dtype does not support the reduction.
             ReplicaMismatchError: shapes or dtypes differ between replicas.
 
@@ -206,9 +202,7 @@ class ReplicaContext:
 
     @collective(_check_own)
     def all_gather(self, value: Any, axis: int, options: Any = None) -> Any:
-        """Concatenates `value` over all replicas along `axis`, in replica order.
-
-        Collective: all replicas call this.
+        """Concatenates `value` over all replicas along `axis`, in replica order. Collective.
 
         Args:
             value: a nest of arrays with at least one dimension; sizes may differ along `axis` only.
@@ -219,8 +213,6 @@ class ReplicaContext:
             A nest like `value`, the same on every replica.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
-                are allowed.
             NotImplementedError: a leaf is an `IndexedSlices`.
             ReplicaMismatchError: the shapes do not match; the message lists every replica's.
 
@@ -239,7 +231,7 @@ class ReplicaContext:
 
     @collective(_check_own)
     def broadcast(self, value: Any, root: int = 0) -> Any:
-        """Copies `value` from replica `root` to all replicas. Collective: all replicas call this.
+        """Copies `value` from replica `root` to all replicas. Collective.
 
         Args:
             value: a nest of arrays or numbers, of equal structure, shapes and dtypes on all
@@ -251,8 +243,6 @@ class ReplicaContext:
             A new nest like `value`, the same on every replica.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
-                are allowed.
             TypeError: a leaf is not a numeric array.
             ValueError: replica `root` does not exist.
             ReplicaMismatchError: shapes, dtypes or `root` differ between replicas.
@@ -272,7 +262,7 @@ class ReplicaContext:
 
     @collective(_check_own)
     def reduce_scatter(self, reduce_op: ReduceOp | str, value: Any, axis: int = 0) -> Any:
-        """A slice of the result of `all_reduce`, which sends as much. All replicas call this.
+        """A slice of the result of `all_reduce`, which sends as much. Collective.
 
         Args:
             reduce_op: a `ReduceOp` or its name.
@@ -284,7 +274,6 @@ class ReplicaContext:
             A nest like `value`, with the dtypes of `all_reduce`.
 
         Raises:
-            RuntimeError: as `all_reduce`.
             TypeError: as `all_reduce`, or `axis` is not an int.
             ValueError: an array does not have that axis.
             ReplicaMismatchError: shapes, dtypes or arguments differ between replicas.
@@ -302,10 +291,10 @@ class ReplicaContext:
 
     @collective(_check_own)
     def scan(self, reduce_op: ReduceOp | str, value: Any, inclusive: bool = False) -> Any:
-        """Reduces `value` elementwise over the replicas before this one, in replica order.
+        """Reduces `value` elementwise over the replicas before this one, in order. Collective.
 
-        Collective: all replicas call this. With `"SUM"` of the sizes of the replicas' parts, each
-        gets the offset of its own. Every replica receives all values, so they should be small.
+        With `"SUM"` of the sizes of the replicas' parts, each gets the offset of its own. Every
+        replica receives all values, so they should be small.
 
         Args:
             reduce_op: `"SUM"`, `"MIN"` or `"MAX"`.
@@ -318,8 +307,6 @@ class ReplicaContext:
             for sums, the highest or infinity for minima, the lowest or -infinity for maxima.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
-                are allowed.
             TypeError: a leaf is not a numeric array, its dtype does not support the reduction, or
                 `inclusive` is not a bool.
             ValueError: `reduce_op` is another operation.
@@ -340,7 +327,7 @@ class ReplicaContext:
 
     @collective(_check_own)
     def all_to_all(self, values: Sequence[Any]) -> list[Any]:
-        """Sends each replica a different value. Collective: all replicas call this.
+        """Sends each replica a different value. Collective.
 
         Args:
             values: a list or tuple with one nest of arrays per replica, in replica order. Shapes
@@ -351,8 +338,6 @@ class ReplicaContext:
             A list of the values that the replicas sent to this replica, in replica order.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
-                are allowed.
             TypeError: a leaf is not a numeric array.
             ValueError: `values` does not have one value per replica, or they differ in structure or
                 dtypes.
@@ -376,10 +361,9 @@ class ReplicaContext:
     def neighbor_exchange(
         self, to_left: Any, to_right: Any, periodic: bool = False
     ) -> tuple[Any, Any]:
-        """Sends a value to each neighbor, such as the edges of this replica's part of a grid.
+        """Sends each neighbor a value, such as an edge of this part of a grid. Collective.
 
-        Collective: all replicas call this. Replica r has the left neighbor r - 1 and the right
-        neighbor r + 1.
+        Replica r has the left neighbor r - 1 and the right neighbor r + 1.
 
         Args:
             to_left: a nest of arrays or numbers for the left neighbor; `None` sends nothing. Shapes
@@ -393,8 +377,6 @@ class ReplicaContext:
             neighbor that does not exist.
 
         Raises:
-            RuntimeError: called outside a replica function. With one rank, calls outside all scopes
-                are allowed.
             TypeError: a leaf is not a numeric array.
             ReplicaMismatchError: structures, dtypes or `periodic` differ between replicas.
 

@@ -13,7 +13,7 @@ from hpcstrat._core.call_name import names_call
 from hpcstrat._core.types import RunOptions
 from hpcstrat._core.user_frames import warn
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.contexts import AcrossReplicas, require_cross_replica
+from hpcstrat._replicas.contexts import InReplica, require_cross_replica
 from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.data._arguments import InputContext, InputOptions
@@ -156,9 +156,8 @@ class ExtendedNames:
             RuntimeError: entered outside the strategy's scope.
             ValueError: entered with a variable of another strategy.
         """
-        context = contexts.current.get()
-        is_across = context is None or isinstance(context, AcrossReplicas)
-        if not is_across or contexts.group() is not self.replica_group:
+        in_replica = isinstance(contexts.current.get(), InReplica)
+        if in_replica or contexts.group() is not self.replica_group:
             raise RuntimeError(
                 "StrategyExtended.colocate_vars_with is for use under `with strategy.scope():`"
             )

@@ -11,13 +11,7 @@ import numpy as np
 
 from hpcstrat._agreement.records import signature_of
 from hpcstrat._core import gpu, nests
-from hpcstrat._core.arrays import (
-    PLAIN,
-    exports_array,
-    from_foreign,
-    host_copy,
-    is_foreign,
-)
+from hpcstrat._core.arrays import PLAIN, exports_array, from_foreign, host_copy, is_foreign
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.ranks_in_words import join_by_rank
 from hpcstrat._core.types import (
@@ -44,13 +38,7 @@ _CALL = "Strategy.run"
 def require_equal_arguments(
     communicator: Communicator, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Checks that arrays and numbers in the arguments are equal on all ranks. Collective.
-
-    Distributed values are not compared.
-
-    Raises:
-        ReplicaMismatchError: the arguments differ between ranks.
-    """
+    """Raises unless arrays and numbers in the arguments are equal on all ranks. Collective."""
     names = [f"args[{i}]" for i in range(len(args))] + [f"kwargs[{name!r}]" for name in kwargs]
     with communicator.raise_together():
         own = {
@@ -99,12 +87,9 @@ def _describe_leaves(nest: Any) -> Iterator[str]:
 
 
 def describe_array(array: Any, every: bool) -> str:
-    """A description with a checksum of the array's contents, or of a sample unless `every`.
-
-    Equal arrays have equal descriptions. An array on a GPU has a checksum only if `every`.
-    """
+    """A description with a checksum of the array's contents, or of a sample unless `every`."""
     on_gpu = gpu.is_on_gpu(array)
-    if on_gpu and not every:
+    if on_gpu and not every:  # a copy to the host would wait for the GPU
         return f"{array.dtype}{list(array.shape)}"
     contents = checksum_of_arrays([host_copy(current_call(), array) if on_gpu else array], every)
     return f"{array.dtype}{list(array.shape)} of checksum {contents:08x}"
@@ -120,10 +105,7 @@ _NUMBERS = frozenset({bool, int, float, complex, np.float32, np.float64})
 
 
 def regroup(group: ReplicaGroup, result: Any) -> Any:
-    """Wraps each leaf of this replica's result as its component of a distributed value.
-
-    Arrays in the memory of variables, which will change, are copied.
-    """
+    """Makes components of distributed values of this replica's result; copies variables' arrays."""
     kind = type(result)
     if kind in _NUMBERS:
         size = group.communicator.size
@@ -154,11 +136,7 @@ def regroup(group: ReplicaGroup, result: Any) -> Any:
 
 @names_call(_CALL)
 def check_same_structure(communicator: Communicator, result: Any) -> None:
-    """Checks that all replicas returned nests of one structure. Collective.
-
-    Raises:
-        ReplicaMismatchError: the structures differ.
-    """
+    """Raises unless all replicas returned nests of one structure. Collective."""
     leaves, structure = nests.flatten(result)
     nones = [i for i, leaf in enumerate(leaves) if leaf is None]
     returned = f"HPCSTRAT_CHECK: returns {nests.describe(structure)}"
@@ -168,10 +146,7 @@ def check_same_structure(communicator: Communicator, result: Any) -> None:
 
 
 def _detach(leaf: Any) -> Any:
-    """A result other than a NumPy array, without views of variables' memory.
-
-    If the leaf, or an attribute of it, is such a view, that is a copy of the leaf.
-    """
+    """A leaf without views of variables' memory, also in its attributes; a copy if it has any."""
     if isinstance(leaf, IndexedSlices):
         parts = (leaf.values, leaf.indices, leaf.dense_shape)
         return IndexedSlices(*[_detach_array(part) for part in parts])
@@ -234,12 +209,7 @@ class _FromGpu:
 
 
 def to_wire(nest: Any) -> Any:
-    """`nest` with arrays of other libraries as NumPy's, and those on a GPU copied to the host.
-
-    Raises:
-        TypeError: an array has no values in memory, such as a sparse tensor, or a leaf is a
-            distributed value.
-    """
+    """`nest` with arrays of other libraries as NumPy's, and those on a GPU copied to the host."""
 
     def pack(leaf: Any) -> Any:
         if isinstance(leaf, DistributedValues):  # the receiver would take it for its own component

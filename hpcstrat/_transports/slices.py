@@ -12,11 +12,7 @@ from hpcstrat._agreement.agreement import Write
 from hpcstrat._agreement.records import CallSignature
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory.layout import Layout
-from hpcstrat._transports.host import (
-    HostCommunicator,
-    check_on_host,
-    layout_and_signature_of,
-)
+from hpcstrat._transports.host import HostCommunicator, check_on_host, layout_and_signature_of
 from hpcstrat._transports.mailboxes import Mailboxes
 from hpcstrat._transports.reduction import part_of_rank, reduce_in_chunks
 

@@ -57,8 +57,7 @@ class VariableState:
         """Whether a read here would have to aggregate the values of several replicas."""
         if not self.is_on_read or self.group.communicator.size == 1:
             return False
-        context = contexts.current.get()
-        return not (isinstance(context, InReplica) and context.group is self.group)
+        return not in_replica_of(self.group)
 
     def plan_alone(self) -> Plan:
         """The plan for updates of this variable alone."""

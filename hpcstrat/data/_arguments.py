@@ -73,11 +73,6 @@ def positive(number: Any, call: str, argument: str) -> int:
     return number
 
 
-def seed_of(number: Any, call: str) -> int | None:
-    """The argument `seed`, an int or `None`."""
-    return None if number is None else whole(number, call, "seed")
-
-
 def function_of(function: Any, call: str, argument: str) -> Callable[..., Any]:
     """The argument, which must be callable."""
     if not callable(function):

@@ -7,11 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat._core.call_name import (
-    call_named,
-    current_call,
-    names_call,
-)
+from hpcstrat._core.call_name import call_named, current_call, names_call
 from hpcstrat._core.ranks_in_words import join_by_rank, list_by_rank
 from hpcstrat._core.timeline import INPUT, span
 from hpcstrat._core.types import PerReplica, PerReplicaSpec, ReplicaMismatchError
@@ -22,13 +18,7 @@ from hpcstrat._replicas.contexts import InReplica
 from hpcstrat._replicas.group import Workers
 from hpcstrat._transports.verbs import Communicator
 from hpcstrat.data import _elements
-from hpcstrat.data._iterators import (
-    DatasetIterator,
-    Position,
-    Progress,
-    incompatibility,
-    length,
-)
+from hpcstrat.data._iterators import DatasetIterator, Position, Progress, incompatibility, length
 from hpcstrat.data._node import INFINITE, UNKNOWN, EpochPass, Node, PipelineChecksum
 from hpcstrat.data._splitting import Prefetcher, Step, assign_elements
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hpcstrat._core import gpu
 from hpcstrat._replicas.group import Workers
 from hpcstrat._transports.verbs import Communicator
 from hpcstrat.data._arguments import InputContext, InputOptions, check_input_options
 from hpcstrat.data._dataset import Dataset, check_node
+from hpcstrat.data._device_prefetch import prefetch_to_gpu
 from hpcstrat.data._distributed import DistributedDataset
 from hpcstrat.data._loaders import Batches
 from hpcstrat.data._node import Node
@@ -25,12 +27,12 @@ def distribute_dataset(
     dataset: Any,
     communicator: Communicator,
     options: InputOptions | None,
-    prefetcher: Prefetcher | None = None,
+    stream: gpu.Stream | None = None,
 ) -> DistributedDataset:
-    """Splits each batch of `dataset` between the replicas; see `Strategy`.
+    """See `Strategy.experimental_distribute_dataset`.
 
-    `dataset` is a `Dataset`, or a re-iterable object or a generator function that yields batches.
-    `prefetcher` moves the arrays of steps, perhaps ahead of their use.
+    `dataset` is a `Dataset`, or a re-iterable object or a generator function that yields batches;
+    `stream` that of this replica's GPU.
     """
     check_input_options(options, DISTRIBUTE)
     node = _node_of(dataset, DISTRIBUTE)
@@ -43,24 +45,23 @@ def distribute_dataset(
             "generator function that yields batches as it is, without Dataset.from_generator)"
         )
     workers = Workers((0,) * communicator.size, communicator.rank)
-    return DistributedDataset(node, communicator, split_batches, DISTRIBUTE, prefetcher, workers)
+    return DistributedDataset(
+        node, communicator, split_batches, DISTRIBUTE, _prefetcher(stream, options), workers
+    )
 
 
 def distribute_from_function(
     dataset_fn: Callable[[InputContext], Any],
     communicator: Communicator,
     options: InputOptions | None,
-    prefetcher: Prefetcher | None = None,
+    stream: gpu.Stream | None = None,
     workers: Workers | None = None,
 ) -> DistributedDataset:
-    """Assigns the elements of the dataset that `dataset_fn` makes to the replicas in turn.
+    """See `Strategy.distribute_datasets_from_function`.
 
-    In step t, replica r of N gets element `t * N + r`. If the elements end within a step, replicas
-    without an element get arrays whose first dimension is 0; if elements have no dimensions, the
-    step is left out, with a warning. Each worker has its own pipeline for its own replicas; a
-    worker whose elements have ended gets empty arrays until all workers' elements have ended.
-
-    By default there is one worker.
+    If elements without dimensions end within a step, the step is left out, with a warning. A worker
+    whose elements have ended gets empty arrays until all workers' elements have ended. By default
+    there is one worker.
     """
     check_input_options(options, FROM_FUNCTION)
     if not callable(dataset_fn):
@@ -72,8 +73,16 @@ def distribute_from_function(
     dataset = dataset_fn(InputContext(workers.count, workers.index, communicator.size))
     node = _node_of(dataset, f"{FROM_FUNCTION}: what dataset_fn returned")
     return DistributedDataset(
-        node, communicator, assign_elements, FROM_FUNCTION, prefetcher, workers
+        node, communicator, assign_elements, FROM_FUNCTION, _prefetcher(stream, options), workers
     )
+
+
+def _prefetcher(stream: gpu.Stream | None, options: InputOptions | None) -> Prefetcher | None:
+    """Copies batches to a stream's GPU, two in advance unless the options say otherwise."""
+    options = options or InputOptions()
+    if stream is None or not options.experimental_fetch_to_device:
+        return None
+    return prefetch_to_gpu(stream, 1 + options.experimental_per_replica_buffer_size)
 
 
 def _node_of(dataset: Any, call: str) -> Node:

@@ -11,9 +11,7 @@ from hpcstrat.metrics._means import MeanMetricWrapper as MeanMetricWrapper
 from hpcstrat.metrics._means import MeanSquaredError as MeanSquaredError
 from hpcstrat.metrics._means import RootMeanSquaredError as RootMeanSquaredError
 from hpcstrat.metrics._means import SparseCategoricalAccuracy as SparseCategoricalAccuracy
-from hpcstrat.metrics._means import (
-    SparseTopKCategoricalAccuracy as SparseTopKCategoricalAccuracy,
-)
+from hpcstrat.metrics._means import SparseTopKCategoricalAccuracy as SparseTopKCategoricalAccuracy
 from hpcstrat.metrics._means import Sum as Sum
 from hpcstrat.metrics._means import TopKCategoricalAccuracy as TopKCategoricalAccuracy
 from hpcstrat.metrics._metric import Metric as Metric

@@ -7,13 +7,7 @@ from typing import Any, final
 
 import numpy as np
 
-from hpcstrat.optimizers._fields import (
-    FROM_0_TO_1,
-    NOT_NEGATIVE,
-    LearningRate,
-    any_bool,
-    checked,
-)
+from hpcstrat.optimizers._fields import FROM_0_TO_1, NOT_NEGATIVE, LearningRate, any_bool, checked
 from hpcstrat.optimizers._optimizer import Optimizer
 
 

@@ -12,11 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_files import Contents, write_file
-from internals import (
-    CheckpointFile,
-    NewFile,
-    own_share,
-)
+from internals import CheckpointFile, NewFile, own_share
 from mpi4py import MPI
 from slow import slow_but
 from strategies import STRATEGIES

@@ -5,18 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from graphs import (
-    CALLS,
-    MARKS,
-    OPTIMIZERS,
-    RANK,
-    Model,
-    N,
-    batches,
-    captured,
-    check_equal,
-    own,
-)
+from graphs import CALLS, MARKS, OPTIMIZERS, RANK, Model, N, batches, captured, check_equal, own
 from internals import function, gpu
 
 import hpcstrat as hs
