@@ -51,11 +51,15 @@ FOREIGN = ("jax", "numba.cuda", "tensorflow", "torch")
 
 # What a rank offers to do with a call: to launch the graph of this number; or else
 _CAPTURE, _RUN = 0, -1
-_OFFER = struct.Struct("<qq")
-_BITS = 62
 
-active: ContextVar[StepFunction | None] = ContextVar("hpcstrat_function", default=None)
-"""The `hs.function` around this line, outside of replicas."""
+_active: ContextVar[StepFunction | None] = ContextVar("hpcstrat_function", default=None)
+# In one there may be a `merge_call`, with calls that are a part of it.
+_is_inside: ContextVar[bool] = ContextVar("hpcstrat_is_in_function", default=False)
+
+
+def function_around(fn: Any) -> StepFunction | None:
+    """The `hs.function` that a `Strategy.run` of `fn` is in, or that `fn` is."""
+    return None if _is_inside.get() else _active.get() or getattr(fn, STEPS, None)
 
 
 def function_of(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,14 +71,15 @@ def function_of(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         # In a replica it is the function of `Strategy.run`, or called by that: a part of it.
-        if type(contexts.current.get()) is InReplica:
+        if type(contexts.current.get()) is InReplica or _is_inside.get():
             return fn(*args, **kwargs)
-        outer = active.set(steps)
+        outer = _active.set(steps)
         try:
             return fn(*args, **kwargs)
         finally:
-            active.reset(outer)
+            _active.reset(outer)
 
+    steps.call = call
     setattr(call, STEPS, steps)
     return call
 
@@ -85,11 +90,15 @@ class StepFunction:
 
     Args:
         fn: the function, for its name.
+
+    Attributes:
+        call: what `hs.function` returns.
     """
 
     def __init__(self, fn: Any) -> None:
         name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
         self._name = name.rpartition(".<locals>.")[2]
+        self.call: Any = None
         self._kinds: dict[ReplicaGroup, dict[Any, Kind]] = {}
         self._calls = 0
         self._has_warned = False
@@ -108,19 +117,24 @@ class StepFunction:
             with call_named("Strategy.run"), communicator.raise_together():
                 _check(group, leaves)
         numbers = kind.next_numbers()
-        if not self._agree(group, kind, numbers):
-            return kind.run_as_is(fn, args, kwargs)
-        if numbers is None:
+        agrees = self._agree(group, kind, numbers)
+        if agrees and numbers is not None:
+            return kind.launch(leaves, numbers[0])
+        outer = _is_inside.set(True)
+        try:
+            if not agrees:
+                return kind.run_as_is(fn, args, kwargs)
             kind.capture(self._name, fn, leaves, structure)
-            return kind.launch(leaves, None)
-        return kind.launch(leaves, numbers[0])
+        finally:
+            _is_inside.reset(outer)
+        return kind.launch(leaves, None)
 
     def _kind_of(
         self, group: ReplicaGroup, fn: Any, leaves: Sequence[Any], structure: nests.Structure
     ) -> Kind:
         key, others, array = list[Any]([structure]), list[Any](), group.xp.ndarray
-        if getattr(fn, STEPS, None) is not self:  # it is defined in the function, or passed to it
-            _add(fn, key, others)
+        if (fn.__func__ if type(fn) is MethodType else fn) is not self.call:
+            _add(fn, key, others)  # it is defined in the function, or passed to it, or around it
         elif type(fn) is MethodType:
             _add(fn.__self__, key, others)
         for leaf in leaves:
@@ -159,26 +173,23 @@ class StepFunction:
     ) -> bool:
         """Whether all ranks capture this call, or launch a graph of it with the same numbers."""
         if numbers is not None:
-            offer, detail = kind.number, numbers[1]
+            offer = kind.number, numbers[1]
         else:
-            offer = _CAPTURE if kind.is_rehearsed else _RUN
-            numbered = {one.number % _BITS for one in self._kinds[group].values() if one.number}
-            detail = sum(1 << number for number in numbered)
+            has = [one.number for one in self._kinds[group].values() if one.number]
+            offer = _CAPTURE if kind.is_rehearsed else _RUN, *has
         if group.communicator.size == 1:
-            return offer != _RUN
+            return offer[0] != _RUN
+        sent = np.frombuffer(struct.pack(f"<{len(offer)}q", *offer), np.uint8)
         messages = group.communicator.exchange(
-            signature_of("Strategy.run", self._name),
-            _OFFER.size,
-            writer_of(np.frombuffer(_OFFER.pack(offer, detail), np.uint8)),
+            signature_of("Strategy.run", self._name), sent.size, writer_of(sent)
         )
-        offers = [_OFFER.unpack_from(message.data) for message in messages]
+        offers = [struct.unpack(f"<{len(one) // 8}q", one.data) for one in messages]
         if numbers is None:
-            return offer == _CAPTURE and all(other == offer for other, _ in offers)
-        if all(other == offers[0] for other in offers):
+            return all(other[0] == _CAPTURE for other in offers)
+        if all(other == offer for other in offers):
             return True
         # The others tell which graphs they have. One that a rank has dropped will not be launched.
-        mine = 1 << kind.number % _BITS
-        if any(other <= _CAPTURE and not theirs & mine for other, theirs in offers):
+        if any(other <= _CAPTURE and kind.number not in has for other, *has in offers):
             kind.drop()
         return False
 
@@ -349,7 +360,9 @@ def _add(thing: Any, key: list[Any], others: list[Any]) -> None:
         _add(thing.__self__, key, others)
     elif kind is FunctionType:
         # One that is defined in each call is the same, if it refers to the same.
-        if all(thing is not one for one in others):
+        seen = [i for i, one in enumerate(others) if one is thing]
+        key += seen
+        if not seen:
             others.append(thing)
             key.append(id(thing.__code__))
             around = gc.get_referents(*thing.__closure__) if thing.__closure__ else ()
