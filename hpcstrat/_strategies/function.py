@@ -51,6 +51,7 @@ FOREIGN = ("jax", "numba.cuda", "tensorflow", "torch")
 
 # What a rank offers to do with a call: to launch the graph of this number; or else
 _CAPTURE, _RUN = 0, -1
+_OFFER = struct.Struct(f"<{2 + MOST_KINDS}q")
 
 _active: ContextVar[StepFunction | None] = ContextVar("hpcstrat_function", default=None)
 # In one there may be a `merge_call`, with calls that are a part of it.
@@ -172,26 +173,23 @@ class StepFunction:
         self, group: ReplicaGroup, kind: Kind, numbers: tuple[Sequence[float], int] | None
     ) -> bool:
         """Whether all ranks capture this call, or launch a graph of it with the same numbers."""
+        offer, checksum = _CAPTURE if kind.is_rehearsed else _RUN, 0
         if numbers is not None:
-            offer = kind.number, numbers[1]
-        else:
-            has = [one.number for one in self._kinds[group].values() if one.number]
-            offer = _CAPTURE if kind.is_rehearsed else _RUN, *has
+            offer, checksum = kind.number, numbers[1]
         if group.communicator.size == 1:
-            return offer[0] != _RUN
-        sent = np.frombuffer(struct.pack(f"<{len(offer)}q", *offer), np.uint8)
+            return offer != _RUN
+        graphs = [one.number for one in self._kinds[group].values()]
+        graphs += [0] * (MOST_KINDS - len(graphs))
         messages = group.communicator.exchange(
-            signature_of("Strategy.run", self._name), sent.size, writer_of(sent)
+            signature_of("Strategy.run", self._name),
+            _OFFER.size,
+            writer_of(np.frombuffer(_OFFER.pack(offer, checksum, *graphs), np.uint8)),
         )
-        offers = [struct.unpack(f"<{len(one) // 8}q", one.data) for one in messages]
-        if numbers is None:
-            return all(other[0] == _CAPTURE for other in offers)
-        if all(other == offer for other in offers):
-            return True
-        # The others tell which graphs they have. One that a rank has dropped will not be launched.
-        if any(other <= _CAPTURE and kind.number not in has for other, *has in offers):
+        offers = [_OFFER.unpack_from(message.data) for message in messages]
+        # A graph that a rank has dropped will not be launched.
+        if numbers is not None and any(kind.number not in others for _, _, *others in offers):
             kind.drop()
-        return False
+        return offer != _RUN and all(other[:2] == (offer, checksum) for other in offers)
 
 
 @final
@@ -268,6 +266,8 @@ class Kind:
         def call(inputs: Sequence[Any]) -> Sequence[Any]:
             args, kwargs = structure.unflatten(inputs)
             results, self._structure = nests.flatten(fn(*args, **kwargs))
+            if any(isinstance(one, Iterator) for one in results):
+                raise RuntimeError("a generator would be empty after one call; return a list")
             return results
 
         try:
@@ -364,7 +364,7 @@ def _add(thing: Any, key: list[Any], others: list[Any]) -> None:
         key += seen
         if not seen:
             others.append(thing)
-            key.append(id(thing.__code__))
+            key += id(thing.__code__), id(thing.__globals__)
             around = gc.get_referents(*thing.__closure__) if thing.__closure__ else ()
             given = thing.__defaults__ or (), (thing.__kwdefaults__ or {}).values()
             for part in (*around, *given[0], *given[1]):
