@@ -46,6 +46,8 @@ STEPS = "_hpcstrat_steps"
 """The attribute with the `StepFunction` of a function that `function_of` returned."""
 MOST_KINDS = 8
 """Kinds of calls that are kept for each strategy: a graph has the memory of a whole step."""
+PATIENCE = 8
+"""Calls of a kind in a row whose graph other ranks do not launch, after which it is dropped."""
 FOREIGN = ("jax", "numba.cuda", "tensorflow", "torch")
 """Modules with pools and streams of their own, whose arrays and work a graph would not have."""
 
@@ -186,10 +188,15 @@ class StepFunction:
             writer_of(np.frombuffer(_OFFER.pack(offer, checksum, *graphs), np.uint8)),
         )
         offers = [_OFFER.unpack_from(message.data) for message in messages]
-        # A graph that a rank has dropped will not be launched.
-        if numbers is not None and any(kind.number not in others for _, _, *others in offers):
-            kind.drop()
-        return offer != _RUN and all(other[:2] == (offer, checksum) for other in offers)
+        agrees = offer != _RUN and all(other[:2] == (offer, checksum) for other in offers)
+        if numbers is not None:
+            kind.misses = 0 if agrees else kind.misses + 1
+            # A graph that a rank has dropped will not be launched. One that it has for calls of
+            # another kind may be, but not if this rank's have another partner for good.
+            is_lost = any(kind.number not in others for _, _, *others in offers)
+            if is_lost or kind.misses == PATIENCE:
+                kind.drop()
+        return agrees
 
 
 @final
@@ -206,6 +213,7 @@ class Kind:
         number: of the capture, the same on all ranks and of no other; 0 before.
         is_rehearsed: whether the function can be captured.
         last_call: the number of the last call of this kind.
+        misses: how many calls in a row have not launched the graph.
     """
 
     def __init__(self, group: ReplicaGroup, others: Sequence[Any]) -> None:
@@ -214,6 +222,7 @@ class Kind:
         self.number: int = 0
         self.is_rehearsed: bool = False
         self.last_call: int = 0
+        self.misses: int = 0
         self._has_run = False
         self._group, self._stream, self._others = group, group.stream, others
         self._numbers = GraphNumbers(group.stream)
@@ -322,7 +331,7 @@ class Kind:
         if self.graph is not None:
             self._stream.synchronize()
             self.graph.drop()
-        self.graph, self.number = None, 0
+        self.graph, self.number, self.misses = None, 0, 0
 
 
 def _check(group: ReplicaGroup, leaves: Sequence[Any]) -> None:
