@@ -52,14 +52,13 @@ class Graph:
             given: arguments like those of the launches.
 
         Raises:
-            RuntimeError: an array that the function makes outlives it, and is not a result.
+            RuntimeError: an array that the function makes is kept elsewhere than in the results.
             Exception: what the function raises, such as CuPy's refusal of a copy to the host.
         """
         stream, xp = self.stream, self.stream.xp
         with xp.cuda.using_allocator(self._allocate):
             self.inputs = [xp.empty_like(one) if gpu.is_on_gpu(one) else one for one in given]
-        self._made.clear()  # the inputs are no results
-        used = self._pool.used_bytes()
+        self._made.clear()  # the inputs stay
         # Before and after: the function may drop arrays that it reads, and make others.
         self._kept = _memory_of_arrays(xp.cuda)
         stream.raw.begin_capture()  # relaxed, which is CuPy's default: memory may be allocated
@@ -69,15 +68,16 @@ class Graph:
                 stream.products.replace_cupys(),
                 self._watching(),
             ):
-                self.results = function(self.inputs)
+                results = function(self.inputs)
             self.raw = stream.raw.end_capture()
         except BaseException:
             with contextlib.suppress(Exception):  # of a capture that the first error has ended
                 stream.raw.end_capture()
             raise
-        self._refuse_others(used)
+        results = [_Memory(one) if gpu.is_on_gpu(one) else one for one in results]
         self.raw.upload(stream.raw)  # here it can still fail: it takes memory
-        self._kept += [*_memory_of_arrays(xp.cuda), *xp.fft.config.get_plan_cache()]
+        self._kept += [*self._memory_that_stays(), *xp.fft.config.get_plan_cache()]
+        self.results = [one.array(xp) if type(one) is _Memory else one for one in results]
 
     def _allocate(self, nbytes: int) -> Any:
         try:
@@ -85,7 +85,8 @@ class Graph:
         except MemoryError:  # the program's pool has what the calls before have used
             self.stream.xp.get_default_memory_pool().free_all_blocks()
             memory = self._pool.malloc(nbytes)
-        self._made.add(memory.mem.ptr)
+        if nbytes:
+            self._made.add(memory.mem.ptr)
         return memory
 
     @contextlib.contextmanager
@@ -111,19 +112,18 @@ class Graph:
                     stack.enter_context(replaced(owner, name, functools.partial(refuse, what)))
             yield
 
-    def _refuse_others(self, used: int) -> None:
-        """Refuses arrays that were made and are there, apart from the results."""
-        memory = [one.data.mem for one in self.results if gpu.is_on_gpu(one)]
-        returned = sum({one.ptr: one.size for one in memory if one.ptr in self._made}.values())
+    def _memory_that_stays(self) -> list[Any]:
+        """`_memory_of_arrays`, of which none was made: not even a result is kept elsewhere."""
         for _ in range(10):
-            if self._pool.used_bytes() - used <= returned:
-                return
+            stays = _memory_of_arrays(self.stream.cuda)
+            if all(memory.ptr not in self._made for memory in stays):
+                return stays
             gc.collect()  # those in circles
             time.sleep(0.01)  # a thread, such as the watchdog, may look at the function's frame
         raise RuntimeError(
             "an array that the function makes outlives it, and each launch would write to that one "
-            "and make no other; return it, as it is or in a tuple, list or dict, or write to an "
-            "array in place"
+            "and make no other; only return it, as it is or in a tuple, list or dict, or write to "
+            "an array in place"
         )
 
     def drop(self) -> None:
@@ -152,3 +152,18 @@ def _memory_of_arrays(cuda: Any) -> list[Any]:
     """
     pointer = cuda.MemoryPointer
     return [one.mem for one in gc.get_objects() if type(one) is pointer]
+
+
+@final
+class _Memory:
+    """The memory of an array, and where the array is in it."""
+
+    def __init__(self, array: Any) -> None:
+        data = array.data
+        self._memory, self._offset = data.mem, data.ptr - data.mem.ptr
+        self._layout = {"shape": array.shape, "dtype": array.dtype, "strides": array.strides}
+
+    def array(self, xp: Any) -> Any:
+        """The array, made anew."""
+        pointer = xp.cuda.MemoryPointer(self._memory, self._offset)
+        return xp.ndarray(**self._layout, memptr=pointer)

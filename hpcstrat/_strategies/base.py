@@ -211,7 +211,7 @@ class Strategy(StrategyNames):
         stream = self.replica_group.stream
         if stream is None:
             return self._run(fn, args, kwargs)
-        steps = function.active.get() or getattr(fn, function.STEPS, None)
+        steps = function.function_around(fn)
         with stream.current():
             return self._run(fn, args, kwargs, steps)
 

@@ -46,16 +46,23 @@ STEPS = "_hpcstrat_steps"
 """The attribute with the `StepFunction` of a function that `function_of` returned."""
 MOST_KINDS = 8
 """Kinds of calls that are kept for each strategy: a graph has the memory of a whole step."""
+PATIENCE = 8
+"""Calls of a kind in a row whose graph other ranks do not launch, after which it is dropped."""
 FOREIGN = ("jax", "numba.cuda", "tensorflow", "torch")
 """Modules with pools and streams of their own, whose arrays and work a graph would not have."""
 
 # What a rank offers to do with a call: to launch the graph of this number; or else
 _CAPTURE, _RUN = 0, -1
 _OFFER = struct.Struct("<qq")
-_BITS = 62
 
-active: ContextVar[StepFunction | None] = ContextVar("hpcstrat_function", default=None)
-"""The `hs.function` around this line, outside of replicas."""
+# The function around a line; `False` in what becomes a graph, of which all calls are a part.
+_active: ContextVar[StepFunction | bool | None] = ContextVar("hpcstrat_function", default=None)
+
+
+def function_around(fn: Any) -> StepFunction | None:
+    """The `hs.function` that a `Strategy.run` of `fn` is in, or that `fn` is."""
+    around: Any = _active.get()
+    return getattr(fn, STEPS, None) if around is None else around or None
 
 
 def function_of(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,14 +74,15 @@ def function_of(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         # In a replica it is the function of `Strategy.run`, or called by that: a part of it.
-        if type(contexts.current.get()) is InReplica:
+        if type(contexts.current.get()) is InReplica or _active.get() is False:
             return fn(*args, **kwargs)
-        outer = active.set(steps)
+        outer = _active.set(steps)
         try:
             return fn(*args, **kwargs)
         finally:
-            active.reset(outer)
+            _active.reset(outer)
 
+    steps.call = call
     setattr(call, STEPS, steps)
     return call
 
@@ -85,11 +93,15 @@ class StepFunction:
 
     Args:
         fn: the function, for its name.
+
+    Attributes:
+        call: what `hs.function` returns.
     """
 
     def __init__(self, fn: Any) -> None:
         name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
         self._name = name.rpartition(".<locals>.")[2]
+        self.call: Any = None
         self._kinds: dict[ReplicaGroup, dict[Any, Kind]] = {}
         self._calls = 0
         self._has_warned = False
@@ -108,19 +120,24 @@ class StepFunction:
             with call_named("Strategy.run"), communicator.raise_together():
                 _check(group, leaves)
         numbers = kind.next_numbers()
-        if not self._agree(group, kind, numbers):
-            return kind.run_as_is(fn, args, kwargs)
-        if numbers is None:
+        agrees = self._agree(group, kind, numbers)
+        if agrees and numbers is not None:
+            return kind.launch(leaves, numbers[0])
+        outer = _active.set(False)
+        try:
+            if not agrees:
+                return kind.run_as_is(fn, args, kwargs)
             kind.capture(self._name, fn, leaves, structure)
-            return kind.launch(leaves, None)
-        return kind.launch(leaves, numbers[0])
+        finally:
+            _active.reset(outer)
+        return kind.launch(leaves, None)
 
     def _kind_of(
         self, group: ReplicaGroup, fn: Any, leaves: Sequence[Any], structure: nests.Structure
     ) -> Kind:
         key, others, array = list[Any]([structure]), list[Any](), group.xp.ndarray
-        if getattr(fn, STEPS, None) is not self:  # it is defined in the function, or passed to it
-            _add(fn, key, others)
+        if (fn.__func__ if type(fn) is MethodType else fn) is not self.call:
+            _add(fn, key, others)  # it is defined in the function, or passed to it, or around it
         elif type(fn) is MethodType:
             _add(fn.__self__, key, others)
         for leaf in leaves:
@@ -158,29 +175,23 @@ class StepFunction:
         self, group: ReplicaGroup, kind: Kind, numbers: tuple[Sequence[float], int] | None
     ) -> bool:
         """Whether all ranks capture this call, or launch a graph of it with the same numbers."""
+        offer, checksum = _CAPTURE if kind.is_rehearsed else _RUN, 0
         if numbers is not None:
-            offer, detail = kind.number, numbers[1]
-        else:
-            offer = _CAPTURE if kind.is_rehearsed else _RUN
-            numbered = {one.number % _BITS for one in self._kinds[group].values() if one.number}
-            detail = sum(1 << number for number in numbered)
+            offer, checksum = kind.number, numbers[1]
         if group.communicator.size == 1:
             return offer != _RUN
+        own = np.frombuffer(_OFFER.pack(offer, checksum), np.uint8)
         messages = group.communicator.exchange(
-            signature_of("Strategy.run", self._name),
-            _OFFER.size,
-            writer_of(np.frombuffer(_OFFER.pack(offer, detail), np.uint8)),
+            signature_of("Strategy.run", self._name), _OFFER.size, writer_of(own)
         )
         offers = [_OFFER.unpack_from(message.data) for message in messages]
-        if numbers is None:
-            return offer == _CAPTURE and all(other == offer for other, _ in offers)
-        if all(other == offers[0] for other in offers):
-            return True
-        # The others tell which graphs they have. One that a rank has dropped will not be launched.
-        mine = 1 << kind.number % _BITS
-        if any(other <= _CAPTURE and not theirs & mine for other, theirs in offers):
-            kind.drop()
-        return False
+        agrees = offer != _RUN and all(other == (offer, checksum) for other in offers)
+        if numbers is not None:
+            kind.misses = 0 if agrees else kind.misses + 1
+            # Another rank may have dropped its graph, or has calls of another kind for good.
+            if kind.misses == PATIENCE:
+                kind.drop()
+        return agrees
 
 
 @final
@@ -197,6 +208,7 @@ class Kind:
         number: of the capture, the same on all ranks and of no other; 0 before.
         is_rehearsed: whether the function can be captured.
         last_call: the number of the last call of this kind.
+        misses: how many calls in a row have not launched the graph.
     """
 
     def __init__(self, group: ReplicaGroup, others: Sequence[Any]) -> None:
@@ -205,6 +217,7 @@ class Kind:
         self.number: int = 0
         self.is_rehearsed: bool = False
         self.last_call: int = 0
+        self.misses: int = 0
         self._has_run = False
         self._group, self._stream, self._others = group, group.stream, others
         self._numbers = GraphNumbers(group.stream)
@@ -311,7 +324,7 @@ class Kind:
         if self.graph is not None:
             self._stream.synchronize()
             self.graph.drop()
-        self.graph, self.number = None, 0
+        self.graph, self.number, self.misses = None, 0, 0
 
 
 def _check(group: ReplicaGroup, leaves: Sequence[Any]) -> None:
@@ -349,9 +362,11 @@ def _add(thing: Any, key: list[Any], others: list[Any]) -> None:
         _add(thing.__self__, key, others)
     elif kind is FunctionType:
         # One that is defined in each call is the same, if it refers to the same.
-        if all(thing is not one for one in others):
+        seen = [i for i, one in enumerate(others) if one is thing]
+        key += seen
+        if not seen:
             others.append(thing)
-            key.append(id(thing.__code__))
+            key += id(thing.__code__), id(thing.__globals__)
             around = gc.get_referents(*thing.__closure__) if thing.__closure__ else ()
             given = thing.__defaults__ or (), (thing.__kwdefaults__ or {}).values()
             for part in (*around, *given[0], *given[1]):
