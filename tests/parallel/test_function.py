@@ -354,6 +354,18 @@ def test_a_kind_that_one_rank_has_dropped(mirrored):
     assert calls[-3:] == [0, 0, 0] and len(calls) == 3 + 8 + 3 and captured(step) == 1
 
 
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_graphs_of_different_kinds(mirrored):
+    """They run the function, which raises."""
+    step = hs.function(lambda x: hs.get_replica_context().all_reduce("SUM", x))
+    for size in [3] * 4 + [4] * 4:
+        mirrored.run(step, args=(mirrored.xp.ones(size),))
+    with pytest.raises(hs.ReplicaMismatchError):
+        mirrored.run(step, args=(mirrored.xp.ones(3 + (RANK == N - 1)),))
+    assert own(mirrored.run(step, args=(mirrored.xp.ones(3),))).tolist() == [N] * 3
+    assert captured(step) == 2
+
+
 def test_objects_that_are_new_in_each_call(mirrored):
     """None is captured, and the program hears of it once; those that stay are captured again."""
     xp, found = mirrored.xp, []
