@@ -337,6 +337,35 @@ def test_more_kinds_than_are_kept(mirrored):
     assert captured(step) == 0
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.filterwarnings("ignore:hs.function")
+def test_a_kind_that_one_rank_has_dropped(mirrored):
+    """All capture it again."""
+    calls = []
+
+    @hs.function
+    def step(x, number):
+        calls.append(number)
+        return x + number
+
+    for number in [0] * 4 + [1 + i * (RANK == N - 1) for i in range(8)] + [0] * 5:
+        assert own(mirrored.run(step, args=(mirrored.xp.ones(1), number)))[0] == 1 + number
+    # The last rank has to run it twice before the capture, while the others run it as it is.
+    assert calls[-3:] == [0, 0, 0] and len(calls) == 3 + 8 + 3 and captured(step) == 1
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_graphs_of_different_kinds(mirrored):
+    """They run the function, which raises."""
+    step = hs.function(lambda x: hs.get_replica_context().all_reduce("SUM", x))
+    for size in [3] * 4 + [4] * 4:
+        mirrored.run(step, args=(mirrored.xp.ones(size),))
+    with pytest.raises(hs.ReplicaMismatchError):
+        mirrored.run(step, args=(mirrored.xp.ones(3 + (RANK == N - 1)),))
+    assert own(mirrored.run(step, args=(mirrored.xp.ones(3),))).tolist() == [N] * 3
+    assert captured(step) == 2
+
+
 def test_objects_that_are_new_in_each_call(mirrored):
     """None is captured, and the program hears of it once; those that stay are captured again."""
     xp, found = mirrored.xp, []
