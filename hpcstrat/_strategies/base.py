@@ -569,20 +569,25 @@ class Scope:
 
     def __init__(self, group: ReplicaGroup) -> None:
         self._group = group
-        self._entered: list[Any] = []
+        # The context in each block, and whether the block made it; two threads may share a scope.
+        self._entered: list[tuple[Any, bool]] = []
 
     @names_call("Strategy.scope")
     def __enter__(self) -> Strategy:
         require_cross_replica(self._group)
         # A scope in a scope changes nothing, so that it may be left after the outer one, as by a
         # generator that is closed late. A token could be reset only where it was made.
-        is_outside = contexts.current.get() is None and self._group is not default_group()
-        here = AcrossReplicas(self._group) if is_outside else None
-        self._entered.append(here)
-        if here is not None:
-            contexts.current.set(here)
+        here = contexts.current.get()
+        is_outer = here is None and self._group is not default_group()
+        if is_outer:
+            here = AcrossReplicas(self._group)
+        self._entered.append((here, is_outer))
+        contexts.current.set(here)
         return self._group.strategy
 
     def __exit__(self, *_: object) -> None:
-        if contexts.current.get() is self._entered.pop():
+        here = contexts.current.get()
+        mine = [i for i, (entered, _) in enumerate(self._entered) if entered is here]
+        _, is_outer = self._entered.pop(mine[-1] if mine else -1)
+        if mine and is_outer:
             contexts.current.set(None)
