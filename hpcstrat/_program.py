@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TypeVar, overload
@@ -296,9 +297,16 @@ def progress(iterable: Iterable[_Item], **tqdm_arguments: Any) -> Iterable[_Item
     arguments = {"disable": bool(os.environ.get("TQDM_DISABLE")), **tqdm_arguments}
     own: Any = sys.stderr
     is_on_terminal = own is not None and not own.closed and own.isatty()
-    if not (is_on_terminal or launchers.is_on_terminal()):
-        arguments = {"file": _Lines(), "mininterval": 30.0, "maxinterval": 30.0, **arguments}
-    return tqdm(iterable, **arguments)
+    if is_on_terminal or launchers.is_on_terminal() or "file" in arguments:
+        return tqdm(iterable, **arguments)
+
+    class Rare(tqdm):  # `set_postfix` and its like would add a line in each step
+        def refresh(self, *args: Any, **options: Any) -> Any:
+            if time.time() - getattr(self, "last_print_t", 0) >= self.mininterval:
+                return super().refresh(*args, **options)
+
+    arguments = {"mininterval": 30.0, "maxinterval": 30.0, **arguments}
+    return Rare(iterable, file=_Lines(), **arguments)
 
 
 class _Lines:

@@ -118,6 +118,7 @@ class Graph:
             stays = _memory_of_arrays(self.stream.cuda)
             if all(memory.ptr not in self._made for memory in stays):
                 return stays
+            del stays  # which a traceback would keep
             gc.collect()  # those in circles
             time.sleep(0.01)  # a thread, such as the watchdog, may look at the function's frame
         raise RuntimeError(

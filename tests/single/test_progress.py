@@ -53,6 +53,24 @@ def test_a_log_gets_a_line_for_each_state(written):
     assert not any(byte in b"".join(lines) for byte in (b"\r", b"\x1b"))
 
 
+def test_a_log_gets_no_line_for_a_postfix(written, monkeypatch):
+    """Programs set one in each step."""
+    bars = []
+    made = hs.progress
+
+    def made_and_kept(*args, **arguments):
+        bars.append(made(*args, **arguments))
+        for i in range(5):
+            bars[0].set_postfix(loss=i)
+            bars[0].set_description("epoch")
+        return bars[0]
+
+    monkeypatch.setattr(hs, "progress", made_and_kept)
+    first, last = written(os.pipe, desc="steps").splitlines()
+    assert first.startswith(b"steps:   0%|") and b"loss" not in first
+    assert last.startswith(b"epoch: 100%|") and b"loss=4" in last
+
+
 def test_a_terminal_gets_the_bar(written):
     shown = written(pty.openpty)
     assert b"3/3" in shown and b"\r" in shown
