@@ -114,7 +114,7 @@ class Graph:
 
     def _memory_that_stays(self) -> list[Any]:
         """`_memory_of_arrays`, of which none was made: not even a result is kept elsewhere."""
-        for _ in range(10):
+        for _ in range(5):
             stays = _memory_of_arrays(self.stream.cuda)
             if all(memory.ptr not in self._made for memory in stays):
                 return stays

@@ -375,7 +375,8 @@ class Stream:
 
     def __del__(self):
         queue = getattr(self, "_queue", None)
-        if queue is not None and not queue.later:
+        is_python_alive = _checker is not None
+        if queue is not None and is_python_alive and not queue.later:
             _queues.pop(id(queue), None)
             _checker.retire(queue)
             if queue.is_blocking:
