@@ -278,6 +278,68 @@ def test_functions_that_close_over_other_values(mirrored):
     assert captured(outer) == 8
 
 
+def test_functions_among_the_arguments(mirrored):
+    """Which of them are the same counts."""
+    one, ten = lambda x: x + 1, lambda x: x * 10
+    step, xp = hs.function(lambda x, a, b, c: c(b(a(x)))), mirrored.xp
+    for functions in [(one, one, ten), (one, ten, ten), (one, ten, one)]:
+        expected = functions[2](functions[1](functions[0](1)))
+        for _ in range(4):
+            assert own(mirrored.run(step, args=(xp.ones(1), *functions)))[0] == expected
+    assert captured(step) == 3
+
+
+def test_functions_around_one(mirrored):
+    """Each is a kind of its own, though `functools.wraps` has made them look alike."""
+    step = hs.function(lambda x: x + 1)
+
+    def times(level):
+        @functools.wraps(step)
+        def call(x):
+            return step(x) * level
+
+        return call
+
+    for call, expected in [(times(2.0), 4), (times(3.0), 6), (step, 2)]:
+        for _ in range(4):
+            assert own(mirrored.run(call, args=(mirrored.xp.ones(1),)))[0] == expected
+    assert captured(step) == 3
+
+
+def test_calls_across_replicas(strategy):
+    """What runs in a `merge_call` is a part of the function, decorated or not."""
+
+    def trained(decorate):
+        xp = strategy.xp
+        with strategy.scope():
+            w = hs.Variable(np.zeros(3))
+            seen = hs.Variable(np.zeros(3), synchronization="ON_READ", aggregation="SUM")
+            optimizer = hs.optimizers.SGD(lambda step: 10.0**step)
+
+        @decorate
+        def count(amount):
+            seen.assign_add(amount)
+
+        @decorate
+        def around(strategy):
+            strategy.extended.update(seen, lambda v: v.assign_add(xp.ones(3)))
+            strategy.run(count, args=(xp.full(3, 10.0),))
+
+        @decorate
+        def outer(x):
+            def step(x):
+                hs.get_replica_context().merge_call(around)
+                optimizer.apply_gradients([(x, w)])
+                return w.value()
+
+            return strategy.run(step, args=(x,))
+
+        losses = [outer(xp.full(3, RANK + i / 4)) for i in range(6)]
+        return [*map(own, losses), w.numpy(), seen.numpy(), optimizer.iterations], outer
+
+    check_same(trained)
+
+
 def test_outside_of_strategies(place):
     double = hs.function(lambda x: 2 * x)
     assert double(21) == 42
@@ -304,6 +366,28 @@ def test_shapes_of_one_replica(mirrored):
         2 if N == 1 else 1,
         given=lambda made: batches(made, sizes),
     )
+
+
+def test_calls_that_part_for_good(mirrored):
+    """The graph that the ranks cannot launch together goes, in the end."""
+    xp, calls = mirrored.xp, []
+    step = hs.function(lambda x, i: (calls.append(0), x * i)[1])
+    most = function.PATIENCE + 3
+
+    def run(number, of_last, times=most):
+        number, before = of_last if RANK == N - 1 else number, len(calls)
+        for _ in range(times):
+            assert own(mirrored.run(step, args=(xp.ones(1), number))) == number
+        return len(calls) - before
+
+    run(0, 5)
+    for numbers in [(0, 0), (1, 2), (1, 1), (0, 0)]:
+        assert run(*numbers) <= most
+        assert run(*numbers) == 0
+    # The last rank drops its graphs, of which the others launch one meanwhile.
+    warned(lambda: [run(0, i, 3) for i in range(3, 13)])
+    assert run(0, 0) <= most
+    assert run(0, 0) == 0
 
 
 def test_strides_dtypes_types_and_signs(mirrored):

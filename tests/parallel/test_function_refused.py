@@ -137,6 +137,7 @@ CANNOT: Any = {  # what is done after the step, with the model, the batch and th
     "kept as a view": (lambda m, b, loss: m.kept.append(loss.reshape(1)), "outlives it"),
     "kept in a cycle": (lambda m, b, loss: m.kept.append([m.kept, loss]), "outlives it"),
     "kept beside an argument": (lambda m, b, loss: [m.kept.append(loss), b], "outlives it"),
+    "kept and returned": (lambda m, b, loss: (m.kept.append(loss), loss)[1], "outlives it"),
     "returned in an object": (lambda m, b, loss: Pair(loss), "outlives it"),
     **(
         {"no strategy's": (lambda m, b, loss: m.of_none.assign_add(1), "of no strategy")}

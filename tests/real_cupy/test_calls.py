@@ -113,7 +113,9 @@ METHODS = {
     "a stream is synchronized": lambda: stream().synchronize(),
     "a stream ends to capture": lambda: stream().end_capture(),
     "a stream captures": lambda: stream().is_capturing(),
-    "a pool's used bytes": lambda: CUDA.MemoryPool().used_bytes(),
+    "an array in memory that is there": lambda: cupy.ndarray(
+        shape=(2, 2), dtype=np.float32, strides=(4, 8), memptr=CUDA.MemoryPointer(array(6).data.mem, 4)
+    ),
     "a stream is used": lambda: stream().use(),
     "get": lambda: array(3).get(out=np.empty(3, np.float32)),
     "get on a "

@@ -113,13 +113,11 @@ class PooledMemory(Memory):
     def __init__(self, block, pool, arena, size):
         self.block, self._pool, self._arena, self.size = block, weakref.ref(pool), arena, size
         self.device_id = block.device
-        pool.used += size
 
     def _give_back(self):
         if self._pool() is None:
             self.block.forget()
             return
-        self._pool().used -= self.size
         self.block.is_free = True
         self._arena.append(self.block)
 
@@ -200,11 +198,6 @@ class MemoryPool:
 
     def __init__(self):
         self._arenas = {}
-        self.used = 0
-
-    def used_bytes(self):
-        """CuPy's."""
-        return self.used
 
     def malloc(self, size):
         """CuPy's."""
