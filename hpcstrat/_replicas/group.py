@@ -76,6 +76,7 @@ class ReplicaGroup:
         root: the parameter rank, whose initial values are used.
         mirrors: whether every replica's device has the variables, which stay equal.
         requires_aggregation: whether a write in a replica context needs an aggregation.
+        is_default: whether it is the default strategy's.
         hosts: the host of each rank; by default all ranks are on one host.
         is_closed: whether the strategy is closed.
         strategy: the strategy; its type is not known in this package.
@@ -94,6 +95,7 @@ class ReplicaGroup:
     root: int = 0
     mirrors: bool = False
     requires_aggregation: bool = True
+    is_default: bool = False
     hosts: Sequence[int] = ()
     is_closed: bool = False
     strategy: Any = None
@@ -146,4 +148,5 @@ def default_group() -> ReplicaGroup:
         device_names.CPU,
         HostStorage(communicator),
         requires_aggregation=False,
+        is_default=True,
     )

@@ -21,7 +21,7 @@ from hpcstrat._replicas.contexts import (
     check_cross_replica,
     require_cross_replica,
 )
-from hpcstrat._replicas.group import ReplicaGroup, default_group
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import collectives, distribution, function, reduce
 from hpcstrat._strategies.extended import StrategyExtended
 from hpcstrat._strategies.tensorflow_names import StrategyNames
@@ -502,7 +502,7 @@ class Scope:
         require_cross_replica(self._group)
         # A scope in a scope changes nothing, so that it may be left after the outer one, as by a
         # generator that is closed late. A token could be reset only where it was made.
-        is_outside = contexts.current.get() is None and self._group is not default_group()
+        is_outside = contexts.current.get() is None and not self._group.is_default
         here = AcrossReplicas(self._group) if is_outside else None
         self._entered.append(here)
         if here is not None:

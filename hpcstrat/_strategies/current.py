@@ -52,7 +52,7 @@ def has_strategy() -> bool:
         >>> hs.has_strategy()
         False
     """
-    return contexts.group() is not default_group()
+    return not contexts.group().is_default
 
 
 def replica_id() -> int:

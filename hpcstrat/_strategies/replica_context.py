@@ -14,7 +14,7 @@ from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.types import ReduceOp, select
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import AcrossReplicas, InReplica, check_arguments
-from hpcstrat._replicas.group import ReplicaGroup, default_group
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._strategies import collectives, reduce
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.transfer import regroup
@@ -26,7 +26,7 @@ def _check_own(context: ReplicaContext) -> None:
     here = contexts.current.get()
     # Outside every scope each process is the only replica of the default strategy.
     if here is None:
-        is_own = context.replica_group is default_group()
+        is_own = context.replica_group.is_default
     else:
         is_own = isinstance(here, InReplica) and here.group is context.replica_group
     if not is_own:

@@ -11,7 +11,7 @@ from hpcstrat._core.types import Array
 from hpcstrat._memory.blocks import Block
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import Context, InReplica
-from hpcstrat._replicas.group import ReplicaGroup, default_group
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.base import Storage
 from hpcstrat._storage.plan import Plan
 
@@ -89,11 +89,11 @@ class VariableState:
             return
         # A single replica cannot differ from another.
         differs = isinstance(context, InReplica) and context.group.communicator.size > 1
-        if self.group is not default_group() or differs:
+        if not self.group.is_default or differs:
             raise RuntimeError(self._foreign_context_message(context))
 
     def _foreign_context_message(self, context: Context) -> str:
-        if self.group is default_group():
+        if self.group.is_default:
             return (
                 f"{current_call()}: the variable was made outside of this strategy's scope, so "
                 "every process has its own; make it under `with strategy.scope():`"

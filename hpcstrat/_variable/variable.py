@@ -14,7 +14,6 @@ from hpcstrat._core.call_name import call_named, current_call, enter_call, leave
 from hpcstrat._core.types import FIRST_REPLICA, Array, IndexedSlices, MaybeNone, parse_choice
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.contexts import InReplica, require_cross_replica
-from hpcstrat._replicas.group import default_group
 from hpcstrat._transports.verbs import Communicator
 from hpcstrat._update.rows import combine_rows
 from hpcstrat._variable.array import ReadableAsArray
@@ -184,7 +183,7 @@ class Variable(ReadableAsArray):
             >>> v.distribute_strategy is strategy
             True
         """
-        if self._state.group is default_group():
+        if self._state.group.is_default:
             raise AttributeError(
                 f"Variable {self.name!r} has no distribute_strategy: it was made outside of every "
                 "scope; make it under `with strategy.scope():`"

@@ -19,7 +19,7 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.ranks_in_words import ranks_in_words
 from hpcstrat._memory.blocks import Block
 from hpcstrat._replicas import contexts
-from hpcstrat._replicas.group import ReplicaGroup, default_group
+from hpcstrat._replicas.group import ReplicaGroup
 from hpcstrat._storage.base import Storage
 from hpcstrat._transports.connection import connect
 from hpcstrat._transports.reduction import accumulator
@@ -196,7 +196,7 @@ def require_cross_replica(objects: CheckpointObjects) -> None:
     require_no_replica()
     for group in _groups(objects):
         # Variables that were made outside every scope may be saved anywhere.
-        if group is not default_group():
+        if not group.is_default:
             contexts.require_cross_replica(group)
 
 
