@@ -68,16 +68,16 @@ class Graph:
                 stream.products.replace_cupys(),
                 self._watching(),
             ):
-                results = function(self.inputs)
+                self.results = function(self.inputs)
             self.raw = stream.raw.end_capture()
         except BaseException:
             with contextlib.suppress(Exception):  # of a capture that the first error has ended
                 stream.raw.end_capture()
             raise
-        results = [_Memory(one) if gpu.is_on_gpu(one) else one for one in results]
+        self.results = [_Memory(one) if gpu.is_on_gpu(one) else one for one in self.results]
         self.raw.upload(stream.raw)  # here it can still fail: it takes memory
         self._kept += [*self._memory_that_stays(), *xp.fft.config.get_plan_cache()]
-        self.results = [one.array(xp) if type(one) is _Memory else one for one in results]
+        self.results = [one.array(xp) if type(one) is _Memory else one for one in self.results]
 
     def _allocate(self, nbytes: int) -> Any:
         try:

@@ -173,6 +173,23 @@ def test_memory_of_closed_strategies(place):
     assert free[0] - min(free) < 1e6
 
 
+def test_memory_of_errors_that_are_kept(mirrored):
+    """A graph that was refused leaves nothing, though its error and traceback live."""
+    xp, kept, errors, free = mirrored.xp, [], [], []
+    x = xp.ones(1_000_000)
+    for _ in range(4):
+        step = hs.function(lambda x: kept.append(x + 1))
+        for _ in range(2):
+            mirrored.run(step, args=(x,))
+        with pytest.raises(RuntimeError, match="outlives it") as caught:
+            mirrored.run(step, args=(x,))
+        errors.append(caught.value)
+        kept.clear()
+        xp.get_default_memory_pool().free_all_blocks()
+        free.append(xp.cuda.runtime.memGetInfo()[0])
+    assert free[0] - min(free) < 1e6  # bytes; an array has more
+
+
 def test_objects_whose_method_is_decorated(mirrored):
     """They live as long as their kinds, and not as long as their class."""
 
