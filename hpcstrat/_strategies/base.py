@@ -211,7 +211,8 @@ class Strategy(StrategyNames):
         stream = self.replica_group.stream
         if stream is None:
             return self._run(fn, args, kwargs)
-        steps = function.function_around(fn)
+        around: Any = function.active.get()
+        steps = getattr(fn, function.STEPS, None) if around is None else around or None
         with stream.current():
             return self._run(fn, args, kwargs, steps)
 

@@ -55,14 +55,8 @@ FOREIGN = ("jax", "numba.cuda", "tensorflow", "torch")
 _CAPTURE, _RUN = 0, -1
 _OFFER = struct.Struct("<qq")
 
-# The function around a line; `False` in what becomes a graph, of which all calls are a part.
-_active: ContextVar[StepFunction | bool | None] = ContextVar("hpcstrat_function", default=None)
-
-
-def function_around(fn: Any) -> StepFunction | None:
-    """The `hs.function` that a `Strategy.run` of `fn` is in, or that `fn` is."""
-    around: Any = _active.get()
-    return getattr(fn, STEPS, None) if around is None else around or None
+active: ContextVar[StepFunction | bool | None] = ContextVar("hpcstrat_function", default=None)
+"""The function around a line; `False` in what becomes a graph, of which all calls are a part."""
 
 
 def function_of(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,13 +68,13 @@ def function_of(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         # In a replica it is the function of `Strategy.run`, or called by that: a part of it.
-        if type(contexts.current.get()) is InReplica or _active.get() is False:
+        if type(contexts.current.get()) is InReplica or active.get() is False:
             return fn(*args, **kwargs)
-        outer = _active.set(steps)
+        outer = active.set(steps)
         try:
             return fn(*args, **kwargs)
         finally:
-            _active.reset(outer)
+            active.reset(outer)
 
     steps.call = call
     setattr(call, STEPS, steps)
@@ -123,13 +117,13 @@ class StepFunction:
         agrees = self._agree(group, kind, numbers)
         if agrees and numbers is not None:
             return kind.launch(leaves, numbers[0])
-        outer = _active.set(False)
+        outer = active.set(False)
         try:
             if not agrees:
                 return kind.run_as_is(fn, args, kwargs)
             kind.capture(self._name, fn, leaves, structure)
         finally:
-            _active.reset(outer)
+            active.reset(outer)
         return kind.launch(leaves, None)
 
     def _kind_of(
