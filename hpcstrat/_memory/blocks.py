@@ -100,7 +100,7 @@ class Block:
             raise RuntimeError(
                 f"Variable: an exception interrupted {self.interrupted_by}, which was changing it, "
                 "so its value may be partly old and partly new; make it again, and restore a "
-                "checkpoint. To save when a signal comes, use checkpoint.PreemptionHandler"
+                "checkpoint. To save when a signal comes, use checkpoint.CheckpointManager"
             )
         raise AttributeError(f"a block has no {name}")
 

@@ -133,15 +133,15 @@ class Storage(abc.ABC):
                 with self.stream.current():
                     fill(block.copy.array, block.array)
 
-    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+    def parts(self, block: Block) -> Iterator[Bytes]:
         """The bytes of a block in host memory.
 
         At most `PART` of them come at once, read-only by convention and valid until the next.
         """
         if type(block.array) is np.ndarray:
-            return host_parts(block.array, start, stop)
+            return host_parts(block.array)
         assert self.stream is not None
-        return gpu_parts(self.stream, block.array, start, stop)
+        return gpu_parts(self.stream, block.array)
 
     # ---- updates
 
