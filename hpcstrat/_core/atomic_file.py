@@ -62,7 +62,8 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
             # never reached the disk.
             os.fsync(file.fileno())
         if not os.path.exists(partial):
-            raise OSError(errno.EBUSY, "another program has saved to it meanwhile", partial)
+            what = "another program, which saves to it too, has removed the new file"
+            raise OSError(errno.EBUSY, what, partial)
         if keep is not None and keep > 1 and os.path.exists(path):
             _make_way(path, keep)
         os.replace(partial, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -214,6 +215,9 @@ class CheckpointManager:
         save_to(self._path, objects_of(self._checkpoint), self._keep, blocking, self._steps)
 
     def _save_and_exit(self, number: int) -> NoReturn:
+        # What a save in the background has met does not matter if this one succeeds.
+        with contextlib.suppress(OSError):
+            self._checkpoint.sync()
         self._save(blocking=True)
         if connect().rank == 0:
             names = {known.value: known.name for known in signal.Signals}

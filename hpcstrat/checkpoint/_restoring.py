@@ -79,8 +79,8 @@ def restore_from(
         except BaseException as error:
             # Some variables may be restored and some not, perhaps on one rank only (Ctrl-C). Such a
             # mixture is useless, so reading them raises until the program makes them again.
-            for v in objects.variables.values():
-                storage_of(v).mark_interrupted(error, [state_of(v).block])
+            for v in (*objects.variables.values(), *objects.on_read.values()):
+                state_of(v).storage.mark_interrupted(error, [state_of(v).block])
             raise
     finally:
         if file is not None:
