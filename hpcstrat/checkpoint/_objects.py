@@ -15,7 +15,6 @@ from hpcstrat._core.ranks_in_words import ranks_in_words
 from hpcstrat._memory.blocks import Block
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import ReplicaGroup
-from hpcstrat._storage.base import Storage
 from hpcstrat._transports.connection import connect
 from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.checkpoint._format import Entry
@@ -168,11 +167,6 @@ def slot_name(optimizer: str, slot: str, variable: str) -> str:
 def entry_of(v: Variable) -> Entry:
     """The array of a variable, or of each of its slots."""
     return Entry(v.dtype.name, v.dtype.itemsize, v.shape)
-
-
-def storage_of(v: Variable) -> Storage:
-    """The storage of an ordinary variable and its slots."""
-    return state_of(v).group.storage
 
 
 def all_values(v: Variable) -> np.ndarray[Any, Any]:

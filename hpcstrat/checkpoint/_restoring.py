@@ -33,7 +33,6 @@ from hpcstrat.checkpoint._objects import (
     entry_of,
     require_cross_replica,
     slot_name,
-    storage_of,
 )
 from hpcstrat.checkpoint._saving import finish_background
 from hpcstrat.data._iterators import Position
@@ -231,7 +230,7 @@ def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
 
 def _reset(slot: Slot) -> None:
     """Fills a slot that is not in the file because no step had updated its variable."""
-    v, storage = slot.variable, storage_of(slot.variable)
+    v, storage = slot.variable, state_of(slot.variable).storage
     if not storage.writes_here:
         return
     itemsize = v.dtype.itemsize

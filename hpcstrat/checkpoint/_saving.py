@@ -27,7 +27,6 @@ from hpcstrat.checkpoint._objects import (
     agree,
     all_values,
     require_cross_replica,
-    storage_of,
 )
 
 _NOT_SAVED = "nothing was saved, and the previous file is whole. Correct this, and save again"
