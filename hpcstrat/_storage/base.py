@@ -106,8 +106,10 @@ class Storage(abc.ABC):
         # The library itself writes: the next check of checksums has nothing to compare with.
         block.checksum = None
         if type(block.array) is np.ndarray:
-            rule.assign(block.array, gpu.to_host(new))
-            self.refresh([block])
+            # Metrics write here in each step: no call that is not needed.
+            rule.assign(block.array, new if type(new) is np.ndarray else gpu.to_host(new))
+            if block.copy is not None:
+                self.refresh([block])
             return
         assert self.stream is not None
         with self.stream.current():

@@ -152,7 +152,7 @@ def _set(
         if name in common:
             _load(source, name, v, block)
             if name in objects.variables:  # slots are read by the ranks that have written them
-                restored.setdefault(storage_of(v), []).append(block)
+                restored.setdefault(state_of(v).storage, []).append(block)
         elif name in slots and slots[name].optimizer in common:
             _reset(slots[name])
     for name, v in objects.on_read.items():
@@ -187,7 +187,7 @@ def _load(source: _Source, name: str, v: Variable, block: Block) -> None:
     """Reads an array of the file into a block, on the root or on every rank that has a copy."""
     # If there are several copies, all ranks get every part. The root writes a single one, which is
     # published at the end.
-    storage = storage_of(v)
+    storage = state_of(v).storage
     to_all = storage.copies > 1 or storage.communicator.size < connect().size
     block.checksum = None  # also on ranks that only see what another one writes
     for start, part in source.parts(name, v.size * v.dtype.itemsize, to_all):

@@ -21,6 +21,7 @@ from hpcstrat._core.types import Bytes
 from hpcstrat._process import failure
 from hpcstrat._storage.parts import host_parts
 from hpcstrat._transports.connection import connect
+from hpcstrat._variable.variable import state_of
 from hpcstrat.checkpoint._format import Header, write_file
 from hpcstrat.checkpoint._objects import (
     CheckpointObjects,
@@ -58,7 +59,7 @@ def save_to(
                 of_array = host_parts(on_read[name])
             else:
                 v, block = blocks[name]
-                of_array = storage_of(v).parts(block)
+                of_array = state_of(v).storage.parts(block)
             for part in of_array:
                 # The other ranks wait for the disk. Every part counts as progress, so that the
                 # watchdog sees no stall.
