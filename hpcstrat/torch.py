@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._agreement import records
-from hpcstrat._core import arrays, call_name, gpu, nests
+from hpcstrat._core import arrays, atomic_file, call_name, gpu, nests
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory import layout as layouts
 from hpcstrat._memory import packing
@@ -30,7 +30,6 @@ from hpcstrat._replicas import group as groups
 from hpcstrat._strategies import base as strategies
 from hpcstrat._transports import connection, verbs
 from hpcstrat._variable.variable import Variable
-from hpcstrat.checkpoint import _atomic_file
 
 _HOUR = 3600.0  # seconds that the others wait longer while rank 0 reads or writes a file
 # The modules whose parameters were found equal on all ranks.
@@ -247,7 +246,7 @@ def save(obj: Any, path: str | os.PathLike[str]) -> None:
             # In memory first, because PyTorch hides ENOSPC behind another exception.
             contents = io.BytesIO()
             _torch().save(obj, contents)
-            with extend_timeout(_HOUR), _atomic_file.replacing(os.fspath(path), keep=None) as file:
+            with extend_timeout(_HOUR), atomic_file.replacing(os.fspath(path), keep=None) as file:
                 rest = contents.getbuffer()
                 while rest:
                     rest = rest[file.write(rest) :]

@@ -14,6 +14,7 @@ from hpcstrat._agreement.records import (
 )
 from hpcstrat._core import cublas, device_names, gpu, graph, nests
 from hpcstrat._core.arrays import as_native, is_numeric
+from hpcstrat._core.atomic_file import replacing
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.public_names import INSTEAD
 from hpcstrat._core.ranks_in_words import (
@@ -84,19 +85,16 @@ from hpcstrat._watchdog import channels, watchdog
 from hpcstrat._watchdog.channels import UNKNOWN, Link, MemberChannel, RankStatus, RootChannel
 from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
 from hpcstrat._watchdog.watchdog import Watchdog
-from hpcstrat.checkpoint import _atomic_file
-from hpcstrat.checkpoint._atomic_file import replacing
 from hpcstrat.checkpoint._format import (
     CHECKSUM_BYTES,
     CheckpointFile,
     Entry,
     Header,
     checksum,
-    extents_of,
     places_of,
+    write_file,
 )
-from hpcstrat.checkpoint._new_file import NewFile, write_pieces, writer_to
-from hpcstrat.checkpoint._objects import own_share
+from hpcstrat.checkpoint._restoring import own_share
 from hpcstrat.data import _elements
 from hpcstrat.data._arguments import INSTEAD as DATA_INSTEAD
 from hpcstrat.data._distributing import distribute_dataset, distribute_from_function

@@ -106,8 +106,10 @@ class Storage(abc.ABC):
         # The library itself writes: the next check of checksums has nothing to compare with.
         block.checksum = None
         if type(block.array) is np.ndarray:
-            rule.assign(block.array, gpu.to_host(new))
-            self.refresh([block])
+            # Metrics write here in each step: no call that is not needed.
+            rule.assign(block.array, new if type(new) is np.ndarray else gpu.to_host(new))
+            if block.copy is not None:
+                self.refresh([block])
             return
         assert self.stream is not None
         with self.stream.current():
@@ -133,15 +135,15 @@ class Storage(abc.ABC):
                 with self.stream.current():
                     fill(block.copy.array, block.array)
 
-    def parts(self, block: Block, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+    def parts(self, block: Block) -> Iterator[Bytes]:
         """The bytes of a block in host memory.
 
         At most `PART` of them come at once, read-only by convention and valid until the next.
         """
         if type(block.array) is np.ndarray:
-            return host_parts(block.array, start, stop)
+            return host_parts(block.array)
         assert self.stream is not None
-        return gpu_parts(self.stream, block.array, start, stop)
+        return gpu_parts(self.stream, block.array)
 
     # ---- updates
 

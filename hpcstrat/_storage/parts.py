@@ -22,23 +22,21 @@ def flat(array: Array) -> Bytes:
     return array.reshape(-1).view(np.uint8)
 
 
-def host_parts(array: Array, start: int = 0, stop: int | None = None) -> Iterator[Bytes]:
+def host_parts(array: Array) -> Iterator[Bytes]:
     """The bytes of an array in host memory, in parts and without copies."""
-    wanted = flat(array)[start:stop]
-    for here in ByteRange(0, wanted.size).split(PART):
-        yield wanted[here.slice]
+    whole = flat(array)
+    for here in ByteRange(0, whole.size).split(PART):
+        yield whole[here.slice]
 
 
-def gpu_parts(
-    stream: gpu.Stream, array: Array, start: int = 0, stop: int | None = None
-) -> Iterator[Bytes]:
+def gpu_parts(stream: gpu.Stream, array: Array) -> Iterator[Bytes]:
     """The bytes of an array on a GPU, in host memory; each part is valid until the next."""
-    wanted: Array = flat(array)[start:stop]
+    whole: Array = flat(array)
     # From a GPU to ordinary memory, a copy goes through a small staging buffer of the driver.
-    pinned = gpu.allocate_pinned(min(PART, wanted.size))
-    for here in ByteRange(0, wanted.size).split(PART):
+    pinned = gpu.allocate_pinned(min(PART, whole.size))
+    for here in ByteRange(0, whole.size).split(PART):
         with stream.current():
-            wanted[here.slice].get(out=pinned[: here.size])
+            whole[here.slice].get(out=pinned[: here.size])
         yield pinned[: here.size]
 
 

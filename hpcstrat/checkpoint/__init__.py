@@ -2,7 +2,6 @@
 
 from hpcstrat.checkpoint._checkpoint import Checkpoint as Checkpoint
 from hpcstrat.checkpoint._manager import CheckpointManager as CheckpointManager
-from hpcstrat.checkpoint._manager import PreemptionHandler as PreemptionHandler
-from hpcstrat.checkpoint._objects import Restored as Restored
+from hpcstrat.checkpoint._restoring import Restored as Restored
 
-__all__ = ["Checkpoint", "CheckpointManager", "PreemptionHandler", "Restored"]
+__all__ = ["Checkpoint", "CheckpointManager", "Restored"]

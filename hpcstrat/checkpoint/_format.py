@@ -1,4 +1,4 @@
-r"""The format of a checkpoint, a safetensors file: its header, its checksums, and who writes what.
+r"""The format of a checkpoint, a safetensors file: its header and its checksums.
 
 It holds text and numbers, so reading it cannot run code as unpickling can. Any safetensors reader
 opens it. We write it ourselves because the safetensors package needs all arrays in memory at once,
@@ -12,11 +12,10 @@ and has no checksums. The bytes, in order:
 The header, here with line breaks:
 
     {"__metadata__": {                      its values are strings, as safetensors requires
-       "hpcstrat": "2",                     the version of our format
+       "hpcstrat": "1",                     the version of our format
        "bytes": "00000000000000012345",     the size of the whole file, in 20 digits
        "crc32": "0123abcd",                 of the first 8 + N bytes, with these 8 digits as zeros
-       "checksums": "89abcdef...",          8 digits for each extent: its `checksum`
-       "extents": "[4096,...]",             JSON: where each extent ends, from the end of the header
+       "checksums": "89abcdef...",          8 digits for each array: its `checksum`
        "dtypes": "{\"z\":\"complex64\"}",   JSON: the dtypes for which we use no safetensors name
        "objects": "{\"optimizer\":...}",    JSON: each object's kind and counts; not plain variables
        "step": "1000"},                     the step after which it was made; missing if unknown
@@ -26,14 +25,12 @@ The header, here with line breaks:
      ...}
 
 An array that is named in `dtypes` is stored as `U8`, with a last axis for the bytes of an element.
-An extent is the bytes of an array that one rank writes. Extents follow each other without gaps. The
-head, up to `crc32`, has a fixed layout: a reader checks it before it parses any JSON. In version 1
-there are no extents, and `crc32` is of the whole file.
+The head, up to `crc32`, has a fixed layout: a reader checks it before it parses any JSON.
 """
 
 from __future__ import annotations
 
-import bisect
+import contextlib
 import errno
 import itertools
 import json
@@ -43,29 +40,29 @@ import re
 import reprlib
 import stat
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
+from hpcstrat._core.atomic_file import find_numbers, follow_link
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.intervals import ByteRange
 from hpcstrat._storage.parts import PART
-from hpcstrat.checkpoint._atomic_file import find_numbers, follow_link
 
-VERSION = 2
+VERSION = 1
 LENGTH_BYTES = 8
 LARGEST_HEADER = 100_000_000  # bytes, the limit of safetensors readers
 # Of fixed length, so that checksums can be filled in at the end without moving anything.
 _HEAD = '{{"__metadata__":{{"hpcstrat":"{version}","bytes":"{nbytes:020}","crc32":"{crc:08x}"'
-HEAD_PATTERN = re.compile(
+_HEAD_PATTERN = re.compile(
     rb'\{"__metadata__":\{"hpcstrat":"(?P<version>\d{1,9})",'
     rb'"bytes":"(?P<nbytes>\d{20})","crc32":"(?P<crc>[0-9a-f]{8})"'
 )
 # The dtype names of safetensors. Other dtypes are stored as bytes; so is complex64, whose name
 # older readers refuse.
-DTYPE_NAMES = {
+_DTYPE_NAMES = {
     "bool": "BOOL",
     "uint8": "U8",
     "int8": "I8",
@@ -129,22 +126,6 @@ class Entry(NamedTuple):
         return f"{self.dtype} of shape {self.shape}"
 
 
-class Extent(NamedTuple):
-    """Bytes of an array that one rank writes.
-
-    Attributes:
-        rank: the rank.
-        name: the array's name.
-        own: the bytes, counted in the array.
-        place: the same bytes, counted from the end of the header.
-    """
-
-    rank: int
-    name: str
-    own: ByteRange
-    place: ByteRange
-
-
 def places_of(entries: Mapping[str, Entry]) -> dict[str, ByteRange]:
     """The places of the arrays, which follow each other without gaps, in this order."""
     # Large elements first: every array is aligned to its element size, and readers can map it.
@@ -153,85 +134,48 @@ def places_of(entries: Mapping[str, Entry]) -> dict[str, ByteRange]:
     return dict(zip(names, itertools.starmap(ByteRange, itertools.pairwise(ends)), strict=True))
 
 
-def extents_of(
-    places: Mapping[str, ByteRange],
-    ranks: int = 1,
-    root: int = 0,
-    only_on_root: Collection[str] = (),
-) -> Iterator[Extent]:
-    """What each rank writes, in the order of the file.
-
-    Args:
-        places: the places of the arrays.
-        ranks: the number of ranks.
-        root: the rank that writes arrays which no other rank has.
-        only_on_root: their names. Equal parts of the others are written by each rank.
-    """
-    # Equal parts of all bytes, not of each array: few and large writes for any number of arrays.
-    total = sum(place.size for name, place in places.items() if name not in only_on_root)
-    bounds = [total * rank // ranks for rank in range(ranks + 1)]
-    shared = 0  # bytes before this array
-    for name, place in places.items():
-        if name in only_on_root:
-            of_ranks = [(root, ByteRange(0, place.size))]
-        else:
-            first = bisect.bisect_right(bounds, shared) - 1
-            stop = bisect.bisect_left(bounds, shared + place.size) + 1
-            ends = [min(max(end - shared, 0), place.size) for end in bounds[first:stop]]
-            of_ranks = enumerate(itertools.starmap(ByteRange, itertools.pairwise(ends)), first)
-            shared += place.size
-        for rank, own in of_ranks:
-            if own:
-                yield Extent(rank, name, own, own.shift(place.start))
-
-
 class Header:
     """The bytes before the arrays.
 
     Args:
         entries: the arrays, by name.
         metadata: JSON values without floats, by name.
-        stops: where each extent ends, from the end of the header.
         step: the step of the program after which it is made; `None` if unknown.
 
     Attributes:
+        names: the arrays, in the order of the file.
         size: its bytes.
-        nbytes: the size of the whole file.
 
     Raises:
         ValueError: there are too many arrays for the format.
     """
 
     def __init__(
-        self,
-        entries: Mapping[str, Entry],
-        metadata: Mapping[str, Any],
-        stops: Sequence[int],
-        step: int | None = None,
+        self, entries: Mapping[str, Entry], metadata: Mapping[str, Any], step: int | None = None
     ) -> None:
         described, others, places = {}, {}, places_of(entries)
         for name, place in places.items():
             dtype, itemsize, shape = entries[name]
-            if dtype not in DTYPE_NAMES:
+            if dtype not in _DTYPE_NAMES:
                 others[name] = dtype
                 shape = (*shape, itemsize)
             described[name] = {
-                "dtype": DTYPE_NAMES.get(dtype, "U8"),
+                "dtype": _DTYPE_NAMES.get(dtype, "U8"),
                 "shape": shape,
                 "data_offsets": place,
             }
-        own = {"extents": _json([*stops]), "dtypes": _json(others), "objects": _json(metadata)}
+        own = {"dtypes": _json(others), "objects": _json(metadata)}
         if step is not None:
             own["step"] = str(step)
         own_text = json.dumps(own, separators=(",", ":"))[1:]
         body = "".join(f",{_json(name)}:{_json(entry)}" for name, entry in described.items())
+        self.names: list[str] = [*places]
         self._rest = f",{own_text}{body}}}".encode()
-        self._count = len(stops)
-        unpadded = len(self._bytes(0, 0, {}))
+        unpadded = len(self._bytes(0, 0, [0] * len(places)))
         # The arrays start at a multiple of 8 bytes, for readers that map the file.
         self._rest += b" " * (-unpadded % 8)
         self.size: int = LENGTH_BYTES + unpadded + -unpadded % 8
-        self.nbytes: int = self.size + sum(place.size for place in places.values())
+        self._nbytes = self.size + sum(place.size for place in places.values())
         if self.size > LARGEST_HEADER:
             raise ValueError(
                 f"Checkpoint.save: the names and shapes of {len(entries)} arrays make a header of "
@@ -239,15 +183,15 @@ class Header:
                 "checkpoints"
             )
 
-    def sealed(self, checksums: Mapping[int, int]) -> bytes:
-        """Its bytes, with the checksum of each extent, by index."""
+    def sealed(self, checksums: Sequence[int]) -> bytes:
+        """Its bytes, with the checksum of each array."""
         length = (self.size - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
-        crc = zlib.crc32(length + self._bytes(self.nbytes, 0, checksums))
-        return length + self._bytes(self.nbytes, crc, checksums)
+        crc = zlib.crc32(length + self._bytes(self._nbytes, 0, checksums))
+        return length + self._bytes(self._nbytes, crc, checksums)
 
-    def _bytes(self, nbytes: int, crc: int, checksums: Mapping[int, int]) -> bytes:
+    def _bytes(self, nbytes: int, crc: int, checksums: Sequence[int]) -> bytes:
         head = _HEAD.format(version=VERSION, nbytes=nbytes, crc=crc)
-        digits = "".join(f"{checksums.get(index, 0):08x}" for index in range(self._count))
+        digits = "".join(f"{one:08x}" for one in checksums)
         return f'{head},"checksums":"{digits}"'.encode() + self._rest
 
 
@@ -255,9 +199,41 @@ def _json(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), sort_keys=True)
 
 
+def write_file(file: int, header: Header, parts: Iterable[tuple[str, Bytes]]) -> None:
+    """Writes a whole checkpoint, and returns before the bytes are on disk.
+
+    Args:
+        file: an empty file, open for writing.
+        header: its header.
+        parts: the bytes of the arrays, each part after the array's name, in the order of
+            `header.names`. All parts but the last of an array are as long as `checksum` asks. Each
+            is read once, before the next.
+
+    Raises:
+        OSError: the file system's error.
+    """
+    checksums, start = dict.fromkeys(header.names, 0), header.size
+    for name, part in parts:
+        checksums[name] = checksum(part, checksums[name])
+        _write(file, part.data, start)
+        start += part.size
+    _write(file, memoryview(header.sealed([*checksums.values()])), 0)
+
+
+def _write(file: int, data: memoryview, start: int) -> None:
+    end = start
+    while data:  # a write may take less than it was given
+        written = os.pwrite(file, data, end)
+        data, end = data[written:], end + written
+    # The disk starts now, during the work on the next part, not when everything is written. (These
+    # pages are not read soon; Linux starts to write them, whatever the name says.)
+    with contextlib.suppress(OSError):
+        os.posix_fadvise(file, start, end - start, os.POSIX_FADV_DONTNEED)
+
+
 _DTYPES = {
     name: (dtype, 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
-    for dtype, name in DTYPE_NAMES.items()
+    for dtype, name in _DTYPE_NAMES.items()
 }
 _STRANGE = "is not a checkpoint of hpcstrat"
 _WRONG = (ValueError, LookupError, TypeError, AttributeError, RecursionError)  # JSON of any program
@@ -297,18 +273,17 @@ class CheckpointFile:
                 errno.ENOENT, f"there is no such file{_older_files(path, '; ')}", path
             ) from error
         try:
-            version, header = self._read_header()
+            header = self._read_header()
             try:
-                own, start = self._parse(header), LENGTH_BYTES + len(header)
-                extents = list(self._extents(own, start)) if version > 1 else []
+                checksums = self._parse(header)
             except _WRONG as error:
                 raise self._refusal(f"{_STRANGE}, though it starts like one: {error!r}") from error
-            for name, extent, expected in extents:
+            for (name, place), expected in zip(self._places.items(), checksums, strict=True):
                 found = 0
-                for part in self._read(extent):
+                for part in self._read(place):
                     found = checksum(part, found)
-                place = f"{name}, bytes {extent.start} to {extent.stop} of the file"
-                self._require(f" in {place}", found, expected)
+                where = f" in {name}, bytes {place.start} to {place.stop} of the file"
+                self._require(where, found, expected)
         except BaseException:
             self.close()
             raise
@@ -344,8 +319,8 @@ class CheckpointFile:
             self._work()
             yield part
 
-    def _read_header(self) -> tuple[int, bytes]:
-        """The version and the header, after a check of the head, the length and a checksum.
+    def _read_header(self) -> bytes:
+        """The header, after a check of the head, the length and the checksum.
 
         A right checksum means that the file is as some program wrote it, but not that hpcstrat
         did: `_parse` still checks every number before it is used.
@@ -354,34 +329,30 @@ class CheckpointFile:
         if not stat.S_ISREG(status.st_mode):
             raise self._refusal(f"{_STRANGE}: it is not a regular file")
         start = self._file.read(LENGTH_BYTES + 256)
-        head = HEAD_PATTERN.match(start, LENGTH_BYTES)
+        head = _HEAD_PATTERN.match(start, LENGTH_BYTES)
         if head is None:
             raise self._refusal(f"{_STRANGE}: it does not start like one")
-        # Before the checksum, which a newer format may compute in another way.
+        # Before the checksum, which another format may compute in another way.
         version, nbytes = int(head["version"]), int(head["nbytes"])
-        if not 1 <= version <= VERSION:
+        if version != VERSION:
             raise self._refusal(
-                f"has format {version}, but this version of hpcstrat reads formats 1 to {VERSION}; "
+                f"has format {version}, but this version of hpcstrat reads format {VERSION}; "
                 "restore it with the version that wrote it"
             )
         if nbytes != status.st_size:
             what = "is cut off" if status.st_size < nbytes else "has data after its end"
             raise self._refusal(f"{what}: it has {status.st_size} bytes and should have {nbytes}")
         length = int.from_bytes(start[:LENGTH_BYTES], "little")
-        is_possible = length <= min(nbytes - LENGTH_BYTES, LARGEST_HEADER)
-        # The length is a part of what is summed: with a wrong one, the sum is wrong as well.
-        end = LENGTH_BYTES + length if version > 1 and is_possible else nbytes
-        crc = zlib.crc32(start[: head.start("crc")] + b"00000000" + start[head.end("crc") : end])
-        for part in self._read(ByteRange(len(start), max(end, len(start)))):
-            crc = zlib.crc32(part.data, crc)
-        self._require(" in its header" if version > 1 else "", crc, int(head["crc"], 16))
-        if not is_possible:
-            raise self._refusal(f"{_STRANGE}: its header would have {length} bytes")
-        header = ByteRange(LENGTH_BYTES, LENGTH_BYTES + length)
-        return version, b"".join(part.tobytes() for part in self._read(header))
+        if length > min(nbytes - LENGTH_BYTES, LARGEST_HEADER):
+            raise self._refusal(f"is damaged in its header, which would have {length} bytes")
+        header = ByteRange(0, LENGTH_BYTES + length)
+        whole = b"".join(part.tobytes() for part in self._read(header))
+        crc = zlib.crc32(whole[: head.start("crc")] + b"00000000" + whole[head.end("crc") :])
+        self._require(" in its header", crc, int(head["crc"], 16))
+        return whole[LENGTH_BYTES:]
 
-    def _parse(self, header: bytes) -> dict[str, Any]:
-        """Sets the attributes; returns what the header says about the file itself."""
+    def _parse(self, header: bytes) -> list[int]:
+        """Sets the attributes; returns the checksums of the arrays."""
         described = _parse_json(header)
         own = described.pop("__metadata__")
         if "step" in own:
@@ -407,21 +378,10 @@ class CheckpointFile:
             self.entries[name], self._places[name], end = entry, place, place.stop
         if end != os.fstat(self._file.fileno()).st_size:
             raise ValueError(f"its arrays end at byte {end}")
-        return own
-
-    def _extents(self, own: Mapping[str, str], start: int) -> Iterator[tuple[str, ByteRange, int]]:
-        """Each extent of the arrays, which start at byte `start`: array, place, checksum."""
-        stops, digits, count = iter(_parse_json(own["extents"])), own["checksums"], 0
-        for name, place in self._places.items():
-            end = place.start
-            while end < place.stop:
-                extent = ByteRange(end, start + next(stops, -1))
-                if not extent or extent.stop > place.stop:
-                    raise ValueError(f"its extents do not fit {name}")
-                yield name, extent, int(digits[8 * count : 8 * count + 8], 16)
-                end, count = extent.stop, count + 1
-        if len(digits) != 8 * count or next(stops, None) is not None:
-            raise ValueError("it has more extents than its arrays")
+        digits = own["checksums"]
+        if len(digits) != 8 * len(self._places):
+            raise ValueError(f"it has {len(digits) / 8} checksums of {len(self._places)} arrays")
+        return [int(digits[i : i + 8], 16) for i in range(0, len(digits), 8)]
 
     def _require(self, where: str, found: int, expected: int) -> None:
         if found != expected:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
-from typing import Any, final
+from typing import Any, NoReturn, final
 
 from hpcstrat._agreement.collective import collective
+from hpcstrat._core.atomic_file import follow_link
 from hpcstrat._core.call_name import current_call, names_call
 from hpcstrat._core.timeline import CHECKPOINT, span
 from hpcstrat._transports.connection import connect
-from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of, restore_from
+from hpcstrat.checkpoint._checkpoint import Checkpoint, objects_of
 from hpcstrat.checkpoint._objects import parameter_rank, require_no_replica
+from hpcstrat.checkpoint._restoring import restore_from
 from hpcstrat.checkpoint._saving import (
     check_count,
     check_keep,
@@ -26,165 +29,33 @@ from hpcstrat.checkpoint._saving import (
 
 
 @final
-class PreemptionHandler:
-    """Records signals that announce the job's end; after the step all ranks save and exit.
-
-    Put `with PreemptionHandler(checkpoint, path) as handler:` around the training, and call
-    `handler.check()` after each step. A signal to any rank is enough. While the ranks save and
-    exit, further signals have no effect. The end of the `with` block, or `close`, restores the
-    previous handlers.
-
-    Args:
-        checkpoint: what to save.
-        path: as in `Checkpoint.save`.
-        keep: as in `Checkpoint.save`.
-        signals: the signals to record; by default those that Slurm sends before a job's time is up
-            (`--signal=USR1@120`) and at its end.
-        exit_status: the status of all ranks, and so of `mpirun`; by default `EX_TEMPFAIL`, 75.
-
-    Raises:
-        RuntimeError: made in a thread other than the main thread, which alone handles signals.
-        ValueError: `exit_status` is not from 1 to 255.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        path: str | os.PathLike[str],
-        keep: int | None = None,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1),
-        exit_status: int = os.EX_TEMPFAIL,
-    ) -> None:
-        call = "PreemptionHandler"
-        if not 1 <= exit_status <= 255:
-            raise ValueError(
-                f"{call}: exit_status is {exit_status}; it must be from 1 to 255, "
-                "so that it does not look like success"
-            )
-        if threading.current_thread() is not threading.main_thread():
-            raise RuntimeError(
-                f"{call} was made in the thread {threading.current_thread().name!r}; "
-                "make it in the main thread"
-            )
-        self._path, self._checkpoint = path, checkpoint
-        self._save: Callable[[], object] = lambda: checkpoint.save(path, keep)
-        self._exit_status = exit_status
-        # The handler only takes a note: it may run in the middle of a collective call, where
-        # nothing can be saved.
-        self._noted = 0  # the number of the received signal, or 0
-        self._leaves = False
-        self._previous: dict[signal.Signals, Any] = {
-            number: signal.signal(number, self._note) for number in signals
-        }
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._noted = number
-
-    @property
-    def is_preempted(self) -> bool:
-        """Whether this rank has received a signal, or `check` learnt of a signal on another rank.
-
-        May differ between ranks.
-
-        Examples:
-            >>> import signal
-            >>> checkpoint = hs.checkpoint.Checkpoint()
-            >>> with hs.checkpoint.PreemptionHandler(checkpoint, "model") as handler:
-            ...     signal.raise_signal(signal.SIGUSR1)  # as Slurm sends it
-            ...     print(handler.is_preempted)
-            True
-        """
-        return bool(self._noted)
-
-    @collective(communicator_of=lambda _: connect())
-    def check(self) -> None:
-        """Saves and exits on all ranks if any has received a signal.
-
-        Collective: all ranks call this after each step.
-
-        Raises:
-            SystemExit: a signal was received, and the checkpoint is saved; the status is
-                `exit_status`.
-            RuntimeError: called inside a replica function.
-            Exception: what `Checkpoint.save` raises.
-
-        Examples:
-            >>> checkpoint = hs.checkpoint.Checkpoint()
-            >>> with hs.checkpoint.PreemptionHandler(checkpoint, "model") as handler:
-            ...     for step in range(2):
-            ...         handler.check()  # no signal: returns
-            >>> print(step)
-            1
-        """
-        communicator = connect()
-        require_no_replica()
-        # One rank's signal is enough: Slurm may signal the ranks at different moments, and all must
-        # save the same step. Signal numbers are at most 64.
-        number = communicator.highest(self._noted)
-        if not number:
-            return
-        self._noted = number
-        self._save()
-        if communicator.rank == 0:
-            name = {known.value: known.name for known in signal.Signals}.get(
-                self._noted, f"signal {self._noted}"
-            )
-            print(
-                f"hpcstrat: received {name}; the checkpoint {os.fspath(self._path)} is saved, and "
-                f"the job exits with status {self._exit_status}",
-                file=sys.stderr,
-                flush=True,
-            )
-        self._leaves = True
-        # Python removes its handlers before the process ends; a signal after that would kill the
-        # process, and change the status.
-        for number in self._previous:
-            signal.signal(number, signal.SIG_IGN)
-        raise SystemExit(self._exit_status)
-
-    def close(self) -> None:
-        """Restores the previous handlers, unless the ranks exit: then signals stay ignored.
-
-        Examples:
-            >>> import signal
-            >>> before = signal.getsignal(signal.SIGTERM)
-            >>> handler = hs.checkpoint.PreemptionHandler(hs.checkpoint.Checkpoint(), "model")
-            >>> handler.close()
-            >>> signal.getsignal(signal.SIGTERM) == before
-            True
-        """
-        if not self._leaves:
-            for number, previous in self._previous.items():
-                signal.signal(number, signal.SIG_DFL if previous is None else previous)
-            self._previous = {}
-
-    def __enter__(self) -> PreemptionHandler:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self.close()
-
-
-@final
 class CheckpointManager:
-    """Saves a checkpoint every N steps, and restores it: it makes a program restartable.
+    """Makes a program restartable: it restores, saves every N steps, and saves before the end.
 
     Put `with CheckpointManager(checkpoint, path, every=1000) as manager:` around the training, call
     `manager.restore_or_initialize()` before the first step and `manager.step()` at the end of each.
 
-    In the `with` block it does what `PreemptionHandler` does: after a SIGTERM or SIGUSR1 the ranks
-    save at the end of the step, and exit with status 75.
+    In the `with` block signals that announce the job's end are recorded. A signal to any rank is
+    enough: at the end of the step all ranks save and exit, and further signals have no effect. The
+    end of the block restores the previous handlers.
 
     Args:
         checkpoint: what to save.
         path: as in `Checkpoint.save`. A file in memory, in `/dev/shm`, outlives the ranks, but not
             their host.
-        every: steps from one save to the next; with `None`, only `save` and a preemption save.
+        every: steps from one save to the next; with `None`, only `save` and a signal save.
         keep: as in `Checkpoint.save`.
+        blocking: as in `Checkpoint.save`. Without an exception the end of the `with` block waits
+            for the file; the save after a signal waits in any case.
+        signals: the signals to record; by default those that Slurm sends before a job's time is up
+            (`--signal=USR1@120`) and at its end.
+        exit_status: the status of all ranks after a signal, and so of `mpirun`; by default
+            `EX_TEMPFAIL`, 75.
 
     Raises:
         TypeError: `checkpoint` is not a `Checkpoint`, or `path` is not a path.
-        ValueError: `every` or `keep` is not positive.
+        ValueError: `every` or `keep` is not positive, a signal cannot be recorded, or `exit_status`
+            is not from 1 to 255.
     """
 
     @names_call("CheckpointManager")
@@ -195,19 +66,37 @@ class CheckpointManager:
         *,
         every: int | None = None,
         keep: int | None = None,
+        blocking: bool = True,
+        signals: Sequence[int] = (signal.SIGTERM, signal.SIGUSR1),
+        exit_status: int = os.EX_TEMPFAIL,
     ) -> None:
+        # All of it now: after a signal an error would cost the steps since the last save.
         if not isinstance(checkpoint, Checkpoint):
             raise TypeError(
                 f"{current_call()}: checkpoint is {type(checkpoint).__name__}; pass a Checkpoint, "
                 "such as Checkpoint(w=w)"
             )
+        recordable = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+        if wrong := [number for number in signals if number not in recordable]:
+            raise ValueError(
+                f"{current_call()}: signals has {wrong[0]!r}, which no program can record; pass "
+                "signals such as signal.SIGTERM"
+            )
+        if not isinstance(exit_status, int) or not 1 <= exit_status <= 255:
+            raise ValueError(
+                f"{current_call()}: exit_status is {exit_status!r}; it must be from 1 to 255, so "
+                "that it does not look like success"
+            )
         self._checkpoint = checkpoint
         self._path = check_path(path)
-        self._every = check_count("every", every) or 0
+        self._every = check_count("every", every)
         self._keep = check_keep(keep)
+        self._blocking = bool(blocking)
+        self._signals = tuple(signals)
+        self._exit_status = exit_status
         self._steps = 0
-        self._handled = 0  # the steps up to which what was due has been saved
-        self._handler: PreemptionHandler | None = None
+        self._noted = 0  # the number of the received signal, or 0
+        self._previous: dict[int, Any] = {}  # the handlers, in the `with` block
 
     @property
     def steps(self) -> int:
@@ -223,9 +112,11 @@ class CheckpointManager:
 
     @collective(communicator_of=lambda _: connect())
     def restore_or_initialize(self) -> str | None:
-        """Restores the file, if there is one.
+        """Restores the newest file, if there is one.
 
         Collective: all ranks call this.
+
+        It is `path`; or `path.1`, which a kill on a file system without hard links may leave alone.
 
         Returns:
             The file's path; `None` if there is no file, and then nothing has changed.
@@ -249,25 +140,30 @@ class CheckpointManager:
             False True 2.0
         """
         finish_background()  # it may write this very file
-        communicator, objects = connect(), objects_of(self._checkpoint)
+        objects = objects_of(self._checkpoint)
+        newest = next(
+            (path for path in (self._path, f"{follow_link(self._path)}.1") if os.path.exists(path)),
+            None,
+        )
         # Other hosts may have other files of this name.
-        if not communicator.broadcast_obj(os.path.exists(self._path), parameter_rank(objects)):
-            return None
-        _, step = restore_from(self._path, objects)
-        self._steps = self._handled = step or 0  # a file of `Checkpoint.save` has no step
-        return self._path
+        newest = connect().broadcast_obj(newest, parameter_rank(objects))
+        if newest is not None:
+            _, step = restore_from(newest, objects)
+            self._steps = step or 0  # a file of `Checkpoint.save` has no step
+        return newest
 
     @span(CHECKPOINT, "step")
     @collective(communicator_of=lambda _: connect())
     def step(self) -> None:
-        """Counts a step, and saves if it is time to.
+        """Counts a step, and saves if it is time to; after a signal it saves and exits.
 
         Collective: all ranks call this at the end of each step.
 
         Outside the `with` block, and when there is nothing to save, it does not communicate.
 
         Raises:
-            SystemExit: a signal was received, and the checkpoint is saved; see `PreemptionHandler`.
+            SystemExit: a signal was received, and the checkpoint is saved; the status is
+                `exit_status`.
             RuntimeError: called inside a replica function.
             Exception: what `Checkpoint.save` raises.
 
@@ -286,12 +182,12 @@ class CheckpointManager:
         """
         require_no_replica()
         self._steps += 1
-        if self._handler is not None:
-            self._handler.check()
-        every = self._every
-        if every > 0 and self._steps // every > self._handled // every:
-            self._handled = self._steps
-            self._save()
+        # One rank's signal is enough: Slurm may signal the ranks at different moments, and all must
+        # save the same step. Signal numbers are at most 64.
+        if self._previous and (number := connect().highest(self._noted)):
+            self._save_and_exit(number)
+        if self._every is not None and self._steps % self._every == 0:
+            self._save(self._blocking)
 
     @span(CHECKPOINT, "save")
     @collective(communicator_of=lambda _: connect())
@@ -312,18 +208,51 @@ class CheckpointManager:
             ...     print(os.path.basename(manager.save()))
             model
         """
-        self._save()
+        self._save(self._blocking)
         return self._path
 
-    def _save(self) -> None:
-        save_to(self._path, objects_of(self._checkpoint), self._keep, step=self._steps)
+    def _save(self, blocking: bool) -> None:
+        save_to(self._path, objects_of(self._checkpoint), self._keep, blocking, self._steps)
 
+    def _save_and_exit(self, number: int) -> NoReturn:
+        # What a save in the background has met does not matter if this one succeeds.
+        with contextlib.suppress(OSError):
+            self._checkpoint.sync()
+        self._save(blocking=True)
+        if connect().rank == 0:
+            names = {known.value: known.name for known in signal.Signals}
+            print(
+                f"hpcstrat: received {names.get(number, f'signal {number}')}; the checkpoint "
+                f"{self._path} is saved, and the job exits with status {self._exit_status}",
+                file=sys.stderr,
+                flush=True,
+            )
+        # For good: Python removes its handlers before the process ends, and a signal after that
+        # would kill the process and change the status.
+        for number in self._previous:
+            signal.signal(number, signal.SIG_IGN)
+        self._previous = {}
+        raise SystemExit(self._exit_status)
+
+    @names_call("CheckpointManager")
     def __enter__(self) -> CheckpointManager:
-        self._handler = PreemptionHandler(self._checkpoint, self._path, self._keep)
-        self._handler._save = self._save  # its files hold the step
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError(
+                f"{current_call()}: its `with` block begins in the thread "
+                f"{threading.current_thread().name!r}; put it into the main thread, which alone "
+                "handles signals"
+            )
+        for number in self._signals:
+            self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *_: Any) -> None:
-        if self._handler is not None:
-            self._handler.close()
-            self._handler = None
+    def __exit__(self, kind: type[BaseException] | None, *_: Any) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        self._previous = {}
+        if kind is None and not self._blocking:
+            self._checkpoint.sync()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        # Only a note: this may run in the middle of a collective call, where nothing can be saved.
+        self._noted = number

@@ -1,6 +1,6 @@
-"""Saving: all ranks agree on what is saved, and each writes its share of the file.
+"""Saving: all ranks agree on what is saved, and the parameter rank writes it.
 
-In the background, a thread on each rank writes a copy while the program continues.
+In the background, a thread of the parameter rank writes a copy while the program continues.
 """
 
 from __future__ import annotations
@@ -9,30 +9,28 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 
 from hpcstrat._agreement.records import signature_of
+from hpcstrat._core.atomic_file import check_replaceable, explaining, replacing
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
 from hpcstrat._process import failure
 from hpcstrat._storage.parts import host_parts
 from hpcstrat._transports.connection import connect
-from hpcstrat.checkpoint._atomic_file import explaining
-from hpcstrat.checkpoint._format import Extent, Header, extents_of, places_of
-from hpcstrat.checkpoint._new_file import NOT_SAVED, NewFile, Piece
+from hpcstrat._variable.variable import state_of
+from hpcstrat.checkpoint._format import Header, write_file
 from hpcstrat.checkpoint._objects import (
     CheckpointObjects,
     agree,
     all_values,
     require_cross_replica,
-    storage_of,
 )
 
-_Result = TypeVar("_Result")
+_NOT_SAVED = "nothing was saved, and the previous file is whole. Correct this, and save again"
 _HOUR = 3600.0  # seconds
 
 
@@ -45,138 +43,50 @@ def save_to(
 ) -> None:
     """What `Checkpoint.save` and, with the number of a step, `CheckpointManager` do. Collective."""
     finish_background()
-    saved = Saved(objects, (path, f"keep={keep}, blocking={bool(blocking)}"), step)
-    with ExitStack() as ending:  # of the file; an error on any rank abandons it
-        file = NewFile(saved.root, path, keep, saved.header, ending, is_marked=not blocking)
-        if blocking:
-            saved.write(file, path, ending)
-        else:
-            copies = saved.copy(file, ending)
-            _start(path, lambda: file.write_and_complete(copies, saved.stops), ending.pop_all())
+    communicator = connect()
+    require_cross_replica(objects)
+    slots = objects.slots()
+    entries = objects.entries(slots)
+    # Before any file is touched, all ranks check that they save the same.
+    root = agree(objects, entries, path, f"keep={keep}, blocking={bool(blocking)}")
+    # Of ON_READ variables each rank has a value of its own.
+    on_read = {name: all_values(v) for name, v in objects.on_read.items()}
 
+    def parts(names: Iterable[str]) -> Iterator[tuple[str, Bytes]]:
+        blocks = objects.blocks(slots)
+        for name in names:
+            if name in on_read:
+                of_array = host_parts(on_read[name])
+            else:
+                v, block = blocks[name]
+                of_array = state_of(v).storage.parts(block)
+            for part in of_array:
+                # The other ranks wait for the disk. Every part counts as progress, so that the
+                # watchdog sees no stall.
+                communicator.work()
+                yield name, part
 
-class Saved:
-    """What is saved, after a check that it is the same on all ranks. Collective.
-
-    Args:
-        objects: what to save.
-        where: file and options, which must be equal on all ranks.
-        step: the step of the program; `None` if unknown.
-
-    Attributes:
-        root: the parameter rank, which has everything, and makes the file.
-        header: the file's header, on the parameter rank.
-        stops: where each extent ends, from the end of the header.
-    """
-
-    def __init__(
-        self, objects: CheckpointObjects, where: tuple[str, ...], step: int | None
-    ) -> None:
-        self._communicator = communicator = connect()
-        require_cross_replica(objects)
-        slots = objects.slots()
-        entries, metadata = objects.entries(slots), objects.metadata()
-        # Before any file is touched, all ranks check that they save the same.
-        self.root: int = agree(objects, entries, *where)
-        # ON_READ variables have a value on each rank, so all ranks gather them before any writes.
-        self._arrays = {name: all_values(v) for name, v in objects.on_read.items()}
-        self._blocks = objects.blocks(slots)
-        self._places = places_of(entries)
-        self._extents = list(
-            extents_of(self._places, communicator.size, self.root, self._only_on_root())
-        )
-        self.stops: list[int] = [extent.place.stop for extent in self._extents]
-        self.header: Header | None = None
-        with communicator.raise_together():
-            if communicator.rank == self.root:
-                self.header = Header(entries, metadata, self.stops, step)
-            communicator.exchange(signature_of(f"{current_call()}: contents"))
-
-    def write(self, file: NewFile, path: str, ending: ExitStack) -> None:
-        """All ranks write the file, which `ending` then puts in its place. Collective."""
-
-        def write(pieces: Iterable[Piece]) -> dict[int, int]:
-            with explaining(path, NOT_SAVED):
-                return file.write(pieces, self.stops)
-
-        communicator = self._communicator
-        with communicator.raise_together():
-            checksums = communicator.all_gather_obj(self._pass_pieces(file, write) or {})
-        with communicator.raise_together():
-            with explaining(path, NOT_SAVED):
-                file.complete(checksums)
-                ending.close()
-            # A full disk is an error on all ranks, and no rank continues before the file exists,
-            # because the job may be killed next.
-            communicator.exchange(signature_of(f"{current_call()}: written"))
-
-    def copy(self, file: NewFile, ending: ExitStack) -> list[Piece]:
-        """Copies what this rank writes. Collective.
-
-        Raises:
-            MemoryError: there is no memory for it.
-        """
-        communicator = self._communicator
-        with communicator.raise_together():
-            file.open_marks(ending)
-            nbytes = sum(extent.own.size for extent in self._extents_in(file))
-            copies = self._pass_pieces(file, lambda pieces: _copy(pieces, nbytes)) or []
-            # No rank continues, and changes what others may still read.
-            communicator.exchange(signature_of(f"{current_call()}: copied"))
-        return copies
-
-    def _pass_pieces(
-        self, file: NewFile, use: Callable[[Iterable[Piece]], _Result]
-    ) -> _Result | None:
-        """Calls `use` with what this rank writes of the arrays.
-
-        If a rank cannot see the file, the root writes alone. If `use` raises, all ranks raise, in a
-        block of `raise_together`.
-        """
-        if file.is_shared or self.header is not None:
-            return use(self._pieces(file))
-        return None
-
-    def _extents_in(self, file: NewFile) -> list[Extent]:
-        """What this rank writes: its extents, or all of a file that no other rank sees."""
-        rank = self._communicator.rank
-        return [one for one in self._extents if one.rank == rank or not file.is_shared]
-
-    def _pieces(self, file: NewFile) -> Iterator[Piece]:
-        """The bytes that this rank writes."""
-        for extent in self._extents_in(file):
-            start = file.first + extent.place.start
-            for part in self._parts(extent):
-                # Other ranks wait for the disk. Every part counts as progress, so that the watchdog
-                # sees no stall.
-                self._communicator.work()
-                yield start, part.data
-                start += part.size
-
-    def _parts(self, extent: Extent) -> Iterator[Bytes]:
-        """The bytes of an extent, of which this rank has a copy."""
-        own, name = extent.own, extent.name
-        if name in self._arrays:
-            return host_parts(self._arrays[name], own.start, own.stop)
-        v, block = self._blocks[name]
-        return storage_of(v).parts(block, own.start, own.stop)
-
-    def _only_on_root(self) -> set[str]:
-        """The arrays that only the root has."""
-        size = self._communicator.size
-        # A variable made outside every scope has one replica: it differs from rank to rank.
-        return {
-            name
-            for name, (v, _) in self._blocks.items()
-            if not storage_of(v).has_all_slots or storage_of(v).communicator.size < size
-        }
+    with communicator.raise_together():
+        if communicator.rank == root:
+            header = Header(entries, objects.metadata(), step)
+            with explaining(path, _NOT_SAVED):
+                if blocking:
+                    with replacing(path, keep) as file:
+                        write_file(file.fileno(), header, parts(header.names))
+                else:
+                    check_replaceable(path, keep)  # a wrong path is an error now, not later
+                    nbytes = sum(entry.nbytes for entry in entries.values())
+                    _background.start(path, keep, header, parts(header.names), nbytes)
+        # A full disk is an error on all ranks. No rank continues before the file exists, because
+        # the job may be killed next; nor before the copy, because it would change what is copied.
+        communicator.exchange(signature_of(f"{current_call()}: saved"))
 
 
 def finish_background() -> None:
     """Waits for this rank's save in the background, if there is one, and raises its error."""
-    path, error = _finish()
+    path, error = _background.finish()
     if error is not None:
-        with explaining(path, f"this was in the background; {NOT_SAVED}"):
+        with explaining(path, f"this was in the background; {_NOT_SAVED}"):
             raise error
 
 
@@ -210,79 +120,93 @@ def check_keep(keep: Any) -> int | None:
     return check_count("keep", keep, "the number of files to keep")
 
 
-# ---- in the background
+class _Background:
+    """The save of this process that runs, or for whose end nobody has waited; at most one."""
 
-# The save of this process that runs, or that nobody has waited for: its path, its thread, and, once
-# this has ended, its error, if any. It writes from `_buffer`, so there is one at a time.
-_pending: tuple[str, threading.Thread, list[Exception]] | None = None
-# Kept from the last save: fresh memory costs about as much as the copy into it.
-_buffer: Bytes = np.empty(0, np.uint8)
-_waits_at_exit = False
+    def __init__(self) -> None:
+        self._path = ""
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        # Kept from save to save: fresh memory costs about as much as the copy into it.
+        self._copies: Bytes = np.empty(0, np.uint8)
+        self._waits_at_exit = False
 
+    def start(
+        self,
+        path: str,
+        keep: int | None,
+        header: Header,
+        parts: Iterable[tuple[str, Bytes]],
+        nbytes: int,
+    ) -> None:
+        """Copies the parts, of `nbytes` in all, and starts a thread that writes the file.
 
-def _copy(pieces: Iterable[Piece], nbytes: int) -> list[Piece]:
-    """Copies pieces of a file, `nbytes` in all. The previous save must have finished.
+        Raises:
+            MemoryError: there is no memory for the copy.
+            RuntimeError: the system refuses a thread.
+        """
+        if self._copies.size < nbytes:
+            self._copies = np.empty(0, np.uint8)  # freed before the larger one is allocated
+            self._copies = np.empty(nbytes, np.uint8)
+        copies: list[tuple[str, Bytes]] = []
+        end = 0
+        for name, part in parts:
+            copy = self._copies[end : end + part.size]
+            copy[...] = part
+            copies.append((name, copy))
+            end += copy.size
+        if not self._waits_at_exit:
+            # Not when this module is imported: then it would run after the hook that ends MPI, and
+            # a failure needs MPI to end the other ranks.
+            atexit.register(self._finish_at_exit)
+            self._waits_at_exit = True
 
-    Raises:
-        MemoryError: there is no memory for them.
-    """
-    global _buffer
-    if _buffer.size < nbytes:
-        _buffer = np.empty(0, np.uint8)  # freed before the larger one is allocated
-        _buffer = np.empty(nbytes, np.uint8)
-    copies: list[Piece] = []
-    end = 0
-    for start, data in pieces:
-        copy = _buffer[end : end + len(data)]
-        copy[...] = data
-        copies.append((start, copy.data))
-        end += copy.size
-    return copies
+        def write() -> None:
+            try:
+                with replacing(path, keep) as file:
+                    write_file(file.fileno(), header, copies)
+                self._error = None
+            except Exception as error:
+                self._error = error
 
-
-def _start(path: str, write: Callable[[], None], ending: ExitStack) -> None:
-    """Starts a thread that writes and then ends the file, and returns."""
-    global _pending, _waits_at_exit
-    if not _waits_at_exit:
-        # Not when this module is imported: then it would run after the hook that ends MPI, and a
-        # failure needs MPI to end the other ranks.
-        atexit.register(_finish_at_exit)
-        _waits_at_exit = True
-    errors: list[Exception] = [OSError("it was interrupted before it started")]
-
-    def run() -> None:
+        # A daemon: Python waits for other threads before it runs any hook, and then the other
+        # ranks know nothing of it. `_finish_at_exit` waits for this thread.
+        thread = threading.Thread(target=write, name="hpcstrat-save", daemon=True)
+        # Before the start: a signal may raise in `start`, and the thread runs.
+        self._path, self._thread = path, thread
+        self._error = OSError("it was interrupted before it started")
         try:
-            with ending:
-                write()
-            errors.clear()
-        except Exception as error:
-            errors[:] = [error]
+            thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            raise RuntimeError(
+                f"{current_call()} of {path}: {error}; {_NOT_SAVED}, or pass blocking=True"
+            ) from None
 
-    # A daemon: Python waits for other threads before it runs any hook, and then the other ranks
-    # know nothing of it. `_finish_at_exit` waits for this thread.
-    thread = threading.Thread(target=run, name="hpcstrat-save", daemon=True)
-    _pending = path, thread, errors  # before: a signal may raise in `start`, and the thread runs
-    thread.start()
+    def finish(self) -> tuple[str, Exception | None]:
+        """Waits for the save; returns its path, and its error, if any."""
+        thread = self._thread
+        if thread is None:
+            return "", None
+        # Meanwhile the other ranks wait, for as long as the disk takes.
+        watchdog = connect().watchdog
+        with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(_HOUR):
+            if thread.ident is not None:
+                thread.join()
+        self._thread = None
+        return self._path, self._error
+
+    def _finish_at_exit(self) -> None:
+        path, error = self.finish()
+        if error is not None:
+            failure.end_job(
+                f"Checkpoint.save of {path}, in the background: {error}; the previous file is whole"
+            )
+
+    def forget(self) -> None:
+        """Forgets the save in a forked child, which has not its thread."""
+        self._thread = None
 
 
-def _finish() -> tuple[str, Exception | None]:
-    """Waits for this rank's save; returns its path, empty if there is none, and its error."""
-    global _pending
-    if _pending is None:
-        return "", None
-    path, thread, errors = _pending
-    # Meanwhile the other ranks wait, for as long as the disk takes.
-    watchdog = connect().watchdog
-    with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(_HOUR):
-        if thread.ident is not None:
-            thread.join()
-    _pending = None
-    return path, errors[0] if errors else None
-
-
-def _finish_at_exit() -> None:
-    path, error = _finish()
-    if error is not None:
-        failure.end_job(
-            f"Checkpoint.save of {path}, in the background: {error}; the previous file is whole"
-        )
+_background = _Background()
+os.register_at_fork(after_in_child=_background.forget)
