@@ -112,8 +112,9 @@ def broadcast(module: Any) -> None:
             records.signature_of(call_name.current_call(), records.ManyValues(described))
         )
         for _, tensor in named:
-            values = torch.from_numpy(_of_rank_0(communicator, tensor))
-            tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
+            if tensor.numel():  # PyTorch views no empty bytes as another dtype
+                values = torch.from_numpy(_of_rank_0(communicator, tensor))
+                tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
 @call_name.names_call("all_reduce_gradients")
