@@ -286,7 +286,7 @@ def test_without_pytorch_its_calls_say_so_and_end_the_job(cell):
         import hpcstrat as hs
 
         strategy = hs.CentralStorageStrategy()
-        hs.torch.seed(1)
+        hs.torch.device(strategy)
     """)
     ended = cell("hpcstrat", "run", "-n", "2", "program.py")
-    assert ended.status == 1 and "ImportError: seed needs PyTorch" in ended.stderr
+    assert ended.status == 1 and "ImportError: device needs PyTorch" in ended.stderr
