@@ -55,7 +55,7 @@ class Metric(abc.ABC):
         if name is not None and not isinstance(name, str):
             raise TypeError(f"{call}: name is {name!r}; it must be a string")
         if name is None:
-            # As Keras makes it: `TopKAccuracy` is `top_k_accuracy`, and `AUC` is `auc`.
+            # As Keras makes it: `F1Score` is `f1_score`, and `ROC` is `roc`.
             name = re.sub(r"(?<=.)(?=[A-Z][a-z])|(?<=[a-z])(?=[A-Z])", "_", call).lower()
         self.name: str = name
         self._dtype: np.dtype[Any] = as_dtype(call, np.float64 if dtype is None else dtype)

@@ -54,11 +54,11 @@ def test_names():
     assert hs.metrics.Mean("loss").name == "loss"
     assert hs.metrics.ConfusionMatrix(2).name == "confusion_matrix"
 
-    class AUC(hs.metrics.Mean): ...
+    class ROC(hs.metrics.Mean): ...
 
-    class MeanIoU(hs.metrics.Mean): ...
+    class PixelIoU(hs.metrics.Mean): ...
 
-    assert [AUC().name, MeanIoU().name] == ["auc", "mean_io_u"]
+    assert [ROC().name, PixelIoU().name] == ["roc", "pixel_io_u"]
 
 
 @on_one_strategy
