@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import io
-import os
 import warnings
 import weakref
 import zlib
@@ -20,18 +18,16 @@ from typing import Any
 import numpy as np
 
 from hpcstrat._agreement import records
-from hpcstrat._core import arrays, atomic_file, call_name, gpu, nests
+from hpcstrat._core import arrays, call_name, gpu, nests
 from hpcstrat._core.types import Array, Bytes, ReduceOp
 from hpcstrat._memory import layout as layouts
 from hpcstrat._memory import packing
-from hpcstrat._program import extend_timeout, rank
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas import group as groups
 from hpcstrat._strategies import base as strategies
 from hpcstrat._transports import connection, verbs
 from hpcstrat._variable.variable import Variable
 
-_HOUR = 3600.0  # seconds that the others wait longer while rank 0 reads or writes a file
 # The modules whose parameters were found equal on all ranks.
 _compared: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -76,7 +72,7 @@ def as_tensors(nest: Any) -> Any:
     Raises:
         TypeError: PyTorch has no such dtype.
     """
-    return nests.map_leaves(_as_tensor, nest)
+    return nests.map_leaves(functools.partial(_as_tensor, _torch()), nest)
 
 
 @call_name.names_call("broadcast")
@@ -86,60 +82,39 @@ def broadcast(module: Any) -> None:
     Collective: all ranks call this, anywhere.
 
     Call it before the first step. From then on buffers, such as the running statistics of
-    BatchNorm, differ between replicas. To make them equal before an evaluation or a `save`, call it
-    again, or call `average_buffers`. `DistributedDataParallel` broadcasts buffers before each
-    forward pass instead.
+    BatchNorm, differ between replicas: call it again before an evaluation or a save, or set them to
+    their means. `DistributedDataParallel` broadcasts buffers before each forward pass instead.
+
+    Tensors travel one at a time: beside the module a rank needs memory for the largest.
 
     Args:
         module: a `torch.nn.Module`, of equal structure on all ranks.
 
     Raises:
-        TypeError: `module` is not a module.
-        ReplicaMismatchError: names, shapes or dtypes differ between ranks.
+        TypeError: `module` is not a module, or a tensor of it is sparse or on the meta device.
+        ReplicaMismatchError: names, shapes or dtypes differ between ranks; nothing has changed.
     """
     communicator = connection.connect()
     with communicator.raise_together():
         _check_module(module)
+        torch = _torch()
         named = [*module.named_parameters(), *module.named_buffers()]
-        parts = [_bytes(tensor) for _, tensor in named]  # bytes travel whatever the dtype
+        for name, tensor in named:
+            if tensor.is_meta or tensor.layout is not torch.strided:
+                raise TypeError(
+                    f"{call_name.current_call()}: {name} is a {tensor.layout} tensor on "
+                    f"{tensor.device}; make it a dense one on the CPU or a GPU"
+                )
         described = tuple(
             [f"{name} ({tensor.dtype} of shape {tuple(tensor.shape)})" for name, tensor in named]
         )
         communicator.exchange(
             records.signature_of(call_name.current_call(), records.ManyValues(described))
         )
-        for (_, tensor), part in zip(named, communicator.broadcast_obj(parts), strict=True):
-            tensor.detach().copy_(_torch().from_numpy(part).view(tensor.dtype).view(tensor.shape))
-
-
-@call_name.names_call("average_buffers")
-def average_buffers(module: Any) -> None:
-    """Sets the floating-point buffers of a module to their means over the ranks.
-
-    Collective: all ranks call this.
-
-    Other buffers, such as BatchNorm's counts of batches, stay as they are.
-
-    Args:
-        module: a `torch.nn.Module`, of equal structure on all ranks.
-
-    Raises:
-        TypeError: `module` is not a module, or a dtype cannot be reduced.
-        ReplicaMismatchError: names, shapes or dtypes differ between ranks.
-    """
-    communicator = connection.connect()
-    with communicator.raise_together():
-        _check_module(module)
-        named = [
-            (name, buffer) for name, buffer in module.named_buffers() if buffer.is_floating_point()
-        ]
-        values = [
-            arrays.as_array(call_name.current_call(), buffer.detach().cpu(), on_gpu=False)
-            for _, buffer in named
-        ]
-        means = communicator.all_reduce(values, ReduceOp.MEAN, *[name for name, _ in named])
-        for (_, buffer), mean in zip(named, means, strict=True):
-            buffer.copy_(_as_tensor(mean))
+        for _, tensor in named:
+            if tensor.numel():  # PyTorch views no empty bytes as another dtype
+                values = torch.from_numpy(_of_rank_0(communicator, tensor))
+                tensor.detach().copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
 @call_name.names_call("all_reduce_gradients")
@@ -183,95 +158,30 @@ def all_reduce_gradients(reduce_op: ReduceOp | str, module: Any) -> None:
                 f"{call_name.current_call()}: reduce_op is {op.name}; gradients take SUM or MEAN"
             )
         _check_module(module)
-        named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        parameters, must_match = named.values(), [*named]
-        own = [_gradient(group, name, p) for name, p in named.items()]
+        torch = _torch()
+        named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        must_match = [name for name, _ in named]
+        own = [_gradient(group, name, p) for name, p in named]
         values = [
             arrays.as_array(call_name.current_call(), gradient, on_gpu=True) for gradient in own
         ]
         if communicator.checks or module not in _compared:
-            checksum = functools.reduce(
-                lambda crc, p: zlib.crc32(_bytes(p).data, crc), parameters, 0
-            )
+            checksum = 0
+            for _, p in named:
+                checksum = zlib.crc32(_bytes(p).data, checksum)
             must_match.append(f"values of checksum {checksum:08x}, equal after hs.torch.broadcast")
         # Travels with the gradients: no rank alone knows whether any replica has a gradient.
-        has_gradient = np.array([p.grad is not None for p in parameters], np.int32)
+        has_gradient = np.array([p.grad is not None for _, p in named], np.int32)
         *totals, has_gradient = _all_reduce(communicator, [*values, has_gradient], op, must_match)
         _compared.add(module)
-        for p, gradient, total, is_there in zip(parameters, own, totals, has_gradient, strict=True):
+        for (_, p), gradient, total, is_there in zip(named, own, totals, has_gradient, strict=True):
             if is_there:
-                p.grad = gradient if p.is_cuda else _as_tensor(total)
-        if group.stream is not None and any(p.is_cuda for p in parameters):
-            cuda, ordinal = _torch().cuda, group.stream.ordinal
-            cuda.current_stream(ordinal).wait_stream(
-                cuda.ExternalStream(group.stream.raw.ptr, ordinal)
+                p.grad = gradient if p.is_cuda else _as_tensor(torch, total)
+        if group.stream is not None and any(p.is_cuda for _, p in named):
+            ordinal = group.stream.ordinal
+            torch.cuda.current_stream(ordinal).wait_stream(
+                torch.cuda.ExternalStream(group.stream.raw.ptr, ordinal)
             )
-
-
-@call_name.names_call("seed")
-def seed(seed: int, epoch: int = 0) -> None:
-    """Seeds PyTorch differently on each rank, as dropout needs, and equally in each run.
-
-    Never communicates.
-
-    Args:
-        seed: from 0 up, the same on every rank.
-        epoch: from 0 up. A program that seeds at the start of each epoch draws the same numbers
-            after a restart.
-
-    Raises:
-        ValueError: a number is negative.
-    """
-    own = np.random.SeedSequence([seed, epoch], spawn_key=(rank(),)).generate_state(1, np.uint64)
-    _torch().manual_seed(int(own[0]))
-
-
-@call_name.names_call("save")
-def save(obj: Any, path: str | os.PathLike[str]) -> None:
-    """`torch.save` by rank 0, whose file replaces the previous one once it is on disk.
-
-    Collective: all ranks call this.
-
-    Args:
-        obj: rank 0's object, such as
-            `{"module": module.state_dict(), "optimizer": optimizer.state_dict()}`.
-        path: the file; missing folders are made.
-
-    Raises:
-        OSError: the file system refuses on rank 0; all ranks raise, and the previous file is whole.
-    """
-    communicator = connection.connect()
-    with communicator.raise_together():
-        if communicator.rank == 0:
-            # In memory first, because PyTorch hides ENOSPC behind another exception.
-            contents = io.BytesIO()
-            _torch().save(obj, contents)
-            with extend_timeout(_HOUR), atomic_file.replacing(os.fspath(path), keep=None) as file:
-                rest = contents.getbuffer()
-                while rest:
-                    rest = rest[file.write(rest) :]
-        communicator.exchange(records.signature_of(call_name.current_call()))
-
-
-@call_name.names_call("load")
-def load(path: str | os.PathLike[str]) -> Any:
-    """Rank 0 reads a file of `save` or `torch.save`; every rank gets the object.
-
-    Collective: all ranks call this.
-
-    Returns:
-        The object, with its tensors on the CPU, read with `weights_only=True`.
-
-    Raises:
-        OSError: rank 0 cannot read the file; all ranks raise.
-        pickle.UnpicklingError: it holds more than tensors, numbers, strings, and nests of them.
-    """
-    communicator = connection.connect()
-    with communicator.raise_together():
-        with extend_timeout(_HOUR if communicator.rank == 0 else 0):
-            contents = np.fromfile(path, np.uint8) if communicator.rank == 0 else None
-        file = io.BytesIO(communicator.broadcast_obj(contents))
-        return _torch().load(file, map_location="cpu", weights_only=True)
 
 
 def _torch() -> Any:
@@ -292,17 +202,16 @@ def _check_module(module: Any) -> None:
         )
 
 
-def _as_tensor(leaf: Any) -> Any:
+def _as_tensor(torch: Any, leaf: Any) -> Any:
     if isinstance(leaf, Variable):
-        tensor = _as_tensor(leaf.value())
+        tensor = _as_tensor(torch, leaf.value())
         has_gradient = leaf.trainable and (tensor.is_floating_point() or tensor.is_complex())
         return tensor.requires_grad_() if has_gradient else tensor
     if not (isinstance(leaf, np.ndarray) or gpu.is_on_gpu(leaf)):
         return leaf
-    torch = _torch()
     # NumPy's DLPack does not know bfloat16.
     if leaf.dtype.kind == "V" and leaf.dtype.name == "bfloat16":
-        return _as_tensor(leaf.view(np.int16)).view(torch.bfloat16)
+        return _as_tensor(torch, leaf.view(np.int16)).view(torch.bfloat16)
     if gpu.is_on_gpu(leaf):
         return _gpu_tensor(torch, leaf)
     if leaf.flags.writeable:
@@ -333,6 +242,18 @@ def _wait_for_torch(cuda: Any, gpu: int, stream: Any) -> None:
         cuda.ExternalStream(stream.ptr, gpu).wait_stream(reading)
 
 
+def _of_rank_0(communicator: verbs.Communicator, tensor: Any) -> Bytes:
+    """The bytes of rank 0's tensor, which travel whatever its dtype; valid until the next call."""
+    with communicator.raise_together():
+        own = _bytes(tensor) if communicator.rank == 0 else np.empty(0, np.uint8)
+
+        def write(message: Bytes) -> None:
+            message[: own.size] = own
+
+        signature = records.signature_of(call_name.current_call())
+        return communicator.exchange(signature, own.size, write)[0][: tensor.nbytes]
+
+
 def _bytes(tensor: Any) -> Bytes:
     return tensor.detach().cpu().contiguous().reshape(-1).view(_torch().uint8).numpy()
 
@@ -350,27 +271,25 @@ def _all_reduce(
 
     They are copied to one message per dtype and back, in a launch each.
     """
-    totals = list(values)
-    on_gpu = [i for i, value in enumerate(values) if gpu.is_on_gpu(value)]
-    on_host = [i for i in range(len(values)) if i not in on_gpu]
-    packed: list[tuple[packing.PackKernel, list[Array]]] = []
     sent: list[Array] = []
-    for dtype in dict.fromkeys([values[i].dtype for i in on_gpu]):
-        members = [values[i] for i in on_gpu if values[i].dtype == dtype]
-        layout = layouts.layout_of(tuple([one.shape for one in members]), (dtype,) * len(members))
+    by_dtype: dict[np.dtype[Any], list[Array]] = {}  # those on the GPU
+    for value in values:
+        members = by_dtype.setdefault(value.dtype, []) if gpu.is_on_gpu(value) else sent
+        members.append(value)
+    packed: list[tuple[packing.PackKernel, list[Array]]] = []
+    for members in by_dtype.values():
+        layout = layouts.layout_of_arrays(members)
         message = gpu.array_module(*members).empty(layout.nbytes, np.uint8)
         (pack,) = _packings_of(layout)
         pack(members, message)
         packed.append((pack, members))
         sent.append(layout.groups[0].of(message))
-    shapes = [f"{values[i].dtype.name} of shape {values[i].shape}" for i in on_gpu]
-    sent += [values[i] for i in on_host]
+    shapes = [f"{one.dtype.name} of shape {one.shape}" for one in values if gpu.is_on_gpu(one)]
     received = iter(communicator.all_reduce(sent, op, *must_match, *shapes))
+    totals = [value if gpu.is_on_gpu(value) else next(received) for value in values]
     for pack, members in packed:
         # On the strategy's stream, on which CuPy reuses the memory of the total.
         pack.unpack(next(received), members)
-    for i in on_host:
-        totals[i] = next(received)
     return totals
 
 

@@ -38,7 +38,7 @@ INSTEAD = {
     "DataParallel": _MODULE,
     "DistributedSampler": _LOADER,
     "DataLoader": _LOADER,
-    "manual_seed": f"hs.torch.seed(seed), or {_IN_REPLICA}.random_generator(seed)",
+    "manual_seed": f"torch.manual_seed(seed + hs.rank()), or {_IN_REPLICA}.random_generator(seed)",
     "tensor": _ARRAY,
     "save": "hs.checkpoint.Checkpoint(w=w).save(path), or hs.on_lead(np.save, path, array)",
     "load": "hs.checkpoint.Checkpoint(w=w).restore(path), or np.load(path) on every rank",

@@ -1,7 +1,6 @@
 """Metrics: each replica keeps its own totals, and `result` combines them."""
 
-from hpcstrat.metrics._counts import ConfusionMatrix as ConfusionMatrix
-from hpcstrat.metrics._counts import MeanIoU as MeanIoU
+from hpcstrat.metrics._confusion_matrix import ConfusionMatrix as ConfusionMatrix
 from hpcstrat.metrics._means import Accuracy as Accuracy
 from hpcstrat.metrics._means import BinaryAccuracy as BinaryAccuracy
 from hpcstrat.metrics._means import CategoricalAccuracy as CategoricalAccuracy
@@ -11,14 +10,5 @@ from hpcstrat.metrics._means import MeanMetricWrapper as MeanMetricWrapper
 from hpcstrat.metrics._means import MeanSquaredError as MeanSquaredError
 from hpcstrat.metrics._means import RootMeanSquaredError as RootMeanSquaredError
 from hpcstrat.metrics._means import SparseCategoricalAccuracy as SparseCategoricalAccuracy
-from hpcstrat.metrics._means import SparseTopKCategoricalAccuracy as SparseTopKCategoricalAccuracy
 from hpcstrat.metrics._means import Sum as Sum
-from hpcstrat.metrics._means import TopKCategoricalAccuracy as TopKCategoricalAccuracy
 from hpcstrat.metrics._metric import Metric as Metric
-from hpcstrat.metrics._thresholds import AUC as AUC
-from hpcstrat.metrics._thresholds import FalseNegatives as FalseNegatives
-from hpcstrat.metrics._thresholds import FalsePositives as FalsePositives
-from hpcstrat.metrics._thresholds import Precision as Precision
-from hpcstrat.metrics._thresholds import Recall as Recall
-from hpcstrat.metrics._thresholds import TrueNegatives as TrueNegatives
-from hpcstrat.metrics._thresholds import TruePositives as TruePositives

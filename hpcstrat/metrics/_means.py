@@ -12,13 +12,11 @@ import numpy.typing as npt
 
 from hpcstrat._core.types import Array
 from hpcstrat.metrics._metric import (
+    REAL,
+    REAL_OR_COMPLEX,
     Metric,
-    PairMetric,
-    as_classes,
     as_numbers,
-    as_pair,
-    as_weights,
-    rounded_for,
+    require_equal_shapes,
 )
 
 _SCALARS = (float, int, np.float64, np.float32)
@@ -37,10 +35,7 @@ class _WeightedMean(Metric):
             return
         call = f"{type(self).__name__}.update_state"
         values = as_numbers(call, "values", values)
-        if sample_weight is None:
-            self._add(_sum, values)
-        else:
-            self._add(_sum, values, as_weights(call, sample_weight, values.shape))
+        self._add(call, _sums, (values,), sample_weight, values.shape)
 
     def combine(self, totals: np.ndarray[Any, Any]) -> Any:
         """Computes the weighted mean; 0 before the first value."""
@@ -48,7 +43,7 @@ class _WeightedMean(Metric):
         return total / count if count else np.float64(0.0)
 
 
-def _sum(xp: Any, values: Any, weights: Any = None) -> tuple[Any, Any]:
+def _sums(xp: Any, values: Any, weights: Any = None) -> tuple[Any, Any]:
     """The weighted sum of the values, and the sum of the weights."""
     if weights is not None:
         return (values * weights).sum(), weights.sum()
@@ -59,14 +54,24 @@ def _sum(xp: Any, values: Any, weights: Any = None) -> tuple[Any, Any]:
     return xp.add.reduce(values, axis=None, dtype=np.float64), values.size
 
 
-class _ValueMean(_WeightedMean):
+class Mean(_WeightedMean):
+    """The mean of all values.
+
+    Examples:
+        >>> import hpcstrat as hs
+        >>> loss = hs.metrics.Mean()
+        >>> loss.update_state([1.0, 2.0, 6.0])
+        >>> print(loss.result())
+        3.0
+    """
+
     def update_state(self, values: Any, sample_weight: Any = None) -> None:
         """Adds values, an array of any shape, each with its weight.
 
-        For a replica function; never communicates.
+        For a replica function; never communicates. Weights' shape may lack the last dimensions.
 
         Raises:
-            TypeError: an argument is not an array of numbers.
+            TypeError: an argument is not an array of real numbers.
             ValueError: the weights do not fit the values.
 
         Examples:
@@ -78,19 +83,7 @@ class _ValueMean(_WeightedMean):
         self._add_values(values, sample_weight)
 
 
-class Mean(_ValueMean):
-    """The mean of all values.
-
-    Examples:
-        >>> import hpcstrat as hs
-        >>> loss = hs.metrics.Mean()
-        >>> loss.update_state([1.0, 2.0, 6.0])
-        >>> print(loss.result())
-        3.0
-    """
-
-
-class Sum(_ValueMean):
+class Sum(Mean):
     """The sum of all values, each times its weight.
 
     Examples:
@@ -137,25 +130,13 @@ class MeanMetricWrapper(_WeightedMean):
         super().__init__(fn.__name__ if name is None else name, dtype)
         self._fn = functools.partial(fn, **kwargs)
 
-    def get_config(self) -> dict[str, Any]:
-        """The arguments for `from_config`, with the function itself.
-
-        Examples:
-            >>> def near(y_true, y_pred, within):
-            ...     return abs(y_true - y_pred) < within
-            >>> metric = hs.metrics.MeanMetricWrapper(near, within=0.1)
-            >>> {name: value for name, value in metric.get_config().items() if name != "fn"}
-            {'name': 'near', 'dtype': 'float64', 'within': 0.1}
-        """
-        return {**super().get_config(), "fn": self._fn.func, **self._fn.keywords}
-
     def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
         """Adds the function's values, each with its weight.
 
         For a replica function; never communicates.
 
         Raises:
-            TypeError: the values or the weights are not numbers.
+            TypeError: the values or the weights are not real numbers.
             ValueError: the weights do not fit the values.
 
         Examples:
@@ -167,15 +148,53 @@ class MeanMetricWrapper(_WeightedMean):
         self._add_values(self._fn(y_true, y_pred), sample_weight)
 
 
-class PairMean(PairMetric, _WeightedMean):
+class PairMean(_WeightedMean):
     """The mean of a value for each label and its prediction."""
 
-    def _new(self, xp: Any, true: Any, predicted: Any, weights: Any = None) -> tuple[Any, Any]:
-        return _sum(xp, self._values(xp, true, predicted), weights)
+    _kinds = REAL
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Adds labels and predictions, each with its weight.
+
+        For a replica function; never communicates.
+
+        Args:
+            y_true: labels or true values, of the predictions' shape unless the class says
+                otherwise.
+            y_pred: predictions.
+            sample_weight: weights, whose shape may lack the last dimensions.
+
+        Raises:
+            TypeError: an argument is not an array of numbers: of real ones, unless the class says
+                otherwise.
+            ValueError: the shapes do not fit.
+
+        Examples:
+            A weight for each example, where an example has several values:
+
+            >>> error = hs.metrics.MeanAbsoluteError()
+            >>> y_true, y_pred = np.zeros((2, 3)), np.array([[1.0, 1.0, 1.0], [2.0, 2.0, 2.0]])
+            >>> error.update_state(y_true, y_pred, sample_weight=[3.0, 1.0])
+            >>> print(error.result())  # (3 * 1 + 1 * 2) / (3 + 1)
+            1.25
+        """
+        call = f"{type(self).__name__}.update_state"
+        true = as_numbers(call, "y_true", y_true, self._kinds)
+        predicted = as_numbers(call, "y_pred", y_pred, self._kinds)
+        true, shape = self._check(call, true, predicted)
+        self._add(call, self._sums, (true, predicted), sample_weight, shape)
+
+    def _check(self, call: str, true: Array, predicted: Array) -> tuple[Array, tuple[int, ...]]:
+        """Returns the labels, and the shape of the values."""
+        require_equal_shapes(call, true, predicted)
+        return true, true.shape
+
+    def _sums(self, xp: Any, true: Any, predicted: Any, weights: Any = None) -> tuple[Any, Any]:
+        return _sums(xp, self._values(true, predicted), weights)
 
     @abc.abstractmethod
-    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
-        """Computes the values, by the functions of `xp`."""
+    def _values(self, true: Any, predicted: Any) -> Any:
+        """Computes the values, of NumPy or CuPy as the arrays."""
 
 
 # ---- errors
@@ -183,11 +202,11 @@ class PairMean(PairMetric, _WeightedMean):
 
 def _errors(true: Any, predicted: Any) -> Any:
     # Cast first: differences of unsigned integers wrap around.
-    return true.astype(np.float64) - predicted
+    return true.astype(np.complex128 if true.dtype.kind == "c" else np.float64) - predicted
 
 
 class MeanAbsoluteError(PairMean):
-    """The mean of the absolute errors, `|y_true - y_pred|`.
+    """The mean of the absolute errors, `|y_true - y_pred|`, of real or complex values.
 
     Examples:
         >>> import hpcstrat as hs
@@ -197,12 +216,14 @@ class MeanAbsoluteError(PairMean):
         1.0
     """
 
-    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
+    _kinds = REAL_OR_COMPLEX
+
+    def _values(self, true: Any, predicted: Any) -> Any:
         return abs(_errors(true, predicted))
 
 
 class MeanSquaredError(PairMean):
-    """The mean of the squared errors, `(y_true - y_pred)**2`.
+    """The mean of the squared errors, `|y_true - y_pred|**2`, of real or complex values.
 
     Examples:
         >>> import hpcstrat as hs
@@ -212,12 +233,15 @@ class MeanSquaredError(PairMean):
         4.0
     """
 
-    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
-        return _errors(true, predicted) ** 2
+    _kinds = REAL_OR_COMPLEX
+
+    def _values(self, true: Any, predicted: Any) -> Any:
+        error = _errors(true, predicted)
+        return error.real**2 + error.imag**2 if error.dtype.kind == "c" else error**2
 
 
 class RootMeanSquaredError(MeanSquaredError):
-    """The square root of the mean of the squared errors.
+    """The square root of the mean of the squared errors, of real or complex values.
 
     Examples:
         >>> import hpcstrat as hs
@@ -236,7 +260,7 @@ class RootMeanSquaredError(MeanSquaredError):
 
 
 class Accuracy(PairMean):
-    """The fraction of predictions that equal their labels.
+    """The fraction of predictions that equal their labels, real or complex.
 
     Examples:
         >>> import hpcstrat as hs
@@ -246,7 +270,9 @@ class Accuracy(PairMean):
         0.75
     """
 
-    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
+    _kinds = REAL_OR_COMPLEX
+
+    def _values(self, true: Any, predicted: Any) -> Any:
         return true == predicted
 
 
@@ -280,40 +306,13 @@ class BinaryAccuracy(PairMean):
         super().__init__(name, dtype)
         self.threshold: float = float(threshold)
 
-    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
-        return true == (predicted > rounded_for(self.threshold, predicted.dtype))
+    def _values(self, true: Any, predicted: Any) -> Any:
+        # As in Keras, which rounds the threshold to the predictions' dtype.
+        is_single = predicted.dtype.kind == "f" and predicted.dtype.itemsize < 8
+        return true == (predicted > (np.float32 if is_single else np.float64)(self.threshold))
 
 
-class _ClassAccuracy(PairMean):
-    """For predictions of shape `(..., classes)`; labels are class indices or one-hot."""
-
-    _is_one_hot = False
-
-    def _check(self, call: str, y_true: Any, y_pred: Any) -> tuple[Array, Array, tuple[int, ...]]:
-        if self._is_one_hot:
-            true, predicted = as_pair(call, y_true, y_pred)
-        else:
-            true, predicted = as_numbers(call, "y_true", y_true), as_numbers(call, "y_pred", y_pred)
-            if true.ndim == predicted.ndim and true.shape[-1:] == (1,):
-                true = true[..., 0]
-            if true.shape != predicted.shape[:-1]:
-                raise ValueError(
-                    f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; y_pred "
-                    "must have one more dimension, the scores of the classes, and y_true the "
-                    "indices of the correct classes"
-                )
-        if not predicted.ndim or not predicted.shape[-1]:
-            raise ValueError(
-                f"{call}: y_pred has shape {predicted.shape}; its last dimension must be that of "
-                "classes"
-            )
-        return true, predicted, predicted.shape[:-1]
-
-    def _labels(self, true: Any) -> Any:
-        return true.argmax(axis=-1) if self._is_one_hot else true
-
-
-class SparseCategoricalAccuracy(_ClassAccuracy):
+class SparseCategoricalAccuracy(PairMean):
     """The fraction of predictions whose largest score is the label's; labels are class indices.
 
     `y_pred` has shape `(..., classes)`, probabilities or logits; `y_true` lacks the last dimension,
@@ -327,11 +326,23 @@ class SparseCategoricalAccuracy(_ClassAccuracy):
         0.5
     """
 
-    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
-        return predicted.argmax(axis=-1) == self._labels(true)
+    def _check(self, call: str, true: Array, predicted: Array) -> tuple[Array, tuple[int, ...]]:
+        if true.ndim == predicted.ndim and true.shape[-1:] == (1,):
+            true = true[..., 0]
+        if true.shape != predicted.shape[:-1]:
+            raise ValueError(
+                f"{call}: y_true has shape {true.shape} and y_pred {predicted.shape}; y_pred must "
+                "have one more dimension, the scores of the classes, and y_true the indices of the "
+                "correct classes"
+            )
+        _require_classes(call, predicted)
+        return true, true.shape
+
+    def _values(self, true: Any, predicted: Any) -> Any:
+        return predicted.argmax(axis=-1) == true
 
 
-class CategoricalAccuracy(SparseCategoricalAccuracy):
+class CategoricalAccuracy(PairMean):
     """The fraction of predictions whose largest score is the label's; labels are one-hot.
 
     `y_true` has the shape of `y_pred`, `(..., classes)`.
@@ -344,70 +355,19 @@ class CategoricalAccuracy(SparseCategoricalAccuracy):
         0.5
     """
 
-    _is_one_hot = True
+    def _check(self, call: str, true: Array, predicted: Array) -> tuple[Array, tuple[int, ...]]:
+        require_equal_shapes(call, true, predicted)
+        _require_classes(call, predicted)
+        return true, true.shape[:-1]
+
+    def _values(self, true: Any, predicted: Any) -> Any:
+        return predicted.argmax(axis=-1) == true.argmax(axis=-1)
 
 
-class SparseTopKCategoricalAccuracy(_ClassAccuracy):
-    """The fraction of predictions with fewer than `k` scores above the label's.
-
-    Labels are class indices. `y_pred` has shape `(..., classes)`; `y_true` lacks the last
-    dimension, or has size 1 there. Predictions with a score that is not finite are wrong.
-
-    Args:
-        k: the number of the largest scores that count.
-        name: the metric's name.
-        dtype: the dtype of `result`, `float64` by default.
-
-    Raises:
-        ValueError: `k` is less than 1.
-
-    Examples:
-        >>> import hpcstrat as hs
-        >>> accuracy = hs.metrics.SparseTopKCategoricalAccuracy(k=2)
-        >>> accuracy.update_state([2, 1], [[0.1, 0.6, 0.3], [0.5, 0.1, 0.4]])
-        >>> print(accuracy.result())
-        0.5
-    """
-
-    def __init__(
-        self, k: int = 5, name: str | None = None, dtype: npt.DTypeLike | None = None
-    ) -> None:
-        if k < 1:
-            raise ValueError(f"{type(self).__name__}: k is {k!r}; it must be at least 1")
-        super().__init__(name, dtype)
-        self.k: int = k
-
-    def _values(self, xp: Any, true: Any, predicted: Any) -> Any:
-        label, is_class = as_classes(self._labels(true), predicted.shape[-1])
-        place = xp.where(is_class, label, 0)[..., None]
-        of_label = xp.take_along_axis(predicted, place, axis=-1)
-        is_known = is_class & xp.isfinite(predicted).all(axis=-1)
-        return is_known & ((predicted > of_label).sum(axis=-1) < self.k)
-
-
-class TopKCategoricalAccuracy(SparseTopKCategoricalAccuracy):
-    """The fraction of predictions with fewer than `k` scores above the label's.
-
-    Labels are one-hot, of the shape of `y_pred`.
-
-    Args:
-        k: the number of the largest scores that count.
-        name: the metric's name.
-        dtype: the dtype of `result`, `float64` by default.
-
-    Raises:
-        ValueError: `k` is less than 1.
-
-    Examples:
-        >>> import hpcstrat as hs
-        >>> y_true, y_pred = [[0, 0, 1], [0, 1, 0]], [[0.1, 0.6, 0.3], [0.5, 0.1, 0.4]]
-        >>> for k in 1, 2, 3:
-        ...     accuracy = hs.metrics.TopKCategoricalAccuracy(k)
-        ...     accuracy.update_state(y_true, y_pred)
-        ...     print(k, accuracy.result())
-        1 0.0
-        2 0.5
-        3 1.0
-    """
-
-    _is_one_hot = True
+def _require_classes(call: str, predicted: Array) -> None:
+    """Raises `ValueError` unless the last dimension of the scores has classes."""
+    if not predicted.ndim or not predicted.shape[-1]:
+        raise ValueError(
+            f"{call}: y_pred has shape {predicted.shape}; its last dimension must be that of "
+            "classes"
+        )

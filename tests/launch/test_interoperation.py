@@ -146,3 +146,42 @@ def test_ranks_that_train_differently_end(launch, harm, env, message):
     result = launch(TRAINING.replace("HARM", harm), 3, env=ENV | env, timeout=60)
     assert result.status != 0 and result.leftovers == []
     assert message in result.stderr
+
+
+BROADCAST = """
+    import torch
+
+    import hpcstrat as hs
+
+    module = torch.nn.Sequential(*[torch.nn.Linear(2, 1) for _ in range(3)])
+    taken = getattr(torch.Tensor, CALL)
+    calls = []
+
+
+    def interrupted(tensor, *values):
+        calls.append(taken(tensor, *values))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return calls[-1]
+
+
+    if hs.rank() == INTERRUPTED:
+        setattr(torch.Tensor, CALL, interrupted)
+    try:
+        hs.torch.broadcast(module)
+    except KeyboardInterrupt:
+        pass
+    hs.torch.broadcast(module)
+    print("unreachable")
+"""
+
+
+@pytest.mark.parametrize("call, interrupted", [("cpu", 0), ("copy_", 2)])
+def test_a_broadcast_that_is_interrupted_on_one_rank_ends_the_job(launch, call, interrupted):
+    """Although the program goes on: of its module only a part is rank 0's."""
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    program = BROADCAST.replace("CALL", repr(call)).replace("INTERRUPTED", str(interrupted))
+    result = launch(program, 3, env=ENV, timeout=60)
+    assert result.status != 0 and result.leftovers == []
+    assert f"raised in a call on rank {interrupted} and was caught, but other" in result.stderr
+    assert result.stdout == ""

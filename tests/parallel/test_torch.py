@@ -2,8 +2,8 @@
 
 import copy
 import os
-import pickle
 import tempfile
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -116,9 +116,9 @@ def test_the_losses_are_those_of_ddp(strategy, ddp, kind, optimizer):
     hs.torch.broadcast(ours)
     assert same_everywhere(ours.parameters())
 
-    hs.torch.seed(1)
+    torch.manual_seed(1 + RANK)  # as dropout needs
     expected = train(theirs, model, OPTIMIZERS[optimizer](theirs.parameters()), lambda: None)
-    hs.torch.seed(1)
+    torch.manual_seed(1 + RANK)
     ours_optimizer = OPTIMIZERS[optimizer](ours.parameters())
     box = []
     strategy.run(
@@ -270,27 +270,40 @@ def test_running_statistics(strategy):
     module = torch.nn.BatchNorm1d(2, momentum=1.0)
     x = torch.tensor([[0.0, 2.0], [4.0, 2.0]]) + RANK
     strategy.run(lambda: module(x))
-    mine = copy.deepcopy(module)
-    hs.torch.average_buffers(module)
-    assert module.running_mean.tolist() == [2 + (N - 1) / 2] * 2
-    assert module.running_var.tolist() == [8, 0]
+    averaged = copy.deepcopy(module)
+
+    def average():
+        buffers = [*averaged.buffers()]
+        means = hs.get_replica_context().all_reduce("MEAN", buffers)
+        for buffer, mean in zip(buffers, means, strict=True):
+            buffer.copy_(hs.torch.as_tensors(mean))
+
+    strategy.run(average)
+    assert averaged.running_mean.tolist() == [2 + (N - 1) / 2] * 2
+    assert averaged.running_var.tolist() == [8, 0]
+    assert averaged.num_batches_tracked == 1
+    hs.torch.broadcast(module)
+    assert module.running_mean.tolist() == [2, 2]
     assert module.num_batches_tracked == 1
-    hs.torch.broadcast(mine)
-    assert mine.running_mean.tolist() == [2, 2]
 
 
-def test_each_replica_draws_its_own_and_the_same_again():
-    def drawn(*arguments):
-        hs.torch.seed(*arguments)
-        return torch.rand(4).tolist()
-
-    first = drawn(7)
-    assert [drawn(7), drawn(7, 0)] == [first, first]
-    others = [drawn(8), drawn(7, 1), drawn(0, 7)]
-    everyones = COMM.allgather([first, *others])
-    assert len({tuple(numbers) for one in everyones for numbers in one}) == 4 * N
-    with pytest.raises(ValueError, match="non-negative"):
-        hs.torch.seed(-1)
+def test_rank_0_alone_makes_copies_of_its_tensors_one_at_a_time(monkeypatch):
+    copied = []
+    cpu = torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda one: copied.append(one.numel()) or cpu(one))
+    many, size = 32, 1 << 17  # 16 MiB in all
+    module = module_of(**{str(i): torch.full((size,), RANK + i + 0.5) for i in range(many)})
+    tracemalloc.start()
+    try:
+        hs.torch.broadcast(module)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert copied == ([size] * many if RANK == 0 else [])
+    assert peak < 8 << 20
+    assert [one.unique().tolist() for one in module.parameters()] == [
+        [i + 0.5] for i in range(many)
+    ]
 
 
 # ---- variables
@@ -374,7 +387,7 @@ def test_a_sampler_needs_no_process_group(strategy):
 
 
 def test_a_run_that_is_restored_goes_on_bit_for_bit(strategy, tmp_path):
-    path = COMM.bcast(str(tmp_path / "folder" / "state.pt"))
+    path = COMM.bcast(str(tmp_path / "state.pt"))
 
     def made():
         torch.manual_seed(RANK)
@@ -383,7 +396,7 @@ def test_a_run_that_is_restored_goes_on_bit_for_bit(strategy, tmp_path):
         return module, torch.optim.AdamW(module.parameters(), 0.05)
 
     def epoch(module, optimizer, number):
-        hs.torch.seed(0, number)
+        torch.manual_seed(N * number + RANK)
         return strategy.run(
             train,
             args=(
@@ -397,12 +410,11 @@ def test_a_run_that_is_restored_goes_on_bit_for_bit(strategy, tmp_path):
 
     module, optimizer = made()
     epoch(module, optimizer, 0)
-    hs.torch.save(
-        {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, path
-    )
+    state = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}
+    hs.on_lead(torch.save, state, path)
     epoch(module, optimizer, 1)
     again, again_optimizer = made()
-    state = hs.torch.load(path)
+    state = torch.load(path, map_location="cpu", weights_only=True)
     again.load_state_dict(state["module"])
     again_optimizer.load_state_dict(state["optimizer"])
     epoch(again, again_optimizer, state["epoch"])
@@ -412,20 +424,14 @@ def test_a_run_that_is_restored_goes_on_bit_for_bit(strategy, tmp_path):
 
 def test_files_that_rank_0_cannot_read_or_write(tmp_path):
     folder = COMM.bcast(str(tmp_path))
-    with pytest.raises(IsADirectoryError):
-        hs.torch.save({}, folder)
-    with pytest.raises(FileNotFoundError):
-        hs.torch.load(os.path.join(folder, "nothing"))
     path = os.path.join(folder, "state.pt")
-    hs.torch.save({"x": torch.arange(3)}, path)
-    with pytest.raises((AttributeError, pickle.PicklingError)):
-        hs.torch.save({"x": lambda: None} if RANK == 0 else {}, path)
-    assert hs.torch.load(path)["x"].tolist() == [0, 1, 2]  # the previous file
-    if RANK == 0:
-        torch.save({"x": print}, path)
-    with pytest.raises(pickle.UnpicklingError):
-        hs.torch.load(path)
-    hs.barrier()
+    with pytest.raises(RuntimeError, match="nothing"):
+        hs.on_lead(torch.save, {}, os.path.join(folder, "nothing", "state.pt"))
+    with pytest.raises(FileNotFoundError):
+        hs.on_lead(torch.load, path, map_location="cpu", weights_only=True)
+    hs.on_lead(torch.save, {"x": torch.arange(3) + RANK}, path)
+    state = hs.on_lead(torch.load, path, map_location="cpu", weights_only=True)
+    assert state["x"].tolist() == [0, 1, 2]
 
 
 # ---- misuse
@@ -472,9 +478,26 @@ def test_modules_that_differ_between_ranks(strategy):
     module.bias.requires_grad_(RANK > 0)
     with pytest.raises(hs.ReplicaMismatchError, match="all_reduce_gradients"):
         reduced(strategy, module)
-    norm = torch.nn.BatchNorm1d(1 + RANK % 2)
-    with pytest.raises(hs.ReplicaMismatchError, match="average_buffers"):
-        hs.torch.average_buffers(norm)
+    check_that_it_works(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("differs", ["name", "shape", "dtype", "count"])
+def test_a_broadcast_of_modules_that_differ_changes_none(strategy, differs):
+    module = module_of(first=torch.full((2,), RANK + 1.0))
+    is_odd = RANK == N - 1
+    name = "other" if differs == "name" and is_odd else "last"
+    last = torch.ones(
+        (1, 2) if differs == "shape" and is_odd else (2,),
+        dtype=torch.float16 if differs == "dtype" and is_odd else torch.float32,
+    )
+    if not (differs == "count" and is_odd):
+        module.register_buffer(name, last)
+    with pytest.raises(
+        hs.ReplicaMismatchError, match=r"of_first \(torch.float32 of shape \(2,\)\)"
+    ):
+        hs.torch.broadcast(module)
+    assert module.of_first.tolist() == [RANK + 1.0] * 2
     check_that_it_works(strategy)
 
 
@@ -496,13 +519,42 @@ def test_an_error_of_one_rank_is_that_of_all(strategy):
         reduced(strategy, torch.nn.Linear(1, 1), "MAX")
     module = torch.nn.Linear(1, 1)
     wrong = module if RANK else module.parameters()
-    for call in (
-        hs.torch.broadcast,
-        hs.torch.average_buffers,
-        lambda given: reduced(strategy, given),
-    ):
+    for call in (hs.torch.broadcast, lambda given: reduced(strategy, given)):
         with pytest.raises(TypeError, match=r": module is generator; pass the torch\.nn\.Module"):
             call(wrong)
+    check_that_it_works(strategy)
+
+
+@pytest.mark.parametrize("odd", [0, N - 1])
+@pytest.mark.parametrize("kind", ["sparse", "meta"])
+def test_a_broadcast_of_tensors_without_values(strategy, kind, odd):
+    module = module_of(first=torch.full((2,), RANK + 1.0), last=torch.ones(2))
+    if RANK == odd:
+        replaced = torch.ones(2).to_sparse() if kind == "sparse" else torch.ones(2, device="meta")
+        module.of_last = torch.nn.Parameter(replaced)
+    where = "torch.sparse_coo tensor on cpu" if kind == "sparse" else "torch.strided tensor on meta"
+    with pytest.raises(TypeError, match=f"broadcast: of_last is a {where}; make it a dense one"):
+        hs.torch.broadcast(module)
+    assert module.of_first.tolist() == [RANK + 1.0] * 2
+    check_that_it_works(strategy)
+
+
+def test_rank_0_lacks_memory_for_a_copy(strategy, monkeypatch):
+    """In the midst of a broadcast: all ranks raise, and the first tensor is rank 0's already."""
+    module = module_of(first=torch.full((2,), RANK + 1.0), last=torch.full((2,), RANK + 1.0))
+    cpu = torch.Tensor.cpu
+
+    def fail_at_the_last(tensor):
+        if tensor.data_ptr() == module.of_last.data_ptr():
+            raise MemoryError("none left")
+        return cpu(tensor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "cpu", fail_at_the_last)
+        with pytest.raises(MemoryError, match="none left"):
+            hs.torch.broadcast(module)
+    assert module.of_first.tolist() == [1, 1]
+    assert module.of_last.tolist() == [RANK + 1.0] * 2
     check_that_it_works(strategy)
 
 

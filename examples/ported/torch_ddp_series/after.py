@@ -3,8 +3,8 @@
     mpirun -n 4 python examples/ported/torch_ddp_series/after.py
 
 The strategy splits the loader's batches, two lines of hs.torch do what `DistributedDataParallel`
-did, and files go through hs.torch, too. The sampler only shuffles: it is that of one process. Sums
-are divided by the number of elements of all replicas, so the last batch, of 59, counts right; DDP
+did, and rank 0 writes the snapshots. The sampler only shuffles: it is that of one process. Sums are
+divided by the number of elements of all replicas, so the last batch, of 59, counts right; DDP
 repeats elements until all processes have equally many.
 """
 
@@ -35,14 +35,14 @@ class Trainer:
         hs.torch.broadcast(self.model)
 
     def _load_snapshot(self):
-        snapshot = hs.torch.load(self.snapshot_path)
+        snapshot = torch.load(self.snapshot_path, map_location="cpu", weights_only=True)
         self.model.load_state_dict(snapshot["model"])
         self.epochs_run = snapshot["epochs_run"]
         print(f"resumes from the snapshot after {self.epochs_run} epochs")
 
     def _save_snapshot(self, epochs_run):
         snapshot = {"model": self.model.state_dict(), "epochs_run": epochs_run}
-        hs.torch.save(snapshot, self.snapshot_path)
+        hs.on_lead(torch.save, snapshot, self.snapshot_path)
         print(f"snapshot saved after {epochs_run} epochs")
 
     def _run_batch(self, batch):
