@@ -7,7 +7,6 @@ command then continues with the next step, and ends with the same numbers as an 
 """
 
 import argparse
-import os
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -65,22 +64,19 @@ def main():
         epoch=epoch,
         history=history,
     )
-    if os.path.exists(options.checkpoint):
-        checkpoint.restore(options.checkpoint)
-        print(f"continues in epoch {int(epoch) + 1}, after step {optimizer.iterations}")
-
-    with hs.checkpoint.PreemptionHandler(checkpoint, options.checkpoint) as handler:
+    with hs.checkpoint.CheckpointManager(checkpoint, options.checkpoint) as manager:
+        if manager.restore_or_initialize():
+            print(f"continues in epoch {int(epoch) + 1}, after step {manager.steps}")
         while int(epoch) < options.epochs:
             for batch in batches:  # after a restore: the rest of the interrupted epoch
                 strategy.run(train_step, args=batch)
-                handler.check()  # saves and exits if a signal has arrived
+                manager.step()  # saves and exits if a signal has arrived
             losses = history.numpy()
             losses[int(epoch)] = loss.result()
             history.assign(losses)
             loss.reset_state()
             epoch.assign_add(1)
-            # After every epoch, so that a crash costs at most one.
-            checkpoint.save(options.checkpoint)
+            manager.save()  # after every epoch, so that a crash costs at most one
             print(f"epoch {int(epoch)} is done", flush=True)
 
     for number, value in enumerate(history.numpy(), start=1):

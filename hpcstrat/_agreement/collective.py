@@ -184,7 +184,7 @@ class CallState:
             f"{lines}hpcstrat: this exception interrupted {barred.call} on this rank and was "
             "caught: the call may be half done, or done on other ranks only. So the job ends, at "
             f"{where}. Leave such an exception uncaught; to save when a signal comes, use "
-            "checkpoint.PreemptionHandler"
+            "checkpoint.CheckpointManager"
         )
 
     def change_thread(self, call: str) -> None:

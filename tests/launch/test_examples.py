@@ -256,17 +256,14 @@ PREEMPTED = f"""
     import hpcstrat as hs
 
     last_step = int(sys.argv.pop(1))
-    check = hs.checkpoint.PreemptionHandler.check
-    steps = 0
+    step = hs.checkpoint.CheckpointManager.step
 
-    def signal_and_check(handler):
-        global steps
-        steps += 1
-        if steps == last_step and hs.rank() == hs.size() - 1:
+    def signal_and_step(manager):
+        if manager.steps + 1 == last_step and hs.rank() == hs.size() - 1:
             os.kill(os.getpid(), signal.SIGUSR1)
-        check(handler)
+        step(manager)
 
-    hs.checkpoint.PreemptionHandler.check = signal_and_check
+    hs.checkpoint.CheckpointManager.step = signal_and_step
     runpy.run_path({str(ROOT / "examples" / "resume.py")!r}, run_name="__main__")
 """
 
@@ -282,7 +279,7 @@ def test_resume_ends_as_if_undisturbed(launch, gpus, tmp_path):
         assert (undisturbed.status, undisturbed.leftovers) == (0, [])
         options.append(tmp_path / f"preempted {ranks}")
         # 29 steps are an epoch: in the first epoch, at its end, and in the second.
-        for steps in (10, 19, 10):
+        for steps in (10, 29, 39):
             result = launch(PREEMPTED, ranks, str(steps), *options, gpus=are_seen)
             assert result.status == 75
         result = launch(ROOT / "examples" / "resume.py", ranks, *options, gpus=are_seen)

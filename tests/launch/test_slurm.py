@@ -46,22 +46,22 @@ WHERE = """
 """
 # The example, whose first start waits at its 50th step until every rank has the signal.
 RESUME = """
-    import os, runpy, time
+    import os, runpy, signal, time
     import hpcstrat as hs
 
-    check = hs.checkpoint.PreemptionHandler.check
-    steps = 0
+    step, received = hs.checkpoint.CheckpointManager.step, []
 
-    def wait_and_check(handler):
-        global steps
-        steps += 1
-        if steps == 50 and "SLURM_RESTART_COUNT" not in os.environ:
+    def wait_and_step(manager):
+        if manager.steps == 0:
+            handle = signal.getsignal(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, lambda *given: (received.append(given), handle(*given)))
+        if manager.steps == 49 and "SLURM_RESTART_COUNT" not in os.environ:
             print("waits")
-            while not handler.is_preempted:
+            while not received:
                 time.sleep(0.01)
-        check(handler)
+        step(manager)
 
-    hs.checkpoint.PreemptionHandler.check = wait_and_check
+    hs.checkpoint.CheckpointManager.step = wait_and_step
     runpy.run_path("examples/resume.py", run_name="__main__")
 """
 # On its first start the ranks of the second node die.

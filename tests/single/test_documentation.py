@@ -44,7 +44,6 @@ SHOWN_BY_EXAMPLES = [
     "hpcstrat.Variable",
     "hpcstrat.checkpoint.Checkpoint",
     "hpcstrat.checkpoint.CheckpointManager",
-    "hpcstrat.checkpoint.PreemptionHandler",
     "hpcstrat.data.Dataset",
     "hpcstrat.data.DistributedDataset",
     "hpcstrat.data.DistributedIterator",

@@ -8,7 +8,7 @@ import pytest
 from public_api import begins_with_a_call
 
 import hpcstrat as hs
-from hpcstrat.checkpoint import Checkpoint, PreemptionHandler
+from hpcstrat.checkpoint import Checkpoint, CheckpointManager
 from hpcstrat.data import Dataset
 
 V1 = hs.compat.v1
@@ -210,10 +210,10 @@ CASES: dict[str, tuple[Any, type[Exception], str]] = {
         r"Dataset: len\(\) .* infinite",
     ),
     # checkpoints
-    "a handler in a thread": (
-        lambda _: in_a_thread(lambda: PreemptionHandler(Checkpoint(), "x")),
+    "a manager in a thread": (
+        lambda _: in_a_thread(CheckpointManager(Checkpoint(), "x").__enter__),
         RuntimeError,
-        "PreemptionHandler was made in the thread",
+        "CheckpointManager.* in the thread",
     ),
 }
 
