@@ -61,11 +61,18 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
             # Before the rename: after a power cut the name must not lead to a file whose blocks
             # never reached the disk.
             os.fsync(file.fileno())
+        is_gone = OSError(errno.EBUSY, "another program has saved to it meanwhile", partial)
         if not os.path.exists(partial):
-            raise OSError(errno.EBUSY, "another program has saved to it meanwhile", partial)
+            raise is_gone
         if keep is not None and keep > 1 and os.path.exists(path):
             _make_way(path, keep)
-        os.replace(partial, path)
+        try:
+            os.replace(partial, path)
+        except OSError as error:
+            if before is not None and not os.path.exists(path):  # a rename has made way
+                with contextlib.suppress(OSError):
+                    os.replace(f"{path}.1", path)
+            raise is_gone if isinstance(error, FileNotFoundError) else error
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
