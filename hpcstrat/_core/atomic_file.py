@@ -72,7 +72,9 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
             if before is not None and not os.path.exists(path):  # a rename has made way
                 with contextlib.suppress(OSError):
                     os.replace(f"{path}.1", path)
-            raise is_gone if isinstance(error, FileNotFoundError) else error
+            if isinstance(error, FileNotFoundError):
+                raise is_gone from None
+            raise
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(partial)
