@@ -110,8 +110,8 @@ def test_a_start_resumes_from_the_last_save(strategy, path, every, steps, restor
 @pytest.mark.core
 def test_the_file_is_an_ordinary_checkpoint(strategy, path):
     expected = states(strategy, path, 7)
-    program = Program(strategy, path, every=3, keep=2)
-    program.train(7)
+    program = Program(strategy, path, every=3, keep=2, blocking=False)
+    program.train(7)  # the next start waits for the file
     for name, steps in ((path, 6), (f"{path}.1", 3)):
         again = Program(strategy, name)
         assert again.manager.restore_or_initialize() == name
@@ -204,7 +204,7 @@ def test_a_file_that_cannot_be_restored_is_closed_on_all_ranks(strategy, path, m
     [
         ("SIGTERM", {"every": 10}, 75),
         ("SIGUSR1", {"every": 1, "blocking": False}, 75),
-        ("SIGUSR2", {"signals": [signal.SIGUSR2, signal.SIGUSR2], "exit_status": 3}, 3),
+        ("SIGUSR2", {"signals": [signal.SIGUSR2], "exit_status": 3}, 3),
     ],
 )
 def test_a_signal_saves_the_step_and_ends(strategy, path, capsys, rank, name, options, status):
@@ -234,8 +234,10 @@ def test_a_signal_saves_the_step_and_ends(strategy, path, capsys, rank, name, op
 
 
 @pytest.mark.core
-def test_the_end_of_the_block_waits_for_the_file_and_restores_handlers(strategy, path, monkeypatch):
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("restores", [False, True])
+def test_the_end_of_the_block_and_a_restore_wait_for_the_file(
+    strategy, path, monkeypatch, restores
+):
     program = Program(strategy, path, every=1, blocking=False)
     pwrite, may_write = os.pwrite, threading.Event()
 
@@ -245,11 +247,24 @@ def test_the_end_of_the_block_waits_for_the_file_and_restores_handlers(strategy,
 
     monkeypatch.setattr(os, "pwrite", write_later)
     with program.manager:
-        assert signal.getsignal(signal.SIGTERM) is not before
         program.train(1)
         assert RANK > 0 or not os.path.exists(path)
         threading.Timer(0.1, may_write.set).start()
-    assert os.path.exists(path) and signal.getsignal(signal.SIGTERM) is before
+        if restores:
+            assert program.manager.restore_or_initialize() == path
+    assert os.path.exists(path)
+
+
+@pytest.mark.core
+def test_the_end_of_the_block_restores_handlers_and_raises_the_files_error(
+    strategy, path, monkeypatch
+):
+    before, signals = signal.getsignal(signal.SIGTERM), [signal.SIGTERM, signal.SIGTERM]
+    program = Program(strategy, path, every=1, blocking=False, signals=signals)
+    with program.manager:
+        assert signal.getsignal(signal.SIGTERM) is not before
+        program.train(1)
+    assert signal.getsignal(signal.SIGTERM) is before
 
     def refuse(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
