@@ -1,6 +1,6 @@
 """Writes checkpoint files without a program."""
 
-from internals import Header, host_parts, replacing, write_file
+from internals import Header, replacing, write_file
 
 
 def write_checkpoint(path, entries, metadata, parts, keep=None, step=None):

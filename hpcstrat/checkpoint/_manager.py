@@ -92,7 +92,7 @@ class CheckpointManager:
         self._every = check_count("every", every)
         self._keep = check_keep(keep)
         self._blocking = bool(blocking)
-        self._signals = tuple(signals)
+        self._signals = tuple(dict.fromkeys(signals))  # two numbers may be one, as SIGCLD is
         self._exit_status = exit_status
         self._steps = 0
         self._noted = 0  # the number of the received signal, or 0

@@ -46,7 +46,8 @@ def save_to(
     communicator = connect()
     require_cross_replica(objects)
     slots = objects.slots()
-    entries = objects.entries(slots)
+    # Collective, too: workers with pipelines of their own gather their positions.
+    entries, metadata = objects.entries(slots), objects.metadata()
     # Before any file is touched, all ranks check that they save the same.
     root = agree(objects, entries, path, f"keep={keep}, blocking={bool(blocking)}")
     # Of ON_READ variables each rank has a value of its own.
@@ -68,7 +69,7 @@ def save_to(
 
     with communicator.raise_together():
         if communicator.rank == root:
-            header = Header(entries, objects.metadata(), step)
+            header = Header(entries, metadata, step)
             with explaining(path, _NOT_SAVED):
                 if blocking:
                     with replacing(path, keep) as file:

@@ -4,7 +4,7 @@ import pytest
 from several_hosts import on_hosts, run
 
 START = """
-    import zlib
+    import os, zlib
 
     SUM = N * (N + 1) // 2  # of the replicas' gradients: rank r has r + 1 parts
     SHAPES = [(0,), (1,), (), (N + 1,), (7, 11), (1009,), (60_001,)]
@@ -115,6 +115,8 @@ UPDATES = """
     step(optimizer, variables)
     path = hs.broadcast_object(tempfile.mkdtemp()) + "/saved"
     saved = hs.checkpoint.Checkpoint(variables=variables, optimizer=optimizer)
+    written, pwrite = [], os.pwrite
+    os.pwrite = lambda *arguments: (written.append(arguments), pwrite(*arguments))[1]
     for blocking in (True, False):
         saved.save(path, blocking=blocking)
         saved.sync()
@@ -122,6 +124,7 @@ UPDATES = """
         check(variables, -SUM * 3)
         saved.restore(path)
         check(variables, -SUM)
+    assert bool(written) == (rank == 0)  # it alone writes, for all hosts
     others, optimizer = make(), hs.optimizers.SGD(1.0, momentum=1.0)
     hs.checkpoint.Checkpoint(variables=others, optimizer=optimizer).restore(path)
     step(optimizer, others)
