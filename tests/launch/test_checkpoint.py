@@ -274,7 +274,8 @@ def test_two_programs_that_save_to_one_path_leave_a_whole_file_at_any_moment(lau
             try:
                 checkpoint.save(path, keep=2)
             except OSError as error:
-                assert "another program has saved to it meanwhile" in str(error), error
+                removed = "another program, which saves to it too, has removed the new file"
+                assert removed in str(error) or isinstance(error, FileNotFoundError), error
                 time.sleep(random.random() * 0.02)  # or they would stop each other again and again
                 os.write(ready, b"x")
             else:
