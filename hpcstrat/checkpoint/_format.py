@@ -366,8 +366,9 @@ class CheckpointFile:
         end = start = LENGTH_BYTES + len(header)
         for name, fields in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
             shape = tuple(fields["shape"])
-            if not all(type(n) is int and n >= 0 for n in shape):
-                raise ValueError(f"{name} has shape {shape}")
+            # Of as many axes as an array may have, and one for bytes; `Entry` multiplies them.
+            if len(shape) > 65 or not all(type(n) is int and 0 <= n < 2**63 for n in shape):
+                raise ValueError(f"{name} has shape {reprlib.repr(shape)}")
             if name in others:
                 entry = Entry(str(others[name]), shape[-1], shape[:-1])
             else:

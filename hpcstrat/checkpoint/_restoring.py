@@ -365,8 +365,8 @@ def _on_read_problem(name: str, v: Variable, entry: Entry | None) -> str | None:
     own = entry_of(v)
     if (
         entry is None
-        or (entry.dtype, entry.shape[1:]) != (own.dtype, own.shape)
-        or not entry.shape[0]
+        or not any(entry.shape[:1])
+        or entry != own._replace(shape=entry.shape[:1] + own.shape)
     ):
         return f"{name} is {own} on each replica here and {entry} for all replicas in the file"
     replicas = state_of(v).group.communicator.size

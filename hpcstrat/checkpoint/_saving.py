@@ -77,7 +77,9 @@ def save_to(
                 else:
                     check_replaceable(path, keep)  # a wrong path is an error now, not later
                     nbytes = sum(entry.nbytes for entry in entries.values())
-                    _background.start(path, keep, header, parts(header.names), nbytes)
+                    # The program may change its folder before the thread renames the file.
+                    where = os.path.abspath(path)
+                    _background.start(where, keep, header, parts(header.names), nbytes)
         # A full disk is an error on all ranks. No rank continues before the file exists, because
         # the job may be killed next; nor before the copy, because it would change what is copied.
         communicator.exchange(signature_of(f"{current_call()}: saved"))
