@@ -65,8 +65,11 @@ def test_a_home_is_not_needed(cell, home):
     assert (ended.status, ended.stdout, ended.stderr) == (0, f"weight {weight(2)}\n", "")
 
 
-def test_a_full_disk_leaves_the_previous_checkpoint_whole(cell):
-    cell.write("""
+@pytest.mark.parametrize("blocking", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow)])
+def test_a_full_disk_leaves_the_previous_checkpoint_whole(cell, ranks, blocking):
+    cell.write(f"""
+        import os
         import numpy as np
         import hpcstrat as hs
 
@@ -74,18 +77,24 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(cell):
         with strategy.scope():
             w = hs.Variable(np.full(40_000, 3.0))
         checkpoint = hs.checkpoint.Checkpoint(w=w)
-        checkpoint.save("disk/saved")
+        checkpoint.save("disk/saved", keep=2)
         w.assign(np.full(40_000, 4.0))
         try:
-            checkpoint.save("disk/saved")
+            checkpoint.save("disk/saved", keep=2, blocking={blocking})
+            checkpoint.sync()
         except OSError as error:
-            print(hs.rank(), "disk/saved" in str(error))
+            end = "No space left on device", "nothing was saved"
+            print("disk/saved" in str(error), *(text in str(error) for text in end))
+        hs.barrier()
+        assert os.listdir("disk") == ["saved"]
         checkpoint.restore("disk/saved")
         print(*np.unique(w.numpy()))
     """)
     full = "mkdir disk; mount -t tmpfs -o size=500k tmpfs disk"
-    ended = cell("mpirun", "-n", 2, cell.python, "program.py", before=full)
-    assert (ended.status, ended.stdout) == (0, "0 True\n3.0\n")
+    words = "mpirun", "-n", ranks, cell.python, "program.py"
+    ended = cell(*words, before=full, HPCSTRAT_OUTPUT="all")
+    assert ended.status == 0
+    assert sorted(ended.stdout.splitlines()) == ranks * ["3.0"] + ranks * ["True True True"]
 
 
 @pytest.mark.parametrize(

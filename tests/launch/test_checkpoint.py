@@ -464,45 +464,6 @@ def test_a_rank_that_is_killed_at_a_moment_of_saving(
     assert well(launch(*arguments)) == "['saved']\n"  # what was left behind is removed
 
 
-@pytest.mark.parametrize("ranks", slow_but([2], [1, 2, 3]))
-def test_a_full_disk_is_an_error_everywhere_and_harms_nothing(launch, tmp_path, ranks):
-    program = """
-    import os, resource, sys
-    import numpy as np
-    import hpcstrat as hs
-
-    strategy = hs.CentralStorageStrategy()
-    with strategy.scope():
-        v = hs.Variable(np.ones(1 << 20))
-    checkpoint = hs.checkpoint.Checkpoint(v=v)
-    checkpoint.save(sys.argv[1], keep=2)
-    v.assign(np.full(1 << 20, 2.0))
-    if hs.rank() == 0:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, resource.RLIM_INFINITY))
-    try:
-        checkpoint.save(sys.argv[1], keep=2)
-    except OSError as error:
-        os.write(2, f"{hs.rank()} {error}\\n".encode())  # in one piece
-    hs.barrier()
-    assert os.listdir(os.path.dirname(sys.argv[1])) == ["saved"]
-    checkpoint.restore(sys.argv[1])
-    assert (v.numpy() == 1).all()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    checkpoint.save(sys.argv[1], keep=2)
-    """
-    folder = tmp_path / "checkpoints"
-    result = launch(program, ranks, folder / "saved")
-    assert result.status == 0
-    lines = sorted(result.stderr.splitlines())
-    assert [line[0] for line in lines] == [str(rank) for rank in range(ranks)]
-    assert all(
-        re.search(r"Checkpoint\.save of \S*saved: File too large; nothing was saved", line)
-        for line in lines
-    )
-    assert sorted(path.name for path in folder.iterdir()) == ["saved", "saved.1"]
-    assert result.leftovers == []
-
-
 @pytest.mark.parametrize(
     "name", slow_but(["MirroredStrategy"], [kind.__name__ for kind in STRATEGIES])
 )
