@@ -72,7 +72,7 @@ def save_to(
             header = Header(entries, metadata, step)
             with explaining(path, _NOT_SAVED):
                 if blocking:
-                    with replacing(path, keep) as file:
+                    with _disk_time(), replacing(path, keep) as file:
                         write_file(file.fileno(), header, parts(header.names))
                 else:
                     check_replaceable(path, keep)  # a wrong path is an error now, not later
@@ -121,6 +121,18 @@ def check_count(name: str, count: Any, of: str = "a number of steps") -> int | N
 def check_keep(keep: Any) -> int | None:
     """`check_count` of the number of files to keep."""
     return check_count("keep", keep, "the number of files to keep")
+
+
+@contextlib.contextmanager
+def _disk_time() -> Iterator[None]:
+    """A block in which the other ranks wait for the disk, whose `fsync` shows no progress."""
+    communicator = connect()
+    watchdog = communicator.watchdog
+    with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(_HOUR):
+        try:
+            yield
+        finally:
+            communicator.work()  # or the end of the hour would look like a stall
 
 
 class _Background:
@@ -191,9 +203,7 @@ class _Background:
         thread = self._thread
         if thread is None:
             return "", None
-        # Meanwhile the other ranks wait, for as long as the disk takes.
-        watchdog = connect().watchdog
-        with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(_HOUR):
+        with _disk_time():
             if thread.ident is not None:
                 thread.join()
         self._thread = None
