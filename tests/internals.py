@@ -91,7 +91,6 @@ from hpcstrat.checkpoint._format import (
     Entry,
     Header,
     checksum,
-    places_of,
     write_file,
 )
 from hpcstrat.checkpoint._restoring import own_share

@@ -38,7 +38,7 @@ def save_to(
     path: str,
     objects: CheckpointObjects,
     keep: int | None,
-    blocking: bool = True,
+    blocking: bool,
     step: int | None = None,
 ) -> None:
     """What `Checkpoint.save` and, with the number of a step, `CheckpointManager` do. Collective."""
