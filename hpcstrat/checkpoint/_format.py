@@ -247,7 +247,7 @@ class CheckpointFile:
     Raises:
         FileNotFoundError: there is no such file; the message names older files.
         OSError: the file cannot be read.
-        ValueError: the file is not a checkpoint, has a newer format, or is truncated or damaged.
+        ValueError: the file is not a checkpoint, has another format, or is truncated or damaged.
     """
 
     def __init__(self, path: str, work: Callable[[], None] = lambda: None) -> None:
