@@ -9,7 +9,7 @@ import atexit
 import contextlib
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,11 @@ from hpcstrat._agreement.records import signature_of
 from hpcstrat._core.atomic_file import check_replaceable, explaining, replacing
 from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
+from hpcstrat._memory.blocks import Block
 from hpcstrat._process import failure
 from hpcstrat._storage.parts import host_parts
 from hpcstrat._transports.connection import connect
-from hpcstrat._variable.variable import state_of
+from hpcstrat._variable.variable import Variable, state_of
 from hpcstrat.checkpoint._format import Header, write_file
 from hpcstrat.checkpoint._objects import (
     CheckpointObjects,
@@ -53,36 +54,42 @@ def save_to(
     # Of ON_READ variables each rank has a value of its own.
     on_read = {name: all_values(v) for name, v in objects.on_read.items()}
 
-    def parts(names: Iterable[str]) -> Iterator[tuple[str, Bytes]]:
-        blocks = objects.blocks(slots)
-        for name in names:
-            if name in on_read:
-                of_array = host_parts(on_read[name])
-            else:
-                v, block = blocks[name]
-                of_array = state_of(v).storage.parts(block)
-            for part in of_array:
-                # The other ranks wait for the disk. Every part counts as progress, so that the
-                # watchdog sees no stall.
-                communicator.work()
-                yield name, part
-
     with communicator.raise_together():
         if communicator.rank == root:
             header = Header(entries, metadata, step)
+            parts = _parts(objects.blocks(slots), on_read, header.names)
             with explaining(path, _NOT_SAVED):
                 if blocking:
                     with replacing(path, keep) as file:
-                        write_file(file.fileno(), header, parts(header.names))
+                        write_file(file.fileno(), header, parts)
                 else:
                     check_replaceable(path, keep)  # a wrong path is an error now, not later
                     nbytes = sum(entry.nbytes for entry in entries.values())
                     # The program may change its folder before the thread renames the file.
                     where = os.path.abspath(path)
-                    _background.start(where, keep, header, parts(header.names), nbytes)
+                    _background.start(where, keep, header, parts, nbytes)
         # A full disk is an error on all ranks. No rank continues before the file exists, because
         # the job may be killed next; nor before the copy, because it would change what is copied.
         communicator.exchange(signature_of(f"{current_call()}: saved"))
+
+
+def _parts(
+    blocks: Mapping[str, tuple[Variable, Block]],
+    on_read: Mapping[str, np.ndarray[Any, Any]],
+    names: Iterable[str],
+) -> Iterator[tuple[str, Bytes]]:
+    """The bytes of these arrays, as `write_file` takes them."""
+    for name in names:
+        if name in on_read:
+            of_array = host_parts(on_read[name])
+        else:
+            v, block = blocks[name]
+            of_array = state_of(v).storage.parts(block)
+        for part in of_array:
+            # The other ranks wait for the disk. Every part counts as progress, so that the watchdog
+            # sees no stall.
+            connect().work()
+            yield name, part
 
 
 def finish_background() -> None:
@@ -124,7 +131,7 @@ def check_keep(keep: Any) -> int | None:
 
 
 class _Background:
-    """The save of this process that runs, or for whose end nobody has waited; at most one."""
+    """This process's save in the background, from its start until `finish`; at most one."""
 
     def __init__(self) -> None:
         self._path = ""
