@@ -6,7 +6,6 @@ In the background, a thread of the parameter rank writes a copy while the progra
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,6 +19,7 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.blocks import Block
 from hpcstrat._process import failure
+from hpcstrat._program import extend_timeout
 from hpcstrat._storage.parts import host_parts
 from hpcstrat._transports.connection import connect
 from hpcstrat._variable.variable import Variable, state_of
@@ -199,8 +199,7 @@ class _Background:
         if thread is None:
             return "", None
         # Meanwhile the other ranks wait, for as long as the disk takes.
-        watchdog = connect().watchdog
-        with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(_HOUR):
+        with extend_timeout(_HOUR):
             if thread.ident is not None:
                 thread.join()
         self._thread = None
