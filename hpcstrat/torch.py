@@ -24,6 +24,7 @@ from hpcstrat._memory import layout as layouts
 from hpcstrat._memory import packing
 from hpcstrat._replicas import contexts
 from hpcstrat._replicas import group as groups
+from hpcstrat._storage import parts
 from hpcstrat._strategies import base as strategies
 from hpcstrat._transports import connection, verbs
 from hpcstrat._variable.variable import Variable
@@ -246,12 +247,8 @@ def _of_rank_0(communicator: verbs.Communicator, tensor: Any) -> Bytes:
     """The bytes of rank 0's tensor, which travel whatever its dtype; valid until the next call."""
     with communicator.raise_together():
         own = _bytes(tensor) if communicator.rank == 0 else np.empty(0, np.uint8)
-
-        def write(message: Bytes) -> None:
-            message[: own.size] = own
-
         signature = records.signature_of(call_name.current_call())
-        return communicator.exchange(signature, own.size, write)[0][: tensor.nbytes]
+        return communicator.exchange(signature, own.size, parts.writer_of(own))[0][: tensor.nbytes]
 
 
 def _bytes(tensor: Any) -> Bytes:

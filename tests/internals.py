@@ -91,10 +91,9 @@ from hpcstrat.checkpoint._format import (
     Entry,
     Header,
     checksum,
-    places_of,
     write_file,
 )
-from hpcstrat.checkpoint._restoring import own_share
+from hpcstrat.checkpoint._restoring import own_value
 from hpcstrat.data import _elements
 from hpcstrat.data._arguments import INSTEAD as DATA_INSTEAD
 from hpcstrat.data._distributing import distribute_dataset, distribute_from_function

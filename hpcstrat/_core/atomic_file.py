@@ -24,14 +24,14 @@ def replacing(path: str, keep: int | None) -> Iterator[BinaryIO]:
     Until then its name is `path.partial-` and eight random digits. An exception inside leaves only
     the previous file. Owner and permissions are those of the previous file.
 
-    Files with such names that are there before, which killed programs have left, are removed. So is
-    that of a program that writes to `path` at the same time, which then gets an error.
+    Removes such files of killed programs; and that of a program that writes to `path` at the same
+    time, which then gets an error.
 
     Args:
         path: the file; symbolic links are followed.
-        keep: the number of files to keep: `path` and previous files, `path.1`, `path.2` ...
-            Older files are removed. `None` keeps no previous file, and removes none. Directories
-            with such names stay.
+        keep: the number of files to keep: `path` and previous files, `path.1`, `path.2` ...; older
+            files are removed. `None` keeps no previous file, and removes none. Directories with
+            such names stay.
 
     Raises:
         OSError: the file system's error, or that of `check_replaceable`; or another program writes

@@ -30,6 +30,10 @@ class Checkpoint:
         **objects: variables, optimizers, metrics, datasets, distributed datasets, their iterators,
             and nests of them. Their names and their paths in nests are the names in the file, so
             restore with the same names.
+
+    Raises:
+        TypeError: an object cannot be saved.
+        ValueError: two objects have the same name.
     """
 
     @names_call("Checkpoint")
@@ -52,10 +56,10 @@ class Checkpoint:
         differ between ranks; those of the parameter rank are saved.
 
         With `blocking=False` this returns as soon as the parameter rank has copied the arrays; a
-        thread writes the file while the program continues. The copy takes their memory again, which
-        is kept for the next save. The next `save`, `restore` or `sync` of any checkpoint waits for
-        the file, and raises the error of its writing; so does the end of the program, with a
-        non-zero status.
+        thread writes the file while the program continues. The copy takes as much memory again,
+        which is kept for the next save. The next `save`, `restore` or `sync` of any checkpoint
+        waits for the file, and raises the error of its writing; so does the end of the program,
+        with a non-zero status.
 
         Args:
             path: the file; symbolic links are followed, and missing folders are made, as in
@@ -73,9 +77,11 @@ class Checkpoint:
                 raise. The previous file is whole. Or it refused the previous save, in the
                 background; this save has not started.
             MemoryError: there is no memory for the copy that `blocking=False` makes.
-            RuntimeError: called inside a replica function, or in the scope of another strategy.
+            RuntimeError: called inside a replica function, or in the scope of another strategy; or
+                the system refuses the thread of `blocking=False`.
             TypeError: an object cannot be saved, or `path` is not a path.
-            ValueError: an optimizer's variable is not among the objects, or `keep` is not positive.
+            ValueError: an optimizer's variable is not among the objects, the objects belong to
+                strategies whose parameter ranks differ, or `keep` is not positive.
             ReplicaMismatchError: the ranks save different things.
 
         Examples:
@@ -136,7 +142,8 @@ class Checkpoint:
 
         Raises:
             FileNotFoundError: there is no such file; the message names older files.
-            OSError: the file cannot be read.
+            OSError: the file cannot be read. Or the file system refused the previous save, in the
+                background; this restore has not started.
             ValueError: the file is not a checkpoint, or truncated, damaged, or does not fit the
                 objects; the message says where.
             MemoryError: there is not enough memory for slots.

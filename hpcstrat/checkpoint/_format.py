@@ -32,7 +32,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import json
 import math
 import os
@@ -126,14 +125,6 @@ class Entry(NamedTuple):
         return f"{self.dtype} of shape {self.shape}"
 
 
-def places_of(entries: Mapping[str, Entry]) -> dict[str, ByteRange]:
-    """The places of the arrays, which follow each other without gaps, in this order."""
-    # Large elements first: every array is aligned to its element size, and readers can map it.
-    names = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
-    ends = itertools.accumulate((entries[name].nbytes for name in names), initial=0)
-    return dict(zip(names, itertools.starmap(ByteRange, itertools.pairwise(ends)), strict=True))
-
-
 class Header:
     """The bytes before the arrays.
 
@@ -151,31 +142,33 @@ class Header:
     """
 
     def __init__(
-        self, entries: Mapping[str, Entry], metadata: Mapping[str, Any], step: int | None = None
+        self, entries: Mapping[str, Entry], metadata: Mapping[str, Any], step: int | None
     ) -> None:
-        described, others, places = {}, {}, places_of(entries)
-        for name, place in places.items():
+        # Large elements first: every array is aligned to its element size, and readers can map it.
+        self.names: list[str] = sorted(entries, key=lambda name: (-entries[name].itemsize, name))
+        described, others, end = {}, {}, 0
+        for name in self.names:
             dtype, itemsize, shape = entries[name]
+            start, end = end, end + entries[name].nbytes
             if dtype not in _DTYPE_NAMES:
                 others[name] = dtype
                 shape = (*shape, itemsize)
             described[name] = {
                 "dtype": _DTYPE_NAMES.get(dtype, "U8"),
                 "shape": shape,
-                "data_offsets": place,
+                "data_offsets": (start, end),
             }
         own = {"dtypes": _json(others), "objects": _json(metadata)}
         if step is not None:
             own["step"] = str(step)
         own_text = json.dumps(own, separators=(",", ":"))[1:]
         body = "".join(f",{_json(name)}:{_json(entry)}" for name, entry in described.items())
-        self.names: list[str] = [*places]
         self._rest = f",{own_text}{body}}}".encode()
-        unpadded = len(self._bytes(0, 0, [0] * len(places)))
+        unpadded = len(self._bytes(0, 0, [0] * len(entries)))
         # The arrays start at a multiple of 8 bytes, for readers that map the file.
         self._rest += b" " * (-unpadded % 8)
         self.size: int = LENGTH_BYTES + unpadded + -unpadded % 8
-        self._nbytes = self.size + sum(place.size for place in places.values())
+        self._nbytes = self.size + end
         if self.size > LARGEST_HEADER:
             raise ValueError(
                 f"Checkpoint.save: the names and shapes of {len(entries)} arrays make a header of "
@@ -254,7 +247,7 @@ class CheckpointFile:
     Raises:
         FileNotFoundError: there is no such file; the message names older files.
         OSError: the file cannot be read.
-        ValueError: the file is not a checkpoint, has a newer format, or is truncated or damaged.
+        ValueError: the file is not a checkpoint, has another format, or is truncated or damaged.
     """
 
     def __init__(self, path: str, work: Callable[[], None] = lambda: None) -> None:

@@ -56,6 +56,7 @@ class CheckpointManager:
         TypeError: `checkpoint` is not a `Checkpoint`, or `path` is not a path.
         ValueError: `every` or `keep` is not positive, a signal cannot be recorded, or `exit_status`
             is not from 1 to 255.
+        RuntimeError: the `with` block begins outside the main thread.
     """
 
     @names_call("CheckpointManager")

@@ -131,7 +131,7 @@ class CheckpointObjects:
         return slots
 
     def blocks(self, slots: Mapping[str, Slot]) -> dict[str, tuple[Variable, Block]]:
-        """The memory of ordinary variables and of `slots`, after the variable it is for."""
+        """The ordinary variables and the variables of `slots`, each with the memory to save."""
         blocks = {name: (v, state_of(v).block) for name, v in self.variables.items()}
         return blocks | {name: (slot.variable, slot.block) for name, slot in slots.items()}
 
@@ -197,7 +197,7 @@ def require_cross_replica(objects: CheckpointObjects) -> None:
 
 
 def parameter_rank(objects: CheckpointObjects) -> int:
-    """The rank that makes the file, because it has all optimizers' slots.
+    """The rank that writes the file, because it has all optimizers' slots.
 
     Raises:
         ValueError: the slots are on different ranks.

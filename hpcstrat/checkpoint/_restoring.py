@@ -1,7 +1,7 @@
 """Restoring: the file is checked, then compared with the objects; only then do these change.
 
 Of ON_READ variables a file has the values of all replicas, and any number of replicas restores it.
-A new aggregation is added to `_on_read_problem` and `own_share`.
+A new aggregation is added to `_on_read_problem` and `own_value`.
 """
 
 from __future__ import annotations
@@ -200,12 +200,12 @@ def _load_on_read(source: _Source, name: str, v: Variable, entry: Entry) -> None
     for start, part in source.parts(name, entry.nbytes, to_all=True):
         assert part is not None
         flat(values)[start : start + part.size] = part
-    state_of(v).storage.write(state_of(v).block, own_share(v, values), RULES["assign"])
+    state_of(v).storage.write(state_of(v).block, own_value(v, values), RULES["assign"])
 
 
 @np.errstate(all="ignore")
-def own_share(v: Variable, values: np.ndarray[Any, Any]) -> Any:
-    """This replica's share of values that n replicas have saved as `(n, ...)`.
+def own_value(v: Variable, values: np.ndarray[Any, Any]) -> Any:
+    """This replica's value, of those that n replicas have saved as `(n, ...)`.
 
     With n replicas again, each gets its own value. With another number, reading the variable must
     still return the same: for a SUM variable the first replica gets the sum and the others zeros,

@@ -20,6 +20,7 @@ from hpcstrat._core.call_name import current_call
 from hpcstrat._core.types import Bytes
 from hpcstrat._memory.blocks import Block
 from hpcstrat._process import failure
+from hpcstrat._program import extend_timeout
 from hpcstrat._storage.parts import host_parts
 from hpcstrat._transports.connection import connect
 from hpcstrat._variable.variable import Variable, state_of
@@ -39,7 +40,7 @@ def save_to(
     path: str,
     objects: CheckpointObjects,
     keep: int | None,
-    blocking: bool = True,
+    blocking: bool,
     step: int | None = None,
 ) -> None:
     """What `Checkpoint.save` and, with the number of a step, `CheckpointManager` do. Collective."""
@@ -134,17 +135,15 @@ def check_keep(keep: Any) -> int | None:
 @contextlib.contextmanager
 def _waiting_for_disk() -> Iterator[None]:
     """A block in which the other ranks wait for the disk, whose `fsync` shows no progress."""
-    communicator = connect()
-    watchdog = communicator.watchdog
-    with contextlib.nullcontext() if watchdog is None else watchdog.extend_timeout(_HOUR):
+    with extend_timeout(_HOUR):
         try:
             yield
         finally:
-            communicator.work()  # or the end of the hour would look like a stall
+            connect().work()  # or the end of the hour would look like a stall
 
 
 class _Background:
-    """The save of this process that runs, or for whose end nobody has waited; at most one."""
+    """This process's save in the background, from its start until `finish`; at most one."""
 
     def __init__(self) -> None:
         self._path = ""

@@ -11,7 +11,7 @@ from strategies import STRATEGIES
 
 # Trains in a way that any lost or repeated element, order, slot or step changes the result.
 TRAIN = """
-    import os, signal, sys, threading, time, warnings
+    import os, signal, sys, threading, warnings
     import numpy as np
     import hpcstrat as hs
 

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_files import write_checkpoint
-from internals import CheckpointFile, own_share
+from internals import CheckpointFile, own_value
 from mpi4py import MPI
 from slow import slow_but
 from strategies import STRATEGIES
@@ -266,8 +266,8 @@ def test_means_of_more_replicas_are_summed_in_32_bits(place, dtype):
     with place.make(hs.MirroredStrategy) as strategy, strategy.scope():
         v = hs.Variable(np.zeros(2, dtype), synchronization="ON_READ", aggregation="MEAN")
     parts = np.full((N + 3, 2), 30_000, dtype)
-    share = own_share(v, parts)
-    assert share.dtype == dtype and share.tolist() == parts[0].tolist()
+    value = own_value(v, parts)
+    assert value.dtype == dtype and value.tolist() == parts[0].tolist()
 
 
 def test_two_names_for_one_variable(strategy, path):
