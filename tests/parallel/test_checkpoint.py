@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_files import write_checkpoint
-from internals import CheckpointFile, own_value
+from internals import CheckpointFile, Entry, own_value
 from mpi4py import MPI
 from slow import slow_but
 from strategies import STRATEGIES
@@ -461,6 +461,37 @@ def test_files_with_odd_numbers_are_refused(saved, path, number):
 
 
 @pytest.mark.parametrize(
+    ("element", "match"),
+    [
+        # Each replica's value has 8 bytes; smaller elements would leave memory that nobody wrote.
+        pytest.param(Entry("complex64", 1, (8 * N,)), "does not fit the objects", id="elements"),
+        # Their product may take minutes.
+        pytest.param(Entry("complex64", 8, (1,) * 65 + (N,)), "has shape", id="axes"),
+        pytest.param(Entry("complex64", 8, (0, 2**63)), "has shape", id="a large axis"),
+    ],
+)
+def test_odd_shapes_are_refused(path, element, match):
+    total = hs.Variable(
+        np.complex64(RANK + 1j),
+        synchronization=hs.VariableSynchronization.ON_READ,
+        aggregation=hs.VariableAggregation.SUM,
+    )
+    checkpoint = Checkpoint(total=total)
+    before = total.numpy()
+    checkpoint.save(path)
+    with CheckpointFile(path) as file:
+        facts = file.metadata
+    MPI.COMM_WORLD.Barrier()
+    if RANK == 0:
+        data = np.zeros(element.nbytes, np.uint8)
+        write_checkpoint(path, {"total": element}, facts, lambda name: [data])
+    MPI.COMM_WORLD.Barrier()
+    with pytest.raises(ValueError, match=match):
+        checkpoint.restore(path)
+    assert total.numpy() == before
+
+
+@pytest.mark.parametrize(
     "make", [os.mkfifo, lambda path: os.symlink("/dev/null", path)], ids=["FIFO", "device"]
 )
 def test_what_is_no_regular_file_is_left_alone_and_not_waited_for(saved, path, make):
@@ -509,6 +540,21 @@ def test_what_cannot_be_written_is_told_at_once_everywhere(saved, path, blocking
     saved.checkpoint.sync()
     assert os.listdir(os.path.dirname(path)) == ["checkpoint"]
     saved.checkpoint.restore(path)
+
+
+def test_a_save_in_the_background_goes_where_the_program_was(path, monkeypatch):
+    folder = os.path.dirname(path)
+    os.makedirs(f"{folder}/elsewhere", exist_ok=True)
+    monkeypatch.chdir(folder)
+    is_elsewhere = threading.Event()
+    monkeypatch.setattr(os, "fsync", lambda file: is_elsewhere.wait(60))
+    checkpoint = Checkpoint(w=hs.Variable(1.0))
+    checkpoint.save("relative", blocking=False)
+    monkeypatch.chdir("elsewhere")
+    is_elsewhere.set()
+    checkpoint.sync()
+    assert sorted(os.listdir(folder)) == ["elsewhere", "relative"]
+    assert os.listdir(".") == []
 
 
 @pytest.mark.core
