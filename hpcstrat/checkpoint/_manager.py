@@ -243,6 +243,7 @@ class CheckpointManager:
                 f"{threading.current_thread().name!r}; put it into the main thread, which alone "
                 "handles signals"
             )
+        self._noted = 0
         for number in self._signals:
             self._previous[number] = signal.signal(number, self._note)
         return self

@@ -224,7 +224,7 @@ class _Background:
             )
 
     def forget(self) -> None:
-        """Forgets the save in a forked child, which has not its thread."""
+        """Forgets the save, in a forked child: the thread is the parent's."""
         self._thread = None
 
 

@@ -231,6 +231,8 @@ def test_a_signal_saves_the_step_and_ends(strategy, path, capsys, rank, name, op
     again = Program(strategy, path)
     assert again.manager.restore_or_initialize() == path
     assert again.state() == expected[3]
+    with program.manager:  # a new block, in which no signal came
+        program.train(1)
 
 
 @pytest.mark.core
