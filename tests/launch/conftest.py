@@ -1,12 +1,11 @@
 """Fixtures of the tests that start programs under `mpirun`."""
 
 import os
-import shutil
 
 import pytest
 import simulated_gpu
 from internals import gpu
-from launcher import Launcher
+from job import Launch, version
 
 _RANKS = [None, 1, 2, 3, 4]  # None: without mpirun
 _SIMULATED_SECONDS = 120
@@ -20,10 +19,12 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def launch(tmp_path):
-    """Starts programs under mpirun: `launch(source, ranks)`."""
-    if shutil.which("mpirun") is None:
+    """Runs programs: `launch("training.py", 3)`, or `launch.start(...)`; see `job.Job`."""
+    if not version():
         pytest.skip("there is no mpirun here")
-    return Launcher(tmp_path)
+    launch = Launch(tmp_path)
+    yield launch
+    launch.kill()
 
 
 @pytest.fixture

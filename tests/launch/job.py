@@ -1,0 +1,438 @@
+"""Starts programs: each with a time limit, and what they leave behind is found.
+
+result = Job("training.py", 3, "--steps", 40, folder=tmp_path).run()
+assert (result.status, result.err, result.leftovers) == (0, "", [])
+
+job = Job("training.py", 3, folder=tmp_path, launcher="run", namespaces=True).start()
+job.wait_for("step-4")
+job.signal(job.rank(1), "SIGKILL")
+result = job.end()
+"""
+
+import contextlib
+import functools
+import os
+import pathlib
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from dataclasses import dataclass
+
+import pytest
+import simulated_gpu
+
+_HERE = pathlib.Path(__file__).parent
+_MARK = "LAUNCHED_BY_TEST"  # a variable that marks a job's processes
+_OF_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
+_RANK_NAMES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
+_LOOK_SECONDS = 0.1
+_SETTLE_SECONDS = 20
+_SECONDS = 90  # for a job that hangs, on a machine that does other work too
+
+
+@functools.cache
+def version():
+    """What the installed `mpirun` says of itself; empty if there is none."""
+    if shutil.which("mpirun") is None:
+        return ""
+    command = ["mpirun", "--version"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def is_open_mpi():
+    return "Open MPI" in version()
+
+
+def mpirun():
+    """The words that start `mpirun`, with more ranks than cores."""
+    if not is_open_mpi():
+        return ["mpirun"]
+    return ["mpirun", "--oversubscribe", *["--allow-run-as-root"] * (os.geteuid() == 0)]
+
+
+def _unshare():
+    """The command that makes namespaces, with rights that the user may have only in a namespace."""
+    words = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return words if os.geteuid() == 0 else [*words, "--map-root-user"]
+
+
+@functools.cache
+def why_no_namespaces():
+    """Why none can be made here; empty if they can."""
+    if shutil.which("unshare") is None:
+        return "there is no unshare here"
+    command = [*_unshare(), "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    return f"no namespaces can be made here: {result.stderr.strip()}" if result.returncode else ""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a job.
+
+    Attributes:
+        status: the exit status of what was started; 128 + n if signal n ended it.
+        out: what all ranks printed.
+        err: what all ranks printed on standard error.
+        leftovers: processes of the job that still exist, and files in shared memory; in namespaces
+            also temporary files.
+    """
+
+    status: int
+    out: str
+    err: str
+    leftovers: list[str]
+
+    @property
+    def stdout(self):  # the old name
+        return self.out
+
+    @property
+    def stderr(self):  # the old name
+        return self.err
+
+    def tagged(self, rank):
+        """The lines of standard error that carry the rank's tag, without the tag."""
+        return re.findall(rf"^\[rank {rank}\] (.*)$", self.err, re.MULTILINE)
+
+    @property
+    def said(self):
+        """The lines of standard error that are hpcstrat's own."""
+        return [line for line in self.err.splitlines() if re.match(r"\S.*hpcstrat|hpcstrat", line)]
+
+    @property
+    def restarts(self):
+        """The lines in which `hpcstrat run` tells of a restart."""
+        return re.findall(r"^hpcstrat run: .*; restart \d+ of \d+$", self.err, re.MULTILINE)
+
+
+class Job:
+    """A program on some ranks.
+
+    Args:
+        program: the name of a file in `programs/`, a path, a source text, or a whole command as a
+            list of words, which ignores `ranks`.
+        ranks: the number of ranks; `None` starts the program without a launcher.
+        arguments: the program's.
+        folder: in which it runs, and where its output lies in `stdout` and `stderr`.
+        env: more variables; None removes one.
+        launcher: `mpirun`, or `run` for `hpcstrat run`.
+        options: of the launcher.
+        wrap: words before the whole command.
+        gpus: whether it sees the host's GPUs, or simulated ones under HPCSTRAT_TEST_GPU=simulated.
+        stdin: a text, or a file.
+        namespaces: whether it has its own processes, mounts, `/dev/shm`, home and temporary folder;
+            where that cannot be, the test is skipped.
+        shm: the size of its own `/dev/shm`.
+        before: shell commands that run in the namespaces first.
+        leaves: prefixes of what may be left.
+    """
+
+    def __init__(
+        self,
+        program,
+        ranks=None,
+        *arguments,
+        folder,
+        env=None,
+        launcher="mpirun",
+        options=(),
+        wrap=(),
+        gpus=False,
+        stdin=subprocess.DEVNULL,
+        namespaces=False,
+        shm="1g",
+        before="",
+        leaves=(),
+    ):
+        if namespaces and why_no_namespaces():
+            pytest.skip(why_no_namespaces())
+        self.folder = folder
+        self._namespaces = [shm, before] if namespaces else []
+        self._leaves = tuple(leaves)
+        self._stdin = stdin
+        self._mark = uuid.uuid4().hex
+        # process -> how often it looked like another job's; at first it may not run its program yet
+        self._looks = {}
+        self._ours = set()
+        self._files = set()
+        command = self._command(program, ranks, launcher, options, arguments)
+        self._words = [os.fspath(w) if isinstance(w, os.PathLike) else str(w) for w in command]
+        self._words = [*wrap, *self._words]
+        self._env = self._environment(gpus, env or {})
+
+    def _command(self, program, ranks, launcher, options, arguments):
+        if isinstance(program, list):
+            return [*program, *arguments]
+        if isinstance(program, str) and re.fullmatch(r"\w+\.py", program):
+            program = _HERE / "programs" / program
+        elif isinstance(program, str):
+            number = len(list(self.folder.glob("program_*.py")))
+            path = self.folder / f"program_{number}.py"
+            path.write_text(textwrap.dedent(program))
+            program = path
+        if ranks is None:
+            return [sys.executable, program, *arguments]
+        if launcher == "run":
+            start = [sys.executable, "-m", "hpcstrat", "run", "-n", ranks, *options]
+            return [*start, program, *arguments]
+        return [*mpirun(), *options, "-n", ranks, sys.executable, program, *arguments]
+
+    def _environment(self, gpus, changes):
+        """That of a user's shell, with these changes."""
+        own = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        if gpus and simulated_gpu.is_wanted():
+            own = simulated_gpu.environment()
+        if not shutil.which(os.environ.get("CC", "cc").split()[0]):  # which programs would say
+            own["HPCSTRAT_COMPILE"] = "0"
+        if is_open_mpi():
+            # It names a folder in /tmp by its process id, and does not start where a killed job
+            # with that id has left one.
+            own["PRTE_MCA_prte_tmpdir_base"] = os.fspath(self.folder)
+        if self._namespaces:
+            for name, variable in (("home", "HOME"), ("tmp", "TMPDIR")):
+                (self.folder / name).mkdir(exist_ok=True)
+                own[variable] = os.fspath(self.folder / name)
+        else:
+            own[_MARK] = self._mark
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith((*_OF_LAUNCHERS, "PYTEST_")) and name not in _THREADS
+        }
+        return {
+            name: str(value) for name, value in (kept | own | changes).items() if value is not None
+        }
+
+    def run(self, timeout=_SECONDS):
+        """Starts it, and waits for its end."""
+        return self.start().end(timeout)
+
+    def start(self):
+        command, told, tell = self._words, None, -1
+        if self._namespaces:
+            told, tell = os.pipe()
+            first = [sys.executable, "-I", "-S", os.fspath(_HERE / "first_process.py")]
+            mark = f"{_MARK}={self._mark}"
+            command = [*_unshare(), *first, str(tell), *self._namespaces, mark, *command]
+        with (
+            contextlib.ExitStack() as stack
+        ):  # files, not pipes, which would be full before a reader comes
+            out, err = (
+                stack.enter_context(open(self.folder / n, "w")) for n in ("stdout", "stderr")
+            )
+            stdin = self._stdin
+            if isinstance(stdin, str):
+                (self.folder / "stdin").write_text(stdin)
+                stdin = stack.enter_context(open(self.folder / "stdin"))
+            self._process = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=out,
+                stderr=err,
+                env=self._env,
+                cwd=self.folder,
+                start_new_session=True,
+                pass_fds=[tell] if self._namespaces else [],
+            )
+        # Readable at the end. A wait with a limit would look only every 50 ms.
+        self._end = os.pidfd_open(self._process.pid) if told is None else told
+        if told is not None:
+            os.close(tell)
+        return self
+
+    @property
+    def out(self):
+        """What has been printed until now."""
+        return (self.folder / "stdout").read_text(errors="replace")
+
+    @property
+    def err(self):
+        return (self.folder / "stderr").read_text(errors="replace")
+
+    def wait_until(self, condition, what="a condition"):
+        """Returns the condition's value once it is true; fails if the job ends before."""
+        deadline = time.monotonic() + _SECONDS
+        while not (found := condition()):
+            if self._has_ended(0.02) or time.monotonic() > deadline:
+                if found := condition():
+                    break
+                pytest.fail(f"{what} has not come\n{self.out}\n{self.err}")
+        return found
+
+    def wait_for(self, *names):
+        """Waits until the program has made these files in its folder."""
+        self.wait_until(lambda: all((self.folder / name).exists() for name in names), f"{names}")
+
+    def wait_for_death(self, process):
+        self.wait_until(lambda: not _runs(process), f"the end of process {process}")
+
+    def pause(self, seconds):
+        """Lets it run for that long, or to its end."""
+        self._has_ended(seconds)
+
+    def rank(self, number):
+        """The process of a rank: the one with its variable whose parent has none."""
+
+        def find():
+            words = [f"{name}={number}".encode() for name in _RANK_NAMES]
+            of_rank = {
+                process
+                for process in self._processes()
+                if {*_read(process, "environ").split(b"\0")}.intersection(words)
+            }
+            return [process for process in of_rank if parent(process) not in of_rank]
+
+        return self.wait_until(find, f"rank {number}")[0]
+
+    def launcher(self):
+        """The process that was started, in the namespaces if there are any."""
+
+        def find():
+            ours = self._processes()
+            return [process for process in ours if parent(process) not in ours]
+
+        return self.wait_until(find, "the command")[0]
+
+    def processes(self):
+        """The job's running processes."""
+        return [process for process in self._processes() if _runs(process)]
+
+    def signal(self, process, name):
+        """Sends a signal, unless the process has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process, getattr(signal, name))
+
+    def end(self, timeout=_SECONDS):
+        """Waits for its end, and looks for what it left; kills it after so many seconds, and fails."""
+        deadline = time.monotonic() + timeout
+        while not (ended := self._has_ended(_LOOK_SECONDS)) and time.monotonic() < deadline:
+            self._look()
+        status = self._status() if ended else None
+        leftovers = self._leftovers() if ended else []
+        self.kill()
+        print(self.out[-10_000:], self.err[-10_000:], sep="\n")  # pytest shows it if the test fails
+        if status is None:
+            pytest.fail(f"the job gave no result within {timeout} s")
+        return Result(status, self.out, self.err, leftovers)
+
+    def kill(self):
+        """Ends what still runs."""
+        for process in [*self._processes(), self._process.pid]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        self._process.wait()
+        if self._end >= 0:
+            os.close(self._end)
+            self._end = -1
+
+    def _has_ended(self, seconds):
+        return bool(select.select([self._end], [], [], seconds)[0])
+
+    def _status(self):
+        if self._namespaces:
+            told = os.read(self._end, 10)
+            status = int(told) if told else None
+        else:
+            status = self._process.wait()
+        return status if status is None or status >= 0 else 128 - status
+
+    def _processes(self):
+        there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
+        self._ours &= there
+        self._looks = {process: n for process, n in self._looks.items() if process in there}
+        for process in there - self._ours:
+            if self._looks.setdefault(process, 0) < 3:
+                if f"{_MARK}={self._mark}".encode() in _read(process, "environ"):
+                    self._ours.add(process)
+                self._looks[process] += 1
+        return self._ours
+
+    def _look(self):
+        """Notes the files that its processes map; they are mapped for as long as MPI runs."""
+        for process in self._processes() if not self._namespaces else ():
+            maps = _read(process, "maps").decode(errors="replace")
+            self._files.update(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
+
+    def _leftovers(self):
+        """What is left after some seconds in which its processes end and remove their files."""
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while True:
+            commands = [
+                _read(process, "cmdline").replace(b"\0", b" ") for process in self.processes()
+            ]
+            running = [f"process: {command.decode(errors='replace')}" for command in commands]
+            files = sorted(filter(os.path.exists, self._files))
+            if self._namespaces:
+                (first,) = _children(self._process.pid)
+                folders = [f"/proc/{first}/root/dev/shm", self.folder / "tmp"]
+                files = [path for folder in folders for path in pathlib.Path(folder).iterdir()]
+            left = [*running, *(re.sub(r"^/proc/\d+/root", "", str(path)) for path in files)]
+            left = (
+                [one for one in left if not one.startswith(self._leaves)] if self._leaves else left
+            )
+            if not running or time.monotonic() > deadline:
+                return left
+            time.sleep(_LOOK_SECONDS / 5)
+
+
+class Launch:
+    """`launch(program, ranks, *arguments, ...)` runs a job in the test's folder.
+
+    Attributes:
+        folder: the test's.
+        open_mpi: whether the installed MPI is Open MPI.
+        mpirun: the words that start it.
+        version: what it says of itself.
+    """
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.open_mpi = is_open_mpi()
+        self.mpirun = mpirun()
+        self.version = version()
+        self._started = []
+
+    def __call__(self, program, ranks=None, *arguments, timeout=_SECONDS, **options):
+        """Runs a job to its end; see `Job` for the options."""
+        return self.start(program, ranks, *arguments, **options).end(timeout)
+
+    def start(self, program, ranks=None, *arguments, **options):
+        """Starts a job, which the test ends by `end`."""
+        job = Job(program, ranks, *arguments, folder=self.folder, **options)
+        self._started.append(job)
+        return job.start()
+
+    def kill(self):
+        for job in self._started:
+            job.kill()
+
+
+def parent(process):
+    fields = _read(process, "stat").rpartition(b")")[2].split()
+    return int(fields[1]) if fields else 0
+
+
+def _children(process):
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and parent(name) == process]
+
+
+def _runs(process):
+    """Not a zombie that waits for `init`, which may take its status only once per second."""
+    fields = _read(process, "stat").rpartition(b")")[2].split()
+    # Its threads may outlive the first.
+    return bool(fields) and (fields[0] != b"Z" or fields[17] != b"1")
+
+
+def _read(process, name):
+    try:
+        return pathlib.Path(f"/proc/{process}/{name}").read_bytes()
+    except OSError:  # it has ended, or is another user's
+        return b""
