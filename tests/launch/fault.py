@@ -1,4 +1,4 @@
-"""What a planted fault is, and texts that many faults have in common."""
+"""What a planted fault is, and what many faults have in common."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,57 +14,6 @@ strategy = hs.CentralStorageStrategy()
 rank, last = hs.rank(), hs.rank() == hs.size() - 1
 """
 BEGIN_ON_HOSTS = BEGIN.replace("strategy = hs.CentralStorageStrategy()", "hs.barrier()")
-HELPERS = """
-import os, re, signal, sys, time
-
-def loop():
-    while True:
-        time.sleep(0.01)
-
-def compute():
-    while True:
-        pass
-
-def hold_python():
-    re.match("(a+)+b", 40 * "a")  # takes years, in C code that lets no other thread run
-
-def stop():
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-def interrupt(function, error=KeyboardInterrupt):
-    "The library's next call of this function raises, as the handler of a signal may at any moment."
-    def look(frame, event, argument):
-        if event == "call" and frame.f_code.co_name == function and "hpcstrat" in frame.f_code.co_filename:
-            sys.setprofile(None)
-            raise error
-    sys.setprofile(look)
-
-def mpirun():
-    "The process that the test started: the farthest ancestor with the job's mark."
-    mark, process = os.environ["LAUNCHED_BY_TEST"].encode(), os.getpid()
-    while True:
-        parent = int(re.search("PPid:.([0-9]+)", open(f"/proc/{process}/status").read())[1])
-        if mark not in open(f"/proc/{parent}/environ", "rb").read():
-            return process
-        process = parent
-"""
-# Rank 0 prints what all ranks raise, even if it comes later on a busy machine.
-RANK_0_FIRST = """
-import hpcstrat._process.failure
-hpcstrat._process.failure._LEAD_DELAY = 30
-"""
-# The watchdog reads them when the ranks have connected; until then a busy machine may delay one of
-# them for long.
-LIMITS = """
-from hpcstrat._watchdog import channels
-
-def connect(*arguments, connect=channels.connect):
-    channel = connect(*arguments)
-    os.environ.update(HPCSTRAT_STALL_SECONDS="{}", HPCSTRAT_TIMEOUT_SECONDS="{}")
-    return channel
-
-channels.connect = connect
-"""
 ANY = "any"
 WAIT = "\nhs.barrier()\nprint('went on')\n"
 
@@ -88,7 +37,6 @@ class Fault:
         limits: seconds that the ranks may wait for each other until the report, and until the end.
             Without them, and without a time-out in `env`, the job must end long before any.
         hosts: whether the ranks pose as several hosts.
-        left: a pattern of what MPI itself leaves in /dev/shm.
     """
 
     program: str
@@ -101,20 +49,79 @@ class Fault:
     env: Mapping[str, str] = field(default_factory=dict)
     limits: tuple[float, float] | None = None
     hosts: bool = False
-    left: str = ""
 
     @property
     def source(self):
-        first = RANK_0_FIRST if r"\[rank 0\]" in self.first else ""
-        limits = LIMITS.format(*self.limits) if self.limits else ""
-        return HELPERS + first + limits + self.begin + textwrap.dedent(self.program)
+        program = textwrap.dedent(self.program.removesuffix(WAIT))
+        end = WAIT if self.program.endswith(WAIT) else ""
+        return "from planting import *\n" + self.begin + program + end
+
+    @property
+    def variables(self):
+        found = dict(self.env)
+        if self.limits:
+            found["LIMITS"] = "{} {}".format(*self.limits)
+        if r"\[rank 0\]" in self.first:
+            found["RANK_0_FIRST"] = "1"
+        if self.hosts:
+            found["MPIR_CVAR_NUM_CLIQUES"] = "2"  # MPICH's emulated hosts
+        return found
 
 
-HERE = r"\S*program_\w+\.py:\d+ in "
+HERE = r"\S*(program_\w+|planting)\.py:\d+ in "
 STALLED = r"\[rank \d\] hpcstrat: the ranks have been waiting for each other for \d s \(HPCSTRAT_STALL_SECONDS\)"
 ENDED = r"hpcstrat: the job ends: the ranks have been waiting for each other for \d+ s \(HPCSTRAT_TIMEOUT_SECONDS\)"
 CLOSED = r"exited without shutting down \(os\._exit, a signal, or out of memory\)"
+# What the launcher prints if it notices the end before the watchdog does.
+CLOSED_OR_LAUNCHER = rf"{CLOSED}|BAD TERMINATION|[Ss]ignal|PMI|exited|terminated"
 LEFT = "left the program before the others"
+
+# Where a program may hang or fail in the midst of the library's calls, and what the others wait in.
+PLACES = {
+    "a replica function": (
+        """
+        def step():
+            if last: {}
+            return hs.get_replica_context().all_reduce("SUM", np.ones(3))
+        strategy.run(step)
+        """,
+        r"ReplicaContext\.all_reduce",
+        "step",
+    ),
+    "the function of merge_call": (
+        """
+        def merge(strategy, value):
+            if last: {}
+            return strategy.reduce("SUM", value, None)
+        strategy.run(lambda: hs.get_replica_context().merge_call(merge, (np.ones(3),)))
+        """,
+        r"Strategy\.reduce",
+        "merge",
+    ),
+    "the function of an update": (
+        """
+        with strategy.scope(): v = hs.Variable(np.zeros(3))
+        def update(v):
+            if last: {}
+            v.assign(np.ones(3))
+        strategy.extended.update(v, update)
+        """,
+        r"Variable\.assign of 'Variable' ",
+        "update",
+    ),
+    "a dataset": (
+        """
+        def rows():
+            for i in range(100):
+                if i == 50 and last: {}
+                yield np.float32(i)
+        dataset = hs.data.Dataset.from_generator(rows).batch(6)
+        for batch in strategy.experimental_distribute_dataset(dataset): pass
+        """,
+        ".*",
+        "<module>",
+    ),
+}
 
 
 def stalled(program, waiting, missing, limits=(0.4, 1.2), **others):
@@ -146,9 +153,26 @@ def missing(ranks, function):
     return rf"  {ranks}: has not arrived; last in call \d+, .+; now at {HERE}{function}"
 
 
-def silent(ranks, function="<module>"):
+def silent(ranks):
     why = r"\(stopped, or in C code that holds the interpreter lock\)"
-    return rf"  {ranks}: not answering for \d s {why}; last in .*{HERE}{function}"
+    return rf"  {ranks}: not answering for \d s {why}; last in .*{HERE}(stop|hold_python|<module>)"
 
 
 BARRIER = waits("ranks 0, 1", "barrier")
+
+
+def ended(program, *says, ranks=2, **others):
+    """A rank that ends by itself, without an error."""
+    return Fault(program + WAIT, says, ranks=ranks, **others)
+
+
+def raised(program, error, rank=1, ranks=2, **others):
+    """An exception of one rank: its traceback comes first."""
+    says, first = [rf"\[rank {rank}\] {error}"], rf"\[rank {rank}\] (Traceback|Exception in thread)"
+    return Fault(program, says, first, ranks=ranks, **others)
+
+
+def harmless(program, *prints, **others):
+    """Looks like a fault, but is not: the job succeeds and prints nothing on standard error."""
+    prints = [*prints, r"went on\n\Z"]
+    return Fault(program + WAIT, prints=prints, status=0, ranks=2, **others)

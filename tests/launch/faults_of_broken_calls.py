@@ -1,7 +1,6 @@
 """Faults in the middle of a call: interrupting signals, exceptions of one rank, two callers."""
 
 from fault import ANY, BEGIN, HERE, WAIT, Fault
-from strategies import STRATEGIES
 
 SAVE = """
 hs.checkpoint.Checkpoint(v=v, optimizer=optimizer).save("saved")
@@ -46,28 +45,27 @@ except {error}:
     )
 
 
-def with_each(name, *arguments, **others):
-    """With each strategy."""
-    kinds = [made.__name__ for made in STRATEGIES]
-    return {f"{name}, {kind}": broken(*arguments, strategy=kind, **others) for kind in kinds}
-
-
+MIRRORED = "MirroredStrategy"
 APPLY = r"SGD\.apply_gradients"
 ITERATE = """batches = hs.data.Dataset.range(9).{}
     for batch in strategy.experimental_distribute_dataset(batches): pass"""
 ITERATING = r"iterating over Strategy\.experimental_distribute_dataset"
 BROKEN = {
-    **with_each("an update interrupted", "'apply'", "apply(numbers)", APPLY),
-    **with_each("an update interrupted on all ranks", "'apply'", "apply(numbers)", APPLY, of=""),
-    **with_each(
-        "an update interrupted while it waits", "'exchange_records'", "apply(numbers)", APPLY
+    "an update interrupted": broken("'apply'", "apply(numbers)", APPLY),
+    "an update interrupted, mirrored": broken("'apply'", "apply(numbers)", APPLY, MIRRORED),
+    "an update interrupted on all ranks": broken("'apply'", "apply(numbers)", APPLY, of=""),
+    "an update interrupted while it waits": broken(
+        "'exchange_records'", "apply(numbers)", APPLY, MIRRORED
     ),
-    **with_each("an update of rows interrupted", "'update_rows'", "apply(rows)", APPLY),
-    **with_each(
-        "an assignment interrupted",
-        "'_reduced'",
-        "v.assign_add(numbers)",
-        "Variable.assign_add of 'Variable'",
+    "an update of rows interrupted": broken("'update_rows'", "apply(rows)", APPLY),
+    "an update of rows interrupted, mirrored": broken(
+        "'update_rows'", "apply(rows)", APPLY, MIRRORED
+    ),
+    "an assignment interrupted": broken(
+        "'_reduced'", "v.assign_add(numbers)", "Variable.assign_add of 'Variable'"
+    ),
+    "an assignment interrupted, mirrored": broken(
+        "'_reduced'", "v.assign_add(numbers)", "Variable.assign_add of 'Variable'", MIRRORED
     ),
     "a new variable interrupted": broken(
         "'new_block'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"

@@ -1,36 +1,39 @@
 """Faults that end a rank: its own exit, a signal, an exception, a call that does not match."""
 
-from fault import CLOSED, HERE, LEFT, WAIT, Fault
+from dataclasses import replace
+
+from fault import (
+    BEGIN,
+    CLOSED_OR_LAUNCHER,
+    HERE,
+    LEFT,
+    PLACES,
+    WAIT,
+    Fault,
+    ended,
+    raised,
+)
 
 
-def ended(program, *says, ranks=2, **others):
-    """A rank that ends by itself, without an error."""
-    return Fault(program + WAIT, says, ranks=ranks, **others)
+def never(pattern):
+    return rf"\A(?![^\0]*{pattern})"
 
-
-# What the launcher prints if it notices the end before the watchdog does.
-CLOSED_OR_LAUNCHER = rf"{CLOSED}|BAD TERMINATION|[Ss]ignal|PMI|exited|terminated"
 
 # Python's lines, unless the program prints other ones.
 CRASHED = r"Fatal Python error: (Segmentation fault|Aborted)\n(.*\n)+.*program_\w+\.py"
 
 ENDS = {
     "os._exit(0)": ended("if last: os._exit(0)", CLOSED_OR_LAUNCHER),
-    "os._exit(0) of rank 0": ended("if rank == 0: os._exit(0)", CLOSED_OR_LAUNCHER),
-    "os._exit(5)": ended("if last: os._exit(5)", CLOSED_OR_LAUNCHER),
-    "SIGKILL": ended("if last: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER, ranks=3),
-    "SIGKILL of rank 0": ended(
-        "if rank == 0: os.kill(os.getpid(), signal.SIGKILL)", CLOSED_OR_LAUNCHER
-    ),
+    "SIGKILL": ended("if last: die()", CLOSED_OR_LAUNCHER, ranks=3),
+    "SIGKILL of rank 0": ended("if rank == 0: die()", CLOSED_OR_LAUNCHER),
     "SIGKILL while the others compute": Fault(
-        "if last: os.kill(os.getpid(), signal.SIGKILL)\ncompute()", [CLOSED_OR_LAUNCHER], ranks=2
+        "if last: die()\ncompute()", [CLOSED_OR_LAUNCHER], ranks=2
     ),
     "SIGSEGV": ended("if last: ctypes.string_at(0)", CLOSED_OR_LAUNCHER, CRASHED),
-    "SIGABRT": ended("if last: os.abort()", CLOSED_OR_LAUNCHER, CRASHED),
     "SIGSEGV where the program writes such faults to a file": ended(
         "import faulthandler\nfaulthandler.enable(open('faults', 'w'))\nif last: "
         "ctypes.string_at(0)",
-        r"\A(?![^\0]*Fatal Python error)",
+        never("Fatal Python error"),
     ),
     "SIGTERM": ended("if last: os.kill(os.getpid(), signal.SIGTERM)", CLOSED_OR_LAUNCHER),
     "SIGINT": ended(
@@ -42,9 +45,7 @@ ENDS = {
         "if rank == 0:\n    for _ in range(2): os.kill(mpirun(), signal.SIGINT); "
         "time.sleep(0.2)\ntime.sleep(1000)"
     ),
-    "Ctrl-C in a call": ended("if rank == 0: os.kill(mpirun(), signal.SIGINT); time.sleep(1000)"),
     "sys.exit(3)": ended("if last: sys.exit(3)", f"rank 1 {LEFT}"),
-    "sys.exit(3) of rank 0": ended("if rank == 0: sys.exit(3)", f"rank 0 {LEFT}"),
     "sys.exit(0)": ended("if last: sys.exit()", f"rank 1 {LEFT}"),
     "sys.exit(3) of all": Fault("sys.exit(3)", status=3, ranks=2),
     "exit(code=3) of all": Fault("exit(code=3)", status=3, ranks=2),
@@ -55,21 +56,11 @@ ENDS = {
 }
 
 
-def raised(program, error, rank=1, ranks=2, **others):
-    """An exception of one rank: its traceback comes first."""
-    says, first = [rf"\[rank {rank}\] {error}"], rf"\[rank {rank}\] (Traceback|Exception in thread)"
-    return Fault(program, says, first, ranks=ranks, **others)
-
-
-IN_RUN = """
-def step():
-    if last: {}
-    return hs.get_replica_context().all_reduce("SUM", np.ones(3))
-"""
+TWO_LINES = r"ValueError: the cause\n\[rank \d\] in two lines\n"
 
 ERRORS = {
     "an exception": raised(
-        "if last: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=2, ranks=3
+        "if last: raise ValueError('the cause\\nin two lines')" + WAIT, TWO_LINES, rank=2, ranks=3
     ),
     "an exception of rank 0": raised(
         "if rank == 0: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=0
@@ -87,7 +78,55 @@ ERRORS = {
         """,
         "RuntimeError: an illegal address",
     ),
-    "an exception of all": raised("raise ValueError('the cause')", "ValueError: the cause", rank=0),
+    "an exception of all": Fault(
+        "sys.stdout.write('an unfinished line')\nraise ValueError('the cause')",
+        [r"\[rank 0\] ValueError: the cause", never(r"\[rank [12]\]")],
+        r"\[rank 0\] Traceback",
+        prints=["an unfinished line"],
+    ),
+    "an exception and its consequence, which comes first": Fault(
+        """
+        from hpcstrat._process import failure
+        failure._CONSEQUENCE_DELAY = 30
+        hs.barrier()
+        if last:
+            time.sleep(0.3)
+            raise ValueError("the cause")
+        error = RuntimeError("a peer has gone")
+        failure.mark_as_consequence(error)
+        raise error
+        """,
+        [r"\[rank 1\] ValueError: the cause", never("a peer has gone")],
+        r"\[rank 1\] Traceback",
+        ranks=2,
+    ),
+    "an exception that the program's own hook prints": Fault(
+        "if last: raise ValueError('the cause')" + WAIT,
+        [never("Traceback")],
+        r"\[rank 1\] pretty ValueError",
+        begin="sys.excepthook = lambda kind, *_: print('pretty', kind.__name__, file=sys.stderr)"
+        + BEGIN,
+        ranks=2,
+    ),
+    "a thread that ends the job": Fault(
+        """
+        from hpcstrat._process import failure
+        end = threading.Thread(target=failure.end_job, args=("rank 0 waits\\nsince a minute",))
+        if last: end.start()
+        time.sleep(60)
+        """,
+        [r"\[rank 1\] since a minute"],
+        r"\[rank 1\] rank 0 waits",
+        status=1,
+        ranks=2,
+    ),
+    "one rank that ends the job": Fault(
+        "from hpcstrat._process import failure\nprint('before')\nfailure.end_job('it ends')",
+        first="it ends",
+        prints=[r"\Abefore\n\Z"],
+        status=1,
+        ranks=1,
+    ),
     "the end of the program while a thread is in a call": raised(
         """
         from hpcstrat._transports.connection import connect
@@ -98,54 +137,38 @@ ERRORS = {
         "RuntimeError: the end of the program was called in the thread 'MainThread'",
     ),
     "an exception in a thread": raised(
-        "if last: threading.Thread(target=lambda: 1 / 0).start()\ntime.sleep(60)" + WAIT,
-        "ZeroDivisionError",
-    ),
-    "an exception in a replica function": raised(
-        IN_RUN.format("1 / 0") + "strategy.run(step)", "ZeroDivisionError"
-    ),
-    "an exception in the function of merge_call": raised(
-        "strategy.run(lambda: hs.get_replica_context().merge_call(lambda s: 1 / (not last)))"
-        + WAIT,
-        "ZeroDivisionError",
-    ),
-    "an exception in the function of an update": raised(
         """
-        with strategy.scope(): v = hs.Variable(np.zeros(3))
-        def update(v):
-            if last: 1 / 0
-            v.assign(np.ones(3))
-        strategy.extended.update(v, update)
+        def fail(): raise ValueError("the cause\\nin two lines")
+        if last: threading.Thread(target=fail).start()
+        time.sleep(60)
         """,
-        "ZeroDivisionError",
+        TWO_LINES,
     ),
-    "an exception in a dataset": raised(
-        """
-        def rows():
-            for i in range(100):
-                if i == 50 and last: raise OSError("no such row")
-                yield np.float32(i)
-        dataset = hs.data.Dataset.from_generator(rows).batch(6)
-        for batch in strategy.experimental_distribute_dataset(dataset): pass
-        """,
-        "OSError: no such row",
-    ),
+    **{
+        f"an exception in {place}": raised(
+            program.format("1 / 0"), "ZeroDivisionError", rank=2, ranks=3
+        )
+        for place, (program, _, _) in PLACES.items()
+    },
     "an exception while saving": raised(
         "hs.checkpoint.Checkpoint(v=hs.Variable(1.0)).save('/proc/nothing/saved')",
         r"\w+Error: .*Checkpoint\.save of /proc/nothing/saved",
         rank=0,
     ),
-    "a KeyboardInterrupt": raised("if last: raise KeyboardInterrupt" + WAIT, "KeyboardInterrupt"),
     "endless recursion": raised("def f(): f()\nif last: f()" + WAIT, "RecursionError"),
-    "want of memory": raised("if last: bytearray(1 << 60)" + WAIT, "MemoryError"),
     "an exception after MPI has ended": Fault(
         "hs.barrier()\nMPI.Finalize()\nif last: raise ValueError('late')",
         [r"ValueError: late"],
         ranks=2,
     ),
     "an exception that one rank catches": Fault(
-        IN_RUN.format("raise KeyError('of one')")
-        + "with contextlib.suppress(KeyError): strategy.run(step)\nhs.barrier()\nprint('went on')",
+        """
+        def step():
+            if last: raise KeyError("of one")
+            return hs.get_replica_context().all_reduce("SUM", np.ones(3))
+        with contextlib.suppress(KeyError): strategy.run(step)
+        """
+        + WAIT,
         [
             r"\[rank 2\] KeyError: 'of one'",
             r"\[rank 2\] .* on rank 2 and was caught, but other ranks did not raise there",
@@ -154,44 +177,47 @@ ERRORS = {
 }
 
 
-def differs(usual, odd, *says):
-    """Calls that do not match: all ranks raise, and the error names the call of each of them."""
-    program = f"ones = np.ones((2, 3), np.float32)\nv = strategy.run(lambda: ones)\n{odd} if last else {usual}"
-    error = "hpcstrat.*ReplicaMismatchError: "
-    return Fault(program + WAIT, [error, *says], r"\[rank 0\] Traceback")
-
-
-def differs_but(usual, odd):
-    """The same, caught: the job continues, under `HPCSTRAT_CHECK=1` if values differ."""
-    program = f"""
-    ones = np.ones(3)
-    with strategy.scope():
-        v, optimizer = hs.Variable(ones), hs.optimizers.SGD(1.0)
-    def made(value):
-        with strategy.scope(): hs.Variable(value)
-    for _ in range(3):
-        try:
-            {odd} if last else {usual}
-        except hs.ReplicaMismatchError as error:
-            assert all(f"rank {{other}}: " in str(error) for other in range(2)), error
-            assert not hs.any_rank(False)
-            print("caught")
-    assert (v.numpy() == 1).all()
-    v.assign_add(ones)
-    print("sum", strategy.reduce("SUM", strategy.run(lambda: v + 0), None))
-    """
-    prints = [r"\A(caught\n){3}sum \[4\. 4\. 4\.\]\n\Z"]
-    return Fault(program, prints=prints, status=0, ranks=2, env={"HPCSTRAT_CHECK": "1"})
-
-
-REDUCE = "strategy.reduce('SUM', v, None)"
-
 MISMATCHES = {
-    "another call": differs(
-        REDUCE,
-        "hs.barrier()",
-        rf"ranks 0, 1: Strategy\.reduce\(SUM.*, at {HERE}<module>",
-        rf"rank 2: barrier\(\), at {HERE}",
+    "another call": Fault(
+        """
+        v = strategy.run(lambda: np.ones((2, 3), np.float32))
+        hs.barrier() if last else strategy.reduce("SUM", v, None)
+        """
+        + WAIT,
+        [
+            "hpcstrat.*ReplicaMismatchError: ",
+            rf"ranks 0, 1: Strategy\.reduce\(SUM.*, at {HERE}<module>",
+            rf"rank 2: barrier\(\), at {HERE}",
+        ],
+        r"\[rank 0\] Traceback",
+    ),
+    "other calls and values, each caught on all ranks": Fault(
+        """
+        ones = np.ones(3)
+        with strategy.scope(): v, optimizer = hs.Variable(ones), hs.optimizers.SGD(1.0)
+        def made(value):
+            with strategy.scope(): hs.Variable(value)
+        def apply(value): optimizer.apply_gradients([(value, v)])
+        for usual, odd in [
+            (lambda: v.assign(ones), lambda: v.assign_sub(ones)),
+            (lambda: v.assign(ones), lambda: v.assign(ones + 1)),
+            (lambda: made(ones), lambda: made(ones + 1)),
+            (lambda: apply(0 * ones), lambda: apply(ones)),
+        ]:
+            for _ in range(3):
+                try: odd() if last else usual()
+                except hs.ReplicaMismatchError as error:
+                    assert all(f"rank {other}: " in str(error) for other in range(2)), error
+                    assert not hs.any_rank(False)
+                    print("caught")
+                assert (v.numpy() == 1).all()
+        v.assign_add(ones)
+        print("sum", strategy.reduce("SUM", strategy.run(lambda: v + 0), None))
+        """,
+        prints=[r"\A(caught\n){12}sum \[4\. 4\. 4\.\]\n\Z"],
+        status=0,
+        ranks=2,
+        env={"HPCSTRAT_CHECK": "1"},
     ),
     "another structure of results, checked": Fault(
         "strategy.run(lambda: list(range(rank)))" + WAIT,
@@ -217,10 +243,70 @@ MISMATCHES = {
         ],
         r"\[rank 0\] Traceback",
     ),
-    "caught: another call": differs_but("v.assign(ones)", "v.assign_sub(ones)"),
-    "caught: other values assigned": differs_but("v.assign(ones)", "v.assign(ones + 1)"),
-    "caught: another initial value": differs_but("made(ones)", "made(ones + 1)"),
-    "caught: other gradients": differs_but(
-        "optimizer.apply_gradients([(0 * ones, v)])", "optimizer.apply_gradients([(ones, v)])"
+}
+
+IMPORT = """
+import sys, time
+import hpcstrat as hs
+
+rank, last = hs.rank(), hs.rank() == 1
+"""
+CONNECT = "\nhs.CentralStorageStrategy()\nprint('went on')\n"
+CHILD = (
+    r"hpcstrat cannot connect the ranks: a rank has started this process \(\d+\), so it is not a rank\. "
+    "Make strategies and collective calls only in the ranks: put them under `if __name__ == '__main__':`"
+)
+
+
+def early(program, error, rank=1, **others):
+    """An exception before the ranks are connected: nothing of it is left in shared memory."""
+    return replace(raised(program + CONNECT, error, rank, **others), begin=IMPORT)
+
+
+EARLY = {
+    "early: an exception": early("if last: raise ValueError('the cause')", "ValueError: the cause"),
+    "early: an exception of rank 0": early("if rank == 0: 1 / 0", "ZeroDivisionError", rank=0),
+    "early: an exception while the others compute": early(
+        "if last: raise ValueError('the cause')\ncompute()", "ValueError: the cause"
+    ),
+    "early: an exception where MPI has started": early(
+        "from mpi4py import MPI\nif last: raise ValueError('the cause')", "ValueError: the cause"
+    ),
+    "early: an exception where mpi4py starts nothing": early(
+        "import mpi4py\nmpi4py.rc.initialize = False\nif last: raise ValueError('the cause')",
+        "ValueError: the cause",
+    ),
+    "early: an exception of all": early("open('/no/such/file')", "FileNotFoundError", rank=0),
+    "early: sys.exit(3) of all": Fault("sys.exit(3)", status=3, begin=IMPORT, ranks=2),
+    "early: a strategy in a child": Fault(
+        """
+        import subprocess
+        hs.barrier()
+        if last:
+            child = subprocess.run([sys.executable, "-c", "import hpcstrat as hs; hs.barrier()"], timeout=60)
+            assert child.returncode == 1
+        hs.barrier()
+        raise ValueError("the end")
+        """,
+        [CHILD, "ValueError: the end"],
+        "Traceback",
+        begin=IMPORT,
+        ranks=2,
+    ),
+    "early: a spawned process without a main guard": Fault(
+        """
+        import multiprocessing
+        strategy = hs.CentralStorageStrategy()
+        if last:
+            child = multiprocessing.get_context("spawn").Process(target=abs, args=(1,))
+            child.start()
+            child.join()
+        hs.barrier()
+        print("went on")
+        """,
+        [CHILD],
+        CHILD,
+        begin=IMPORT,
+        ranks=2,
     ),
 }
