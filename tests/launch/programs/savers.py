@@ -21,7 +21,9 @@ def save_for_ever(ready):
     values, i = hs.Variable(np.zeros(SIZE)), hs.Variable(0, dtype=np.int64)
     checkpoint = hs.checkpoint.Checkpoint(values=values, i=i)
     random.seed(os.getpid())
-    if how == "alone" and path.exists():
+    if not path.exists():
+        checkpoint.save(path)
+    elif how == "alone":
         checkpoint.restore(path)
     while True:
         i.assign_add(1)
@@ -64,7 +66,7 @@ def killed(child, done):
 def value(path):
     """The number that was saved, whole and checked."""
     with CheckpointFile(path) as file:
-        (values,) = [np.frombuffer(part, np.float64) for part in file.parts("values")]
+        (values,) = [np.frombuffer(bytes(part)) for part in file.parts("values")]
         (i,) = [int(np.frombuffer(part, np.int64)[0]) for part in file.parts("i")]
     assert values.size == SIZE and (values == values[0]).all() and int(values[0]) == i
     return i
