@@ -215,7 +215,7 @@ def test_commands_of_the_readme():
     text = (ROOT / "README.md").read_text()
     for command in (
         'pip install ".[mpich,examples]" && mpirun -n 4 python examples/train.py',
-        'pip install ".[mpich,test]" && launch/test',
+        'pip install -e ".[mpich,test]" && pytest',
     ):
         assert f"\n{command}\n" in text
 
