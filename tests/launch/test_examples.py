@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pytest
 from launcher import skip_unless_it_computes
-from sklearn.datasets import load_digits
 
 ROOT = pathlib.Path(__file__).parents[2]
 # Next to other tests, the threads of a BLAS wait for each other for longer than they compute.
@@ -130,7 +129,7 @@ def test_monte_carlo(launch, gpus, counts):
 @pytest.mark.slow
 @on_some_ranks
 def test_pca(launch, gpus, counts):
-    images = load_digits(return_X_y=True)[0] / 16
+    images = np.load(ROOT / "examples" / "digits.npz")["images"] / 16
     expected = np.linalg.eigvalsh(np.cov(images.T, bias=True))[::-1]
     for lines in printed(launch, gpus, counts, "pca.py"):
         found = np.reshape(numbers_of(lines[1:]), (4, 2))
