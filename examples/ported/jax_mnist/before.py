@@ -22,7 +22,7 @@ BATCH_SIZE = 128
 
 def load_data():
     """1437 images with one-hot digits, shapes (n, 64) and (n, 10), and 360 to test."""
-    images, digits = np.load(pathlib.Path(__file__).parents[2] / "digits.npz").values()
+    images, digits = np.load(pathlib.Path(__file__).resolve().parents[2] / "digits.npz").values()
     order = np.random.default_rng(0).permutation(len(images))
     images, targets = (images[order] / 16).astype(np.float32), np.eye(10, dtype=np.float32)[digits]
     return (images[:1437], targets[order][:1437]), (images[1437:], targets[order][1437:])
