@@ -202,8 +202,14 @@ variable(1.0, aggregation='MOST' if odd else 'SUM')
     ValueError: Variable: aggregation is 'MOST'; it must
 variable(1.0, synchronization=3 if odd else None)
     ValueError: Variable: synchronization is 3
+variable(1.0, constraint=abs)
+    NotImplementedError: Variable: constraint is ... apply it after
+variable(1.0, validate_shape=False)
+    ValueError: Variable: validate_shape is False
 
 # writing them
+v.assign_add()
+    ValueError: Variable.assign_add ... the value is None
 v.assign(FIVE if odd else ONES * 0)
     ValueError: Variable.assign of 'v': ... (5,) and the variable (3,)
 v.assign(1.0 if odd else ONES * 0)
