@@ -54,16 +54,12 @@ hs.Strategy()
     TypeError: Strategy: make a MirroredStrategy ... CentralStorageStrategy ... OneDeviceStrategy
 hs.MirroredStrategy(4)
     TypeError: MirroredStrategy: 4 is not a list of devices ... `mpirun -n 4` ... one device per rank
-hs.CentralStorageStrategy(4)
-    TypeError: CentralStorageStrategy: 4 is not a list of devices
 hs.CentralStorageStrategy(['CPU:0'] * (N + 1))
     ValueError: {N+1} compute devices ... `mpirun -n {N+1}`
 hs.MirroredStrategy([])
     ValueError: MirroredStrategy: 0 compute devices were named
 hs.CentralStorageStrategy('CPU:0' if odd else devices)
     TypeError: the string 'CPU:0' is not a list of devices ... one device per rank ... ['CPU:0']
-hs.MirroredStrategy('CPU:0')
-    TypeError: MirroredStrategy: the string
 hs.CentralStorageStrategy(['XPU:0'] * N)
     ValueError: CentralStorageStrategy: 'XPU:0' is not a device
 hs.MirroredStrategy([0] * N)
@@ -94,42 +90,30 @@ s.run(lambda x: 0, args=each(ONES))
     TypeError: args is of type ... it must be a tuple: args=(x,)
 s.run(lambda x: 0, (5))
     TypeError: Strategy.run: args is of type int; it must be a tuple
-s.run(lambda x: 0, {'x': 1})
-    TypeError: Strategy.run: args is of type dict; it must be a tuple
 s.extended.update(v, lambda v, x: 0, args=ONES)
     TypeError: StrategyExtended.update: args is of type ndarray; it must be a tuple
 
 # reduce
 s.reduce('TOTAL' if odd else 'SUM', each(ONES), None)
     ValueError: Strategy.reduce: reduce_op is 'TOTAL'; it must be one
-s.reduce(None if odd else 'SUM', each(ONES), None)
-    ValueError: reduce_op is None
 s.reduce('SUM', each(ONES), '0' if odd else 0)
     TypeError: Strategy.reduce: axis is '0'; it must be None, an int
-s.reduce('SUM', each(ONES), 1.0 if odd else 0)
-    TypeError: axis is 1.0
 s.reduce('SUM', each(np.ones((2, 2))), True if odd else 0)
     TypeError: axis is True
 s.reduce('MEAN', each(ONES), 1 if odd else 0)
     ValueError: axis 1 does not exist in a value of 1
-s.reduce('MEAN', each(ONES), -2 if odd else 0)
-    ValueError: axis -2 does not exist
 s.reduce('MEAN', each(2.5 if odd else ONES), 0)
     ValueError: axis 0 does not exist in a value of 0
 s.reduce('SUM', each(np.ones((2, 2))), (0, -2) if odd else (0, 1))
     ValueError: names a dimension twice
 s.reduce('SUM', each(ONES > 0 if odd else ONES), None)
     TypeError: Strategy.reduce: SUM of bool is not defined
-s.reduce('MEAN', each(ONES > 0 if odd else ONES), 0)
-    TypeError: MEAN of bool
 s.reduce('MAX', each(ONES * 1j if odd else ONES), None)
     TypeError: MAX of complex64 is not defined
 s.reduce('SUM', each(np.ones(3, np.longdouble) if odd else ONES), None)
     TypeError: cannot be reduced
 s.reduce('SUM', each('text' if odd else ONES), None)
     TypeError: Strategy.reduce: 'text' is not an array of numbers
-s.reduce('SUM', each({1, 2} if odd else ONES), None)
-    TypeError: is not an array of numbers
 s.reduce('MAX', each(np.datetime64('2020-01-01') if odd else ONES), None)
     TypeError: is not an array of numbers
 s.reduce('SUM', each(slices), 0)
@@ -146,26 +130,16 @@ s.gather(each(ONES), 1)
     ValueError: axis 1 does not exist ... (3,) on rank
 s.gather(each(ONES), None if odd else 0)
     TypeError: Strategy.gather: axis is None; it must be an int
-s.gather(each(np.ones((2, 2))), True if odd else 0)
-    TypeError: axis is True
 s.gather(each(slices if odd else ONES), 0)
     NotImplementedError: Strategy.gather: IndexedSlices cannot be gathered
-s.gather(slices, 0)
-    NotImplementedError: IndexedSlices cannot be gathered
-s.gather(each('text' if odd else ONES), 0)
-    TypeError: is not an array of numbers
 
 # values from a function
 from_function('text' if odd else 1.0)
     TypeError: Strategy.experimental_distribute_values_from_function: ... 'text' is not an array of numbers
-from_function(None if odd else 1.0)
-    TypeError: is not an array of numbers
 
 # one logical device per replica
 s.experimental_assign_to_logical_device(ONES, 1)
     ValueError: no logical device 1
-s.experimental_assign_to_logical_device(ONES, -1)
-    ValueError: no logical device -1
 s.experimental_split_to_logical_devices(np.ones((2, 2)), [1])
     ValueError: experimental_split_to_logical_devices
 s.experimental_split_to_logical_devices(np.ones((2, 2)), [2, 1])
@@ -174,11 +148,7 @@ s.experimental_split_to_logical_devices(np.ones((2, 2)), [2, 1])
 # making variables
 variable(None if odd else ONES)
     TypeError: Variable: the initial value is None; it must be an array
-variable({1, 2} if odd else ONES)
-    TypeError: the initial value is {1, 2}
 variable(np.zeros(2, 'M8[s]') if odd else ONES)
-    TypeError: the initial value is
-variable(np.zeros(2, [('a', 'f4')]) if odd else ONES)
     TypeError: the initial value is
 variable([[1], [2, 3]] if odd else ONES)
     ValueError: inhomogeneous
@@ -190,8 +160,6 @@ variable(ONES, shape=(4,) if odd else (3,))
     ValueError: shape (3,), but shape=(4,)
 variable(2**40 if odd else 2)
     ValueError: cannot be cast to int32 without loss
-variable(-1 if odd else 1, dtype=np.uint8)
-    ValueError: cannot be cast to uint8
 variable([1.5] if odd else [1], dtype=np.int32)
     ValueError: cannot be cast to int32
 variable([1j] if odd else [1.0], dtype=np.float32)
@@ -220,28 +188,20 @@ large.assign(here(np.zeros((100, 300) if odd else (300, 100))))
     ValueError: (100, 300) and
 i.assign(here(ONES) if odd else [0, 0, 0])
     ValueError: 'i': a value of dtype float32 cannot be cast to ... int32
-i.assign([1.0, 2.0, 3.0])
-    ValueError: float64 cannot be cast to
 i.assign(here(np.array([0, 0, 2**31])) if odd else [0, 0, 0])
     ValueError: a value of dtype int64 cannot be cast to the variable's int32
 i.assign([0, 0, -(2**31) - 1])
     ValueError: a value of dtype int64 cannot be cast to the variable's int32
 v.assign(here(ONES * 1j))
     ValueError: complex64 cannot be cast to the variable's float32
-v.assign(['a', 'b', 'c'])
-    ValueError: the value is ... it must be an array, a number
 v.assign('text')
     ValueError: the value is 'text'; it must be an array, a number
-v.assign(None)
-    ValueError: Variable.assign of 'v'
 b.assign(here(np.array([1, 0])))
     ValueError: int64 cannot be cast to the variable's bool
 b.assign_add(here(np.array([True, True])))
     ValueError: 'b': booleans are neither added
 v.assign_add(here(FIVE))
     ValueError: Variable.assign_add of 'v': the value has shape
-v.assign_sub(here(FIVE))
-    ValueError: Variable.assign_sub of 'v': the value has shape
 v.assign(of_replica(ONES))
     ValueError: is a PerReplica ... reduce it first
 within(s, lambda: foreign.assign(here(ONES)))
@@ -288,16 +248,12 @@ Dataset.range(3, name='three')
     TypeError: Dataset.range() got an unexpected keyword argument 'name'
 pairs.batch('8')
     TypeError: Dataset.batch: batch_size is '8'; it must be an int
-pairs.batch(8.0)
-    TypeError: Dataset.batch: batch_size is 8.0; it must be an int
 s.experimental_distribute_dataset(pairs.batch)
     TypeError: Strategy.experimental_distribute_dataset: batch is a method of a Dataset; call it
 Dataset.range(3, output_type='flaot')
     TypeError: Dataset.range: dtype is 'flaot' ... not understood ... such as 'float32'
 hs.metrics.Mean(5)
     TypeError: Mean: name is 5; it must be a string
-hs.metrics.Mean(dtype='flaot')
-    TypeError: Mean: dtype is 'flaot' ... not understood ... such as 'float32'
 Manager(v, 'x')
     TypeError: CheckpointManager: checkpoint is Variable; pass a Checkpoint ... Checkpoint(w=w)
 hs.on_lead(None)
@@ -405,8 +361,6 @@ context().all_reduce('SUM', np.longdouble(1) if odd else 1)
     TypeError: cannot be reduced
 context().all_reduce('SUM', hs.PerReplica(1, RANK, N) if odd else 1)
     TypeError: one value per replica
-context().all_gather(1.0, 0)
-    ValueError: ReplicaContext.all_gather: axis 0 does not exist
 context().all_gather(here(ONES), 1)
     ValueError: ReplicaContext.all_gather: axis 1 does not exist
 context().all_gather(here(ONES), None if odd else 0)
@@ -419,18 +373,10 @@ context().broadcast(here(ONES), True)
     ValueError: root is True; it must be the index of a replica
 context().broadcast(['text' if odd else 1.0])
     TypeError: 'text' is not an array of numbers
-context().broadcast(hs.PerReplica(1, RANK, N))
-    TypeError: one value per replica
 context().reduce_scatter('SUM', 1.0)
     ValueError: ReplicaContext.reduce_scatter: axis 0 does not exist in an array of shape ()
 context().reduce_scatter('SUM', here(ONES), 1 if odd else 0)
     ValueError: axis 1 does not exist in an array of shape (3,)
-context().reduce_scatter('SUM', here(ONES), None)
-    TypeError: axis is None; it must be an int
-context().reduce_scatter('AVERAGE', here(ONES))
-    ValueError: reduce_op is 'AVERAGE'
-context().reduce_scatter('SUM', here(ONES > 0))
-    TypeError: reduce_scatter: SUM of bool
 context().scan('MEAN', 1.0)
     ValueError: ReplicaContext.scan: reduce_op is MEAN ... no result for the first replica ... MAX
 context().scan('SUM', 1.0, 1)
@@ -439,14 +385,10 @@ context().all_to_all([here(ONES)] * (N + odd))
     ValueError: ReplicaContext.all_to_all: values is {N+1} values; pass a list of {N}
 context().all_to_all(here(ONES))
     ValueError: values is of type ndarray; pass a list of
-context().all_to_all(['text'] * N)
-    TypeError: 'text' is not an array of numbers
 context().neighbor_exchange(1.0, 'text' if odd else 1.0)
     TypeError: ReplicaContext.neighbor_exchange: 'text' is not an array of numbers
 context().merge_call(5)
     TypeError: merge_call: fn is 5; pass the function
-context().merge_call(lambda s, x: 0, args=ONES)
-    TypeError: merge_call: args is of type ndarray; it must be
 none.assign(here(ONES))
     ValueError: Variable.assign of 'none' in a replica context: it has no aggregation ... 'SUM'
 mean.assign(here(np.ones(3, np.int32)))
@@ -455,14 +397,8 @@ v.assign(here(FIVE if odd else ONES))
     ValueError: Variable.assign of 'v': ... (5,) and the variable (3,)
 large.assign(here(FIVE if odd else np.ones((300, 100))))
     ValueError: of 'large': ... (5,)
-v.assign(1.0 if odd else here(ONES))
-    ValueError: () and the variable (3,)
 i.assign(here(ONES if odd else np.array([1, 2, 3])))
     ValueError: float32 cannot be cast to the variable's int32
-i.assign(here(np.array([0, 0, 2**31 if odd else 1])))
-    ValueError: a value of dtype int64 cannot be cast to the variable's int32
-v.assign(here(ONES * 1j if odd else ONES))
-    ValueError: complex64 cannot be cast to
 v.assign(hs.PerReplica(ONES, RANK, N) if odd else here(ONES))
     ValueError: is a PerReplica
 (b.assign_add if odd else b.assign)(here(np.array([True, True])))
@@ -523,8 +459,6 @@ s.reduce('MAX' if odd else 'SUM', each(ONES), None)
     ReplicaMismatchError: Strategy.reduce(SUM ... Strategy.reduce(MAX
 s.reduce('SUM', each(np.ones((2, 3 + odd))), 0)
     ReplicaMismatchError: (3,) ... (4,)
-s.reduce('SUM', each(np.ones((2, 3))), int(odd))
-    ReplicaMismatchError: Strategy.reduce
 s.reduce('SUM', each(np.ones((3, 3))), int(odd))
     ReplicaMismatchError: axis=0 ... axis=1
 s.reduce('SUM' if odd else 'MEAN', each(np.ones(3)), 0)
@@ -539,8 +473,6 @@ s.reduce('SUM', each([ONES] * odd), None)
     ReplicaMismatchError: [] ... [*]
 s.reduce('SUM', each(ONES if odd else None), None)
     ReplicaMismatchError: not distributed
-s.reduce('SUM', each([ONES] * (1 + odd)), None)
-    ReplicaMismatchError: Strategy.reduce
 s.gather(each({'b' if odd else 'a': ONES}), 0)
     ReplicaMismatchError: 'a': * ... 'b': *
 s.gather(each([ONES] * odd), 0)
@@ -551,14 +483,10 @@ s.gather(each(np.ones((2, 3 + odd))), 0)
     ReplicaMismatchError: (2, 3) ... (2, 4)
 s.gather(each(ONES), 0) if odd else s.reduce('SUM', each(ONES), None)
     ReplicaMismatchError: gather
-s.experimental_local_results(each([ONES] * odd))
-    ReplicaMismatchError: [] ... [*]
 s.experimental_local_results(each(ONES if odd else None))
     ReplicaMismatchError: not distributed
 s.experimental_local_results(each([ONES] * (1 + odd)))
     ReplicaMismatchError: [*] ... [*, *]
-s.experimental_local_results(each({'a': 1} if odd else {'b': 1}))
-    ReplicaMismatchError: Strategy.experimental_local_results
 s.experimental_local_results(each({'a': 1} if odd else [1]))
     ReplicaMismatchError: Strategy.experimental_local_results
 s.experimental_distribute_values_from_function(lambda context: (1.0,) * (1 + odd))
@@ -590,8 +518,6 @@ context().all_reduce('SUM', here(FIVE if odd else ONES))
     ReplicaMismatchError: (3,) ... (5,)
 context().all_reduce('MIN' if odd else 'SUM', here(ONES))
     ReplicaMismatchError: ReplicaContext.all_reduce(SUM ... ReplicaContext.all_reduce(MIN
-context().all_reduce('SUM', here([None if odd else ONES, ONES]))
-    ReplicaMismatchError: ReplicaContext.all_reduce
 context().all_reduce('SUM', {'b' if odd else 'a': 1})
     ReplicaMismatchError: 'a': * ... 'b': *
 context().all_reduce('SUM', [1, None] if odd else [None, 1])
