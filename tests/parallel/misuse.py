@@ -11,6 +11,7 @@ import importlib.util
 from typing import Any
 
 import numpy as np
+from adamax import Adamax
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -267,8 +268,8 @@ s.reduce('SUM', each(ONES) if not odd else [5, each(ONES)], None)
     ValueError: SUM of a value that is not distributed
 s.experimental_local_results(each((lambda: 0) if odd else 0))
     TypeError: Strategy.experimental_local_results: ... cannot travel
-own + 1
-    RuntimeError: 'own' has one value per replica
+own.sparse_read([1])
+    RuntimeError: one value per replica
 own.assign_add(here(ONES)) if odd else own.assign(here(ONES))
     ValueError: Variable.assign_add of 'own': ... not defined
 """
@@ -556,6 +557,50 @@ s.run(lambda: context().all_gather(somewhere(), 0))
     ReplicaMismatchError: on the GPU [0
 """
 
+# Each refuses a masked array `x`, and takes another array.
+MASKED = """
+s.reduce('SUM', s.run(lambda: x), None)
+s.reduce('MEAN', s.run(lambda: x), 0)
+s.reduce('MAX', s.run(lambda: {'a': [TWO, x]}), None)
+s.reduce('SUM', s.run(lambda: hs.IndexedSlices(x, np.array([0, 1]), (4,))), None)
+s.gather(s.run(lambda: x), 0)
+s.extended.reduce_to('SUM', s.run(lambda: x), v)
+s.experimental_distribute_values_from_function(lambda context: (TWO, x))
+s.run(lambda: context().all_reduce('SUM', x))
+s.run(lambda: context().all_gather(x, 0))
+within(s, lambda: hs.Variable(x))
+two.assign(x)
+s.run(lambda: two.assign_add(x))
+s.run(lambda: hs.optimizers.SGD(1.0).apply_gradients([(x, two)]))
+s.run(lambda: hs.optimizers.SGD(1.0).apply_gradients([(hs.IndexedSlices(x, [0, 1]), two)]))
+"""
+
+# What each rank does without the others.
+MASKED_ALONE = """
+s.reduce('MEAN', x, 0)
+s.gather(x, 0)
+s.run(lambda: hs.metrics.Mean().update_state(x))
+list(Dataset.from_tensor_slices((TWO, x)))
+list(Dataset.from_tensors(x))
+list(Dataset.range(2).map(lambda _: x))
+list(s.experimental_distribute_dataset([{'x': x}] * (2 * N)))
+hs.asnumpy([TWO, x])
+"""
+
+# Updates that a GPU refuses; `step` makes them of float32 and complex variables.
+OF_REALS = """
+step(hs.optimizers.Lion(0.5), 'f4', 'c8')
+    TypeError: numpy.sign of elements ... of complex64
+step(hs.optimizers.Lion(0.5), 'f4', 'c16', is_sparse=True)
+    TypeError: numpy.sign of elements ... of complex128
+step(Adamax(0.5), 'f4', 'c8')
+    TypeError: numpy.absolute, numpy.maximum of elements ... of complex64
+step(hs.optimizers.SGD(0.5, clipvalue=0.25, name='mine'), 'f4', 'c16')
+    TypeError: mine.apply_gradients: the update with clipvalue takes numpy.maximum, numpy.minimum
+step(hs.optimizers.SGD(0.5, clipvalue=0.25), 'f4', 'c8', is_sparse=True)
+    TypeError: numpy.maximum, numpy.minimum ... of complex64
+"""
+
 if N > 1:
     ACROSS += ACROSS_SEVERAL
     INSIDE += INSIDE_SEVERAL
@@ -607,6 +652,7 @@ class Env:
                 hs.Variable(np.zeros(3, np.int32), name="i", aggregation="SUM"),
                 hs.Variable(np.zeros(3, np.int32), name="mean", aggregation="MEAN"),
                 hs.Variable([True, False], name="b", aggregation="ONLY_FIRST_REPLICA"),
+                hs.Variable(np.zeros(2, np.float32), name="two", aggregation="SUM"),
             ]
             own = hs.Variable(ONES * 0, name="own", synchronization="ON_READ", aggregation="SUM")
         self.variables = made
@@ -622,6 +668,7 @@ class Env:
             **{v.name: v for v in (outside, foreign, own, *made)},
             **{"kept": kept[0], "here": self.here, "each": self.each, "rows": self.rows},
             **{"within": within, "variable": self.variable, "from_function": self.from_function},
+            **{"TWO": np.ones(2, np.float32), "step": self.step, "Adamax": Adamax},
             "slices": hs.IndexedSlices(place.xp.ones((1, 2)), place.xp.array([0]), (4, 2)),
             "of_replica": lambda value: hs.PerReplica(self.here(value), RANK, N),
             "pairs": Dataset.from_tensor_slices((np.ones((4, 2)), np.arange(4))).batch(4),
@@ -654,10 +701,25 @@ class Env:
     def from_function(self, value):
         return self.s.experimental_distribute_values_from_function(lambda _: self.here(value))
 
-    def run(self, program, odd, inside=False):
+    def step(self, optimizer, *dtypes, is_sparse=False):
+        """Updates variables of twos, which `is_unchanged` looks at later; with rows of the last."""
+        xp = self.place.xp
+        made = [self.variable(np.full((900, 5), 2, dtype)) for dtype in dtypes]
+        self.variables += made
+        self.before += [v.numpy() for v in made]
+        gradients = [xp.ones(v.shape, v.dtype) for v in made]
+        if is_sparse:
+            gradients[-1] = hs.IndexedSlices(gradients[-1][:2], xp.asarray([3, 1]))
+        pairs = list(zip(gradients, made, strict=True))
+        try:
+            self.s.run(lambda: optimizer.apply_gradients(pairs))
+        finally:
+            assert optimizer.iterations == 0
+
+    def run(self, program, odd, inside=False, **others):
         """Runs a program; `odd` says whether it is wrong on this rank."""
         code = compile(program, __file__, "eval")
-        names = self.names | {"odd": odd}
+        names = self.names | {"odd": odd} | others
         return self.s.run(lambda: eval(code, names)) if inside else eval(code, names)
 
     def is_unchanged(self):

@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from public_api import begins_with_a_call
 from strategies import STRATEGIES
 
 import hpcstrat as hs
@@ -30,48 +29,6 @@ def replica_context() -> Any:
     return hs.get_replica_context()
 
 
-def slices(values):
-    return hs.IndexedSlices(values, np.array([0, 1]), (4,))
-
-
-INTO = {
-    "Strategy.reduce": lambda e, x: e.s.reduce("SUM", e.s.run(lambda: x), None),
-    "Strategy.reduce along an axis": lambda e, x: e.s.reduce("MEAN", e.s.run(lambda: x), 0),
-    "Strategy.reduce in a nest": lambda e, x: e.s.reduce(
-        "MAX", e.s.run(lambda: {"a": [WHOLE, x]}), None
-    ),
-    "Strategy.reduce of a plain value": lambda e, x: e.s.reduce("MEAN", x, 0),
-    "Strategy.reduce of slices": lambda e, x: e.s.reduce("SUM", e.s.run(lambda: slices(x)), None),
-    "Strategy.gather": lambda e, x: e.s.gather(e.s.run(lambda: x), 0),
-    "Strategy.gather of a plain value": lambda e, x: e.s.gather(x, 0),
-    "StrategyExtended.reduce_to": lambda e, x: e.s.extended.reduce_to(
-        "SUM", e.s.run(lambda: x), e.v
-    ),
-    "Strategy.experimental_distribute_values_from_function": lambda e, x: (
-        e.s.experimental_distribute_values_from_function(lambda context: (WHOLE, x))
-    ),
-    "ReplicaContext.all_reduce": lambda e, x: e.s.run(
-        lambda: replica_context().all_reduce("SUM", x)
-    ),
-    "ReplicaContext.all_gather": lambda e, x: e.s.run(lambda: replica_context().all_gather(x, 0)),
-    "Variable.assign": lambda e, x: e.v.assign(x),
-    "Variable.assign_add": lambda e, x: e.s.run(lambda: e.v.assign_add(x)),
-    "Variable": lambda e, x: e.made(x),
-    "SGD.apply_gradients": lambda e, x: e.s.run(lambda: e.optimizer.apply_gradients([(x, e.v)])),
-    "SGD.apply_gradients of slices": lambda e, x: e.s.run(
-        lambda: e.optimizer.apply_gradients([(slices(x), e.v)])
-    ),
-    "Mean.update_state": lambda e, x: e.s.run(lambda: e.mean.update_state(x)),
-    "Dataset of slices": lambda e, x: list(hs.data.Dataset.from_tensor_slices((WHOLE, x))),
-    "Dataset of tensors": lambda e, x: list(hs.data.Dataset.from_tensors(x)),
-    "Dataset that maps": lambda e, x: list(hs.data.Dataset.range(2).map(lambda _: x)),
-    "Strategy.experimental_distribute_dataset of an iterable": lambda e, x: list(
-        e.s.experimental_distribute_dataset([{"x": x}] * 2)
-    ),
-    "asnumpy": lambda e, x: hs.asnumpy([WHOLE, x]),
-}
-
-
 class Env:
     def __init__(self, strategy):
         self.s = strategy
@@ -83,29 +40,6 @@ class Env:
     def made(self, value):
         with self.s.scope():
             return hs.Variable(value)
-
-
-ALONE = ("Dataset", "asnumpy", "Mean", "Strategy.reduce of a plain", "Strategy.gather of a plain")
-"""What each rank does without the others."""
-
-
-def test_masked_arrays_are_refused(strategy):
-    """By their class: an array in which nothing is masked today may have a mask tomorrow."""
-    env = Env(strategy)
-    for name, call in INTO.items():
-        for value in (MASKED, np.ma.array(WHOLE), np.ma.array(WHOLE, mask=False)):
-            with pytest.raises(TypeError, match="masked array.*mask would be lost; pass") as caught:
-                call(env, value)
-            assert begins_with_a_call(str(caught.value)), name
-        if N > 1 and not name.startswith(ALONE):
-            with pytest.raises(
-                (TypeError, hs.ReplicaMismatchError), match="masked array|must make the same call"
-            ):
-                call(env, MASKED if RANK == N - 1 else WHOLE)
-        assert env.v.numpy().tolist() == [0, 0], name
-        call(env, WHOLE)
-        env.v.assign(np.zeros(2))
-        assert strategy.reduce("SUM", strategy.run(lambda: RANK), None) == N * (N - 1) // 2, name
 
 
 def test_masked_arrays_travel_as_objects(strategy):
