@@ -43,8 +43,6 @@ v.scatter_add(rows(of_replica(1.0) if odd else 0.0, [0]))
     ValueError: is a PerReplica, one value per replica
 own.scatter_add(rows(1.0, [0]))
     NotImplementedError: Variable.scatter_add of 'own': the variable is ON_READ
-v.sparse_read([3])
-    ValueError: sparse_read of 'v': an index is not in 0
 scalar.sparse_read([0])
     ValueError: sparse_read of 'scalar': the variable has shape () and no rows
 """
@@ -63,10 +61,6 @@ hs.CentralStorageStrategy('CPU:0' if odd else devices)
     TypeError: the string 'CPU:0' is not a list of devices ... one device per rank ... ['CPU:0']
 hs.CentralStorageStrategy(['XPU:0'] * N)
     ValueError: CentralStorageStrategy: 'XPU:0' is not a device
-hs.MirroredStrategy([0] * N)
-    ValueError: MirroredStrategy: 0 is not a device
-hs.CentralStorageStrategy(['CPU'] * N)
-    ValueError: 'CPU' is not a device; write 'CPU:0'
 hs.CentralStorageStrategy(['/job:worker/task:0/device:CPU:0'] * N)
     ValueError: is not a device
 hs.CentralStorageStrategy(['CPU:1'] * N if odd else devices)
@@ -89,8 +83,6 @@ s.run(5)
     TypeError: Strategy.run: fn is 5; pass the function
 s.run(lambda x: 0, args=each(ONES))
     TypeError: args is of type ... it must be a tuple: args=(x,)
-s.run(lambda x: 0, (5))
-    TypeError: Strategy.run: args is of type int; it must be a tuple
 s.extended.update(v, lambda v, x: 0, args=ONES)
     TypeError: StrategyExtended.update: args is of type ndarray; it must be a tuple
 
@@ -99,12 +91,8 @@ s.reduce('TOTAL' if odd else 'SUM', each(ONES), None)
     ValueError: Strategy.reduce: reduce_op is 'TOTAL'; it must be one
 s.reduce('SUM', each(ONES), '0' if odd else 0)
     TypeError: Strategy.reduce: axis is '0'; it must be None, an int
-s.reduce('SUM', each(np.ones((2, 2))), True if odd else 0)
-    TypeError: axis is True
 s.reduce('MEAN', each(ONES), 1 if odd else 0)
     ValueError: axis 1 does not exist in a value of 1
-s.reduce('MEAN', each(2.5 if odd else ONES), 0)
-    ValueError: axis 0 does not exist in a value of 0
 s.reduce('SUM', each(np.ones((2, 2))), (0, -2) if odd else (0, 1))
     ValueError: names a dimension twice
 s.reduce('SUM', each(ONES > 0 if odd else ONES), None)
@@ -125,8 +113,6 @@ s.scatter([[1, 2], [3]])
     ValueError: Strategy.scatter: axis 0 does not exist in ... the number 1 ... np.array(value)
 
 # gather
-s.gather(each(2.5), 0)
-    ValueError: Strategy.gather: axis 0 does not exist
 s.gather(each(ONES), 1)
     ValueError: axis 1 does not exist ... (3,) on rank
 s.gather(each(ONES), None if odd else 0)
@@ -141,8 +127,6 @@ from_function('text' if odd else 1.0)
 # one logical device per replica
 s.experimental_assign_to_logical_device(ONES, 1)
     ValueError: no logical device 1
-s.experimental_split_to_logical_devices(np.ones((2, 2)), [1])
-    ValueError: experimental_split_to_logical_devices
 s.experimental_split_to_logical_devices(np.ones((2, 2)), [2, 1])
     ValueError: experimental_split_to_logical_devices
 
@@ -161,30 +145,24 @@ variable(ONES, shape=(4,) if odd else (3,))
     ValueError: shape (3,), but shape=(4,)
 variable(2**40 if odd else 2)
     ValueError: cannot be cast to int32 without loss
-variable([1.5] if odd else [1], dtype=np.int32)
-    ValueError: cannot be cast to int32
 variable([1j] if odd else [1.0], dtype=np.float32)
     ValueError: cannot be cast to float32
 variable(of_replica(ONES))
     ValueError: one value per replica; reduce it
 variable(1.0, aggregation='MOST' if odd else 'SUM')
     ValueError: Variable: aggregation is 'MOST'; it must
-variable(1.0, synchronization=3 if odd else None)
-    ValueError: Variable: synchronization is 3
 variable(1.0, constraint=abs)
     NotImplementedError: Variable: constraint is ... apply it after
 variable(1.0, validate_shape=False)
     ValueError: Variable: validate_shape is False
 
 # writing them
-v.assign_add()
-    ValueError: Variable.assign_add ... the value is None
+own.assign(here(FIVE if odd else ONES))
+    ValueError: Variable.assign of 'own': ... (5,)
 v.assign(FIVE if odd else ONES * 0)
     ValueError: Variable.assign of 'v': ... (5,) and the variable (3,)
 v.assign(1.0 if odd else ONES * 0)
     ValueError: () and the variable (3,); nothing is broadcast
-scalar.assign([1.0])
-    ValueError: (1,) and the variable ()
 large.assign(here(np.zeros((100, 300) if odd else (300, 100))))
     ValueError: (100, 300) and
 i.assign(here(ONES) if odd else [0, 0, 0])
@@ -211,8 +189,6 @@ within(s, lambda: foreign.assign(here(ONES)))
 # StrategyExtended
 s.extended.reduce_to('SUM', each(ONES), None)
     ValueError: StrategyExtended.reduce_to: destinations is None
-s.extended.reduce_to('SUM', each(ONES), 'here')
-    ValueError: 'here' is not a device
 s.extended.batch_reduce_to('SUM', [(each(ONES), [])])
     ValueError: StrategyExtended.batch_reduce_to: destinations is []
 s.extended.broadcast_to(1, None)
@@ -237,8 +213,6 @@ kept.all_gather(ONES, 0)
     RuntimeError: ReplicaContext.all_gather was called outside
 kept.merge_call(lambda s: 0)
     RuntimeError: ReplicaContext.merge_call was called
-within(s, lambda: kept.all_reduce('SUM', 1))
-    RuntimeError: ReplicaContext.all_reduce was called outside
 
 # datasets, metrics, checkpoints, the program
 s.reduce('SUM', 1)
@@ -311,22 +285,8 @@ s.run(lambda: context().merge_call(lambda: 0))
     TypeError: <lambda>() takes 0 positional arguments but 1 was given
 v.grad
     AttributeError: 'Variable' object has no attribute 'grad'
-pairs.padded_batch(4)
-    AttributeError: Dataset.padded_batch does not exist; write ... .batch(n)
-Dataset.counter()
-    AttributeError: Dataset.counter does not exist; write Dataset.range(start, sys.maxsize, step)
-pairs.apply(hs.data.assert_cardinality(4))
-    AttributeError: Dataset.apply does not exist; write function(dataset)
-hs.get_rank()
-    AttributeError: hpcstrat.get_rank does not exist; write hs.rank()
-hs.init()
-    AttributeError: hpcstrat.init does not exist; write nothing: the first strategy starts MPI
 hs.Allreduce
     AttributeError: hpcstrat.Allreduce does not exist; write strategy.reduce ... all_reduce('SUM', value)
-hs.anyrank
-    AttributeError: module 'hpcstrat' has no attribute 'anyrank'
-hs.optimizers.get_rank
-    AttributeError: module 'hpcstrat.optimizers' has no attribute 'get_rank'
 Checkpoint(w=v).restore('/nothing')
     FileNotFoundError: Checkpoint.restore of /nothing: there is no such file; nothing was changed
 """
@@ -358,8 +318,6 @@ context().all_reduce('SUM', True if odd else 1)
     TypeError: ReplicaContext.all_reduce: SUM of bool
 context().all_reduce('SUM', {'a': 'text' if odd else 1})
     TypeError: ReplicaContext.all_reduce: 'text' is not an array of numbers
-context().all_reduce('SUM', np.longdouble(1) if odd else 1)
-    TypeError: cannot be reduced
 context().all_reduce('SUM', hs.PerReplica(1, RANK, N) if odd else 1)
     TypeError: one value per replica
 context().all_gather(here(ONES), 1)
@@ -374,8 +332,6 @@ context().broadcast(here(ONES), True)
     ValueError: root is True; it must be the index of a replica
 context().broadcast(['text' if odd else 1.0])
     TypeError: 'text' is not an array of numbers
-context().reduce_scatter('SUM', 1.0)
-    ValueError: ReplicaContext.reduce_scatter: axis 0 does not exist in an array of shape ()
 context().reduce_scatter('SUM', here(ONES), 1 if odd else 0)
     ValueError: axis 1 does not exist in an array of shape (3,)
 context().scan('MEAN', 1.0)
@@ -384,8 +340,6 @@ context().scan('SUM', 1.0, 1)
     TypeError: ReplicaContext.scan: inclusive is 1; it must be True or False
 context().all_to_all([here(ONES)] * (N + odd))
     ValueError: ReplicaContext.all_to_all: values is {N+1} values; pass a list of {N}
-context().all_to_all(here(ONES))
-    ValueError: values is of type ndarray; pass a list of
 context().neighbor_exchange(1.0, 'text' if odd else 1.0)
     TypeError: ReplicaContext.neighbor_exchange: 'text' is not an array of numbers
 context().merge_call(5)
@@ -406,12 +360,8 @@ v.assign(hs.PerReplica(ONES, RANK, N) if odd else here(ONES))
     ValueError: neither added
 foreign.assign(here(ONES))
     RuntimeError: 'foreign': the variable belongs to another
-own.assign(here(FIVE))
-    ValueError: Variable.assign of 'own': ... (5,)
 hs.Variable(None if odd else 1.0)
     TypeError: the initial value is None
-none.scatter_add(rows(1.0, [0]))
-    ValueError: scatter_add of 'none' in a replica context: it has no aggregation
 mean.scatter_add(rows(1, [0]))
     ValueError: 'mean': the mean ... does not fit int32
 v.scatter_update(rows(1.0, [0]))
@@ -466,18 +416,12 @@ s.reduce('SUM' if odd else 'MEAN', each(np.ones(3)), 0)
     ReplicaMismatchError: SUM ... MEAN
 s.reduce('SUM', each({'a': 1, 'c' if odd else 'b': 2}), None)
     ReplicaMismatchError: 'b': * ... 'c': *
-s.reduce('SUM', each([1, None] if odd else [None, 1]), None)
-    ReplicaMismatchError: [0] ... [1]
 s.reduce('MEAN', [1, each(1)] if odd else [each(1), 1], None)
     ReplicaMismatchError: [0] ... [1]
 s.reduce('SUM', each([ONES] * odd), None)
     ReplicaMismatchError: [] ... [*]
 s.reduce('SUM', each(ONES if odd else None), None)
     ReplicaMismatchError: not distributed
-s.gather(each({'b' if odd else 'a': ONES}), 0)
-    ReplicaMismatchError: 'a': * ... 'b': *
-s.gather(each([ONES] * odd), 0)
-    ReplicaMismatchError: [] ... [*]
 s.gather(each(np.ones((2, 2))), int(odd))
     ReplicaMismatchError: Strategy.gather
 s.gather(each(np.ones((2, 3 + odd))), 0)
@@ -521,8 +465,6 @@ context().all_reduce('MIN' if odd else 'SUM', here(ONES))
     ReplicaMismatchError: ReplicaContext.all_reduce(SUM ... ReplicaContext.all_reduce(MIN
 context().all_reduce('SUM', {'b' if odd else 'a': 1})
     ReplicaMismatchError: 'a': * ... 'b': *
-context().all_reduce('SUM', [1, None] if odd else [None, 1])
-    ReplicaMismatchError: [0] ... [1]
 context().all_gather(here({'b' if odd else 'a': ONES}), 0)
     ReplicaMismatchError: 'a': * ... 'b': *
 context().all_gather(here(ONES), 0) if odd else context().all_reduce('SUM', here(ONES))

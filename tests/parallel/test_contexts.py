@@ -204,14 +204,6 @@ def test_in_a_replica(strategy, place):
         assert facts() == (strategy, True, True, None)
 
 
-def test_facts_of_strategies(strategy, place):
-    assert strategy.num_replicas_in_sync == N
-    assert strategy.cluster_resolver is None
-    assert strategy.xp is place.xp
-    assert strategy.extended.worker_devices == tuple(map(long_form, place.devices))
-    assert strategy.extended.parameter_devices == (long_form(place.devices[0]),)
-
-
 def test_devices_in_any_form(place):
     expected = tuple(map(long_form, place.devices))
     for form in (str.upper, str.lower, "/{}".format, "/device:{}".format, long_form):
@@ -221,6 +213,8 @@ def test_devices_in_any_form(place):
             assert strategy.extended.parameter_devices == expected[-1:]
         with hs.MirroredStrategy(devices) as strategy:
             assert strategy.extended.worker_devices == expected
+            assert strategy.extended.parameter_devices == expected[:1]
+            assert strategy.num_replicas_in_sync == N and strategy.xp is place.xp
 
 
 @pytest.mark.gpu

@@ -23,42 +23,7 @@ def strategy(request, place):
         yield made
 
 
-def test_facts(strategy, place):
-    found = strategy.extended.call_for_each_replica(lambda x, y: x + y + RANK, (1,), {"y": 2})
-    assert strategy.experimental_local_results(found) == tuple(3 + rank for rank in range(N))
-    extended = strategy.extended
-    v = hs.Variable([1.0, 2.0])
-    assert extended.non_slot_devices([v]) == (
-        f"/job:localhost/replica:0/task:0/device:{place.devices[0]}",
-    )
-    assert (extended.should_checkpoint, extended.should_save_summary) == (True, True)
-    assert (extended.experimental_require_static_shapes, extended.experimental_between_graph) == (
-        False,
-        False,
-    )
-    assert extended.value_container(v) is v
-    assert extended.read_var(v).tolist() == [1, 2]
-    with extended.colocate_vars_with(v):
-        w = hs.Variable(1.0)
-    assert extended.variable_created_in_scope(w)
-
-
 # ---- reduce_to and friends
-
-
-def test_reduce_to(strategy, xp):
-    value = strategy.run(lambda: xp.full(3, RANK + 1.0))
-    v = hs.Variable(np.zeros(3))
-    total = [N * (N + 1) / 2] * 3
-    for destinations in (v, "CPU:0", [CPU], xp.zeros(3)):
-        assert strategy.extended.reduce_to("SUM", value, destinations).tolist() == total
-    everywhere = strategy.extended.reduce_to(hs.ReduceOp.SUM, value, destinations=value)
-    assert isinstance(everywhere, xp.ndarray if N == 1 else hs.Mirrored)
-    for one in strategy.experimental_local_results(everywhere):
-        assert one.tolist() == total
-    same = strategy.run(lambda x: x.tolist() == total, (everywhere,))
-    assert strategy.experimental_local_results(same) == (True,) * N
-    assert strategy.extended.reduce_to("MEAN", 4.0, v) == 4
 
 
 def test_batch_reduce_to_is_one_message(strategy, xp):

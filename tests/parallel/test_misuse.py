@@ -41,9 +41,8 @@ def named(case):
     """Names the case in what fails in the block."""
     try:
         yield
-    except BaseException as error:
-        error.add_note(f"The case is {case}")
-        raise
+    except (Exception, pytest.fail.Exception) as error:
+        raise AssertionError(f"the case is {case}") from error
 
 
 def error_of(env, case, odd, inside):
@@ -57,7 +56,7 @@ def error_of(env, case, odd, inside):
     return error
 
 
-def check(env, table, inside=False, of_a_call=True):
+def check(env, table, inside=False, of_a_call: bool | None = True):
     """Checks a table's cases, on all ranks and, where they say how, on one rank alone."""
     for case in cases_of(table):
         with named(case):

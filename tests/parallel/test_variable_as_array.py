@@ -6,19 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from strategies import in_both_contexts, strategies_for
+from strategies import in_both_contexts
 
 import hpcstrat as hs
 
 N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
-
-
-@pytest.fixture(params=strategies_for(N))
-def strategy(request, place):
-    with place.make(request.param) as made:
-        yield made
 
 
 @pytest.fixture

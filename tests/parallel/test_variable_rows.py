@@ -4,7 +4,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
-from strategies import strategies_for
 
 import hpcstrat as hs
 
@@ -12,12 +11,6 @@ COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
 SUMS = {"add": np.add, "sub": np.subtract}
-
-
-@pytest.fixture(params=strategies_for(N))
-def strategy(request, place):
-    with place.make(request.param) as made:
-        yield made
 
 
 def variable(strategy, value, **options):

@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
-from strategies import strategies_for
 
 import hpcstrat as hs
 
@@ -18,12 +17,6 @@ RANK = COMM.rank
 BFLOAT16 = ml_dtypes.bfloat16
 # In a record, in a mailbox, in many chunks of every rank.
 SHAPES = [(), (3,), (5, 9), (7, 7), (70, 130), (400_003,)]
-
-
-@pytest.fixture(params=strategies_for(N))
-def strategy(request, place):
-    with place.make(request.param) as made:
-        yield made
 
 
 def numbers(shape, dtype, seed=0):
@@ -45,26 +38,18 @@ INITIAL = {
     "complex": (1 + 2j, None, np.complex128),
     "list of floats": ([1.0, 2.0], None, np.float32),
     "list of ints": ([[1, 2], [3, 4]], None, np.int32),
-    "list of both": ([1, 2.5], None, np.float32),
     "empty list": ([], None, np.float32),
-    "empty tuple": ((), None, np.float32),
-    "float64": (np.float64(1.5), None, np.float64),
-    "int8": (np.int8(3), None, np.int8),
     "array of int64": (np.arange(3), None, np.int64),
     "array of float16": (np.ones((2, 3), np.float16), None, np.float16),
     "array of bfloat16": (np.ones(2, BFLOAT16), None, BFLOAT16),
     "big-endian": (np.arange(3, dtype=">i4"), None, np.int32),
     "transposed": (np.arange(6.0).reshape(2, 3).T, None, np.float64),
-    "backwards": (np.arange(6.0)[::-2], None, np.float64),
     "broadcast": (np.broadcast_to(np.float32(3), (4, 5)), None, np.float32),
     "float as bfloat16": (1.5, BFLOAT16, BFLOAT16),
-    "int as float32": (1, np.float32, np.float32),
     "int as int64": (2**40, np.int64, np.int64),
     "int as uint8": (255, "uint8", np.uint8),
-    "array as float32": (np.arange(3.0), np.float32, np.float32),
     "array as int8": (np.arange(3), np.int8, np.int8),
     "function of a list": (lambda: [1.0, 2.0], None, np.float32),
-    "function of an array": (lambda: np.arange(3), None, np.int64),
 }
 
 
@@ -309,15 +294,6 @@ def test_large_sums_are_in_rank_order_on_the_cpu(strategy, place):
         assert v.numpy().tobytes() == expected.tobytes()
     np.testing.assert_allclose(v.numpy(), expected, rtol=0, atol=1e-5)
     assert same_everywhere(v.numpy())
-
-
-@pytest.mark.parametrize("place", ["CPU"], indirect=True)
-def test_half_precision_sums_are_rounded_once(strategy):
-    """On the CPU, which adds up in single precision; NCCL adds in the dtype itself."""
-    with strategy.scope():
-        v = hs.Variable(np.zeros(50_000, np.float16), aggregation="MEAN")
-    strategy.run(lambda: v.assign(np.full(50_000, 60_000, np.float16)))
-    assert (v.numpy() == 60_000).all()
 
 
 def test_values_are_cast_to_the_dtype(strategy, xp):
