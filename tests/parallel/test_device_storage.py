@@ -13,11 +13,8 @@ from internals import (
     GpuPlan,
     Slabs,
     allocate_on_gpu,
-    contexts,
     device_update,
     gpu,
-    host_storage,
-    join_by_rank,
     slabs,
 )
 from mpi4py import MPI
@@ -79,12 +76,10 @@ def replica_context() -> Any:
 
 def check(v, expected, rtol=0.0, atol=0.0):
     """Compares what this rank reads, on its device and on the host, and the bits of all ranks."""
-    context = contexts.current.set(contexts.InReplica(v._state.group))
-    with v._state.group.on_stream():
-        read = v.read_value()
-    contexts.current.reset(context)
-    assert type(read) is v._state.group.xp.ndarray
-    assert hs.asnumpy(read).tobytes() == v.numpy().tobytes()
+    strategy, read = v.distribute_strategy, []
+    strategy.run(lambda: read.append(v.read_value()))
+    assert type(read[0]) is strategy.xp.ndarray
+    assert hs.asnumpy(read[0]).tobytes() == v.numpy().tobytes()
     assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
     np.testing.assert_allclose(v.numpy(), np.broadcast_to(expected, v.shape), rtol, atol)
 
@@ -239,32 +234,6 @@ def test_all_plans_share_one_message(any_strategy, monkeypatch):
             check(v, turn * SUM)
     alive = {id(message()) for message in messages if message() is not None}
     assert len(messages) > 4 and len(alive) == 1
-
-
-@pytest.mark.parametrize("holes", [0, 2])
-def test_a_master_copy_on_the_host_is_copied_by_one_call_per_run(place, monkeypatch, holes):
-    copied, fill = [], host_storage.fill
-
-    def counted(array, value):
-        copied.append(array.nbytes)
-        fill(array, value)
-
-    devices = PLACEMENTS["parameters of the host"](place.devices)
-    with hs.CentralStorageStrategy(*devices) as strategy, strategy.scope():
-        made = [hs.Variable(np.zeros(1 + 50 * i, np.float32)) for i in range(9)]
-        variables = [v for i, v in enumerate(made) if i % 4 or i == 0 or not holes]
-        optimizer = hs.optimizers.SGD(0.5)
-        monkeypatch.setattr(host_storage, "fill", counted)
-        strategy.run(
-            lambda: optimizer.apply_gradients(
-                [(strategy.xp.full(v.shape, i * (RANK + 1.0)), v) for i, v in enumerate(variables)]
-            )
-        )
-        # Without variables 4 and 8 there are two runs.
-        assert len(copied) == 1 + (holes > 0)
-        for i, v in enumerate(variables):
-            check(v, -0.5 * i * SUM)
-        assert not any(v.numpy().any() for i, v in enumerate(made) if holes and i in (4, 8))
 
 
 class Pool:
@@ -509,13 +478,11 @@ def test_rows_of_every_replica(strategy, xp):
 )
 def test_replicas_on_cpus_and_gpus_are_refused(place, make, on_cpu):
     devices = ["CPU:0" if rank == on_cpu else gpu for rank, gpu in enumerate(place.devices)]
-    with pytest.raises(
-        ValueError,
-        match=rf"^{make.__name__}: .* on GPUs and on CPUs: {join_by_rank(enumerate(devices))}; all "
-        r"must compute on GPUs, or all on CPUs\. Start as many ranks as there are GPUs, .*'CPU:0' "
-        r"for each rank, .*parameter_device='CPU:0'",
-    ):
+    with pytest.raises(ValueError, match=rf"^{make.__name__}: .* on GPUs and on CPUs: ") as caught:
         make(devices)
+    gpus = [f"{name} on rank {rank}" for rank, name in enumerate(devices) if rank != on_cpu]
+    for fact in (f"CPU:0 on rank {on_cpu}", gpus[0], "all on CPUs", "parameter_device='CPU:0'"):
+        assert fact in str(caught.value)
     with place.make(make) as strategy:
         (found,) = {*COMM.allgather(strategy.reduce("SUM", strategy.run(lambda: 1), None).item())}
         assert found == N
