@@ -243,7 +243,7 @@ WRITES = [
 ]
 
 
-@pytest.mark.parametrize("verb, aggregation, dtype, shapes", WRITES, ids=range(len(WRITES)))
+@pytest.mark.parametrize("verb, aggregation, dtype, shapes", WRITES)
 def test_writes_in_a_replica_context_are_aggregated(
     strategy, place, verb, aggregation, dtype, shapes
 ):
