@@ -26,6 +26,17 @@ def strategy(request, place):
 # ---- reduce_to and friends
 
 
+def test_reduce_to_any_destination(strategy, xp):
+    value, v = strategy.run(lambda: xp.full(3, RANK + 1.0)), hs.Variable(np.zeros(3))
+    for destinations in (v, "CPU:0", [CPU], xp.zeros(3)):
+        found = strategy.extended.reduce_to("SUM", value, destinations)
+        assert type(found) is xp.ndarray and found.tolist() == [N * (N + 1) / 2] * 3
+    everywhere = strategy.extended.reduce_to(hs.ReduceOp.MEAN, value, destinations=value)
+    assert isinstance(everywhere, xp.ndarray if N == 1 else hs.Mirrored)
+    for one in strategy.experimental_local_results(everywhere):
+        assert one.tolist() == [(N + 1) / 2] * 3
+
+
 def test_batch_reduce_to_is_one_message(strategy, xp):
     v, w = hs.Variable(np.zeros(3)), hs.Variable(np.zeros((), np.int32))
     first, second = strategy.run(lambda: (xp.full(3, RANK + 1.0), xp.full((), RANK, np.int32)))
