@@ -1,49 +1,620 @@
-"""Helpers for tests of wrong uses."""
+"""Tables of wrong uses: a program, and below it its error with the facts that the message states.
 
+A program is an expression of the names of `Env`. Where it says `odd`, it is wrong on the ranks on
+which that is true: on all of them, and then on one alone, whose error all ranks raise. Facts are
+separated by ` ... `.
+"""
+
+import builtins
+import dataclasses
+import importlib.util
 from typing import Any
 
 import numpy as np
+from adamax import Adamax
 from mpi4py import MPI
 
 import hpcstrat as hs
+from hpcstrat.checkpoint import Checkpoint, CheckpointManager
+from hpcstrat.data import Dataset
 
 N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 ONES = np.ones(3, np.float32)
-FIVE = np.ones(5, np.float32)
+
+SCATTER = """
+v.scatter_add(rows(1.0, [0, 3] if odd else [0, 1]))
+    ValueError: Variable.scatter_add of 'v': an index is not in 0..2
+v.scatter_sub(rows(0.0, [-1 if odd else 0]))
+    ValueError: Variable.scatter_sub of 'v': an index is not in
+v.scatter_add(rows(0.0, [0.5 if odd else 0]))
+    ValueError: indices are of dtype float64; pass integers
+v.scatter_sub(rows(ONES if odd else np.zeros(2), [0, 1]))
+    ValueError: values have shape (3,); for indices of ... it must be (2,)
+scalar.scatter_add(rows(1.0, [0]))
+    ValueError: the variable has shape () and no rows
+v.scatter_add(here(ONES) if odd else rows(0.0, [0]))
+    TypeError: sparse_delta is of type ndarray; pass IndexedSlices
+v.scatter_add(rows([1j if odd else 0.0], [0]))
+    ValueError: complex128 cannot be cast to the variable's float32
+b.scatter_add(rows(True, [0]))
+    ValueError: it is not defined for bool; use scatter_update
+v.scatter_add(rows(of_replica(1.0) if odd else 0.0, [0]))
+    ValueError: is a PerReplica, one value per replica
+own.scatter_add(rows(1.0, [0]))
+    NotImplementedError: Variable.scatter_add of 'own': the variable is ON_READ
+scalar.sparse_read([0])
+    ValueError: sparse_read of 'scalar': the variable has shape () and no rows
+"""
+
+ACROSS = """
+# strategies
+hs.Strategy()
+    TypeError: Strategy: make a MirroredStrategy ... CentralStorageStrategy ... OneDeviceStrategy
+hs.MirroredStrategy(4)
+    TypeError: MirroredStrategy: 4 is not a list of devices ... `mpirun -n 4` ... one device per rank
+hs.CentralStorageStrategy(['CPU:0'] * (N + 1))
+    ValueError: {N+1} compute devices ... `mpirun -n {N+1}`
+hs.MirroredStrategy([])
+    ValueError: MirroredStrategy: 0 compute devices were named
+hs.CentralStorageStrategy('CPU:0' if odd else devices)
+    TypeError: the string 'CPU:0' is not a list of devices ... one device per rank ... ['CPU:0']
+hs.CentralStorageStrategy(['XPU:0'] * N)
+    ValueError: CentralStorageStrategy: 'XPU:0' is not a device
+hs.CentralStorageStrategy(['/job:worker/task:0/device:CPU:0'] * N)
+    ValueError: is not a device
+hs.CentralStorageStrategy(['CPU:1'] * N if odd else devices)
+    ValueError: CentralStorageStrategy: there is no CPU:1
+hs.CentralStorageStrategy(devices, 'GPU:77' if odd else None)
+    ValueError: parameter_device is ... GPU:77, and no rank computes there
+hs.CentralStorageStrategy(devices, 'here' if odd else None)
+    ValueError: 'here' is not a device
+
+# scopes
+within(other, lambda: within(s, list))
+    RuntimeError: Strategy.scope ... scope of another strategy
+within(other, lambda: s.run(list))
+    RuntimeError: Strategy.run ... scope of another strategy
+within(other, lambda: s.reduce('MEAN', 1, None))
+    RuntimeError: Strategy.reduce ... another strategy
+
+# run
+s.run(5)
+    TypeError: Strategy.run: fn is 5; pass the function
+s.run(lambda x: 0, args=each(ONES))
+    TypeError: args is of type ... it must be a tuple: args=(x,)
+s.extended.update(v, lambda v, x: 0, args=ONES)
+    TypeError: StrategyExtended.update: args is of type ndarray; it must be a tuple
+
+# reduce
+s.reduce('TOTAL' if odd else 'SUM', each(ONES), None)
+    ValueError: Strategy.reduce: reduce_op is 'TOTAL'; it must be one
+s.reduce('SUM', each(ONES), '0' if odd else 0)
+    TypeError: Strategy.reduce: axis is '0'; it must be None, an int
+s.reduce('MEAN', each(ONES), 1 if odd else 0)
+    ValueError: axis 1 does not exist in a value of 1
+s.reduce('SUM', each(np.ones((2, 2))), (0, -2) if odd else (0, 1))
+    ValueError: names a dimension twice
+s.reduce('SUM', each(ONES > 0 if odd else ONES), None)
+    TypeError: Strategy.reduce: SUM of bool is not defined
+s.reduce('MAX', each(ONES * 1j if odd else ONES), None)
+    TypeError: MAX of complex64 is not defined
+s.reduce('SUM', each(np.ones(3, np.longdouble) if odd else ONES), None)
+    TypeError: cannot be reduced
+s.reduce('SUM', each('text' if odd else ONES), None)
+    TypeError: Strategy.reduce: 'text' is not an array of numbers
+s.reduce('MAX', each(np.datetime64('2020-01-01') if odd else ONES), None)
+    TypeError: is not an array of numbers
+s.reduce('SUM', each(slices), 0)
+    ValueError: IndexedSlices ... axis=None
+s.reduce('MAX', each(slices), None)
+    ValueError: SUM or MEAN, not by MAX
+s.scatter([[1, 2], [3]])
+    ValueError: Strategy.scatter: axis 0 does not exist in ... the number 1 ... np.array(value)
+
+# gather
+s.gather(each(ONES), 1)
+    ValueError: axis 1 does not exist ... (3,) on rank
+s.gather(each(ONES), None if odd else 0)
+    TypeError: Strategy.gather: axis is None; it must be an int
+s.gather(each(slices if odd else ONES), 0)
+    NotImplementedError: Strategy.gather: IndexedSlices cannot be gathered
+
+# values from a function
+from_function('text' if odd else 1.0)
+    TypeError: Strategy.experimental_distribute_values_from_function: ... 'text' is not an array of numbers
+
+# one logical device per replica
+s.experimental_assign_to_logical_device(ONES, 1)
+    ValueError: no logical device 1
+s.experimental_split_to_logical_devices(np.ones((2, 2)), [2, 1])
+    ValueError: experimental_split_to_logical_devices
+
+# making variables
+variable(None if odd else ONES)
+    TypeError: Variable: the initial value is None; it must be an array
+variable(np.zeros(2, 'M8[s]') if odd else ONES)
+    TypeError: the initial value is
+variable([[1], [2, 3]] if odd else ONES)
+    ValueError: inhomogeneous
+variable(1.0, dtype=str if odd else None)
+    TypeError: Variable: dtype is ... it must be a numeric or boolean
+variable(1.0, dtype='flaot32' if odd else None)
+    TypeError: Variable: dtype is 'flaot32' ... data type 'flaot32' not understood ... such as 'float32'
+variable(ONES, shape=(4,) if odd else (3,))
+    ValueError: shape (3,), but shape=(4,)
+variable(2**40 if odd else 2)
+    ValueError: cannot be cast to int32 without loss
+variable([1j] if odd else [1.0], dtype=np.float32)
+    ValueError: cannot be cast to float32
+variable(of_replica(ONES))
+    ValueError: one value per replica; reduce it
+variable(1.0, aggregation='MOST' if odd else 'SUM')
+    ValueError: Variable: aggregation is 'MOST'; it must
+variable(1.0, constraint=abs)
+    NotImplementedError: Variable: constraint is ... apply it after
+variable(1.0, validate_shape=False)
+    ValueError: Variable: validate_shape is False
+
+# writing them
+own.assign(here(FIVE if odd else ONES))
+    ValueError: Variable.assign of 'own': ... (5,)
+v.assign(FIVE if odd else ONES * 0)
+    ValueError: Variable.assign of 'v': ... (5,) and the variable (3,)
+v.assign(1.0 if odd else ONES * 0)
+    ValueError: () and the variable (3,); nothing is broadcast
+large.assign(here(np.zeros((100, 300) if odd else (300, 100))))
+    ValueError: (100, 300) and
+i.assign(here(ONES) if odd else [0, 0, 0])
+    ValueError: 'i': a value of dtype float32 cannot be cast to ... int32
+i.assign(here(np.array([0, 0, 2**31])) if odd else [0, 0, 0])
+    ValueError: a value of dtype int64 cannot be cast to the variable's int32
+i.assign([0, 0, -(2**31) - 1])
+    ValueError: a value of dtype int64 cannot be cast to the variable's int32
+v.assign(here(ONES * 1j))
+    ValueError: complex64 cannot be cast to the variable's float32
+v.assign('text')
+    ValueError: the value is 'text'; it must be an array, a number
+b.assign(here(np.array([1, 0])))
+    ValueError: int64 cannot be cast to the variable's bool
+b.assign_add(here(np.array([True, True])))
+    ValueError: 'b': booleans are neither added
+v.assign_add(here(FIVE))
+    ValueError: Variable.assign_add of 'v': the value has shape
+v.assign(of_replica(ONES))
+    ValueError: is a PerReplica ... reduce it first
+within(s, lambda: foreign.assign(here(ONES)))
+    RuntimeError: 'foreign': the variable belongs to another
+
+# StrategyExtended
+s.extended.reduce_to('SUM', each(ONES), None)
+    ValueError: StrategyExtended.reduce_to: destinations is None
+s.extended.batch_reduce_to('SUM', [(each(ONES), [])])
+    ValueError: StrategyExtended.batch_reduce_to: destinations is []
+s.extended.broadcast_to(1, None)
+    ValueError: StrategyExtended.broadcast_to: destinations
+s.extended.broadcast_to({'a': hs.PerReplica(1, RANK, N) if odd else 1}, 'CPU:0')
+    TypeError: StrategyExtended.broadcast_to: this is one value per replica; reduce it first
+s.extended.update(5, lambda v: 0)
+    ValueError: StrategyExtended.update: 5 is not a variable
+s.extended.update(foreign, lambda v: 0)
+    ValueError: StrategyExtended.update: ... is not a variable of this
+s.extended.update(v, lambda v, x: 0, (hs.PerReplica(ONES, RANK, N),))
+    ValueError: StrategyExtended.update: ... reduce it first
+s.extended.colocate_vars_with(v).__enter__()
+    RuntimeError: colocate_vars_with is for use under
+within(s, lambda: s.extended.colocate_vars_with(foreign).__enter__())
+    ValueError: colocate_vars_with: ... not one of this
+
+# a replica's context, kept
+kept.all_reduce('SUM', 1)
+    RuntimeError: ReplicaContext.all_reduce was called outside
+kept.all_gather(ONES, 0)
+    RuntimeError: ReplicaContext.all_gather was called outside
+kept.merge_call(lambda s: 0)
+    RuntimeError: ReplicaContext.merge_call was called
+
+# datasets, metrics, checkpoints, the program
+s.reduce('SUM', 1)
+    TypeError: Strategy.reduce() missing 1 required positional argument: 'axis'
+Dataset.from_tensor_slices(ONES, ONES)
+    TypeError: Dataset.from_tensor_slices() takes 1 positional argument but 2 were given
+Dataset.range(3, name='three')
+    TypeError: Dataset.range() got an unexpected keyword argument 'name'
+pairs.batch('8')
+    TypeError: Dataset.batch: batch_size is '8'; it must be an int
+s.experimental_distribute_dataset(pairs.batch)
+    TypeError: Strategy.experimental_distribute_dataset: batch is a method of a Dataset; call it
+Dataset.range(3, output_type='flaot')
+    TypeError: Dataset.range: dtype is 'flaot' ... not understood ... such as 'float32'
+hs.metrics.Mean(5)
+    TypeError: Mean: name is 5; it must be a string
+Manager(v, 'x')
+    TypeError: CheckpointManager: checkpoint is Variable; pass a Checkpoint ... Checkpoint(w=w)
+hs.on_lead(None)
+    TypeError: on_lead: fn is None; pass the function itself ... on_lead(np.save, path, array)
+"""
+
+ACROSS_SEVERAL = """
+hs.OneDeviceStrategy('CPU:0')
+    RuntimeError: one replica, but {N} ranks run; start ... without mpirun
+s.reduce('SUM', each(ONES) if not odd else [5, each(ONES)], None)
+    ValueError: SUM of a value that is not distributed
+s.experimental_local_results(each((lambda: 0) if odd else 0))
+    TypeError: Strategy.experimental_local_results: ... cannot travel
+own.sparse_read([1])
+    RuntimeError: one value per replica
+own.assign_add(here(ONES)) if odd else own.assign(here(ONES))
+    ValueError: Variable.assign_add of 'own': ... not defined
+"""
+
+ACROSS_ONE = """
+hs.OneDeviceStrategy('here')
+    ValueError: OneDeviceStrategy: 'here' is not a device
+"""
+
+WITHOUT_CUPY = """
+hs.CentralStorageStrategy(['GPU:0'] * N)
+    RuntimeError: GPU:0 needs CuPy
+"""
+
+WITH_CUPY = """
+hs.CentralStorageStrategy(['GPU:77'] * N)
+    RuntimeError: CentralStorageStrategy: ... there is no GPU:77; the process of rank 0 sees
+"""
+
+# Of Python, NumPy, or the program itself, on all ranks; and what begins with no call.
+NOT_OF_A_CALL = """
+s.experimental_distribute_values_from_function(5 if odd else lambda context: 1.0)
+    TypeError: not callable
+s.experimental_distribute_values_from_function(lambda c: {}['gone'] if odd else 1.0)
+    KeyError: gone
+s.run(lambda b: b, args=(1, 2))
+    TypeError: <lambda>() takes 1 positional argument but 2 were given
+list(pairs.map(lambda b: b))
+    TypeError: <lambda>() takes 1 positional argument but 2 were given
+hs.on_lead(lambda a: a)
+    TypeError: <lambda>() missing 1 required positional argument: 'a'
+s.distribute_datasets_from_function(lambda: pairs)
+    TypeError: <lambda>() takes 0 positional arguments but 1 was given
+s.experimental_distribute_values_from_function(lambda: 1)
+    TypeError: <lambda>() takes 0 positional arguments but 1 was given
+s.extended.update(v, lambda: 1)
+    TypeError: <lambda>() takes 0 positional arguments but 1 was given
+s.run(lambda: context().merge_call(lambda: 0))
+    TypeError: <lambda>() takes 0 positional arguments but 1 was given
+v.grad
+    AttributeError: 'Variable' object has no attribute 'grad'
+hs.Allreduce
+    AttributeError: hpcstrat.Allreduce does not exist; write strategy.reduce ... all_reduce('SUM', value)
+Checkpoint(w=v).restore('/nothing')
+    FileNotFoundError: Checkpoint.restore of /nothing: there is no such file; nothing was changed
+"""
+
+INSIDE = """
+s.run(lambda: 0)
+    RuntimeError: Strategy.run was called inside a replica function
+s.reduce('SUM', 1, None)
+    RuntimeError: Strategy.reduce was called inside ... all_reduce
+s.gather(here(ONES), 0)
+    RuntimeError: Strategy.gather was called inside a replica function
+within(s, list)
+    RuntimeError: Strategy.scope was called inside a replica function
+other.run(lambda: 0)
+    RuntimeError: Strategy.run was called inside a replica
+from_function(1)
+    RuntimeError: values_from_function was called inside a replica
+s.experimental_distribute_dataset(Dataset.range(4).batch(2))
+    RuntimeError: distribute_dataset
+s.extended.update(v, lambda v: 0)
+    RuntimeError: StrategyExtended.update was called inside
+s.extended.reduce_to('SUM', 1, v)
+    RuntimeError: reduce_to was called inside a replica
+s.extended.call_for_each_replica(lambda: 0)
+    RuntimeError: call_for_each_replica was called inside
+context().all_reduce('AVERAGE' if odd else 'SUM', 1)
+    ValueError: ReplicaContext.all_reduce: reduce_op is 'AVERAGE'
+context().all_reduce('SUM', True if odd else 1)
+    TypeError: ReplicaContext.all_reduce: SUM of bool
+context().all_reduce('SUM', {'a': 'text' if odd else 1})
+    TypeError: ReplicaContext.all_reduce: 'text' is not an array of numbers
+context().all_reduce('SUM', hs.PerReplica(1, RANK, N) if odd else 1)
+    TypeError: one value per replica
+context().all_gather(here(ONES), 1)
+    ValueError: ReplicaContext.all_gather: axis 1 does not exist
+context().all_gather(here(ONES), None if odd else 0)
+    TypeError: all_gather: axis is None
+context().all_gather(slices if odd else here(ONES), 0)
+    NotImplementedError: ReplicaContext.all_gather: IndexedSlices
+context().broadcast(here(ONES), N if odd else 0)
+    ValueError: ReplicaContext.broadcast: root is {N}; it must be the index of a replica, 0..{N-1}
+context().broadcast(here(ONES), True)
+    ValueError: root is True; it must be the index of a replica
+context().broadcast(['text' if odd else 1.0])
+    TypeError: 'text' is not an array of numbers
+context().reduce_scatter('SUM', here(ONES), 1 if odd else 0)
+    ValueError: axis 1 does not exist in an array of shape (3,)
+context().scan('MEAN', 1.0)
+    ValueError: ReplicaContext.scan: reduce_op is MEAN ... no result for the first replica ... MAX
+context().scan('SUM', 1.0, 1)
+    TypeError: ReplicaContext.scan: inclusive is 1; it must be True or False
+context().all_to_all([here(ONES)] * (N + odd))
+    ValueError: ReplicaContext.all_to_all: values is {N+1} values; pass a list of {N}
+context().neighbor_exchange(1.0, 'text' if odd else 1.0)
+    TypeError: ReplicaContext.neighbor_exchange: 'text' is not an array of numbers
+context().merge_call(5)
+    TypeError: merge_call: fn is 5; pass the function
+none.assign(here(ONES))
+    ValueError: Variable.assign of 'none' in a replica context: it has no aggregation ... 'SUM'
+mean.assign(here(np.ones(3, np.int32)))
+    ValueError: 'mean': the mean ... float64 and does not fit int32
+v.assign(here(FIVE if odd else ONES))
+    ValueError: Variable.assign of 'v': ... (5,) and the variable (3,)
+large.assign(here(FIVE if odd else np.ones((300, 100))))
+    ValueError: of 'large': ... (5,)
+i.assign(here(ONES if odd else np.array([1, 2, 3])))
+    ValueError: float32 cannot be cast to the variable's int32
+v.assign(hs.PerReplica(ONES, RANK, N) if odd else here(ONES))
+    ValueError: is a PerReplica
+(b.assign_add if odd else b.assign)(here(np.array([True, True])))
+    ValueError: neither added
+foreign.assign(here(ONES))
+    RuntimeError: 'foreign': the variable belongs to another
+hs.Variable(None if odd else 1.0)
+    TypeError: the initial value is None
+mean.scatter_add(rows(1, [0]))
+    ValueError: 'mean': the mean ... does not fit int32
+v.scatter_update(rows(1.0, [0]))
+    NotImplementedError: aggregation is SUM, and it needs ONLY_FIRST_REPLICA
+"""
+
+# With one rank, each process is all of them.
+INSIDE_SEVERAL = """
+context().all_to_all([here(ONES.astype('f8' if odd and r == 1 else 'f4')) for r in range(N)])
+    ValueError: values for the replicas differ in structure or dtypes: ... float32; ... float64
+outside.assign(here(ONES))
+    RuntimeError: 'outside': the variable was made outside of this strategy's scope
+"""
+
+# Of a strategy `cpu` whose replicas compute on the CPU; `away` is on a GPU where `odd` is true.
+ON_A_GPU = """
+cpu.reduce('SUM', cpu.run(lambda: away()), None)
+    TypeError: Strategy.reduce: an array is on a GPU, and this strategy's replicas compute on the CPU
+cpu.reduce('MEAN', cpu.run(lambda: away()), 0)
+    TypeError: Strategy.reduce: an array is on a GPU, and this strategy's replicas compute on the CPU
+cpu.reduce('SUM', cpu.run(lambda: hs.IndexedSlices(away(), np.arange(3), (5,))), None)
+    TypeError: Strategy.reduce: an array is on a GPU, and this strategy's replicas compute on the CPU
+cpu.run(lambda: context().all_reduce('MAX', [np.ones(2), away()]))
+    TypeError: ReplicaContext.all_reduce: an array is on a GPU, and this strategy's replicas
+cpu.run(lambda: context().all_gather(away(), 0))
+    TypeError: ReplicaContext.all_gather: an array is on a GPU, and this strategy's replicas
+within(cpu, lambda: hs.Variable(away()))
+    TypeError: Variable: the value is on a GPU ... hs.asnumpy
+within(cpu, lambda: hs.Variable(ONES, name='v')).assign(away())
+    TypeError: Variable.assign of 'v': the value is on a GPU ... hs.asnumpy
+"""
+
+# One replica's value is returned as it is.
+ON_A_GPU_OF_SEVERAL = """
+cpu.gather(cpu.run(lambda: [np.ones(2), away()]), 0)
+    TypeError: Strategy.gather: an array is on a GPU, and this strategy's replicas compute on the CPU
+"""
+
+# Programs that are right on each rank, but not if one passes or calls something else than the rest.
+DIFFERENT = """
+s.reduce('SUM', each(FIVE if odd else ONES), None)
+    ReplicaMismatchError: (3,) ... (5,)
+s.reduce('SUM', each(np.ones(3) if odd else ONES), None)
+    ReplicaMismatchError: float64 ... float32
+s.reduce('MAX' if odd else 'SUM', each(ONES), None)
+    ReplicaMismatchError: Strategy.reduce(SUM ... Strategy.reduce(MAX
+s.reduce('SUM', each(np.ones((2, 3 + odd))), 0)
+    ReplicaMismatchError: (3,) ... (4,)
+s.reduce('SUM', each(np.ones((3, 3))), int(odd))
+    ReplicaMismatchError: axis=0 ... axis=1
+s.reduce('SUM' if odd else 'MEAN', each(np.ones(3)), 0)
+    ReplicaMismatchError: SUM ... MEAN
+s.reduce('SUM', each({'a': 1, 'c' if odd else 'b': 2}), None)
+    ReplicaMismatchError: 'b': * ... 'c': *
+s.reduce('MEAN', [1, each(1)] if odd else [each(1), 1], None)
+    ReplicaMismatchError: [0] ... [1]
+s.reduce('SUM', each([ONES] * odd), None)
+    ReplicaMismatchError: [] ... [*]
+s.reduce('SUM', each(ONES if odd else None), None)
+    ReplicaMismatchError: not distributed
+s.gather(each(np.ones((2, 2))), int(odd))
+    ReplicaMismatchError: Strategy.gather
+s.gather(each(np.ones((2, 3 + odd))), 0)
+    ReplicaMismatchError: (2, 3) ... (2, 4)
+s.gather(each(ONES), 0) if odd else s.reduce('SUM', each(ONES), None)
+    ReplicaMismatchError: gather
+s.experimental_local_results(each(ONES if odd else None))
+    ReplicaMismatchError: not distributed
+s.experimental_local_results(each([ONES] * (1 + odd)))
+    ReplicaMismatchError: [*] ... [*, *]
+s.experimental_local_results(each({'a': 1} if odd else [1]))
+    ReplicaMismatchError: Strategy.experimental_local_results
+s.experimental_distribute_values_from_function(lambda context: (1.0,) * (1 + odd))
+    ReplicaMismatchError: Strategy.experimental_distribute_values_from_function
+variable(np.ones(3 + odd))
+    ReplicaMismatchError: (3,) ... (4,)
+variable(np.ones(3, np.float32 if odd else np.float64))
+    ReplicaMismatchError: float64 ... float32
+s.run(lambda: hs.Variable(1.0, name='one' if odd else 'other'))
+    ReplicaMismatchError: 'one' ... 'other'
+(v.assign_add if odd else v.assign)(here(ONES))
+    ReplicaMismatchError: Variable.assign_add of 'v'
+(none if odd else v).assign(here(ONES))
+    ReplicaMismatchError: 'none'
+v.scatter_add(rows(1.0, [0, 1, 2] if odd else [0, 1]))
+    ReplicaMismatchError: Variable.scatter_add ... 3 rows
+s.extended.update(v, lambda v: v.assign(here(ONES)) if odd else hs.barrier())
+    ReplicaMismatchError: barrier ... Variable.assign of 'v'
+hs.any_rank(False) if odd else hs.barrier()
+    ReplicaMismatchError: any_rank
+place.make(hs.MirroredStrategy if odd else hs.CentralStorageStrategy)
+    ReplicaMismatchError: MirroredStrategy
+type(s)(None if odd else devices)
+    ReplicaMismatchError: Strategy(), at ... Strategy(/job:localhost
+"""
+
+DIFFERENT_INSIDE = """
+context().all_reduce('SUM', here(FIVE if odd else ONES))
+    ReplicaMismatchError: (3,) ... (5,)
+context().all_reduce('MIN' if odd else 'SUM', here(ONES))
+    ReplicaMismatchError: ReplicaContext.all_reduce(SUM ... ReplicaContext.all_reduce(MIN
+context().all_reduce('SUM', {'b' if odd else 'a': 1})
+    ReplicaMismatchError: 'a': * ... 'b': *
+context().all_gather(here({'b' if odd else 'a': ONES}), 0)
+    ReplicaMismatchError: 'a': * ... 'b': *
+context().all_gather(here(ONES), 0) if odd else context().all_reduce('SUM', here(ONES))
+    ReplicaMismatchError: all_gather
+context().merge_call(lambda s: 0) if odd else context().all_reduce('SUM', here(ONES))
+    ReplicaMismatchError: merge_call
+context().merge_call(lambda s, *args: 0, (1, 2) if odd else ([1, 2],))
+    ReplicaMismatchError: ReplicaContext.merge_call(
+large.assign(here(np.ones((300, 100)))) if odd else v.assign(here(ONES))
+    ReplicaMismatchError: 'large'
+v.assign(here(ONES)) if odd else context().all_reduce('SUM', here(ONES))
+    ReplicaMismatchError: Variable.assign
+(v.scatter_add if odd else v.scatter_sub)(rows(1.0, [0]))
+    ReplicaMismatchError: Variable.scatter_add ... Variable.scatter_sub
+(v if odd else scalars).assign(here(ONES))
+    ReplicaMismatchError: 'v' ... 'scalars'
+(v if odd else scalars).scatter_add(rows(1.0, [0]))
+    ReplicaMismatchError: 'v' ... 'scalars'
+"""
+
+# `somewhere` is on the GPU of some ranks only.
+DIFFERENT_PLACES = """
+s.reduce('SUM', s.run(lambda: somewhere()), None)
+    ReplicaMismatchError: on the GPU [0
+s.reduce('MEAN', s.run(lambda: somewhere()), 0)
+    ReplicaMismatchError: on the GPU [0
+s.gather(s.run(lambda: somewhere()), 0)
+    ReplicaMismatchError: on the GPU [0
+s.run(lambda: context().all_reduce('MAX', somewhere()))
+    ReplicaMismatchError: on the GPU [0
+s.run(lambda: context().all_gather(somewhere(), 0))
+    ReplicaMismatchError: on the GPU [0
+"""
+
+# Each refuses a masked array `x`, and takes another array.
+MASKED = """
+s.reduce('SUM', s.run(lambda: x), None)
+s.reduce('MEAN', s.run(lambda: x), 0)
+s.reduce('MAX', s.run(lambda: {'a': [TWO, x]}), None)
+s.reduce('SUM', s.run(lambda: hs.IndexedSlices(x, np.array([0, 1]), (4,))), None)
+s.gather(s.run(lambda: x), 0)
+s.extended.reduce_to('SUM', s.run(lambda: x), v)
+s.experimental_distribute_values_from_function(lambda context: (TWO, x))
+s.run(lambda: context().all_reduce('SUM', x))
+s.run(lambda: context().all_gather(x, 0))
+within(s, lambda: hs.Variable(x))
+two.assign(x)
+s.run(lambda: two.assign_add(x))
+s.run(lambda: hs.optimizers.SGD(1.0).apply_gradients([(x, two)]))
+s.run(lambda: hs.optimizers.SGD(1.0).apply_gradients([(hs.IndexedSlices(x, [0, 1]), two)]))
+"""
+
+# What each rank does without the others.
+MASKED_ALONE = """
+s.reduce('MEAN', x, 0)
+s.gather(x, 0)
+s.run(lambda: hs.metrics.Mean().update_state(x))
+list(Dataset.from_tensor_slices((TWO, x)))
+list(Dataset.from_tensors(x))
+list(Dataset.range(2).map(lambda _: x))
+list(s.experimental_distribute_dataset([{'x': x}] * (2 * N)))
+hs.asnumpy([TWO, x])
+"""
+
+# Updates that a GPU refuses; `step` makes them of float32 and complex variables.
+OF_REALS = """
+step(hs.optimizers.Lion(0.5), 'f4', 'c8')
+    TypeError: numpy.sign of elements ... of complex64
+step(hs.optimizers.Lion(0.5), 'f4', 'c16', is_sparse=True)
+    TypeError: numpy.sign of elements ... of complex128
+step(Adamax(0.5), 'f4', 'c8')
+    TypeError: numpy.absolute, numpy.maximum of elements ... of complex64
+step(hs.optimizers.SGD(0.5, clipvalue=0.25, name='mine'), 'f4', 'c16')
+    TypeError: mine.apply_gradients: the update with clipvalue takes numpy.maximum, numpy.minimum
+step(hs.optimizers.SGD(0.5, clipvalue=0.25), 'f4', 'c8', is_sparse=True)
+    TypeError: numpy.maximum, numpy.minimum ... of complex64
+"""
+
+if N > 1:
+    ACROSS += ACROSS_SEVERAL
+    INSIDE += INSIDE_SEVERAL
+    ON_A_GPU += ON_A_GPU_OF_SEVERAL
+else:
+    ACROSS += ACROSS_ONE
+ACROSS += SCATTER + (WITH_CUPY if importlib.util.find_spec("cupy") else WITHOUT_CUPY)
+INSIDE += SCATTER
+
+
+@dataclasses.dataclass
+class Case:
+    """A wrong use, its error, and the facts that this states."""
+
+    program: str
+    error: type[Exception]
+    facts: list[str]
+
+
+def cases_of(table):
+    """The cases of a table."""
+    for name, number in {"{N}": N, "{N+1}": N + 1, "{N-1}": N - 1}.items():
+        table = table.replace(name, str(number))
+    lines = [line for line in table.splitlines() if line and not line.startswith("#")]
+    cases = []
+    for program, line in zip(lines[::2], lines[1::2], strict=True):
+        error, _, facts = line.strip().partition(": ")
+        kind = getattr(builtins, error, None) or getattr(hs, error)
+        cases.append(Case(program, kind, facts.split(" ... ")))
+    return cases
 
 
 class Env:
-    """Two strategies, with variables, and values for them."""
+    """Two strategies, with variables, and the names of programs."""
 
     def __init__(self, place, strategy, other):
         self.place = place
         self.s = strategy
-        self.other = other
-        self.outside = hs.Variable(np.zeros(3, np.float32), name="outside", aggregation="SUM")
+        outside = hs.Variable(np.zeros(3, np.float32), name="outside", aggregation="SUM")
         with other.scope():
-            self.foreign = hs.Variable(np.zeros(3, np.float32), name="foreign", aggregation="SUM")
+            foreign = hs.Variable(np.zeros(3, np.float32), name="foreign", aggregation="SUM")
         with strategy.scope():
-            self.v = hs.Variable(np.zeros(3, np.float32), name="v", aggregation="SUM")
-            self.large = hs.Variable(np.zeros((300, 100)), name="large", aggregation="MEAN")
-            self.none = hs.Variable(np.zeros(3, np.float32), name="none")
-            self.scalar = hs.Variable(0.0, name="scalar", aggregation="SUM")
-            self.i = hs.Variable(np.zeros(3, np.int32), name="i", aggregation="SUM")
-            self.mean = hs.Variable(np.zeros(3, np.int32), name="mean", aggregation="MEAN")
-            self.b = hs.Variable(
-                np.array([True, False]), name="b", aggregation="ONLY_FIRST_REPLICA"
-            )
-            self.own = hs.Variable(
-                np.zeros(3, np.float32), name="own", synchronization="ON_READ", aggregation="SUM"
-            )
-        self.all = (self.v, self.large, self.none, self.scalar, self.i, self.mean, self.b)
-        self.before = [v.numpy() for v in self.all]
-        self.context: Any = None
-        strategy.run(self.enter)
-        self.slices = hs.IndexedSlices(place.xp.ones((1, 2)), place.xp.array([0]), (4, 2))
-
-    def enter(self):
-        self.context = hs.get_replica_context()
+            made = [
+                hs.Variable(np.zeros(3, np.float32), name="v", aggregation="SUM"),
+                hs.Variable(np.zeros((300, 100)), name="large", aggregation="MEAN"),
+                hs.Variable(np.zeros(3, np.float32), name="none"),
+                hs.Variable(0.0, name="scalar", aggregation="SUM"),
+                hs.Variable(np.zeros(3, np.float32), name="scalars", aggregation="SUM"),
+                hs.Variable(np.zeros(3, np.int32), name="i", aggregation="SUM"),
+                hs.Variable(np.zeros(3, np.int32), name="mean", aggregation="MEAN"),
+                hs.Variable([True, False], name="b", aggregation="ONLY_FIRST_REPLICA"),
+                hs.Variable(np.zeros(2, np.float32), name="two", aggregation="SUM"),
+            ]
+            own = hs.Variable(ONES * 0, name="own", synchronization="ON_READ", aggregation="SUM")
+        self.variables = made
+        self.before = [v.numpy() for v in made]
+        self.v = made[0]
+        kept = []
+        strategy.run(lambda: kept.append(hs.get_replica_context()))
+        self.names: dict[str, Any] = {
+            **{"hs": hs, "np": np, "Dataset": Dataset, "Checkpoint": Checkpoint},
+            **{"Manager": CheckpointManager, "N": N, "RANK": RANK},
+            **{"ONES": ONES, "FIVE": np.ones(5, np.float32), "context": hs.get_replica_context},
+            **{"s": strategy, "other": other, "place": place, "devices": place.devices},
+            **{v.name: v for v in (outside, foreign, own, *made)},
+            **{"kept": kept[0], "here": self.here, "each": self.each, "rows": self.rows},
+            **{"within": within, "variable": self.variable, "from_function": self.from_function},
+            **{"TWO": np.ones(2, np.float32), "step": self.step, "Adamax": Adamax},
+            "slices": hs.IndexedSlices(place.xp.ones((1, 2)), place.xp.array([0]), (4, 2)),
+            "of_replica": lambda value: hs.PerReplica(self.here(value), RANK, N),
+            "pairs": Dataset.from_tensor_slices((np.ones((4, 2)), np.arange(4))).batch(4),
+        }
 
     def here(self, value) -> Any:
         """`value` with its arrays on this rank's device, if that supports their dtype."""
@@ -55,31 +626,67 @@ class Env:
             return self.place.xp.asarray(value)
         if isinstance(value, list):
             return [self.here(one) for one in value]
-        return (
-            {key: self.here(one) for key, one in value.items()}
-            if isinstance(value, dict)
-            else value
-        )
+        if isinstance(value, dict):
+            return {key: self.here(one) for key, one in value.items()}
+        return value
 
     def each(self, value):
         """A value from each replica."""
         return self.s.run(lambda: self.here(value))
 
+    def rows(self, values, indices):
+        return hs.IndexedSlices(self.here(values), indices)
+
+    def variable(self, value, **options):
+        return within(self.s, lambda: hs.Variable(self.here(value), **options))
+
+    def from_function(self, value):
+        return self.s.experimental_distribute_values_from_function(lambda _: self.here(value))
+
+    def step(self, optimizer, *dtypes, is_sparse=False):
+        """Updates variables of twos, which `is_unchanged` looks at later; with rows of the last."""
+        xp = self.place.xp
+        made = [self.variable(np.full((900, 5), 2, dtype)) for dtype in dtypes]
+        self.variables += made
+        self.before += [v.numpy() for v in made]
+        gradients = [xp.ones(v.shape, v.dtype) for v in made]
+        if is_sparse:
+            gradients[-1] = hs.IndexedSlices(gradients[-1][:2], xp.asarray([3, 1]))
+        pairs = list(zip(gradients, made, strict=True))
+        try:
+            self.s.run(lambda: optimizer.apply_gradients(pairs))
+        finally:
+            assert optimizer.iterations == 0
+
+    def run(self, program, odd, inside=False, **others):
+        """Runs a program; `odd` says whether it is wrong on this rank."""
+        code = compile(program, __file__, "eval")
+        names = self.names | {"odd": odd} | others
+        return self.s.run(lambda: eval(code, names)) if inside else eval(code, names)
+
+    def is_unchanged(self):
+        """Whether the variables are as before, and a next call gives its result."""
+        total = self.s.reduce("SUM", self.s.run(lambda: RANK), None)
+        return (
+            not hs.has_strategy()
+            and all(map(np.array_equal, [v.numpy() for v in self.variables], self.before))
+            and total == N * (N - 1) // 2
+        )
+
     def works(self):
         """Nothing has changed, and the next calls are right."""
         xp = self.place.xp
-        for v, before in zip(self.all, self.before, strict=True):
-            assert np.array_equal(v.numpy(), before)
-        assert not hs.has_strategy()
-        assert self.s.reduce("SUM", self.s.run(lambda: RANK), None) == N * (N - 1) // 2
-        assert (
-            self.s.reduce("SUM", self.s.run(lambda: xp.full(2, RANK)), None).tolist()
-            == [N * (N - 1) // 2] * 2
-        )
-        assert self.s.gather(self.s.run(lambda: xp.full(2, RANK)), 0).tolist() == [
-            r for r in range(N) for _ in "ab"
-        ]
+        assert self.is_unchanged()
+        array = self.s.run(lambda: xp.full(2, RANK))
+        assert self.s.reduce("SUM", array, None).tolist() == [N * (N - 1) // 2] * 2
+        assert self.s.gather(array, 0).tolist() == [r for r in range(N) for _ in "ab"]
         self.s.run(lambda: self.v.assign_add(xp.ones(3)))
         assert self.v.numpy().tolist() == [N, N, N]
-        with self.s.scope():
-            assert hs.Variable([2.0]).numpy().tolist() == [2]
+        assert self.variable([2.0]).numpy().tolist() == [2]
+        self.v.assign(np.zeros(3))
+
+
+def within(strategy, fn):
+    """The result of `fn`, called in the scope of a strategy."""
+    with strategy.scope():
+        return fn()

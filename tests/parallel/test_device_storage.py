@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import types
 import weakref
 from typing import Any
 
@@ -12,11 +13,8 @@ from internals import (
     GpuPlan,
     Slabs,
     allocate_on_gpu,
-    contexts,
     device_update,
     gpu,
-    host_storage,
-    join_by_rank,
     slabs,
 )
 from mpi4py import MPI
@@ -28,10 +26,7 @@ N = COMM.size
 RANK = COMM.rank
 SUM = N * (N + 1) // 2  # of the replicas' contributions: rank r has r + 1 parts
 
-pytestmark = [
-    pytest.mark.core,
-    pytest.mark.parametrize("place", ["GPU"], indirect=True),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("place", ["GPU"], indirect=True)]
 
 # The compute devices and the parameter device; rank r has the r-th of these GPUs.
 PLACEMENTS = {
@@ -81,12 +76,10 @@ def replica_context() -> Any:
 
 def check(v, expected, rtol=0.0, atol=0.0):
     """Compares what this rank reads, on its device and on the host, and the bits of all ranks."""
-    context = contexts.current.set(contexts.InReplica(v._state.group))
-    with v._state.group.on_stream():
-        read = v.read_value()
-    contexts.current.reset(context)
-    assert type(read) is v._state.group.xp.ndarray
-    assert hs.asnumpy(read).tobytes() == v.numpy().tobytes()
+    strategy, read = v.distribute_strategy, []
+    strategy.run(lambda: read.append(v.read_value()))
+    assert type(read[0]) is strategy.xp.ndarray
+    assert hs.asnumpy(read[0]).tobytes() == v.numpy().tobytes()
     assert len(set(COMM.allgather(v.numpy().tobytes()))) == 1
     np.testing.assert_allclose(v.numpy(), np.broadcast_to(expected, v.shape), rtol, atol)
 
@@ -94,70 +87,42 @@ def check(v, expected, rtol=0.0, atol=0.0):
 # ---- variables
 
 
-def test_facts(strategy, xp, root):
-    v = hs.Variable(np.full(3, RANK + 5.0))
-    assert v.device == strategy.extended.parameter_devices[0]
-    assert strategy.xp.__name__ == "cupy"
-    check(v, root + 5)
-    check(hs.Variable(lambda: xp.full((300, 70), RANK + 1.0)), root + 1)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int64, np.uint8, np.complex64])
-@pytest.mark.parametrize("shape", [(), (0, 3), (5, 9), (70_001,)], ids=str)
-def test_writes(strategy, xp, shape, dtype):
-    one = xp.ones(shape, dtype)
-    v = hs.Variable(np.full(shape, 50, dtype), aggregation="SUM")
-    v.assign_sub(one)
-    v.assign_add(np.ones(shape, dtype))
-    v.assign_add(v)
-    check(v, 100)
-    strategy.run(lambda: v.assign_sub(one * (RANK + 1)))
-    check(v, 100 - SUM)
-    strategy.run(lambda: v.assign(v.value()))
-    check(v, (100 - SUM) * N % (256 if dtype == np.uint8 else 10**9))
-    first = hs.Variable(one, aggregation="ONLY_FIRST_REPLICA")
-    strategy.run(lambda: first.assign(one * (RANK + 7)))
-    check(first, 7)
-    if dtype in (np.float32, np.float16):
-        mean = hs.Variable(one, aggregation="MEAN")
-        strategy.run(lambda: mean.assign_add(one * (RANK * 2)))
-        check(mean, N)
+def test_writes(strategy, xp, dtype):
+    for shape in (), (0, 3), (5, 9), (70_001,):
+        one = xp.ones(shape, dtype)
+        v = hs.Variable(np.full(shape, 50, dtype), aggregation="SUM")
+        v.assign_sub(one)
+        v.assign_add(np.ones(shape, dtype))
+        v.assign_add(v)
+        check(v, 100)
+        strategy.run(lambda v=v, one=one: v.assign_sub(one * (RANK + 1)))
+        check(v, 100 - SUM)
+        strategy.run(lambda v=v: v.assign(v.value()))
+        check(v, (100 - SUM) * N % (256 if dtype == np.uint8 else 10**9))
+        first = hs.Variable(one, aggregation="ONLY_FIRST_REPLICA")
+        strategy.run(lambda v=first, one=one: v.assign(one * (RANK + 7)))
+        check(first, 7)
+        if dtype in (np.float32, np.float16):
+            mean = hs.Variable(one, aggregation="MEAN")
+            strategy.run(lambda v=mean, one=one: v.assign_add(one * (RANK * 2)))
+            check(mean, N)
 
 
-def test_a_value_may_overlap_storage(strategy):
-    v = hs.Variable(np.arange(1000.0), aggregation="SUM")
+def test_a_value_may_overlap_storage_and_what_leaves_run_is_a_copy(strategy, xp, root):
+    start = np.arange(1000.0)
+    v = hs.Variable(start + (RANK - root), aggregation="SUM")  # the root's value counts
+    assert v.device == strategy.extended.parameter_devices[0]
     strategy.run(lambda: v.assign(v.value()[::-1]))
-    check(v, np.arange(1000.0)[::-1] * N)
+    check(v, start[::-1] * N)
     v.assign(v.value()[::-1])
-    check(v, np.arange(1000.0) * N)
-
-
-def test_what_leaves_run_is_a_copy_of_each_rank(strategy, xp):
-    v = hs.Variable(np.arange(4.0))
+    check(v, start * N)
     whole, part, same = strategy.run(lambda: (v.value(), v[1:3], v))
-    kept = strategy.run(lambda x: x, args=(whole,))
-    v.assign(xp.zeros(4))
+    v.assign(xp.zeros(1000))
     assert same is v
-    for found, expected in ((whole, [0, 1, 2, 3]), (kept, [0, 1, 2, 3]), (part, [1, 2])):
-        assert [one.tolist() for one in strategy.experimental_local_results(found)] == [
-            expected
-        ] * N
-
-
-def test_on_read(strategy, xp):
-    total = hs.Variable(np.zeros(3), synchronization="ON_READ", aggregation="SUM")
-    first = hs.Variable(np.zeros(3), synchronization="ON_READ", aggregation="ONLY_FIRST_REPLICA")
-
-    def replica():
-        for v in (total, first):
-            v.assign_add(xp.full(3, RANK + 1.0))
-            assert v.value().tolist() == [RANK + 1] * 3
-
-    strategy.run(replica)
-    assert total.numpy().tolist() == [SUM] * 3 and first.read_value().tolist() == [1] * 3
-    assert type(total.read_value()) is type(first.read_value()) is xp.ndarray
-    first.assign(xp.full(3, 9.0))
-    assert first.numpy().tolist() == [9] * 3
+    for found, expected in ((whole, start * N), (part, start[1:3] * N)):
+        for one in strategy.experimental_local_results(found):
+            assert one.tolist() == expected.tolist()
 
 
 # ---- memory
@@ -208,8 +173,7 @@ def made(count, rows=70_000):
     ]
 
 
-@pytest.mark.parametrize("poor", sorted({0, N - 1}))
-@pytest.mark.parametrize("times", [1, 1000], ids=["once", "always"])
+@pytest.mark.parametrize("poor, times", [(0, 1000), (N - 1, 1)])
 def test_a_slab_that_one_rank_cannot_have(any_strategy, monkeypatch, poor, times):
     """All take one that has room for the variable, so all have it in the same place."""
     limit_memory(monkeypatch, [poor], 1 << 19, times)
@@ -272,47 +236,6 @@ def test_all_plans_share_one_message(any_strategy, monkeypatch):
     assert len(messages) > 4 and len(alive) == 1
 
 
-@pytest.mark.parametrize("holes", [0, 2])
-def test_a_master_copy_on_the_host_is_copied_by_one_call_per_run(place, monkeypatch, holes):
-    copied, fill = [], host_storage.fill
-
-    def counted(array, value):
-        copied.append(array.nbytes)
-        fill(array, value)
-
-    devices = PLACEMENTS["parameters of the host"](place.devices)
-    with hs.CentralStorageStrategy(*devices) as strategy, strategy.scope():
-        made = [hs.Variable(np.zeros(1 + 50 * i, np.float32)) for i in range(9)]
-        variables = [v for i, v in enumerate(made) if i % 4 or i == 0 or not holes]
-        optimizer = hs.optimizers.SGD(0.5)
-        monkeypatch.setattr(host_storage, "fill", counted)
-        strategy.run(
-            lambda: optimizer.apply_gradients(
-                [(strategy.xp.full(v.shape, i * (RANK + 1.0)), v) for i, v in enumerate(variables)]
-            )
-        )
-        # Without variables 4 and 8 there are two runs.
-        assert len(copied) == 1 + (holes > 0)
-        for i, v in enumerate(variables):
-            check(v, -0.5 * i * SUM)
-        assert not any(v.numpy().any() for i, v in enumerate(made) if holes and i in (4, 8))
-
-
-def test_variables_die_in_another_order_on_every_rank(strategy, xp):
-    for again in range(3):
-        variables: list[Any] = [
-            hs.Variable(np.full(500 + i, float(i)), aggregation="SUM") for i in range(20)
-        ]
-        alive = dict(list(enumerate(variables))[::4])
-        for i in np.random.default_rng([RANK, again]).permutation(20):
-            variables[i] = None
-        fresh = [hs.Variable(np.full(300 + i, -1.0), aggregation="SUM") for i in range(10)]
-        for i, v in [*alive.items(), *enumerate(fresh)]:
-            before = v.numpy()
-            strategy.run(lambda v=v, i=i: v.assign_add(xp.full(v.shape, float(i * (RANK + 1)))))
-            check(v, before + i * SUM)
-
-
 class Pool:
     """A program's own allocator, with a fixed amount of the GPU's memory."""
 
@@ -366,16 +289,11 @@ def test_slots_live_once(strategy, xp, root):
 # ---- optimizers, by a property of the gradient that is the same in all steps
 
 CASES = {
-    "SGD": (lambda: hs.optimizers.SGD(0.5), lambda t, g: 0.5 * g),
     "momentum": (
         lambda: hs.optimizers.SGD(0.5, momentum=0.5),
         lambda t, g: 0.5 * g * (2 - 0.5 ** (t - 1)),
     ),
     "Adam": (lambda: hs.optimizers.Adam(0.1, epsilon=1e-12), lambda t, g: 0.1 * np.sign(g)),
-    "Adagrad": (
-        lambda: hs.optimizers.Adagrad(0.1, initial_accumulator_value=0.0, epsilon=1e-12),
-        lambda t, g: 0.1 * np.sign(g) / np.sqrt(t),
-    ),
     "RMSprop": (
         lambda: hs.optimizers.RMSprop(0.1, rho=0.5, epsilon=1e-12),
         lambda t, g: 0.1 * np.sign(g) / np.sqrt(1 - 0.5**t),
@@ -416,33 +334,23 @@ def test_optimizers(strategy, xp, case):
 
 
 def test_gradients_of_any_layout_and_dtype(strategy, xp):
-    v, w, h = (
-        hs.Variable(np.zeros((4, 6), np.float32)),
-        hs.Variable(np.zeros((4, 6))),
-        hs.Variable(np.zeros((4, 6))),
-    )
-    grid = np.arange(24).reshape(4, 6)
-    transposed, strided = (
-        xp.asarray(grid.T * 1.0).T,
-        xp.repeat(xp.asarray(grid * 1.0), 2, axis=1)[:, ::2],
-    )
-    wide, short = transposed * (RANK + 1), (strided * (RANK + 1)).astype(np.float16)
+    v, w, h = (hs.Variable(np.zeros((4, 6), dtype)) for dtype in ("f4", "f8", "f8"))
+    grid = np.arange(24.0).reshape(4, 6)
+    wide = xp.asarray(grid.T).T * (RANK + 1)
+    strided = xp.repeat(xp.asarray(grid), 2, axis=1)[:, ::2]
+    short, host = (strided * (RANK + 1)).astype(np.float16), (grid * (RANK + 1))[::-1]
     optimizer = hs.optimizers.SGD(1.0)
-    strategy.run(
-        lambda: optimizer.apply_gradients(
-            [(wide, v), (short, w), ((grid * (RANK + 1))[::-1] * 1.0, h)]
-        )
-    )
-    check(v, -SUM * grid)
-    check(w, -SUM * grid)
-    check(h, -SUM * grid[::-1])
+    strategy.run(lambda: optimizer.apply_gradients([(wide, v), (short, w), (host, h)]))
+    for one, expected in ((v, grid), (w, grid), (h, grid[::-1])):
+        check(one, -SUM * expected)
     strategy.run(lambda: optimizer.apply_gradients([(strided.T.T, h), (strided[::-1, ::-1], w)]))
     check(h, -SUM * grid[::-1] - N * grid)
     check(w, -SUM * grid - N * grid[::-1, ::-1])
 
 
-@pytest.mark.parametrize("odd", sorted({0, N - 1}))
-@pytest.mark.parametrize("dtypes", [("f4", "f8"), ("f8", "c16", "f4"), ("f4", "i4")], ids=str)
+@pytest.mark.parametrize(
+    "dtypes, odd", [(("f4", "f8"), 0), (("f8", "c16", "f4"), N - 1), (("f4", "i4"), N - 1)]
+)
 def test_a_layout_that_only_one_rank_has(any_strategy, odd, dtypes):
     """All launch the same calls of NCCL, whatever a rank's arrays are."""
     xp, grid = any_strategy.xp, np.arange(24).reshape(4, 6)
@@ -552,143 +460,29 @@ def test_rows_of_every_replica(strategy, xp):
     """Replica r names its own row r twice and row N; the last replica names none."""
     table, optimizer = hs.Variable(np.zeros((N + 2, 3), np.float32)), hs.optimizers.SGD(1.0)
     rows = [] if N > 1 and RANK == N - 1 else [RANK, N, RANK]
-
-    def replica():
-        values = xp.full((len(rows), 3), RANK + 1.0)
-        optimizer.apply_gradients([(hs.IndexedSlices(values, xp.array(rows, np.int32)), table)])
-
-    strategy.run(replica)
+    values = xp.full((len(rows), 3), RANK + 1.0)
+    gradient = hs.IndexedSlices(values, xp.array(rows, np.int32))
+    strategy.run(lambda: optimizer.apply_gradients([(gradient, table)]))
     naming = range(N - 1) if N > 1 else range(1)
     expected = [-2 * (row + 1) if row in naming else 0 for row in range(N + 2)]
     expected[N] = -sum(row + 1 for row in naming)
     check(table, np.reshape(expected, (-1, 1)))
 
 
-@pytest.mark.parametrize("most", [1.0, 1e9])
-def test_gradients_are_clipped_together(strategy, xp, most):
-    v, w = hs.Variable(np.zeros(3)), hs.Variable(np.zeros((2, 2)))
-    optimizer = hs.optimizers.SGD(1.0, global_clipnorm=most)
-
-    def replica():
-        part = RANK + 1.0
-        rows = hs.IndexedSlices(xp.full((1, 2), part), xp.array([1]))
-        optimizer.apply_gradients([(xp.full(3, 2 * part), v), (rows, w)])
-
-    strategy.run(replica)
-    norm = SUM * np.sqrt(3 * 4 + 2)
-    scale = SUM * min(1, most / norm)
-    check(v, -2 * scale, rtol=1e-14)
-    check(w, [[0], [-scale]], rtol=1e-14)
-
-
-def test_gradients_of_the_cross_replica_context(strategy, xp):
-    v, table, optimizer = (
-        hs.Variable(np.zeros(3)),
-        hs.Variable(np.zeros((3, 2))),
-        hs.optimizers.SGD(1.0),
-    )
-    rows = hs.IndexedSlices(xp.ones((2, 2)), xp.array([2, 0]))
-    optimizer.apply_gradients([(xp.full(3, 2.0), v), (rows, table)])
-    for _ in range(3):  # the first makes what the others use again
-        strategy.run(
-            lambda: optimizer.apply_gradients(
-                [(xp.full(3, 2.0), v)], skip_gradients_aggregation=True
-            )
-        )
-    check(v, -8)
-    check(table, [[-1], [0], [-1]])
-
-
-# ---- updates
-
-
-def test_update(strategy, xp):
-    v, w = hs.Variable(np.arange(3.0)), hs.Variable(np.ones((2, 2)))
-
-    def fn(var, other, value):
-        var.assign_add(value)
-        other.assign(other * 5)
-        return {"array": var.value() * 2, "sum": var.value().sum(), "variable": other}
-
-    result = strategy.extended.update(v, fn, (w, xp.full(3, 2.0)))
-    check(v, [2, 3, 4])
-    check(w, 5)
-    assert (
-        result["variable"] is w
-        and result["array"].tolist() == [4, 6, 8]
-        and float(result["sum"]) == 9
-    )
-
-
-def test_updates_within_merge_call(strategy, xp):
-    v = hs.Variable(np.zeros(1000))
-
-    def merge(strategy, gradient):
-        total = strategy.extended.reduce_to("SUM", gradient, v)
-        strategy.extended.update(v, lambda var, g: var.assign_add(g), (total,))
-        v.assign_add(xp.ones(1000))
-        return strategy.run(lambda x: x * 2, args=(gradient,))
-
-    def replica():
-        doubled = replica_context().merge_call(merge, (xp.full(1000, RANK + 1.0),))
-        assert doubled.tolist() == [2 * (RANK + 1)] * 1000
-        return v.value()
-
-    left = strategy.run(replica)
-    check(v, SUM + 1)
-    assert [one[-1] for one in strategy.experimental_local_results(left)] == [SUM + 1] * N
-
-
-def test_a_failed_update_leaves_what_was_written(strategy, xp):
-    v = hs.Variable(np.zeros(3))
-
-    def fn(var):
-        var.assign(xp.full(3, 4.0))
-        raise KeyError("of the user")
-
-    with pytest.raises(KeyError, match="of the user"):
-        strategy.extended.update(v, fn)
-    check(v, 4)
-
-
 # ---- around them
 
 
-@pytest.mark.filterwarnings("ignore:.* replicas have no elements")
-def test_data_metrics_and_reductions(strategy, xp):
-    """A step of training."""
-    w, loss, optimizer = hs.Variable(np.zeros(2)), hs.metrics.Mean(), hs.optimizers.SGD(1.0)
-
-    def step(x):
-        assert type(x) is xp.ndarray
-        loss.update_state(x.sum(axis=1))
-        optimizer.apply_gradients([(x.sum(axis=0), w)])
-        return x.sum()
-
-    rows = np.arange(2.0 * 7 * N).reshape(-1, 2)
-    total = 0.0
-    for x in strategy.experimental_distribute_dataset(
-        hs.data.Dataset.from_tensor_slices(rows).batch(3 * N)
-    ):
-        total += float(strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=None))
-    assert total == rows.sum() and loss.result() == rows.sum(axis=1).mean()
-    check(w, -rows.sum(axis=0))
-    gathered = strategy.gather(strategy.run(lambda: xp.full((1, 2), float(RANK))), axis=0)
-    assert type(gathered) is xp.ndarray and gathered.tolist() == [[rank, rank] for rank in range(N)]
-
-
 @pytest.mark.mpi(min_size=2)  # one replica is of one kind
-@pytest.mark.parametrize("make", [hs.MirroredStrategy, hs.CentralStorageStrategy])
-@pytest.mark.parametrize("on_cpu", [0, N - 1], ids=["CPU first", "CPU last"])
+@pytest.mark.parametrize(
+    "make, on_cpu", [(hs.MirroredStrategy, 0), (hs.CentralStorageStrategy, N - 1)]
+)
 def test_replicas_on_cpus_and_gpus_are_refused(place, make, on_cpu):
     devices = ["CPU:0" if rank == on_cpu else gpu for rank, gpu in enumerate(place.devices)]
-    with pytest.raises(
-        ValueError,
-        match=rf"^{make.__name__}: .* on GPUs and on CPUs: {join_by_rank(enumerate(devices))}; all "
-        r"must compute on GPUs, or all on CPUs\. Start as many ranks as there are GPUs, .*'CPU:0' "
-        r"for each rank, .*parameter_device='CPU:0'",
-    ):
+    with pytest.raises(ValueError, match=rf"^{make.__name__}: .* on GPUs and on CPUs: ") as caught:
         make(devices)
+    gpus = [f"{name} on rank {rank}" for rank, name in enumerate(devices) if rank != on_cpu]
+    for fact in (f"CPU:0 on rank {on_cpu}", gpus[0], "all on CPUs", "parameter_device='CPU:0'"):
+        assert fact in str(caught.value)
     with place.make(make) as strategy:
         (found,) = {*COMM.allgather(strategy.reduce("SUM", strategy.run(lambda: 1), None).item())}
         assert found == N
@@ -708,59 +502,24 @@ def test_gpus_that_only_some_ranks_see_are_refused(place, monkeypatch):
             make()
 
 
-def test_a_function_runs_as_it_is_where_variables_are_on_the_host(place, recwarn):
-    """No graph can contain the host's part of an update."""
-    with hs.CentralStorageStrategy(place.devices, "CPU:0") as strategy, strategy.scope():
-        xp, v, optimizer = strategy.xp, hs.Variable(np.zeros(3)), hs.optimizers.SGD(0.5)
-        calls = []
-
-        @hs.function
-        def step(x):
-            calls.append(0)
-            optimizer.apply_gradients([(x * v.value() + x, v)])
-
-        for _ in range(4):
-            strategy.run(step, args=(xp.full(3, 1.0),))
-        check(v, (1 - 0.5 * N) ** 4 - 1)
-        assert len(calls) == 4 and not recwarn.list
-
-
-class Asked:
-    """NCCL's communicator, with a list of its calls and their counts."""
-
-    def __init__(self, real):
-        self.calls = []
-        self._real = real
-
-    def __getattr__(self, name):
-        def call(*arguments):
-            if arguments:  # the watchdog's thread asks for errors, without any
-                self.calls.append((name, arguments[2]))
-            return getattr(self._real, name)(*arguments)
-
-        return call
-
-
 @pytest.mark.mpi(min_size=2)
-def test_what_a_step_asks_of_nccl(place):
-    """One all-reduce of all gradients."""
+def test_a_step_is_one_all_reduce_of_all_gradients(place, monkeypatch):
     with place.make(hs.MirroredStrategy) as strategy, strategy.scope():
         v, optimizer = hs.Variable(np.zeros(5000, np.float32)), hs.optimizers.Adam(0.1)
-        gradient = strategy.xp.ones(5000, np.float32)
-
-        def step():
-            optimizer.apply_gradients([(gradient, v)])
-
+        gradient, calls = strategy.xp.ones(5000, np.float32), []
         communicator: Any = strategy.replica_group.communicator
         real = communicator._comm
-        communicator._comm = asked = Asked(real)
-        try:
-            strategy.run(step)  # which prepares the calls
-            asked.calls.clear()
-            strategy.run(step)
-        finally:
-            communicator._comm = real
-        assert asked.calls == [("allReduce", 5000)]
+
+        def all_reduce(*arguments):
+            calls.append(arguments[2])
+            real.allReduce(*arguments)
+
+        fake = types.SimpleNamespace(allReduce=all_reduce, check_async_error=real.check_async_error)
+        monkeypatch.setattr(communicator, "_comm", fake)  # it has no other verb
+        for _ in range(2):
+            strategy.run(lambda: optimizer.apply_gradients([(gradient, v)]))
+        monkeypatch.undo()
+        assert calls == [5000, 5000]
 
 
 def test_an_update_that_is_broken_off_is_not_read(place, monkeypatch):

@@ -23,56 +23,18 @@ def strategy(request, place):
         yield made
 
 
-def replica_context() -> Any:
-    return hs.get_replica_context()
-
-
-def test_facts(strategy, place):
-    extended = strategy.extended
-    v = hs.Variable([1.0, 2.0])
-    assert extended.non_slot_devices([v]) == (
-        f"/job:localhost/replica:0/task:0/device:{place.devices[0]}",
-    )
-    assert (extended.should_checkpoint, extended.should_save_summary) == (True, True)
-    assert (extended.experimental_require_static_shapes, extended.experimental_between_graph) == (
-        False,
-        False,
-    )
-    assert extended.value_container(v) is v
-    assert extended.read_var(v).tolist() == [1, 2]
-    with extended.colocate_vars_with(v):
-        w = hs.Variable(1.0)
-    assert extended.variable_created_in_scope(w)
-
-
-@pytest.mark.core
-def test_call_for_each_replica(strategy):
-    found = strategy.extended.call_for_each_replica(lambda x, y: x + y + RANK, (1,), {"y": 2})
-    assert strategy.experimental_local_results(found) == tuple(3 + rank for rank in range(N))
-
-
 # ---- reduce_to and friends
 
 
-@pytest.mark.core
-def test_reduce_to(strategy, xp):
-    value = strategy.run(lambda: xp.full(3, RANK + 1.0))
-    v = hs.Variable(np.zeros(3))
-    total = [N * (N + 1) / 2] * 3
+def test_reduce_to_any_destination(strategy, xp):
+    value, v = strategy.run(lambda: xp.full(3, RANK + 1.0)), hs.Variable(np.zeros(3))
     for destinations in (v, "CPU:0", [CPU], xp.zeros(3)):
-        assert strategy.extended.reduce_to("SUM", value, destinations).tolist() == total
-    everywhere = strategy.extended.reduce_to(hs.ReduceOp.SUM, value, destinations=value)
+        found = strategy.extended.reduce_to("SUM", value, destinations)
+        assert type(found) is xp.ndarray and found.tolist() == [N * (N + 1) / 2] * 3
+    everywhere = strategy.extended.reduce_to(hs.ReduceOp.MEAN, value, destinations=value)
     assert isinstance(everywhere, xp.ndarray if N == 1 else hs.Mirrored)
     for one in strategy.experimental_local_results(everywhere):
-        assert one.tolist() == total
-    assert strategy.run(lambda x: x.tolist() == total, (everywhere,)) is not None
-    assert (
-        strategy.experimental_local_results(
-            strategy.run(lambda x: x.tolist() == total, (everywhere,))
-        )
-        == (True,) * N
-    )
-    assert strategy.extended.reduce_to("MEAN", 4.0, v) == 4
+        assert one.tolist() == [(N + 1) / 2] * 3
 
 
 def test_batch_reduce_to_is_one_message(strategy, xp):
@@ -88,7 +50,6 @@ def test_batch_reduce_to_is_one_message(strategy, xp):
     assert strategy.extended.batch_reduce_to("SUM", []) == []
 
 
-@pytest.mark.core
 def test_slices_into_themselves(strategy, xp):
     """A value is a destination of its own sum, with one replica too."""
     value = strategy.run(
@@ -103,7 +64,6 @@ def test_slices_into_themselves(strategy, xp):
             assert slices.values.ravel().tolist() == [(rank + 1) / scale for rank in range(N)]
 
 
-@pytest.mark.core
 def test_broadcast_to(strategy, xp):
     found = strategy.extended.broadcast_to({"a": xp.full(3, RANK + 5), "n": None}, CPU)
     assert found["a"].tolist() == [5, 5, 5] and found["n"] is None
@@ -116,7 +76,6 @@ def test_broadcast_to(strategy, xp):
 # ---- update
 
 
-@pytest.mark.core
 def test_update_runs_on_every_rank(strategy, xp):
     v = hs.Variable(np.zeros(3))
     ran = []
@@ -138,32 +97,21 @@ def test_update_runs_on_every_rank(strategy, xp):
     assert grouped == [(1,), {"a": (2,)}]
 
 
-@pytest.mark.core
-def test_update_takes_what_reduce_to_gives(strategy, xp):
-    v = hs.Variable(np.zeros(2))
-    gradient = strategy.run(lambda: xp.full(2, float(RANK)))
-    total = strategy.extended.reduce_to("SUM", gradient, gradient)
-    strategy.extended.update(v, lambda var, g: var.assign_sub(g), (total,))
-    assert v.numpy().tolist() == [-N * (N - 1) / 2] * 2
-
-
-@pytest.mark.parametrize(
-    "error", [ValueError("of the user"), KeyError("key"), ZeroDivisionError("zero")], ids=repr
-)
-def test_an_updates_exception_reaches_every_rank(strategy, xp, error):
+def test_an_updates_exception_reaches_every_rank(strategy, xp):
     v = hs.Variable(np.zeros(3))
 
-    def fn(var):
+    def fn(var, error):
         var.assign(xp.ones(3))
         raise error
 
-    with pytest.raises(type(error)) as caught:
-        strategy.extended.update(v, fn)
-    assert str(error) in str(caught.value)
-    assert hs.get_strategy() is strategy
-    assert v.numpy().tolist() == [1, 1, 1]  # what was written stays written
-    strategy.extended.update(v, lambda var: var.assign(xp.zeros(3)))
-    assert v.numpy().tolist() == [0, 0, 0]
+    for error in ValueError("of the user"), KeyError("key"), ZeroDivisionError("zero"):
+        with pytest.raises(type(error)) as caught:
+            strategy.extended.update(v, fn, (error,))
+        assert str(error) in str(caught.value)
+        assert hs.get_strategy() is strategy
+        assert v.numpy().tolist() == [1, 1, 1]  # what was written stays written
+        strategy.extended.update(v, lambda var: var.assign(xp.zeros(3)))
+        assert v.numpy().tolist() == [0, 0, 0]
 
 
 def test_an_update_writes_any_variable(strategy, xp):
@@ -182,24 +130,13 @@ def test_an_update_writes_any_variable(strategy, xp):
     assert COMM.allgather(foreign.numpy().tolist()) == [[1, 1]] * N
 
 
-def test_wrong_values_in_an_update(strategy, xp):
+def test_a_call_in_an_update_that_is_wrong_on_all_ranks_or_one(strategy, xp):
     v = hs.Variable(np.zeros(2))
-    for value, message in [
-        (xp.ones(3), r"has shape \(3,\)"),
-        (xp.array([1j, 2]), "complex128 cannot be cast to"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            strategy.extended.update(v, lambda var, value=value: var.assign(value))
-    assert v.numpy().tolist() == [0, 0]
-
-
-@pytest.mark.core
-@pytest.mark.mpi(min_size=2)  # one rank is all of them
-def test_a_call_in_an_update_that_is_wrong_on_one_rank(strategy, xp):
-    v = hs.Variable(np.zeros(2))
-    for odd in {0, N - 1}:
+    for odd in (0, N - 1, RANK):
         with pytest.raises(ValueError, match=r"Variable.assign of .* has shape \(3,\)"):
             strategy.extended.update(v, lambda var, odd=odd: var.assign(xp.ones(2 + (RANK == odd))))
+    with pytest.raises(ValueError, match="complex128 cannot be cast to"):
+        strategy.extended.update(v, lambda var: var.assign(xp.array([1j, 2])))
     assert v.numpy().tolist() == [0, 0]
     strategy.extended.update(v, lambda var: var.assign(xp.ones(2)))
     assert v.numpy().tolist() == [1, 1]
@@ -239,31 +176,27 @@ CALLS: dict[str, Any] = {
 }
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("name", CALLS)
-def test_every_call_in_an_update_does_what_it_does_outside(strategy, xp, name):
-    x, call = strategy.run(lambda: xp.full(2, float(RANK))), CALLS[name]
-
-    v = hs.Variable(np.ones(2))
-    outside = call(strategy, v, x), v
-    w = hs.Variable(np.ones(2))
-    inside = strategy.extended.update(w, lambda w: call(strategy, w, x)), w
-    assert repr(inside) == repr(outside)  # with all values
+def test_every_call_in_an_update_does_what_it_does_outside(strategy, xp):
+    x = strategy.run(lambda: xp.full(2, float(RANK)))
+    for name, call in CALLS.items():
+        v = hs.Variable(np.ones(2))
+        outside = call(strategy, v, x), v
+        w = hs.Variable(np.ones(2))
+        inside = strategy.extended.update(w, lambda w, call=call: call(strategy, w, x)), w
+        assert repr(inside) == repr(outside), name  # with all values
 
 
 def test_update_non_slot(strategy, xp):
     v = hs.Variable(np.zeros(2))
-    state = {"steps": 0}
     ran = []
 
     def fn(variable, *, add):
         ran.append(RANK)
-        state["steps"] += add
         variable.assign_add(xp.ones(2))
-        return state["steps"]
+        return 2 + add
 
     devices = strategy.extended.non_slot_devices([v])
-    assert strategy.extended.update_non_slot(devices, fn, (v,), {"add": 3}) == 3
+    assert strategy.extended.update_non_slot(devices, fn, (v,), {"add": 3}) == 5
     assert strategy.extended.update_non_slot(devices, lambda: 4, group=False) == (4,)
     assert COMM.allgather(ran) == [[rank] for rank in range(N)]
     assert v.numpy().tolist() == [1, 1]
@@ -271,33 +204,12 @@ def test_update_non_slot(strategy, xp):
         strategy.extended.update_non_slot(devices, lambda: {}["gone"])
 
 
-@pytest.mark.core
-def test_updates_within_merge_call(strategy, xp):
-    v = hs.Variable(np.zeros(2))
-
-    def merge(strategy, gradient):
-        total = strategy.extended.reduce_to("SUM", gradient, v)
-        return strategy.extended.update(v, lambda var, g: var.assign_add(g), (total,))
-
-    def replica():
-        assert replica_context().merge_call(merge, (xp.full(2, RANK + 1.0),)) is v
-        return v.value()
-
-    for one in strategy.experimental_local_results(strategy.run(replica)):
-        assert one.tolist() == [N * (N + 1) / 2] * 2
-
-
 # ---- version 1
 
 
-@pytest.mark.core
-@pytest.mark.parametrize(
-    "kind", [hs.compat.v1.MirroredStrategy, hs.compat.v1.CentralStorageStrategy]
-)
-def test_steps_of_an_iterator(place, kind):
-    """The values of the last step are those of TensorFlow 2.15.1's MirroredStrategy on 2 replicas."""
+def test_steps_of_an_iterator(place):
     size = max(4, N)  # of a batch
-    with place.make(kind) as strategy:
+    with place.make(hs.compat.v1.MirroredStrategy) as strategy:
         with strategy.scope():
             total = hs.Variable(np.int64(0), aggregation="SUM")
         iterator = strategy.make_dataset_iterator(hs.data.Dataset.range(3 * size).batch(size))
@@ -313,8 +225,6 @@ def test_steps_of_an_iterator(place, kind):
                 strategy.experimental_run(step, iterator)
             assert total.numpy() == passes * sum(range(3 * size))
             assert strategy.reduce("SUM", result) == sum(range(2 * size, 3 * size))
-            each = strategy.experimental_local_results(result)
-            assert N != 2 or [int(part) for part in each] == [17, 21]
 
 
 # ---- TensorFlow's choices of how and with whom to communicate
@@ -330,7 +240,6 @@ def test_choices_of_communication_change_nothing(place):
         assert strategy.extended.reduce_to("SUM", value, "CPU:0", choice) == N
 
 
-@pytest.mark.core
 def test_the_hosts_of_a_strategy():
     """On one host; launch/test_several_hosts.py has more."""
     with hs.MultiWorkerMirroredStrategy() as strategy:

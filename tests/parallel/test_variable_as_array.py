@@ -1,20 +1,53 @@
-"""A variable has the methods of its array, and is formatted, rounded and iterated like it."""
+"""A variable does what its array does: arithmetic, functions, methods, protocols, formatting."""
 
+import operator
 from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
+from strategies import in_both_contexts
 
 import hpcstrat as hs
 
 N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
 on_the_cpu = pytest.mark.parametrize("place", ["CPU"], indirect=True)
-several = pytest.mark.mpi(min_size=2)  # one replica's value is the whole
+
+
+@pytest.fixture
+def pair(strategy, xp):
+    """Two arrays and the variables of them."""
+    arrays = xp.array([[1.5, 2.0], [0.5, 3.0]], np.float32), xp.array([[2.0, 1.0], [3.0, 0.25]])
+    with strategy.scope():
+        return *arrays, *map(hs.Variable, arrays)
+
+
+def equal(found, expected):
+    """Whether a result equals the array's, in type and bit by bit."""
+    if isinstance(expected, tuple):
+        return type(found) is type(expected) and all(map(equal, found, expected))
+    return type(found) is type(expected) and np.array_equal(hs.asnumpy(found), hs.asnumpy(expected))
+
+
+op = operator
+PRODUCTS = [op.matmul, np.matmul]
+UNARY = [op.neg, op.pos, abs, np.exp, np.isnan, np.square]
+BINARY = [
+    *(op.add, op.sub, op.mul, op.truediv, op.floordiv, op.mod, op.pow, divmod),
+    *(op.lt, op.le, op.gt, op.ge, op.eq, op.ne, np.maximum, np.hypot, np.logaddexp),
+]
+# Of NumPy's arrays only; some call a method of what they get.
+UNARY_OF_NUMPY = [
+    *(np.sum, np.prod, np.mean, np.std, np.var, np.max, np.min, np.argmax, np.any, np.all),
+    *(np.sort, np.linalg.norm, np.transpose, np.cumsum, np.ravel, np.atleast_2d, np.copy),
+    *(np.shape, np.ndim, np.size),
+]
+ALONG_AN_AXIS = UNARY_OF_NUMPY[:10]
+BINARY_OF_NUMPY = [np.dot, np.outer, np.add.outer]
 METHODS = {
     "transpose": [(), (1, 0)],
-    "reshape": [(6,), ((6,),), (3, -1)],
+    "reshape": [(4,), ((4,),), (2, -1)],
     "ravel": [(), ("F",)],
     "squeeze": [()],
     "astype": [(np.float64,), (np.int32,)],
@@ -35,95 +68,84 @@ METHODS = {
 }
 
 
-@pytest.fixture(params=["cross-replica", "replica"])
-def within(request, strategy):
-    """Runs a function of no arguments in the context of that name."""
+def test_arithmetic_is_the_arrays(strategy, pair, xp):
+    array, other, v, w = pair
 
-    def in_scope(fn):
-        with strategy.scope():
-            fn()
+    def body():
+        for fn in (*UNARY, xp.exp, xp.square):
+            assert equal(fn(v), fn(array)), fn
+        for fn in (*BINARY, *PRODUCTS, xp.matmul, xp.dot, xp.maximum, xp.hypot):
+            assert equal(fn(v, w), fn(array, other)), fn
+            assert equal(fn(v, other), fn(array, other)), fn
+            assert equal(fn(other, v), fn(other, array)), fn
+            if fn not in (*PRODUCTS, xp.matmul, xp.dot):
+                assert equal(fn(v, 2), fn(array, 2)), fn
+                assert equal(fn(2, v), fn(2, array)), fn
+        assert (2 * v).dtype == np.float32  # a Python number is weak
+        assert equal(np.add.reduce(v, axis=0), np.add.reduce(array, axis=0))
+        assert equal(np.add.accumulate(v), np.add.accumulate(array))
+        assert equal(xp.where(v > 1, v, 0), xp.where(array > 1, array, 0))
+        out = xp.empty((2, 2), np.float32)
+        assert np.multiply(v, v, out=out) is out
+        assert equal(out, array * array)
+        out += v
+        assert equal(out, array * array + array)
+        result = v + 0
+        result[...] = 7  # fresh
 
-    return strategy.run if request.param == "replica" else in_scope
+    in_both_contexts(strategy, body)
+    assert v.numpy().tolist() == array.tolist()
 
 
-@pytest.fixture
-def pair(strategy, xp):
-    """An array and a variable of it."""
-    array = xp.array([[1.5, 2.0, -3.0], [0.5, 0.0, 4.0]], np.float32)
-    with strategy.scope():
-        return array, hs.Variable(array)
+@on_the_cpu
+def test_functions_of_numpy(strategy, pair):
+    array, other, v, w = pair
+
+    def body():
+        for fn in UNARY_OF_NUMPY:
+            assert equal(fn(v), fn(array)), fn
+        for fn in ALONG_AN_AXIS:
+            assert equal(fn(v, axis=0), fn(array, axis=0)), fn
+        for fn in BINARY_OF_NUMPY:
+            assert equal(fn(v, w), fn(array, other)), fn
+            assert equal(fn(v, other), fn(array, other)), fn
+            assert equal(fn(other, v), fn(other, array)), fn
+            assert equal(fn(v, 2), fn(array, 2)), fn
+            assert equal(fn(2, v), fn(2, array)), fn
+        assert equal(np.concatenate([v, w]), np.concatenate([array, other]))
+        assert equal(np.where(v > 1, v, 0), np.where(array > 1, array, 0))
+        options = {"axis": 1, "keepdims": True, "initial": 2}
+        assert equal(np.sum(v, **options), np.sum(array, **options))
+        assert equal(np.std(v, ddof=1), np.std(array, ddof=1))
+        assert equal(np.round(v, 1), np.round(array, 1))
+        assert equal(np.clip(v, 0, 1), np.clip(array, 0, 1))
+        assert equal(np.transpose(v, (1, 0)), np.transpose(array, (1, 0)))
+        assert equal(np.reshape(v, (4, 1)), np.reshape(array, (4, 1)))
+        out = np.empty(2, np.float32)
+        assert np.sum(v, axis=0, out=out) is out
+        assert equal(out, array.sum(axis=0))
+
+    in_both_contexts(strategy, body)
 
 
-def equal(found, expected):
-    return type(found) is type(expected) and np.array_equal(hs.asnumpy(found), hs.asnumpy(expected))
-
-
-def test_methods_are_the_arrays(pair, within):
-    array, v = pair
+def test_methods_are_the_arrays(strategy, pair):
+    array, _, v, _ = pair
 
     def body():
         assert equal(v.T, array.T)
         assert (v.nbytes, v.itemsize) == (array.nbytes, array.itemsize)
         for name, calls in METHODS.items():
             for arguments in calls:
-                assert equal(getattr(v, name)(*arguments), getattr(array, name)(*arguments)), (
-                    name,
-                    arguments,
-                )
-        assert (v.item(1, 2), v.item((0, 1)), v.item(3)) == (4.0, 2.0, 0.5)  # on GPUs too
+                found, expected = getattr(v, name)(*arguments), getattr(array, name)(*arguments)
+                assert equal(found, expected), (name, arguments)
+        assert (v.item(1, 0), v.item((0, 1)), v.item(3)) == (0.5, 2.0, 3.0)  # on GPUs too
         assert equal(v.sum(axis=0, keepdims=True), array.sum(axis=0, keepdims=True))
-        assert equal(v.reshape(3, 2, order="F"), array.reshape(3, 2, order="F"))
+        assert equal(v.reshape(4, 1, order="F"), array.reshape(4, 1, order="F"))
         assert equal(v.dot(v.T), array.dot(array.T))
         assert equal(v.T.dot(array), array.T.dot(array))
         assert equal(v.dot(v.T.copy()), array.dot(array.T))
 
-    within(body)
-
-
-def test_a_backward_pass(pair, xp, within):
-    array, w = pair
-    x = xp.ones((4, 3), np.float32)
-
-    def body():
-        assert equal((x @ w.T) @ w, (x @ array.T) @ array)
-        assert equal(x - w.mean(axis=0), x - array.mean(axis=0))
-
-    within(body)
-
-
-@on_the_cpu
-def test_functions_of_numpy_that_call_methods(pair, within):
-    array, v = pair
-
-    def body():
-        for fn in (
-            np.sum,
-            np.prod,
-            np.mean,
-            np.std,
-            np.var,
-            np.max,
-            np.min,
-            np.argmax,
-            np.any,
-            np.all,
-        ):
-            assert equal(fn(v), fn(array)), fn
-            assert equal(fn(v, axis=0), fn(array, axis=0)), fn
-        assert equal(
-            np.sum(v, axis=1, keepdims=True, initial=2),
-            np.sum(array, axis=1, keepdims=True, initial=2),
-        )
-        assert equal(np.std(v, ddof=1), np.std(array, ddof=1))
-        assert equal(np.round(v, 1), np.round(array, 1))
-        assert equal(np.clip(v, 0, 1), np.clip(array, 0, 1))
-        assert equal(np.transpose(v, (1, 0)), np.transpose(array, (1, 0)))
-        assert equal(np.reshape(v, (3, 2)), np.reshape(array, (3, 2)))
-        out = np.empty(3, np.float32)
-        assert np.sum(v, axis=0, out=out) is out
-        assert equal(out, array.sum(axis=0))
-
-    within(body)
+    in_both_contexts(strategy, body)
 
 
 @on_the_cpu
@@ -131,26 +153,17 @@ def test_other_shapes_are_in_place_in_a_replica_and_copies_elsewhere(strategy):
     array = np.arange(6.0).reshape(2, 3)
     with strategy.scope():
         v = hs.Variable(array)
-        for part in (
-            v.T,
-            v.transpose(),
-            v.reshape(6),
-            v.ravel(),
-            v.squeeze(),
-            v.astype(v.dtype, copy=False),
-        ):
-            part[...] = -1
+
+    def parts():
+        reshaped = (v.T, v.transpose(), v.reshape(6), v.ravel(), v.squeeze())
+        return (*reshaped, v.astype(v.dtype, copy=False))
+
+    for part in parts():
+        part[...] = -1
     assert np.array_equal(v.numpy(), array)
 
     def replica():
-        for part in (
-            v.T,
-            v.transpose(),
-            v.reshape(6),
-            v.ravel(),
-            v.squeeze(),
-            v.astype(v.dtype, copy=False),
-        ):
+        for part in parts():
             assert np.shares_memory(part, v.value()) and not part.flags.writeable
         for own in (v.copy(), v.flatten(), v.astype(v.dtype), next(iter(v.copy()))):
             own[...] = -1
@@ -159,109 +172,191 @@ def test_other_shapes_are_in_place_in_a_replica_and_copies_elsewhere(strategy):
     assert np.array_equal(v.numpy(), array)
 
 
-def test_a_number_is_formatted_and_rounded(strategy, within):
+def test_integers_and_booleans(strategy, xp):
     with strategy.scope():
-        f, i = hs.Variable(2.567), hs.Variable(7)
-        vector = hs.Variable([1.0, 2.0], name="w")
+        i, b = hs.Variable([6, 3]), hs.Variable([True, False])
 
     def body():
-        assert f"{f:.1f} {i:04d} {f:>8.2f}" == "2.6 0007     2.57"
+        assert [(i & 2).tolist(), (1 | i).tolist(), (i ^ i).tolist()] == [[2, 2], [7, 3], [0, 0]]
+        assert [(i << 1).tolist(), (i >> 1).tolist(), (~i).tolist()] == [[12, 6], [3, 1], [-7, -4]]
+        assert (b & True).tolist() == [True, False] and (~b).tolist() == [False, True]
+        assert xp.arange(10)[i].tolist() == [6, 3]
+        assert xp.arange(2)[xp.asarray(b)].tolist() == [0]
+
+    in_both_contexts(strategy, body)
+
+
+def test_python_numbers(strategy):
+    with strategy.scope():
+        f, i, yes, c = hs.Variable(2.75), hs.Variable(3), hs.Variable(True), hs.Variable(1 + 2j)
+        vector = hs.Variable([1.0, 2.0, 3.0], name="w")
+
+    def body():
+        assert (int(f), float(f), float(i), bool(f), bool(yes)) == (2, 2.75, 3.0, True, True)
+        assert (complex(c), complex(f)) == (1 + 2j, 2.75)
+        assert f"{f:.1f} {i:04d} {f:>8.2f}" == "2.8 0003     2.75"
         assert f"{vector}" == str(vector) == repr(vector)
-        assert round(f, 1) == np.float32(2.6) and round(i) == 7
+        assert round(f, 1) == np.float32(2.8) and round(i) == 3
         assert (round(f), type(round(f))) == (3, int)
-        for misuse in (lambda: f"{vector:.1f}", lambda: round(vector)):
+        assert len(vector) == 3
+        assert [float(x) for x in vector] == [1, 2, 3]
+        assert 2.0 in vector and 5.0 not in vector
+        with pytest.raises(ValueError, match="ambiguous"):
+            bool(vector)
+        for misuse in (lambda: len(f), lambda: float(vector), lambda: round(vector)):
             with pytest.raises(TypeError):
                 misuse()
+        with pytest.raises(TypeError):
+            f"{vector:.1f}"
 
-    within(body)
+    in_both_contexts(strategy, body)
 
 
-def test_iterating(strategy, xp, within):
-    array = xp.arange(6.0).reshape(2, 3)
+def test_indexing_and_iterating(strategy, xp):
+    array = xp.arange(24.0).reshape(2, 3, 4)
     with strategy.scope():
-        v, n = hs.Variable(array), hs.Variable(3)
+        v, zero = hs.Variable(array), hs.Variable(7.0)
+    places = [0, -1, (1, 2), (1, 2, 3), slice(None, None, -1), ..., (..., 1), None, [1, 0]]
 
     def body():
+        for index in (*places, array > 5):
+            assert equal(v[index], array[index])
+        assert zero[()] == 7 and zero[...].shape == ()
+        with pytest.raises(IndexError):
+            v[5]
         assert all(equal(found, expected) for found, expected in zip(v, array, strict=True))
         _first, second = v
         assert equal(second, array[1])
         with pytest.raises(TypeError, match="iteration over a 0-d array"):
-            list(n)
-        with pytest.raises(TypeError):
-            _first, _second = n
+            list(zero)
 
-    within(body)
+    in_both_contexts(strategy, body)
 
 
-@on_the_cpu
-def test_membership_is_of_elements(strategy):
+def test_an_integer_is_an_index_as_its_array_is(strategy, place):
     with strategy.scope():
-        v = hs.Variable([[1.0, 2.0], [3.0, 4.0]])
-    assert 4.0 in v and 5.0 not in v
-
-
-@on_the_cpu
-def test_an_integer_is_a_size_as_a_numpy_scalar_is(strategy, within):
-    with strategy.scope():
-        n: Any = hs.Variable(3)  # for type checkers a size is an int
+        i, f = hs.Variable(3), hs.Variable(1.0)
 
     def body():
-        for size in (
-            *(
-                np.zeros(n),
-                np.ones((n,)),
-                np.empty(n),
-                np.full(n, 1.0),
-                np.tile([1], n),
-                np.repeat([1], n),
-            ),
-            *(
-                np.arange(n),
-                np.linspace(0, 1, n),
-                np.random.default_rng(0).random(n),
-                np.arange(9)[:n],
-                range(n),
-            ),
-        ):
-            assert len(size) == 3
+        if place.kind == "CPU":
+            assert "abcdef"[i] == "d"
+            assert list(range(i)) == [0, 1, 2]
+        else:  # CuPy's arrays are not indices
+            with pytest.raises(TypeError):
+                range(i)
+        with pytest.raises(TypeError):
+            "abc"[f]
+
+    in_both_contexts(strategy, body)
+
+
+@on_the_cpu
+def test_an_integer_is_a_size_as_a_numpy_scalar_is(strategy):
+    with strategy.scope():
+        n: Any = hs.Variable(3)  # for type checkers a size is an int
+    random = np.random.default_rng(0).random
+
+    def body():
+        made = [np.zeros(n), np.ones((n,)), np.empty(n), np.full(n, 1.0), np.tile([1], n)]
+        made += [np.repeat([1], n), np.arange(n), np.linspace(0, 1, n), random(n), np.arange(9)[:n]]
+        assert [len(one) for one in made] == [3] * 10
         assert np.eye(n).shape == np.ones((n, 3)).shape == (3, 3)
-        assert np.random.default_rng(0).random((n, 2)).shape == (3, 2)
-        assert np.arange(6).reshape(n, -1).shape == (3, 2)
+        assert random((n, 2)).shape == np.arange(6).reshape(n, -1).shape == (3, 2)
         assert list(n * [1]) == list(n.item() * np.array([1]))
 
-    within(body)
+    in_both_contexts(strategy, body)
 
 
-@several
-def test_what_has_a_value_a_replica_refuses_what_would_communicate(strategy):
+def test_equality_is_of_elements_and_hash_of_the_object(strategy):
     with strategy.scope():
-        v = hs.Variable([[1.0, 2.0]], synchronization="ON_READ", aggregation="SUM", name="own")
-        n = hs.Variable(1.0, synchronization="ON_READ", aggregation="SUM", name="own")
-        for name, calls in {
-            **METHODS,
-            "dot": [(1.0,)],
-            "item": [(0, 0)],
-            "__iter__": [()],
-            "__contains__": [(1.0,)],
-        }.items():
-            with pytest.raises(
-                RuntimeError, match="'own' has one value per replica.*call read_value"
-            ):
-                getattr(v, name)(*calls[0])
-        for read in (lambda: v.T, lambda: f"{n:.1f}", lambda: round(n, 1)):
-            with pytest.raises(RuntimeError, match="'own' has one value per replica"):
-                read()
-        assert (v.nbytes, v.itemsize) == (8, 4)
-    for total in strategy.experimental_local_results(
-        strategy.run(lambda: v.sum() + len(v.T) + round(n))
-    ):
-        assert total == 6
+        v, w = hs.Variable([1.0, 2.0]), hs.Variable([1.0, 3.0])
+    assert (v == w).tolist() == [True, False]
+    assert len({v, w, v}) == 2
+    assert {v: 1, w: 2}[w] == 2
 
 
-def test_methods_have_no_rank_to_wait_for(pair):
-    """Only one rank calls them all: nothing communicates."""
-    array, v = pair
-    if RANK == N - 1:
-        for name, calls in METHODS.items():
-            getattr(v, name)(*calls[0])
-        assert v.T.shape == array.T.shape and f"{v}" and len(list(v)) == 2
+# ---- protocols
+
+
+def test_it_becomes_an_array_of_its_device_or_the_host(strategy, place):
+    with strategy.scope():
+        v = hs.Variable(np.arange(3.0, dtype=np.float32))
+
+    def body():
+        found = place.xp.from_dlpack(v)
+        assert type(found) is place.xp.ndarray and found.tolist() == [0, 1, 2]
+        found = place.xp.array(found)
+        found[:] = 9
+        assert v.numpy().tolist() == [0, 1, 2]
+        cuda = (2, int(place.devices[RANK].split(":")[1]))
+        assert v.__dlpack_device__() == (cuda if place.kind == "GPU" else (1, 0))
+        on_host = hs.asnumpy({"v": [v, None], "value": v.value()})
+        assert type(on_host["v"][0]) is type(on_host["value"]) is np.ndarray
+        assert on_host["v"][0].tolist() == on_host["value"].tolist() == [0, 1, 2]
+        if place.kind == "CPU":
+            assert np.asarray(v, np.float64).dtype == np.float64
+            assert np.array(v, copy=True).tolist() == [0, 1, 2]
+            assert not hasattr(v, "__cuda_array_interface__")
+
+    in_both_contexts(strategy, body)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["GPU"], indirect=True)
+def test_it_becomes_a_cupy_array(strategy, xp):
+    with strategy.scope():
+        v = hs.Variable(np.arange(6, dtype=np.float32).reshape(2, 3))
+
+    def replica():
+        facts = v.__cuda_array_interface__
+        assert (facts["shape"], facts["typestr"], facts["stream"]) == ((2, 3), "<f4", None)
+        assert facts["data"][0] == xp.asarray(v).data.ptr  # without a copy
+
+    strategy.run(replica)
+    assert not hasattr(v, "__cuda_array_interface__")  # it would name memory that changes
+
+    def body():
+        assert xp.asarray(v, np.float64).tolist() == [[0, 1, 2], [3, 4, 5]]
+        with pytest.raises(TypeError, match=r"on a GPU and does not become a NumPy array .*numpy"):
+            np.asarray(v)
+        with pytest.raises(TypeError):
+            np.add(v, np.ones((2, 3), np.float32))
+
+    in_both_contexts(strategy, body)
+
+
+@pytest.mark.mpi(min_size=2)  # one replica's value is the whole
+def test_what_has_a_value_a_replica_refuses_what_would_communicate(strategy, xp):
+    def own(value):
+        with strategy.scope():
+            return hs.Variable(value, synchronization="ON_READ", aggregation="SUM", name="own")
+
+    v: Any = own([[1.0, 2.0]])
+    n: Any = own(1.0)
+    i: Any = own(3)
+    refused = {
+        **{name: lambda name=name: getattr(v, name)(*METHODS[name][0]) for name in METHODS},
+        **{"dot": lambda: v.dot(1.0), "item": lambda: v.item(0, 0), "list": lambda: list(v)},
+        **{"in": lambda: 1.0 in v, "T": lambda: v.T, "f": lambda: f"{n:.1f}"},
+        **{"round": lambda: round(n, 1), "+": lambda: v + 1, "1 +": lambda: 1 + v},
+        **{
+            "==": lambda: v == v,
+            "reduce": lambda: np.add.reduce(v),
+            "asarray": lambda: xp.asarray(v),
+        },
+        **{"exp": lambda: xp.exp(v), "[]": lambda: v[0], "value": lambda: v.value()},
+        **{"bool": lambda: bool(i), "int": lambda: int(i), "float": lambda: float(i)},
+        **{"complex": lambda: complex(i), "range": lambda: range(i)},
+        "dlpack": lambda: xp.from_dlpack(v),
+    }
+    before = strategy.replica_group.communicator.calls.number
+    for name, read in refused.items():
+        with pytest.raises(RuntimeError) as caught:
+            read()
+        for fact in ("'own' has one value per replica", "read_value() or numpy()"):
+            assert fact in str(caught.value), name
+    assert strategy.replica_group.communicator.calls.number == before
+    assert (v.nbytes, v.itemsize, len(v), v.shape, v.ndim, v.size) == (8, 4, 1, (1, 2), 2, 2)
+    assert repr(v) == "Variable('own', shape=(1, 2), dtype=float32, one value per replica)"
+    totals = strategy.run(lambda: v.sum() + len(v.T) + round(n))
+    assert strategy.experimental_local_results(totals) == (6,) * N

@@ -1,3 +1,5 @@
+"""Ranks, hosts, and calls that need no strategy."""
+
 import errno
 import os
 
@@ -7,8 +9,6 @@ from internals import launchers, worlds
 from mpi4py import MPI
 
 import hpcstrat as hs
-
-pytestmark = pytest.mark.core
 
 COMM = MPI.COMM_WORLD
 
@@ -36,10 +36,7 @@ def test_hosts_are_indices_in_order_of_first_appearance():
     mine = [rank for rank in range(world.size) if world.hosts[rank] == world.hosts[world.rank]]
     assert mine.index(world.rank) == world.local_rank
     assert len(mine) == world.local_size
-
-
-def test_the_seed_is_shared():
-    assert len(set(COMM.allgather(worlds.start().seed))) == 1
+    assert len(set(COMM.allgather(world.seed))) == 1
 
 
 def test_nothing_of_mpichs_is_left_to_be_left_behind():
@@ -50,10 +47,11 @@ def test_nothing_of_mpichs_is_left_to_be_left_behind():
     assert all(deleted or not os.path.exists(path) for path, *deleted in segments)
 
 
-def test_ranks_of_a_host():
+def test_ranks_of_all_and_of_a_host():
     host = COMM.Split_type(MPI.COMM_TYPE_SHARED)
     assert (hs.local_rank(), hs.local_size()) == (host.rank, host.size)
     host.Free()
+    assert (hs.rank(), hs.size(), hs.is_lead()) == (COMM.rank, COMM.size, COMM.rank == 0)
 
 
 def test_the_lead_alone_runs_what_all_get_the_result_of():
@@ -63,22 +61,18 @@ def test_the_lead_alone_runs_what_all_get_the_result_of():
         ran.append(COMM.rank)
         return {"values": np.arange(3) ** power + base}
 
+    assert hs.any_rank(flag=COMM.rank == 0) is True
+    assert hs.broadcast_object(obj=COMM.rank) == 0
+    assert hs.on_lead(fn=lambda: 3) == 3
     found = hs.on_lead(compute, 10 + COMM.rank, power=2)
     assert ran == [0] * (COMM.rank == 0)
     assert found["values"].tolist() == [10, 11, 14]
 
 
-def test_the_ranks_and_a_bar_for_one_of_them():
-    assert (hs.rank(), hs.size(), hs.is_lead()) == (COMM.rank, COMM.size, COMM.rank == 0)
+def test_a_bar_for_one_rank():
     numbers = [3, 1, 2]
     bar = hs.progress(numbers, disable=True)
     assert list(bar) == numbers and (bar is numbers) == (COMM.rank > 0)
-
-
-def test_functions_take_their_arguments_by_keyword():
-    assert hs.any_rank(flag=COMM.rank == 0) is True
-    assert hs.broadcast_object(obj=COMM.rank) == 0
-    assert hs.on_lead(fn=lambda: 3) == 3
 
 
 def test_an_error_of_the_lead_is_everyones():
