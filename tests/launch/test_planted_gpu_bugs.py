@@ -13,13 +13,8 @@ pytestmark = pytest.mark.skipif(not simulated_gpu.is_available(), reason="there 
 
 PACKAGE = pathlib.Path(hpcstrat.__file__).parent
 # == NAME: WHAT IS SAID (or|this), then for each change a file and lines of a diff.
-BUGS = dict(
-    bug.split(": ", 1)
-    for bug in pathlib.Path(__file__)
-    .with_name("planted_gpu_bugs.diff")
-    .read_text()
-    .split("== ")[1:]
-)
+DIFFS = pathlib.Path(__file__).with_name("planted_gpu_bugs.diff").read_text()
+BUGS = re.findall(r"^== (.*?): (.*)\n((?:(?!==).*\n)+)", DIFFS, re.MULTILINE)
 HANGS_SOON = {"HPCSTRAT_STALL_SECONDS": "1", "HPCSTRAT_TIMEOUT_SECONDS": "3"}
 
 
@@ -44,9 +39,8 @@ def plant(changes, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", BUGS)
-def test_a_planted_bug_is_found(simulated, tmp_path, name):
-    says, _, changes = BUGS[name].partition("\n")
+@pytest.mark.parametrize("name, says, changes", BUGS, ids=[name for name, *_ in BUGS])
+def test_a_planted_bug_is_found(simulated, tmp_path, name, says, changes):
     plant(changes, tmp_path / "planted")
     words = ["gpu_graph.py", 2, "closes"] if "graph" in name else ["gpu_training.py", 2]
     env = HANGS_SOON if "NCCL" in name else {}
