@@ -9,9 +9,9 @@ continues after the last epoch.
 
 import argparse
 import os
+import pathlib
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import hpcstrat as hs
 
@@ -34,7 +34,7 @@ def main():
     options = parser.parse_args()
 
     strategy = hs.CentralStorageStrategy()
-    images, digits = load_digits(return_X_y=True)
+    images, digits = np.load(pathlib.Path(__file__).with_name("digits.npz")).values()
     order = np.random.default_rng(0).permutation(len(images))
     images, digits = (images[order] / 16).astype(np.float32), digits[order]
     train = (

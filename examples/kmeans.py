@@ -8,9 +8,9 @@ Vassilvitskii 2007).
 """
 
 import argparse
+import pathlib
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import hpcstrat as hs
 
@@ -46,7 +46,7 @@ def main():
 
     strategy = hs.CentralStorageStrategy()
     xp = strategy.xp
-    images, digits = load_digits(return_X_y=True)
+    images, digits = np.load(pathlib.Path(__file__).with_name("digits.npz")).values()
     images = images / 16
     with strategy.scope():
         centres = hs.Variable(initial_centres(images, options.clusters, options.seed))

@@ -7,7 +7,7 @@ matplotlib's settings, from the file that MATPLOTLIBRC names, if set.
 import contextlib
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
 
 @contextlib.contextmanager

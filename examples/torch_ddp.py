@@ -7,9 +7,10 @@ they take the same steps.
 """
 
 import argparse
+import pathlib
 
+import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
-from sklearn.datasets import load_digits
 
 import hpcstrat as hs
 
@@ -22,7 +23,7 @@ def make_module():
 
 def load_data():
     """Images of shape (1792, 64) and their digits, as a PyTorch dataset."""
-    images, digits = load_digits(return_X_y=True)
+    images, digits = np.load(pathlib.Path(__file__).with_name("digits.npz")).values()
     return torch.utils.data.TensorDataset(
         torch.tensor(images[:1792] / 16).float(), torch.tensor(digits[:1792])
     )

@@ -7,9 +7,9 @@ Four replicas split each batch and take the same steps as a single replica.
 
 import argparse
 import itertools
+import pathlib
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import hpcstrat as hs
 
@@ -55,7 +55,7 @@ def backward(weights, images, hidden1, hidden2, d_scores):
 
 def load_data(seed):
     """1797 shuffled images of 8 x 8 pixels, with digits: a training set, and a fifth to test."""
-    images, digits = load_digits(return_X_y=True)
+    images, digits = np.load(pathlib.Path(__file__).with_name("digits.npz")).values()
     images = (images / 16).astype(np.float32)
     order = np.random.default_rng(seed).permutation(len(images))
     train, test = np.split(order, [len(order) * 4 // 5])

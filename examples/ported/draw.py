@@ -16,7 +16,7 @@ import hpcstrat as hs
 
 def save(path, draw, values):
     """Draws values that are on the host, and writes the file."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     figure = Figure(figsize=(8, 3), layout="constrained")
     draw(figure, *values)

@@ -1,6 +1,6 @@
 """The test set in the colours of its clouds, and each component's ellipses of 1 and 2 sigma."""
 
-from matplotlib.patches import Ellipse
+from matplotlib.patches import Ellipse  # pyright: ignore[reportMissingImports]
 
 
 def draw(figure, points, clouds, means, variances):

@@ -8,11 +8,11 @@ numbers of images, which differ in the last batch.
 """
 
 import itertools
+import pathlib
 
 import jax  # pyright: ignore[reportMissingImports]
 import numpy as np
 from jax import numpy as jnp  # pyright: ignore[reportMissingImports]
-from sklearn.datasets import load_digits
 
 import hpcstrat as hs
 
@@ -30,7 +30,7 @@ def as_jax(nest):
 
 def load_data():
     """1437 images with one-hot digits, shapes (n, 64) and (n, 10), and 360 to test."""
-    images, digits = load_digits(return_X_y=True)
+    images, digits = np.load(pathlib.Path(__file__).parents[2] / "digits.npz").values()
     order = np.random.default_rng(0).permutation(len(images))
     images, targets = (images[order] / 16).astype(np.float32), np.eye(10, dtype=np.float32)[digits]
     return (images[:1437], targets[order][:1437]), (images[1437:], targets[order][1437:])

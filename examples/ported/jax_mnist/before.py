@@ -3,15 +3,15 @@
     python examples/ported/jax_mnist/before.py
 
 A perceptron of `jax.numpy` functions; `jax.grad` derives its gradients, `jax.jit` compiles.
-scikit-learn's digits of 8 x 8 pixels in place of MNIST's, and a smaller network.
+Digits of 8 x 8 pixels in place of MNIST's, and a smaller network.
 """
 
 import itertools
+import pathlib
 
 import jax  # pyright: ignore[reportMissingImports]
 import numpy as np
 from jax import numpy as jnp  # pyright: ignore[reportMissingImports]
-from sklearn.datasets import load_digits
 
 LAYERS = 64, 128, 128, 10
 SCALE = 0.1
@@ -22,7 +22,7 @@ BATCH_SIZE = 128
 
 def load_data():
     """1437 images with one-hot digits, shapes (n, 64) and (n, 10), and 360 to test."""
-    images, digits = load_digits(return_X_y=True)
+    images, digits = np.load(pathlib.Path(__file__).parents[2] / "digits.npz").values()
     order = np.random.default_rng(0).permutation(len(images))
     images, targets = (images[order] / 16).astype(np.float32), np.eye(10, dtype=np.float32)[digits]
     return (images[:1437], targets[order][:1437]), (images[1437:], targets[order][1437:])

@@ -9,10 +9,10 @@ CuPy.
 """
 
 import os
+import pathlib
 import tempfile
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 import hpcstrat as hs
 
@@ -33,7 +33,7 @@ def initial_weights(seed):
 
 def load_data():
     """1437 images of shape (8, 8, 1) with their digits, and 360 to test."""
-    images, digits = load_digits(return_X_y=True)
+    images, digits = np.load(pathlib.Path(__file__).parents[2] / "digits.npz").values()
     order = np.random.default_rng(0).permutation(len(images))
     images = (images[order] / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     return (images[:1437], digits[order][:1437]), (images[1437:], digits[order][1437:])
