@@ -121,7 +121,7 @@ def test_one_kernel_is_tried_on_each_ranks_gpu(simulated):
     assert re.fullmatch(r"\d+, driver \d+", found["CUDA"]) and "." in found["CuPy"]
     for rank in range(2):
         assert f"GPU {rank} of 4, simulated GPU (rank {rank})" in result.out
-    env = {"SIMULATED_GPU_FAULTS": "compile@1:1"}
+    env = {"SIMULATED_GPU_FAULTS": "out-of-memory@1:1"}
     _, (fault,) = found_in(simulated(MODULE, 2, *INFO, env=env))
     assert re.match("CuPy does not compute: .*; `pip install ", fault)
     assert fault.endswith(" (rank 1)")

@@ -3,7 +3,7 @@
 import sys
 
 sys.path.insert(0, sys.argv[1])
-import torch
+import torch  # pyright: ignore[reportMissingImports]
 from mpi4py import MPI
 from torch_ddp import load_data, make_module
 
