@@ -181,18 +181,6 @@ def check_words(commands):
                 assert word.partition("=")[0] in source, line
 
 
-<<<<<<< HEAD
-=======
-def test_commands_of_the_readme():
-    text = (ROOT / "README.md").read_text()
-    for command in (
-        'pip install ".[mpich]" && mpirun -n 4 python examples/train.py',
-        'pip install ".[mpich,test]" && launch/test',
-    ):
-        assert f"\n{command}\n" in text
-
-
->>>>>>> part-extras
 def test_addresses_are_those_of_the_package():
     """`[project.urls]` is the one place that knows them; what cannot read it says the same."""
     pairs = importlib.metadata.metadata("hpcstrat").get_all("Project-URL") or []

@@ -5,11 +5,11 @@ it has a picture.py, its picture in docs/gallery.
 """
 
 import ast
-import dataclasses
 import difflib
 import importlib.util
 import pathlib
 import re
+from typing import NamedTuple
 
 import pytest
 
@@ -24,31 +24,18 @@ ENV = {
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
-@dataclasses.dataclass(frozen=True)
-class Port:
-    """A folder of `examples/ported`, with `before.py`, `after.py` and perhaps `picture.py`.
-
-    Attributes:
-        name: the folder's.
-        rel: how far the printed numbers may be apart, relatively.
-        why: the reason for that.
-        abs: how far, absolutely, for numbers near zero.
-        needs: a module without which neither program runs, and which chooses where `before.py`
-            computes; else `before.py` takes `--gpu`.
-        recorded: whether `before.py` needs a package that the tests do not install. What it
-            printed is in `before.txt`, below a line with the package's version.
-        mpi4py: whether `before.py` is an mpi4py program, which computes with NumPy only.
-        few: options with which there is less data than four replicas.
-    """
+class Port(NamedTuple):
+    """A folder of `examples/ported`, with `before.py`, `after.py` and perhaps `picture.py`."""
 
     name: str
-    rel: float
-    why: str
-    abs: float = 0
+    rel: float  # how far the printed numbers may be apart, relatively
+    abs: float  # and absolutely, for numbers near zero
+    why: str  # the reason for that
+    # A module without which neither program runs, and which chooses where `before.py` computes;
+    # else it takes `--gpu`. An mpi4py program computes with NumPy. If it needs a package that the
+    # tests do not install, what it printed is in `before.txt`, below a line with the version.
     needs: str | None = None
-    recorded: bool = False
-    mpi4py: bool = False
-    few: tuple[str, ...] = ()
+    few: tuple[str, ...] = ()  # options with which there is less data than four replicas
 
     def path(self, name):
         return FOLDER / self.name / name
@@ -57,51 +44,26 @@ class Port:
 SIX, NINE = "six decimals are printed; ", "nine decimals are printed; "
 ORDER = "the sums' order differs"
 PORTS = [
-    Port("kmeans", rel=1e-6, abs=2e-6, why=SIX + ORDER, few=("--num", "1")),
-    Port("gmm", rel=1e-6, abs=2e-6, why=SIX + ORDER),
-    Port(
-        "cg",
-        rel=2e-3,
-        abs=1e-13,
-        why="four digits are printed, of an error that rounding changes",
-        few=("--num", "3"),
-    ),
-    Port("monte_carlo", rel=0.3, why="four standard errors of an error that samples show"),
-    Port("jacobi", mpi4py=True, rel=0, why="each point is computed by the same operations"),
-    Port(
-        "matrix_product",
-        mpi4py=True,
-        rel=1e-12,
-        abs=2e-9,
-        why=NINE + ORDER,
-        few=("--shape", "3", "2", "2"),
-    ),
-    Port("molecular_dynamics", rel=0, abs=2e-9, why=NINE + ORDER),
-    Port(
-        "tf_custom_training",
-        recorded=True,
-        rel=1e-4,
-        abs=2e-5,
-        why="five decimals are printed; 92 steps in 32 bits, and Adam divides by small gradients",
-    ),
-    Port(
-        "torch_ddp_series",
-        needs="torch",
-        rel=1e-5,
-        abs=2e-6,
-        why=SIX + "256 steps in 32 bits towards one minimum",
-    ),
-    Port("torch_gpt", needs="torch", rel=0, abs=2e-6, why=SIX + "200 steps in 64 bits"),
-    Port("jax_mnist", needs="jax", rel=1e-4, abs=2e-6, why=SIX + "96 steps in 32 bits"),
+    Port("kmeans", 1e-6, 2e-6, SIX + ORDER, few=("--num", "1")),
+    Port("gmm", 1e-6, 2e-6, SIX + ORDER),
+    Port("cg", 2e-3, 1e-13, "four digits, of an error that rounding changes", few=("--num", "3")),
+    Port("monte_carlo", 0.3, 0, "four standard errors of an error that samples show"),
+    Port("jacobi", 0, 0, "each point is computed by the same operations", "mpi4py"),
+    Port("matrix_product", 1e-12, 2e-9, NINE + ORDER, "mpi4py", ("--shape", "3", "2", "2")),
+    Port("molecular_dynamics", 0, 2e-9, NINE + ORDER),
+    Port("tf_custom_training", 1e-4, 2e-5, "92 steps in 32 bits, and Adam divides by small ones"),
+    Port("torch_ddp_series", 1e-5, 2e-6, SIX + "256 steps in 32 bits to one minimum", "torch"),
+    Port("torch_gpt", 0, 2e-6, SIX + "200 steps in 64 bits", "torch"),
+    Port("jax_mnist", 1e-4, 2e-6, SIX + "96 steps in 32 bits", "jax"),
 ]
-BY_NAME = {"-".join(filter(None, [port.name, port.needs])): port for port in PORTS}
+BY_NAME = {port.name: port for port in PORTS}
 
 
 def original(place, port, options):
     """What the original prints: one process."""
-    if port.recorded:
+    if port.path("before.txt").exists():
         return port.path("before.txt").read_text().partition("\n")[2]
-    if place.has_gpus and not port.mpi4py and port.needs is None:
+    if place.has_gpus and port.needs is None:
         options = [*options, "--gpu"]
     result = place(port.path("before.py"), None, *options, env=ENV)
     assert result.status == 0
@@ -141,7 +103,7 @@ def test_each_port_on_other_numbers_of_ranks_nightly(place, name):
     check(place, port, [None, 1, 4])
     if port.few:
         check(place, port, [4], port.few)
-    if port.mpi4py:
+    if port.needs == "mpi4py":
         result = place(port.path("before.py"), 3, env=ENV)
         assert (result.status, result.out, result.leftovers) == (0, original(place, port, []), [])
 

@@ -18,6 +18,7 @@ def step(x):
 
 
 x = xp.full((1, 3), 0.5, np.float32)
+zeros = None
 for i in range(200):
     if i == 100 and sys.argv[1] == "hangs" and hs.rank() == 1:
         hs.barrier()

@@ -5,7 +5,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import torch  # pyright: ignore[reportMissingImports]
 from mpi4py import MPI
-from torch_ddp import load_data, make_module
+from torch_ddp import load_data, make_module  # pyright: ignore[reportMissingImports]
 
 comm = MPI.COMM_WORLD
 torch.distributed.init_process_group(
