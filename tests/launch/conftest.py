@@ -1,5 +1,6 @@
 """Fixtures of the tests that start programs under `mpirun`."""
 
+import importlib.util
 import os
 
 import pytest
@@ -8,7 +9,7 @@ from internals import gpu
 from job import Launch, version
 
 _RANKS = [None, 1, 2, 3, 4]  # None: without mpirun
-_SIMULATED_SECONDS = 120
+_SIMULATED_SECONDS = 240
 
 
 def pytest_collection_modifyitems(items):
@@ -49,16 +50,16 @@ def simulated(launch):
     return start
 
 
-@pytest.fixture(params=["CPU", "GPU"])
-def gpus(request):
-    """Whether programs see GPUs, and their numbers of ranks then (`None`: without mpirun).
+@pytest.fixture(params=["CPU", pytest.param("GPU", marks=pytest.mark.gpu)])
+def place(request, launch):
+    """Runs programs on the CPU, and on GPUs: `place("training.py", 3)`.
 
     Under HPCSTRAT_TEST_GPU=simulated the GPUs are simulated.
     """
     if request.param == "CPU":
-        return False, _RANKS
+        return _Place(launch, False, _RANKS)
     if simulated_gpu.is_wanted():
-        return True, _RANKS
+        return _Place(launch, True, _RANKS)
     count = len(gpu.visible_gpus()) if gpu.has_cupy() else 0
     if count == 0:
         missing = "there is no GPU, or no CuPy"
@@ -66,4 +67,45 @@ def gpus(request):
             pytest.fail(f"HPCSTRAT_TEST_GPU=1: {missing}")
         pytest.skip(missing)
     is_shared = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return True, [ranks for ranks in _RANKS if is_shared or (ranks or 1) <= count]
+    return _Place(launch, True, [n for n in _RANKS if is_shared or (n or 1) <= count])
+
+
+class _Place:
+    """Where programs compute.
+
+    Attributes:
+        has_gpus: whether they see GPUs.
+        ranks: the numbers of ranks that have one each. None: without mpirun.
+    """
+
+    def __init__(self, launch, has_gpus, ranks):
+        self._launch = launch
+        self.has_gpus = has_gpus
+        self.ranks = ranks
+
+    def __call__(self, program, ranks=None, *arguments, **options):
+        return self._launch(program, ranks, *arguments, gpus=self.has_gpus, **options)
+
+    def choose(self, *ranks):
+        """Those of the numbers of ranks for which there are GPUs, at least 1."""
+        return [n for n in ranks if n in self.ranks] or [1]
+
+    def skip_unless_it_has(self, library):
+        """Skips a test of `torch` or `jax`, or of neither, that cannot compute here."""
+        if library not in ("torch", "jax"):
+            return
+        if importlib.util.find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+        if self.has_gpus and simulated_gpu.is_wanted():
+            pytest.skip(f"{library} does not know simulated GPUs")
+        if self.has_gpus and not _has_cuda(library):
+            pytest.skip(f"{library} is installed without CUDA")
+
+
+def _has_cuda(library):
+    # How it was built: CUDA must not start in the process of the tests.
+    if library == "torch":
+        import torch  # pyright: ignore[reportMissingImports]
+
+        return torch.version.cuda is not None
+    return any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))

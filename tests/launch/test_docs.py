@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import pathlib
 import re
 import shlex
 import shutil
@@ -10,39 +11,19 @@ import sys
 
 import pytest
 from documents import BLOCKS, PAGES, ROOT, Block
-from launcher import skip_unless_it_computes
 
 FOLDERS = ("examples", "benchmarks", "launch", "slurm", "tests", "docs")
-RANKS = "1 3"
 SECONDS = re.compile(r"\d+ s\b")
+ALL = [block for page in BLOCKS.values() for block in page]
 
 
-def blocks(language):
-    """A parameter for each block of a language."""
+def programs(*, of_the_readme):
+    """A parameter for each program."""
     return [
-        pytest.param(block, id=str(block))
-        for page in BLOCKS.values()
-        for block in page
-        if block.language == language
+        pytest.param(block, id=f"{block}-{block.says.get('needs', '')}".rstrip("-"))
+        for block in ALL
+        if block.language == "python" and (block.page == "README.md") == of_the_readme
     ]
-
-
-def programs():
-    """Parameters for each program: the block, and the number of ranks.
-
-    The README's on three ranks are quick.
-    """
-    found = []
-    for page in BLOCKS.values():
-        for block in [block for block in page if block.language == "python"]:
-            numbers = [int(n) for n in block.says.get("ranks", RANKS).split()]
-            for ranks in numbers:
-                is_slow = block.page != "README.md" or ranks != numbers[-1]
-                case = f"{block}-{ranks}-{block.says.get('needs', '')}".rstrip("-")
-                found.append(
-                    pytest.param(block, ranks, id=case, marks=[pytest.mark.slow] * is_slow)
-                )
-    return found
 
 
 def write_files(page, folder):
@@ -57,18 +38,35 @@ def skip_unless_it_runs(block: Block):
         pytest.skip(reason)
 
 
-def test_there_are_blocks_of_all_pages():
-    assert {
-        "README.md",
-        "examples/README.md",
-        "slurm/README.md",
-        "benchmarks/README.md",
-    } <= BLOCKS.keys()
-    for name in "getting_started", "model", "moving", "hangs", "checkpoints", "performance":
-        assert BLOCKS[f"docs/{name}.md"]
+def check_program(launch, place, block, numbers):
+    """The block prints what the page shows, on these numbers of ranks or on those that it names."""
+    skip_unless_it_runs(block)
+    place.skip_unless_it_has(block.says.get("needs"))
+    write_files(block.page, launch.folder)
+    program = launch.folder / block.says["file"] if "file" in block.says else block.text
+    for ranks in place.choose(*[int(n) for n in block.says.get("ranks", numbers).split()]):
+        result = place(program, ranks, timeout=120 if place.has_gpus else 90)
+        assert (result.status, result.err, result.leftovers) == (0, "", [])
+        expected = block.expects(ranks)
+        if expected is not None:
+            assert block.prints(result.out) == expected
+
+
+@pytest.mark.parametrize("block", programs(of_the_readme=True))
+def test_program_of_the_readme(launch, place, block):
+    check_program(launch, place, block, "3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", programs(of_the_readme=False))
+def test_program(launch, place, block):
+    check_program(launch, place, block, "1 3")
 
 
 def test_code_stands_in_blocks_of_a_known_language():
+    assert len(BLOCKS) > 30 and all(
+        len(BLOCKS[page]) > 2 for page in ("README.md", "docs/model.md")
+    )
     wrong = {}
     for path in PAGES:
         text, page = path.read_text(), path.relative_to(ROOT).as_posix()
@@ -83,28 +81,9 @@ def test_code_stands_in_blocks_of_a_known_language():
     assert wrong == {}
 
 
-@pytest.mark.parametrize(("block", "ranks"), programs())
-def test_program(launch, block, ranks, gpus):
-    skip_unless_it_runs(block)
-    are_seen, numbers = gpus
-    skip_unless_it_computes(block.says.get("needs"), are_seen)
-    write_files(block.page, launch.folder)
-    program = launch.folder / block.says["file"] if "file" in block.says else block.text
-    if are_seen and ranks not in numbers:
-        pytest.skip(f"{ranks} ranks have too few GPUs")
-    result = launch(program, ranks, gpus=are_seen, timeout=120 if are_seen else 90)
-    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
-    expected = block.expects(ranks)
-    if expected is not None:
-        assert block.prints(result.stdout) == expected
-
-
 def test_output_belongs_to_what_runs():
-    everything = [block for page in BLOCKS.values() for block in page]
-    outputs = [id(block.output) for block in everything]
-    texts = [
-        block for block in everything if block.language == "text" and "not run" not in block.says
-    ]
+    outputs = [id(block.output) for block in ALL]
+    texts = [block for block in ALL if block.language == "text" and "not run" not in block.says]
     assert [str(block) for block in texts if id(block) not in outputs] == []
 
 
@@ -134,7 +113,7 @@ def test_the_script_that_moves_is_tensorflows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("block", blocks("sh"))
+@pytest.mark.parametrize("block", [block for block in ALL if block.language == "sh"], ids=str)
 def test_command(launch, block, tmp_path):
     check_words(block.text)
     skip_unless_it_runs(block)
@@ -149,21 +128,18 @@ def test_command(launch, block, tmp_path):
     for name in FOLDERS:
         (tmp_path / name).symlink_to(ROOT / name)
     write_files(block.page, tmp_path)
-    script = tmp_path / "commands.sh"
-    script.write_text(f"set -euo pipefail\n{block.text}")
-    path = f"{folder}:{os.environ['PATH']}"
-    result = launch(
-        f"import os\nos.execvp('bash', ['bash', {str(script)!r}])", env={"PATH": path}, timeout=60
-    )
+    (tmp_path / "commands.sh").write_text(f"set -euo pipefail\n{block.text}")
+    env = {"PATH": f"{folder}:{os.environ['PATH']}"}
+    result = launch(["bash", tmp_path / "commands.sh"], env=env, timeout=60)
     assert (result.status != 0, result.leftovers) == ("fails" in block.says, [])
     expected = block.expects(None)
     if expected is not None and "fails" in block.says:
-        seen = SECONDS.sub("N s", result.stderr).splitlines()
+        seen = SECONDS.sub("N s", result.err).splitlines()
         assert [
             line for line in SECONDS.sub("N s", expected).splitlines() if line not in seen
         ] == []
     elif expected is not None:
-        assert block.prints(result.stdout) == expected
+        assert block.prints(result.out) == expected
 
 
 @pytest.mark.slow
@@ -176,19 +152,13 @@ def test_pytest_on_several_ranks_prints_one_report(launch, tmp_path):
     failing = "import hpcstrat as hs\ndef test_one(): pass\ndef test_two(): assert hs.rank() != 1\n"
     (tmp_path / "test_failing.py").write_text(failing)
     for name, status, passed, shown in (("mean", 0, 2, 0), ("failing", 1, 2, 1)):
-        command = f"""
-            import os, sys
-            path = {str(tmp_path / f"test_{name}.py")!r}
-            options = "-m", "pytest", "-p", "hpcstrat", "-p", "no:cacheprovider", "--with-mpi", path
-            os.execv(sys.executable, [sys.executable, *options])
-        """
-        result = launch(command, 3, timeout=60)
+        words = "pytest", "-p", "hpcstrat", "-p", "no:cacheprovider", "--with-mpi"
+        result = launch(pathlib.Path("-m"), 3, *words, tmp_path / f"test_{name}.py", timeout=60)
         assert result.status == status
-        assert re.findall(r"(\d+) passed in", result.stdout) == [str(passed)]
-        assert result.stderr.count("assert 1 != 1") == shown
+        assert re.findall(r"(\d+) passed in", result.out) == [str(passed)]
+        assert result.err.count("assert 1 != 1") == shown
         assert (
-            len(re.findall(r"^\[rank 1\] .*test_failing.py::test_two$", result.stderr, re.M))
-            == shown
+            len(re.findall(r"^\[rank 1\] .*test_failing.py::test_two$", result.err, re.M)) == shown
         )
 
 
@@ -209,15 +179,6 @@ def check_words(commands):
                 source = None
             elif source is not None and word.startswith("--"):
                 assert word.partition("=")[0] in source, line
-
-
-def test_commands_of_the_readme():
-    text = (ROOT / "README.md").read_text()
-    for command in (
-        'pip install ".[mpich]" && mpirun -n 4 python examples/train.py',
-        'pip install -e ".[mpich,test]" && pytest',
-    ):
-        assert f"\n{command}\n" in text
 
 
 def test_addresses_are_those_of_the_package():

@@ -1,37 +1,18 @@
 """The programs for GPUs in `launch/`, without GPUs: shell scripts replace NVIDIA's own programs."""
 
-import contextlib
 import os
 import pathlib
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
-import uuid
 
 import pytest
-from slow import slow_but
+from job import Job, mpirun, parent
 
 LAUNCH = pathlib.Path(__file__).parents[2] / "launch"
 PROGRAMS = ["share-gpu", "ci-multi-gpu"]
-SECONDS = 60  # the time limit of a program
-NOT_THE_USERS = (
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "PRTE_",
-    "HYDI_",
-    "MPI_LOCAL",
-    "SLURM_",
-    "CUDA_",
-    "NCCL_",
-    "LD_PRELOAD",
-)
-MARK = "LAUNCHED_BY_TEST"  # a variable that marks a test's processes
 
-NO_GPU = "echo 'NVIDIA-SMI has failed'; exit 9"
 # Records its commands. The daemon ends when it is told to quit; not when it is DEAF, or DUMB and
 # never answers.
 MPS_CONTROL = """
@@ -62,6 +43,7 @@ print("up", flush=True)
 while True:
     time.sleep(0.05)
 """
+# Says by its status which signal has come.
 ANSWERS = """
 import signal, sys
 signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -83,77 +65,52 @@ class Bench:
         self.folder = folder
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
-        self._programs = folder / "bin"
-        self._programs.mkdir()
-        self._mark = uuid.uuid4().hex
+        (folder / "bin").mkdir()
         self._started = []
 
     def stand_in(self, name, text):
-        path = self._programs / name
+        path = self.folder / "bin" / name
         path.write_text(f"#!/bin/sh\nset -eu\n{text}")
         path.chmod(0o755)
 
-    def start(self, *command, env=None):
-        kept = {
-            name: value for name, value in os.environ.items() if not name.startswith(NOT_THE_USERS)
-        }
+    def start(self, *command, **env):
+        gone = [name for name in os.environ if name.startswith(("CUDA_", "NCCL_", "LD_PRELOAD"))]
         own = {
-            "PATH": f"{self._programs}:{os.environ['PATH']}",
-            "TMPDIR": str(self.temporary),
-            "RECORD": str(self.folder / "record"),
-            MARK: self._mark,
+            **dict.fromkeys([*gone, "CUDA_VISIBLE_DEVICES"]),
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "TMPDIR": self.temporary,
+            "RECORD": self.folder / "record",
         }
-        process = subprocess.Popen(
-            [os.fspath(word) for word in command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=kept | own | (env or {}),
-            cwd=self.folder,
-            start_new_session=True,
-        )
-        self._started.append(process)
-        return process
+        job = Job([*command], folder=self.folder, env=own | env)
+        self._started.append(job)
+        return job.start()
 
-    def finish(self, process):
-        stdout, stderr = process.communicate(timeout=SECONDS)
-        print(stdout, stderr, sep="\n")  # pytest shows it if the test fails
-        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+    def run(self, *command, **env):
+        return self.start(*command, **env).end()
 
-    def run(self, *command, env=None):
-        return self.finish(self.start(*command, env=env))
+    def share(self, *command, **env):
+        """Starts the command through share-gpu, with the stand-in for MPS."""
+        self.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
+        return self.start(LAUNCH / "share-gpu", *command, **env)
 
     def record(self):
         """What the stand-ins wrote, line by line."""
         path = self.folder / "record"
         return path.read_text().splitlines() if path.exists() else []
 
-    def leftovers(self):
-        """Temporary files, and processes that still exist after some seconds to end."""
-        deadline = time.monotonic() + 20
-        while self._processes() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return [*os.listdir(self.temporary), *self._processes()]
+    def check_that_nothing_is_left(self, result):
+        assert result.leftovers == [] and os.listdir(self.temporary) == []
+
+    def check_that_mps_ended(self, result):
+        """It was started once, in a private folder, and told to end, and nothing is left."""
+        started, *told = self.record()
+        assert started.startswith(f"started in {self.temporary}/")
+        assert told == ["quit"]
+        self.check_that_nothing_is_left(result)
 
     def kill(self):
-        for process in self._processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        for process in self._started:
-            process.communicate()
-
-    def _processes(self):
-        found = []
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                with contextlib.suppress(OSError):  # it has ended, or is another user's
-                    if (
-                        f"{MARK}={self._mark}".encode()
-                        in pathlib.Path(f"/proc/{name}/environ").read_bytes()
-                    ):
-                        found.append(int(name))
-        return found
+        for job in self._started:
+            job.kill()
 
 
 @pytest.fixture
@@ -163,41 +120,35 @@ def bench(tmp_path):
     bench.kill()
 
 
+def send(job, name):
+    """Sends a signal to the program, once its command has printed `up`."""
+    job.wait_until(lambda: "up" in job.out, "the command")
+    (started,) = [process for process in job.processes() if parent(process) == os.getpid()]
+    job.signal(started, name)
+
+
 # ---- all of them
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help(bench, program):
     result = bench.run(LAUNCH / program, "--help")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.startswith("usage: ")
-    assert f"launch/{program} " in result.stdout
-    assert max(len(line) for line in result.stdout.splitlines()) <= 120
+    assert (result.status, result.err) == (0, "")
+    assert result.out.startswith("usage: ") and f"launch/{program} " in result.out
+    assert max(len(line) for line in result.out.splitlines()) <= 120
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        *(
-            ["share-gpu"],
-            ["share-gpu", "--gpu", "true"],
-            ["share-gpu", "--nccl"],
-            ["share-gpu", "--nccl=nowhere", "true"],
-        ),
-        *(["ci-multi-gpu", "2"], ["ci-multi-gpu", "--ranks"], ["ci-multi-gpu", "--ranks="]),
-        *(
-            ["ci-multi-gpu", "--ranks", "1 x"],
-            ["ci-multi-gpu", "--ranks=0"],
-            ["ci-multi-gpu", "--nccl", "nowhere"],
-        ),
-    ],
-    ids=" ".join,
-)
-def test_wrong_use(bench, command):
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_wrong_use(bench, program):
+    commands = {
+        "share-gpu": ["", "--gpu true", "--nccl", "--nccl=nowhere true"],
+        "ci-multi-gpu": ["2", "--ranks", "--ranks=", "--ranks 1x", "--ranks=0", "--nccl nowhere"],
+    }
     bench.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
-    result = bench.run(LAUNCH / command[0], *command[1:])
-    assert (result.returncode, result.stdout) == (2, "")
-    assert f"launch/{command[0]}" in result.stderr
+    for words in commands[program]:
+        result = bench.run(LAUNCH / program, *words.split())
+        assert (result.status, result.out) == (2, ""), words
+        assert f"launch/{program}" in result.err
     assert bench.record() == []
 
 
@@ -206,174 +157,137 @@ def test_shellcheck_finds_nothing(bench, program):
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")
     result = bench.run("shellcheck", LAUNCH / program)
-    assert (result.returncode, result.stdout) == (0, "")
+    assert (result.status, result.out) == (0, "")
 
 
 # ---- share-gpu
 
 
-def share(bench, *command, env=None):
-    """Starts the command through share-gpu, with the stand-in for MPS."""
-    bench.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
-    return bench.start(LAUNCH / "share-gpu", *command, env=env)
-
-
-def check_that_mps_ended(bench):
-    """It was started once, in a private folder, and told to end, and nothing is left."""
-    started, *told = bench.record()
-    assert started.startswith(f"started in {bench.temporary}/")
-    assert told == ["quit"]
-    assert bench.leftovers() == []
-
-
-@pytest.mark.parametrize("status", slow_but([3], [0, 3]))
-def test_share_around_a_command(bench, status):
-    result = bench.finish(
-        share(bench, "sh", "-c", f'echo "ran in $CUDA_MPS_PIPE_DIRECTORY"; exit {status}')
-    )
-    assert (result.returncode, result.stderr) == (status, "")
-    assert result.stdout.replace("ran", "started").splitlines() == bench.record()[:1]
-    check_that_mps_ended(bench)
+def test_share_around_a_command(bench):
+    result = bench.share("sh", "-c", 'echo "ran in $CUDA_MPS_PIPE_DIRECTORY"; exit 3').end()
+    assert (result.status, result.err) == (3, "")
+    assert result.out.replace("ran", "started").splitlines() == bench.record()[:1]
+    bench.check_that_mps_ended(result)
 
 
 def test_share_with_a_command_that_is_not_there(bench):
-    result = bench.finish(share(bench, "no-such-command"))
-    assert result.returncode == 127
-    check_that_mps_ended(bench)
+    result = bench.share("no-such-command").end()
+    assert result.status == 127
+    bench.check_that_mps_ended(result)
 
 
 def test_share_gives_the_command_its_input(bench):
-    result = bench.finish(share(bench, "sh", "-c", f"echo text | {LAUNCH}/share-gpu cat"))
-    assert (result.returncode, result.stdout, result.stderr) == (0, "text\n", "")
-    assert bench.leftovers() == []
+    result = bench.share("sh", "-c", f"echo text | {LAUNCH}/share-gpu cat").end()
+    assert (result.status, result.out, result.err) == (0, "text\n", "")
+    bench.check_that_nothing_is_left(result)
 
 
-@pytest.fixture(params=slow_but(["SIGINT", "SIGTERM"], ["SIGINT", "SIGTERM", "SIGHUP"]))
-def number(request):
-    """The number of a signal."""
-    number = getattr(signal, request.param)
-    if signal.getsignal(number) == signal.SIG_IGN:  # after nohup, or in the background of a script
-        pytest.skip(
-            f"the tests were started with {request.param} ignored, which no shell below can undo"
-        )
-    return number
+@pytest.fixture(params=["SIGINT", "SIGTERM"])
+def name(request):
+    """The name of a signal."""
+    if signal.getsignal(getattr(signal, request.param)) == signal.SIG_IGN:  # after nohup, or `&`
+        pytest.skip(f"the tests were started with {request.param} ignored, for all shells below")
+    return request.param
 
 
-def test_share_passes_signals_on(bench, number):
-    process = share(bench, sys.executable, "-c", ANSWERS)
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(number)
-    assert bench.finish(process).returncode == number + 40
-    check_that_mps_ended(bench)
+def test_share_passes_signals_on(bench, name):
+    job = bench.share(sys.executable, "-c", ANSWERS)
+    send(job, name)
+    result = job.end()
+    assert result.status == getattr(signal, name) + 40
+    bench.check_that_mps_ended(result)
 
 
-def test_share_around_a_command_that_a_signal_ends(bench, number):
-    if number == signal.SIGINT and bench.run("env", "--default-signal=INT", "true").returncode:
-        pytest.skip(
-            "before version 8.31 of coreutils, a command that does not ask for SIGINT does not get "
-            "it"
-        )
-    process = share(bench, "sh", "-c", f"{sys.executable} -c '{WAITS}'; true")
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(number)
-    assert bench.finish(process).returncode == 128 + number
-    check_that_mps_ended(bench)
+def test_share_around_a_command_that_a_signal_ends(bench, name):
+    if name == "SIGINT" and bench.run("env", "--default-signal=INT", "true").status:
+        pytest.skip("before coreutils 8.31, only a command that asks for SIGINT gets it")
+    job = bench.share("sh", "-c", f"{sys.executable} -c '{WAITS}'; true")
+    send(job, name)
+    result = job.end()
+    assert result.status == 128 + getattr(signal, name)
+    bench.check_that_mps_ended(result)
 
 
 def test_share_with_mpirun(launch, bench):
     program = 'echo "up $NCCL_MULTI_RANK_GPU_ENABLE"; exec sleep 1000'
-    process = share(bench, *launch.mpirun, "-n", "2", "sh", "-c", program)
-    assert [process.stdout.readline() for _ in range(2)] == ["up 1\n"] * 2
-    process.send_signal(signal.SIGTERM)
-    assert bench.finish(process).returncode != 0
-    check_that_mps_ended(bench)
+    job = bench.share(*mpirun(), "-n", "2", "sh", "-c", program)
+    job.wait_until(lambda: job.out == "up 1\n" * 2)
+    send(job, "SIGTERM")
+    result = job.end()
+    assert result.status != 0
+    bench.check_that_mps_ended(result)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ailment", ["DEAF", "DUMB"])
 def test_share_when_mps_does_not_obey(bench, ailment):
-    result = bench.finish(share(bench, "sh", "-c", "exit 3", env={ailment: "1"}))
-    assert result.returncode == 3
-    assert re.fullmatch(
-        r"launch/share-gpu: MPS \(process \d+\) did not end, and is killed\n", result.stderr
-    )
-    check_that_mps_ended(bench)
+    result = bench.share("sh", "-c", "exit 3", **{ailment: "1"}).end()
+    assert result.status == 3
+    said = r"launch/share-gpu: MPS \(process \d+\) did not end, and is killed\n"
+    assert re.fullmatch(said, result.err)
+    bench.check_that_mps_ended(result)
 
 
 def test_share_when_mps_does_not_start(bench):
-    result = bench.finish(share(bench, "touch", "started", env={"BROKEN": "1"}))
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr == "launch/share-gpu: MPS did not start; its log:\nno device\n"
+    result = bench.share("touch", "started", BROKEN="1").end()
+    assert (result.status, result.out) == (1, "")
+    assert "MPS did not start" in result.err and "no device" in result.err
     assert not (bench.folder / "started").exists()
-    assert bench.leftovers() == []
+    bench.check_that_nothing_is_left(result)
 
 
 def test_share_without_mps(bench):
-    if shutil.which(
-        "nvidia-cuda-mps-control", path=f"{os.environ['PATH']}:/usr/local/nvidia/bin:/usr/bin"
-    ):
+    path = f"{os.environ['PATH']}:/usr/local/nvidia/bin:/usr/bin"
+    if shutil.which("nvidia-cuda-mps-control", path=path):
         pytest.skip("MPS is here")
     result = bench.run(LAUNCH / "share-gpu", "touch", "started")
-    assert (result.returncode, result.stdout) == (1, "")
-    assert result.stderr.startswith("launch/share-gpu: there is no nvidia-cuda-mps-control in PATH")
-    assert "install the driver's package of compute utilities" in result.stderr
+    assert (result.status, result.out) == (1, "")
+    assert result.err.startswith("launch/share-gpu: there is no nvidia-cuda-mps-control in PATH")
+    assert "install the driver's package of compute utilities" in result.err
     assert not (bench.folder / "started").exists()
-    assert bench.leftovers() == []
+    bench.check_that_nothing_is_left(result)
 
 
 def test_share_sets_variables(bench):
-    names = ("CUDA_MPS_", "NCCL_", "LD_PRELOAD")
-    result = bench.finish(share(bench, "env"))
-    lines = sorted(line for line in result.stdout.splitlines() if line.startswith(names))
-    (folder,) = {
-        os.path.dirname(line.partition("=")[2]) for line in lines if line.startswith("CUDA")
-    }
-    assert os.path.dirname(folder) == str(bench.temporary)
+    """The daemon numbers the GPUs anew, from which the ranks choose, so it sees no choice itself."""
+    result = bench.share("env", CUDA_VISIBLE_DEVICES="1").end()
+    names = ("CUDA_", "NCCL_", "LD_PRELOAD")
+    lines = sorted(line for line in result.out.splitlines() if line.startswith(names))
+    folder = bench.record()[0].removeprefix("started in ").removesuffix("/pipe")
     assert lines == [
         f"CUDA_MPS_LOG_DIRECTORY={folder}/log",
         f"CUDA_MPS_PIPE_DIRECTORY={folder}/pipe",
+        "CUDA_VISIBLE_DEVICES=1",
         "NCCL_MAX_CTAS=8",
         "NCCL_MULTI_RANK_GPU_ENABLE=1",
         "NCCL_NVLS_ENABLE=0",
     ]
-    result = bench.finish(share(bench, "env", env={"NCCL_MAX_CTAS": "4", "NCCL_NVLS_ENABLE": "1"}))
-    assert {"NCCL_MAX_CTAS=4", "NCCL_NVLS_ENABLE=1"} <= set(result.stdout.splitlines())
-    assert result.stderr == ""
+    bench.check_that_mps_ended(result)
 
 
-def test_share_of_some_gpus(bench):
-    """The daemon numbers the GPUs anew; the ranks choose from these numbers.
-
-    If they chose twice, 1 would not exist.
-    """
-    result = bench.finish(share(bench, "env", env={"CUDA_VISIBLE_DEVICES": "1"}))
-    assert "CUDA_VISIBLE_DEVICES=1" in result.stdout.splitlines()
-    check_that_mps_ended(bench)  # and saw nothing of the choice
+def test_share_keeps_the_users_variables_and_warns_of_what_nccl_may_hang_with(bench):
+    result = bench.share("env", NCCL_MAX_CTAS="4", NCCL_NVLS_ENABLE="1").end()
+    assert {"NCCL_MAX_CTAS=4", "NCCL_NVLS_ENABLE=1"} <= set(result.out.splitlines())
+    assert result.err == ""
+    result = bench.share("true", NCCL_MAX_CTAS="32").end()
+    assert (result.status, result.err.count("NCCL_MAX_CTAS=32")) == (0, 1)
 
 
-def test_share_warns_of_what_nccl_may_hang_with(bench):
-    result = bench.finish(share(bench, "true", env={"NCCL_MAX_CTAS": "32"}))
-    assert (result.returncode, result.stderr.count("NCCL_MAX_CTAS=32")) == (0, 1)
-
-
-@pytest.mark.parametrize("option", ["--nccl my/libnccl.so.2", "--nccl=my/libnccl.so.2"])
-def test_share_preloads_nccl(bench, option):
+def test_share_preloads_nccl(bench):
     """The dynamic loader complains about a file that is not a library, and continues without it."""
     library = bench.folder / "my" / "libnccl.so.2"
     library.parent.mkdir()
     library.touch()
-    result = bench.finish(share(bench, *option.split(), "env"))
-    assert f"LD_PRELOAD={library.resolve()}" in result.stdout.splitlines()
-    result = bench.finish(share(bench, *option.split(), "env", env={"LD_PRELOAD": str(library)}))
-    assert f"LD_PRELOAD={library.resolve()}:{library}" in result.stdout.splitlines()
+    result = bench.share("--nccl", "my/libnccl.so.2", "env").end()
+    assert f"LD_PRELOAD={library.resolve()}" in result.out.splitlines()
+    result = bench.share("--nccl=my/libnccl.so.2", "env", LD_PRELOAD=library).end()
+    assert f"LD_PRELOAD={library.resolve()}:{library}" in result.out.splitlines()
 
 
 def test_nothing_is_left_of_a_share_gpu_that_was_killed(bench):
-    process = share(bench, "sh", "-c", "echo up; exec sleep 1000")
-    assert process.stdout.readline() == "up\n"
-    process.kill()
-    bench.finish(process)
-    check_that_mps_ended(bench)
+    job = bench.share("sh", "-c", "echo up; exec sleep 1000")
+    send(job, "SIGKILL")
+    bench.check_that_mps_ended(job.end())
 
 
 # ---- ci-multi-gpu
@@ -396,43 +310,41 @@ def test_ci(bench, option):
     bench.stand_in("nvidia-cuda-mps-control", MPS_CONTROL)
     for name in "python", "mpirun":
         bench.stand_in(name, RECORDS.format(name=name))
-    result = bench.run(
-        LAUNCH / "ci-multi-gpu", option, env={"PYTHON": "python", "MPIRUN": "mpirun"}
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    *_, last = result.stdout.splitlines()
-    assert last == "===== all passed"
+    result = bench.run(LAUNCH / "ci-multi-gpu", option, PYTHON="python", MPIRUN="mpirun")
+    assert (result.status, result.err) == (0, "")
+    assert result.out.splitlines()[-1] == "===== all passed"
     found, depth = [], 0
     for line in bench.record():
         depth += line.startswith("started in ") - (line == "quit")
         assert depth in (0, 1)
-        match = re.match(
-            r"(shared )?(?:mpirun -n (\d) )?.*?(train|gpu_step|pytest.* -m (.*) (\w+)$)", line
-        )
+        words = r"(shared )?(?:mpirun -n (\d) )?.*?(train|gpu_step|pytest.* -m ((?:not )?gpu)\b.*\b(\w+)$)"
+        match = re.match(words, line)
         if match is not None:
             assert (depth == 1) == (match[1] is not None)
             what = f"{match[5]}: {match[4]}" if match[5] else match[3]
             found.append((match[2], what, depth == 1))
-    assert bench.leftovers() == []
+    bench.check_that_nothing_is_left(result)
     assert found[0] == ("1", "train", False)
-    is_short = "gpu and not slow"
     if option != "--all":
         assert found[1:] == [
             ("2", "train", True),
             ("4", "train", True),
-            ("2", f"parallel: {is_short}", True),
-            ("4", f"parallel: {is_short} and core", True),
+            ("2", "parallel: gpu", True),
+            ("4", "parallel: gpu", True),
             ("4", "gpu_step", True),
-            (None, f"launch: {is_short}", True),
+            (None, "launch: gpu", True),
         ]
+        assert all(
+            "not slow" in line for line in bench.record() if "pytest" in line and "-m " in line
+        )
     else:
         assert (None, "launch: gpu", True) in found
         assert (None, "launch: not gpu", False) in found
 
 
 def test_ci_without_a_gpu(launch, bench):
-    bench.stand_in("nvidia-smi", NO_GPU)
-    result = bench.run(LAUNCH / "ci-multi-gpu", env={"MPIRUN": launch.mpirun[0]})
-    assert result.returncode == 1
-    assert result.stderr == "launch/ci-multi-gpu: no GPU here: nvidia-smi finds none\n"
-    assert "tests" not in result.stdout
+    bench.stand_in("nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    result = bench.run(LAUNCH / "ci-multi-gpu", MPIRUN=mpirun()[0])
+    assert result.status == 1
+    assert result.err == "launch/ci-multi-gpu: no GPU here: nvidia-smi finds none\n"
+    assert "tests" not in result.out

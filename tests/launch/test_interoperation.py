@@ -1,187 +1,160 @@
-"""Programs with PyTorch or JAX: the documentation's, and DataLoaders with worker processes."""
+"""Programs with mpi4py's messages, PyTorch, JAX, debuggers, shells and Python's options."""
 
-import pathlib
+import importlib.util
 import re
+import sys
 
 import pytest
-from launcher import skip_unless_it_computes
+from documents import BLOCKS
 
-ROOT = pathlib.Path(__file__).parents[2]
-PROGRAMS = re.findall(
-    r"^```python\n(.*?)^```$",
-    (ROOT / "docs" / "interoperation.md").read_text(),
-    re.MULTILINE | re.DOTALL,
-)
 ENV = {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-ON_GPUS = {"JAX_PLATFORMS": None, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+ON_GPUS = ENV | {"JAX_PLATFORMS": None, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+needs_torch = pytest.mark.skipif(
+    importlib.util.find_spec("torch") is None, reason="PyTorch is not installed"
+)
 
 
-def numbers_of(text):
-    return [float(number) for number in text.split()]
+def test_a_message_on_its_way_does_not_hold_up_a_barrier(launch):
+    """MPI moves a large message only during calls of MPI, even if a rank waits in one of ours."""
+    result = launch("mpi4py_messages.py", 3, env={"HPCSTRAT_OUTPUT": "all"})
+    assert (result.status, result.leftovers) == (0, [])
+    assert sorted(result.out.splitlines()) == ["False 0", "False 0", "False 2"]
+
+
+# ---- PyTorch and JAX
 
 
 @pytest.mark.parametrize("library", ["torch", "jax"])
-def test_programs_of_the_documentation(launch, gpus, library):
-    are_seen, numbers = gpus
-    skip_unless_it_computes(library, are_seen)
-    (program,) = [program for program in PROGRAMS if f"import {library}\n" in program]
-    env = ENV | ON_GPUS if are_seen else ENV
-    results = [
-        launch(program, ranks, gpus=are_seen, env=env, timeout=60)
-        for ranks in (1, 2, 3)
-        if ranks in numbers
-    ]
-    for result in results:
-        assert (result.status, result.stderr, result.leftovers) == (0, "", [])
-    first, *others = [numbers_of(result.stdout) for result in results]
+def test_programs_of_the_documentation(place, library):
+    place.skip_unless_it_has(library)
+    page = [block for block in BLOCKS["docs/interoperation.md"] if block.language == "python"]
+    (program,) = [block.text for block in page if f"import {library}\n" in block.text]
+    histories = []
+    for ranks in place.choose(1, 2, 3):
+        result = place(program, ranks, env=ON_GPUS if place.has_gpus else ENV)
+        assert (result.status, result.err, result.leftovers) == (0, "", [])
+        histories.append([float(number) for number in result.out.split()])
+    first = histories[0]
     assert len(first) > 2 and first[-1] < first[0] / 2
-    for other in others:
+    for other in histories:
         assert other == pytest.approx(first, rel=1e-3, abs=2e-4)
 
 
-WORKERS = """
-    import sys
-    import warnings
-
-    import numpy as np
-    import torch
-
-    import hpcstrat as hs
-
-    warnings.filterwarnings("ignore", ".*use of fork.*")  # of Python 3.12 and later
-    warnings.filterwarnings("ignore", "iterating over .* have no")  # the last batch has two numbers
-
-
-    class Numbers(torch.utils.data.Dataset):
-        def __len__(self):
-            return 50
-
-        def __getitem__(self, i):
-            return np.float32(i), torch.utils.data.get_worker_info().id
-
-
-    strategy = hs.CentralStorageStrategy()
-    generator = torch.Generator().manual_seed(0) if sys.argv[1] == "seeded" else None
-    loader = torch.utils.data.DataLoader(
-        Numbers(), 8, shuffle=True, num_workers=2, generator=generator, persistent_workers=sys.argv[2] == "persistent"
-    )
-    for epoch in range(2):
-        found = [strategy.gather(batch, 0) for batch in strategy.experimental_distribute_dataset(loader)]
-        numbers = np.concatenate([x for x, _ in found])
-        workers = np.concatenate([worker for _, worker in found])
-        print(len(found), sorted(numbers) == list(range(50)), list(numbers) == list(range(50)), set(workers.tolist()))
-"""
-
-
+@needs_torch
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["persistent", "anew"])
-def test_loaders_with_workers(launch, ranks, kind):
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    result = launch(WORKERS, ranks, "seeded", kind, env=ENV, timeout=90)
-    assert (result.status, result.stderr, result.leftovers) == (0, "", [])
-    assert result.stdout.splitlines() == ["7 True False {0, 1}"] * 2
+def test_loaders_with_workers(launch, ranks):
+    for kind in "persistent", "anew":
+        result = launch("torch_loaders.py", ranks, "seeded", kind, env=ENV)
+        assert (result.status, result.err, result.leftovers) == (0, "", [])
+        assert result.out.splitlines() == ["7 True False {0, 1}"] * 2
 
 
-def test_loaders_with_workers_end_where_the_orders_differ(launch):
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    result = launch(WORKERS, 3, "unseeded", "anew", env=ENV, timeout=90)
-    assert result.status != 0 and result.leftovers == []
-    assert (
+DIFFERENCES = {
+    "loaders in other orders": (
+        ["torch_loaders.py", 3, "unseeded", "anew"],
         "ReplicaMismatchError: iterating over Strategy.experimental_distribute_dataset: the ranks "
-        "have" in result.stderr
-    )
-    assert "generator=torch.Generator().manual_seed(0)" in result.stderr
+        "have",
+        "generator=torch.Generator().manual_seed(0)",
+    ),
+    "one step more": (
+        ["torch_training.py", 3, "more steps"],
+        "ranks 1, 2: all_reduce_gradients(MEAN, weight, bias, int32 as float64)",
+    ),
+    "an exception": (["torch_training.py", 3, "fails"], "ZeroDivisionError: of this rank alone"),
+    "other parameters": (["torch_training.py", 3, "adds"], "equal after hs.torch.broadcast"),
+    # Although the program goes on: of its module only a part is rank 0's.
+    "a broadcast that is interrupted where it reads": (
+        ["torch_broadcast.py", 3, "cpu", 0],
+        "raised in a call on rank 0 and was caught, but other",
+    ),
+    "a broadcast that is interrupted where it writes": (
+        ["torch_broadcast.py", 3, "copy_", 2],
+        "raised in a call on rank 2 and was caught, but other",
+    ),
+}
 
 
-TRAINING = """
-    import torch
-
-    import hpcstrat as hs
-
-    module = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(module.parameters(), 0.1)
-    hs.torch.broadcast(module)
-
-
-    def train(steps, harm):
-        for _ in range(steps):
-            optimizer.zero_grad()
-            module(torch.ones(3, 2)).sum().backward()
-            hs.torch.all_reduce_gradients("MEAN", module)
-            optimizer.step()
-            if hs.rank() == 1:
-                harm()
+@needs_torch
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_that_differ_end(launch, name):
+    words, *said = DIFFERENCES[name]
+    env = ENV | {"HPCSTRAT_CHECK": "1"} if "adds" in words else ENV
+    result = launch(*words, env=env)
+    assert result.status != 0 and result.out == "" and result.leftovers == []
+    for text in said:
+        assert text in result.err
 
 
-    def add():
-        module.weight.data += 1
+# ---- tools that run programs
 
-
-    def fail():
-        raise ZeroDivisionError("of this rank alone")
-
-
-    steps = 3
-    HARM
-    hs.CentralStorageStrategy().run(train, args=(steps, harm))
-    hs.barrier()
+PROGRAM = """
+import sys
+{}
+try:
+    sys.exit(3)
+except SystemExit as left:
+    print("caught", left.code)
 """
+TEST = """
+import sys
+import pytest
+{}
 
+def test_output(capsys):
+    print("out")
+    print("err", file=sys.stderr)
+    assert capsys.readouterr() == ("out\\n", "err\\n")
 
-@pytest.mark.parametrize(
-    "harm, env, message",
-    [
-        (
-            "harm, steps = int, 3 + hs.rank()",
-            {},
-            "ranks 1, 2: all_reduce_gradients(MEAN, weight, bias, int32 as float64)",
-        ),
-        ("harm = fail", {}, "ZeroDivisionError: of this rank alone"),
-        ("harm = add", {"HPCSTRAT_CHECK": "1"}, "equal after hs.torch.broadcast"),
-    ],
-    ids=["one step more", "exception", "other parameters"],
-)
-def test_ranks_that_train_differently_end(launch, harm, env, message):
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    result = launch(TRAINING.replace("HARM", harm), 3, env=ENV | env, timeout=60)
-    assert result.status != 0 and result.leftovers == []
-    assert message in result.stderr
-
-
-BROADCAST = """
-    import torch
-
-    import hpcstrat as hs
-
-    module = torch.nn.Sequential(*[torch.nn.Linear(2, 1) for _ in range(3)])
-    taken = getattr(torch.Tensor, CALL)
-    calls = []
-
-
-    def interrupted(tensor, *values):
-        calls.append(taken(tensor, *values))
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return calls[-1]
-
-
-    if hs.rank() == INTERRUPTED:
-        setattr(torch.Tensor, CALL, interrupted)
-    try:
-        hs.torch.broadcast(module)
-    except KeyboardInterrupt:
-        pass
-    hs.torch.broadcast(module)
-    print("unreachable")
+def test_exit(capfd):
+    with pytest.raises(SystemExit, match="^3$"):
+        sys.exit(3)
+    assert capfd.readouterr() == ("", "")
 """
+# What each is started with, and given to read.
+TOOLS = {
+    "pdb": (["-m", "pdb", "program.py"], "continue\nquit\n"),
+    "pytest": (["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_program.py"], ""),
+    "prompt": (["-i", "program.py"], "1 + 1\nexit\nraise SystemExit(0)\n"),
+    "import times": (["-X", "importtime", "program.py"], ""),
+    "IPython": (
+        ["-m", "IPython", "--simple-prompt", "--no-banner", "-i", "program.py"],
+        "1 + 1\nexit\n",
+    ),
+}
 
 
-@pytest.mark.parametrize("call, interrupted", [("cpu", 0), ("copy_", 2)])
-def test_a_broadcast_that_is_interrupted_on_one_rank_ends_the_job(launch, call, interrupted):
-    """Although the program goes on: of its module only a part is rank 0's."""
-    pytest.importorskip("torch", reason="PyTorch is not installed")
-    program = BROADCAST.replace("CALL", repr(call)).replace("INTERRUPTED", str(interrupted))
-    result = launch(program, 3, env=ENV, timeout=60)
-    assert result.status != 0 and result.leftovers == []
-    assert f"raised in a call on rank {interrupted} and was caught, but other" in result.stderr
-    assert result.stdout == ""
+def check_a_tool(launch, words, typed, ranks):
+    """It shows the same as without the library, apart from times and what is imported."""
+    ends = []
+    for line in ("", "import hpcstrat"):
+        (launch.folder / "program.py").write_text(PROGRAM.format(line))
+        (launch.folder / "test_program.py").write_text(TEST.format(line))
+        (launch.folder / "startup.py").write_text(f"{line}\nprint('startup')\n")
+        command = [sys.executable, *words]
+        if ranks:  # on one rank of two: what others print is the library's choice
+            command = [*launch.mpirun, "-n", "1", *command, ":", "-n", "1", "sleep", "0"]
+        env = {
+            "PYTHONSTARTUP": launch.folder / "startup.py",
+            "IPYTHONDIR": launch.folder,
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        ended = launch(command, stdin=typed, env=env)
+        changes = r"^import time:.*\n| in [0-9.]+s|at 0x\w+"
+        shown = (re.sub(changes, "", text, flags=re.MULTILINE) for text in (ended.out, ended.err))
+        ends.append((ended.status, *shown))
+    without, with_library = ends
+    assert with_library == without
+    assert "caught 3" in without[1] or "2 passed" in without[1]
+
+
+def test_a_debugger_runs_as_without_the_library(launch):
+    check_a_tool(launch, *TOOLS["pdb"], ranks=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", TOOLS)
+def test_a_tool_runs_as_without_the_library(launch, tool):
+    if tool == "IPython" and importlib.util.find_spec("IPython") is None:
+        pytest.skip("IPython is not installed: pip install '.[notebooks]'")
+    for ranks in None, 2:
+        check_a_tool(launch, *TOOLS[tool], ranks=ranks)

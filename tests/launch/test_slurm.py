@@ -4,7 +4,6 @@ import contextlib
 import os
 import pathlib
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -12,96 +11,16 @@ import textwrap
 import time
 
 import pytest
+from job import Job, is_open_mpi, parent
 
 # One machine is one cluster at a time.
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
-ROOT = pathlib.Path(__file__).parents[2]
-SLURM = ROOT / "slurm"
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
 TRY_LOCALLY = ROOT / "tests" / "try-locally"
 PROGRAMS = ["slurm/start-ranks", "tests/try-locally"]
 SECONDS = 90  # the time limit of a job
-NOT_THE_USERS = (
-    "OMPI_",
-    "PMI_",
-    "PMIX_",
-    "PRTE_",
-    "HYDI_",
-    "MPI_LOCAL",
-    "SLURM_",
-    "SBATCH_",
-    "PYTEST_",
-    "LAUNCH",
-)
-
-# Prints where each rank is.
-WHERE = """
-    import os, sys
-    import hpcstrat as hs
-
-    hs.barrier()
-    word = hs.broadcast_object(f"of rank {hs.rank()}")
-    assert hs.any_rank(hs.rank() == hs.size() - 1)
-    line = f"rank {hs.rank()} of {hs.size()} on {os.environ['SLURMD_NODENAME']}, {word}, {sys.argv[1:]}\\n"
-    os.write(1, line.encode())  # in one piece
-"""
-# The example, whose first start waits at its 50th step until every rank has the signal.
-RESUME = """
-    import os, runpy, signal, time
-    import hpcstrat as hs
-
-    step, received = hs.checkpoint.CheckpointManager.step, []
-
-    def wait_and_step(manager):
-        if manager.steps == 0:
-            handle = signal.getsignal(signal.SIGUSR1)
-            signal.signal(signal.SIGUSR1, lambda *given: (received.append(given), handle(*given)))
-        if manager.steps == 49 and "SLURM_RESTART_COUNT" not in os.environ:
-            print("waits")
-            while not received:
-                time.sleep(0.01)
-        step(manager)
-
-    hs.checkpoint.CheckpointManager.step = wait_and_step
-    runpy.run_path("examples/resume.py", run_name="__main__")
-"""
-# On its first start the ranks of the second node die.
-DIES = """
-    import os, signal, sys
-    import hpcstrat as hs
-
-    strategy = hs.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        step = hs.Variable(0)
-    checkpoint = hs.checkpoint.Checkpoint(step=step)
-    path = sys.argv[-1]
-    if os.path.exists(path):
-        checkpoint.restore(path)
-    begin = int(step.numpy())
-    os.write(1, f"rank {hs.rank()} of {hs.size()} on {os.environ['SLURMD_NODENAME']} begins at {begin}\\n".encode())
-    while int(step.numpy()) < 8:
-        step.assign_add(1)
-        checkpoint.save(path)
-        if begin == 0 and int(step.numpy()) == 5 and os.environ["SLURMD_NODENAME"] == "n2":
-            os.kill(os.getpid(), signal.SIGKILL)
-    print(f"ends at {int(step.numpy())}")
-"""
-# Prints where each rank is; then one of the fifth node dies.
-DIES_ON_N5 = """
-    import os, signal
-    import hpcstrat as hs
-    from hpcstrat._process import worlds
-
-    strategy = hs.MultiWorkerMirroredStrategy()
-    node, world = os.environ["SLURMD_NODENAME"], worlds.start()
-    sizes = [world.hosts.count(host) for host in sorted(set(world.hosts))]
-    line = f"rank {hs.rank()} on {node}, rank {world.local_rank} of host {world.hosts[hs.rank()]} of {sizes}\\n"
-    os.write(1, line.encode())  # in one piece
-    for step in range(20):
-        hs.any_rank(False)
-        if step == 10 and hs.rank() == 17:
-            os.kill(os.getpid(), signal.SIGKILL)
-    print("ends")
-"""
+NOT_THE_USERS = "OMPI_ PMI_ PMIX_ PRTE_ HYDI_ MPI_LOCAL SLURM_ SBATCH_ PYTEST_ LAUNCH".split()
 # Cannot handle a signal.
 BEGINS = """
     import os, time
@@ -116,7 +35,8 @@ BEGINS = """
 
 def environment(**changes):
     """The environment of a user's shell without a GPU, with these changes."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(NOT_THE_USERS)}
+    left_out = tuple(NOT_THE_USERS)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
     ours = {
         "CUDA_VISIBLE_DEVICES": "",
         "OMPI_MCA_mpi_yield_when_idle": "1",  # as `try-locally` sets it
@@ -126,88 +46,54 @@ def environment(**changes):
 
 
 class LocalSlurm:
-    """`tests/try-locally` while its command runs.
+    """`tests/try-locally` while its command runs."""
 
-    Attributes:
-        process: the program's.
-        stdout: what the command prints, a file to read from.
-        temporary: its temporary folder.
-    """
-
-    def __init__(self, *arguments):
-        self.temporary = pathlib.Path(tempfile.mkdtemp())
-        self._stderr = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            [TRY_LOCALLY, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=self._stderr,
-            text=True,
-            env=environment(TMPDIR=str(self.temporary)),
-            start_new_session=True,
-        )
-        assert self.process.stdout is not None
-        self.stdout = self.process.stdout
+    def __init__(self, folder, *arguments):
+        self._temporary = tempfile.mkdtemp()  # whose name is short enough for sockets
+        env = environment(TMPDIR=self._temporary)
+        gone = dict.fromkeys(name for name in os.environ if name not in env)
+        self._job = Job([TRY_LOCALLY, *arguments], folder=folder, env=gone | env).start()
 
     def first_line(self):
         """The first line that the command prints. Skips the test if Slurm is not installed."""
-        line = self.stdout.readline().strip()
-        if not line:
-            status = self.process.wait()
-            self._stderr.seek(0)
-            message = self._stderr.read()
-            if status == 3 and os.environ.get("HPCSTRAT_TEST_SLURM") != "1":
-                pytest.skip(message.strip())
-            pytest.fail(f"tests/try-locally ended with status {status}\n{message}")
-        return line
+        while "\n" not in self._job.out:
+            if not self._job.processes():
+                result = self._job.end()
+                if result.status == 3 and os.environ.get("HPCSTRAT_TEST_SLURM") != "1":
+                    pytest.skip(result.err.strip())
+                assert result.out, f"tests/try-locally ended with status {result.status}"
+            self._job.pause(0.1)
+        return self._job.out.splitlines()[0]
 
-    def end(self, *signals):
+    def end(self, *names):
         """Sends the signals, waits for the end, and returns the exit status and what is left."""
-        for one in signals:
-            self.process.send_signal(one)
-            time.sleep(0.2)
-        stdout, _ = self.process.communicate(timeout=SECONDS)
-        self._stderr.seek(0)
-        print(stdout, self._stderr.read(), sep="\n")  # pytest shows it if the test fails
-        return self.process.returncode, [*os.listdir(self.temporary), *self._processes()]
-
-    def _processes(self):
-        found = []
-        for name in os.listdir("/proc"):
-            if name.isdigit() and int(name) != os.getpid():
-                with contextlib.suppress(OSError):  # it has ended, or is another user's
-                    texts = [
-                        pathlib.Path(f"/proc/{name}/{file}").read_bytes()
-                        for file in ("environ", "cmdline")
-                    ]
-                    if any(os.fsencode(self.temporary) in text for text in texts):
-                        found.append(int(name))
-        return found
+        for name in names:
+            for process in self._job.processes():
+                if parent(process) == os.getpid():
+                    self._job.signal(process, name)
+            self._job.pause(0.2)
+        result = self._job.end(SECONDS)
+        return result.status, [*os.listdir(self._temporary), *result.leftovers]
 
     def close(self):
-        self.process.kill()
-        for process in self._processes():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        self.process.communicate()
-        self._stderr.close()
-        subprocess.run(["rm", "-rf", self.temporary], check=True)
+        self._job.kill()
+        subprocess.run(["rm", "-rf", self._temporary], check=True)
 
 
 @pytest.fixture
-def try_locally():
+def try_locally(tmp_path):
     """Starts `tests/try-locally` with arguments."""
     with contextlib.ExitStack() as stack:
 
         def start(*arguments):
-            slurm = LocalSlurm(*arguments)
+            slurm = LocalSlurm(tmp_path, *arguments)
             stack.callback(slurm.close)
             return slurm
 
         yield start
 
 
-class Job:
+class SlurmJob:
     """A job that was submitted; `log` is what it has printed so far."""
 
     def __init__(self, number, path, env):
@@ -275,17 +161,18 @@ class Cluster:
             (folder / name).symlink_to(ROOT / name)
 
     def submit(self, script, *arguments, options=(), program=None, **env):
-        """Submits slurm/SCRIPT.sbatch with these arguments; `program` is the source for PROGRAM."""
+        """Submits slurm/SCRIPT.sbatch with these arguments; `program` is a file or the source for PROGRAM."""
         env = environment(SLURM_CONF=self._configuration, **env)
         if self.open_mpi and env.get("LAUNCH") == "srun":
             self._skip_without_pmix(env)
         log = self.folder / "log" / str(len(list(self.folder.glob("log/*"))))
         log.parent.mkdir(exist_ok=True)
         log.touch()
-        if program is not None:
-            path = log.with_suffix(".py")
-            path.write_text(textwrap.dedent(program))
-            env["PROGRAM"] = str(path)
+        if program is not None and program.endswith(".py"):
+            env["PROGRAM"] = str(HERE / "programs" / program)
+        elif program is not None:
+            log.with_suffix(".py").write_text(textwrap.dedent(program))
+            env["PROGRAM"] = str(log.with_suffix(".py"))
         command = [
             "sbatch",
             "--parsable",
@@ -298,7 +185,7 @@ class Cluster:
             command, env=env, cwd=self.folder, capture_output=True, text=True, timeout=60
         )
         assert result.returncode == 0, result.stderr
-        return Job(int(result.stdout), log, env)
+        return SlurmJob(int(result.stdout), log, env)
 
     def _skip_without_pmix(self, env):
         result = subprocess.run(
@@ -317,21 +204,21 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def running(nodes):
+def running(folder, nodes):
     """A block in which a Slurm of some nodes runs; gives its configuration file."""
-    options = ["-N", str(nodes), "--cpus", "32", "--gpus", "4"]
-    slurm = LocalSlurm(*options, "sh", "-c", "echo $SLURM_CONF; exec sleep 3000")
+    options = ["-N", nodes, "--cpus", 32, "--gpus", 4]
+    slurm = LocalSlurm(folder, *options, "sh", "-c", "echo $SLURM_CONF; exec sleep 3000")
     try:
         yield slurm.first_line()
-        assert slurm.end(signal.SIGTERM) == (143, [])
+        assert slurm.end("SIGTERM") == (143, [])
     finally:
         slurm.close()
 
 
 @pytest.fixture(scope="module")
-def configuration():
+def configuration(tmp_path_factory):
     """The configuration file of a Slurm that runs for all tests of this file."""
-    with running(2) as configuration:
+    with running(tmp_path_factory.mktemp("slurm"), 2) as configuration:
         yield configuration
 
 
@@ -342,7 +229,7 @@ def cluster(launch, configuration, tmp_path):
 
 @pytest.fixture
 def cluster_of_eight(launch, tmp_path):
-    with running(8) as configuration:
+    with running(tmp_path, 8) as configuration:
         yield Cluster(configuration, tmp_path, launch.open_mpi)
 
 
@@ -357,24 +244,18 @@ launches = pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_one_node(cluster, script, launcher):
     job = cluster.submit(script, ARGUMENTS="--epochs 3", LAUNCH=launcher)
     assert job.end() == ("COMPLETED", 0, 0)
-    assert job.log.startswith(launcher)
-    assert learns(job) >= 0.85
+    assert job.log.startswith(launcher) and learns(job) >= 0.85
 
 
-def test_as_it_stands(cluster, launch):
+def test_as_it_stands(cluster):
     job = cluster.submit("cpu")
     assert job.end() == ("COMPLETED", 0, 0)
-    assert re.match(
-        r"mpirun |srun .*--mpi=pmix " if launch.open_mpi else "srun .*--mpi=pmi2 ", job.log
-    )
-    assert learns(job) >= 0.95
+    started = r"mpirun |srun .*--mpi=pmix " if cluster.open_mpi else "srun .*--mpi=pmi2 "
+    assert re.match(started, job.log) and learns(job) >= 0.95
 
 
 def skip_what_start_ranks_avoids(launcher):
-    version = subprocess.run(
-        ["mpirun", "--version"], capture_output=True, text=True, check=True
-    ).stdout
-    if launcher == "srun" and "Open MPI" not in version:
+    if launcher == "srun" and not is_open_mpi():
         pytest.skip(
             "MPICH 5 under srun on several nodes now and then fails as it starts; start-ranks "
             "takes mpirun"
@@ -407,7 +288,9 @@ def learns(job, replicas=4):
 def test_two_nodes(cluster, launcher, gpus):
     skip_what_start_ranks_avoids(launcher)
     env = {"ARGUMENTS": " --first  1 ", "LAUNCH": launcher, "HPCSTRAT_OUTPUT": "all"}
-    job = cluster.submit("many_nodes", "--last=2 words", options=gpus, program=WHERE, **env)
+    job = cluster.submit(
+        "many_nodes", "--last=2 words", options=gpus, program="slurm_where.py", **env
+    )
     assert job.end() == ("COMPLETED", 0, 0)
     arguments = ["--first", "1", "--last=2 words"]
     assert sorted(line for line in job.lines if line.startswith("rank ")) == [
@@ -450,7 +333,7 @@ def test_eight_nodes_learn(cluster_of_eight):
 @pytest.mark.timeout(3 * LONG)
 def test_a_rank_of_eight_nodes_dies(cluster_of_eight):
     job, outcome = submit_to_eight_nodes(
-        cluster_of_eight, program=DIES_ON_N5, HPCSTRAT_OUTPUT="all"
+        cluster_of_eight, program="slurm_dies_on_n5.py", HPCSTRAT_OUTPUT="all"
     )
     assert outcome[0] == "FAILED" and outcome[1] != 0
     starts = [line for line in job.lines if line.startswith("rank ")]
@@ -471,7 +354,7 @@ def test_a_rank_of_eight_nodes_dies(cluster_of_eight):
 def test_ranks_that_die_start_again_in_the_job(cluster, launcher):
     skip_what_start_ranks_avoids(launcher)
     options = ["--nodes=2", "--ntasks-per-node=2"]
-    job = cluster.submit("resilient", options=options, program=DIES, LAUNCH=launcher)
+    job = cluster.submit("resilient", options=options, program="slurm_dies.py", LAUNCH=launcher)
     assert job.end() == ("COMPLETED", 0, 0)
     starts = [line for line in job.lines if " begins at " in line]
     assert sorted(starts[:4]) == [
@@ -495,6 +378,17 @@ def test_an_error_is_the_jobs(cluster, script):
     assert job.end() == ("FAILED", 3, 0)
 
 
+def submit_to_both(cluster, **options):
+    """A preemptible job for each launcher that can run here."""
+    jobs = {}
+    for launcher in ("srun", "mpirun"):
+        with contextlib.suppress(pytest.skip.Exception):
+            jobs[launcher] = cluster.submit("preemptible", LAUNCH=launcher, **options)
+    for job in jobs.values():
+        job.wait_for("waits")
+    return jobs
+
+
 @pytest.mark.timeout(300)
 def test_preemption(cluster):
     """A signal to the script alone, as before the time is up, and to the job, as at its end."""
@@ -503,22 +397,13 @@ def test_preemption(cluster):
     assert undisturbed.end() == ("COMPLETED", 0, 0)
     assert (cluster.folder / f"slurm-{undisturbed.number}.checkpoint").exists()
     signals = {"srun": ["--batch", "--signal=USR1"], "mpirun": ["--full", "--signal=TERM"]}
-    jobs = {}
-    for launcher in signals:
-        with contextlib.suppress(pytest.skip.Exception):
-            jobs[launcher] = cluster.submit(
-                "preemptible", options=ranks, program=RESUME, LAUNCH=launcher
-            )
+    jobs = submit_to_both(cluster, options=ranks, program="slurm_resume.py")
     for launcher, job in jobs.items():
-        job.wait_for("waits")
         job.signal(*signals[launcher])
     for launcher, job in jobs.items():
         assert job.end() == ("COMPLETED", 0, 1)
-        (step,) = (
-            int(line.split()[-1])
-            for line in job.lines
-            if line.startswith("continues in epoch 2, after step ")
-        )
+        continues = "continues in epoch 2, after step "
+        (step,) = (int(line.split()[-1]) for line in job.lines if line.startswith(continues))
         # At a TERM, Open MPI's mpirun usually ends the job before it is saved; then there is the
         # file of the last epoch.
         assert step == 50 or (step == 29 and launcher == "mpirun" and cluster.open_mpi)
@@ -528,16 +413,8 @@ def test_preemption(cluster):
 
 @pytest.mark.timeout(300)
 def test_a_signal_before_it_can_be_noted(cluster):
-    jobs = []
-    for launcher in ("srun", "mpirun"):
-        with contextlib.suppress(pytest.skip.Exception):
-            jobs.append(
-                cluster.submit(
-                    "preemptible", program=BEGINS, LAUNCH=launcher, options=["--ntasks-per-node=1"]
-                )
-            )
+    jobs = submit_to_both(cluster, options=["--ntasks-per-node=1"], program=BEGINS).values()
     for job in jobs:
-        job.wait_for("waits")
         job.signal("--batch", "--signal=USR1")
     for job in jobs:
         assert job.end() == ("COMPLETED", 0, 1)
@@ -547,48 +424,41 @@ def test_a_signal_before_it_can_be_noted(cluster):
 # ---- start-ranks and try-locally
 
 
+def run(*command, **env):
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env=env or environment(), check=False
+    )
+
+
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help(program):
-    result = subprocess.run([ROOT / program, "--help"], capture_output=True, text=True, timeout=60)
+    result = run(ROOT / program, "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith(f"usage: {program} ")
     assert max(len(line) for line in result.stdout.splitlines()) <= 120
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("slurm/start-ranks", "usage: "),
-        ("slurm/start-ranks --nonsense", "usage: "),
-        ("slurm/start-ranks true", "this is not a Slurm job"),
-        ("tests/try-locally", "usage: "),
-        ("tests/try-locally --nonsense", "usage: "),
-        ("tests/try-locally -N two true", "-N wants a number, not 'two'"),
-        ("tests/try-locally --cpus", "--cpus wants a number, not ''"),
-        ("tests/try-locally -N 0 true", "at least one node"),
-    ],
-)
-def test_wrong_use(command, message):
-    name, *arguments = command.split()
-    result = subprocess.run(
-        [ROOT / name, *arguments], capture_output=True, text=True, timeout=60, env=environment()
-    )
-    assert result.returncode == 2
-    assert message in result.stderr
+def test_wrong_use():
+    for command, message in {
+        "slurm/start-ranks": "usage: ",
+        "slurm/start-ranks --nonsense": "usage: ",
+        "slurm/start-ranks true": "this is not a Slurm job",
+        "tests/try-locally": "usage: ",
+        "tests/try-locally --nonsense": "usage: ",
+        "tests/try-locally -N two true": "-N wants a number, not 'two'",
+        "tests/try-locally --cpus": "--cpus wants a number, not ''",
+        "tests/try-locally -N 0 true": "at least one node",
+    }.items():
+        name, *arguments = command.split()
+        result = run(ROOT / name, *arguments)
+        assert result.returncode == 2 and message in result.stderr, command
 
 
 def test_without_slurm(tmp_path):
-    result = subprocess.run(
-        ["/bin/bash", TRY_LOCALLY, "true"],
-        capture_output=True,
-        text=True,
-        env={"PATH": str(tmp_path)},
-    )
+    result = run("/bin/bash", TRY_LOCALLY, "true", PATH=str(tmp_path))
     assert result.returncode == 3
-    assert re.fullmatch(
-        r"tests/try-locally: there is no \w+ here; `apt-get install slurm-wlm munge` .*\n",
-        result.stderr,
-    )
+    said = r"tests/try-locally: there is no \w+ here; `apt-get install slurm-wlm munge` .*\n"
+    assert re.fullmatch(said, result.stderr)
 
 
 def test_the_status_is_the_commands_and_nothing_stays(try_locally):
@@ -601,9 +471,9 @@ def test_the_status_is_the_commands_and_nothing_stays(try_locally):
 @pytest.mark.parametrize(
     ("command", "signals", "status"),
     [
-        ("echo up; exec sleep 1000", [signal.SIGTERM], 143),
-        ("trap 'exit 5' TERM; echo up; while :; do sleep 0.1; done", [signal.SIGTERM], 5),
-        ("trap '' HUP TERM; echo up; exec sleep 1000", [signal.SIGHUP, signal.SIGTERM], 137),
+        ("echo up; exec sleep 1000", ["SIGTERM"], 143),
+        ("trap 'exit 5' TERM; echo up; while :; do sleep 0.1; done", ["SIGTERM"], 5),
+        ("trap '' HUP TERM; echo up; exec sleep 1000", ["SIGHUP", "SIGTERM"], 137),
     ],
     ids=["that ends it", "that it handles", "two that it ignores"],
 )

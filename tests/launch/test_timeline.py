@@ -5,30 +5,8 @@ import json
 
 import pytest
 import simulated_gpu
-from slow import slow_but
 
-# What each of the 6 steps moves is known in closed form; the last rank works longest.
-PROGRAM = """
-import time
-import numpy as np
-import hpcstrat as hs
-
-strategy = hs.MultiWorkerMirroredStrategy()
-with strategy.scope():
-    w = hs.Variable(np.zeros(1000, np.float32))
-    optimizer = hs.optimizers.SGD(0.5)
-
-def step(x):
-    time.sleep(0.01 * hs.rank())
-    optimizer.apply_gradients([(np.full(1000, x.sum(), np.float32), w)])
-    return x
-
-dataset = hs.data.Dataset.range(24).batch(4)
-for x in strategy.experimental_distribute_dataset(dataset):
-    total = strategy.reduce("SUM", strategy.run(step, args=(x,)), axis=0)
-hs.checkpoint.Checkpoint(w=w).save("weights")
-print(w.numpy()[0], total)
-"""
+ENV = {"HPCSTRAT_TIMELINE": "trace.json"}
 
 
 class Trace:
@@ -44,28 +22,24 @@ class Trace:
 
     def of(self, rank, category, name):
         """A rank's spans of this name, in order."""
-        return sorted(
-            (
-                span
-                for span in self.spans
-                if (span["pid"], span["cat"], span["name"]) == (rank, category, name)
-            ),
-            key=start,
-        )
+        what = rank, category, name
+        return sorted((s for s in self.spans if (s["pid"], s["cat"], s["name"]) == what), key=start)
 
     def parents(self):
-        """(span, the span around it or None) of each; spans of a thread that overlap otherwise fail."""
-        for _, track in itertools.groupby(
-            sorted(self.spans, key=lambda one: (one["pid"], one["tid"], start(one), -end(one))),
-            lambda one: (one["pid"], one["tid"]),
-        ):
+        """(span, the span around it or None) of each; those of a thread must not overlap otherwise."""
+        ordered = sorted(self.spans, key=lambda one: (*track(one), start(one), -end(one)))
+        for _, spans in itertools.groupby(ordered, track):
             around = []
-            for span in track:
+            for span in spans:
                 while around and end(around[-1]) <= start(span):
                     around.pop()
                 assert not around or end(span) <= end(around[-1]), (span, around[-1])
                 yield span, around[-1] if around else None
                 around.append(span)
+
+
+def track(span):
+    return span["pid"], span["tid"]
 
 
 def start(span):
@@ -76,22 +50,16 @@ def end(span):
     return start(span) + round(1000 * span["dur"])
 
 
-def traced(launch, program, ranks, **env):
+def traced(launch, program, ranks, *arguments, **env):
     """The trace that a program leaves."""
-    job = launch(program, ranks, env={"HPCSTRAT_TIMELINE": "trace.json", **env})
-    assert (job.status, job.leftovers) == (0, []), job.stderr
+    job = launch(program, ranks, *arguments, env=ENV | env)
+    assert (job.status, job.leftovers) == (0, []), job.err
     return Trace(launch.folder / "trace.json"), job
 
 
-@pytest.mark.parametrize(
-    "ranks, hosts",
-    slow_but([(None, 1), (3, 1)], [(None, 1), (1, 1), (2, 1), (3, 1), (2, 2), (3, 2)]),
-)
-def test_all_ranks_are_in_one_trace(launch, ranks, hosts):
-    if hosts > 1 and launch.open_mpi:
-        pytest.skip("Open MPI cannot pose as several hosts")
-    trace, job = traced(launch, PROGRAM, ranks, MPIR_CVAR_NUM_CLIQUES=str(hosts))
-    assert job.stdout.split() == [f"{-0.5 * sum(range(24)):.1f}", str(20 + 21 + 22 + 23)]
+def check_all_ranks(launch, ranks, hosts=1):
+    trace, job = traced(launch, "timeline_training.py", ranks, MPIR_CVAR_NUM_CLIQUES=hosts)
+    assert job.out.split() == [f"{-0.5 * sum(range(24)):.1f}", str(20 + 21 + 22 + 23)]
     size = ranks or 1
     assert [name.split(" on ")[0] for name in trace.names("process")] == [
         f"rank {rank} of {size}" for rank in range(size)
@@ -112,66 +80,61 @@ def test_all_ranks_are_in_one_trace(launch, ranks, hosts):
         assert len(trace.of(rank, "input", "next batch")) == 7
         assert len(trace.of(rank, "checkpoint", "save")) == 1
         assert (trace.of(rank, "waiting", "the other ranks") != []) == (size > 1)
+    if hosts == 1:  # whose ranks are on one clock: none leaves a barrier before all have come
+        by_rank = [trace.of(rank, "communication", "barrier")[-3:] for rank in range(size)]
+        for barrier in zip(*by_rank, strict=True):
+            assert max(map(start, barrier)) <= min(map(end, barrier))
     # Nested, and not within the same: an update waits, and its exchanges are not shown.
     assert all(outer is None or span["cat"] != outer["cat"] for span, outer in trace.parents())
 
 
-@pytest.mark.parametrize("ranks", slow_but([3], [2, 3]))
-def test_ranks_of_a_host_are_on_one_clock(launch, ranks):
-    """No rank leaves a barrier before every rank has come."""
-    program = """
-    import time
-    import hpcstrat as hs
-
-    strategy = hs.CentralStorageStrategy()
-    for turn in range(3):
-        if hs.rank() == turn:
-            time.sleep(0.1)
-        hs.barrier()
-    """
-    trace, _ = traced(launch, program, ranks)
-    by_rank = [trace.of(rank, "communication", "barrier")[-3:] for rank in range(ranks)]
-    for barrier in zip(*by_rank, strict=True):
-        assert max(map(start, barrier)) <= min(map(end, barrier))
+def test_all_ranks_are_in_one_trace(launch):
+    check_all_ranks(launch, 3)
 
 
-def test_threads_have_tracks_of_their_own(launch):
-    program = """
-    import threading
-    import hpcstrat as hs
+@pytest.mark.slow
+def test_other_numbers_of_ranks_are_in_one_trace(launch):
+    for ranks in None, 1, 2:
+        check_all_ranks(launch, ranks)
 
-    strategy = hs.CentralStorageStrategy()
-    first, second = threading.Event(), threading.Event()
 
-    def late():
-        first.set()
-        second.wait()
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_of_two_hosts_are_in_one_trace(launch, ranks):
+    if launch.open_mpi:
+        pytest.skip("Open MPI cannot pose as several hosts")
+    check_all_ranks(launch, ranks, hosts=2)
 
-    def run():
-        strategy.run(late)
 
-    threads = [threading.Thread(target=run, name="loader") for _ in range(2)]
-    threads[0].start()
-    first.wait()
-    first.clear()
-    threads[1].start()
-    first.wait()
-    second.set()
-    for thread in threads:
-        thread.join()
-    """
-    trace, _ = traced(launch, program, None)
+def test_threads_have_tracks_of_their_own_and_a_forked_child_adds_nothing(launch):
+    trace, _ = traced(launch, "timeline_threads.py", None)
     runs = trace.of(0, "run", "run late")
     assert len({run["tid"] for run in runs}) == 2
     assert sorted(trace.names("thread")) == ["MainThread", "loader", "loader"]
     assert [outer for _, outer in trace.parents() if outer in runs] == []
+    assert len(trace.of(0, "run", "run <lambda>")) == 2
+
+
+def test_without_the_variable_functions_are_as_they_are_written(launch):
+    program = """
+        import gc, types
+        import hpcstrat
+
+        print(sum(
+            isinstance(one, types.FunctionType)
+            and one.__code__.co_filename.endswith("timeline.py")
+            and one.__code__.co_name == "call"
+            for one in gc.get_objects()
+        ))
+    """
+    without, with_it = (int(launch(program, env=env).out) for env in ({}, ENV))
+    assert without == 0 < with_it
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not simulated_gpu.is_available(), reason="there is no C++ compiler")
 def test_spans_are_nvtx_ranges_where_there_are_gpus(simulated):
-    job = simulated(
-        """
+    program = """
         import cupy
         import hpcstrat as hs
 
@@ -187,75 +150,67 @@ def test_spans_are_nvtx_ranges_where_there_are_gpus(simulated):
         for _ in range(3):
             strategy.reduce("SUM", strategy.run(step), axis=None)
         print(opened, [name for name in done if name in ("run step", "Strategy.reduce")])
-        """,
-        2,
-        env={"HPCSTRAT_TIMELINE": "trace.json"},
-    )
-    assert (job.status, job.leftovers) == (0, []), job.stderr
-    assert job.stdout == f"[] {['run step', 'Strategy.reduce'] * 3}\n"
-
-
-def test_without_the_variable_functions_are_as_they_are_written(launch):
-    program = """
-    import gc, types
-    import hpcstrat
-
-    print(sum(
-        isinstance(one, types.FunctionType)
-        and one.__code__.co_filename.endswith("timeline.py")
-        and one.__code__.co_name == "call"
-        for one in gc.get_objects()
-    ))
     """
-    decorated = [
-        int(launch(program, None, env={"HPCSTRAT_TIMELINE": value}).stdout)
-        for value in (None, "trace.json")
-    ]
-    assert decorated[0] == 0 < decorated[1]
+    job = simulated(program, 2, env=ENV)
+    assert (job.status, job.leftovers) == (0, []), job.err
+    assert job.out == f"[] {['run step', 'Strategy.reduce'] * 3}\n"
 
 
 # ---- where there is no trace
 
+# Prints what each of some attempts raises; before each, a file with a text is there.
+ATTEMPTS = """
+    import pathlib, sys
+    import hpcstrat as hs
 
-@pytest.mark.parametrize("ranks", slow_but([3], [None, 2, 3]))
-def test_a_file_that_cannot_be_written_is_an_error_of_all(launch, ranks):
-    job = launch(
-        """
-        import hpcstrat as hs
+    for text in sys.argv[1:]:
+        if text:
+            pathlib.Path("trace.json").write_text(text)
         try:
             hs.CentralStorageStrategy()
         except OSError as error:
-            print(f"refused {error}")
-        """,
-        ranks,
-        env={"HPCSTRAT_TIMELINE": "no/such/folder/trace.json", "HPCSTRAT_OUTPUT": "all"},
-    )
-    assert job.status == 0, job.stderr
-    refused = job.stdout.splitlines()
-    assert len(refused) == (ranks or 1)
-    for line in refused:
-        assert line.startswith("refused HPCSTRAT_TIMELINE=/")
-        assert "written: No such file or directory; name a file in a folder that exists" in line
+            print(f"{type(error).__name__} {error}")
+        if text:
+            assert pathlib.Path("trace.json").read_text() == text
+"""
 
 
 def test_what_is_no_timeline_is_not_overwritten(launch):
-    path = launch.folder / "trace.json"
-    for text in ("# Mine\n", '[\n{"name": "mine"}]\n', "x"):
-        path.write_text(text)
-        job = launch(
-            "import hpcstrat as hs\nhs.CentralStorageStrategy()",
-            None,
-            env={"HPCSTRAT_TIMELINE": "trace.json"},
-        )
-        assert job.status == 1
-        assert "FileExistsError: HPCSTRAT_TIMELINE=" in job.stderr
-        assert "trace.json: that file exists and is not a timeline; name another" in job.stderr
-        assert path.read_text() == text
+    texts = "# Mine\n", '[\n{"name": "mine"}]\n', "x"
+    job = launch(ATTEMPTS, None, *texts, env=ENV)
+    assert job.status == 0, job.err
+    refused = job.out.splitlines()
+    assert len(refused) == 3
+    for line in refused:
+        assert line.startswith("FileExistsError HPCSTRAT_TIMELINE=")
+        assert "trace.json: that file exists and is not a timeline; name another" in line
 
 
-@pytest.mark.parametrize("ranks", slow_but([2], [None, 2]))
-def test_a_killed_job_leaves_no_trace_and_not_that_of_an_older_job(launch, ranks):
+def test_a_file_that_cannot_be_written_is_an_error_of_all(launch):
+    env = {"HPCSTRAT_TIMELINE": "no/such/folder/trace.json", "HPCSTRAT_OUTPUT": "all"}
+    job = launch(ATTEMPTS, 3, "", env=env)
+    assert job.status == 0, job.err
+    refused = job.out.splitlines()
+    assert len(refused) == 3
+    for line in refused:
+        assert line.startswith("OSError HPCSTRAT_TIMELINE=/")
+        assert "written: No such file or directory; name a file in a folder that exists" in line
+
+
+def test_ranks_that_name_different_files_are_told(launch):
     program = """
+        import os
+        rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+        os.environ["HPCSTRAT_TIMELINE"] = f"trace{rank}.json"
+        import hpcstrat as hs
+        hs.CentralStorageStrategy()
+    """
+    job = launch(program, 2)
+    assert job.status != 0
+    assert "HPCSTRAT_TIMELINE is trace0.json on rank 0; trace1.json on rank 1" in job.err
+
+
+KILLED = """
     import os, sys
     import hpcstrat as hs
 
@@ -265,19 +220,19 @@ def test_a_killed_job_leaves_no_trace_and_not_that_of_an_older_job(launch, ranks
     if sys.argv[1:] and hs.rank() == hs.size() - 1:
         os.kill(os.getpid(), 9)
     hs.barrier()
-    """
-    traced(launch, program, ranks)
-    env = {"HPCSTRAT_TIMELINE": "trace.json"}
-    assert launch(program, ranks, "killed", env=env).status != 0
+"""
+
+
+def test_a_killed_job_leaves_no_trace_and_not_that_of_an_older_job(launch):
+    traced(launch, KILLED, 2)
+    assert launch(KILLED, 2, "killed", env=ENV).status != 0
     assert (launch.folder / "trace.json").read_bytes() == b""
-    trace, _ = traced(launch, program, ranks)
+    trace, _ = traced(launch, KILLED, 2)
     assert len(trace.of(0, "run", "run <lambda>")) == 1
 
 
-@pytest.mark.parametrize("ranks", slow_but([2], [None, 2, 3]))
-def test_a_full_disk_costs_the_trace_and_no_rank_its_end(launch, ranks):
-    job = launch(
-        """
+def test_a_full_disk_costs_the_trace_and_no_rank_its_end(launch):
+    program = """
         import resource
         import hpcstrat as hs
 
@@ -287,69 +242,24 @@ def test_a_full_disk_costs_the_trace_and_no_rank_its_end(launch, ranks):
         hs.broadcast_object(bytes(1 << 22))  # mailboxes that grow are files, too
         if hs.rank() == 0:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-        """,
-        ranks,
-        env={"HPCSTRAT_TIMELINE": "trace.json"},
-    )
-    assert (job.status, job.leftovers) == (0, []), job.stderr
-    assert job.stderr.count("\n") == 1, job.stderr
-    assert "trace.json could not be written: File too large" in job.stderr
+    """
+    job = launch(program, 2, env=ENV)
+    assert (job.status, job.leftovers) == (0, []), job.err
+    assert job.err.count("\n") == 1, job.err
+    assert "trace.json could not be written: File too large" in job.err
     with pytest.raises(json.JSONDecodeError):
         Trace(launch.folder / "trace.json")
 
 
-@pytest.mark.parametrize("ranks", slow_but([None], [None, 2]))
-def test_a_forked_child_adds_nothing(launch, ranks):
-    trace, _ = traced(
-        launch,
-        """
-        import atexit, contextlib, os
-        import hpcstrat as hs
-
-        strategy = hs.CentralStorageStrategy()
-        strategy.run(lambda: None)
-        child = os.fork()
-        if child == 0:
-            with contextlib.suppress(RuntimeError):
-                strategy.run(lambda: None)
-            atexit._run_exitfuncs()  # not all of an exit: MPI's end is its parent's
-            os._exit(0)
-        os.waitpid(child, 0)
-        strategy.run(lambda: None)
-        """,
-        ranks,
-    )
-    for rank in range(ranks or 1):
-        assert len(trace.of(rank, "run", "run <lambda>")) == 2
-
-
 @pytest.mark.slow
 def test_a_trace_has_a_limit(launch):
-    trace, job = traced(
-        launch,
-        """
+    program = """
         import hpcstrat as hs
 
         strategy = hs.CentralStorageStrategy()
         for number in range(1_000_000):
             strategy.run(bool)
-        """,
-        None,
-    )
+    """
+    trace, job = traced(launch, program, None)
     assert len(trace.spans) <= 1_000_000  # some came before the trace's start
-    assert job.stderr.count("is full: it has the first 1,000,000 spans of each rank") == 1
-
-
-def test_ranks_that_name_different_files_are_told(launch):
-    job = launch(
-        """
-        import os
-        rank = os.environ.get("PMI_RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
-        os.environ["HPCSTRAT_TIMELINE"] = f"trace{rank}.json"
-        import hpcstrat as hs
-        hs.CentralStorageStrategy()
-        """,
-        2,
-    )
-    assert job.status != 0
-    assert "HPCSTRAT_TIMELINE is trace0.json on rank 0; trace1.json on rank 1" in job.stderr
+    assert job.err.count("is full: it has the first 1,000,000 spans of each rank") == 1
