@@ -45,15 +45,26 @@ _made = {}
 def parametrize(metafunc, transports):
     """Runs a test with one of these fixtures on each transport; `place` is where the arrays are."""
     for fixture in transports.keys() & set(metafunc.fixturenames):
-        names = transports[fixture]
-        cases = [("GPU" if name in DEVICE else "CPU", name) for name in names]
-        mark = pytest.mark.parametrize(("place", fixture), cases, indirect=True, ids=names)
+        cases = [
+            pytest.param("GPU", name, id=name, marks=pytest.mark.gpu)
+            if name in DEVICE
+            else pytest.param("CPU", name, id=name)
+            for name in transports[fixture]
+        ]
+        mark = pytest.mark.parametrize(("place", fixture), cases, indirect=True)
         # It takes precedence over the parameters that `place` has itself.
         metafunc.definition.add_marker(mark)
 
 
+@pytest.fixture
+def communicator(request, monkeypatch, place) -> Any:
+    """For test files, which parametrize it; the same for a whole file."""
+    request.node.getparent(pytest.Module).addfinalizer(close_devices)
+    return transport(request.param, monkeypatch, place)
+
+
 def transport(name, monkeypatch, place=None):
-    """The communicator of this name, the same for a whole file."""
+    """The communicator of this name."""
     if name == "hosts of one rank":
         monkeypatch.setattr(hosts, "PIECE", 5003)
         monkeypatch.setattr(hosts, "SMALL_BYTES", 30_000)  # pieces of int8 are small, of floats not
@@ -87,7 +98,7 @@ def on_gpus(name, control, place) -> Any:
 
 
 def close_devices():
-    """To be called after a file's tests."""
+    """Closes those of GPUs."""
     for name in DEVICE:
         if name in _made:
             COMM.Barrier()
