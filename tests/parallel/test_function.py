@@ -2,26 +2,10 @@
 
 import functools
 
+import graphs
 import numpy as np
 import pytest
-from graphs import (
-    COMM,
-    MARKS,
-    OPTIMIZERS,
-    RANK,
-    SHAPES,
-    Model,
-    Momentum,
-    N,
-    batches,
-    captured,
-    check_equal,
-    check_same,
-    compare,
-    own,
-    poison,
-    warned,
-)
+from graphs import COMM, MARKS, OPTIMIZERS, RANK, SHAPES, Model, Momentum, N, batches, captured, own
 from internals import connect, function, graph_numbers, select
 from strategies import strategies_for
 from test_metrics_of_labels import CASES, data
@@ -39,20 +23,16 @@ def strategy(request, place):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_values_of_eager_steps(strategy, optimizer):
-    compare(strategy, optimizer)
+    graphs.compare(strategy, optimizer)
 
 
 def test_products(mirrored):
     """Those for which CuPy calls cuBLAS, and others."""
-    xp, rng = mirrored.xp, np.random.default_rng(0)
-    whole = rng.integers(-9, 9, (3, 3))
-    pairs = [
-        *[(whole.astype(dtype), whole.T.astype(dtype)) for dtype in ("f", "d", "e", "l")],
-        (whole[0] + 0.0, whole[1] + 0.0),
-        (whole[:1] + 0.0, whole[:, :1] + 0.0),
-        (whole[:0] + 0.0, whole + 0.0),
-        (whole[:, :0] + 0.0, whole[:0] + 0.0),
-    ]
+    xp, whole = mirrored.xp, np.random.default_rng(0).integers(-9, 9, (3, 3))
+    pairs = [(whole.astype(dtype), whole.T.astype(dtype)) for dtype in ("f", "d", "e", "l")]
+    whole = whole + 0.0
+    pairs += [(whole[0], whole[1]), (whole[:1], whole[:, :1]), (whole[:0], whole)]
+    pairs += [(whole[:, :0], whole[:0])]
     step = hs.function(lambda *pairs: [f(a, b) for a, b in pairs for f in (xp.matmul, xp.dot)])
     given = tuple((xp.asarray(a), xp.asarray(b)) for a, b in pairs)
     found = [mirrored.run(step, args=given) for _ in range(4)][-1]
@@ -72,7 +52,7 @@ def test_uneven_batches(mirrored):
         dataset = hs.data.Dataset.from_tensor_slices((x, y)).batch(4 * N).repeat(5)
         return strategy.experimental_distribute_dataset(dataset)
 
-    compare(mirrored, OPTIMIZERS["Adam"], 2, given=given)
+    graphs.compare(mirrored, OPTIMIZERS["Adam"], 2, given=given)
 
 
 def test_results_stay(mirrored):
@@ -81,7 +61,7 @@ def test_results_stay(mirrored):
     def step(model, batch):
         return {"loss": model.step(batch), "sums": [batch[0].sum(axis=0), 3, "text"], "none": None}
 
-    found = compare(mirrored, OPTIMIZERS["SGD"], step=step)
+    found = graphs.compare(mirrored, OPTIMIZERS["SGD"], step=step)
     assert [type(one) for one in found[4::5][:7]] == [str] * 7
     assert len({float(loss) for loss in found[::5][:7]}) == 7
 
@@ -112,14 +92,11 @@ def test_python_code_runs_three_times(mirrored, capsys):
 def test_where_it_runs_as_it_is(place, how, monkeypatch):
     """It takes all that a graph cannot have."""
     monkeypatch.setattr(function, "FOREIGN", ("numpy",))
+    on_hosts = how == "hosts"
     with (
-        hs.MirroredStrategy(["CPU:0"] * N)
-        if how == "hosts"
-        else place.make(hs.MirroredStrategy) as made
+        hs.MirroredStrategy(["CPU:0"] * N) if on_hosts else place.make(hs.MirroredStrategy) as made
     ):
-        monkeypatch.setattr(made.replica_group.communicator, "checks", how != "hosts" and N > 1)
-        if how != "hosts" and N == 1:
-            monkeypatch.setattr(made.replica_group.communicator, "checks", True)
+        monkeypatch.setattr(made.replica_group.communicator, "checks", not on_hosts)
         calls, given = [], made.xp.zeros(2)
 
         @hs.function
@@ -152,23 +129,6 @@ def test_arguments_that_are_written_to(mirrored):
 # ---- kinds of functions
 
 
-def test_around_run_and_reduce(strategy):
-    def trained(decorate):
-        model = Model(strategy, OPTIMIZERS["momentum"])
-
-        @decorate
-        def train_step(batch):
-            def replica_step(batch):  # another function in each call
-                return model.step(batch)
-
-            return strategy.reduce("SUM", strategy.run(replica_step, args=(batch,)), axis=None)
-
-        losses = [train_step(batch) for batch in batches(strategy)]
-        return [*map(hs.asnumpy, losses), *model.state()], train_step
-
-    check_same(trained)
-
-
 def test_a_method_that_calls_a_function(mirrored):
     class Trainer(Model):
         @hs.function
@@ -183,7 +143,7 @@ def test_a_method_that_calls_a_function(mirrored):
     for batch in batches(mirrored):
         mirrored.run(trainer.run, args=(batch,))
         mirrored.run(model.step, args=(batch,))
-    check_equal(trainer.state(), model.state())
+    graphs.check_equal(trainer.state(), model.state())
     assert captured(Trainer.run) == 1 and captured(Trainer.forward) == 0
 
 
@@ -201,30 +161,23 @@ class Times:
         return x * self.level
 
 
-def wrapped(fn):
-    @functools.wraps(fn)
-    def call(*args):
-        return fn(*args)
-
-    return call
-
-
 FUNCTIONS = {
     "partial": functools.partial(lambda level, x: x * level, 2.0),
     "an object": Times(2.0),
     "a method": Times(2.0).step,
-    "a decorator": wrapped(lambda x: x * 2.0),
+    "a decorator": functools.wraps(Times(2.0).step)(lambda *args: args[0] * 2.0),
     "hs.function": hs.function(lambda x: x * 2.0),
     "a default": lambda x, level=2.0: x * level,
 }
 
 
-@pytest.mark.parametrize("fn", FUNCTIONS.values(), ids=FUNCTIONS)
-def test_what_is_called(mirrored, fn):
-    step = hs.function(fn)
-    for i in range(6):
-        assert own(mirrored.run(step, args=(mirrored.xp.full(2, i + 1.0),)))[0] == 2 * (i + 1)
-    assert captured(step) == 1
+def test_what_is_called(mirrored):
+    for name, fn in FUNCTIONS.items():
+        step = hs.function(fn)
+        for i in range(6):
+            x = mirrored.xp.full(2, i + 1.0)
+            assert own(mirrored.run(step, args=(x,)))[0] == 2 * (i + 1), name
+        assert captured(step) == 1, name
 
 
 def test_methods_of_two_objects(mirrored):
@@ -337,7 +290,7 @@ def test_calls_across_replicas(strategy):
         losses = [outer(xp.full(3, RANK + i / 4)) for i in range(6)]
         return [*map(own, losses), w.numpy(), seen.numpy(), optimizer.iterations], outer
 
-    check_same(trained)
+    graphs.check_same(trained)
 
 
 def test_outside_of_strategies(place):
@@ -352,20 +305,14 @@ def test_outside_of_strategies(place):
 
 
 def test_shapes(mirrored):
-    """A graph for each shape, from its third call on."""
-    sizes = (4, 2, 4, 2, 4, 2, 4, 2, 3, 4, 4)
-    compare(mirrored, OPTIMIZERS["Adam"], 2, given=lambda made: batches(made, sizes))
-
-
-def test_shapes_of_one_replica(mirrored):
-    """Graphs of all ranks belong together."""
-    sizes = (4, 4, 4, 4, 4 - (RANK == N - 1), 4, *[4 - (RANK == N - 1)] * 4, 4)
-    compare(
-        mirrored,
-        OPTIMIZERS["Adam"],
-        2 if N == 1 else 1,
-        given=lambda made: batches(made, sizes),
-    )
+    """A graph for each shape, from its third call on; graphs of all ranks belong together."""
+    other = 4 - (RANK == N - 1)
+    for sizes, count in [
+        ((4, 2, 4, 2, 4, 2, 4, 2, 3, 4, 4), 2),
+        ((4, 4, 4, 4, other, 4, *[other] * 4, 4), 2 if N == 1 else 1),
+    ]:
+        given = functools.partial(batches, sizes=sizes)
+        graphs.compare(mirrored, OPTIMIZERS["Adam"], count, given=given)
 
 
 def test_calls_that_part_for_good(mirrored):
@@ -385,7 +332,7 @@ def test_calls_that_part_for_good(mirrored):
         assert run(*numbers) <= most
         assert run(*numbers) == 0
     # The last rank drops its graphs, of which the others launch one meanwhile.
-    warned(lambda: [run(0, i, 3) for i in range(3, 13)])
+    graphs.warned(lambda: [run(0, i, 3) for i in range(3, 13)])
     assert run(0, 0) <= most
     assert run(0, 0) == 0
 
@@ -411,11 +358,13 @@ def test_more_kinds_than_are_kept(mirrored):
     def run(numbers):
         found.extend(own(mirrored.run(step, args=(x, i)))[0] - i for i in numbers)
 
-    assert warned(lambda: run([*range(8)] * 4)) == []
+    assert graphs.warned(lambda: run([*range(8)] * 4)) == []
     assert captured(step) == 8
-    assert warned(lambda: run([0, *[8] * 4, 0])) == []  # one that was captured goes, which is 1
+    assert (
+        graphs.warned(lambda: run([0, *[8] * 4, 0])) == []
+    )  # one that was captured goes, which is 1
     assert captured(step) == 8
-    texts = warned(lambda: run([*range(20, 40)] * 4))
+    texts = graphs.warned(lambda: run([*range(20, 40)] * 4))
     assert len(texts) == 1 and set(found) == {1}
     assert all(f"more than {function.MOST_KINDS} kinds" in text for text in texts)
     assert captured(step) == 0
@@ -462,7 +411,7 @@ def test_objects_that_are_new_in_each_call(mirrored):
                 own(mirrored.run(step, args=(xp.ones(1), given)))[0] == i for _ in range(count)
             )
 
-    texts = warned(lambda: run(20, 1))
+    texts = graphs.warned(lambda: run(20, 1))
     assert captured(step) == 0 and len(texts) == 1
     run(12, 4)
     assert captured(step) == function.MOST_KINDS and all(found)
@@ -476,7 +425,7 @@ def test_assign_restore_numbers_and_options(strategy, tmp_path):
     folder = COMM.bcast(str(tmp_path))
 
     def between(i, model):
-        model.kept = [poison(strategy)]
+        model.kept = [graphs.poison(strategy)]
         if i == 3:
             saved = hs.checkpoint.Checkpoint(optimizer=model.optimizer, w=model.weights)
             path = saved.save(f"{folder}/saved")
@@ -491,30 +440,11 @@ def test_assign_restore_numbers_and_options(strategy, tmp_path):
         if i == 8:  # another kernel: another graph
             model.optimizer.is_signed = True
 
-    compare(
+    graphs.compare(
         strategy,
         lambda: Momentum(0.5),
         between=between,
         given=lambda made: batches(made, (4,) * 12),
-    )
-
-
-@pytest.mark.parametrize("option", ["clipnorm", "global_clipnorm"])
-def test_an_option_that_changes_back(strategy, option):
-    """One batch size gets other kernels meanwhile; the graph of the other size is launched again."""
-
-    def between(i, model):
-        model.optimizer.is_signed = i == 6
-        if i == 7:
-            model.kept = [poison(strategy)]
-
-    sizes = (4, 4, 4, 5, 5, 5, 4, 5, 5, 4, 4, 4)
-    compare(
-        strategy,
-        lambda: Momentum(0.5, **{option: 0.05}),  # pyright: ignore[reportArgumentType]
-        graphs=2,
-        between=between,
-        given=lambda made: batches(made, sizes),
     )
 
 
@@ -535,20 +465,6 @@ def test_a_schedule_is_asked_once_a_step(strategy, decorate):
     assert asked == [*range(2 * len(sizes))]
 
 
-def test_messages_that_grow(strategy):
-    """A larger update takes other memory, and the graph keeps its own."""
-
-    def between(i, model):
-        if i in (3, 5):
-            with model.strategy.scope():
-                large = hs.Variable(np.zeros((i, 5000), np.float32))
-            one = model.optimizer.apply_gradients
-            model.strategy.run(lambda: one([(model.xp.ones((i, 5000), np.float32), large)]))
-            model.kept = [poison(strategy)]
-
-    compare(strategy, OPTIMIZERS["SGD"], between=between)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_rank_with_another_rate(mirrored):
     model = Model(mirrored, OPTIMIZERS["SGD"])
@@ -560,7 +476,7 @@ def test_a_rank_with_another_rate(mirrored):
     model.optimizer.learning_rate = 0.25 * (1 + RANK)
     with pytest.raises(hs.ReplicaMismatchError, match="learning_rate=0.25"):
         mirrored.run(step, args=(batch,))
-    check_equal(before, [v.numpy() for v in model.weights])
+    graphs.check_equal(before, [v.numpy() for v in model.weights])
     assert model.optimizer.iterations == done
     model.optimizer.learning_rate = 0.25
     for _ in range(4):
@@ -588,7 +504,7 @@ def test_a_signal_before_a_launch(mirrored, monkeypatch):
                     patched.setattr(graph_numbers, "numbers_kernel", lambda _: interrupt)
                     mirrored.run(step, args=(batch,))
             mirrored.run(step, args=(batch,))
-    check_equal(models[0].state(), models[1].state())
+    graphs.check_equal(models[0].state(), models[1].state())
 
 
 @pytest.mark.mpi(max_size=1)
@@ -632,46 +548,6 @@ def test_a_signal_after_the_ranks_have_agreed(mirrored, monkeypatch):
 # ---- what else a function may contain
 
 
-def test_other_calls_in_a_replica(strategy):
-    def trained(decorate):
-        model = Model(strategy, OPTIMIZERS["Adam"])
-        with strategy.scope():
-            average = hs.Variable(
-                np.zeros(6, np.float32),
-                aggregation=hs.VariableAggregation.MEAN,
-            )
-            own = hs.Variable(
-                np.zeros(6, np.float32),
-                synchronization=hs.VariableSynchronization.ON_READ,
-                aggregation=hs.VariableAggregation.SUM,
-            )
-
-        @decorate
-        def step(batch):
-            loss, context = model.step(batch), hs.get_replica_context()
-            average.assign(0.9 * average + 0.1 * batch[0].mean(axis=0))
-            own.assign_add(batch[0].sum(axis=0))
-            total = context.all_reduce("MEAN", {"loss": loss, "count": 4})
-            return total, average.value() + 1
-
-        results = [strategy.run(step, args=(batch,)) for batch in batches(strategy)]
-        found = [select(leaf) for total, more in results for leaf in (total["loss"], more)]
-        return [*map(hs.asnumpy, found), *model.state(), average.numpy(), own.numpy()], step
-
-    check_same(trained)
-
-
-def test_two_optimizers(strategy):
-    def step(model, batch):
-        loss = model.step(batch) + model.last.step(batch) + model.step(batch)
-        return loss, [v + 0 for v in model.last.weights]
-
-    def between(i, model):
-        model.last = model.last or Model(strategy, OPTIMIZERS["schedule"])
-
-    compare(strategy, OPTIMIZERS["Adam"], step=step, between=between)
-
-
 @pytest.mark.parametrize("is_weighted", [True, False])
 def test_metrics(mirrored, is_weighted):
     given = data(RANK, 0)
@@ -692,7 +568,7 @@ def test_metrics(mirrored, is_weighted):
             mirrored.run(step, args=(arrays, weights if is_weighted else None))
         return [metric.result() for metric, _ in metrics], step
 
-    check_same(trained)
+    graphs.check_same(trained)
 
 
 def test_numbers_given_to_variables_and_a_metric(strategy):
@@ -717,7 +593,7 @@ def test_numbers_given_to_variables_and_a_metric(strategy):
             strategy.run(step, args=(xp.full(2, RANK + i / 4),))
         return [*[v.numpy() for v in (steps, seen, flags)], mean.result()], step
 
-    assert check_same(trained)[0] == 5
+    assert graphs.check_same(trained)[0] == 5
 
 
 def test_gradients_that_are_summed_already(strategy):
@@ -730,7 +606,7 @@ def test_gradients_that_are_summed_already(strategy):
         pairs = [(None, other), (gradient, w)]
         model.optimizer.apply_gradients(pairs, skip_gradients_aggregation=True)
 
-    compare(strategy, OPTIMIZERS["Adam"], step=step)
+    graphs.compare(strategy, OPTIMIZERS["Adam"], step=step)
 
 
 def test_gradient_buffers(strategy):
@@ -742,7 +618,7 @@ def test_gradient_buffers(strategy):
         xp.matmul(batch[0].T, xp.tanh(batch[0] @ w), out=buffer)
         model.optimizer.apply_gradients([(buffer, w)])
 
-    compare(strategy, OPTIMIZERS["momentum"], step=step, between=between)
+    graphs.compare(strategy, OPTIMIZERS["momentum"], step=step, between=between)
 
 
 def test_a_variable_outside_of_every_scope(mirrored):

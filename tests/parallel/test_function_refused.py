@@ -184,17 +184,22 @@ def reads(when, ranks, model, batch):
     return loss
 
 
-@pytest.mark.parametrize("when", ["before", "after", "between"])
-@pytest.mark.parametrize("ranks", [[0], [N - 1]], ids=["first", "last"])
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-def test_a_rank_that_reads(strategy, when, ranks, optimizer):
+@pytest.mark.parametrize(
+    ("when", "rank", "optimizer"),
+    [
+        ("before", N - 1, "SGD"),
+        ("after", 0, "Adam"),
+        ("between", N - 1, "SGD"),
+        ("between", 0, "Adam"),
+    ],
+)
+def test_a_rank_that_reads(strategy, when, rank, optimizer):
     """The others raise too, and say which."""
     model = Model(strategy, OPTIMIZERS[optimizer])
-    step = hs.function(lambda batch: reads(when, ranks, model, batch))
+    step = hs.function(lambda batch: reads(when, [rank], model, batch))
     (batch,) = batches(strategy, (4,))
-    said = "D2H" if RANK in ranks else f"rank {ranks[0]}"
+    said = "D2H" if rank == RANK else f"rank {rank}"
     check_refused(strategy, step, (batch,), model.state, said)
-    hs.barrier()
 
 
 @pytest.mark.parametrize("how", ["the library's", "CuPy's"])
