@@ -196,56 +196,27 @@ def test_ranks_that_disagree_on_what_is_on_the_gpu(communicator, place, case):
 
 
 @several
-def test_memory_that_one_rank_alone_lacks(communicator, place, monkeypatch):
-    """The others must not wait for it in NCCL."""
+def test_memory_that_one_rank_alone_lacks(communicator, place):
+    """The others must not wait for it in NCCL; also where it reduces in another dtype."""
 
-    def full(*args):
+    def full(size):
         raise MemoryError("no room on the GPU")
 
-    here = place.xp.ones(3)
+    calls = [(call, place.xp.ones(3)) for call in CALLS.values()]
+    calls += [
+        (lambda one, x, op=op: one.all_reduce([x, x], op), place.xp.ones(3, name))
+        for name, op in [("float32", MEAN), ("float16", SUM), ("float16", MEAN), ("int16", SUM)]
+    ]
     for lacking in range(N):
-        for name in ("prepare_reduce", "_prepare_gather", "_prepare_messages"):
+        for call, here in calls:
+            allocate = full if lacking == RANK else place.xp.get_default_memory_pool().malloc
             with (
-                monkeypatch.context() as patch,
+                place.xp.cuda.using_allocator(allocate),
                 pytest.raises(MemoryError, match="no room on the GPU") as caught,
             ):
-                if lacking == RANK:
-                    patch.setattr(place.xp, "empty", full)
-                CALLS[name](communicator, here)
+                call(communicator, here)
             assert lacking == RANK or f"(found by rank {lacking})" in str(caught.value)
     works(communicator, place)
-
-
-@several
-@pytest.mark.parametrize(
-    ("name", "op"), [("float32", SUM), ("float32", MEAN), ("float16", MEAN), ("int16", SUM)]
-)
-def test_memory_is_taken_before_the_ranks_agree(communicator, place, monkeypatch, name, op):
-    """What NCCL does not reduce, it reduces in another dtype: that takes memory too."""
-    events = []
-
-    def allocate(size):
-        events.append("memory")
-        return place.xp.get_default_memory_pool().malloc(size)
-
-    exchange, reduce = communicator.exchange, communicator.reduce_flat
-    monkeypatch.setattr(
-        communicator, "exchange", lambda *args: (events.append("agreed"), exchange(*args))[1]
-    )
-    monkeypatch.setattr(
-        communicator,
-        "reduce_flat",
-        lambda *args: (reduce(*args), events.append("reduced"))[0],
-    )
-    arrays = [place.xp.full(5, 2, name), place.xp.full((2, 3), 2, name)]
-    for mine in (arrays, arrays[:1]):
-        events.clear()
-        with place.xp.cuda.using_allocator(allocate):
-            results = communicator.all_reduce(mine, op)
-        assert events[0] == "memory" and events.count("reduced") == 1
-        assert events[events.index("agreed") : events.index("reduced")] == ["agreed"]
-        for result in results:
-            assert set(result.reshape(-1).tolist()) == {2 if op is MEAN else 2 * N}
 
 
 @several

@@ -1,9 +1,7 @@
 """hs.function on GPUs: memory of arrays that the program drops, and of the graphs themselves."""
 
 import gc
-import sys
 import threading
-import time
 import weakref
 from typing import Any
 
@@ -224,33 +222,6 @@ def test_arrays_in_a_circle(mirrored):
     finally:
         gc.enable()
     assert captured(step) == 1
-
-
-def test_a_thread_that_looks_at_frames(mirrored):
-    """As a watchdog and a profiler do: local variables live a moment longer."""
-    xp, is_done = mirrored.xp, threading.Event()
-
-    def look():
-        while not is_done.is_set():
-            frames = sys._current_frames()
-            time.sleep(0.002)
-            del frames
-
-    def step(x, number):
-        local = x + number
-        time.sleep(0.003)
-        return local.sum()
-
-    thread, step = threading.Thread(target=look), hs.function(step)
-    thread.start()
-    try:
-        for i in range(16):
-            found = mirrored.run(step, args=(xp.ones(3), i // 4))
-            assert own(found) == 3 + 3 * (i // 4)
-    finally:
-        is_done.set()
-        thread.join()
-    assert captured(step) == 4
 
 
 def test_a_pool_without_memory(mirrored, monkeypatch):

@@ -212,22 +212,6 @@ def test_updates_of_slices(strategy, xp, dtypes):
         check_pattern(variables, -SUM * steps * (steps + 1) / 2)
 
 
-def test_assignments_of_all_kinds(strategy, xp):
-    for shape in SHAPES:
-        v, w = (hs.Variable(np.zeros(shape), aggregation=how) for how in ("SUM", "MEAN"))
-        own = xp.asarray(pattern(shape, np.float64) * (RANK + 1))
-        strategy.run(lambda v=v, own=own: v.assign(own))
-        check_pattern([v], SUM)
-        strategy.run(lambda v=v, own=own: v.assign_sub(own))
-        check_pattern([v], 0)
-        strategy.run(lambda w=w, own=own: w.assign_add(2 * own))
-        check_pattern([w], N + 1)
-        w.assign(pattern(shape, np.float64))  # outside of replicas
-        check_pattern([w], 1)
-        strategy.extended.update(w, lambda w, xp=xp: w.assign_add(2 * w.value()))
-        check_pattern([w], 3)
-
-
 def test_rows_that_ranks_share_out(strategy, xp):
     """Of each rank other rows, and one of all ranks; an empty gradient of the last."""
     for count in (0, 1, 1009):

@@ -366,15 +366,6 @@ def test_keys_that_differ_in_what_is_long_or_odd(strategy):
     assert strategy.reduce("SUM", strategy.run(lambda: 1), None) == N
 
 
-def test_within_merge_call(strategy):
-    def merge(strategy, value):
-        return strategy.reduce("SUM", value, None)
-
-    found = strategy.run(lambda: replica_context().merge_call(merge, (strategy.xp.full(3, RANK),)))
-    for one in strategy.experimental_local_results(found):
-        assert one.tolist() == [N * (N - 1) / 2] * 3
-
-
 # ---- any nest, any shape, any dtype
 
 DTYPES = [np.int16, np.int32, np.int64, np.uint8, np.float32, np.float64]
