@@ -3,19 +3,17 @@
 import numpy as np
 import pytest
 import transports
-from internals import HostsCommunicator, call_named, ranks_in_words
+from internals import call_named, hosts, ranks_in_words
 from transports import DEVICE, HOST, MAX, MEAN, MIN, SUM, works
 
 from hpcstrat import ReplicaMismatchError
 
 several_ranks = pytest.mark.mpi(min_size=2)  # one rank cannot disagree with another
-communicator = group = transports.communicator
-"""`group` is one of several ranks."""
+communicator = transports.communicator
 
 
 def pytest_generate_tests(metafunc):
-    names = {"communicator": HOST + DEVICE, "group": HOST[:-1] + DEVICE}
-    transports.parametrize(metafunc, names)
+    transports.parametrize(metafunc, {"communicator": HOST + DEVICE})
 
 
 @pytest.fixture(autouse=True)
@@ -143,43 +141,43 @@ DISAGREEMENTS = {
 
 
 @several_ranks
-def test_ranks_that_disagree(group, place):
+def test_ranks_that_disagree(communicator, place):
     for most, one, of_most, of_one in DISAGREEMENTS.values():
-        for odd in range(group.size):
+        for odd in range(communicator.size):
             with pytest.raises(ReplicaMismatchError, match="must make the same call") as caught:
-                (one if group.rank == odd else most)(group, place.xp)
-            others = [rank for rank in range(group.size) if rank != odd]
+                (one if communicator.rank == odd else most)(communicator, place.xp)
+            others = [rank for rank in range(communicator.size) if rank != odd]
             expected = sorted([([odd], of_one), (others, of_most)])
             lines = str(caught.value).splitlines()[1:]
             for (ranks, fact), line in zip(expected, lines, strict=True):
                 assert line.startswith(f"  {ranks_in_words(ranks)}: ")
                 # NCCL's words end with the places of the arrays.
                 assert fact in line.replace(", on the GPU [0]", "")
-    works(group, place)
+    works(communicator, place)
 
 
 @several_ranks
-def test_every_rank_makes_another_call(group, place):
+def test_every_rank_makes_another_call(communicator, place):
     with pytest.raises(ReplicaMismatchError) as caught:
-        named(f"call number {group.rank}", group.barrier)
-    for rank in range(min(group.size, 8)):  # of more, some are shown
+        named(f"call number {communicator.rank}", communicator.barrier)
+    for rank in range(min(communicator.size, 8)):  # of more, some are shown
         assert f"rank {rank}: call number {rank}()" in str(caught.value)
-    works(group, place)
+    works(communicator, place)
 
 
 @several_ranks
-def test_shapes_that_cannot_be_gathered_are_all_named(group, place):
+def test_shapes_that_cannot_be_gathered_are_all_named(communicator, place):
     xp = place.xp
     for unit in (1, 5000):
         message = "some_call: shapes may differ along axis 0 only"
         with pytest.raises(ReplicaMismatchError, match=message) as caught:
-            group.all_gather([xp.ones((2, unit * (group.rank + 1)))], 0)
-        for rank in range(min(group.size, 8)):
+            communicator.all_gather([xp.ones((2, unit * (communicator.rank + 1)))], 0)
+        for rank in range(min(communicator.size, 8)):
             assert f"(2, {unit * (rank + 1)}) on rank {rank}" in str(caught.value)
         with pytest.raises(ReplicaMismatchError, match="some_call") as caught:
-            group.all_gather([xp.ones(unit) if group.rank else xp.ones((unit, 1))], 0)
+            communicator.all_gather([xp.ones(unit) if communicator.rank else xp.ones((unit, 1))], 0)
         assert f"({unit}, 1) on rank 0; ({unit},) on rank" in str(caught.value)
-    works(group, place)
+    works(communicator, place)
 
 
 # ---- work that fails on some ranks
@@ -206,64 +204,66 @@ ERRORS = [  # of one rank, and what the others raise
 
 
 @several_ranks
-def test_what_fails_on_one_rank_fails_on_all(group, place):
+def test_what_fails_on_one_rank_fails_on_all(communicator, place):
     for number, (error, of_others) in enumerate(ERRORS):
-        failing = number % group.size
+        failing = number % communicator.size
         with pytest.raises(Exception) as caught:
-            with group.raise_together():
-                if group.rank == failing:
+            with communicator.raise_together():
+                if communicator.rank == failing:
                     raise error
-            group.all_reduce([place.xp.ones(9000)], SUM)
-        if group.rank == failing:
+            communicator.all_reduce([place.xp.ones(9000)], SUM)
+        if communicator.rank == failing:
             assert caught.value is error
         else:
             assert type(caught.value) is of_others
             assert str(error) in str(caught.value)
             assert f"(found by rank {failing})" in str(caught.value)
-    works(group, place)
+    works(communicator, place)
 
 
 @several_ranks
-def test_what_fails_on_several_ranks(group, place):
-    for first in range(group.size):
+def test_what_fails_on_several_ranks(communicator, place):
+    for first in range(communicator.size):
         with pytest.raises(ValueError) as caught:
-            with group.raise_together():
-                if group.rank >= first:
-                    raise ValueError(f"fault of rank {group.rank}")
-            group.all_gather_obj(np.ones(9000))
-        mine = f"fault of rank {group.rank}"
+            with communicator.raise_together():
+                if communicator.rank >= first:
+                    raise ValueError(f"fault of rank {communicator.rank}")
+            communicator.all_gather_obj(np.ones(9000))
+        mine = f"fault of rank {communicator.rank}"
         of_others = f"fault of rank {first} (found by rank {first})"
-        assert str(caught.value) == (mine if group.rank >= first else of_others)
-    works(group, place)
+        assert str(caught.value) == (mine if communicator.rank >= first else of_others)
+    works(communicator, place)
 
 
 @several_ranks
-def test_a_joint_block_around_another_and_around_a_call(group, place):
+def test_a_joint_block_around_another_and_around_a_call(communicator, place):
     with pytest.raises(ValueError, match="inner"):
-        with group.raise_together():
-            with group.raise_together():
-                if group.rank == 1:
+        with communicator.raise_together():
+            with communicator.raise_together():
+                if communicator.rank == 1:
                     raise ValueError("inner")
-            group.barrier()
+            communicator.barrier()
     with pytest.raises(TypeError, match="SUM of bool"):
-        with group.raise_together():
-            group.all_reduce([place.xp.ones(3, bool if group.rank == 0 else np.int32)], SUM)
+        with communicator.raise_together():
+            communicator.all_reduce(
+                [place.xp.ones(3, bool if communicator.rank == 0 else np.int32)], SUM
+            )
     with pytest.raises(ReplicaMismatchError):
-        with group.raise_together():
-            named("one" if group.rank else "other", group.barrier)
-    if group.size > 2:  # one that fails, and two whose calls differ
+        with communicator.raise_together():
+            named("one" if communicator.rank else "other", communicator.barrier)
+    if communicator.size > 2:  # one that fails, and two whose calls differ
         with pytest.raises(ValueError, match="mine"):
-            with group.raise_together():
-                if group.rank == 1:
+            with communicator.raise_together():
+                if communicator.rank == 1:
                     raise ValueError("mine")
-            named(f"call {group.rank}", group.barrier)
-    works(group, place)
+            named(f"call {communicator.rank}", communicator.barrier)
+    works(communicator, place)
 
 
 def test_an_array_for_which_there_is_no_memory(communicator, place):
     huge = place.xp.broadcast_to(place.xp.asarray(np.float32(1)), (10**14,))
     calls = {"all_reduce": lambda x: communicator.all_reduce([x], SUM)}
-    if not isinstance(communicator, HostsCommunicator):  # there it ends the job
+    if not isinstance(communicator, hosts.HostsCommunicator):  # there it ends the job
         calls["all_gather"] = lambda x: communicator.all_gather([x], 0)
     for name, call in calls.items():
         with pytest.raises(MemoryError):

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 import transports
 from internals import (
-    NcclCommunicator,
-    SharedMemoryCommunicator,
-    SoloDevice,
     all_reduce_gradients,
     call_named,
+    connect,
     failure,
-    gpu,
     nccl_start,
     ranks_in_words,
     worlds,
@@ -49,7 +46,7 @@ def test_strategies_take_nccl_where_every_replica_is_on_a_gpu(place, made):
     """And one that is refused leaves no GPU connected."""
     with place.make(made) as strategy, place.make(made) as other:
         found: Any = strategy.replica_group.communicator
-        assert type(found) is (NcclCommunicator if N > 1 else SoloDevice)
+        assert found is not connect() and found.control is connect()
         assert other.replica_group.communicator is found
         users = found.users
         with pytest.raises(ValueError, match="no rank computes there"):
@@ -294,34 +291,47 @@ def test_flat_arrays_are_broadcast_in_place(communicator, place):
 @pytest.fixture
 def control():
     comm: Any = worlds.start().comm
-    return SharedMemoryCommunicator(comm.Dup())
+    transport: Any = type(connect())
+    return connect() if comm is None else transport(comm.Dup())
+
+
+@pytest.fixture
+def stream(mirrored):
+    """A new one of this rank's GPU."""
+    used: Any = mirrored.replica_group.stream
+    return type(used)(used.ordinal)
+
+
+@pytest.fixture
+def alone(mirrored, control, stream) -> Any:
+    """NCCL's communicator, of which no other test knows."""
+    made: Any = type(mirrored.replica_group.communicator)(control, stream)
+    yield made
+    made.close()
 
 
 @several
 @on_gpu
-def test_a_closed_communicator(place, control):
-    made = transports.on_gpus("NCCL", control, place)
-    works(made, place)
+def test_a_closed_communicator(place, alone):
+    works(alone, place)
     for _ in range(2):
-        made.close()
+        alone.close()
     for call in CALLS.values():
         with pytest.raises(RuntimeError, match="some_call: .* NCCL communicator is closed; make"):
-            call(made, place.xp.ones(3))
-    assert made.all_gather_obj(RANK) == list(range(N))  # it does not need NCCL
+            call(alone, place.xp.ones(3))
+    assert alone.all_gather_obj(RANK) == list(range(N))  # it does not need NCCL
 
 
 # CuPy has no name for NCCL's timeout, and raises KeyError(8).
 @several
 @on_gpu
 @pytest.mark.parametrize("result", [2, 8])
-def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, control, monkeypatch, result):
+def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, alone, monkeypatch, result):
     """The ranks have agreed on the call, so another rank may wait in it for good."""
-    communicator = transports.on_gpus("NCCL", control, place)
-    works(communicator, place)
-    real = communicator._comm
+    works(alone, place)
 
     def fail(*args):
-        raise communicator._nccl.NcclError(result)
+        raise alone._nccl.NcclError(result)
 
     class Ended(BaseException):
         """In place of the end."""
@@ -329,20 +339,17 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, control, monke
     def end_job(text):
         raise Ended(text)
 
-    monkeypatch.setattr(failure, "end_job", end_job)
-    communicator._comm = types.SimpleNamespace(allReduce=fail, allGather=fail, send=fail, recv=fail)
+    names = ("allReduce", "allGather", "broadcast", "send", "recv")
     text = rf"the job ends: NCCL failed on rank {RANK} of {N}: .*\(NCCL \d.*, CuPy .*, driver \d+\)\. Start with"
-    for call in (
-        lambda: communicator.all_reduce([place.xp.ones(3)], SUM),
-        lambda: communicator.all_gather([place.xp.ones(RANK)], 0),
-    ):
-        with pytest.raises(Ended, match=text):
-            call()
-        assert not communicator.calls.waiting.depth
-        communicator.calls.barred = None
-    communicator._comm = real
-    works(communicator, place)
-    communicator.close()
+    with monkeypatch.context() as patched:
+        patched.setattr(failure, "end_job", end_job)
+        patched.setattr(alone, "_comm", types.SimpleNamespace(**dict.fromkeys(names, fail)))
+        for call in CALLS.values():
+            with pytest.raises(Ended, match=text):
+                call(alone, place.xp.ones(3))
+            assert not alone.calls.waiting.depth
+            alone.calls.barred = None
+    works(alone, place)
 
 
 # ---- the start of NCCL
@@ -376,12 +383,6 @@ def nccl(monkeypatch):
         monkeypatch.setattr(nccl_start, "load_nccl", lambda: module)
 
     return use
-
-
-@pytest.fixture
-def stream(place):
-    """This rank's GPU."""
-    return gpu.Stream(int(place.devices[RANK].removeprefix("GPU:")))
 
 
 # The version, whether ranks share a GPU, whether that is enabled, and why it cannot be used.
@@ -434,13 +435,15 @@ def test_versions_that_differ(nccl, control, stream):
 @several
 @on_gpu
 @pytest.mark.parametrize("at_start", ["0", "1"])
-def test_later_calls_find_the_ranks_connected(place, control, stream, monkeypatch, at_start):
+def test_later_calls_find_the_ranks_connected(
+    place, mirrored, control, stream, monkeypatch, at_start
+):
     """Except for messages to non-neighbors: the host waits in no call without a time limit."""
     xp = place.xp
     if not hasattr(xp, "_faults"):
         pytest.skip("only simulated GPUs tell how often the host waits in NCCL")
     monkeypatch.setenv("NCCL_RUNTIME_CONNECT", at_start)
-    communicator = NcclCommunicator(control, stream)
+    communicator: Any = type(mirrored.replica_group.communicator)(control, stream)
     before = xp._faults.counted["nccl connects"]
     communicator.all_reduce([xp.ones(3)], SUM)
     communicator.all_gather([xp.ones(3)], 0)
