@@ -241,12 +241,23 @@ def test_an_error_of_the_program(mirrored, ranks):
 
 
 @RANKS
-def test_arguments_on_the_host(mirrored, ranks):
-    xp, step = mirrored.xp, hs.function(lambda given: 2 * given["x"])
-    x = np.ones(3) if RANK in ranks else xp.ones(3)
-    said = "on the host" if RANK in ranks else f"rank {ranks[0]}"
-    check_refused(mirrored, step, ({"x": x},), list, said, 1)
-    assert own(mirrored.run(step, args=({"x": xp.ones(3)},))).tolist() == [2, 2, 2]
+@pytest.mark.parametrize("said", ["on the host", "numpy", "libcublas"])
+def test_what_no_call_may_have(mirrored, monkeypatch, said, ranks):
+    """An argument on the host, a module with arrays of its own, and no cuBLAS."""
+
+    def load(_):
+        raise OSError("libcublas.so.13: cannot open shared object file")
+
+    step, ones = hs.function(lambda given: given["x"] @ given["x"]), np.ones((2, 2))
+    x = ones if said == "on the host" and RANK in ranks else mirrored.xp.asarray(ones)
+    with monkeypatch.context() as patched:
+        if said == "numpy" and RANK in ranks:
+            patched.setattr(function, "FOREIGN", ("numpy",))
+        if said == "libcublas" and RANK in ranks:
+            patched.setattr(gpu.Stream, "products", property(load))
+        check_refused(mirrored, step, ({"x": x},), list, said if RANK in ranks else "rank", 1)
+    found = mirrored.run(step, args=({"x": mirrored.xp.asarray(ones)},))
+    assert own(found).tolist() == [[2, 2], [2, 2]]
 
 
 def test_arrays_of_another_gpu(mirrored):
@@ -261,28 +272,6 @@ def test_arrays_of_another_gpu(mirrored):
     check_refused(mirrored, step, (other,), lambda: [v.numpy()], "GPU", 1)
     step = hs.function(lambda: v.assign_add(other, read_value=False))
     check_refused(mirrored, step, (), lambda: [v.numpy()], "another GPU")
-
-
-@RANKS
-def test_other_modules(mirrored, monkeypatch, ranks):
-    if RANK in ranks:
-        monkeypatch.setattr(function, "FOREIGN", ("numpy",))
-    step = hs.function(lambda x: 2 * x)
-    check_refused(mirrored, step, (mirrored.xp.ones(2),), list, "numpy" if RANK in ranks else "", 1)
-
-
-# ---- what the GPU does not have
-
-
-@RANKS
-def test_no_cublas(mirrored, monkeypatch, ranks):
-    def load(_):
-        raise OSError("libcublas.so.13: cannot open shared object file")
-
-    if RANK in ranks:
-        monkeypatch.setattr(gpu.Stream, "products", property(load))
-    step, x = hs.function(lambda x: x @ x), mirrored.xp.ones((2, 2))
-    check_refused(mirrored, step, (x,), list, "libcublas" if RANK in ranks else "rank", 1)
 
 
 @RANKS
