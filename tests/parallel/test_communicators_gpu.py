@@ -292,7 +292,7 @@ def test_flat_arrays_are_broadcast_in_place(communicator, place):
 def control():
     comm: Any = worlds.start().comm
     transport: Any = type(connect())
-    return connect() if comm is None else transport(comm.Dup())
+    return connect() if N == 1 else transport(comm.Dup())
 
 
 @pytest.fixture
