@@ -18,8 +18,7 @@ N, RANK = COMM.size, COMM.rank
 SHAPES = [(6, 5), (5,), (5, 3), (3,)]
 CALLS = 7
 MARKS = [
-    pytest.mark.core,
-    pytest.mark.parametrize("place", ["GPU"], indirect=True),
+    pytest.mark.parametrize("place", [pytest.param("GPU", marks=pytest.mark.gpu)], indirect=True),
     pytest.mark.usefixtures("no_foreign_module"),
 ]
 

@@ -1,88 +1,71 @@
-"""What only communicators of GPUs have."""
+"""What only communicators of GPUs have, and the start of NCCL, which all ranks make or refuse."""
 
+import re
 import types
 from typing import Any
 
 import numpy as np
 import pytest
+import transports
 from internals import (
-    NcclCommunicator,
-    SharedMemoryCommunicator,
-    SoloDevice,
     all_reduce_gradients,
     call_named,
+    connect,
     failure,
+    nccl_start,
     ranks_in_words,
     worlds,
 )
 from strategies import STRATEGIES
-from transports import (
-    COMM,
-    DEVICE,
-    MAX,
-    MEAN,
-    MIN,
-    SUM,
-    check,
-    close_devices,
-    has,
-    kind,
-    on_gpus,
-    parametrize,
-    transport,
-    values,
-    works,
-)
+from transports import COMM, MAX, MEAN, MIN, SUM, check, has, kind, values, works
 
 import hpcstrat as hs
-
-pytestmark = pytest.mark.core
 
 N = COMM.size
 RANK = COMM.rank
 several = pytest.mark.mpi(min_size=2)  # NCCL does nothing for one rank
-on_gpu = pytest.mark.parametrize("place", ["GPU"], indirect=True)
+on_gpu = pytest.mark.parametrize(
+    "place", [pytest.param("GPU", marks=pytest.mark.gpu)], indirect=True
+)
+communicator = transports.communicator
 
 
 def pytest_generate_tests(metafunc):
-    parametrize(metafunc, {"communicator": DEVICE})
+    transports.parametrize(metafunc, {"communicator": transports.DEVICE})
 
 
-@pytest.fixture
-def communicator(request, monkeypatch, place):
-    return transport(request.param, monkeypatch, place)
-
-
-@pytest.fixture
-def connected(monkeypatch, place):
-    """NCCL's."""
-    return transport("NCCL", monkeypatch, place)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _closed_in_the_end():
-    yield
-    close_devices()
+@pytest.fixture(autouse=True)
+def _in_a_call():
+    with call_named("some_call"):
+        yield
 
 
 @on_gpu
 @pytest.mark.parametrize("made", STRATEGIES)
 def test_strategies_take_nccl_where_every_replica_is_on_a_gpu(place, made):
+    """And one that is refused leaves no GPU connected."""
     with place.make(made) as strategy, place.make(made) as other:
-        assert type(strategy.replica_group.communicator) is (
-            NcclCommunicator if N > 1 else SoloDevice
-        )
-        assert other.replica_group.communicator is strategy.replica_group.communicator
-
-
-@on_gpu
-def test_a_strategy_that_is_refused_leaves_no_gpu_connected(place):
-    with place.make(hs.MirroredStrategy) as strategy:
-        communicator: Any = strategy.replica_group.communicator
-        users = communicator.users
+        found: Any = strategy.replica_group.communicator
+        assert found is not connect() and found.control is connect()
+        assert other.replica_group.communicator is found
+        users = found.users
         with pytest.raises(ValueError, match="no rank computes there"):
             hs.CentralStorageStrategy(place.devices, "GPU:99")
-        assert communicator.users == users
+        assert found.users == users
+
+
+@several
+def test_sums_are_near_and_the_same_on_every_rank(communicator, place):
+    """In any order in which NCCL adds up."""
+    for name in ("float32", "float64"):
+        for size in (5, 1000, 123_457):
+            parts = [np.random.default_rng([size, r]).random(size).astype(name) for r in range(N)]
+            mine = place.xp.asarray(parts[RANK])
+            found = [communicator.all_reduce([mine], op)[0] for op in (SUM, MEAN)]
+            for one, scale in zip(found, (1, N), strict=True):
+                total = np.sum(parts, 0, dtype=np.float64) / scale
+                np.testing.assert_allclose(hs.asnumpy(one), total, 4 * np.finfo(name).eps)
+            assert transports.have_the_same_bits(found)
 
 
 # ---- arrays of the GPU and of the host
@@ -136,19 +119,18 @@ def test_arrays_of_both_kinds_are_sent(communicator, place):
             check(array, np.full(3, source), module)
 
 
+CALLS = {
+    "prepare_reduce": lambda one, x: one.all_reduce([x], SUM),
+    "_prepare_gather": lambda one, x: one.all_gather([x], 0),
+    "prepare_broadcast": lambda one, x: one.broadcast([x], 0),
+    "_prepare_messages": lambda one, x: one.all_to_all([(RANK, x)], [(RANK, x)]),
+}
+"""The calls, and which step of each comes before NCCL."""
+
+
 @several
-@on_gpu
-@pytest.mark.parametrize(
-    "step, call",
-    [
-        ("prepare_reduce", lambda one, x: one.all_reduce([x], SUM)),
-        ("_prepare_gather", lambda one, x: one.all_gather([x], 0)),
-        ("prepare_broadcast", lambda one, x: one.broadcast([x], 0)),
-        ("_prepare_messages", lambda one, x: one.all_to_all([(RANK, x)], [(RANK, x)])),
-    ],
-    ids=["reduction", "gathering", "broadcast", "sending"],
-)
-def test_a_signal_before_nccl_starts_is_not_waited_for(connected, monkeypatch, place, step, call):
+@pytest.mark.parametrize("step", CALLS)
+def test_a_signal_before_nccl_starts_is_not_waited_for(communicator, monkeypatch, place, step):
     """The others may be in NCCL: only this rank can end the job, at its next call."""
 
     def interrupt(*_):
@@ -156,11 +138,11 @@ def test_a_signal_before_nccl_starts_is_not_waited_for(connected, monkeypatch, p
 
     array = place.xp.ones(3)
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(type(connected), step, interrupt)
-        call(connected, array)
-    assert connected.calls.barred is not None and connected.calls.barred.error is not None
-    connected.calls.barred = None  # here it came to all
-    (found,) = call(connected, array)
+        patched.setattr(type(communicator), step, interrupt)
+        CALLS[step](communicator, array)
+    assert communicator.calls.barred is not None and communicator.calls.barred.error is not None
+    communicator.calls.barred = None  # here it came to all
+    (found,) = CALLS[step](communicator, array)
     assert float(found.sum()) in (3, 3 * N)
 
 
@@ -182,13 +164,7 @@ def test_gradients_of_modules_are_reduced_in_place(communicator, place, op):
         assert (total is own) == (module is not np)
 
 
-@pytest.fixture(autouse=True)
-def _in_a_call():
-    with call_named("some_call"):
-        yield
-
-
-PLACES = {
+PLACES = {  # what most ranks pass, and what one passes
     "an array": (lambda here: [here], lambda here: [np.ones(3)]),
     "one of two": (lambda here: [here, here], lambda here: [here, np.ones(3)]),
     "the other way": (lambda here: [np.ones(3), here], lambda here: [here, np.ones(3)]),
@@ -196,101 +172,61 @@ PLACES = {
 
 
 @several
-@on_gpu
 @pytest.mark.parametrize("case", PLACES)
-def test_ranks_that_disagree_on_what_is_on_the_gpu(connected, place, case):
+def test_ranks_that_disagree_on_what_is_on_the_gpu(communicator, place, case):
     here = place.xp.ones(3)
     for odd in range(N):
-        mine = PLACES[case][connected.rank == odd](here)
+        mine = PLACES[case][RANK == odd](here)
         for call in (
-            lambda mine=mine: connected.all_reduce(mine, SUM),
-            lambda mine=mine: connected.all_gather(mine, 0),
+            lambda mine=mine: communicator.all_reduce(mine, SUM),
+            lambda mine=mine: communicator.all_gather(mine, 0),
         ):
             with pytest.raises(hs.ReplicaMismatchError, match="must make the same call") as caught:
                 call()
             for ranks in ([odd], [rank for rank in range(N) if rank != odd]):
-                indices = [
-                    i for i, one in enumerate(PLACES[case][ranks == [odd]](here)) if one is here
-                ]
-                (line,) = [
-                    one
-                    for one in str(caught.value).splitlines()
-                    if f"{ranks_in_words(ranks)}: some_call(" in one
-                ]
+                arrays = PLACES[case][ranks == [odd]](here)
+                indices = [i for i, one in enumerate(arrays) if one is here]
+                start = f"{ranks_in_words(ranks)}: some_call("
+                (line,) = [one for one in str(caught.value).splitlines() if start in one]
                 assert f"on the GPU {indices}" in line if indices else "on the GPU" not in line
-        works(connected, place)
+    works(communicator, place)
 
 
 @several
-@on_gpu
-def test_memory_that_one_rank_alone_lacks(connected, place, monkeypatch):
-    """The others must not wait for it in NCCL."""
+def test_memory_that_one_rank_alone_lacks(communicator, place):
+    """The others must not wait for it in NCCL; also where it reduces in another dtype."""
 
-    def full(*args):
+    def full(size):
         raise MemoryError("no room on the GPU")
 
-    here = place.xp.ones(3)
+    calls = [(call, place.xp.ones(3)) for call in CALLS.values()]
+    calls += [
+        (lambda one, x, op=op: one.all_reduce([x, x], op), place.xp.ones(3, name))
+        for name, op in [("float32", MEAN), ("float16", SUM), ("float16", MEAN), ("int16", SUM)]
+    ]
     for lacking in range(N):
-        for call in (
-            lambda: connected.all_reduce([here, here], SUM),
-            lambda: connected.all_gather([here], 0),
-            lambda: connected.all_to_all([(RANK, here)], [(RANK, here)]),
-        ):
+        for call, here in calls:
+            allocate = full if lacking == RANK else place.xp.get_default_memory_pool().malloc
             with (
-                monkeypatch.context() as patch,
+                place.xp.cuda.using_allocator(allocate),
                 pytest.raises(MemoryError, match="no room on the GPU") as caught,
             ):
-                if connected.rank == lacking:
-                    patch.setattr(place.xp, "empty", full)
-                call()
-            assert connected.rank == lacking or f"(found by rank {lacking})" in str(caught.value)
-        works(connected, place)
+                call(communicator, here)
+            assert lacking == RANK or f"(found by rank {lacking})" in str(caught.value)
+    works(communicator, place)
 
 
 @several
-@on_gpu
-@pytest.mark.parametrize("name", ["float32", "float16", "int16"])
-@pytest.mark.parametrize("op", [SUM, MEAN])
-def test_memory_is_taken_before_the_ranks_agree(connected, place, monkeypatch, name, op):
-    """What NCCL does not reduce, it reduces in another dtype: that takes memory too."""
-    events = []
-
-    def allocate(size):
-        events.append("memory")
-        return place.xp.get_default_memory_pool().malloc(size)
-
-    exchange, reduce = connected.exchange, connected.reduce_flat
-    monkeypatch.setattr(
-        connected, "exchange", lambda *args: (events.append("agreed"), exchange(*args))[1]
-    )
-    monkeypatch.setattr(
-        connected,
-        "reduce_flat",
-        lambda *args: (reduce(*args), events.append("reduced"))[0],
-    )
-    arrays = [place.xp.full(5, 2, name), place.xp.full((2, 3), 2, name)]
-    for mine in (arrays, arrays[:1]):
-        events.clear()
-        with place.xp.cuda.using_allocator(allocate):
-            results = connected.all_reduce(mine, op)
-        assert events[0] == "memory" and events.count("reduced") == 1
-        assert events[events.index("agreed") : events.index("reduced")] == ["agreed"]
-        for result in results:
-            assert set(result.reshape(-1).tolist()) == {2 if op is MEAN else 2 * N}
-
-
-@several
-@on_gpu
-def test_an_error_in_a_broadcast_names_the_users_call(connected, place, monkeypatch):
+def test_an_error_in_a_broadcast_names_the_users_call(communicator, place, monkeypatch):
     named = []
-    launch = connected.launch
+    launch = communicator.launch
 
     def note(what, moves):
         named.append(what)
         launch(what, moves)
 
-    monkeypatch.setattr(connected, "launch", note)
-    check(connected.broadcast([place.xp.full(3, RANK)], N - 1)[0], np.full(3, N - 1), place.xp)
+    monkeypatch.setattr(communicator, "launch", note)
+    check(communicator.broadcast([place.xp.full(3, RANK)], N - 1)[0], np.full(3, N - 1), place.xp)
     assert named == ["some_call"]
 
 
@@ -314,94 +250,88 @@ def test_calls_are_ordered_with_whatever_stream_is_current(communicator, place):
             ]
 
 
-# ---- flat arrays, in place, as storage moves them
+# ---- flat arrays, as storage moves them
 
 
-@pytest.mark.parametrize(
-    "name", ["float32", "float64", "float16", "bfloat16", "int32", "uint8", "complex64"]
-)
-@pytest.mark.parametrize("size", [0, 1, 70_001])
-def test_flat_arrays_are_reduced_in_place(communicator, place, name, size):
-    xp, n = place.xp, communicator.size
-    if not has(xp, kind(name)):
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int32", "uint8", "complex64"])
+def test_flat_arrays_are_reduced(communicator, place, name):
+    """In place, or from where they are; for all ranks, or for one."""
+    xp, n, dtype = place.xp, communicator.size, kind(name)
+    if not has(xp, dtype):
         pytest.skip(f"CuPy {xp.__version__} does not compute with {name}")
-    numbers = (np.arange(size) % 5 * n).astype(kind(name))
-    total = numbers * (n * (n + 1) // 2)
-    means = [] if numbers.dtype.kind in "iuc" else [(MEAN, total / kind(name).type(n))]
-    for op, expected in [(SUM, total), *means]:
-        for root in (None, *range(n)):
+    for size in (0, 1, 70_001):
+        numbers = (np.arange(size) % 5 * n).astype(dtype)
+        total = numbers * (n * (n + 1) // 2)
+        means = [] if dtype.kind in "iuc" else [(MEAN, total / dtype.type(n))]
+        for op, expected in [(SUM, total), *means]:
+            for root, is_in_place in [(None, True), (None, False), (0, False), (n - 1, True)]:
+                with communicator.stream.current():
+                    mine = xp.asarray(numbers * (communicator.rank + 1))
+                    out = mine if is_in_place else xp.full(size, 1, dtype)
+                    communicator.reduce_flat("a sum", mine, out, op, root)
+                if root in (None, communicator.rank):
+                    check(out, expected.astype(dtype), xp)
+                if not is_in_place:
+                    check(mine, numbers * (communicator.rank + 1), xp)
+
+
+def test_flat_arrays_are_broadcast_in_place(communicator, place):
+    for name in ("float32", "bool", "int16", "complex128"):
+        for size, root in [(0, 0), (1, 0), (70_001, 0), (70_001, communicator.size - 1)]:
+            parts = [values((size,), np.dtype(name), rank) for rank in range(communicator.size)]
             with communicator.stream.current():
-                mine = xp.asarray(numbers * (communicator.rank + 1))
-                communicator.reduce_flat("a sum", mine, mine, op, root)
-            if root in (None, communicator.rank):
-                check(mine, expected, xp)
-
-
-@pytest.mark.parametrize("op", [SUM, MEAN])
-@pytest.mark.parametrize("name", ["float32", "float16"])
-def test_arrays_are_reduced_from_where_they_are(communicator, place, name, op):
-    n = communicator.size
-    numbers = (np.arange(35) % 5 * n).astype(name).reshape(5, 7)
-    total = (numbers * (n * (n + 1) // 2)).reshape(-1)
-    expected = total if op is SUM else total / kind(name).type(n)
-    for root in (None, *range(n)):
-        with communicator.stream.current():
-            mine = place.xp.asarray(numbers * (communicator.rank + 1))
-            out = place.xp.full(35, -1, name)
-            communicator.reduce_flat("a sum", mine, out, op, root)
-        check(mine, numbers * (communicator.rank + 1), place.xp)
-        if root in (None, communicator.rank):
-            check(out, expected.astype(name), place.xp)
-
-
-@pytest.mark.parametrize("name", ["float32", "bool", "int16", "complex128"])
-@pytest.mark.parametrize("size", [0, 1, 70_001])
-def test_flat_arrays_are_broadcast_in_place(communicator, place, name, size):
-    for root in range(communicator.size):
-        parts = [values((size,), np.dtype(name), rank) for rank in range(communicator.size)]
-        with communicator.stream.current():
-            mine = place.xp.asarray(parts[communicator.rank])
-            communicator.broadcast_flat(mine, root)
-        check(mine, parts[root], place.xp)
+                mine = place.xp.asarray(parts[communicator.rank])
+                communicator.broadcast_flat(mine, root)
+            check(mine, parts[root], place.xp)
 
 
 # ---- life and death of NCCL
 
 
+@pytest.fixture
+def control():
+    comm: Any = worlds.start().comm
+    transport: Any = type(connect())
+    return connect() if N == 1 else transport(comm.Dup())
+
+
+@pytest.fixture
+def stream(mirrored):
+    """A new one of this rank's GPU."""
+    used: Any = mirrored.replica_group.stream
+    return type(used)(used.ordinal)
+
+
+@pytest.fixture
+def alone(mirrored, control, stream) -> Any:
+    """NCCL's communicator, of which no other test knows."""
+    made: Any = type(mirrored.replica_group.communicator)(control, stream)
+    yield made
+    made.close()
+
+
 @several
 @on_gpu
-def test_a_closed_communicator(place):
-    comm: Any = worlds.start().comm
-    communicator = on_gpus("NCCL", SharedMemoryCommunicator(comm.Dup()), place)
-    works(communicator, place)
+def test_a_closed_communicator(place, alone):
+    works(alone, place)
     for _ in range(2):
-        communicator.close()
-    for call in (
-        lambda: communicator.all_reduce([place.xp.ones(3)], SUM),
-        lambda: communicator.all_gather([place.xp.ones(3)], 0),
-        lambda: communicator.all_to_all([(RANK, place.xp.ones(3))], [(RANK, place.xp.ones(3))]),
-    ):
-        with pytest.raises(
-            RuntimeError,
-            match="some_call: the strategy's NCCL communicator is closed; make another",
-        ):
-            call()
-    assert communicator.all_gather_obj(RANK) == list(range(N))  # it does not need NCCL
+        alone.close()
+    for call in CALLS.values():
+        with pytest.raises(RuntimeError, match="some_call: .* NCCL communicator is closed; make"):
+            call(alone, place.xp.ones(3))
+    assert alone.all_gather_obj(RANK) == list(range(N))  # it does not need NCCL
 
 
 # CuPy has no name for NCCL's timeout, and raises KeyError(8).
 @several
 @on_gpu
 @pytest.mark.parametrize("result", [2, 8])
-def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, result):
+def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, alone, monkeypatch, result):
     """The ranks have agreed on the call, so another rank may wait in it for good."""
-    comm: Any = worlds.start().comm
-    communicator = on_gpus("NCCL", SharedMemoryCommunicator(comm.Dup()), place)
-    works(communicator, place)
-    real = communicator._comm
+    works(alone, place)
 
     def fail(*args):
-        raise communicator._nccl.NcclError(result)
+        raise alone._nccl.NcclError(result)
 
     class Ended(BaseException):
         """In place of the end."""
@@ -409,17 +339,119 @@ def test_an_error_of_nccl_says_what_to_do_and_ends_the_job(place, monkeypatch, r
     def end_job(text):
         raise Ended(text)
 
-    monkeypatch.setattr(failure, "end_job", end_job)
-    communicator._comm = types.SimpleNamespace(allReduce=fail, allGather=fail, send=fail, recv=fail)
+    names = ("allReduce", "allGather", "broadcast", "send", "recv")
     text = rf"the job ends: NCCL failed on rank {RANK} of {N}: .*\(NCCL \d.*, CuPy .*, driver \d+\)\. Start with"
-    for call in (
-        lambda: communicator.all_reduce([place.xp.ones(3)], SUM),
-        lambda: communicator.all_gather([place.xp.ones(RANK)], 0),
-    ):
-        with pytest.raises(Ended, match=text):
-            call()
-        assert not communicator.calls.waiting.depth
-        communicator.calls.barred = None
-    communicator._comm = real
-    works(communicator, place)
+    with monkeypatch.context() as patched:
+        patched.setattr(failure, "end_job", end_job)
+        patched.setattr(alone, "_comm", types.SimpleNamespace(**dict.fromkeys(names, fail)))
+        for call in CALLS.values():
+            with pytest.raises(Ended, match=text):
+                call(alone, place.xp.ones(3))
+            assert not alone.calls.waiting.depth
+            alone.calls.barred = None
+    works(alone, place)
+
+
+# ---- the start of NCCL
+
+
+class Connected:
+    """NCCL's communicator as those who start it see it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __getattr__(self, name):
+        return lambda *_: self.calls.append(name)
+
+
+@pytest.fixture
+def nccl(monkeypatch):
+    """A function that makes a module the loaded one."""
+
+    def use(version=23007, connected=None):
+        module = types.SimpleNamespace(
+            available=version > 0,
+            get_version=lambda: version,
+            get_unique_id=lambda: (1, 2),
+            NCCL_UINT8=1,
+            NCCL_SUM=0,
+            groupStart=lambda: None,
+            groupEnd=lambda: None,
+            NcclCommunicator=lambda size, identity, rank: connected,
+        )
+        monkeypatch.setattr(nccl_start, "load_nccl", lambda: module)
+
+    return use
+
+
+# The version, whether ranks share a GPU, whether that is enabled, and why it cannot be used.
+VERSIONS = [
+    (23007, True, "1", ""),
+    (21000, False, "", ""),
+    (0, False, "", "CuPy finds no NCCL"),
+    (20906, False, "", "NCCL is 2.9.6, and hpcstrat needs 2.10.0 or later"),
+    (22907, True, "1", "several ranks share a GPU, which takes NCCL 2.30.0 .* this is 2.29.7"),
+    (23007, True, "", "several ranks share a GPU, .* only with NCCL_MULTI_RANK_GPU_ENABLE=1"),
+]
+
+
+@on_gpu
+@pytest.mark.parametrize(("version", "is_shared", "enabled", "reason"), VERSIONS)
+def test_why_it_cannot_be_used(place, nccl, monkeypatch, version, is_shared, enabled, reason):
+    nccl(version)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", enabled)
+    found = nccl_start.why_not(is_shared)
+    assert re.match(reason, found) if reason else found == ""
+
+
+@several
+@on_gpu
+def test_one_rank_that_cannot_use_it(place, control, monkeypatch):
+    problem = "" if RANK else "it is too old"
+    monkeypatch.setattr(nccl_start, "why_not", lambda shared: problem)
+    message = "^some_call: .*:\n  rank 0: it is too old\nOr start one"
+    with pytest.raises(RuntimeError, match=message):
+        nccl_start.require_nccl(control, shared=False)
+    control.barrier()
+
+
+@on_gpu
+def test_it_is_connected(nccl, control, stream):
+    nccl(connected=(mine := Connected()))
+    assert nccl_start.start(control, stream) is mine
+    assert mine.calls == ["allReduce", "reduce", "broadcast", "allGather", "send", "recv"]
+
+
+@several
+@on_gpu
+def test_versions_that_differ(nccl, control, stream):
+    nccl(23007 if RANK else 22803)
+    message = r"different versions of NCCL: 2\.28\.3 on rank 0; 2\.30\.7 on ranks? 1"
+    with pytest.raises(RuntimeError, match=message):
+        nccl_start.start(control, stream)
+
+
+@several
+@on_gpu
+@pytest.mark.parametrize("at_start", ["0", "1"])
+def test_later_calls_find_the_ranks_connected(
+    place, mirrored, control, stream, monkeypatch, at_start
+):
+    """Except for messages to non-neighbors: the host waits in no call without a time limit."""
+    xp = place.xp
+    if not hasattr(xp, "_faults"):
+        pytest.skip("only simulated GPUs tell how often the host waits in NCCL")
+    monkeypatch.setenv("NCCL_RUNTIME_CONNECT", at_start)
+    communicator: Any = type(mirrored.replica_group.communicator)(control, stream)
+    before = xp._faults.counted["nccl connects"]
+    communicator.all_reduce([xp.ones(3)], SUM)
+    communicator.all_gather([xp.ones(3)], 0)
+    with stream.current():
+        flat = xp.zeros(4 * N)
+        communicator.reduce_flat("a sum", flat, flat, SUM, 0)
+        communicator.broadcast_flat(flat, N - 1)
+    assert xp._faults.counted["nccl connects"] == before
+    communicator.all_gather([xp.ones(RANK)], 0)  # of several sizes, so by messages
+    assert (xp._faults.counted["nccl connects"] > before) is (N > 2)
     communicator.close()

@@ -1,18 +1,17 @@
-"""Mailboxes: who may write when, updates by plans that keep old ones, and what is freed."""
+"""Memory that ranks share: who may write when, updates by messages in it, and what is freed."""
 
 import gc
 import itertools
 import os
 
+import ml_dtypes
 import numpy as np
 import pytest
-from internals import barrier, mailboxes, records
+from internals import CHUNK, barrier, mailboxes, records
 from mpi4py import MPI
 from strategies import STRATEGIES
 
 import hpcstrat as hs
-
-pytestmark = pytest.mark.core
 
 N, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
 SUM = N * (N + 1) / 2  # of the replicas' gradients: rank r has r + 1
@@ -112,10 +111,12 @@ def step(strategy, variable, optimizer):
     strategy.run(lambda: optimizer.apply_gradients([(gradient, variable)]))
 
 
-@pytest.mark.parametrize("steps", [1, 4])  # of each before the next, so that plans keep mailboxes
-@pytest.mark.parametrize("clip", [{}, {"clipnorm": 1e9}, {"global_clipnorm": 1e9}], ids=str)
+@pytest.mark.parametrize(
+    ("steps", "clip"), [(1, "clipnorm"), (4, None), (4, "global_clipnorm")], ids=str
+)
 def test_updates_by_messages_that_grow(strategy, steps, clip):
-    networks = made(SIZES, momentum=0.5, **clip)
+    """By plans that keep mailboxes after several steps of each variable before the next."""
+    networks = made(SIZES, momentum=0.5, **({clip: 1e9} if clip else {}))
     expected = velocity = 0.0
     for _ in range(2):
         for _ in range(steps):
@@ -177,3 +178,50 @@ def test_buffers_go_with_their_optimizer(strategy):
         del optimizer, gradient
         assert mapped_files() == files
     assert (variable.numpy() == -3 * SUM).all()
+
+
+# ---- one copy for all ranks, of which each updates a slice
+
+# None, fewer than ranks, and such as no number of ranks divides.
+SHAPES = [(0,), (1,), (), (N - 1,), (N + 1,), (2, 0), (7, 11), (1009,), (CHUNK * N + 1,), (40_009,)]
+DTYPES = [np.float32, np.float16, np.float64, ml_dtypes.bfloat16, np.complex64]
+
+
+def pattern(shape, dtype):
+    """Small integers, of which all sums and products here are exact in each dtype."""
+    return (np.arange(np.prod(shape, dtype=int)) % 4).reshape(shape).astype(dtype)
+
+
+def check_pattern(variables, factor):
+    """That each variable is its pattern, times a factor, on all ranks."""
+    for v in variables:
+        expected = (factor * pattern(v.shape, np.float64)).astype(v.dtype)
+        assert (v.shape, v.dtype) == (expected.shape, expected.dtype)
+        assert np.array_equal(v.numpy(), expected)
+
+
+@pytest.mark.parametrize("dtypes", [DTYPES[:1], DTYPES], ids=["one dtype", "all dtypes"])
+def test_updates_of_slices(strategy, xp, dtypes):
+    """With momentum 1: after k steps the velocity is k sums, and the variable 1 + ... + k of them."""
+    forms = [(shape, dtypes[i % len(dtypes)]) for i, shape in enumerate(SHAPES)]
+    variables = [hs.Variable(np.zeros(*form)) for form in forms]
+    gradients = [xp.asarray(pattern(*form) * (RANK + 1)) for form in forms]
+    optimizer = hs.optimizers.SGD(1.0, momentum=1.0)
+    for steps in (1, 2, 3):
+        strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
+        check_pattern(variables, -SUM * steps * (steps + 1) / 2)
+
+
+def test_rows_that_ranks_share_out(strategy, xp):
+    """Of each rank other rows, and one of all ranks; an empty gradient of the last."""
+    for count in (0, 1, 1009):
+        v = hs.Variable(np.zeros((count + N, 3)))
+        rows = np.arange(count) + RANK if RANK < N - 1 or N == 1 else np.arange(0)
+        gradient = hs.IndexedSlices(xp.ones((rows.size, 3)), xp.asarray(rows), v.shape)
+        optimizer = hs.optimizers.SGD(1.0)
+        for _ in range(2):
+            strategy.run(lambda o=optimizer, pair=(gradient, v): o.apply_gradients([pair]))
+        expected = np.zeros(v.shape)
+        for rank in range(max(N - 1, 1)):
+            expected[rank : rank + count] -= 2
+        assert v.numpy().tolist() == expected.tolist()

@@ -7,19 +7,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import (
-    HostsCommunicator,
-    NcclCommunicator,
-    SharedMemoryCommunicator,
-    SoloCommunicator,
-    SoloDevice,
-    gpu,
-    hosts,
-    nccl_start,
-    worlds,
-)
+from internals import connect, hosts, worlds
 from mpi4py import MPI
 
+import hpcstrat as hs
 from hpcstrat import ReduceOp, asnumpy
 
 COMM = MPI.COMM_WORLD
@@ -35,7 +26,7 @@ OPERATIONS = {
     "complex128": (SUM, MEAN),
     "bool": (MIN, MAX),
 }
-HOST = ("shared memory", "hosts", "hosts of one rank", "many ranks", "solo")
+HOST = ("shared memory", "hosts", "hosts of one rank", "many ranks")
 DEVICE = ("NCCL",)
 if COMM.size == 1:
     HOST, DEVICE = ("solo",), ("solo device",)
@@ -45,53 +36,48 @@ _made = {}
 def parametrize(metafunc, transports):
     """Runs a test with one of these fixtures on each transport; `place` is where the arrays are."""
     for fixture in transports.keys() & set(metafunc.fixturenames):
-        names = transports[fixture]
-        cases = [("GPU" if name in DEVICE else "CPU", name) for name in names]
-        mark = pytest.mark.parametrize(("place", fixture), cases, indirect=True, ids=names)
+        cases = [
+            pytest.param("GPU", name, id=name, marks=pytest.mark.gpu)
+            if name in DEVICE
+            else pytest.param("CPU", name, id=name)
+            for name in transports[fixture]
+        ]
+        mark = pytest.mark.parametrize(("place", fixture), cases, indirect=True)
         # It takes precedence over the parameters that `place` has itself.
         metafunc.definition.add_marker(mark)
 
 
-def transport(name, monkeypatch, place=None):
-    """The communicator of this name, the same for a whole file."""
+@pytest.fixture
+def communicator(request, monkeypatch, place) -> Any:
+    """The communicator of this name; for test files, which parametrize it."""
+    if place.kind == "GPU":
+        with place.make(hs.MirroredStrategy) as made:  # `place` keeps the GPUs connected
+            return made.replica_group.communicator
+    return (
+        connect()
+        if request.param in ("shared memory", "solo")
+        else on_hosts(request.param, monkeypatch)
+    )
+
+
+def on_hosts(name, monkeypatch):
+    """The communicator of ranks as if on several hosts."""
     if name == "hosts of one rank":
         monkeypatch.setattr(hosts, "PIECE", 5003)
         monkeypatch.setattr(hosts, "SMALL_BYTES", 30_000)  # pieces of int8 are small, of floats not
-        monkeypatch.setattr(HostsCommunicator, "LARGEST", 70_001)  # such pieces cut elements
-    if name == "solo":
-        return SoloCommunicator()
+        # Such pieces cut elements.
+        monkeypatch.setattr(hosts.HostsCommunicator, "LARGEST", 70_001)
+    if name == "many ranks":  # which agree in another way
+        monkeypatch.setattr(hosts, "FEW_RANKS", 0)
     if name not in _made:
         comm: Any = worlds.start().comm
-        if name == "shared memory" or name in DEVICE:
-            made = SharedMemoryCommunicator(comm.Dup())
-        elif name == "hosts of one rank":
-            made = HostsCommunicator(comm.Dup(), MPI.COMM_SELF)
-        elif name == "hosts":  # as if the last rank were on a separate host
-            made = HostsCommunicator(comm.Dup(), comm.Split(comm.rank == comm.size - 1))
-        else:  # ranks in turns on two hosts, which agree as more than 16 ranks do
-            monkeypatch.setattr(hosts, "FEW_RANKS", 0)
-            made = HostsCommunicator(comm.Dup(), comm.Split(comm.rank % 2))
-        _made[name] = on_gpus(name, made, place) if name in DEVICE else made
+        parts = {  # the last rank alone on its host, each alone, and in turns on two hosts
+            "hosts": lambda: comm.Split(comm.rank == comm.size - 1),
+            "hosts of one rank": lambda: MPI.COMM_SELF,
+            "many ranks": lambda: comm.Split(comm.rank % 2),
+        }
+        _made[name] = hosts.HostsCommunicator(comm.Dup(), parts[name]())
     return _made[name]
-
-
-def on_gpus(name, control, place) -> Any:
-    """A communicator of arrays on each rank's GPU."""
-
-    stream = gpu.Stream(int(place.devices[control.rank].removeprefix("GPU:")))
-    if name == "solo device":
-        return SoloDevice(control, stream)
-    if problem := nccl_start.why_not(shared=len(set(place.devices)) < control.size):
-        pytest.fail(problem)
-    return NcclCommunicator(control, stream)
-
-
-def close_devices():
-    """To be called after a file's tests."""
-    for name in DEVICE:
-        if name in _made:
-            COMM.Barrier()
-            _made.pop(name).close()
 
 
 def kind(name):
