@@ -1,0 +1,278 @@
+"""Chains of transformations drawn at random, and what they make of lists: a model of datasets."""
+
+import collections
+import itertools
+from typing import NamedTuple
+
+import hypothesis.strategies as st
+import numpy as np
+
+import hpcstrat as hs
+from hpcstrat.checkpoint import Checkpoint
+from hpcstrat.data import Dataset
+
+N = 24
+
+SOURCES = {  # each has the numbers below N
+    "range": lambda: Dataset.range(N),
+    "slices": lambda: Dataset.from_tensor_slices(np.arange(N)),
+    "generator": lambda: Dataset.from_generator(lambda: iter(range(N)), np.int64),
+    "generated rows": lambda: Dataset.from_generator(
+        lambda: iter(np.arange(N).reshape(6, 4))
+    ).unbatch(),
+    "joined": lambda: Dataset.range(9).concatenate(Dataset.from_tensor_slices(np.arange(9, N))),
+    "zipped": lambda: Dataset.zip(Dataset.range(N), Dataset.from_tensors({"a": 0}).repeat()).map(
+        lambda x, _: x
+    ),
+    "rows": lambda: Dataset.from_tensors(np.arange(N)).unbatch(),
+}
+
+
+def batched(values, size, drops=False):
+    """Lists of `size` values, the last perhaps shorter."""
+    values = iter(values)
+    while len(batch := [*itertools.islice(values, size)]) == size or (batch and not drops):
+        yield batch
+
+
+def order(n, seed, number=0, round_=0):
+    """The order in which a shuffle of all `n` elements yields them, in a round of a pass."""
+    return np.random.default_rng([seed, number, round_]).permutation(n).tolist()
+
+
+ANY = {  # of rows or batches: what a dataset does, and what an iterator does
+    "take": (lambda d, k: d.take(7 * k), lambda a, k: itertools.islice(a, 7 * k)),
+    "take all": (lambda d, k: d.take(-1), lambda a, k: a),
+    "skip": (lambda d, k: d.skip(k), lambda a, k: itertools.islice(a, k, None)),
+    "shard": (
+        lambda d, k: d.shard(k, k // 2),
+        lambda a, k: itertools.islice(a, k // 2, None, k),
+    ),
+    "prefetch": (lambda d, k: d.prefetch(k - 2), lambda a, k: a),
+    "options": (lambda d, k: d.with_options(hs.data.Options()), lambda a, k: a),
+    # Of a pass, which the model makes anew.
+    "cache": (lambda d, k: d.cache(), None),
+    "repeat": (lambda d, k: d.repeat(k - 1), None),
+    "endless": (lambda d, k: d.repeat().take(30), None),
+    "shuffle all": (lambda d, k: d.shuffle(99, seed=k), None),
+    "one order": (lambda d, k: d.shuffle(99, seed=k, reshuffle_each_iteration=False), None),
+    "shuffle some": (lambda d, k: d.shuffle(3 * k, seed=k), None),
+    "shuffle without a seed": (lambda d, k: d.shuffle(2 * k), None),
+}
+ROWS = ANY | {
+    "map": (lambda d, k: d.map(lambda x: 3 * x + k), lambda a, k: (3 * x + k for x in a)),
+    "in threads": (
+        lambda d, k: d.map(lambda x: x ^ k, num_parallel_calls=k),
+        lambda a, k: (x ^ k for x in a),
+    ),
+    "filter": (
+        lambda d, k: d.filter(lambda x: x % (k + 1) > 0),
+        lambda a, k: (x for x in a if x % (k + 1) > 0),
+    ),
+    "batch and unbatch": (lambda d, k: d.batch(k).unbatch(), lambda a, k: a),
+    "whole batches": (
+        lambda d, k: d.batch(k, True).unbatch(),
+        lambda a, k: itertools.chain.from_iterable(batched(a, k, True)),
+    ),
+    "turned batches": (
+        lambda d, k: d.batch(k).map(lambda x: x[::-1], 2).unbatch(),
+        lambda a, k: (x for batch in batched(a, k) for x in batch[::-1]),
+    ),
+    "columns": (
+        lambda d, k: d.batch(k, True).batch(2).map(lambda x: x[:, 0]).unbatch(),
+        lambda a, k: (batch[0] for batch in batched(a, k, True)),
+    ),
+    "join": (
+        lambda d, k: d.concatenate(Dataset.range(k)),
+        lambda a, k: itertools.chain(a, range(k)),
+    ),
+    "join first": (
+        lambda d, k: Dataset.range(k).map(lambda x: -x).concatenate(d),
+        lambda a, k: itertools.chain(range(0, -k, -1), a),
+    ),
+    "zip": (
+        lambda d, k: Dataset.zip({"x": d, "y": Dataset.range(30).skip(k)}).map(
+            lambda z: z["x"] + z["y"]
+        ),
+        lambda a, k: (x + y for x, y in zip(a, range(k, 30), strict=False)),
+    ),
+    "enumerate": (
+        lambda d, k: d.enumerate(k).map(lambda i, x: i + x),
+        lambda a, k: (i + x for i, x in enumerate(a, k)),
+    ),
+}
+BATCHES = ANY | {
+    "map": (
+        lambda d, k: d.map(lambda x: k - x, 3),
+        lambda a, k: ([k - x for x in batch] for batch in a),
+    ),
+    "filter": (
+        lambda d, k: d.filter(lambda x: x[0] % 3),
+        lambda a, k: (batch for batch in a if batch[0] % 3),
+    ),
+    "join": (
+        lambda d, k: d.concatenate(Dataset.range(k).batch(2)),
+        lambda a, k: itertools.chain(a, batched(range(k), 2)),
+    ),
+}
+UNKNOWN_ORDERS = {"shuffle some", "shuffle without a seed"}
+UNKNOWN_SIZES = {
+    *("generator", "generated rows", "filter"),
+    *("batch and unbatch", "whole batches", "turned batches", "columns"),
+}
+
+
+def _failing_at(bad):
+    def fail(x):
+        if x == bad:
+            raise ZeroDivisionError
+        return x
+
+    return fail
+
+
+FAILURES = {  # at a value; the model has no errors
+    "fail": (lambda d, bad: d.map(_failing_at(bad)), lambda a, bad: a),
+    "fail in threads": (lambda d, bad: d.map(_failing_at(bad), 3), lambda a, bad: a),
+    "fail to choose": (
+        lambda d, bad: d.filter(lambda x: _failing_at(bad)(x) == x),
+        lambda a, bad: a,
+    ),
+}
+
+
+class Pass:
+    """A pass over a model: its number, and the rounds of each shuffle so far."""
+
+    def __init__(self, number=0):
+        self.number, self.rounds = number, collections.Counter()
+
+
+class Pipeline(NamedTuple):
+    """A source, transformations of its rows, batches of them, and transformations of these."""
+
+    source: str = "range"
+    rows: list[tuple[str, int]] = []
+    size: int = 1
+    drops: bool = False
+    ends: list[tuple[str, int]] = []
+
+    @property
+    def names(self):
+        return {self.source, *[name for name, _ in [*self.rows, *self.ends]]}
+
+    def make(self):
+        """The dataset."""
+        dataset = SOURCES[self.source]()
+        for name, k in self.rows:
+            dataset = (ROWS | FAILURES)[name][0](dataset, k)
+        dataset = dataset.batch(self.size, self.drops)
+        for name, k in self.ends:
+            dataset = BATCHES[name][0](dataset, k)
+        return dataset
+
+    def expected(self, number=0):
+        """The batches of a pass, as lists."""
+        stages = [((ROWS | FAILURES)[name][1], name, k) for name, k in self.rows]
+        stages += [(lambda a, k: batched(a, k, self.drops), "batch", self.size)]
+        stages += [(BATCHES[name][1], name, k) for name, k in self.ends]
+        return [*_elements(stages, Pass(number))]
+
+
+def _elements(stages, epoch):
+    if not stages:
+        return iter(range(N))
+    *before, (model, name, k) = stages
+    if model is not None:
+        return model(_elements(before, epoch), k)
+    if name == "cache":
+        return _elements(before, Pass())
+    if name == "repeat":
+        return itertools.chain.from_iterable(_elements(before, epoch) for _ in range(k - 1))
+    if name == "endless":
+        return itertools.islice(_endless(before, epoch), 30)
+    return _shuffled(stages, epoch)
+
+
+def _endless(stages, epoch):
+    is_empty = False
+    while not is_empty:
+        is_empty = True
+        for element in _elements(stages, epoch):
+            is_empty = False
+            yield element
+
+
+def _shuffled(stages, epoch):
+    *before, (_, name, seed) = stages
+    round_ = epoch.rounds[len(before)]
+    epoch.rounds[len(before)] += 1
+    values = [*_elements(before, epoch)]
+    numbers = (0, 0) if name == "one order" else (epoch.number, round_)
+    yield from (values[i] for i in order(len(values), seed, *numbers))
+
+
+def _chains(stages, length):
+    return st.lists(st.tuples(st.sampled_from([*stages]), st.integers(1, 4)), max_size=length)
+
+
+PIPELINES = st.builds(
+    Pipeline,
+    source=st.sampled_from([*SOURCES]),
+    rows=_chains(ROWS, 5),
+    size=st.integers(1, 7),
+    drops=st.booleans(),
+    ends=_chains(BATCHES, 2),
+)
+
+
+@st.composite
+def failing_pipelines(draw):
+    """Pipelines of which a function fails, if its value comes."""
+    pipeline = draw(PIPELINES)
+    failure = draw(st.sampled_from([*FAILURES])), draw(st.integers(0, 2 * N))
+    place = draw(st.integers(0, len(pipeline.rows)))
+    rows = [*pipeline.rows[:place], failure, *pipeline.rows[place:]]
+    return pipeline._replace(rows=rows)
+
+
+def attempted(data, values):
+    """What a pass yields, and whether an error ends it; nothing comes after that."""
+    found, iterator = [], iter(data)
+    try:
+        found += map(values, iterator)
+    except ZeroDivisionError:
+        found.append("an error")
+    assert [*iterator] == []
+    return found
+
+
+def check_resuming(data, fresh, values, stop, path):
+    """Stops a pass of `data` and saves it; `fresh` datasets go on there, and in the next pass.
+
+    Args:
+        data, fresh: a dataset, distributed or not, and two of the same pipeline.
+        values: what to compare of an element.
+        stop: after how many elements; if `None`, before the pass begins.
+        path: where to save.
+
+    Returns:
+        What two passes of `data` yield.
+    """
+    if stop is None:
+        Checkpoint(data=data).save(path)
+        Checkpoint(data=fresh[0]).restore(path)
+        passes = [[*map(values, data)] for _ in range(2)]
+        assert [[*map(values, fresh[0])] for _ in range(2)] == passes
+        return passes
+    iterator = iter(data)
+    first = [*map(values, itertools.islice(iterator, stop))]
+    Checkpoint(data=data, iterator=iterator).save(path)
+    resumed = iter(fresh[1])
+    Checkpoint(data=fresh[0], iterator=resumed).restore(path)
+    rest = [*map(values, iterator)]
+    passes = [rest, *([*map(values, data)] for _ in range(2))]
+    assert [*map(values, resumed)] == rest
+    is_over = len(first) < stop
+    assert [[*map(values, fresh[0])] for _ in range(2)] == passes[is_over : is_over + 2]
+    return [first + rest, passes[1]]
