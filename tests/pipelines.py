@@ -276,3 +276,31 @@ def check_resuming(data, fresh, values, stop, path):
     is_over = len(first) < stop
     assert [[*map(values, fresh[0])] for _ in range(2)] == passes[is_over : is_over + 2]
     return [first + rest, passes[1]]
+
+
+def shares(batch, size):
+    """The even parts of one batch, the longer ones first."""
+    ends = np.cumsum([len(batch) // size + (r < len(batch) % size) for r in range(size)])
+    return [list(batch[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def check_steps(passes, pipeline, size, deals):
+    """Compares `[pass][step][rank]`, the parts that ranks get, with the batches of one process.
+
+    Args:
+        deals: whether ranks get whole batches in turn, and not parts of each.
+    """
+    if "shuffle without a seed" in pipeline.names:
+        return
+    alone = pipeline.make()
+    for found in passes:
+        batches, errors = attempted(alone, np.ndarray.tolist), []
+        if batches[-1:] == ["an error"]:
+            errors = [[batches.pop()] * size]
+        steps = [batches[i : i + size] for i in range(0, len(batches), size)]
+        if not deals:
+            steps = [shares(batch, size) for batch in batches]
+        elif missing := -len(batches) % size:
+            *steps, last = steps
+            steps += [] if errors else [last + [[]] * missing]
+        assert found == steps + errors

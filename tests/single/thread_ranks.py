@@ -4,7 +4,6 @@ import contextlib
 import threading
 from typing import Any
 
-import numpy as np
 from internals import current_call, distribute_dataset, select
 
 
@@ -78,9 +77,3 @@ def parts(size, make, distribute=distribute_dataset, options=None):
     every = on_ranks(size, lambda rank: [select(x) for x in distribute(make(), rank, options)])
     assert len({len(steps) for steps in every}) == 1
     return list(zip(*every, strict=True))
-
-
-def shares(batch, size):
-    """The even parts of one batch, the longer ones first."""
-    ends = np.cumsum([len(batch) // size + (r < len(batch) % size) for r in range(size)])
-    return [list(batch[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
