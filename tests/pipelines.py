@@ -2,7 +2,7 @@
 
 import collections
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import numpy as np
@@ -26,6 +26,20 @@ SOURCES = {  # each has the numbers below N
     ),
     "rows": lambda: Dataset.from_tensors(np.arange(N)).unbatch(),
 }
+
+
+def plain(element) -> Any:
+    """The element with lists in place of arrays, to compare."""
+    if isinstance(element, dict):
+        return {key: plain(part) for key, part in element.items()}
+    if isinstance(element, tuple):
+        return tuple(plain(part) for part in element)
+    return element if element is None else np.asarray(element).tolist()
+
+
+def items(dataset):
+    """All elements, with lists in place of arrays."""
+    return [plain(element) for element in dataset]
 
 
 def batched(values, size, drops=False):

@@ -19,6 +19,7 @@ from pipelines import (
     check_resuming,
     check_steps,
     failing_pipelines,
+    items,
 )
 from thread_ranks import on_ranks
 
@@ -34,16 +35,12 @@ def more(factor):
     return hypothesis.settings(max_examples=int(hypothesis.settings().max_examples * factor))
 
 
-def lists(dataset):
-    return [x.tolist() for x in dataset]
-
-
 def check(pipeline):
     """Compares two passes, and what the dataset tells of itself."""
     dataset = pipeline.make()
     for number in range(2):
         expected = pipeline.expected(number)
-        assert lists(dataset) == expected, pipeline
+        assert items(dataset) == expected, pipeline
         if not pipeline.names & UNKNOWN_SIZES:
             assert len(dataset) == len(expected), pipeline
         else:  # an endless repeat counts as endless, though it ends if it has no elements
