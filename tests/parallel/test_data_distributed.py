@@ -4,7 +4,6 @@ import itertools
 import os
 import threading
 import time
-import warnings
 
 import hypothesis
 import hypothesis.strategies as st
@@ -18,7 +17,6 @@ from pipelines import (
     check_steps,
     failing_pipelines,
     order,
-    shares,
 )
 
 import hpcstrat as hs
@@ -64,6 +62,7 @@ def test_the_parts_of_all_replicas_are_the_batches(strategy, pipeline, deals):
         data = strategy.distribute_datasets_from_function(lambda context: pipeline.make())
     else:
         data = strategy.experimental_distribute_dataset(pipeline.make())
+    assert iter(data).element_spec == data.element_spec
     passes = [attempted(data, parts_of(strategy)) for _ in range(2)]
     passes = [[[x] * n if x == "an error" else x for x in found] for found in passes]
     check_steps(passes, pipeline, n, deals)
@@ -167,24 +166,6 @@ def test_v1_calls_a_function_for_each_element(place, count):
 
 
 # ---- batches in replica functions, on their devices
-
-
-def test_batches_go_into_run(strategy, xp):
-    x, y = np.arange(20, dtype=np.float32).reshape(10, 2), np.arange(10)
-
-    def add_up(pair):
-        a, more = pair
-        assert type(a) is type(more["y"]) is xp.ndarray
-        return a.sum() + more["y"].sum()
-
-    total = 0.0
-    pairs = Dataset.from_tensor_slices((x, {"y": y}))
-    distributed = strategy.experimental_distribute_dataset(pairs.batch(6))
-    assert iter(distributed).element_spec == distributed.element_spec
-    for batch in distributed:
-        sums = strategy.run(add_up, args=(batch,))
-        total += float(strategy.reduce("SUM", sums, axis=None))
-    assert total == x.sum() + y.sum()
 
 
 def test_nests_of_any_dtype_and_size(strategy, xp):
@@ -317,25 +298,6 @@ def test_functions_in_threads_compute_on_the_gpu_of_the_pipeline(place, threads)
         assert len({stream for _, stream in places}) == 1
 
 
-@pytest.mark.parametrize("rows_in_threads", [True, False])
-def test_calls_run_at_the_same_time_over_batches(strategy, rows_in_threads):
-    """Eight on each rank; each returns only when eight are under way."""
-    n, together = strategy.num_replicas_in_sync, threading.Barrier(8)
-
-    def wait(x):
-        together.wait(timeout=30)
-        return x * 2
-
-    numbers = Dataset.from_generator(lambda: iter(range(16 * n)), np.int64)
-    if rows_in_threads:
-        dataset = numbers.map(wait, num_parallel_calls=8).batch(n)
-    else:
-        dataset = numbers.batch(n).map(wait, num_parallel_calls=8)
-    found = steps(strategy, strategy.experimental_distribute_dataset(dataset))
-    whole = [range(2 * n * step, 2 * n * (step + 1), 2) for step in range(16)]
-    assert found == [shares(batch, n) for batch in whole]
-
-
 # ---- errors, and ranks that differ
 
 
@@ -367,45 +329,22 @@ def test_a_step_cannot_be_taken_inside_a_replica_function(strategy):
 
 @several_replicas
 def test_datasets_that_differ_are_named(strategy):
+    own, arrays = (
+        np.random.default_rng(hs.rank()).permutation(1000),
+        r"different arrays .* on rank 1",
+    )
+    generated = Dataset.from_generator(lambda: iter(range(4 + hs.rank())), np.int64)
     for dataset, facts in (
-        (
-            Dataset.from_generator(lambda: iter(range(4 + hs.rank())), np.int64),
-            "different numbers of elements in step 2: none on rank 0; 1 on rank 1",
-        ),
+        (generated, "numbers of elements in step 2: none on rank 0; 1 on rank 1"),
         (Dataset.range(4 + hs.rank()), r"rank 1: Dataset\.range\(0, 5\)\.batch\(2, False\) with 3"),
+        (Dataset.from_tensor_slices(own), arrays),
+        (strategy.experimental_make_numpy_dataset(own), arrays),
     ):
         with pytest.raises(hs.ReplicaMismatchError, match=facts):
             list(strategy.experimental_distribute_dataset(dataset.batch(2)))
-
-
-@several_replicas
-@pytest.mark.parametrize("by_strategy", [False, True])
-def test_arrays_that_differ_are_named(strategy, by_strategy):
-    make = strategy.experimental_make_numpy_dataset if by_strategy else Dataset.from_tensor_slices
-    own = np.random.default_rng(hs.rank()).permutation(1000)
-    with pytest.raises(
-        hs.ReplicaMismatchError,
-        match=r"different arrays .* on rank 0; .* on rank 1.*broadcast_object",
-    ):
-        iter(strategy.experimental_distribute_dataset(make(own).batch(100)))
-    distributed = strategy.experimental_distribute_dataset(
-        make(hs.broadcast_object(own)).batch(100)
-    )
+    same = Dataset.from_tensor_slices(hs.broadcast_object(own)).batch(100)
+    distributed = strategy.experimental_distribute_dataset(same)
     assert sum(int(strategy.reduce("SUM", x, axis=0)) for x in distributed) == 499_500
-
-
-def test_each_rank_warns_once_of_a_batch_that_does_not_reach_all_replicas(strategy):
-    n = strategy.num_replicas_in_sync
-    dataset = Dataset.range(4 * n + 1).filter(lambda x: True).batch(2 * n)
-    distributed = strategy.experimental_distribute_dataset(dataset)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            list(distributed)
-    found = [(warning.filename, warning.category) for warning in caught]
-    assert found == [(__file__, UserWarning)] * (n > 1)
-    for warning in caught:
-        assert f"some of {n} replicas have no elements of a batch of 1" in str(warning.message)
 
 
 def test_an_error_in_a_part_without_elements_says_so(strategy):

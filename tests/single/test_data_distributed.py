@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import Workers, distribute_dataset, distribute_from_function, nests, reports, select
+from internals import Workers, distribute_dataset, distribute_from_function, reports, select
 from pipelines import attempted, shares
 from public_api import begins_with_a_call
 from strategies import STRATEGIES
 from thread_ranks import Rank, on_ranks, parts
 
 import hpcstrat as hs
-from hpcstrat import PerReplica, PerReplicaSpec, TensorSpec
+from hpcstrat import PerReplicaSpec, TensorSpec
 from hpcstrat.data import (
     Dataset,
     DistributedDataset,
@@ -128,17 +128,6 @@ def test_columns_of_python_numbers(size):
         assert whole["tokens"].tolist() == [[row, 2 * row] for row in rows]
         assert whole["weight"].dtype == np.float32
         assert whole["weight"].tolist() == [row / 2 for row in rows]
-
-
-def test_values_are_per_replica_where_there_are_several():
-    def program(rank):
-        return next(
-            iter(distribute_dataset([{"x": np.arange(4), "y": [np.arange(4)]}], rank, None))
-        )
-
-    assert all(isinstance(leaf, np.ndarray) for leaf in nests.flatten(on_ranks(1, program))[0])
-    for nest in on_ranks(2, program):
-        assert all(isinstance(leaf, PerReplica) for leaf in nests.flatten(nest)[0])
 
 
 def test_batches_are_new_writable_and_contiguous():
@@ -315,18 +304,6 @@ def test_there_are_as_many_steps_as_it_says(size):
                 len(made)
 
     on_ranks(size, program)
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_the_next_step_or_none(size):
-    def program(rank):
-        iterator = iter(distribute_dataset(Dataset.range(3).batch(2), rank, None))
-        found = []
-        while (step := iterator.get_next_as_optional()).has_value():
-            found.append(select(step.get_value()).tolist())
-        return found
-
-    assert on_ranks(size, program) == ([[[0, 1], [2]]] if size == 1 else [[[0], [2]], [[1], []]])
 
 
 def test_contexts_and_options():
