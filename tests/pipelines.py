@@ -1,7 +1,8 @@
 """Chains of transformations drawn at random, and what they make of lists: a model of datasets."""
 
 import collections
-import itertools
+import operator
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
@@ -45,7 +46,7 @@ def items(dataset):
 def batched(values, size, drops=False):
     """Lists of `size` values, the last perhaps shorter."""
     values = iter(values)
-    while len(batch := [*itertools.islice(values, size)]) == size or (batch and not drops):
+    while len(batch := [*islice(values, size)]) == size or (batch and not drops):
         yield batch
 
 
@@ -54,80 +55,68 @@ def order(n, seed, number=0, round_=0):
     return np.random.default_rng([seed, number, round_]).permutation(n).tolist()
 
 
-ANY = {  # of rows or batches: what a dataset does, and what an iterator does
-    "take": (lambda d, k: d.take(7 * k), lambda a, k: itertools.islice(a, 7 * k)),
-    "take all": (lambda d, k: d.take(-1), lambda a, k: a),
-    "skip": (lambda d, k: d.skip(k), lambda a, k: itertools.islice(a, k, None)),
-    "shard": (
-        lambda d, k: d.shard(k, k // 2),
-        lambda a, k: itertools.islice(a, k // 2, None, k),
-    ),
-    "prefetch": (lambda d, k: d.prefetch(k - 2), lambda a, k: a),
-    "options": (lambda d, k: d.with_options(hs.data.Options()), lambda a, k: a),
-    # Of a pass, which the model makes anew.
-    "cache": (lambda d, k: d.cache(), None),
-    "repeat": (lambda d, k: d.repeat(k - 1), None),
-    "endless": (lambda d, k: d.repeat().take(30), None),
-    "shuffle all": (lambda d, k: d.shuffle(99, seed=k), None),
-    "one order": (lambda d, k: d.shuffle(99, seed=k, reshuffle_each_iteration=False), None),
-    "shuffle some": (lambda d, k: d.shuffle(3 * k, seed=k), None),
-    "shuffle without a seed": (lambda d, k: d.shuffle(2 * k), None),
+ANY = {  # of rows or batches
+    "take": lambda d, k: d.take(7 * k),
+    "take all": lambda d, k: d.take(-1),
+    "skip": lambda d, k: d.skip(k),
+    "shard": lambda d, k: d.shard(k, k // 2),
+    "prefetch": lambda d, k: d.prefetch(k - 2),
+    "options": lambda d, k: d.with_options(hs.data.Options()),
+    "cache": lambda d, k: d.cache(),
+    "repeat": lambda d, k: d.repeat(k - 1),
+    "endless": lambda d, k: d.repeat().take(30),
+    "shuffle all": lambda d, k: d.shuffle(99, seed=k),
+    "one order": lambda d, k: d.shuffle(99, seed=k, reshuffle_each_iteration=False),
+    "shuffle some": lambda d, k: d.shuffle(3 * k, seed=k),
+    "shuffle without a seed": lambda d, k: d.shuffle(2 * k),
 }
 ROWS = ANY | {
-    "map": (lambda d, k: d.map(lambda x: 3 * x + k), lambda a, k: (3 * x + k for x in a)),
-    "in threads": (
-        lambda d, k: d.map(lambda x: x ^ k, num_parallel_calls=k),
-        lambda a, k: (x ^ k for x in a),
-    ),
-    "filter": (
-        lambda d, k: d.filter(lambda x: x % (k + 1) > 0),
-        lambda a, k: (x for x in a if x % (k + 1) > 0),
-    ),
-    "batch and unbatch": (lambda d, k: d.batch(k).unbatch(), lambda a, k: a),
-    "whole batches": (
-        lambda d, k: d.batch(k, True).unbatch(),
-        lambda a, k: itertools.chain.from_iterable(batched(a, k, True)),
-    ),
-    "turned batches": (
-        lambda d, k: d.batch(k).map(lambda x: x[::-1], 2).unbatch(),
-        lambda a, k: (x for batch in batched(a, k) for x in batch[::-1]),
-    ),
-    "columns": (
-        lambda d, k: d.batch(k, True).batch(2).map(lambda x: x[:, 0]).unbatch(),
-        lambda a, k: (batch[0] for batch in batched(a, k, True)),
-    ),
-    "join": (
-        lambda d, k: d.concatenate(Dataset.range(k)),
-        lambda a, k: itertools.chain(a, range(k)),
-    ),
-    "join first": (
-        lambda d, k: Dataset.range(k).map(lambda x: -x).concatenate(d),
-        lambda a, k: itertools.chain(range(0, -k, -1), a),
-    ),
-    "zip": (
-        lambda d, k: Dataset.zip({"x": d, "y": Dataset.range(30).skip(k)}).map(
-            lambda z: z["x"] + z["y"]
-        ),
-        lambda a, k: (x + y for x, y in zip(a, range(k, 30), strict=False)),
-    ),
-    "enumerate": (
-        lambda d, k: d.enumerate(k).map(lambda i, x: i + x),
-        lambda a, k: (i + x for i, x in enumerate(a, k)),
-    ),
+    "map": lambda d, k: d.map(lambda x: 3 * x + k),
+    "in threads": lambda d, k: d.map(lambda x: x ^ k, num_parallel_calls=k),
+    "filter": lambda d, k: d.filter(lambda x: x % (k + 1) > 0),
+    "batch and unbatch": lambda d, k: d.batch(k).unbatch(),
+    "whole batches": lambda d, k: d.batch(k, True).unbatch(),
+    "turned batches": lambda d, k: d.batch(k).map(lambda x: x[::-1], 2).unbatch(),
+    "columns": lambda d, k: d.batch(k, True).batch(2).map(lambda x: x[:, 0]).unbatch(),
+    "join": lambda d, k: d.concatenate(Dataset.range(k)),
+    "join first": lambda d, k: Dataset.range(k).map(lambda x: -x).concatenate(d),
+    "zip": lambda d, k: Dataset.zip(d, Dataset.range(30).skip(k)).map(lambda x, y: x + y),
+    "enumerate": lambda d, k: d.enumerate(k).map(lambda i, x: i + x),
 }
 BATCHES = ANY | {
-    "map": (
-        lambda d, k: d.map(lambda x: k - x, 3),
-        lambda a, k: ([k - x for x in batch] for batch in a),
-    ),
-    "filter": (
-        lambda d, k: d.filter(lambda x: x[0] % 3),
-        lambda a, k: (batch for batch in a if batch[0] % 3),
-    ),
-    "join": (
-        lambda d, k: d.concatenate(Dataset.range(k).batch(2)),
-        lambda a, k: itertools.chain(a, batched(range(k), 2)),
-    ),
+    "map": lambda d, k: d.map(lambda x: k - x, 3),
+    "filter": lambda d, k: d.filter(lambda x: x[0] % 3),
+    "join": lambda d, k: d.concatenate(Dataset.range(k).batch(2)),
+}
+
+# What the same makes of an iterator.
+OF_ANY = {
+    "take": lambda a, k: islice(a, 7 * k),
+    "take all": lambda a, k: a,
+    "skip": lambda a, k: islice(a, k, None),
+    "shard": lambda a, k: islice(a, k // 2, None, k),
+    "prefetch": lambda a, k: a,
+    "options": lambda a, k: a,
+}
+OF_ROWS = OF_ANY | {
+    "map": lambda a, k: (3 * x + k for x in a),
+    "in threads": lambda a, k: (x ^ k for x in a),
+    "filter": lambda a, k: (x for x in a if x % (k + 1) > 0),
+    "batch and unbatch": lambda a, k: a,
+    "whole batches": lambda a, k: chain.from_iterable(batched(a, k, True)),
+    "turned batches": lambda a, k: (x for batch in batched(a, k) for x in batch[::-1]),
+    "columns": lambda a, k: (batch[0] for batch in batched(a, k, True)),
+    "join": lambda a, k: chain(a, range(k)),
+    "join first": lambda a, k: chain(range(0, -k, -1), a),
+    "zip": lambda a, k: map(operator.add, a, range(k, 30)),
+    "enumerate": lambda a, k: (i + x for i, x in enumerate(a, k)),
+}
+OF_BATCHES = OF_ANY | {
+    "map": lambda a, k: ([k - x for x in batch] for batch in a),
+    "filter": lambda a, k: (batch for batch in a if batch[0] % 3),
+    "join": lambda a, k: chain(a, batched(range(k), 2)),
+    "batch": batched,
+    "whole batch": lambda a, k: batched(a, k, True),
 }
 UNKNOWN_ORDERS = {"shuffle some", "shuffle without a seed"}
 UNKNOWN_SIZES = {
@@ -146,13 +135,12 @@ def _failing_at(bad):
 
 
 FAILURES = {  # at a value; the model has no errors
-    "fail": (lambda d, bad: d.map(_failing_at(bad)), lambda a, bad: a),
-    "fail in threads": (lambda d, bad: d.map(_failing_at(bad), 3), lambda a, bad: a),
-    "fail to choose": (
-        lambda d, bad: d.filter(lambda x: _failing_at(bad)(x) == x),
-        lambda a, bad: a,
-    ),
+    "fail": lambda d, bad: d.map(_failing_at(bad)),
+    "fail in threads": lambda d, bad: d.map(_failing_at(bad), 3),
+    "fail to choose": lambda d, bad: d.filter(lambda x: _failing_at(bad)(x) == x),
 }
+ALL_ROWS = ROWS | FAILURES
+OF_ALL_ROWS = OF_ROWS | dict.fromkeys(FAILURES, OF_ANY["options"])
 
 
 class Pass:
@@ -179,17 +167,17 @@ class Pipeline(NamedTuple):
         """The dataset."""
         dataset = SOURCES[self.source]()
         for name, k in self.rows:
-            dataset = (ROWS | FAILURES)[name][0](dataset, k)
+            dataset = ALL_ROWS[name](dataset, k)
         dataset = dataset.batch(self.size, self.drops)
         for name, k in self.ends:
-            dataset = BATCHES[name][0](dataset, k)
+            dataset = BATCHES[name](dataset, k)
         return dataset
 
     def expected(self, number=0):
         """The batches of a pass, as lists."""
-        stages = [((ROWS | FAILURES)[name][1], name, k) for name, k in self.rows]
-        stages += [(lambda a, k: batched(a, k, self.drops), "batch", self.size)]
-        stages += [(BATCHES[name][1], name, k) for name, k in self.ends]
+        stages = [(OF_ALL_ROWS.get(name), name, k) for name, k in self.rows]
+        stages += [(OF_BATCHES["whole batch" if self.drops else "batch"], "batch", self.size)]
+        stages += [(OF_BATCHES.get(name), name, k) for name, k in self.ends]
         return [*_elements(stages, Pass(number))]
 
 
@@ -202,9 +190,9 @@ def _elements(stages, epoch):
     if name == "cache":
         return _elements(before, Pass())
     if name == "repeat":
-        return itertools.chain.from_iterable(_elements(before, epoch) for _ in range(k - 1))
+        return chain.from_iterable(_elements(before, epoch) for _ in range(k - 1))
     if name == "endless":
-        return itertools.islice(_endless(before, epoch), 30)
+        return islice(_endless(before, epoch), 30)
     return _shuffled(stages, epoch)
 
 
@@ -280,7 +268,7 @@ def check_resuming(data, fresh, values, stop, path):
         assert [[*map(values, fresh[0])] for _ in range(2)] == passes
         return passes
     iterator = iter(data)
-    first = [*map(values, itertools.islice(iterator, stop))]
+    first = [*map(values, islice(iterator, stop))]
     Checkpoint(data=data, iterator=iterator).save(path)
     resumed = iter(fresh[1])
     Checkpoint(data=fresh[0], iterator=resumed).restore(path)
