@@ -326,16 +326,24 @@ def _broadcast(host, shape):
     return to.shape, to.strides
 
 
-def reshape(a, newshape, order="C"):
-    return a.reshape(newshape, order=order)
+def _of_one(name, how=launch):
+    numpys = getattr(np, name)
+
+    def function(a, *args, **kwargs):
+        return how(lambda host: numpys(host, *args, **kwargs), _typed("a", a))
+
+    return function
 
 
-def transpose(a, axes=None):
-    return a.transpose(axes)
+repeat, tile, roll, sort = map(_of_one, ("repeat", "tile", "roll", "sort"))
+nonzero, flatnonzero = (_of_one(name, launch_and_wait) for name in ("nonzero", "flatnonzero"))
 
 
-def ravel(a, order="C"):
-    return a.ravel(order)
+def _by_method(name):
+    return lambda a, *args, **kwargs: getattr(a, name)(*args, **kwargs)
+
+
+reshape, transpose, ravel, clip = map(_by_method, ("reshape", "transpose", "ravel", "clip"))
 
 
 def _of_several(numpys, arrays, axis, out=None):
@@ -350,18 +358,6 @@ def concatenate(tup, axis=0, out=None, *, dtype=None, casting="same_kind"):
 
 def stack(tup, axis=0, out=None, *, dtype=None, casting="same_kind"):
     return _of_several(np.stack, [_typed("a", one) for one in tup], axis, out)
-
-
-def repeat(a, repeats, axis=None):
-    return launch(lambda host: np.repeat(host, repeats, axis), _typed("a", a))
-
-
-def tile(A, reps):
-    return launch(lambda host: np.tile(host, reps), _typed("A", A))
-
-
-def roll(a, shift, axis=None):
-    return launch(lambda host: np.roll(host, shift, axis), _typed("a", a))
 
 
 def diff(a, n=1, axis=-1, prepend=None, append=None):
@@ -386,20 +382,6 @@ def where(condition, x=None, y=None):
     return launch(compute, *[one for one in args if isinstance(one, ndarray)])
 
 
-def clip(a, a_min=None, a_max=None, out=None):
-    return a.clip(a_min, a_max, out)
-
-
-def nonzero(a):
-    """CuPy's, which waits."""
-    return launch_and_wait(np.nonzero, _typed("a", a))
-
-
-def flatnonzero(a):
-    """CuPy's, which waits."""
-    return launch_and_wait(np.flatnonzero, _typed("a", a))
-
-
 def unique(ar):
     """CuPy's, which waits."""
     return launch_and_wait(np.unique, _typed("ar", ar))
@@ -409,10 +391,6 @@ def argsort(a, axis=-1, kind=None):
     if kind not in (None, "stable"):
         raise ValueError(f"kind is not supported: {kind}")
     return launch(lambda host: np.argsort(host, axis, kind="stable"), _typed("a", a))
-
-
-def sort(a, axis=-1, kind=None):
-    return launch(lambda host: np.sort(host, axis), _typed("a", a))
 
 
 def searchsorted(a, v, side="left", sorter=None):
