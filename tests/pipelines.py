@@ -214,24 +214,27 @@ def _shuffled(stages, epoch):
     yield from (values[i] for i in order(len(values), seed, *numbers))
 
 
-def _chains(stages, length):
-    return st.lists(st.tuples(st.sampled_from([*stages]), st.integers(1, 4)), max_size=length)
+def pipelines(without=frozenset()):
+    """Pipelines of all transformations but some."""
 
+    def chains(stages, length):
+        names = st.sampled_from([name for name in stages if name not in without])
+        return st.lists(st.tuples(names, st.integers(1, 4)), max_size=length)
 
-PIPELINES = st.builds(
-    Pipeline,
-    source=st.sampled_from([*SOURCES]),
-    rows=_chains(ROWS, 5),
-    size=st.integers(1, 7),
-    drops=st.booleans(),
-    ends=_chains(BATCHES, 2),
-)
+    return st.builds(
+        Pipeline,
+        source=st.sampled_from([*SOURCES]),
+        rows=chains(ROWS, 5),
+        size=st.integers(1, 7),
+        drops=st.booleans(),
+        ends=chains(BATCHES, 2),
+    )
 
 
 @st.composite
-def failing_pipelines(draw):
+def failing_pipelines(draw, without=frozenset()):
     """Pipelines of which a function fails, if its value comes."""
-    pipeline = draw(PIPELINES)
+    pipeline = draw(pipelines(without))
     failure = draw(st.sampled_from([*FAILURES])), draw(st.integers(0, 2 * N))
     place = draw(st.integers(0, len(pipeline.rows)))
     rows = [*pipeline.rows[:place], failure, *pipeline.rows[place:]]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 from pipelines import (
-    PIPELINES,
     attempted,
     check_resuming,
     check_steps,
     failing_pipelines,
     order,
+    pipelines,
 )
 
 import hpcstrat as hs
@@ -55,7 +55,7 @@ def own(strategy, batch):
 # ---- any pipeline, compared with the batches of one process
 
 
-@hypothesis.given(PIPELINES | failing_pipelines(), st.booleans())
+@hypothesis.given(pipelines() | failing_pipelines(), st.booleans())
 def test_the_parts_of_all_replicas_are_the_batches(strategy, pipeline, deals):
     n = strategy.num_replicas_in_sync
     if deals:
@@ -73,7 +73,7 @@ def path(tmp_path_factory):
     return MPI.COMM_WORLD.bcast(os.fspath(tmp_path_factory.getbasetemp() / "stopped"))
 
 
-@hypothesis.given(PIPELINES, st.none() | st.integers(0, 9), st.booleans())
+@hypothesis.given(pipelines(), st.none() | st.integers(0, 9), st.booleans())
 def test_a_pass_that_is_stopped_anywhere_goes_on_where_it_was(
     strategy, path, pipeline, stop, deals
 ):
