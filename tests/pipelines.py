@@ -2,6 +2,7 @@
 
 import collections
 import operator
+from collections.abc import Collection
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
@@ -214,7 +215,7 @@ def _shuffled(stages, epoch):
     yield from (values[i] for i in order(len(values), seed, *numbers))
 
 
-def pipelines(without=frozenset()):
+def pipelines(without: Collection[str] = ()):
     """Pipelines of all transformations but some."""
 
     def chains(stages, length):
@@ -232,7 +233,7 @@ def pipelines(without=frozenset()):
 
 
 @st.composite
-def failing_pipelines(draw, without=frozenset()):
+def failing_pipelines(draw, without: Collection[str] = ()):
     """Pipelines of which a function fails, if its value comes."""
     pipeline = draw(pipelines(without))
     failure = draw(st.sampled_from([*FAILURES])), draw(st.integers(0, 2 * N))
