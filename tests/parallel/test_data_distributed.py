@@ -1,18 +1,26 @@
 """Distributed datasets under a real strategy, on any number of ranks."""
 
 import itertools
+import os
 import threading
 import time
-import warnings
 
+import hypothesis
+import hypothesis.strategies as st
 import numpy as np
 import pytest
-from numpy.lib.stride_tricks import sliding_window_view
-from slow import slow_but
-from strategies import STRATEGIES
+from mpi4py import MPI
+from pipelines import (
+    attempted,
+    check_resuming,
+    check_steps,
+    failing_pipelines,
+    order,
+    pipelines,
+)
 
 import hpcstrat as hs
-from hpcstrat.data import AutoShardPolicy, Dataset
+from hpcstrat.data import Dataset
 
 # Short batches are intended.
 pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWarning")
@@ -25,91 +33,78 @@ def strategy(place):
         yield made
 
 
+def parts_of(strategy):
+    """A function of a step: every replica's part, as a list, on every rank."""
+    return lambda step: [
+        hs.asnumpy(part).tolist() for part in strategy.experimental_local_results(step)
+    ]
+
+
 def steps(strategy, distributed):
     """`[step][replica]`: every replica's part, as a list, on every rank."""
-    by_replica = strategy.experimental_local_results(list(distributed))
-    return [[hs.asnumpy(part).tolist() for part in step] for step in zip(*by_replica, strict=True)]
+    return [*map(parts_of(strategy), distributed)]
 
 
-def shares(batch, batch_size, size):
-    sizes = [batch_size // size + (r < batch_size % size) for r in range(size)]
-    ends = list(itertools.accumulate(sizes))
-    return [list(batch[end - n : end]) for n, end in zip(sizes, ends, strict=True)]
+def own(strategy, batch):
+    """This replica's part."""
+    found = []
+    strategy.run(found.append, args=(batch,))
+    return found[0]
 
 
-def rows(n):
-    yield from range(n)
+# ---- any pipeline, compared with the batches of one process
 
 
-PIPELINES = {
-    "range": lambda: Dataset.range(21),
-    "shuffled": lambda: Dataset.from_tensor_slices(np.arange(21)).shuffle(21, seed=1),
-    "mapped": lambda: Dataset.range(21).map(lambda x: x * 2),
-    "generated": lambda: Dataset.from_generator(rows, np.int64, args=(21,)).shuffle(5, seed=2),
-    "windows": lambda: Dataset.from_tensor_slices(sliding_window_view(np.arange(23), 3)),
-    "in threads": lambda: Dataset.from_generator(rows, np.int64, args=(21,)).map(lambda x: -x, 4),
-    "filtered": lambda: Dataset.range(30).filter(lambda x: x % 10 < 7),
-    "repeated": lambda: Dataset.range(7).shuffle(7, seed=3).repeat(3),
-    "joined": lambda: Dataset.range(7).concatenate(Dataset.range(100, 114).map(lambda x: -x)),
-    "zipped": lambda: (
-        Dataset.zip(Dataset.range(21), Dataset.range(40).shuffle(9, seed=4))
-        .enumerate()
-        .map(lambda i, pair: 100 * i + 10 * pair[0] + pair[1])
-    ),
-    "cached": lambda: (
-        Dataset.range(21).map(lambda x: -x).shuffle(9, seed=1).cache().shuffle(5, seed=2)
-    ),
-    "batched anew": lambda: (
-        Dataset.range(21).batch(4).unbatch().batch(3).map(lambda x: x * 2, 2).unbatch().prefetch(2)
-    ),
-}
-CORE_PIPELINES = ("range", "generated", "in threads", "batched anew")
+@hypothesis.given(pipelines() | failing_pipelines(), st.booleans())
+def test_the_parts_of_all_replicas_are_the_batches(strategy, pipeline, deals):
+    n = strategy.num_replicas_in_sync
+    if deals:
+        data = strategy.distribute_datasets_from_function(lambda context: pipeline.make())
+    else:
+        data = strategy.experimental_distribute_dataset(pipeline.make())
+    passes = [attempted(data, parts_of(strategy)) for _ in range(2)]
+    passes = [[[x] * n if x == "an error" else x for x in found] for found in passes]
+    check_steps(passes, pipeline, n, deals)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 5, 8, 30])
-@pytest.mark.parametrize(
-    "pipeline",
-    [pytest.param(name, marks=[pytest.mark.core] * (name in CORE_PIPELINES)) for name in PIPELINES],
-)
-def test_the_parts_of_all_replicas_are_the_batches(strategy, pipeline, batch_size):
-    dataset = PIPELINES[pipeline]().batch(batch_size)
-    expected = [
-        shares(batch.tolist(), len(batch), strategy.num_replicas_in_sync) for batch in dataset
-    ]
-    dataset = PIPELINES[pipeline]().batch(batch_size)
-    assert steps(strategy, strategy.experimental_distribute_dataset(dataset)) == expected
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """The same path on all ranks."""
+    return MPI.COMM_WORLD.bcast(os.fspath(tmp_path_factory.getbasetemp() / "stopped"))
+
+
+@hypothesis.given(pipelines(), st.none() | st.integers(0, 9), st.booleans())
+def test_a_pass_that_is_stopped_anywhere_goes_on_where_it_was(
+    strategy, path, pipeline, stop, deals
+):
+    n = strategy.num_replicas_in_sync
+
+    def distributed():
+        if deals:
+            return strategy.distribute_datasets_from_function(lambda context: pipeline.make())
+        return strategy.experimental_distribute_dataset(pipeline.make())
+
+    data, *fresh = (distributed() for _ in range(3))
+    passes = check_resuming(data, fresh, parts_of(strategy), stop, path)
+    check_steps(passes, pipeline, n, deals)
 
 
 def test_none_in_a_batch_is_none_on_each_replica(strategy):
     n = strategy.num_replicas_in_sync
     batches = Dataset.range(2 * n + 1).map(lambda x: (x, None)).batch(n)
-    for dataset in batches, list(batches), batches.cache().prefetch(1):
+    for dataset in batches, list(batches):
         numbers = []
-        distributed = strategy.experimental_distribute_dataset(dataset)
-        for batch in distributed:
-            assert batch[1] is None
-            assert strategy.run(lambda x, none: none, args=batch) is None
+        for batch in strategy.experimental_distribute_dataset(dataset):
+            assert strategy.run(lambda x, none: none, args=batch) is batch[1] is None
             numbers += strategy.gather(batch[0], 0).tolist()
         assert numbers == [*range(2 * n + 1)]
     dealt = strategy.distribute_datasets_from_function(lambda _: batches)
     assert [batch[1] for batch in dealt] == [None] * -(-3 // n)
 
 
-@pytest.mark.core
-def test_from_function_deals_the_elements_in_turn(strategy):
-    n = strategy.num_replicas_in_sync
-    distributed = strategy.distribute_datasets_from_function(
-        lambda context: Dataset.range(2 * n * 3 + 1).batch(3)
-    )
-    found = steps(strategy, distributed)
-    assert list(itertools.chain(*itertools.chain(*found))) == list(range(2 * n * 3 + 1))
-    assert found[0] == [[3 * r, 3 * r + 1, 3 * r + 2] for r in range(n)]
-    assert found[-1] == [[6 * n]] + [[]] * (n - 1)
-
-
-@pytest.mark.core
-def test_unseeded_shuffles_agree_and_differ_between_iterations(strategy):
-    dataset = Dataset.range(50).shuffle(50).batch(10)
+@pytest.mark.parametrize("size", [7, 50])
+def test_unseeded_shuffles_agree_and_differ_between_iterations(strategy, size):
+    dataset = Dataset.range(50).shuffle(size).map(lambda x: x).shuffle(size).batch(10)
     if hs.is_lead():
         list(dataset)  # one rank's own iteration puts no rank out of step
     distributed = strategy.experimental_distribute_dataset(dataset)
@@ -120,112 +115,39 @@ def test_unseeded_shuffles_agree_and_differ_between_iterations(strategy):
     assert len(set(orders)) == 3
 
 
-@pytest.mark.core
-def test_it_is_left_early_and_begun_again(strategy):
-    for dataset in (Dataset.range(40), Dataset.range(40).filter(lambda number: number >= 0)):
-        distributed = strategy.experimental_distribute_dataset(dataset.batch(8))
-        first = hs.asnumpy(strategy.experimental_local_results(next(iter(distributed)))[0]).tolist()
-        for x in distributed:
-            assert hs.asnumpy(strategy.experimental_local_results(x)[0]).tolist() == first
-            break
-        assert len(list(distributed)) == 5
-
-
-@pytest.mark.core
 def test_orders_do_not_depend_on_what_was_prepared_ahead(strategy):
     """Each iteration is left after its first round of 3 steps; a thread may have begun another."""
-
-    def order(number):
-        given = Dataset.range(12).shuffle(12, seed=3)
-        rounds = [[int(x) for x in given] for _ in range(number + 1)]
-        return rounds[-1][:4]
-
-    for ahead in (0, 1, 4):
+    for ahead in (0, 4):
         dataset = Dataset.range(12).shuffle(12, seed=3).batch(4).repeat()
         dataset = dataset.prefetch(ahead) if ahead else dataset
         distributed = strategy.experimental_distribute_dataset(dataset)
         for number in range(3):
             for step, x in enumerate(distributed):
                 if step == 0:
-                    assert hs.asnumpy(strategy.gather(x, axis=0)).tolist() == order(number)
+                    assert strategy.gather(x, axis=0).tolist() == order(12, 3, number)[:4]
                 time.sleep(0.01)  # a thread takes further steps meanwhile
                 if step == 2:
                     break
 
 
-@pytest.mark.core
-def test_batches_go_into_run(strategy, xp):
-    x, y = np.arange(20, dtype=np.float32).reshape(10, 2), np.arange(10)
-
-    def add_up(pair):
-        a, more = pair
-        assert type(a) is type(more["y"]) is xp.ndarray
-        return a.sum() + more["y"].sum()
-
-    total = 0.0
-    for batch in strategy.experimental_distribute_dataset(
-        Dataset.from_tensor_slices((x, {"y": y})).batch(6)
-    ):
-        sums = strategy.run(add_up, args=(batch,))
-        total += float(strategy.reduce("SUM", sums, axis=None))
-    assert total == x.sum() + y.sum()
-
-
-@pytest.mark.core
-def test_an_error_on_one_rank_is_raised_on_all(strategy):
-    def odd(x):
-        if hs.rank() == strategy.num_replicas_in_sync - 1:
-            raise KeyError("no such file")
-        return x
-
-    iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(20).map(odd).batch(10)))
-    with pytest.raises(KeyError, match="no such file"):
-        next(iterator)
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            next(iterator)
-    hs.barrier()
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("wrong", [7, 23])
-def test_an_error_comes_after_the_steps_before_it(strategy, place, wrong):
-    """On all ranks, though only one replica gets the element, however far ahead batches load."""
+@pytest.mark.parametrize("taken", [0, 1, 5])
+def test_an_iteration_left_half_way_disturbs_no_other(strategy, taken):
     n = strategy.num_replicas_in_sync
-    at = wrong // n
-
-    def load(x):
-        if x == wrong:
-            raise KeyError(f"no element {wrong}")
-        return x
-
-    for calls in (None, 4):
-        dataset = Dataset.range(24 * n).map(load, num_parallel_calls=calls).batch(n)
-        iterator = iter(strategy.experimental_distribute_dataset(dataset))
-        for step in range(at):
-            if place.kind == "GPU" and at - 3 <= step:  # nothing is loaded ahead for CPUs
-                time.sleep(0.005)  # the loader reaches the error meanwhile
-            parts = strategy.experimental_local_results(next(iterator))
-            assert [part.tolist() for part in parts] == [[step * n + r] for r in range(n)]
-        with pytest.raises(KeyError, match=f"no element {wrong}"):
-            next(iterator)
-        with pytest.raises(StopIteration):
-            next(iterator)
+    for dataset in Dataset.range(20 * n).map(lambda x: x + 1), Dataset.range(1, 20 * n + 1):
+        distributed = strategy.experimental_distribute_dataset(dataset.batch(2 * n))
+        left = iter(distributed)
+        for _ in range(taken):
+            next(left)
+        between = steps(strategy, distributed)
+        assert between == [
+            [[2 * (s * n + r) + 1, 2 * (s * n + r) + 2] for r in range(n)] for s in range(10)
+        ]
+        assert steps(strategy, itertools.islice(left, 2)) == between[taken : taken + 2]
+        del left
+        assert steps(strategy, distributed) == between
 
 
-def test_a_step_cannot_be_taken_inside_a_replica_function(strategy):
-    iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(10).batch(2)))
-    for take in (next, lambda iterator: iterator.get_next()):
-        with pytest.raises(
-            ValueError, match="next was called inside a replica function.*call it outside"
-        ):
-            strategy.run(take, args=(iterator,))
-    hs.barrier()
-    assert len(list(iterator)) == 5  # nothing was taken
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("count", [3, 4, None])
+@pytest.mark.parametrize("count", [3, None])
 def test_v1_calls_a_function_for_each_element(place, count):
     with place.make(hs.compat.v1.CentralStorageStrategy) as strategy:
         n = strategy.num_replicas_in_sync
@@ -235,73 +157,57 @@ def test_v1_calls_a_function_for_each_element(place, count):
         )
         iterator.initialize()
         for step in range(count or 5):
-            parts = strategy.experimental_local_results(iterator.get_next())
-            assert [hs.asnumpy(part).tolist() for part in parts] == [
-                2 * [step * n + replica] for replica in range(n)
-            ]
+            parts = parts_of(strategy)(iterator.get_next())
+            assert parts == [2 * [step * n + replica] for replica in range(n)]
         if count:
             with pytest.raises(StopIteration):
                 iterator.get_next()
 
 
-@pytest.mark.core
-@several_replicas
-def test_generators_that_differ_are_named(strategy):
-    dataset = Dataset.from_generator(lambda: iter(range(4 + hs.rank())), np.int64).batch(2)
-    with pytest.raises(
-        hs.ReplicaMismatchError,
-        match="different numbers of elements in step 2: none on rank 0; 1 on rank 1",
-    ):
-        list(strategy.experimental_distribute_dataset(dataset))
+# ---- batches in replica functions, on their devices
 
 
-@several_replicas
-def test_datasets_that_differ_are_named(strategy):
-    distributed = strategy.experimental_distribute_dataset(Dataset.range(4 + hs.rank()).batch(2))
-    with pytest.raises(hs.ReplicaMismatchError, match=r"rank 1: Dataset\.range\(0, 5\)"):
-        iter(distributed)
+def test_nests_of_any_dtype_and_size(strategy, xp):
+    n, r, sizes = strategy.num_replicas_in_sync, hs.rank(), [1, 3, 0, 40, 2] * 4
 
+    def nest(step):
+        rows = np.arange(sizes[step] * n) + step
+        return {
+            "half": np.outer(rows, np.arange(step)).astype(np.float16),
+            "nest": [(rows[:, None] * np.array([1, 2j])).astype(np.complex64), rows % 2 == 0],
+            "empty": np.zeros((len(rows), 0)),
+            "name": np.array([f"row {row}" for row in rows], "U12"),
+        }
 
-@pytest.mark.core
-@several_replicas
-@pytest.mark.parametrize("by_strategy", [False, True])
-def test_arrays_that_differ_are_named(strategy, by_strategy):
-    make = strategy.experimental_make_numpy_dataset if by_strategy else Dataset.from_tensor_slices
-    own = np.random.default_rng(hs.rank()).permutation(1000)
-    with pytest.raises(
-        hs.ReplicaMismatchError,
-        match=r"different arrays .* on rank 0; .* on rank 1.*broadcast_object",
-    ):
-        iter(strategy.experimental_distribute_dataset(make(own).batch(100)))
     distributed = strategy.experimental_distribute_dataset(
-        make(hs.broadcast_object(own)).batch(100)
+        [nest(step) for step in range(len(sizes))]
     )
-    assert sum(int(strategy.reduce("SUM", x, axis=0)) for x in distributed) == 499_500
+    for step, batch in zip(range(len(sizes)), distributed, strict=True):
+        part, whole = own(strategy, batch), nest(step)
+        mine = slice(r * sizes[step], (r + 1) * sizes[step])
+        pairs = [(part[name], whole[name]) for name in ("half", "empty", "name")]
+        for found, expected in [*pairs, *zip(part["nest"], whole["nest"], strict=True)]:
+            assert type(found) is (np.ndarray if expected.dtype.kind == "U" else xp.ndarray)
+            assert found.dtype == expected.dtype and found.tolist() == expected[mine].tolist()
 
 
-@several_replicas
-def test_unbatched_datasets_are_refused(strategy):
-    with pytest.raises(ValueError, match=r"call Dataset\.batch"):
-        strategy.experimental_distribute_dataset(Dataset.range(4))
+def test_batches_stay_on_the_host_where_it_is_asked(strategy):
+    n = strategy.num_replicas_in_sync
+    options = hs.InputOptions(experimental_fetch_to_device=False)
+    for distributed in (
+        strategy.experimental_distribute_dataset(Dataset.range(6 * n).batch(2 * n), options),
+        strategy.distribute_datasets_from_function(
+            lambda context: Dataset.range(6 * n).batch(2), options
+        ),
+    ):
+        assert iter(distributed).element_spec == distributed.element_spec
+        parts = [own(strategy, batch) for batch in distributed]
+        assert [type(part) for part in parts] == [np.ndarray] * 3
+        starts = [2 * (step * n + hs.rank()) for step in range(3)]
+        assert [part.tolist() for part in parts] == [[a, a + 1] for a in starts]
 
 
-# ---- loading ahead
-
-
-def own(strategy, batch):
-    """This replica's part."""
-    found = []
-    strategy.run(found.append, args=(batch,))
-    return found[0]
-
-
-@pytest.mark.parametrize(
-    ("slow", "buffer"),
-    slow_but(
-        [("producer", 4), ("consumer", 0), ("consumer", 1), ("nobody", 1)],
-        list(itertools.product(["producer", "consumer", "nobody"], [0, 1, 4])),
-    ),
-)
+@pytest.mark.parametrize(("slow", "buffer"), [("producer", 4), ("consumer", 0), ("consumer", 1)])
 def test_values_are_right_at_any_pace(strategy, xp, slow, buffer):
     n, steps, kept = strategy.num_replicas_in_sync, 40, []
     work = xp.eye(100)
@@ -338,66 +244,6 @@ def test_values_are_right_at_any_pace(strategy, xp, slow, buffer):
         assert part.tolist() == expected.tolist()
 
 
-@pytest.mark.core
-def test_nests_of_any_dtype_and_size(strategy, xp):
-    n, r, sizes = strategy.num_replicas_in_sync, hs.rank(), [1, 3, 0, 40, 2] * 4
-
-    def nest(step):
-        rows = np.arange(sizes[step] * n) + step
-        return {
-            "half": np.outer(rows, np.arange(step)).astype(np.float16),
-            "nest": [(rows[:, None] * np.array([1, 2j])).astype(np.complex64), rows % 2 == 0],
-            "empty": np.zeros((len(rows), 0)),
-            "name": np.array([f"row {row}" for row in rows], "U12"),
-        }
-
-    distributed = strategy.experimental_distribute_dataset(
-        [nest(step) for step in range(len(sizes))]
-    )
-    for step, batch in zip(range(len(sizes)), distributed, strict=True):
-        part, whole = own(strategy, batch), nest(step)
-        mine = slice(r * sizes[step], (r + 1) * sizes[step])
-        pairs = [(part[name], whole[name]) for name in ("half", "empty", "name")]
-        for found, expected in [*pairs, *zip(part["nest"], whole["nest"], strict=True)]:
-            assert type(found) is (np.ndarray if expected.dtype.kind == "U" else xp.ndarray)
-            assert found.dtype == expected.dtype and found.tolist() == expected[mine].tolist()
-
-
-@pytest.mark.core
-def test_batches_stay_on_the_host_where_it_is_asked(strategy):
-    n = strategy.num_replicas_in_sync
-    options = hs.InputOptions(experimental_fetch_to_device=False)
-    for distributed in (
-        strategy.experimental_distribute_dataset(Dataset.range(6 * n).batch(2 * n), options),
-        strategy.distribute_datasets_from_function(
-            lambda context: Dataset.range(6 * n).batch(2), options
-        ),
-    ):
-        parts = [own(strategy, batch) for batch in distributed]
-        assert [type(part) for part in parts] == [np.ndarray] * 3
-        starts = [2 * (step * n + hs.rank()) for step in range(3)]
-        assert [part.tolist() for part in parts] == [[a, a + 1] for a in starts]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("taken", [0, 1, 5])
-def test_an_iteration_left_half_way_disturbs_no_other(strategy, taken):
-    n = strategy.num_replicas_in_sync
-    distributed = strategy.experimental_distribute_dataset(
-        Dataset.range(20 * n).map(lambda x: x + 1).batch(2 * n)
-    )
-    left = iter(distributed)
-    for _ in range(taken):
-        next(left)
-    between = steps(strategy, distributed)
-    assert between == [
-        [[2 * (s * n + r) + 1, 2 * (s * n + r) + 2] for r in range(n)] for s in range(10)
-    ]
-    assert steps(strategy, itertools.islice(left, 2)) == between[taken : taken + 2]
-    del left
-    assert steps(strategy, distributed) == between
-
-
 @pytest.mark.parametrize("place", ["GPU"], indirect=True)
 def test_a_pipeline_may_compute_on_the_gpu(place):
     """In its own thread, while a step frees memory that its own work is still to read."""
@@ -427,7 +273,6 @@ def test_a_pipeline_may_compute_on_the_gpu(place):
             assert float(total) == 2 * np.arange(20.0 * i, 20.0 * i + 20).sum() + 20
 
 
-@pytest.mark.core
 @pytest.mark.parametrize("place", ["GPU"], indirect=True)
 @pytest.mark.parametrize("threads", [1, 3])
 def test_functions_in_threads_compute_on_the_gpu_of_the_pipeline(place, threads):
@@ -453,253 +298,71 @@ def test_functions_in_threads_compute_on_the_gpu_of_the_pipeline(place, threads)
         assert len({stream for _, stream in places}) == 1
 
 
-# ---- calls in threads
+# ---- errors, and ranks that differ
 
 
-def meeting(count):
-    """A function of a number that returns only when `count` calls of it are under way."""
-    others = threading.Barrier(count)
+def test_an_error_on_one_rank_is_raised_on_all(strategy):
+    def odd(x):
+        if hs.rank() == strategy.num_replicas_in_sync - 1:
+            raise KeyError("no such file")
+        return x
 
-    def wait(x):
-        others.wait(timeout=30)
-        return x * 2
-
-    return wait
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("source", ["range", "generator", "shuffled"])
-def test_calls_run_at_the_same_time_over_batches(strategy, source):
-    """Eight on each rank, of which each batch has but one or two elements."""
-    n = strategy.num_replicas_in_sync
-    count = 16 * n
-    make = {
-        "range": lambda: Dataset.range(count),
-        "generator": lambda: Dataset.from_generator(rows, np.int64, args=(count,)),
-        "shuffled": lambda: Dataset.range(count).shuffle(count, seed=1),
-    }[source]
-    for size in (n, 2 * n):
-        dataset = make().map(meeting(8), num_parallel_calls=8).batch(size)
-        found = steps(strategy, strategy.experimental_distribute_dataset(dataset))
-        assert found == [shares(batch * 2, size, n) for batch in make().batch(size)]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("batches", [16, 24])
-def test_calls_for_whole_batches_run_at_the_same_time(strategy, batches):
-    n = strategy.num_replicas_in_sync
-    numbers = Dataset.from_generator(rows, np.int64, args=(4 * n * batches,))
-    dataset = numbers.batch(4 * n).map(meeting(8), num_parallel_calls=8)
-    found = steps(strategy, strategy.experimental_distribute_dataset(dataset))
-    assert list(itertools.chain(*itertools.chain(*found))) == [*range(0, 8 * n * batches, 2)]
-
-
-# ---- arrays that take only slices of rows
-
-
-class Stored:
-    """An array that is read as from a file: whole rows, in slices."""
-
-    def __init__(self, array):
-        self._array = array
-        self.shape, self.dtype = array.shape, array.dtype
-
-    def __getitem__(self, rows):
-        if type(rows) is not slice:
-            raise TypeError(f"{type(rows).__name__} is not a slice")
-        return self._array[rows]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("shape", [(23,), (23, 3), (23, 2, 2)], ids=str)
-@pytest.mark.parametrize("is_shuffled", [False, True])
-def test_an_array_that_takes_only_slices(strategy, shape, is_shuffled):
-    array = np.arange(np.prod(shape)).reshape(shape)
-
-    def made(rows):
-        pairs = Dataset.from_tensor_slices({"rows": rows, "number": np.arange(len(array))})
-        return (pairs.shuffle(23, seed=3) if is_shuffled else pairs).batch(5)
-
-    expected = list(made(array))
-    distributed = strategy.experimental_distribute_dataset(made(Stored(array)))
-    for batch, whole in zip(distributed, expected, strict=True):
-        for name in whole:
-            parts = strategy.experimental_local_results(batch[name])
-            assert [hs.asnumpy(part).tolist() for part in parts] == shares(
-                whole[name].tolist(), len(whole[name]), strategy.num_replicas_in_sync
-            )
-
-
-@pytest.mark.core
-@several_replicas
-@pytest.mark.parametrize("is_only_one", [False, True])
-def test_arrays_that_take_only_slices_are_compared(strategy, is_only_one):
-    seed = hs.rank() // (hs.size() - 1) if is_only_one else hs.rank()
-    array = np.random.default_rng(seed).permutation(1000)
-    distributed = strategy.experimental_distribute_dataset(
-        Dataset.from_tensor_slices(Stored(array)).batch(100)
-    )
-    with pytest.raises(hs.ReplicaMismatchError, match=r"different (arrays|elements)"):
-        for _ in distributed:
-            pass
-
-
-# ---- datasets that do not fit together
-
-NUMBERS = Dataset.range(8)
-TEXTS = Dataset.from_tensor_slices(np.array(["one", "two"]))
-UNLIKE = {
-    "a pair": (NUMBERS, Dataset.zip(NUMBERS, NUMBERS)),
-    "a dict": (Dataset.from_tensor_slices({"x": np.arange(8)}), NUMBERS),
-    "another key": (
-        Dataset.from_tensor_slices({"x": np.arange(8)}),
-        Dataset.from_tensor_slices({"y": np.arange(8)}),
-    ),
-    "texts behind numbers": (NUMBERS, TEXTS),
-    "numbers behind texts": (TEXTS, NUMBERS),
-    "another dimension": (NUMBERS, Dataset.from_tensor_slices(np.ones((2, 3), np.int64))),
-}
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("computed", ["neither", "first", "second", "both"])
-@pytest.mark.parametrize("kind", UNLIKE)
-def test_unlike_datasets_are_not_joined(strategy, kind, computed):
-    """All ranks are told by `concatenate`, or where functions hide the elements, at the first."""
-    first, second = UNLIKE[kind]
-    if computed in ("first", "both"):
-        first = first.map(lambda *x: x[0] if len(x) == 1 else x)
-    if computed in ("second", "both"):
-        second = second.map(lambda *x: x[0] if len(x) == 1 else x)
-    with pytest.raises(TypeError, match=r"Dataset\.concatenate"):
-        list(strategy.experimental_distribute_dataset(first.concatenate(second).batch(3)))
-    hs.barrier()
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("computed", [False, True])
-def test_texts_of_different_lengths_are_joined(strategy, computed):
-    more = Dataset.from_tensor_slices(np.array(["three", "five5", "7"]))
-    dataset = TEXTS.concatenate(more.map(lambda x: x) if computed else more).batch(3)
-    found = steps(strategy, strategy.experimental_distribute_dataset(dataset))
-    n = strategy.num_replicas_in_sync
-    assert found == [shares(["one", "two", "three"], 3, n), shares(["five5", "7"], 2, n)]
-
-
-# ---- batches that do not reach all replicas
-
-
-def warnings_of(iterate):
-    """The texts and places of the warnings of the block, on this rank."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        iterate()
-    return [(str(warning.message), warning.filename, warning.category) for warning in caught]
-
-
-@pytest.mark.core
-@pytest.mark.parametrize("is_filtered", [False, True])
-def test_each_rank_warns_once_of_a_batch_that_does_not_reach_all_replicas(strategy, is_filtered):
-    n = strategy.num_replicas_in_sync
-    dataset = Dataset.range(4 * n + 1)
-    dataset = (dataset.filter(lambda x: True) if is_filtered else dataset).batch(2 * n)
-    distributed = strategy.experimental_distribute_dataset(dataset)
-    found = warnings_of(lambda: [list(distributed) for _ in range(2)])
-    if n == 1:
-        assert found == []
-        return
-    ((text, place, category),) = found
-    assert (
-        f"some of {n} replicas have no elements of a batch of 1" in text
-        and "drop_remainder=True" in text
-    )
-    assert (place, category) == (__file__, UserWarning)
-
-
-@pytest.mark.core
-@several_replicas
-def test_where_warnings_are_errors_all_ranks_raise(strategy):
-    n = strategy.num_replicas_in_sync
-    iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(2 * n + 1).batch(2 * n)))
-    next(iterator)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(UserWarning, match=f"some of {n} replicas have no elements"):
+    iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(20).map(odd).batch(10)))
+    with pytest.raises(KeyError, match="no such file"):
+        next(iterator)
+    for _ in range(2):
+        with pytest.raises(StopIteration):
             next(iterator)
     hs.barrier()
 
 
-@pytest.mark.core
-@pytest.mark.parametrize("rest", [1, 3, 7])
-@pytest.mark.parametrize("policy", [None, *list(AutoShardPolicy)[1:]])
-def test_short_batches_are_split_evenly(strategy, rest, policy):
-    n = strategy.num_replicas_in_sync
-    dataset = Dataset.range(16 * n + rest).batch(8 * n)
-    if policy is not None:
-        options = hs.data.Options()
-        options.experimental_distribute.auto_shard_policy = policy
-        dataset = dataset.with_options(options)
-    *full, last = steps(strategy, strategy.experimental_distribute_dataset(dataset))
-    assert full == [shares(range(8 * n * step, 8 * n * (step + 1)), 8 * n, n) for step in range(2)]
-    assert last == shares(range(16 * n, 16 * n + rest), rest, n)
+def test_a_step_cannot_be_taken_inside_a_replica_function(strategy):
+    iterator = iter(strategy.experimental_distribute_dataset(Dataset.range(10).batch(2)))
+    for take in (next, lambda iterator: iterator.get_next()):
+        with pytest.raises(
+            ValueError, match="next was called inside a replica function.*call it outside"
+        ):
+            strategy.run(take, args=(iterator,))
+    hs.barrier()
+    assert len(list(iterator)) == 5  # nothing was taken
 
 
-def test_other_ways_to_feed_replicas_are_refused(place):
-    options = hs.data.Options()
-    options.experimental_distribute.auto_shard_policy = AutoShardPolicy.OFF
-    dataset = Dataset.range(4).batch(2)
-    with pytest.raises(NotImplementedError, match=r"Dataset\.with_options: .*split evenly"):
-        dataset.with_options(options)
-    per_replica = hs.InputOptions(
-        experimental_replication_mode=hs.data.InputReplicationMode.PER_REPLICA
+@several_replicas
+def test_datasets_that_differ_are_named(strategy):
+    own, arrays = (
+        np.random.default_rng(hs.rank()).permutation(1000),
+        r"different arrays .* on rank 1",
     )
-    placed = hs.InputOptions(experimental_place_dataset_on_device=True)
-    refused = (
-        (per_replica, NotImplementedError, "replication_mode"),
-        (placed, ValueError, "place_dataset_on_device"),
-    )
-    for made in STRATEGIES:
-        with place.make(made) as strategy:
-            for options, kind, name in refused:
-                with pytest.raises(kind, match=name):
-                    strategy.experimental_distribute_dataset(dataset, options)
-                with pytest.raises(kind, match=name):
-                    strategy.distribute_datasets_from_function(lambda _: dataset, options)
-        hs.barrier()
+    generated = Dataset.from_generator(lambda: iter(range(4 + hs.rank())), np.int64)
+    for dataset, facts in (
+        (generated, "numbers of elements in step 2: none on rank 0; 1 on rank 1"),
+        (Dataset.range(4 + hs.rank()), r"rank 1: Dataset\.range\(0, 5\)\.batch\(2, False\) with 3"),
+        (Dataset.from_tensor_slices(own), arrays),
+        (strategy.experimental_make_numpy_dataset(own), arrays),
+    ):
+        with pytest.raises(hs.ReplicaMismatchError, match=facts):
+            list(strategy.experimental_distribute_dataset(dataset.batch(2)))
+    same = Dataset.from_tensor_slices(hs.broadcast_object(own)).batch(100)
+    distributed = strategy.experimental_distribute_dataset(same)
+    assert sum(int(strategy.reduce("SUM", x, axis=0)) for x in distributed) == 499_500
 
 
-@pytest.mark.core
 def test_an_error_in_a_part_without_elements_says_so(strategy):
     (batch,) = strategy.experimental_distribute_dataset([np.ones((1, 3))])
 
     def first_row(x, y, *, others):
         return x[0] + y + others["x"][0] + [][0]
 
-    for args, kwargs in (
-        ((batch, 1), {"others": {"x": np.ones(1)}}),
-        ((np.ones(1), 1), {"others": {"x": batch}}),
+    for args, kwargs, is_explained in (
+        ((batch, 1), {"others": {"x": np.ones(1)}}, hs.rank() > 0),
+        ((np.ones(1), 1), {"others": {"x": batch}}, hs.rank() > 0),
+        ((np.zeros(0), 1), {"others": {"x": np.ones(1)}}, False),  # the program's own
     ):
         with pytest.raises(IndexError) as caught:
             strategy.run(first_row, args, kwargs)
         notes = getattr(caught.value, "__notes__", [])
-        if hs.rank() == 0:
-            assert notes == []
-        else:
-            (note,) = notes
-            assert (
-                "this replica's part of the batch has no elements" in note
-                and "drop_remainder=True" in note
-            )
+        assert len(notes) == is_explained
+        for note in notes:
+            assert "this replica's part of the batch has no elements" in note
+            assert "drop_remainder=True" in note
     hs.barrier()
-
-
-def test_an_empty_array_of_the_programs_own_is_not_explained(strategy):
-    with pytest.raises(IndexError) as caught:
-        strategy.run(lambda x: x[0], args=(np.zeros(0),))
-    assert getattr(caught.value, "__notes__", []) == []
-
-
-def test_an_iterator_has_the_spec_of_its_dataset(place):
-    with place.make(hs.MirroredStrategy) as strategy:
-        distributed = strategy.experimental_distribute_dataset(hs.data.Dataset.range(8).batch(4))
-        assert iter(distributed).element_spec == distributed.element_spec

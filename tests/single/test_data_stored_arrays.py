@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from internals import distribute_dataset, select
-from test_data_dataset import items
+from pipelines import items
 from thread_ranks import on_ranks
 
 from hpcstrat import ReplicaMismatchError, TensorSpec
@@ -71,10 +71,9 @@ def test_elements_that_are_not_batched_are_read_many_at_once():
     assert items(Dataset.from_tensor_slices(stored)) == ROWS.tolist() and stored.reads == [(0, 40)]
 
 
-@pytest.mark.parametrize(
-    "array", [ROWS, np.arange(40), np.arange(40 * 24).reshape(40, 2, 3, 4)], ids=["2", "1", "4"]
-)
-def test_shuffled_rows_are_read_once_and_neighbours_together(array):
+@pytest.mark.parametrize("shape", [(40,), (40, 3), (40, 2, 3, 4)], ids=str)
+def test_shuffled_rows_are_read_once_and_neighbours_together(shape):
+    array = np.arange(math.prod(shape)).reshape(shape)
     stored = Stored(array)
     (batch,) = Dataset.from_tensor_slices(stored).shuffle(40, seed=1).take(30).batch(30)
     (order,) = items(Dataset.range(40).shuffle(40, seed=1).take(30).batch(30))
@@ -115,7 +114,7 @@ def test_ranks_compare_a_few_rows(monkeypatch):
         return stored.rows
 
     monkeypatch.setenv("HPCSTRAT_CHECK", "1")
-    for shape in ((3000,), (5000, 7), (50, 40, 300), (2, 3)):
+    for shape in ((3000,), (50, 40, 300), (2, 3)):
         array = np.arange(math.prod(shape)).reshape(shape)
         for rows in on_ranks(2, lambda rank, array=array: program(rank, array)):
             assert 2 <= len(rows) <= 4 and {0, shape[0] - 1} <= {*rows}
@@ -147,19 +146,14 @@ def test_a_read_that_fails_on_one_rank_is_raised_on_all(shuffle):
 def test_what_is_not_an_array_of_rows_is_refused():
     with pytest.raises(TypeError, match=r"masked array.*variable\.set_auto_mask\(False\)"):
         Dataset.from_tensor_slices(Stored(np.ma.masked_equal(np.arange(3), 1)))
-    with pytest.raises(
-        TypeError, match="a leaf of an element is a Stored of dtype int16.* Python objects"
-    ):
+    with pytest.raises(TypeError, match="is a Stored of dtype int16.* Python objects"):
         Dataset.from_tensor_slices(Stored(np.array(["a", "bb"], object)))
     with pytest.raises(ValueError, match="from_tensor_slices: .*a first dimension"):
         Dataset.from_tensor_slices((Stored(ROWS), np.arange(3)))
     shrinks = Stored(ROWS)
     dataset = Dataset.from_tensor_slices(shrinks).batch(10)
     shrinks.array = ROWS[:35]
-    with pytest.raises(
-        ValueError,
-        match=r"of shape \(40, 3\) returned an array of shape \(5, 3\) for the rows 30 to 40",
-    ):
+    with pytest.raises(ValueError, match=r"\(40, 3\) .* of shape \(5, 3\) for the rows 30 to 40"):
         list(dataset)
 
 

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 from internals import distribute_dataset, distribute_from_function, select
-from test_data_dataset import items
+from pipelines import items
 from thread_ranks import on_ranks
 
 from hpcstrat.data import AUTOTUNE, Dataset
@@ -19,9 +19,7 @@ def input_threads():
     return [thread for thread in threading.enumerate() if thread.name.startswith("hpcstrat-input")]
 
 
-@pytest.fixture(autouse=True)
-def no_thread_stays():
-    yield
+def check_that_threads_end():
     for thread in input_threads():
         thread.join(0.1)
     if input_threads():
@@ -29,6 +27,12 @@ def no_thread_stays():
     for thread in input_threads():
         thread.join(SECONDS)
     assert not input_threads()
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays():
+    yield
+    check_that_threads_end()
 
 
 class Together:
@@ -50,22 +54,20 @@ class Together:
         return x
 
 
+def generated(n):
+    return Dataset.from_generator(lambda: iter(range(n)), np.int64)
+
+
 MAPPED = {
-    "indexed": lambda f: Dataset.range(12).map(f, num_parallel_calls=3),
-    "generated": lambda f: generated(12).map(f, num_parallel_calls=3),
-    "batches": lambda f: Dataset.range(24).batch(2).map(f, num_parallel_calls=3),
-    "rows": lambda f: Dataset.range(12).map(f, num_parallel_calls=3).batch(2),
+    "indexed": lambda f: Dataset.range(12).map(f, 3),
+    "generated": lambda f: generated(12).map(f, 3),
+    "batches": lambda f: Dataset.range(24).batch(2).map(f, 3),
+    "rows": lambda f: Dataset.range(12).map(f, 3).batch(2),
     "generated rows": lambda f: generated(12).map(f, 3).batch(2),
-    "taken": lambda f: Dataset.range(20).map(f, num_parallel_calls=3).take(12),
-    "repeated and prefetched": lambda f: (
-        Dataset.range(6).map(f, num_parallel_calls=3).repeat(2).prefetch(2)
-    ),
-    "after a function": lambda f: (
-        Dataset.range(12).map(lambda x: x).map(f, num_parallel_calls=3).prefetch(1)
-    ),
-    "before a function": lambda f: (
-        Dataset.range(12).map(f, num_parallel_calls=3).filter(lambda x: True)
-    ),
+    "taken": lambda f: Dataset.range(20).map(f, 3).take(12),
+    "repeated and prefetched": lambda f: Dataset.range(6).map(f, 3).repeat(2).prefetch(2),
+    "after a function": lambda f: Dataset.range(12).map(lambda x: x).map(f, 3).prefetch(1),
+    "before a function": lambda f: Dataset.range(12).map(f, 3).filter(lambda x: True),
 }
 
 
@@ -77,39 +79,33 @@ def test_as_many_calls_as_asked_for_run_at_once(pipeline):
     assert together.most == 3
 
 
-def generated(n):
-    return Dataset.from_generator(lambda: iter(range(n)), np.int64)
-
-
 ON_RANKS = {  # 16 calls on each rank
     "rows": lambda f, size: Dataset.range(16 * size).map(f, 8).batch(2 * size),
-    "generated rows": lambda f, size: generated(16 * size).map(f, 8).batch(2 * size),
     "shuffled rows": lambda f, size: (
-        Dataset.range(16 * size).shuffle(9, seed=1).map(f, 8).batch(2 * size)
+        generated(16 * size).shuffle(9, seed=1).map(f, 8).batch(2 * size)
     ),
     "batches": lambda f, size: generated(16 * size).batch(size).map(f, 8),
     "dealt batches": lambda f, size: Dataset.range(32 * size).batch(2).map(f, 8),
 }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("pipeline", ON_RANKS)
-def test_calls_overlap_between_batches_on_each_rank(pipeline, size):
+def test_calls_overlap_between_batches_on_each_rank(pipeline):
     def program(rank):
         def steps(function):
-            dataset = ON_RANKS[pipeline](function, size)
-            distributed = (
-                distribute_from_function(lambda context: dataset, rank, None)
-                if pipeline.startswith("dealt")
-                else distribute_dataset(dataset, rank, None)
-            )
-            return [select(x).tolist() for x in distributed]
+            dataset = ON_RANKS[pipeline](function, rank.size)
+            if pipeline == "dealt batches":
+                data = distribute_from_function(lambda context: dataset, rank, None)
+            else:
+                data = distribute_dataset(dataset, rank, None)
+            return [select(x).tolist() for x in data]
 
         together = Together(8)
         assert steps(together) == steps(lambda x: x)
         return together.most
 
-    assert on_ranks(size, program) == [8] * size
+    for size in range(1, 4):
+        assert on_ranks(size, program) == [8] * size
 
 
 def test_autotune_is_several():
@@ -142,16 +138,15 @@ AHEAD = {  # the elements of a step, and the pipeline
 
 
 @pytest.mark.parametrize("pipeline", AHEAD)
-@pytest.mark.parametrize("source", ["indexed", "generated"])
-def test_no_more_calls_are_begun_than_asked_for(pipeline, source):
-    called = []
-    data = Dataset.range(100) if source == "indexed" else generated(100)
+def test_no_more_calls_are_begun_than_asked_for(pipeline):
     count, make = AHEAD[pipeline]
-    iterator = iter(make(data, lambda x: called.append(int(x)) or x))
-    assert called == []
-    for taken in range(1, 90 // count):
-        next(iterator)
-        assert taken * count <= len(called) <= taken * count + 4
+    for data in Dataset.range(100), generated(100):
+        called = []
+        iterator = iter(make(data, lambda x, called=called: called.append(int(x)) or x))
+        assert called == []
+        for taken in range(1, 90 // count):
+            next(iterator)
+            assert taken * count <= len(called) <= taken * count + 4
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -200,9 +195,8 @@ def test_a_function_that_is_not_to_run_in_threads_does_not():
     alone, together = Together(1), Together(3)
     dataset = Dataset.range(12).map(together, num_parallel_calls=3).map(alone)
     assert items(dataset.prefetch(2)) == list(range(12))
-    assert items(
-        Dataset.range(12).map(alone).map(Together(3), num_parallel_calls=3).prefetch(2)
-    ) == list(range(12))
+    dataset = Dataset.range(12).map(alone).map(Together(3), num_parallel_calls=3)
+    assert items(dataset.prefetch(2)) == list(range(12))
     assert alone.most == 1
 
 
@@ -258,19 +252,20 @@ def test_functions_see_the_context_of_the_program():
 
 
 ENDED = {
-    "map": lambda f: Dataset.range(100).map(f, num_parallel_calls=3),
-    "prefetch": lambda f: Dataset.range(100).map(f).prefetch(3),
-    "both": lambda f: Dataset.range(100).map(f, num_parallel_calls=2).batch(2).prefetch(3),
+    "map": lambda: Dataset.range(100).map(lambda x: x, num_parallel_calls=3),
+    "prefetch": lambda: Dataset.range(100).map(lambda x: x).prefetch(3),
+    "both": lambda: Dataset.range(100).map(lambda x: x, num_parallel_calls=2).batch(2).prefetch(3),
 }
 
 
 @pytest.mark.parametrize("pipeline", ENDED)
-@pytest.mark.parametrize("taken", [0, 1, 7])
-def test_threads_end_with_an_iterator_that_is_dropped(pipeline, taken):
-    iterator = iter(ENDED[pipeline](lambda x: x))
-    for _ in range(taken):
-        next(iterator)
-    del iterator  # the fixture checks for threads
+def test_threads_end_with_an_iterator_that_is_dropped(pipeline):
+    for taken in 0, 1, 7:
+        iterator = iter(ENDED[pipeline]())
+        for _ in range(taken):
+            next(iterator)
+        del iterator
+        check_that_threads_end()
 
 
 def test_threads_end_with_a_call_that_lasts():

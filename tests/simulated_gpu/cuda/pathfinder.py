@@ -6,7 +6,6 @@ import types
 
 @functools.cache
 def load_nvidia_dynamic_lib(name):
-    """NVIDIA's."""
     if name != "cublas":
         raise AttributeError(f"the simulated GPU does not have the library {name}")
     from cupy import _cublas

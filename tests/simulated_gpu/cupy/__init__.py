@@ -19,18 +19,17 @@ dtype, iinfo, finfo, issubdtype = _np.dtype, _np.iinfo, _np.finfo, _np.issubdtyp
 integer, floating, number = _np.integer, _np.floating, _np.number
 globals().update(_functions.ufuncs | _functions.reductions)
 for _name in (
-    "matmul dot einsum tensordot outer empty zeros ones full empty_like zeros_like ones_like "
+    "matmul dot outer empty zeros ones full empty_like zeros_like ones_like "
     "full_like arange linspace eye array asarray ascontiguousarray asfortranarray asnumpy copyto "
-    "broadcast_to reshape transpose expand_dims ravel squeeze concatenate stack vstack hstack "
+    "broadcast_to reshape transpose ravel concatenate stack "
     "repeat tile roll diff where clip nonzero flatnonzero unique argsort sort searchsorted take "
-    "take_along_axis may_share_memory shares_memory array_equal allclose get_array_module size shape ndim "
+    "take_along_axis may_share_memory shares_memory array_equal allclose size shape ndim "
     "result_type can_cast from_dlpack"
 ).split():
     globals()[_name] = getattr(_functions, _name)
 
 
 def get_default_memory_pool():
-    """CuPy's."""
     return _pool
 
 

@@ -107,12 +107,10 @@ class ndarray:
 
     @property
     def real(self):
-        """CuPy's."""
         return self.view_of(self.host.real) if self.dtype.kind == "c" else self
 
     @property
     def imag(self):
-        """CuPy's."""
         if self.dtype.kind == "c":
             return self.view_of(self.host.imag)
         from ._functions import zeros_like
@@ -122,7 +120,6 @@ class ndarray:
     # ---- views
 
     def view(self, dtype=None):
-        """CuPy's."""
         return self.view_of(
             self.host.view() if dtype is None else self.host.view(check_dtype(dtype))
         )
@@ -136,15 +133,12 @@ class ndarray:
         return self.copy(order=order).reshape(shape, order=order)
 
     def ravel(self, order="C"):
-        """CuPy's."""
         return self.reshape(-1, order=order)
 
     def transpose(self, *axes):
-        """CuPy's."""
         return self.view_of(self.host.transpose(*axes))
 
     def squeeze(self, axis=None):
-        """CuPy's."""
         return self.view_of(self.host.squeeze(axis))
 
     def __len__(self):
@@ -158,7 +152,6 @@ class ndarray:
     # ---- to the host and back
 
     def get(self, stream=None, order="C", out=None, blocking=True):
-        """CuPy's."""
         if out is not None:
             if not isinstance(out, np.ndarray):
                 raise TypeError("Only numpy.ndarray can be obtained from cupy.ndarray")
@@ -186,7 +179,6 @@ class ndarray:
         return target
 
     def set(self, arr, stream=None):
-        """CuPy's."""
         if not isinstance(arr, np.ndarray):
             raise TypeError("Only numpy.ndarray can be set to cupy.ndarray")
         if self.dtype != arr.dtype:
@@ -205,17 +197,14 @@ class ndarray:
                 _transfers.to_device(self, arr, stream.queue, is_async=stream.ptr != 0)
 
     def item(self):
-        """CuPy's."""
         if self.size != 1:
             raise ValueError("can only convert an array of size 1 to a Python scalar")
         return self.get().item()
 
     def tolist(self):
-        """CuPy's."""
         return self.get().tolist()
 
     def tobytes(self, order="C"):
-        """CuPy's."""
         return self.get().tobytes(order)
 
     def __bool__(self):

@@ -35,8 +35,6 @@ _TWO = (
 
 
 class ufunc:
-    """CuPy's."""
-
     def __init__(self, name):
         self.__name__ = f"cupy_{name}"
         self._name = name
@@ -73,11 +71,9 @@ class ufunc:
 
 class _Add(ufunc):
     def reduce(self, array, axis=0, dtype=None, out=None, keepdims=False):
-        """CuPy's."""
         return array.sum(axis, dtype, out, keepdims)
 
     def accumulate(self, array, axis=0, dtype=None, out=None):
-        """CuPy's."""
         return array.cumsum(axis, dtype, out)
 
     def at(self, a, indices, b):
@@ -155,26 +151,11 @@ def matmul(a, b, out=None, **refused):
 
 
 def dot(a, b, out=None):
-    """CuPy's."""
     _check_product(a, b)
     return launch(np.dot, _typed("a", a), _typed("b", b), out=out)
 
 
-def einsum(subscripts, *operands):
-    """CuPy's."""
-    _check_no_capture()
-    arrays = [operand(one) for one in operands]
-    return launch(lambda *hosts: np.einsum(subscripts, *hosts), *arrays)
-
-
-def tensordot(a, b, axes=2):
-    """CuPy's."""
-    _check_no_capture()
-    return launch(lambda x, y: np.tensordot(x, y, axes), _typed("a", a), _typed("b", b))
-
-
 def outer(a, b):
-    """CuPy's."""
     return launch(np.outer, _typed("a", a), _typed("b", b))
 
 
@@ -216,7 +197,6 @@ reductions |= {"amax": reductions["max"], "amin": reductions["min"]}
 
 
 def empty(shape, dtype=float, order="C"):
-    """CuPy's."""
     return ndarray(shape, dtype, order=order)
 
 
@@ -227,17 +207,14 @@ def _filled(shape, value, dtype, order="C"):
 
 
 def zeros(shape, dtype=float, order="C"):
-    """CuPy's."""
     return _filled(shape, 0, dtype, order)
 
 
 def ones(shape, dtype=float, order="C"):
-    """CuPy's."""
     return _filled(shape, 1, dtype, order)
 
 
 def full(shape, fill_value, dtype=None, order="C"):
-    """CuPy's."""
     if dtype is None:
         dtype = fill_value.dtype if isinstance(fill_value, ndarray) else np.array(fill_value).dtype
     return _filled(shape, fill_value, dtype, order)
@@ -249,47 +226,39 @@ def _form(a, dtype, shape):
 
 
 def empty_like(a, dtype=None, order="K", subok=None, shape=None):
-    """CuPy's."""
     return empty(*_form(a, dtype, shape))
 
 
 def zeros_like(a, dtype=None, order="K", subok=None, shape=None):
-    """CuPy's."""
     return zeros(*_form(a, dtype, shape))
 
 
 def ones_like(a, dtype=None, order="K", subok=None, shape=None):
-    """CuPy's."""
     return ones(*_form(a, dtype, shape))
 
 
 def full_like(a, fill_value, dtype=None, order="K", subok=None, shape=None):
-    """CuPy's."""
     shape, dtype = _form(a, dtype, shape)
     return _filled(shape, fill_value, dtype)
 
 
 def arange(start, stop=None, step=1, dtype=None):
-    """CuPy's."""
     first, last = (0, start) if stop is None else (start, stop)
     made = np.arange(first, last, step, dtype)
     return launch(lambda: made)
 
 
 def linspace(start, stop, num=50, endpoint=True, retstep=False, dtype=None, axis=0):
-    """CuPy's."""
     made = np.linspace(start, stop, num, endpoint, dtype=dtype, axis=axis)
     return launch(lambda: made)
 
 
 def eye(N, M=None, k=0, dtype=float, order="C"):
-    """CuPy's."""
     made = np.eye(N, M, k, dtype)
     return launch(lambda: made)
 
 
 def array(obj, dtype=None, copy=True, order="K", subok=False, ndmin=0, *, blocking=False):
-    """CuPy's."""
     if not isinstance(obj, ndarray) and is_exported(obj):
         obj = imported(obj)
     if isinstance(obj, ndarray):
@@ -317,24 +286,20 @@ def _has_arrays(sequence):
 
 
 def asarray(a, dtype=None, order=None, *, blocking=False):
-    """CuPy's."""
     return array(a, dtype, copy=False, order=order, blocking=blocking)
 
 
 def ascontiguousarray(a, dtype=None):
-    """CuPy's."""
     made = _typed("a", a).astype(a.dtype if dtype is None else dtype, order="C", copy=False)
     return made if made.ndim else made.reshape(1)
 
 
 def asfortranarray(a, dtype=None):
-    """CuPy's."""
     made = _typed("a", a).astype(a.dtype if dtype is None else dtype, order="F", copy=False)
     return made if made.ndim else made.reshape(1)
 
 
 def asnumpy(a, stream=None, order="C", out=None, *, blocking=True):
-    """CuPy's."""
     return (
         a.get(stream, order, out, blocking)
         if isinstance(a, ndarray)
@@ -343,7 +308,6 @@ def asnumpy(a, stream=None, order="C", out=None, *, blocking=True):
 
 
 def copyto(dst, src, casting="same_kind"):
-    """CuPy's."""
     dst[...] = src
 
 
@@ -351,7 +315,6 @@ def copyto(dst, src, casting="same_kind"):
 
 
 def broadcast_to(array, shape, subok=False):
-    """CuPy's."""
     array = array if isinstance(array, ndarray) else asarray(array)
     return array.view_of(
         np.lib.stride_tricks.as_strided(array.host, *_broadcast(array.host, shape))
@@ -363,29 +326,24 @@ def _broadcast(host, shape):
     return to.shape, to.strides
 
 
-def reshape(a, newshape, order="C"):
-    """CuPy's."""
-    return a.reshape(newshape, order=order)
+def _of_one(name, how=launch):
+    numpys = getattr(np, name)
+
+    def function(a, *args, **kwargs):
+        return how(lambda host: numpys(host, *args, **kwargs), _typed("a", a))
+
+    return function
 
 
-def transpose(a, axes=None):
-    """CuPy's."""
-    return a.transpose(axes)
+repeat, tile, roll, sort = map(_of_one, ("repeat", "tile", "roll", "sort"))
+nonzero, flatnonzero = (_of_one(name, launch_and_wait) for name in ("nonzero", "flatnonzero"))
 
 
-def expand_dims(a, axis):
-    """CuPy's."""
-    return a.view_of(np.expand_dims(a.host, axis))
+def _by_method(name):
+    return lambda a, *args, **kwargs: getattr(a, name)(*args, **kwargs)
 
 
-def ravel(a, order="C"):
-    """CuPy's."""
-    return a.ravel(order)
-
-
-def squeeze(a, axis=None):
-    """CuPy's."""
-    return a.squeeze(axis)
+reshape, transpose, ravel, clip = map(_by_method, ("reshape", "transpose", "ravel", "clip"))
 
 
 def _of_several(numpys, arrays, axis, out=None):
@@ -393,44 +351,16 @@ def _of_several(numpys, arrays, axis, out=None):
 
 
 def concatenate(tup, axis=0, out=None, *, dtype=None, casting="same_kind"):
-    """CuPy's."""
     if dtype is not None:
         raise TypeError("the simulated GPU: cupy.concatenate does not take dtype")
     return _of_several(np.concatenate, [operand(one) for one in tup], axis, out)
 
 
 def stack(tup, axis=0, out=None, *, dtype=None, casting="same_kind"):
-    """CuPy's."""
     return _of_several(np.stack, [_typed("a", one) for one in tup], axis, out)
 
 
-def vstack(tup, *, dtype=None, casting="same_kind"):
-    """CuPy's."""
-    return launch(lambda *hosts: np.vstack(hosts), *[_typed("a", one) for one in tup])
-
-
-def hstack(tup, *, dtype=None, casting="same_kind"):
-    """CuPy's."""
-    return launch(lambda *hosts: np.hstack(hosts), *[_typed("a", one) for one in tup])
-
-
-def repeat(a, repeats, axis=None):
-    """CuPy's."""
-    return launch(lambda host: np.repeat(host, repeats, axis), _typed("a", a))
-
-
-def tile(A, reps):
-    """CuPy's."""
-    return launch(lambda host: np.tile(host, reps), _typed("A", A))
-
-
-def roll(a, shift, axis=None):
-    """CuPy's."""
-    return launch(lambda host: np.roll(host, shift, axis), _typed("a", a))
-
-
 def diff(a, n=1, axis=-1, prepend=None, append=None):
-    """CuPy's."""
     ends = {
         name: value
         for name, value in (("prepend", prepend), ("append", append))
@@ -440,7 +370,6 @@ def diff(a, n=1, axis=-1, prepend=None, append=None):
 
 
 def where(condition, x=None, y=None):
-    """CuPy's."""
     if x is None and y is None:
         return nonzero(condition)
     args = [operand(one) for one in (condition, x, y)]
@@ -453,40 +382,18 @@ def where(condition, x=None, y=None):
     return launch(compute, *[one for one in args if isinstance(one, ndarray)])
 
 
-def clip(a, a_min=None, a_max=None, out=None):
-    """CuPy's."""
-    return a.clip(a_min, a_max, out)
-
-
-def nonzero(a):
-    """CuPy's, which waits."""
-    return launch_and_wait(np.nonzero, _typed("a", a))
-
-
-def flatnonzero(a):
-    """CuPy's, which waits."""
-    return launch_and_wait(np.flatnonzero, _typed("a", a))
-
-
 def unique(ar):
     """CuPy's, which waits."""
     return launch_and_wait(np.unique, _typed("ar", ar))
 
 
 def argsort(a, axis=-1, kind=None):
-    """CuPy's."""
     if kind not in (None, "stable"):
         raise ValueError(f"kind is not supported: {kind}")
     return launch(lambda host: np.argsort(host, axis, kind="stable"), _typed("a", a))
 
 
-def sort(a, axis=-1, kind=None):
-    """CuPy's."""
-    return launch(lambda host: np.sort(host, axis), _typed("a", a))
-
-
 def searchsorted(a, v, side="left", sorter=None):
-    """CuPy's."""
     if sorter is not None:
         raise TypeError("the simulated GPU: cupy.searchsorted does not take sorter")
     return launch(
@@ -495,7 +402,6 @@ def searchsorted(a, v, side="left", sorter=None):
 
 
 def take_along_axis(a, indices, axis):
-    """CuPy's."""
     if indices.dtype.kind not in "iu":
         raise IndexError("`indices` must be an integer array")
     return launch(
@@ -504,41 +410,29 @@ def take_along_axis(a, indices, axis):
 
 
 def take(a, indices, axis=None, out=None, mode=None):
-    """CuPy's."""
     return launch(
         lambda host, places: np.take(host, places, axis), _typed("a", a), asarray(indices)
     )
 
 
 def may_share_memory(a, b, max_work=None):
-    """CuPy's."""
     return bool(np.may_share_memory(a.host, b.host))
 
 
 def shares_memory(a, b, max_work=None):
-    """CuPy's."""
     return bool(np.shares_memory(a.host, b.host))
 
 
 def array_equal(a1, a2, equal_nan=False):
-    """CuPy's."""
     return launch(
         lambda x, y: np.array_equal(x, y, equal_nan=equal_nan), _typed("a1", a1), _typed("a2", a2)
     )
 
 
 def allclose(a, b, rtol=1e-05, atol=1e-08, equal_nan=False):
-    """CuPy's."""
     return launch(
         lambda x, y: np.allclose(x, y, rtol, atol, equal_nan), _typed("a", a), _typed("b", b)
     )
-
-
-def get_array_module(*args):
-    """CuPy's."""
-    import cupy
-
-    return cupy if any(isinstance(one, ndarray) for one in args) else np
 
 
 # ---- methods
@@ -766,25 +660,20 @@ def dispatched_function(numpys, args, kwargs):
 
 
 def size(a, axis=None):
-    """CuPy's."""
     return a.size if axis is None else a.shape[axis]
 
 
 def shape(a):
-    """CuPy's."""
     return a.shape
 
 
 def ndim(a):
-    """CuPy's."""
     return a.ndim
 
 
 def result_type(*args):
-    """CuPy's."""
     return np.result_type(*[one.dtype if isinstance(one, ndarray) else one for one in args])
 
 
 def can_cast(from_, to, casting="safe"):
-    """CuPy's."""
     return np.can_cast(from_.dtype if isinstance(from_, ndarray) else from_, to, casting)

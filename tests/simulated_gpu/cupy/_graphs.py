@@ -32,7 +32,6 @@ class Graph:
         self._queue, self._captured = queue, captured
 
     def launch(self, stream=None):
-        """CuPy's."""
         queue = (_streams.get_current_stream() if stream is None else stream).queue
         if queue is not self._queue:
             raise AttributeError(

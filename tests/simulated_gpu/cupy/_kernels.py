@@ -26,8 +26,6 @@ def _compiled(make, *args):
 
 
 class RawKernel:
-    """CuPy's."""
-
     def __init__(self, code, name, options=(), backend="nvrtc", **refused):
         if refused:
             raise TypeError(f"the simulated GPU: RawKernel does not take {sorted(refused)}")
@@ -92,8 +90,6 @@ def _touch_address(queue, where, address, nbytes, writes):
 
 
 class ElementwiseKernel:
-    """CuPy's."""
-
     def __init__(
         self,
         in_params,

@@ -91,12 +91,10 @@ class Memory:
 
     @property
     def ptr(self):
-        """CuPy's."""
         return self.block.ptr
 
     @property
     def device(self):
-        """CuPy's."""
         return _streams.Device(self.device_id)
 
     def __del__(self):
@@ -137,8 +135,6 @@ class UnownedMemory:
 
 
 class MemoryPointer:
-    """CuPy's."""
-
     __slots__ = ("mem", "offset")
 
     def __init__(self, mem, offset):
@@ -147,17 +143,14 @@ class MemoryPointer:
 
     @property
     def ptr(self):
-        """CuPy's."""
         return self.mem.ptr + self.offset
 
     @property
     def device_id(self):
-        """CuPy's."""
         return self.mem.device_id
 
     @property
     def device(self):
-        """CuPy's."""
         return _streams.Device(self.mem.device_id)
 
     def __add__(self, offset):
@@ -200,7 +193,6 @@ class MemoryPool:
         self._arenas = {}
 
     def malloc(self, size):
-        """CuPy's."""
         queue = _streams.current_queue()
         if not size:
             return MemoryPointer(_EmptyMemory(queue.device), 0)
@@ -234,7 +226,6 @@ class MemoryPool:
             ) from error
 
     def free_all_blocks(self, stream=None):
-        """CuPy's."""
         for arena in self._arenas.values():
             while arena:
                 arena.pop().forget()

@@ -292,7 +292,6 @@ def state():
 
 
 def get_current_stream(device_id=-1):
-    """CuPy's."""
     own = state()
     return own.current[own.device if device_id == -1 else device_id]
 
@@ -304,8 +303,6 @@ def current_queue():
 
 
 class Device:
-    """CuPy's."""
-
     def __init__(self, device=None):
         self.id = state().device if device is None else int(device)
         if not 0 <= self.id < max(count(), 1):
@@ -314,7 +311,6 @@ class Device:
             raise CUDARuntimeError(101)
 
     def use(self):
-        """CuPy's."""
         state().device = self.id
 
     def __enter__(self):
@@ -339,7 +335,6 @@ class Device:
         return f"<CUDA Device {self.id}>"
 
     def synchronize(self):
-        """CuPy's."""
         for queue in queues():
             if queue.device == self.id:
                 queue.synchronize()
@@ -349,8 +344,6 @@ class Device:
 
 
 class Stream:
-    """CuPy's."""
-
     null: "Stream"
 
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
@@ -423,24 +416,16 @@ class Stream:
 
     @property
     def done(self):
-        """CuPy's."""
         take_driver("cudaStreamQuery")
         self.queue.refuse_capture()
         with lock:
             progress()
         return not self.queue.later
 
-    @property
-    def is_non_blocking(self):
-        """CuPy's."""
-        return not self.queue.is_blocking
-
     def synchronize(self):
-        """CuPy's."""
         self.queue.synchronize()
 
     def begin_capture(self, mode=None):
-        """CuPy's."""
         if self.queue.is_blocking:
             raise AttributeError(
                 "the simulated GPU does not have captures of the null stream or of blocking ones"
@@ -448,22 +433,18 @@ class Stream:
         self.queue.captured = _graphs.Captured()
 
     def end_capture(self):
-        """CuPy's."""
         queue, captured = self.queue, self.queue.captured
         queue.captured = None
         captured.require_sound()
         return _graphs.Graph(queue, captured)
 
     def is_capturing(self):
-        """CuPy's."""
         return self.queue.captured is not None
 
     def wait_event(self, event):
-        """CuPy's."""
         event.let_wait(self.queue)
 
     def record(self, event=None):
-        """CuPy's."""
         event = Event() if event is None else event
         event.record(self)
         return event
@@ -485,8 +466,6 @@ Stream.null = Stream(null=True)
 
 
 class Event:
-    """CuPy's."""
-
     def __init__(self, block=False, disable_timing=False, interprocess=False):
         if interprocess:
             raise AttributeError("the simulated GPU does not have events of several processes")
@@ -506,7 +485,6 @@ class Event:
         return ctypes.cast(self._query, ctypes.c_void_p).value
 
     def record(self, stream=None):
-        """CuPy's."""
         queue = (get_current_stream() if stream is None else stream).queue
         if queue.device != self._device:
             from .cuda.runtime import CUDARuntimeError
@@ -559,7 +537,6 @@ class Event:
         return True
 
     def synchronize(self):
-        """CuPy's."""
         self._check_device()
         self._refuse_captured()
         until(self._marker)

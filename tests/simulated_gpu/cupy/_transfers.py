@@ -25,12 +25,10 @@ class PinnedMemoryPointer(mmap.mmap):
     ptr: int
 
     def size(self):
-        """CuPy's."""
         return len(self)
 
 
 def alloc_pinned_memory(size):
-    """CuPy's."""
     from .cuda.runtime import CUDARuntimeError
 
     _faults.counted["pinned"] += 1

@@ -28,7 +28,6 @@ class _PlanCache:
         return ndarray(a.shape, np.complex128, MemoryPointer(self._plans[key], 0))
 
     def clear(self):
-        """CuPy's."""
         self._plans.clear()
 
     def __getattr__(self, name):
@@ -45,7 +44,6 @@ config = types.SimpleNamespace(get_plan_cache=_get_plan_cache)
 
 
 def fft(a, n=None, axis=-1, norm=None):
-    """CuPy's."""
     if (n, axis, norm) != (None, -1, None):
         raise TypeError("the simulated GPU: cupy.fft.fft takes an array only")
     memory = _get_plan_cache().memory_of(a)

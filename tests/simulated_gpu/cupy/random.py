@@ -3,7 +3,6 @@
 import functools
 
 import numpy as np
-from cupy import _streams
 from cupy._arrays import ndarray
 from cupy._launch import launch
 
@@ -30,8 +29,6 @@ class BitGenerator:
 
 
 class Generator:
-    """CuPy's."""
-
     def __init__(self, bit_generator):
         self.bit_generator = bit_generator
 
@@ -39,15 +36,12 @@ class Generator:
         return self.bit_generator.fill(ndarray(() if size is None else size, dtype), draw)
 
     def random(self, size=None, dtype=np.float64, out=None):
-        """CuPy's."""
         return self._drawn(size, dtype, lambda numpy: numpy.random(size, dtype))
 
     def standard_normal(self, size=None, dtype=np.float64, out=None):
-        """CuPy's."""
         return self._drawn(size, dtype, lambda numpy: numpy.standard_normal(size, dtype))
 
     def integers(self, low, high=None, size=None, dtype=np.int64, endpoint=False):
-        """CuPy's."""
         return self._drawn(
             size, dtype, lambda numpy: numpy.integers(low, high, size, dtype, endpoint)
         )
@@ -66,7 +60,7 @@ def default_rng(seed=None):
 
 
 class RandomState:
-    """CuPy's: cuRAND draws some numbers; others a kernel, which gets a seed from the host."""
+    """CuPy's: a kernel draws the numbers, and gets a seed from the host."""
 
     def __init__(self, seed=None):
         self._rk_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
@@ -76,17 +70,7 @@ class RandomState:
         self._rk_seed += size
         return seed
 
-    def random_sample(self, size=None, dtype=float):
-        """CuPy's."""
-        if _streams.current_queue().captured is not None:
-            raise NotImplementedError(
-                "calling cuRAND API during stream capture is currently unsupported"
-            )
-        seed = self._get_seed(int(np.prod(size or 1)))
-        return launch(lambda: np.random.default_rng(seed).random(size, dtype))
-
     def binomial(self, n, p, size=None, dtype=int):
-        """CuPy's."""
         out = ndarray(() if size is None else size, dtype)
         seed = self._get_seed(out.host.size)
 
@@ -101,12 +85,10 @@ class RandomState:
 
 @functools.cache
 def get_random_state():
-    """CuPy's."""
     return RandomState()
 
 
 def binomial(n, p, size=None, dtype=int):
-    """CuPy's."""
     return get_random_state().binomial(n, p, size, dtype)
 
 

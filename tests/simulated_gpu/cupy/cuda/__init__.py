@@ -25,7 +25,6 @@ stream = types.SimpleNamespace(Stream=_streams.Stream, Event=_streams.Event)
 
 
 def is_available():
-    """CuPy's."""
     return _streams.count() > 0
 
 

@@ -53,12 +53,10 @@ class NcclError(RuntimeError):
 
 
 def get_version():
-    """CuPy's."""
     return int(os.environ.get("SIMULATED_NCCL_VERSION", "23203"))
 
 
 def get_unique_id():
-    """CuPy's."""
     return _ring.new_id()
 
 
@@ -67,14 +65,12 @@ _latest: list["NcclCommunicator"] = []  # the communicator that was used or made
 
 
 def groupStart():
-    """CuPy's."""
     _group.depth = getattr(_group, "depth", 0) + 1
     if _group.depth == 1:
         _group.calls = []
 
 
 def groupEnd():
-    """CuPy's."""
     _group.depth -= 1
     if _group.depth:
         return
@@ -93,8 +89,6 @@ def groupEnd():
 
 
 class NcclCommunicator:
-    """CuPy's."""
-
     def __init__(self, ndev, commId, rank):
         _faults.counted["communicators"] += 1
         while _faults.value("nccl-start-hangs", "communicators") is not None:
@@ -119,19 +113,12 @@ class NcclCommunicator:
         _latest[:] = [self]
 
     def size(self):
-        """CuPy's."""
         return self._size
 
-    def rank_id(self):
-        """CuPy's."""
-        return self._rank
-
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
-        """CuPy's."""
         self._call(stream, "allReduce", sendbuf, recvbuf, count, datatype, op=op)
 
     def reduce(self, sendbuf, recvbuf, count, datatype, op, root, stream):
-        """CuPy's."""
         self._call(
             stream,
             "reduce",
@@ -144,7 +131,6 @@ class NcclCommunicator:
         )
 
     def broadcast(self, sendbuff, recvbuff, count, datatype, root, stream):
-        """CuPy's."""
         self._call(
             stream,
             "broadcast",
@@ -156,21 +142,17 @@ class NcclCommunicator:
         )
 
     def allGather(self, sendbuf, recvbuf, count, datatype, stream):
-        """CuPy's."""
         self._call(
             stream, "allGather", sendbuf, recvbuf, count, datatype, received=count * self._size
         )
 
     def send(self, sendbuf, count, datatype, peer, stream):
-        """CuPy's."""
         self._call(stream, "send", sendbuf, 0, count, datatype, peer=peer)
 
     def recv(self, recvbuf, count, datatype, peer, stream):
-        """CuPy's."""
         self._call(stream, "recv", 0, recvbuf, count, datatype, peer=peer)
 
     def check_async_error(self):
-        """CuPy's."""
         self._check_open()
         status = _faults.value("nccl-breaks", "nccl calls", lasts=True)
         if status is not None:

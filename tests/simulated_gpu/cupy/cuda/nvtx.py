@@ -7,12 +7,10 @@ _open: "list[str]" = []
 
 
 def RangePush(message, id_color=-1):
-    """CuPy's."""
     _open.append(message)
 
 
 def RangePop():
-    """CuPy's."""
     if not _open:
         raise _checker.report("the simulated GPU: RangePop without a range that is open")
     _open.pop()

@@ -25,35 +25,28 @@ _ERRORS = {
 
 
 class CUDARuntimeError(RuntimeError):
-    """CuPy's."""
-
     def __init__(self, status):
         self.status = status
         super().__init__(": ".join(_ERRORS[status]))
 
 
 def getDeviceCount():
-    """CUDA's."""
     return _streams.count()
 
 
 def getDevice():
-    """CUDA's."""
     return _streams.state().device
 
 
 def setDevice(device):
-    """CUDA's."""
     _streams.Device(device).use()
 
 
 def runtimeGetVersion():
-    """CUDA's."""
     return 13000
 
 
 def driverGetVersion():
-    """CUDA's."""
     return 13000
 
 
