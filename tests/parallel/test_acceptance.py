@@ -104,7 +104,10 @@ CASES = [
     (Adamax, {}),
     (Adamax, {"beta_1": 0.5, "global_clipnorm": 2.0}),
 ]
-FEW = [(Adam, {"global_clipnorm": 2.0}), CASES[19]]
+FEW = [
+    (Adam, {"global_clipnorm": 2.0}),
+    (RMSprop, {"centered": True, "momentum": 0.8, "clipnorm": 1.0}),
+]
 RATE = 0.05
 
 

@@ -74,10 +74,10 @@ midway = pytest.mark.filterwarnings("ignore:Exception ignored", "ignore:unclosed
 
 
 @midway
-@pytest.mark.parametrize("name", ["assign", "apply_gradients"])
-def test_an_update_is_whole_or_marked_interrupted(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("name", "stride"), [("assign", 9), ("apply_gradients", 3)])
+def test_an_update_is_whole_or_marked_interrupted(name, stride, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    check(name, stride=3)
+    check(name, stride)
 
 
 @midway
