@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from foreign import Torch
 from mpi4py import MPI
+from transports import has
 
 import hpcstrat as hs
 
@@ -90,8 +91,11 @@ def local(value):
 
 
 def test_variables_begin_with_them_and_are_written_with_them(strategy, foreign):
+    dtypes = [*map(np.dtype, ("f4", "f2", "i4", "u1", "c8", "?"))]
+    if not isinstance(foreign, type):  # protocols of NumPy have no bfloat16
+        dtypes += [np.dtype(ml_dtypes.bfloat16)] * has(strategy.xp, np.dtype(ml_dtypes.bfloat16))
     with strategy.scope():
-        for dtype in ("f4", "f2", "i4", "u1", "c8", "?"):
+        for dtype in dtypes:
             expected = np.array([[1, 0], [3, 4]], dtype)
             v = hs.Variable(foreign(expected))
             assert v.dtype == expected.dtype and v.numpy().tolist() == expected.tolist()
