@@ -294,21 +294,6 @@ def test_variables_may_be_made_in_another_order_than_they_are_passed(strategy, k
 
 @few_cases
 @every_strategy
-def test_variables_of_different_dtypes_in_one_call(strategy, kind, options):
-    for odd_one, dtype, other in (
-        ("w", "float32", "float64"),
-        ("b", "float64", "float32"),
-        ("s", "float64", "float32"),
-    ):
-        dtypes = {**every(dtype), odd_one: other}
-        found = Program(strategy, kind, options, dtypes, dtype).train(EPOCHS).values()
-        assert {name: value.dtype.name for name, value in found.items()} == dtypes
-        # Each variable's gradient depends on all variables: the coarsest rounding counts for all.
-        assert_close(found, expected(kind, options, dtypes, dtype)[0], TOLERANCE["float32"])
-
-
-@few_cases
-@every_strategy
 def test_the_ranks_share_the_work_of_many_elements(strategy, kind, options):
     """More than one chunk of an update, on gradients that differ by rank; some ranks' are 0."""
     size, n = 150_001, strategy.num_replicas_in_sync

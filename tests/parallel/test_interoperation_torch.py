@@ -122,36 +122,6 @@ def test_host_copies():
     assert [one.tolist() for one in copy] == [[[1, 1], [1, 1]]] * 2
 
 
-# ---- out
-
-
-@on_the_cpu
-def test_what_is_without_a_copy(strategy):
-    with strategy.scope():
-        v = hs.Variable(np.arange(3, dtype=np.float32))
-    values = strategy.run(lambda: torch.arange(3.0) + RANK)
-    for array in (
-        strategy.reduce("SUM", values, axis=None),
-        strategy.gather(values, 0),
-        hs.asnumpy(v),
-        v.numpy(),
-    ):
-        for tensor in (torch.from_numpy(array), torch.from_dlpack(array), torch.as_tensor(array)):
-            assert tensor.data_ptr() == array.ctypes.data
-
-    def replica():
-        array = v.value()
-        assert over(array).data_ptr() == array.ctypes.data
-        for tensor in (torch.from_dlpack(v), torch.as_tensor(v)):
-            assert tensor.tolist() == [0, 1, 2]
-            tensor[:] = 9
-        with pytest.raises(BufferError, match="exported as a copy"):
-            v.__dlpack__(copy=False)
-
-    strategy.run(replica)
-    assert v.numpy().tolist() == [0, 1, 2]
-
-
 @on_the_cpu
 def test_slices_share_the_tensor(strategy):
     tensor = torch.arange(8.0).reshape(4, 2)

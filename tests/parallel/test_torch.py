@@ -351,57 +351,6 @@ def test_a_module_over_variables(strategy):
     assert variables["weight"].numpy().tolist() == [[1 - 0.5 * 56, 1 - 0.5 * 64]]
 
 
-# ---- files
-
-
-def test_a_run_that_is_restored_goes_on_bit_for_bit(strategy, tmp_path):
-    path = COMM.bcast(str(tmp_path / "state.pt"))
-
-    def made():
-        torch.manual_seed(RANK)
-        module = perceptron(torch.nn.Dropout(0.5)).double()
-        hs.torch.broadcast(module)
-        return module, torch.optim.AdamW(module.parameters(), 0.05)
-
-    def epoch(module, optimizer, number):
-        torch.manual_seed(N * number + RANK)
-        return strategy.run(
-            train,
-            args=(
-                module,
-                module,
-                optimizer,
-                lambda: hs.torch.all_reduce_gradients("MEAN", module),
-                3,
-            ),
-        )
-
-    module, optimizer = made()
-    epoch(module, optimizer, 0)
-    state = {"module": module.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}
-    hs.on_lead(torch.save, state, path)
-    epoch(module, optimizer, 1)
-    again, again_optimizer = made()
-    state = torch.load(path, map_location="cpu", weights_only=True)
-    again.load_state_dict(state["module"])
-    again_optimizer.load_state_dict(state["optimizer"])
-    epoch(again, again_optimizer, state["epoch"])
-    assert same_everywhere(module.parameters())
-    assert all(map(torch.equal, module.parameters(), again.parameters()))
-
-
-def test_files_that_rank_0_cannot_read_or_write(tmp_path):
-    folder = COMM.bcast(str(tmp_path))
-    path = os.path.join(folder, "state.pt")
-    with pytest.raises(RuntimeError, match="nothing"):
-        hs.on_lead(torch.save, {}, os.path.join(folder, "nothing", "state.pt"))
-    with pytest.raises(FileNotFoundError):
-        hs.on_lead(torch.load, path, map_location="cpu", weights_only=True)
-    hs.on_lead(torch.save, {"x": torch.arange(3) + RANK}, path)
-    state = hs.on_lead(torch.load, path, map_location="cpu", weights_only=True)
-    assert state["x"].tolist() == [0, 1, 2]
-
-
 # ---- misuse
 
 
