@@ -1,6 +1,7 @@
 """Metrics: of uneven and empty batches, with weights, of the program's own; wrong uses."""
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ N = COMM.size
 RANK = COMM.rank
 
 
-def make(strategy, kind, *args, **options):
+def make(strategy, kind, *args, **options) -> Any:
     with strategy.scope():
         return kind(*args, **options)
 

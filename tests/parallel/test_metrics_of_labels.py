@@ -5,6 +5,7 @@ The conformance kit compares their values with TensorFlow's.
 
 import fractions
 import math
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -17,7 +18,7 @@ metrics = hs.metrics
 N, RANK = MPI.COMM_WORLD.size, MPI.COMM_WORLD.rank
 
 
-def make(strategy, kind, *args, **options):
+def make(strategy, kind, *args, **options) -> Any:
     with strategy.scope():
         return kind(*args, **options)
 

@@ -94,7 +94,7 @@ def check(name, stride):
     model = Model()
     model.apply(2 * STEP)
     model.checkpoint.save("saved")
-    found, moment, is_interrupted = set(), 1, True
+    found, outcome, moment, is_interrupted = set(), "", 1, True
     while is_interrupted:
         outcome, is_interrupted = outcome_of(moment, Model(), call, after, steps)
         found.add(outcome)
