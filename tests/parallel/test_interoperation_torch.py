@@ -1,11 +1,10 @@
-"""PyTorch's tensors on their way in, and hpcstrat's arrays on their way to PyTorch."""
+"""What is PyTorch's alone, beside test_interoperation.py: gradients, layouts, DataLoader."""
 
 import os
 import warnings
 
 import numpy as np
 import pytest
-from foreign import check_that_it_goes_in
 from mpi4py import MPI
 
 import hpcstrat as hs
@@ -36,17 +35,6 @@ def strategy(place):
         yield made
 
 
-DTYPES = ["float64", "float32", "float16", "bfloat16", "int64", "int32", "uint8"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype_goes_in(strategy, dtype):
-    if dtype == "bfloat16":
-        pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
-    mine = torch.arange(4).reshape(2, 2).add(RANK).to(getattr(torch, dtype))
-    check_that_it_goes_in(strategy, mine, dtype)
-
-
 def test_tensors_that_require_gradients(strategy):
     """An autograd step: leaves that require gradients are passed as they are."""
     with strategy.scope():
@@ -69,22 +57,21 @@ def test_tensors_that_require_gradients(strategy):
     assert w.numpy().tolist() == [(1 - step).tolist()] * 2
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.arange(12.0).reshape(3, 4).T,
-        lambda: torch.arange(24.0).reshape(4, 6)[:, ::2],
-        lambda: torch.ones(1).expand(4, 3),
-        lambda: torch.complex(torch.zeros(4, 3), torch.ones(4, 3)).conj().imag,  # negated later
-    ],
-    ids=["transposed", "strided", "expanded", "negated"],
-)
-def test_gradients_of_any_layout(strategy, make):
-    with strategy.scope():
-        w = hs.Variable(np.zeros((4, 3), np.float32))
-        optimizer = hs.optimizers.SGD(1.0)
-    strategy.run(lambda: optimizer.apply_gradients([(make() * 1 if RANK else make(), w)]))
-    assert (-w.numpy()).tolist() == (N * make()).tolist()
+LAYOUTS = {
+    "transposed": lambda: torch.arange(12.0).reshape(3, 4).T,
+    "strided": lambda: torch.arange(24.0).reshape(4, 6)[:, ::2],
+    "expanded": lambda: torch.ones(1).expand(4, 3),
+    "negated later": lambda: torch.complex(torch.zeros(4, 3), torch.ones(4, 3)).conj().imag,
+}
+
+
+def test_gradients_of_any_layout(strategy):
+    for name, make in LAYOUTS.items():
+        with strategy.scope():
+            w = hs.Variable(np.zeros((4, 3), np.float32))
+        optimizer, mine = hs.optimizers.SGD(1.0), make() * 1 if RANK else make()
+        strategy.run(optimizer.apply_gradients, args=([(mine, w)],))
+        assert (-w.numpy()).tolist() == (N * make()).tolist(), name
 
 
 @on_the_cpu
@@ -97,29 +84,24 @@ def test_a_tensor_over_storage_is_safe_to_write_back(strategy):
     assert (v.numpy() == N * np.arange(n * n).reshape(n, n).T).all()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.eye(3).to_sparse(),
-        lambda: torch.ones(3, 3, device="meta"),
-        lambda: torch.ones(3, 3).to(torch.float8_e4m3fn),
-    ],
-    ids=["sparse", "meta", "float8"],
-)
-def test_tensors_without_values_are_type_errors(strategy, make):
+WITHOUT_VALUES = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.ones(3, 3, device="meta"),
+    "float8": lambda: torch.ones(3, 3).to(torch.float8_e4m3fn),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_VALUES)
+def test_tensors_without_values_are_type_errors(strategy, kind):
+    make = WITHOUT_VALUES[kind]
     with strategy.scope():
-        w = hs.Variable(np.zeros((3, 3), np.float32))
-        optimizer = hs.optimizers.SGD(1.0)
-        with pytest.raises(
-            TypeError,
-            match=r"Variable.assign of 'Variable': this torch.Tensor does not become an array",
-        ):
+        w, optimizer = hs.Variable(np.zeros((3, 3), np.float32)), hs.optimizers.SGD(1.0)
+        said = r"Variable.assign of 'Variable': this torch.Tensor does not become an array"
+        with pytest.raises(TypeError, match=said):
             w.assign(make())
+    said = r"SGD.apply_gradients: this torch.Tensor .* Pass a dense array with values"
     for gradient in (make(), make() if RANK == 0 else torch.ones(3, 3)):
-        with pytest.raises(
-            TypeError,
-            match=r"SGD.apply_gradients: this torch.Tensor .* Pass a dense array with values",
-        ):
+        with pytest.raises(TypeError, match=said):
             strategy.run(lambda gradient=gradient: optimizer.apply_gradients([(gradient, w)]))
     assert not w.numpy().any()
 
@@ -132,69 +114,12 @@ def test_traced_tensors_are_type_errors():
             )
 
 
-def test_values_of_the_replicas(strategy, place):
-    values = strategy.run(
-        lambda: {"x": torch.arange(3.0) + RANK, "n": (torch.tensor(RANK, dtype=torch.int32),)}
-    )
-    assert hs.asnumpy(strategy.reduce("MEAN", values, axis=None)["x"]).tolist() == [
-        k + (N - 1) / 2 for k in range(3)
-    ]
-    assert hs.asnumpy(strategy.gather(values["x"], 0)).tolist() == [
-        k + r for r in range(N) for k in range(3)
-    ]
-    parts = strategy.experimental_local_results(values)
-    assert [type(part["x"]) for part in parts] == [np.ndarray] * N
-    assert [(part["x"].tolist(), int(part["n"][0])) for part in parts] == [
-        ([r, r + 1, r + 2], r) for r in range(N)
-    ]
-    for part in parts:
-        part["x"][:] = 0
-    seen = []
-    strategy.run(seen.append, args=(values["x"],))
-    assert isinstance(seen[0], torch.Tensor)  # what goes from step to step stays a tensor
-    made = strategy.experimental_distribute_values_from_function(
-        lambda context: torch.arange(2) + context.replica_id_in_sync_group
-    )
-    strategy.run(seen.append, args=(made,))
-    assert type(seen[1]) is place.xp.ndarray and seen[1].tolist() == [RANK, RANK + 1]
-
-
 def test_host_copies():
     tensor = torch.ones(2, 2, requires_grad=True)
     copy = hs.asnumpy({"a": [tensor, tensor.detach().T]})["a"]
     with torch.no_grad():
         tensor += 1
     assert [one.tolist() for one in copy] == [[[1, 1], [1, 1]]] * 2
-
-
-# ---- out
-
-
-@on_the_cpu
-def test_what_is_without_a_copy(strategy):
-    with strategy.scope():
-        v = hs.Variable(np.arange(3, dtype=np.float32))
-    values = strategy.run(lambda: torch.arange(3.0) + RANK)
-    for array in (
-        strategy.reduce("SUM", values, axis=None),
-        strategy.gather(values, 0),
-        hs.asnumpy(v),
-        v.numpy(),
-    ):
-        for tensor in (torch.from_numpy(array), torch.from_dlpack(array), torch.as_tensor(array)):
-            assert tensor.data_ptr() == array.ctypes.data
-
-    def replica():
-        array = v.value()
-        assert over(array).data_ptr() == array.ctypes.data
-        for tensor in (torch.from_dlpack(v), torch.as_tensor(v)):
-            assert tensor.tolist() == [0, 1, 2]
-            tensor[:] = 9
-        with pytest.raises(BufferError, match="exported as a copy"):
-            v.__dlpack__(copy=False)
-
-    strategy.run(replica)
-    assert v.numpy().tolist() == [0, 1, 2]
 
 
 @on_the_cpu
@@ -271,8 +196,9 @@ def test_a_tensor_over_a_variable_is_copied_on_its_way_out(strategy, synchroniza
     assert view.tolist() == [2, 3]
 
 
-@pytest.mark.parametrize("form", ["list", "dict", "nest"])
-@pytest.mark.parametrize("shuffle", [False, True], ids=["in order", "shuffled"])
+@pytest.mark.parametrize(
+    ("form", "shuffle"), [("list", False), ("list", True), ("dict", True), ("nest", False)]
+)
 def test_a_loader_is_shared_out(strategy, form, shuffle):
     def make():
         generator = torch.Generator().manual_seed(5)

@@ -1,11 +1,9 @@
-"""Losses and their gradients: against difference quotients, and at the limits of floats."""
+"""Losses and their gradients: of any dtype, at the limits of floats, averages, wrong uses."""
 
 import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
-from slow import slow_but
-from strategies import STRATEGIES
 
 import hpcstrat as hs
 
@@ -26,71 +24,42 @@ CASES = {
     "Huber's": (losses.huber, LABELS),
     "Huber's of delta 3": (lambda labels, x: losses.huber(labels, x, delta=3.0), LABELS),
 }
-on_one_strategy = pytest.mark.parametrize(
-    "strategy", slow_but(STRATEGIES[:1], STRATEGIES), indirect=True
-)
 
 
-def quotients(loss, labels, x, step=1e-5):
-    """The derivatives of the sum of the losses by central differences."""
-    found = np.zeros_like(x)
-    for index in np.ndindex(x.shape):
-        above, below = x.copy(), x.copy()
-        above[index] += step
-        below[index] -= step
-        found[index] = (loss(labels, above)[0].sum() - loss(labels, below)[0].sum()) / (2 * step)
-    return found
-
-
-@pytest.mark.parametrize("case", slow_but(["any labels", "sigmoid", "Huber's of delta 3"], CASES))
-def test_gradient(xp, case):
-    loss, labels = CASES[case]
-    found, gradient = loss(xp.asarray(labels), xp.asarray(LOGITS))
-    assert type(found) is type(gradient) is xp.ndarray
-    assert gradient.shape == LOGITS.shape
-    assert found.shape == (
-        LOGITS.shape[:-1] if loss is losses.softmax_cross_entropy else LOGITS.shape
-    )
-    np.testing.assert_allclose(
-        hs.asnumpy(gradient), quotients(loss, labels, LOGITS), rtol=1e-7, atol=1e-7
-    )
-
-
-def test_values(xp):
-    p = np.exp(LOGITS) / np.exp(LOGITS).sum(axis=-1, keepdims=True)
-    found, _ = losses.softmax_cross_entropy(xp.asarray(LABELS), xp.asarray(LOGITS))
-    np.testing.assert_allclose(hs.asnumpy(found), -(LABELS * np.log(p)).sum(axis=-1), rtol=1e-13)
-    found, _ = losses.softmax_cross_entropy(CLASSES.tolist(), xp.asarray(LOGITS))
-    np.testing.assert_allclose(
-        hs.asnumpy(found),
-        -np.log(np.take_along_axis(p, CLASSES[..., None], -1)[..., 0]),
-        rtol=1e-13,
-    )
-    p = 1 / (1 + np.exp(-LOGITS))
-    found, _ = losses.sigmoid_cross_entropy(LABELS, xp.asarray(LOGITS))
-    np.testing.assert_allclose(
-        hs.asnumpy(found), -LABELS * np.log(p) - (1 - LABELS) * np.log1p(-p), rtol=1e-12
-    )
-    found, gradient = losses.huber(xp.zeros(5), xp.array([-3, -1, 0.5, 1, 2]))
-    assert found.tolist() == [2.5, 0.5, 0.125, 0.5, 1.5]
-    assert gradient.tolist() == [-1, -1, 0.5, 1, 1]
-
-
-SHORT = [np.float16, ml_dtypes.bfloat16]
-
-
-@pytest.mark.parametrize("dtype", slow_but(SHORT, [np.float64, np.float32, *SHORT]))
 @pytest.mark.parametrize("case", CASES)
-def test_dtypes(xp, case, dtype):
+def test_lists_and_no_examples(xp, case):
     loss, labels = CASES[case]
-    x = LOGITS.astype(dtype)
-    found = loss(xp.asarray(labels), xp.asarray(x))
-    assert [one.dtype for one in found] == [dtype, dtype]
-    for one, exact in zip(found, loss(labels, x.astype(np.float64)), strict=True):
-        epsilon = float(ml_dtypes.finfo(dtype).eps)
-        np.testing.assert_allclose(
-            hs.asnumpy(one).astype(np.float64), exact, rtol=8 * epsilon, atol=20 * epsilon
-        )
+    found = loss(xp.asarray(labels), xp.asarray(LOGITS))
+    assert [type(one) for one in found] == [xp.ndarray] * 2
+    for one, other in zip(loss(labels.tolist(), xp.asarray(LOGITS)), found, strict=True):
+        assert one.tolist() == other.tolist()
+    found, gradient = loss(xp.asarray(labels[:0]), xp.asarray(LOGITS[:0]))
+    assert found.shape[0] == 0 and gradient.shape == (0, 2, 3)
+
+
+def test_labels_need_not_sum_to_1(xp):
+    """Difference quotients of the loss. The conformance kit has TensorFlow's values of the others."""
+    loss, step, p = losses.softmax_cross_entropy, 1e-5, np.exp(LOGITS)
+    found, gradient = loss(xp.asarray(LABELS), xp.asarray(LOGITS))
+    expected = -(LABELS * np.log(p / p.sum(axis=-1, keepdims=True))).sum(axis=-1)
+    np.testing.assert_allclose(hs.asnumpy(found), expected, rtol=1e-13)
+    for index in np.ndindex(LOGITS.shape):
+        change = np.zeros_like(LOGITS)
+        change[index] = step
+        above, below = (loss(LABELS, LOGITS + sign * change)[0].sum() for sign in (1, -1))
+        assert float(gradient[index]) == pytest.approx((above - below) / (2 * step), abs=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
+def test_dtypes(xp, dtype):
+    x, epsilon = LOGITS.astype(dtype), float(ml_dtypes.finfo(dtype).eps)
+    for loss, labels in CASES.values():
+        found = loss(xp.asarray(labels), xp.asarray(x))
+        assert [one.dtype for one in found] == [dtype, dtype]
+        for one, exact in zip(found, loss(labels, x.astype(np.float64)), strict=True):
+            np.testing.assert_allclose(
+                hs.asnumpy(one).astype(np.float64), exact, rtol=8 * epsilon, atol=20 * epsilon
+            )
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
@@ -117,15 +86,6 @@ def test_a_class_that_is_masked_out_counts_only_if_it_is_right(xp):
     assert losses.softmax_cross_entropy(xp.array([1]), x)[0].tolist() == [np.inf]
 
 
-@pytest.mark.parametrize("case", slow_but(["class indices", "one-hot", "squared"], CASES))
-def test_no_examples(xp, case):
-    loss, labels = CASES[case]
-    found, gradient = loss(xp.asarray(labels[:0]), xp.asarray(LOGITS[:0]))
-    assert gradient.shape == (0, 2, 3)
-    assert found.shape[0] == 0
-
-
-@pytest.mark.core
 def test_replicas_take_the_step_of_the_whole_batch(strategy, xp):
     """Losses and gradients over the global batch size add up; the last replica has no part."""
     random = np.random.default_rng(9)
@@ -155,164 +115,125 @@ def test_an_index_that_is_no_class(xp):
     for wrong in 2, -1:
         labels = xp.array([1, wrong, 0])
         if xp is np:
-            with pytest.raises(
-                ValueError,
-                match="softmax_cross_entropy: labels has class indices that are negative",
-            ):
+            said = "softmax_cross_entropy: labels has class indices that are negative"
+            with pytest.raises(ValueError, match=said):
                 losses.softmax_cross_entropy(labels, x)
         else:
             for one in losses.softmax_cross_entropy(labels, x):
-                assert np.isnan(hs.asnumpy(one)).reshape(3, -1).all(axis=1).tolist() == [
-                    False,
-                    True,
-                    False,
-                ]
+                are_nan = np.isnan(hs.asnumpy(one)).reshape(3, -1).all(axis=1)
+                assert are_nan.tolist() == [False, True, False]
 
 
-WEIGHTED = [
-    ((3,), (3,)),
-    ((3,), (3, 1)),
-    ((3,), ()),
-    ((3,), (1,)),
-    ((3, 2), (3,)),
-    ((3, 2), (3, 1)),
-    ((3, 2), (3, 2)),
-    ((3, 2), (3, 2, 1)),
-    ((0,), (0, 1)),
+# ---- the average loss of the global batch
+
+
+def of_replicas(strategy, fn):
+    return strategy.reduce("SUM", strategy.run(fn), None)
+
+
+def test_the_average_loss_of_the_global_batch(mirrored, xp):
+    """Uneven parts with a given global batch size: their sum is the mean of all."""
+    parts = [np.arange(rank + 1, dtype=np.float32) + rank for rank in range(N)]
+    size = sum(map(len, parts))
+    found = of_replicas(
+        mirrored,
+        lambda: losses.compute_average_loss(xp.asarray(parts[RANK]), global_batch_size=size),
+    )
+    assert found.dtype == np.float32
+    assert float(found) == pytest.approx(np.concatenate(parts).mean(), rel=1e-6)
+    found = of_replicas(
+        mirrored,
+        lambda: losses.compute_average_loss(xp.full((4, 2), RANK + 1.0), xp.array([1, 0, 2, 1])),
+    )
+    assert float(found) == pytest.approx(2 * 4 * N * (N + 1) / 2 / (4 * N), rel=1e-15)
+    found = of_replicas(mirrored, lambda: losses.scale_regularization_loss(xp.array([1.0, 5.0])))
+    assert float(found) == pytest.approx(6, rel=1e-15)
+
+
+def test_weights_never_repeat_losses(mirrored, xp):
+    """The sum over replicas of r + 1 times a loss of 2 to the i, times its weight."""
+    for shape, weights in [
+        ((3,), (3,)),
+        ((3,), (3, 1)),
+        ((3,), ()),
+        ((3,), (1,)),
+        ((3, 2), (3,)),
+        ((3, 2), (3, 1)),
+        ((3, 2), (3, 2)),
+        ((3, 2), (3, 2, 1)),
+        ((0,), (0, 1)),
+    ]:
+        own = 2.0 ** np.arange(np.prod(shape, dtype=int)).reshape(shape)
+        weight = 1.0 + np.arange(np.prod(weights, dtype=int)).reshape(weights)
+        ones = (1,) * (own.ndim - weight.ndim)
+        of_each = np.broadcast_to(weight.reshape(weight.shape[: own.ndim] + ones), shape)
+
+        def average(own=own, weight=weight):
+            given = xp.asarray(own * (RANK + 1)), xp.asarray(weight)
+            return losses.compute_average_loss(*given, global_batch_size=4)
+
+        expected = (own * of_each).sum() * N * (N + 1) / 2 / 4
+        assert float(of_replicas(mirrored, average)) == expected, (shape, weights)
+
+
+@pytest.mark.parametrize("weights", [(2,), (1, 3), (3, 3), (3, 1, 1)], ids=str)
+def test_weights_that_do_not_fit(mirrored, xp, weights):
+    said = rf"compute_average_loss: sample_weight has shape \({weights[0]},.*\(3,\)"
+    with pytest.raises(ValueError, match=said):
+        mirrored.run(lambda: losses.compute_average_loss(xp.ones(3), xp.ones(weights)))
+
+
+# ---- what is refused
+
+classes, sigmoid = losses.softmax_cross_entropy, losses.sigmoid_cross_entropy
+NO_CLASSES = np.zeros((2, 0))
+REFUSED = {
+    "int logits": (classes, ([0, 1], [[1, 2]]), TypeError, "logits is of dtype int64"),
+    "float classes": (classes, ([0.0], [[1.0]]), TypeError, "class indices of dtype float64"),
+    "more labels": (classes, ([0, 1], [[1.0]]), ValueError, r"labels has shape \(2,\) and logits"),
+    "a number": (classes, (0, 1.0), ValueError, r"logits has shape \(\); its last dimension"),
+    "no classes": (classes, ([0, 0], NO_CLASSES), ValueError, r"logits has shape \(2, 0"),
+    "fewer dimensions": (
+        *(sigmoid, ([1], [[1.0]])),
+        *(ValueError, r"labels has shape \(1,\) and logits \(1, 1\)"),
+    ),
+    "text": (losses.squared_error, (["x"], [1.0]), TypeError, "labels is of dtype"),
+    "complex labels": (
+        losses.squared_error,
+        ([1j], [1.0]),
+        TypeError,
+        "labels is of .* complex128",
+    ),
+    "complex predictions": (
+        *(losses.squared_error, ([1.0], [1j])),
+        *(TypeError, "predictions is of dtype complex128"),
+    ),
+    "delta 0": (losses.huber, ([1.0], [1.0], 0), ValueError, "delta is 0; it must be positive"),
+    "text as delta": (losses.huber, ([1.0], [1.0], "x"), TypeError, "delta is 'x'; it must be a n"),
+    "more predictions": (
+        *(losses.huber, ([1.0], [1.0, 2.0])),
+        *(ValueError, r"labels has shape \(1,\) and predictions \(2,\)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case):
+    loss, given, kind, said = REFUSED[case]
+    with pytest.raises(kind, match=f"{loss.__name__}: .*{said}"):
+        loss(*given)
+
+
+NO_NUMBERS = [
+    (losses.compute_average_loss, (["x"],), "per_example_loss is of dtype str"),
+    (losses.compute_average_loss, (np.array([None]),), "per_example_loss is of dtype ob"),
+    (losses.compute_average_loss, ([1.0], ["2"]), "sample_weight is of dtype str"),
+    (losses.compute_average_loss, ([1.0], None, "8"), "global_batch_size is '8'; it must be a"),
+    (losses.scale_regularization_loss, ("x",), "regularization_loss is of dtype s"),
 ]
 
 
-@on_one_strategy
-@pytest.mark.parametrize(("shape", "weights"), WEIGHTED, ids=str)
-def test_weights_never_repeat_losses(strategy, xp, shape, weights):
-    """The sum over replicas of r + 1 times a loss of 2 to the i, times its weight."""
-    own = 2.0 ** np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    weight = 1.0 + np.arange(np.prod(weights, dtype=int)).reshape(weights)
-    of_each = np.broadcast_to(
-        weight.reshape(weight.shape[: own.ndim] + (1,) * (own.ndim - weight.ndim)), shape
-    )
-    found = strategy.run(
-        lambda: losses.compute_average_loss(
-            xp.asarray(own * (RANK + 1)), xp.asarray(weight), global_batch_size=4
-        )
-    )
-    assert float(strategy.reduce("SUM", found, None)) == (own * of_each).sum() * N * (N + 1) / 2 / 4
-
-
-@on_one_strategy
-@pytest.mark.parametrize("weights", [(2,), (1, 3), (3, 3), (3, 1, 1)], ids=str)
-def test_weights_that_do_not_fit(strategy, xp, weights):
-    def step():
-        losses.compute_average_loss(xp.ones(3), xp.ones(weights))
-
-    with pytest.raises(
-        ValueError, match=rf"compute_average_loss: sample_weight has shape \({weights[0]},.*\(3,\)"
-    ):
-        strategy.run(step)
-
-
-@pytest.mark.parametrize(
-    "call, kind, says",
-    [
-        (
-            lambda: losses.softmax_cross_entropy([0, 1], [[1, 2], [3, 4]]),
-            TypeError,
-            "logits is of dtype int64",
-        ),
-        (
-            lambda: losses.softmax_cross_entropy([0.0], [[1.0, 2.0]]),
-            TypeError,
-            "class indices of dtype float64",
-        ),
-        (
-            lambda: losses.softmax_cross_entropy([0, 1], [[1.0, 2.0]]),
-            ValueError,
-            r"labels has shape \(2,\) and logits",
-        ),
-        (
-            lambda: losses.softmax_cross_entropy(0, 1.0),
-            ValueError,
-            r"logits has shape \(\); its last dimension",
-        ),
-        (
-            lambda: losses.softmax_cross_entropy(np.zeros(2, int), np.zeros((2, 0))),
-            ValueError,
-            r"logits has shape \(2, 0",
-        ),
-        (
-            lambda: losses.sigmoid_cross_entropy([1], [[1.0]]),
-            ValueError,
-            r"labels has shape \(1,\) and logits \(1, 1\)",
-        ),
-        (lambda: losses.squared_error(["x"], [1.0]), TypeError, "labels is of dtype"),
-        (lambda: losses.squared_error([1j], [1.0]), TypeError, "labels is of dtype complex128"),
-        (
-            lambda: losses.squared_error([1.0], [1j]),
-            TypeError,
-            "predictions is of dtype complex128",
-        ),
-        (
-            lambda: losses.huber([1.0], [1.0], delta=0),
-            ValueError,
-            "huber: delta is 0; it must be positive",
-        ),
-        (
-            lambda: losses.huber([1.0], [1.0], delta="x"),  # pyright: ignore[reportArgumentType]
-            TypeError,
-            "huber: delta is 'x'; it must be a number",
-        ),
-        (
-            lambda: losses.huber([1.0], [1.0, 2.0]),
-            ValueError,
-            r"huber: labels has shape \(1,\) and predictions \(2,\)",
-        ),
-    ],
-    ids=[
-        "softmax_cross_entropy of int logits",
-        "softmax_cross_entropy of float classes",
-        "softmax_cross_entropy of more labels",
-        "softmax_cross_entropy of a number",
-        "softmax_cross_entropy of no classes",
-        "sigmoid_cross_entropy of fewer dimensions",
-        "squared_error of text",
-        "squared_error of complex labels",
-        "squared_error of complex predictions",
-        "huber of delta 0",
-        "huber of text as delta",
-        "huber of more predictions",
-    ],
-)
-def test_what_is_refused(call, kind, says):
-    with pytest.raises(kind, match=says):
-        call()
-
-
-@pytest.mark.parametrize(
-    "call, says",
-    [
-        (
-            lambda: losses.compute_average_loss(["x"]),
-            "compute_average_loss: per_example_loss is of dtype str",
-        ),
-        (
-            lambda: losses.compute_average_loss(np.array([None])),
-            "compute_average_loss: per_example_loss is of dtype ob",
-        ),
-        (
-            lambda: losses.compute_average_loss([1.0], ["2"]),
-            "compute_average_loss: sample_weight is of dtype str",
-        ),
-        (
-            lambda: losses.compute_average_loss([1.0], global_batch_size="8"),  # pyright: ignore[reportArgumentType]
-            "compute_average_loss: global_batch_size is '8'; it must be a number",
-        ),
-        (
-            lambda: losses.scale_regularization_loss("x"),
-            "scale_regularization_loss: regularization_loss is of dtype s",
-        ),
-    ],
-    ids=["losses", "objects", "weights", "batch size", "regularization"],
-)
-def test_losses_of_a_replica_that_are_no_numbers(call, says):
-    with pytest.raises(TypeError, match=says):
-        hs.MirroredStrategy().run(call)
+def test_losses_of_a_replica_that_are_no_numbers(mirrored):
+    for call, given, said in NO_NUMBERS:
+        with pytest.raises(TypeError, match=f"{call.__name__}: {said}"):
+            mirrored.run(call, args=given)

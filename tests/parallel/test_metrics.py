@@ -1,26 +1,26 @@
-"""Metrics and losses: exact over uneven batches, on any number of replicas."""
+"""Metrics: of uneven and empty batches, with weights, of the program's own; wrong uses."""
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
-from slow import slow_but
-from strategies import STRATEGIES
 
 import hpcstrat as hs
 
+metrics = hs.metrics
 COMM = MPI.COMM_WORLD
 N = COMM.size
 RANK = COMM.rank
-on_one_strategy = pytest.mark.parametrize(
-    "strategy", slow_but(STRATEGIES[:1], STRATEGIES), indirect=True
-)
 
 
-def make(strategy, kind, *args):
+def make(strategy, kind, *args, **options) -> Any:
     with strategy.scope():
-        return kind(*args)
+        return kind(*args, **options)
+
+
+# ---- means and sums
 
 
 def batches(rank):
@@ -32,93 +32,29 @@ def batches(rank):
     ]
 
 
-def everything():
-    return np.concatenate([batch for rank in range(N) for batch in batches(rank)]).astype(
-        np.float64
-    )
-
-
-def feed(strategy, metric, xp):
-    for batch in batches(RANK):
-        strategy.run(lambda batch=batch: metric.update_state(xp.asarray(batch)))
-
-
-def test_names():
-    """As Keras makes them from the classes."""
-    kinds = "Mean Sum Accuracy BinaryAccuracy CategoricalAccuracy SparseCategoricalAccuracy "
-    kinds += "MeanAbsoluteError MeanSquaredError RootMeanSquaredError"
-    for kind in kinds.split():
-        words = "_".join(word.lower() for word in re.findall("[A-Z][a-z]*", kind))
-        assert getattr(hs.metrics, kind)().name == words
-        assert getattr(hs.metrics, kind)(name="own").name == "own"
-    assert hs.metrics.Mean("loss").name == "loss"
-    assert hs.metrics.ConfusionMatrix(2).name == "confusion_matrix"
-
-    class ROC(hs.metrics.Mean): ...
-
-    class PixelIoU(hs.metrics.Mean): ...
-
-    assert [ROC().name, PixelIoU().name] == ["roc", "pixel_io_u"]
-
-
-@on_one_strategy
-def test_a_metric_of_the_program(strategy, xp):
-    """Its totals have the shape that it asks for, and `combine` makes the result of their sum."""
-
-    class Moments(hs.metrics.Metric):
-        def __init__(self, highest, name=None, dtype=None):
-            super().__init__(name, dtype, (highest + 1,))
-            self.highest = highest
-
-        def update_state(self, values):
-            powers = [(values**power).sum() for power in range(self.highest + 1)]
-            self.totals.assign_add(xp.stack(powers))
-
-        def combine(self, totals):
-            return totals[1:] / totals[0]
-
-    moments = make(strategy, Moments, 2)
-    assert [one.shape for one in moments.variables] == [(3,)]
-    assert moments.variables[0] is moments.totals
-    for power in range(2):
-        strategy.run(
-            lambda power=power: moments.update_state(xp.full(RANK + 1, RANK + power + 1.0))
-        )
-    ranks = np.arange(N)
-    values = np.concatenate([np.repeat(ranks + 1, ranks + 1), np.repeat(ranks + 2, ranks + 1)])
-    np.testing.assert_allclose(moments.result(), [values.mean(), (values**2).mean()], rtol=1e-14)
-    assert repr(moments) == "Moments(name='moments')"
-
-
-@pytest.mark.core
 def test_mean_and_sum(strategy, xp):
-    mean, total = make(strategy, hs.metrics.Mean), make(strategy, hs.metrics.Sum, "total")
+    mean, total = make(strategy, metrics.Mean), make(strategy, metrics.Sum, "total")
+    everything = np.concatenate([batch for rank in range(N) for batch in batches(rank)])
+    wanted = pytest.approx(everything.astype(float).mean(), rel=1e-15), everything.sum()
     for _ in range(2):
-        assert mean.result() == 0 and total.result() == 0
-        feed(strategy, mean, xp)
-        feed(strategy, total, xp)
+        assert mean.result() == total.result() == 0
+        for batch in batches(RANK):
+            for metric in (mean, total):
+                strategy.run(lambda m=metric, batch=batch: m.update_state(xp.asarray(batch)))
         for _ in range(2):  # reading changes nothing
-            assert mean.result() == pytest.approx(everything().mean(), rel=1e-15)
-            assert total.result() == everything().sum()
-        results = COMM.allgather((float(mean.result()), float(total.result())))
-        assert len(set(results)) == 1
+            assert (mean.result(), total.result()) == wanted
+        assert len(set(COMM.allgather((float(mean.result()), float(total.result()))))) == 1
         assert type(mean.result()) is type(total.result()) is np.float64
+        for metric in (mean, total):
+            in_replicas = strategy.experimental_local_results(strategy.run(metric.result))
+            assert all(one == metric.result() for one in in_replicas)
         mean.reset_state()
         with strategy.scope():
             total.reset_state()
 
 
-def test_results_in_a_replica_are_of_all_replicas(strategy, xp):
-    mean = make(strategy, hs.metrics.Mean)
-    feed(strategy, mean, xp)
-    found = strategy.run(mean.result)
-    for one in strategy.experimental_local_results(found):
-        assert one == pytest.approx(everything().mean(), rel=1e-15)
-
-
-@pytest.mark.core
 def test_update_state_never_communicates(strategy):
-    mean = make(strategy, hs.metrics.Mean)
+    mean = make(strategy, metrics.Mean)
 
     def replica():
         before = strategy.replica_group.communicator.calls.number
@@ -132,22 +68,8 @@ def test_update_state_never_communicates(strategy):
     assert mean.result() == (3 if N > 1 else 0)
 
 
-def test_values_of_the_host_and_of_the_device_add_up(strategy, xp):
-    total = make(strategy, hs.metrics.Sum)
-
-    def replica():
-        total.update_state(xp.full(3, RANK + 1.0))
-        total.update_state(np.full(2, RANK + 1.0))
-        total.update_state(xp.ones(()))
-        total.update_state(RANK)
-        total.update_state(np.ones((2, 2)), xp.array([1.0, RANK]))
-
-    strategy.run(replica)
-    assert total.result() == sum(5 * (rank + 1) + 1 + rank + 2 + 2 * rank for rank in range(N))
-
-
-def test_weights(strategy, xp):
-    mean, total = make(strategy, hs.metrics.Mean), make(strategy, hs.metrics.Sum)
+def test_weights_and_values_of_the_host_and_of_the_device(strategy, xp):
+    mean, total = make(strategy, metrics.Mean), make(strategy, metrics.Sum)
 
     def replica():
         values = xp.arange(6.0).reshape(3, 2) + RANK
@@ -155,90 +77,44 @@ def test_weights(strategy, xp):
             metric.update_state(values, xp.array([1.0, 0.0, RANK]))  # one weight per row
             metric.update_state(values, np.ones((3, 2)))
             metric.update_state(5.0, 2.0)
+            metric.update_state(np.full(2, RANK))
+            metric.update_state(xp.ones(()))
+            metric.update_state(np.ones((2, 2)), xp.array([1.0, RANK]))
 
     strategy.run(replica)
     sums = counts = 0.0
     for rank in range(N):
         values = np.arange(6.0).reshape(3, 2) + rank
-        sums += values[0].sum() + rank * values[2].sum() + values.sum() + 10
-        counts += 2 + 2 * rank + 6 + 2
+        sums += values[0].sum() + rank * values[2].sum() + values.sum() + 10 + 2 * rank + 1
+        sums += 2 + 2 * rank
+        counts += 2 + 2 * rank + 6 + 2 + 2 + 1 + 2 + 2 * rank
     assert total.result() == sums
     assert mean.result() == pytest.approx(sums / counts, rel=1e-15)
 
 
-def test_accuracy(strategy, xp):
-    accuracy = make(strategy, hs.metrics.Accuracy)
-    numbers = xp.arange(4)
-    strategy.run(lambda: accuracy.update_state(np.arange(4), xp.where(numbers < RANK, numbers, -1)))
-    strategy.run(lambda: accuracy.update_state(xp.zeros(0), xp.zeros(0)))
-    right = sum(min(rank, 4) for rank in range(N))
-    assert accuracy.result() == right / (4 * N)
-    strategy.run(lambda: accuracy.update_state([1, 1], [1, 0], sample_weight=[3, 1]))
-    assert accuracy.result() == (right + 3 * N) / (4 * N + 4 * N)
-
-
-@on_one_strategy
-@pytest.mark.parametrize("dtype", [np.float64, np.float16, np.uint8, np.int8, bool])
-def test_squared_errors_of_any_dtype(strategy, xp, dtype):
-    """In their own dtype 0 - 1 is 255 and 100 * 100 is 16 for 8 bits; 300 squared is inf for 16."""
-    metric = make(strategy, hs.metrics.MeanSquaredError)
-    largest = {np.float64: 1e3, np.float16: 300, np.uint8: 200, np.int8: 100, bool: 1}[dtype]
-    true, predicted = (
-        xp.array([0, largest, 0]).astype(dtype),
-        xp.array([largest, 0, 0]).astype(dtype),
-    )
-    strategy.run(
-        lambda: metric.update_state(
-            true if RANK % 2 else predicted, predicted if RANK % 2 else true
-        )
-    )
-    assert metric.result() == 2 * largest**2 / 3
-
-
-@on_one_strategy
-@pytest.mark.parametrize("kind", [hs.metrics.Accuracy, hs.metrics.MeanSquaredError])
-def test_shapes_that_differ(strategy, xp, kind):
-    metric = make(strategy, kind)
-    with pytest.raises(
-        ValueError,
-        match=rf"{kind.__name__}.update_state: y_true has shape \(3,\) and y_pred \(3, 1\)",
-    ):
-        strategy.run(lambda: metric.update_state(xp.ones(3), xp.ones((3, 1))))
-    assert metric.result() == 0
-
-
 @pytest.mark.mpi(min_size=2)  # with one replica the script's own level counts for it
-def test_the_scripts_own_level_does_not_count(strategy):
-    mean = make(strategy, hs.metrics.Mean)
+def test_the_scripts_own_level_and_a_metric_of_no_scope_are_refused(strategy):
+    mean = make(strategy, metrics.Mean)
     with (
         strategy.scope(),
         pytest.raises(RuntimeError, match="Mean.update_state was called in the cross-replica"),
     ):
         mean.update_state(3.0)
     assert mean.result() == 0
+    outside, said = metrics.Mean("loss"), "'loss': the variable was made outside of this strategy"
+    with pytest.raises(RuntimeError, match=said):
+        strategy.run(lambda: outside.update_state(1.0))
 
 
-@pytest.mark.mpi(min_size=2)  # with one replica everything is one process's own
-def test_a_metric_of_no_scope_is_refused_in_a_replica(strategy):
-    mean = hs.metrics.Mean("loss")
-    with pytest.raises(
-        RuntimeError, match="'loss': the variable was made outside of this strategy's scope"
-    ):
-        strategy.run(lambda: mean.update_state(1.0))
-
-
-def test_the_dtype_is_that_of_the_result(strategy, xp):
-    with strategy.scope():
-        mean, matrix = (
-            hs.metrics.Mean(dtype=np.float32),
-            hs.metrics.ConfusionMatrix(2, dtype=np.int64),
-        )
+def test_the_dtype_is_that_of_the_result(mirrored, xp):
+    mean = make(mirrored, metrics.Mean, dtype=np.float32)
+    matrix = make(mirrored, metrics.ConfusionMatrix, 2, dtype=np.int64)
 
     def step():
         mean.update_state(xp.asarray(RANK + 0.1))
         matrix.update_state(xp.array([0, 1]), xp.array([0, 1]))
 
-    strategy.run(step)
+    mirrored.run(step)
     assert type(mean.result()) is np.float32
     assert mean.result() == np.float32((N - 1) / 2 + 0.1)
     assert matrix.result().dtype == np.int64
@@ -246,126 +122,165 @@ def test_the_dtype_is_that_of_the_result(strategy, xp):
 
 
 def test_a_call_updates_and_returns_the_result(strategy, xp):
-    mean = make(strategy, hs.metrics.Mean)
+    mean = make(strategy, metrics.Mean)
     for step in range(3):
         found = strategy.run(
             lambda step=step: mean(xp.full(RANK + 1, step + 1.0), sample_weight=xp.array(2.0))
         )
-        assert all(
-            one == mean.result() == (step + 2) / 2
-            for one in strategy.experimental_local_results(found)
+        for one in strategy.experimental_local_results(found):
+            assert one == mean.result() == (step + 2) / 2
+
+
+# ---- names, and metrics of the program
+
+
+def test_names():
+    """As Keras makes them from the classes."""
+    kinds = "Mean Sum Accuracy BinaryAccuracy CategoricalAccuracy SparseCategoricalAccuracy "
+    kinds += "MeanAbsoluteError MeanSquaredError RootMeanSquaredError"
+    for kind in kinds.split():
+        words = "_".join(word.lower() for word in re.findall("[A-Z][a-z]*", kind))
+        assert getattr(metrics, kind)().name == words
+        assert repr(getattr(metrics, kind)(name="own")) == f"{kind}(name='own')"
+    assert metrics.Mean("loss").name == "loss"
+    assert metrics.ConfusionMatrix(2).name == "confusion_matrix"
+
+    class ROC(metrics.Mean): ...
+
+    class PixelIoU(metrics.Mean): ...
+
+    assert [ROC().name, PixelIoU().name] == ["roc", "pixel_io_u"]
+
+
+def test_a_metric_of_the_program(mirrored, xp):
+    """Its totals have the shape that it asks for, and `combine` makes the result of their sum."""
+
+    class Moments(metrics.Metric):
+        def __init__(self, highest, name=None, dtype=None):
+            super().__init__(name, dtype, (highest + 1,))
+            self.highest = highest
+
+        def update_state(self, values):
+            powers = [(values**power).sum() for power in range(self.highest + 1)]
+            self.totals.assign_add(xp.stack(powers))
+
+        def combine(self, totals):
+            return totals[1:] / totals[0]
+
+    moments = make(mirrored, Moments, 2)
+    assert [one.shape for one in moments.variables] == [(3,)]
+    assert moments.variables[0] is moments.totals
+    for power in range(2):
+        mirrored.run(
+            lambda power=power: moments.update_state(xp.full(RANK + 1, RANK + power + 1.0))
         )
+    ranks = np.arange(N)
+    values = np.concatenate([np.repeat(ranks + 1, ranks + 1), np.repeat(ranks + 2, ranks + 1)])
+    np.testing.assert_allclose(moments.result(), [values.mean(), (values**2).mean()], rtol=1e-14)
 
 
-@on_one_strategy
-def test_a_function_makes_a_metric(strategy, xp):
+def test_a_function_makes_a_metric(mirrored, xp):
     def error(y_true, y_pred, power):
         return abs(y_true - y_pred) ** power
 
-    cubed = make(strategy, hs.metrics.MeanMetricWrapper, error)
-    assert cubed.name == "error"
-    with strategy.scope():
-        cubed = hs.metrics.MeanMetricWrapper(error, "cubed", power=3)
+    assert make(mirrored, metrics.MeanMetricWrapper, error).name == "error"
+    cubed = make(mirrored, metrics.MeanMetricWrapper, error, "cubed", power=3)
     assert cubed.name == "cubed"
-    strategy.run(
-        lambda: cubed.update_state(
-            xp.array([1.0, 2.0]), xp.array([RANK + 1.0, 2.0]), xp.array([3.0, 1.0])
-        )
-    )
+    given = xp.array([1.0, 2.0]), xp.array([RANK + 1.0, 2.0]), xp.array([3.0, 1.0])
+    mirrored.run(lambda: cubed.update_state(*given))
     assert cubed.result() == sum(3 * rank**3 for rank in range(N)) / (4 * N)
 
 
-# ---- losses
+# ---- what is refused, before anything has changed
 
 
-@pytest.mark.core
-def test_the_average_loss_of_the_global_batch(strategy, xp):
-    """Uneven parts with a given global batch size: their sum is the mean of all."""
-    losses = [np.arange(rank + 1, dtype=np.float32) + rank for rank in range(N)]
-    size = sum(map(len, losses))
-    found = strategy.run(
-        lambda: hs.losses.compute_average_loss(xp.asarray(losses[RANK]), global_batch_size=size)
-    )
-    total = strategy.reduce("SUM", found, None)
-    assert total.dtype == np.float32
-    assert float(total) == pytest.approx(np.concatenate(losses).mean(), rel=1e-6)
-    found = strategy.run(
-        lambda: hs.losses.compute_average_loss(xp.full((4, 2), RANK + 1.0), xp.array([1, 0, 2, 1]))
-    )
-    assert float(strategy.reduce("SUM", found, None)) == pytest.approx(
-        2 * 4 * N * (N + 1) / 2 / (4 * N), rel=1e-15
-    )
-    found = strategy.run(lambda: hs.losses.scale_regularization_loss(xp.array([1.0, 5.0])))
-    assert float(strategy.reduce("SUM", found, None)) == pytest.approx(6, rel=1e-15)
+def matrix_of_2():
+    return metrics.ConfusionMatrix(2)
 
 
-@on_one_strategy
-def test_the_repr_is_the_name(strategy):
-    with strategy.scope():
-        metrics = [hs.metrics.Mean("loss"), hs.metrics.Accuracy()]
-    assert repr(metrics) == "[Mean(name='loss'), Accuracy(name='accuracy')]"
+def without_result():
+    return metrics.MeanMetricWrapper(lambda *_: None, "none")
 
 
-@on_one_strategy
-@pytest.mark.parametrize(
-    "kind, args, says",
-    [
-        (
-            hs.metrics.Mean,
-            ("x",),
-            "Mean.update_state: values is 'x'; it must be an array of numbers",
-        ),
-        (hs.metrics.Sum, ([1.0], ["x"]), "Sum.update_state: sample_weight is"),
-        (
-            hs.metrics.MeanSquaredError,
-            ([1.0], [None, "x"]),
-            "MeanSquaredError.update_state: y_pred is",
-        ),
-        (
-            hs.metrics.Mean,
-            (None,),
-            "Mean.update_state: values is None; it must be an array of numbers",
-        ),
-        (hs.metrics.Mean, ([1.0, None],), r"Mean.update_state: values is \[1.0, None\]"),
-        (hs.metrics.Mean, (["1.5"],), r"Mean.update_state: values is \['1.5'\]"),
-        (hs.metrics.Sum, ([1.0], [None]), r"Sum.update_state: sample_weight is \[None\]"),
-        (hs.metrics.Accuracy, (None, [1]), "Accuracy.update_state: y_true is None"),
-        (
-            hs.metrics.SparseCategoricalAccuracy,
-            ([1], None),
-            "Accuracy.update_state: y_pred is None",
-        ),
-        (
-            lambda: hs.metrics.ConfusionMatrix(2),
-            (None, None),
-            "ConfusionMatrix.update_state: y_true is None",
-        ),
-        (
-            lambda: hs.metrics.MeanMetricWrapper(lambda *_: None, "none"),
-            ([1], [1]),
-            "MeanMetricWrapper.update_state: values is None",
-        ),
-    ],
-    ids=[
-        *(
-            "values",
-            "weights",
-            "predictions",
-            "None",
-            "None among values",
-            "digits",
-            "None as weight",
-        ),
-        *(
-            "None for labels",
-            "None for scores",
-            "None for classes",
-            "a function without result",
-        ),
-    ],
-)
-def test_what_is_no_number_is_refused_by_the_name_of_the_call(strategy, kind, args, says):
-    metric = make(strategy, kind)
-    with pytest.raises(TypeError, match=says):
-        strategy.run(lambda: metric.update_state(*args))
-    assert not np.any(metric.result())
+def difference():
+    return metrics.MeanMetricWrapper(lambda y, p: y - p, "of a function")
+
+
+NO_NUMBERS = {
+    "values": (metrics.Mean, ("x",), "values is 'x'; it must be an array of numbers"),
+    "None": (metrics.Mean, (None,), "values is None; it must be an array of numbers"),
+    "None among values": (metrics.Mean, ([1.0, None],), r"values is \[1.0, None\]"),
+    "digits": (metrics.Mean, (["1.5"],), r"values is \['1.5'\]"),
+    "weights": (metrics.Sum, ([1.0], ["x"]), "sample_weight is"),
+    "None as weight": (metrics.Sum, ([1.0], [None]), r"sample_weight is \[None\]"),
+    "predictions": (metrics.MeanSquaredError, ([1.0], [None, "x"]), "y_pred is"),
+    "None for labels": (metrics.Accuracy, (None, [1]), "y_true is None"),
+    "None for scores": (metrics.SparseCategoricalAccuracy, ([1], None), "y_pred is None"),
+    "None for classes": (matrix_of_2, (None, None), "y_true is None"),
+    "a function without result": (without_result, ([1], [1]), "values is None"),
+}
+COMPLEX = {
+    "values": (metrics.Mean, ([1j, 2],)),
+    "values, a number": (metrics.Mean, (2 + 1j,)),
+    "values of 64 bits": (metrics.Sum, (np.zeros(2, np.complex64),)),
+    "values of a function": (difference, ([1j, 2], [0, 0])),
+    "sample_weight of a sum": (metrics.Sum, ([1.0, 2.0], [1j, 2])),
+    "sample_weight of errors": (metrics.MeanSquaredError, ([0.0, 1.0], [0.0, 1.0], [1j, 1])),
+    "sample_weight of counts": (matrix_of_2, ([0, 1], [0, 1], [1j, 1])),
+    "y_pred for a threshold": (metrics.BinaryAccuracy, ([0, 1], [0.2j, 0.7])),
+    "y_pred, scores": (metrics.SparseCategoricalAccuracy, ([0, 1], [[1j, 0], [0, 1]])),
+    "y_true, class indices": (metrics.SparseCategoricalAccuracy, ([0, 1j], [[1, 0], [0, 1]])),
+    "y_true, one-hot": (metrics.CategoricalAccuracy, ([[1j, 0]], [[1, 0]])),
+    "y_true of a matrix": (matrix_of_2, ([0, 1j], [0, 1])),
+    "y_pred of a matrix": (matrix_of_2, ([0, 1], [0, 1j])),
+}
+"""By what is complex: the metric, and the arguments."""
+
+sparse, binary = metrics.SparseCategoricalAccuracy, metrics.BinaryAccuracy
+SHAPES = {
+    "other shapes": (metrics.Accuracy, (np.ones(3), np.ones((3, 1))), r"\(3,\) and y_pred \(3, 1"),
+    "fewer class indices": (sparse, ([0, 1], [[1.0, 2.0]]), r"\(2,\) and y_pred \(1, 2\)"),
+    "scores without classes": (sparse, ([0, 1], [1.0, 2.0]), "y_pred must have one more dimension"),
+    "class indices for one-hot labels": (
+        *(metrics.CategoricalAccuracy, ([0, 1], [[1.0, 2.0]])),
+        r"y_true has shape \(2,\) and y_pred \(1, 2\)",
+    ),
+    "no classes": (
+        *(metrics.CategoricalAccuracy, (np.ones((2, 0)), np.ones((2, 0)))),
+        "its last dimension must be that of classes",
+    ),
+    "one more dimension": (binary, ([0, 1], [[1.0]]), r"\(1, 1\); they must be equal"),
+    "more weights": (binary, ([0, 1], [0.0, 1.0], [1.0] * 3), r"sample_weight has shape \(3,\)"),
+    "weights of two dimensions": (
+        *(metrics.MeanAbsoluteError, ([0, 1], [0.0, 1.0], np.ones((2, 2)))),
+        "sample_weight has shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NO_NUMBERS)
+def test_what_is_no_number(mirrored, case):
+    kind, given, said = NO_NUMBERS[case]
+    check_refused(mirrored, make(mirrored, kind), given, TypeError, said)
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes_that_do_not_fit(mirrored, xp, case):
+    kind, given, said = SHAPES[case]
+    given = [xp.asarray(one) for one in given]
+    check_refused(mirrored, make(mirrored, kind), given, ValueError, f".*{said}")
+
+
+@pytest.mark.parametrize("case", COMPLEX)
+def test_complex_numbers_that_are_refused(mirrored, xp, case):
+    kind, given = COMPLEX[case]
+    name = case.split()[0].rstrip(",")
+    said = rf"{name} has dtype complex\d+, and must be real; pass abs\({name}\), or {name}.real and"
+    given = [xp.asarray(one) for one in given]
+    check_refused(mirrored, make(mirrored, kind), given, TypeError, f"{said} {name}.imag to two")
+
+
+def check_refused(strategy, metric, given, error, said):
+    with pytest.raises(error, match=f"{type(metric).__name__}.update_state: {said}"):
+        strategy.run(lambda: metric.update_state(*given))
+    assert not metric.totals.numpy().any() and not np.any(metric.result())

@@ -1,14 +1,22 @@
-"""What optimizers agree on between ranks, and how they take a learning rate."""
+"""Gradients of any layout, dtype and size; their norms; learning rates; optimizers of one's own.
+
+The optimizers' steps: test_acceptance.py. What they refuse: test_optimizers_refused.py.
+"""
+
+from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 from strategies import STRATEGIES
+from transports import has, kind
 
 import hpcstrat as hs
+from hpcstrat.checkpoint import Checkpoint
 
 N = MPI.COMM_WORLD.size
 RANK = MPI.COMM_WORLD.rank
+START = np.array([[1.0, -2.0], [0.5, 3.0], [-1.0, 0.25]])
 
 
 @pytest.fixture(scope="module", params=STRATEGIES)
@@ -17,62 +25,24 @@ def strategy(request, place):
         yield made
 
 
-def stepped(strategy, gradient, rate):
-    """A table of 4 rows of ones after one step of SGD with a gradient of ones, if any."""
-    with strategy.scope():
-        table = hs.Variable(np.ones((4, 2)))
-        optimizer = hs.optimizers.SGD(rate)
-    strategy.run(lambda: optimizer.apply_gradients([(gradient(strategy.xp), table)]))
-    return table
+def own(step):
+    """The gradient of this replica, and the sum over all of them."""
+    every = [np.cos(np.arange(6.0).reshape(3, 2) + 3 * step + rank) for rank in range(N)]
+    return every[RANK], np.sum(every, axis=0)
 
 
-def dense(xp):
-    return xp.ones((4, 2))
+def train(strategy, v, optimizer, step):
+    gradient = strategy.xp.asarray(own(step)[0])
+    strategy.run(optimizer.apply_gradients, args=([(gradient, v)],))
 
 
-def rows(xp):
-    return hs.IndexedSlices(xp.ones((2, 2)), xp.array([1, 3]), (4, 2))
+def close(found, expected, tolerance=1e-12):
+    np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.core
-@pytest.mark.mpi(min_size=2)  # one rank's learning rate is the only one
-@pytest.mark.parametrize("gradient", [dense, rows])
-def test_learning_rates_that_differ_are_refused(strategy, gradient):
-    with pytest.raises(hs.ReplicaMismatchError, match=r"SGD\.apply_gradients"):
-        stepped(strategy, gradient, 0.5 if RANK else 0.25)
-    table = stepped(strategy, gradient, 0.5)
-    assert table.numpy()[3].tolist() == [1 - 0.5 * N] * 2
+# ---- gradients
 
 
-@pytest.mark.mpi(min_size=2)  # one rank's slots are the only ones
-def test_slots_that_start_differently_are_refused(strategy, xp):
-    def step(start):
-        optimizer = hs.optimizers.Adagrad(0.5, initial_accumulator_value=start, epsilon=0.0)
-        strategy.run(lambda: optimizer.apply_gradients([(xp.ones(3), v)]))
-
-    with strategy.scope():
-        v = hs.Variable(np.zeros(3))
-    with pytest.raises(hs.ReplicaMismatchError, match="rank 1: .* with initial value=1.5"):
-        step(0.5 + RANK)
-    assert v.numpy().tolist() == [0] * 3
-    step(0.0)
-    assert v.numpy().tolist() == [-0.5] * 3
-
-
-@pytest.mark.parametrize("gradient", [dense, rows])
-def test_only_a_parameter_without_a_default_is_the_step(strategy, gradient):
-    rates = {
-        lambda: 0.5: 0.5,
-        lambda factor=0.5: factor: 0.5,
-        lambda *rest, **more: 0.5: 0.5,
-        lambda step: 0.5 + step: 0.5,
-        hs.optimizers.schedules.ExponentialDecay(0.5, 10, 0.9): 0.5,
-    }
-    for rate, expected in rates.items():
-        assert stepped(strategy, gradient, rate).numpy()[1].tolist() == [1 - expected * N] * 2
-
-
-@pytest.mark.core
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.complex64])
 def test_each_row_is_summed_by_itself(strategy, xp, dtype):
     """However many other rows there are, and whatever is in them: one is infinite, one is NaN."""
@@ -95,25 +65,7 @@ def test_each_row_is_summed_by_itself(strategy, xp, dtype):
     )
 
 
-def test_rows_without_a_gradient_stay(strategy):
-    assert stepped(strategy, rows, 0.5).numpy()[[0, 2]].tolist() == [[1, 1]] * 2
-
-
-def test_slices_of_a_scalar_are_refused(strategy, xp):
-    with strategy.scope():
-        v, optimizer = hs.Variable(1.0), hs.optimizers.SGD(1.0)
-
-    def replica():
-        gradient = hs.IndexedSlices(xp.ones(1), xp.array([0]))
-        with pytest.raises(ValueError, match=r"SGD\.apply_gradients: .* the variable is a scalar"):
-            optimizer.apply_gradients([(gradient, v)])
-
-    strategy.run(replica)
-    assert v.numpy() == 1
-
-
-LARGE = [(5,), (300, 400), (3,), (400, 300)]  # each rank updates whole chunks of the large ones
-
+LARGE = [(5,), (300, 400)]  # each rank updates whole chunks of the large one
 LAYOUTS = {
     "new arrays": lambda xp, g: g,
     "not contiguous": lambda xp, g: xp.repeat(g, 2, axis=-1)[..., ::2],
@@ -123,48 +75,37 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(layout, marks=pytest.mark.core if layout == "transposed" else ())
-        for layout in LAYOUTS
-    ],
-)
-def test_large_gradients_of_every_layout(strategy, layout):
-    xp = strategy.xp
+def test_large_gradients_of_every_layout(strategy, xp):
+    plan = [(layout, shape) for layout in LAYOUTS for shape in LARGE]
 
-    def gradient(shape, rank):  # whole numbers, so that sums are exact
+    def gradient(layout, shape, rank):  # whole numbers, so that sums are exact
         values = np.arange(np.prod(shape)).reshape(shape) % 97 + 1000 * rank
         return values if layout != "read-only" else np.broadcast_to(values[:1], shape)
 
     with strategy.scope():
-        variables = [hs.Variable(np.full(shape, 7, np.float32)) for shape in LARGE]
+        variables = [hs.Variable(np.full(shape, 7, np.float32)) for _, shape in plan]
         optimizer = hs.optimizers.SGD(1.0)
     for _ in range(2):
         gradients = [
-            LAYOUTS[layout](xp, xp.asarray(gradient(shape, RANK).astype(np.float32)))
-            for shape in LARGE
+            LAYOUTS[layout](xp, xp.asarray(gradient(layout, shape, RANK).astype(np.float32)))
+            for layout, shape in plan
         ]
         strategy.run(
             lambda given: optimizer.apply_gradients(zip(given, variables, strict=True)),
             args=(gradients,),
         )
-        for given, shape in zip(gradients, LARGE, strict=True):
-            assert np.array_equal(hs.asnumpy(given), gradient(shape, RANK))  # they are the caller's
-    for variable, shape in zip(variables, LARGE, strict=True):
-        assert np.array_equal(
-            variable.numpy(), 7 - 2 * sum(gradient(shape, rank) for rank in range(N))
-        )
+        for given, one in zip(gradients, plan, strict=True):
+            assert np.array_equal(hs.asnumpy(given), gradient(*one, RANK))  # they are the caller's
+    for variable, one in zip(variables, plan, strict=True):
+        total = sum(gradient(*one, rank) for rank in range(N))
+        assert np.array_equal(variable.numpy(), 7 - 2 * total), one
 
 
-@pytest.mark.core
 def test_gradients_that_are_other_variables_values(strategy):
     numbers = np.arange(120_000).reshape(300, 400) % 97
     with strategy.scope():
-        one, other = (
-            hs.Variable(numbers.astype(np.float32)),
-            hs.Variable((numbers[::-1] + 5).astype(np.float32)),
-        )
+        one = hs.Variable(numbers.astype(np.float32))
+        other = hs.Variable((numbers[::-1] + 5).astype(np.float32))
         optimizer = hs.optimizers.SGD(1.0)
     for _ in range(3):
         before = one.numpy(), other.numpy()
@@ -184,62 +125,274 @@ def test_no_variable_at_all_is_no_step(strategy):
     assert optimizer.iterations == 0
 
 
-@pytest.mark.core
-@pytest.mark.mpi(min_size=2)  # one rank cannot differ from another
-def test_variables_on_one_rank_only_are_a_mismatch(strategy):
-    with strategy.scope():
-        v = hs.Variable(np.ones(2))
-    optimizer = hs.optimizers.SGD(0.5)
-    with pytest.raises(hs.ReplicaMismatchError, match=r"SGD\.apply_gradients\(no variable\)"):
-        strategy.run(lambda: optimizer.apply_gradients([] if RANK else [(strategy.xp.ones(2), v)]))
-    assert v.numpy().tolist() == [1, 1]
-
-
-@pytest.mark.mpi(min_size=2)  # one process is all of them
-def test_variables_of_no_scope_are_named_as_such(strategy):
-    v = hs.Variable(np.ones(2), name="w")
-    with pytest.raises(
-        RuntimeError,
-        match=r"SGD.apply_gradients to 'w': .* made outside .* `with strategy.scope\(\):`",
-    ):
-        strategy.run(lambda: hs.optimizers.SGD(0.5).apply_gradients([(np.ones(2), v)]))
-
-
-def test_reprs_tell_the_arguments_and_the_steps_done(strategy):
-    with strategy.scope():
-        v = hs.Variable(np.ones(2))
-        optimizer = hs.optimizers.SGD(0.5, momentum=0.9)
-    strategy.run(lambda: optimizer.apply_gradients([(strategy.xp.ones(2), v)]))
-    assert repr(optimizer) == ("SGD(learning_rate=0.5, momentum=0.9, nesterov=False, iterations=1)")
-    rate = hs.optimizers.schedules.CosineDecay(0.1, 10)
-    for one in (
-        hs.optimizers.Adam(rate),
-        hs.optimizers.AdamW(rate),
-        hs.optimizers.Adagrad(),
-        hs.optimizers.RMSprop(),
-    ):
-        assert repr(one).startswith(f"{type(one).__name__}(learning_rate={one.learning_rate!r}, ")
-        assert "epsilon=1e-07" in repr(one)
-
-
 def test_of_many_subsets_of_the_variables_only_some_are_kept(strategy):
     """Any number of them may occur; the buffers stay."""
     with strategy.scope():
-        variables = [hs.Variable(np.zeros(3)) for _ in range(6)]
+        variables = [hs.Variable(np.zeros(3)) for _ in range(5)]
         optimizer = hs.optimizers.SGD(1.0)
     buffers = optimizer.gradient_buffers(variables)
-    steps = np.zeros(6)
-    for subset in 3 * list(range(1, 64)):
-        members = [i for i in range(6) if subset >> i & 1]
+    steps = np.zeros(5)
+    for subset in 2 * list(range(1, 32)):
+        members = [i for i in range(5) if subset >> i & 1]
         gradients = [strategy.xp.full(3, float(i + 1)) for i in members]
         pairs = [(gradient, variables[i]) for gradient, i in zip(gradients, members, strict=True)]
         strategy.run(lambda pairs=pairs: optimizer.apply_gradients(pairs))
         steps[members] += 1
-    assert [v.numpy().tolist() for v in variables] == [
-        [-N * (i + 1) * steps[i]] * 3 for i in range(6)
-    ]
-    assert all(
-        one is other
-        for one, other in zip(buffers, optimizer.gradient_buffers(variables), strict=True)
-    )
+    found = [v.numpy().tolist() for v in variables]
+    assert found == [[-N * (i + 1) * steps[i]] * 3 for i in range(5)]
+    again = optimizer.gradient_buffers(variables)
+    assert all(one is other for one, other in zip(buffers, again, strict=True))
     assert len(optimizer._state.plans) == 1 + 16
+
+
+# ---- norms
+
+
+FORMS = {
+    "one element or none": [
+        ((3, 5), "float32"),
+        ((0, 4), "float32"),
+        ((), "float64"),
+        ((1,), "float32"),
+        ((20_000,), "float64"),
+        ((7,), "float32"),
+    ],
+    "many variables": [((1 + i % 5,), "float64") for i in range(150)],
+    "16 bits and complex": [
+        ((300, 5), "float16"),
+        ((90,), "bfloat16"),
+        ((7,), "complex64"),
+        ((40,), "float32"),
+        ((30, 30), "complex128"),
+    ],
+}
+TOLERANCE = {"float64": 1e-12, "complex128": 1e-12, "float16": 2e-3, "bfloat16": 2e-2}
+
+
+def clipped(option, most, rate=0.5, kind: Any = hs.optimizers.SGD):
+    return kind(rate, **{option: most})
+
+
+def norms_of(option, gradients):
+    """The norm by which each of them is scaled."""
+    norms = [np.linalg.norm(one) for one in gradients]
+    return norms if option == "clipnorm" else [np.linalg.norm(norms)] * len(norms)
+
+
+both_norms = pytest.mark.parametrize("option", ["clipnorm", "global_clipnorm"])
+
+
+@both_norms
+@pytest.mark.parametrize("forms", FORMS)
+def test_norms_of_gradients_of_all_sizes_and_dtypes(strategy, forms, option):
+    """Every third variable has no gradient."""
+    random = np.random.default_rng(3)
+    made = [(s, kind(name)) for s, name in FORMS[forms] if has(strategy.xp, kind(name))]
+
+    def drawn(shape, dtype):  # of few bits, so that sums are exact
+        values = random.integers(-9, 9, shape) + 1j * random.integers(-9, 9, shape)
+        return (values if dtype.kind == "c" else values.real).astype(dtype)
+
+    of_ranks = [[drawn(shape, dtype) for shape, dtype in made] for _ in range(N)]
+    wide = [[np.asarray(g, "D" if g.dtype.kind == "c" else "d") for g in each] for each in of_ranks]
+    totals = [
+        0 * parts[0] if i % 3 == 2 else np.sum(parts, axis=0)
+        for i, parts in enumerate(zip(*wide, strict=True))
+    ]
+    norms = norms_of(option, totals)
+    most = float(np.median(norms)) * 0.9 or 1.0
+    with strategy.scope():
+        variables = [hs.Variable(np.zeros(shape, dtype)) for shape, dtype in made]
+        optimizer = clipped(option, most, 1.0)
+    gradients = [
+        None if i % 3 == 2 else strategy.xp.asarray(g) for i, g in enumerate(of_ranks[RANK])
+    ]
+    strategy.run(optimizer.apply_gradients, args=(list(zip(gradients, variables, strict=True)),))
+    for v, total, norm in zip(variables, totals, norms, strict=True):
+        expected = -total * min(1, most / norm if norm else 1)
+        close(v.numpy().astype(expected.dtype), expected, TOLERANCE.get(v.dtype.name, 1e-5))
+
+
+@pytest.mark.parametrize(
+    ("option", "harm", "is_sparse"),
+    [
+        ("clipnorm", np.inf, False),
+        ("clipnorm", np.nan, True),
+        ("global_clipnorm", np.nan, False),
+        ("global_clipnorm", np.inf, True),
+    ],
+)
+def test_norms_that_are_not_finite_make_gradients_nan(strategy, xp, option, harm, is_sparse):
+    with strategy.scope():
+        harmed, other = hs.Variable(START), hs.Variable(START)
+        optimizer = clipped(option, 1e6)
+    gradient = xp.ones(START.shape)
+    gradient[0, 0] = harm if RANK == N - 1 else 1
+    rows = hs.IndexedSlices(gradient, xp.arange(3)) if is_sparse else gradient
+    pairs = [(rows, harmed), (xp.ones(START.shape), other)]
+    strategy.run(optimizer.apply_gradients, args=(pairs,))
+    assert np.isnan(harmed.numpy()).all()
+    expected = START - 0.5 * N if option == "clipnorm" else np.full_like(START, np.nan)
+    np.testing.assert_array_equal(other.numpy(), expected)
+
+
+@both_norms
+def test_norms_are_those_of_arrays_and_of_rows(strategy, option):
+    """Of rows that several ranks name, and one rank twice."""
+    with strategy.scope():
+        v, table, other = (hs.Variable(START) for _ in range(3))
+        optimizer = clipped(option, 0.25)
+
+    def of_rank(rank):
+        return np.array([2, 0, 2]), np.cos(np.arange(6.0).reshape(3, 2) + rank)
+
+    def step():
+        rows, values = map(strategy.xp.asarray, of_rank(RANK))
+        slices = hs.IndexedSlices(values, rows)
+        optimizer.apply_gradients([(slices, table), (values, v), (slices, other)])
+
+    strategy.run(step)
+    total, of_table = np.zeros_like(START), np.zeros_like(START)
+    for rank in range(N):
+        rows, values = of_rank(rank)
+        total += values
+        np.add.at(of_table, rows, values)
+    gradients = [of_table, total, of_table]
+    norms = norms_of(option, gradients)
+    for found, gradient, norm in zip((table, v, other), gradients, norms, strict=True):
+        assert norm > 0.25
+        close(found.numpy(), START - 0.5 * gradient * (0.25 / norm))
+
+
+@pytest.mark.parametrize(
+    ("option", "dtype"), [("clipnorm", np.int64), ("global_clipnorm", np.float16)]
+)
+def test_gradients_of_other_dtypes_are_clipped_with_rows(strategy, xp, option, dtype):
+    with strategy.scope():
+        w, table = hs.Variable(np.zeros(2)), hs.Variable(np.zeros((2, 1)))
+        optimizer = clipped(option, 1.0, 1.0)
+    rows = hs.IndexedSlices(xp.zeros((1, 1)), xp.asarray([0]))
+    strategy.run(lambda: optimizer.apply_gradients([(xp.asarray([3, 4], dtype), w), (rows, table)]))
+    close(w.numpy(), [-0.6, -0.8], 1e-7)  # [3, 4] for each replica has this direction
+
+
+@both_norms
+@pytest.mark.parametrize("where", ["in the replicas", "across replicas"])
+def test_norms_of_gradients_that_are_summed_already(strategy, option, where):
+    with strategy.scope():
+        v, optimizer = hs.Variable(START), clipped(option, 0.5)
+    total = own(0)[1]
+    pairs = [(strategy.xp.asarray(total), v)]
+    if where == "across replicas":
+        optimizer.apply_gradients(pairs)
+    else:
+        strategy.run(lambda: optimizer.apply_gradients(pairs, skip_gradients_aggregation=True))
+    close(v.numpy(), START - 0.25 * total / np.linalg.norm(total))
+
+
+@both_norms
+def test_a_restored_program_clips_the_same_bits(strategy, option, mpi_tmp_path):
+    """Though a variable got its first gradient, and so its slot, after the others."""
+    shapes = [40, 8, 5]
+
+    def made():
+        with strategy.scope():
+            variables = [hs.Variable(np.zeros(n)) for n in shapes]
+            return variables, clipped(option, 0.7, 0.1, hs.optimizers.Adagrad)
+
+    def step(variables, optimizer, gradients):
+        pairs = list(zip(gradients, variables, strict=True))
+        strategy.run(lambda: optimizer.apply_gradients(pairs))
+
+    for trial in range(6):
+        random = np.random.default_rng([trial, RANK])
+        gradients = [strategy.xp.asarray(random.standard_normal(n)) for n in shapes]
+        first, restored = made(), made()
+        step(*first, [None, *gradients[1:]])
+        step(*first, gradients)
+        Checkpoint(v=first[0], o=first[1]).save(mpi_tmp_path / "file")
+        Checkpoint(v=restored[0], o=restored[1]).restore(mpi_tmp_path / "file")
+        for one in (first, restored):
+            step(*one, gradients)
+        for one, other in zip(first[0], restored[0], strict=True):
+            assert one.numpy().tobytes() == other.numpy().tobytes()
+
+
+# ---- learning rates, and optimizers of one's own
+
+
+def test_a_learning_rate_that_changes_between_steps(strategy):
+    """A number, then a variable, which is assigned."""
+    with strategy.scope():
+        v, rate = hs.Variable(START), hs.Variable(4.0)
+        optimizer = hs.optimizers.SGD(0.5, momentum=0.9)
+    velocity, value = 0, START
+    for step, wanted in enumerate([0.5, 0.25, 2.0, 4.0, 0.125]):
+        optimizer.learning_rate = wanted if step < 3 else rate
+        if step < 3:
+            assert optimizer.learning_rate == wanted
+        else:
+            rate.assign(wanted)
+        train(strategy, v, optimizer, step)
+        velocity = 0.9 * velocity - wanted * own(step)[1]
+        value = value + velocity
+        close(v.numpy(), value)
+    with pytest.raises(ValueError, match="SGD: learning_rate is -1"):
+        optimizer.learning_rate = -1
+    assert optimizer.learning_rate is rate
+
+
+class Plain(hs.optimizers.Optimizer):
+    """Not a dataclass: it has its own `__init__`, attributes of its own, and two options."""
+
+    in_class = 1.0
+
+    def __init__(self, learning_rate, factor=3.0, is_signed=False):
+        self.early = factor
+        super().__init__(learning_rate)
+        self.factor = factor
+        self.is_signed, self.bound = is_signed, None
+
+    @property
+    def slots(self):
+        return {"steps": 1.0}
+
+    def numbers(self, rate, step):
+        return {
+            "rate": rate * self.factor * self.early * self.in_class,
+            "step": step,
+            "is_signed": self.is_signed,
+            "bound": self.bound,
+        }
+
+    @staticmethod
+    def formula(value, gradient, steps, *, rate, step, is_signed, bound):
+        if is_signed:
+            gradient = np.sign(gradient)
+        if bound is not None:
+            gradient = np.minimum(gradient, bound)
+        return value - rate * gradient, steps + step
+
+
+def test_attributes_and_options_of_its_own(strategy):
+    """They may change between steps; a `bool` or `None` chooses another formula."""
+    with strategy.scope():
+        w, optimizer = hs.Variable(np.ones((4, 3))), Plain(0.5)
+    total, value, steps = sum(range(1, N + 1)), 1.0, 1
+    changes: list[dict[str, Any]] = [
+        {},
+        {"factor": 2.0, "in_class": 4.0},
+        {"is_signed": True},
+        {"bound": 0.5},
+        {"bound": 0.25},
+    ]
+    for step, change in enumerate(changes, 1):
+        for name, new in change.items():
+            setattr(optimizer, name, new)
+        gradient = strategy.xp.full((4, 3), RANK + 1.0)
+        strategy.run(optimizer.apply_gradients, args=([(gradient, w)],))
+        used = min(1 if optimizer.is_signed else total, optimizer.bound or total)
+        value -= 0.5 * optimizer.factor * 3 * optimizer.in_class * used
+        steps += step
+    assert (w.numpy() == value).all()
+    assert (optimizer.variables[-1].numpy() == steps).all()

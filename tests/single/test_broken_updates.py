@@ -4,7 +4,6 @@ import sys
 
 import numpy as np
 import pytest
-from slow import slow_but
 
 import hpcstrat as hs
 
@@ -71,21 +70,35 @@ def interrupted(moment, call):
 
 
 # From what an exception stops midway.
-@pytest.mark.filterwarnings("ignore:Exception ignored", "ignore:unclosed file")
-@pytest.mark.parametrize("name", slow_but(["assign", "apply_gradients"], CALLS))
-def test_an_update_is_whole_or_marked_interrupted(name, tmp_path, monkeypatch):
+midway = pytest.mark.filterwarnings("ignore:Exception ignored", "ignore:unclosed file")
+
+
+@midway
+@pytest.mark.parametrize(("name", "stride"), [("assign", 9), ("apply_gradients", 3)])
+def test_an_update_is_whole_or_marked_interrupted(name, stride, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    check(name, stride)
+
+
+@midway
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_an_update_is_whole_or_marked_interrupted_at_every_moment(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check(name, stride=1)
+
+
+def check(name, stride):
+    """Interrupts a call at its first moment, and so many further ones on each time."""
     call, after, steps = CALLS[name]
     model = Model()
     model.apply(2 * STEP)
     model.checkpoint.save("saved")
-    found, moment = set(), 1
-    while True:
+    found, outcome, moment, is_interrupted = set(), "", 1, True
+    while is_interrupted:
         outcome, is_interrupted = outcome_of(moment, Model(), call, after, steps)
         found.add(outcome)
-        if not is_interrupted:
-            break
-        moment += 1
+        moment += stride
     assert outcome == "after" and found == {"interrupted", "before", "after"}
 
 

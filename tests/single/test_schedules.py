@@ -5,86 +5,59 @@ import re
 
 import numpy as np
 import pytest
-from internals import nests
 
 import hpcstrat as hs
 from hpcstrat.optimizers import schedules
 
-STEPS = range(0, 25)
+
+def polynomial(step):
+    return (0.1 - 0.01) * (1 - min(step, 10) / 10) ** 0.5 + 0.01
 
 
-def close(schedule, expected):
-    for step in STEPS:
-        assert schedule(step) == pytest.approx(expected(step), rel=1e-12), step
+def cycling(step):
+    last = 10 * max(1, math.ceil(step / 10))
+    return (0.1 - 0.01) * (1 - step / last) + 0.01
 
 
-DECAYS = {
-    "ExponentialDecay": lambda steps: schedules.ExponentialDecay(0.1, steps, 0.9),
-    "InverseTimeDecay": lambda steps: schedules.InverseTimeDecay(0.1, steps, 0.9),
-    "PolynomialDecay": lambda steps: schedules.PolynomialDecay(0.1, steps),
-    "CosineDecay": lambda steps: schedules.CosineDecay(0.1, steps),
-    "CosineDecayRestarts": lambda steps: schedules.CosineDecayRestarts(0.1, steps),
-}
+def cosine(step):
+    return 0.1 * ((1 - 0.2) * 0.5 * (1 + math.cos(math.pi * min(step, 10) / 10)) + 0.2)
 
 
-@pytest.mark.parametrize("steps", [0, -1])
-@pytest.mark.parametrize("decay", DECAYS)
-def test_decay_steps_must_be_positive(decay, steps):
-    with pytest.raises(
-        ValueError, match=rf"^{decay}: \w*decay_steps is {steps}; it must be a positive"
-    ):
-        DECAYS[decay](steps)
+def warmed(step):
+    return 0.1 * step / 5 if step < 5 else cosine(step - 5)
 
 
-def test_exponential_decay():
-    close(schedules.ExponentialDecay(0.1, 10, 0.5), lambda step: 0.1 * 0.5 ** (step / 10))
-    close(
+def piecewise(step):  # a step that is a boundary has the rate before it
+    return 1.0 if step <= 4 else 0.5 if step <= 10 else 0.1
+
+
+FORMULAS = [
+    (schedules.ExponentialDecay(0.1, 10, 0.5), lambda step: 0.1 * 0.5 ** (step / 10)),
+    (
         schedules.ExponentialDecay(0.1, 10, 0.5, staircase=True),
         lambda step: 0.1 * 0.5 ** (step // 10),
-    )
-
-
-def test_piecewise_constant_decay():
-    """TensorFlow's example: 1.0 for the first 100001 steps, 0.5 for the next 10000, then 0.1."""
-    schedule = schedules.PiecewiseConstantDecay([100000, 110000], [1.0, 0.5, 0.1])
-    found = [schedule(step) for step in (0, 100000, 100001, 110000, 110001, 10**6)]
-    assert found == [1.0, 1.0, 0.5, 0.5, 0.1, 0.1]
-
-
-def test_polynomial_decay():
-    close(
-        schedules.PolynomialDecay(0.1, 10, 0.01, power=0.5),
-        lambda step: (0.1 - 0.01) * (1 - min(step, 10) / 10) ** 0.5 + 0.01,
-    )
-    assert schedules.PolynomialDecay(0.1, 10)(99) == pytest.approx(0.0001)
-
-    def cycling(step):
-        last = 10 * max(1, math.ceil(step / 10))
-        return (0.1 - 0.01) * (1 - step / last) + 0.01
-
-    close(schedules.PolynomialDecay(0.1, 10, 0.01, cycle=True), cycling)
-
-
-def test_inverse_time_decay():
-    close(schedules.InverseTimeDecay(0.1, 10, 0.5), lambda step: 0.1 / (1 + 0.5 * step / 10))
-    close(
+    ),
+    (schedules.InverseTimeDecay(0.1, 10, 0.5), lambda step: 0.1 / (1 + 0.5 * step / 10)),
+    (
         schedules.InverseTimeDecay(0.1, 10, 0.5, staircase=True),
         lambda step: 0.1 / (1 + 0.5 * (step // 10)),
-    )
+    ),
+    (schedules.PolynomialDecay(0.1, 10, 0.01, power=0.5), polynomial),
+    (schedules.PolynomialDecay(0.1, 10, 0.01, cycle=True), cycling),
+    (
+        schedules.PolynomialDecay(0.1, 10),
+        lambda step: 0.0001 + (0.1 - 0.0001) * (1 - min(step, 10) / 10),
+    ),
+    (schedules.CosineDecay(0.1, 10, alpha=0.2), cosine),
+    (schedules.CosineDecay(0.0, 10, alpha=0.2, warmup_target=0.1, warmup_steps=5), warmed),
+    (schedules.PiecewiseConstantDecay([4, 10], [1.0, 0.5, 0.1]), piecewise),
+]
 
 
-def test_cosine_decay():
-    def cosine(step):
-        return 0.1 * ((1 - 0.2) * 0.5 * (1 + math.cos(math.pi * min(step, 10) / 10)) + 0.2)
-
-    close(schedules.CosineDecay(0.1, 10, alpha=0.2), cosine)
-
-    def warmed(step):
-        if step < 5:
-            return 0.0 + (0.1 - 0.0) * step / 5
-        return cosine(step - 5)
-
-    close(schedules.CosineDecay(0.0, 10, alpha=0.2, warmup_target=0.1, warmup_steps=5), warmed)
+@pytest.mark.parametrize(("schedule", "formula"), FORMULAS, ids=str)
+def test_values_of_formulas(schedule, formula):
+    for step in range(25):
+        assert schedule(step) == pytest.approx(formula(step), rel=1e-12), step
 
 
 OF_TENSORFLOW = {
@@ -113,49 +86,71 @@ def test_values_of_tensorflow(schedule):
     assert found == pytest.approx(OF_TENSORFLOW[schedule], rel=1e-5)
 
 
-def test_arguments_that_make_no_schedule():
-    with pytest.raises(
-        ValueError, match=r"^CosineDecayRestarts: t_mul is 0\.5; it must be at leas"
-    ):
-        schedules.CosineDecayRestarts(0.1, 10, t_mul=0.5)
-    with pytest.raises(ValueError, match=r"^PiecewiseConstantDecay: 2 boundaries and 2 values"):
-        schedules.PiecewiseConstantDecay([1, 2], [0.1, 0.2])
-    for boundaries in [20, 10], [10, 10]:
-        said = re.escape(f"PiecewiseConstantDecay: boundaries are {boundaries}; they must increase")
-        with pytest.raises(ValueError, match=f"^{said}"):
-            schedules.PiecewiseConstantDecay(boundaries, [0.1, 0.2, 0.3])
+DECAYS = {
+    "ExponentialDecay": lambda steps: schedules.ExponentialDecay(0.1, steps, 0.9),
+    "InverseTimeDecay": lambda steps: schedules.InverseTimeDecay(0.1, steps, 0.9),
+    "PolynomialDecay": lambda steps: schedules.PolynomialDecay(0.1, steps),
+    "CosineDecay": lambda steps: schedules.CosineDecay(0.1, steps),
+    "CosineDecayRestarts": lambda steps: schedules.CosineDecayRestarts(0.1, steps),
+}
 
 
-SCHEDULES = [
-    schedules.ExponentialDecay(0.1, 10, 0.9),
-    schedules.InverseTimeDecay(0.1, 10, 0.9),
-    schedules.PolynomialDecay(0.1, 10),
-    schedules.CosineDecay(0.1, 10),
-    schedules.CosineDecayRestarts(0.1, 10),
-    schedules.PiecewiseConstantDecay([1], [2.0, 3.0]),
-]
+def piecewise_of(boundaries, count):
+    return lambda: schedules.PiecewiseConstantDecay(boundaries, [0.1] * count)
 
 
-def test_schedules_of_different_kinds_differ():
-    assert schedules.ExponentialDecay(0.1, 10, 0.9) == SCHEDULES[0]
-    assert SCHEDULES[0] != SCHEDULES[1]
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        *(
+            (lambda decay=decay, steps=steps: DECAYS[decay](steps), f"{decay}: .*steps is {steps};")
+            for decay in DECAYS
+            for steps in (0, -1)
+        ),
+        (
+            lambda: schedules.CosineDecayRestarts(0.1, 10, t_mul=0.5),
+            "CosineDecayRestarts: t_mul is 0.5; it must be at least",
+        ),
+        (piecewise_of([1, 2], 2), "PiecewiseConstantDecay: 2 boundaries and 2 values"),
+        *(
+            (
+                piecewise_of(boundaries, 3),
+                f"PiecewiseConstantDecay: boundaries are {re.escape(str(boundaries))}; they must",
+            )
+            for boundaries in ([20, 10], [10, 10])
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_that_make_no_schedule(make, said):
+    with pytest.raises(ValueError, match=f"^{said}"):
+        make()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: type(schedule).__name__)
-def test_a_schedule_is_one_leaf(schedule):
-    assert nests.flatten({"rate": schedule})[0] == [schedule]
-    assert nests.flatten(schedule)[0] == [schedule]
+def test_a_schedule_equals_one_of_the_same_kind_and_arguments():
+    same = [schedules.ExponentialDecay(0.1, 10, 0.9) for _ in range(2)]
+    assert same[0] == same[1]
+    assert same[0] != schedules.InverseTimeDecay(0.1, 10, 0.9)
+    assert same[0] != schedules.ExponentialDecay(0.1, 10, 0.8)
 
 
-def test_a_schedule_of_the_program():
+class Halving(schedules.LearningRateSchedule):
     """As TensorFlow's users write one: a subclass with `__call__`."""
 
-    class Halving(schedules.LearningRateSchedule):
-        def __call__(self, step):
-            return 0.5 / 2**step
+    def __call__(self, step):
+        return 0.5 / 2**step
 
-    v, optimizer = hs.Variable(np.zeros(1)), hs.optimizers.SGD(Halving())
-    assert nests.flatten([optimizer.learning_rate])[0] == [optimizer.learning_rate]
+
+@pytest.mark.parametrize(
+    "schedule",
+    [Halving(), *(make(10) for make in DECAYS.values())],
+    ids=lambda one: type(one).__name__,
+)
+def test_a_schedule_is_one_value_for_run_and_for_an_optimizer(schedule):
+    """Not a structure of its fields, though a dataclass."""
+    assert hs.MirroredStrategy().run(lambda one: [one], args=(schedule,)) == [schedule]
+    v, optimizer = hs.Variable(np.zeros(1)), hs.optimizers.SGD(schedule)
+    assert optimizer.learning_rate is schedule
     for _ in range(3):
         optimizer.apply_gradients([(np.ones(1), v)])
-    assert v.numpy().tolist() == [-0.5 - 0.25 - 0.125]
+    assert v.numpy() == pytest.approx(-sum(schedule(step) for step in range(3)), rel=1e-12)
