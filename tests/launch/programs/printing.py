@@ -10,10 +10,9 @@ import warnings
 
 from tqdm import tqdm
 
+import hpcstrat as hs
+
 print("first")
-
-import hpcstrat as hs  # noqa: E402
-
 strategy = hs.CentralStorageStrategy()
 logging.basicConfig(level=logging.INFO, format="%(message)s")
 print("cross-replica", "context")
