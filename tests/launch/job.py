@@ -190,6 +190,11 @@ class Job:
         own = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         if gpus and simulated_gpu.is_wanted():
             own = simulated_gpu.environment()
+        paths = [
+            own.get("PYTHONPATH") or os.environ.get("PYTHONPATH"),
+            os.fspath(_HERE / "programs"),
+        ]
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for what programs have in common
         if not shutil.which(os.environ.get("CC", "cc").split()[0]):  # which programs would say
             own["HPCSTRAT_COMPILE"] = "0"
         if is_open_mpi():
