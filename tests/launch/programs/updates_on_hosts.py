@@ -1,4 +1,5 @@
 """Updates on several hosts, each with a copy of the variables: as on one host, by closed forms."""
+# ruff: noqa: B023 (replica functions run at once)
 
 import os
 import tempfile
@@ -31,7 +32,7 @@ def own(variables):
 
 
 def step(optimizer, variables):
-    strategy.run(lambda: optimizer.apply_gradients([*zip(own(variables), variables)]))
+    strategy.run(lambda: optimizer.apply_gradients([*zip(own(variables), variables, strict=True)]))
 
 
 found = []
@@ -107,9 +108,9 @@ for shapes in ([(3,), (2, 2)], SHAPES):
         if steps == 2:  # other arrays in between
             step(optimizer, variables)
         else:
-            for buffer, gradient in zip(buffers, own(variables)):
+            for buffer, gradient in zip(buffers, own(variables), strict=True):
                 buffer[...] = gradient
-            strategy.run(lambda: optimizer.apply_gradients([*zip(buffers, variables)]))
+            strategy.run(lambda: optimizer.apply_gradients([*zip(buffers, variables, strict=True)]))
         check(variables, -SUM * steps * (steps + 1) / 2)
 
 # on read
