@@ -299,12 +299,14 @@ class Job:
 
     def launcher(self):
         """The process that was started, in the namespaces if there are any."""
+        if not self._namespaces:
+            return self._process.pid
 
         def find():
             ours = self._processes()
-            return [process for process in ours if parent(process) not in ours]
+            return min((one for one in ours if parent(one) not in ours), default=None)
 
-        return self.wait_until(find, "the command")[0]
+        return self.wait_until(find, "the command")
 
     def processes(self):
         """The job's running processes."""

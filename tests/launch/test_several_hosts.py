@@ -266,21 +266,6 @@ def test_hosts_of_different_sizes_clip_alike(launch):
     assert len(found) == 15 and len({*found}) == 1
 
 
-@slow
-def test_train_on_two_hosts(launch):
-    if launch.open_mpi:
-        pytest.skip("only MPICH can pose as several hosts")
-    program, options = ROOT / "examples" / "train.py", ["--epochs", "2", "--strategy"]
-    alone = launch(program, 1, *options, "central")
-    many = launch(program, 3, *options, "multi_worker", env={"MPIR_CVAR_NUM_CLIQUES": "2"})
-    assert (many.status, many.leftovers) == (0, [])
-    numbers = [
-        [float(number) for number in re.findall(r"\d\.\d+", result.out)] for result in (alone, many)
-    ]
-    assert len(numbers[0]) == 5
-    assert numbers[1] == pytest.approx(numbers[0], rel=1e-4)
-
-
 def test_one_host_without_memory_stops_all_once(launch):
     """All ranks raise; later calls then work, though one host has grown and the other has shrunk."""
     program = """

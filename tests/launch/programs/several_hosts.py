@@ -17,6 +17,7 @@ division = tuple(int(host) for host in sys.argv[1])
 if division:
     _hosts.FEW_RANKS = 0  # agree as more than 16 ranks do
     world = worlds.start()
+    assert world.comm is not None
     comm = world.comm.Split(division[world.rank])
     local = {"host_comm": comm, "local_rank": comm.rank, "local_size": comm.size}
     worlds._world = dataclasses.replace(world, hosts=division, **local)
@@ -47,4 +48,4 @@ class Memory:
                 raise MemoryError("planted")
             commit(*arguments)
 
-        SharedFile.commit = commit_or_refuse
+        SharedFile.commit = commit_or_refuse  # pyright: ignore[reportAttributeAccessIssue]

@@ -38,7 +38,7 @@ def step(optimizer, variables):
 found = []
 
 
-def check(variables, factor, rtol=0):
+def check(variables, factor, rtol=0.0):
     for i, v in enumerate(variables):
         scale = factor[i] if isinstance(factor, list) else factor
         expected = scale * pattern(v.shape)
