@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from internals import heap
-from job import parent
+from processes import parent
 
 slow = pytest.mark.slow
 

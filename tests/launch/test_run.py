@@ -10,7 +10,7 @@ import sys
 import textwrap
 
 import pytest
-from job import parent
+from processes import parent
 from trained import weight
 
 slow = pytest.mark.slow

@@ -1,7 +1,6 @@
 """Values that replicas, metrics and losses may get, each in a function: `odd_values.py NAME ...`."""
 
 import copy
-import operator
 import pickle
 import sys
 from typing import Any
@@ -130,7 +129,7 @@ def writes():
         lambda v: v.view(np.int64).fill(9),
         lambda v: v.byteswap(True),
         lambda v: v.reshape(-1).__setitem__(0, 9),
-        lambda v: operator.setitem(memoryview(v), (0, 0), 9),
+        lambda v: memoryview(v).cast("B").__setitem__(0, 9),
         lambda v: v.base.__setitem__(..., 9),
         lambda v: random.random(out=v),
         lambda v: copy.copy({"w": w})["w"].value().fill(9),
