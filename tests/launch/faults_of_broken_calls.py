@@ -58,14 +58,8 @@ BROKEN = {
         "'exchange_records'", "apply(numbers)", APPLY, MIRRORED
     ),
     "an update of rows interrupted": broken("'update_rows'", "apply(rows)", APPLY),
-    "an update of rows interrupted, mirrored": broken(
-        "'update_rows'", "apply(rows)", APPLY, MIRRORED
-    ),
     "an assignment interrupted": broken(
         "'_reduced'", "v.assign_add(numbers)", "Variable.assign_add of 'Variable'"
-    ),
-    "an assignment interrupted, mirrored": broken(
-        "'_reduced'", "v.assign_add(numbers)", "Variable.assign_add of 'Variable'", MIRRORED
     ),
     "a new variable interrupted": broken(
         "'new_block'", "with strategy.scope(): hs.Variable(v)", "Variable 'Variable'"

@@ -62,9 +62,6 @@ ERRORS = {
     "an exception": raised(
         "if last: raise ValueError('the cause\\nin two lines')" + WAIT, TWO_LINES, rank=2, ranks=3
     ),
-    "an exception of rank 0": raised(
-        "if rank == 0: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=0
-    ),
     "an exception while the others compute": raised(
         "if last: 1 / 0\ncompute()", "ZeroDivisionError"
     ),
@@ -265,7 +262,6 @@ def early(program, error, rank=1, **others):
 
 EARLY = {
     "early: an exception": early("if last: raise ValueError('the cause')", "ValueError: the cause"),
-    "early: an exception of rank 0": early("if rank == 0: 1 / 0", "ZeroDivisionError", rank=0),
     "early: an exception while the others compute": early(
         "if last: raise ValueError('the cause')\ncompute()", "ValueError: the cause"
     ),

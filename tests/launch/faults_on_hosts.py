@@ -7,7 +7,6 @@ from fault import (
     BARRIER,
     BEGIN_ON_HOSTS,
     CLOSED_OR_LAUNCHER,
-    LEFT,
     WAIT,
     Fault,
     ended,
@@ -26,7 +25,6 @@ ON_HOSTS = {
     "hosts: an endless loop": stalled(
         "if last: compute()" + WAIT, BARRIER, missing("rank 2", "compute")
     ),
-    "hosts: SIGSTOP": silenced("if last: stop()" + WAIT, BARRIER, silent("rank 2")),
     # Of four ranks the second host has 1 and 3.
     "hosts: SIGSTOP of the second host's other rank": silenced(
         "if last: stop()" + WAIT,
@@ -51,7 +49,6 @@ ON_HOSTS = {
     ),
     # MPICH's mpirun kills the others at once, and exits with status 0, where a rank has a host alone.
     "hosts: os._exit(0)": ended("if last: os._exit(0)", status=ANY),
-    "hosts: sys.exit(3)": ended("if last: sys.exit(3)", f"rank 1 {LEFT}"),
     "hosts: an exception": raised(
         "if last: raise ValueError('the cause')" + WAIT, "ValueError: the cause", rank=2, ranks=3
     ),
@@ -59,11 +56,6 @@ ON_HOSTS = {
         "hs.any_rank(True) if last else hs.barrier()",
         ["ReplicaMismatchError: ", "ranks 0, 1: barrier", "rank 2: any_rank"],
         r"\[rank 0\] Traceback",
-    ),
-    "hosts: a loop after the others have left": stalled(
-        "if last: loop()",
-        r"  ranks 0, 1: waiting in call \d+, the end of the program\(\), at the end of the program",
-        missing("rank 2", "loop"),
     ),
 }
 STRANGERS = """
@@ -97,7 +89,6 @@ ON_HOSTS |= {
     for name in [
         "hosts: an exception",
         "hosts: another call",
-        "hosts: a loop after the others have left",
     ]
 }
 ON_HOSTS["many ranks: SIGKILL in the middle of an agreement"] = replace(

@@ -21,19 +21,17 @@ import subprocess
 import sys
 import textwrap
 import time
-import uuid
 from dataclasses import dataclass
 
 import pytest
 import simulated_gpu
+from processes import Processes, children, parent, runs
 
 _HERE = pathlib.Path(__file__).parent
-_MARK = "LAUNCHED_BY_TEST"  # a variable that marks a job's processes
 _OF_LAUNCHERS = ("OMPI_", "PMI_", "PMIX_", "PRTE_", "HYDI_", "MPI_LOCAL", "SLURM_", "TORCHELASTIC_")
 _RANK_NAMES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 _LOOK_SECONDS = 0.1
-_SETTLE_SECONDS = 20
 _SECONDS = 90  # for a job that hangs, on a machine that does other work too
 
 
@@ -89,14 +87,6 @@ class Result:
     out: str
     err: str
     leftovers: list[str]
-
-    @property
-    def stdout(self):  # the old name
-        return self.out
-
-    @property
-    def stderr(self):  # the old name
-        return self.err
 
     def tagged(self, rank):
         """The lines of standard error that carry the rank's tag, without the tag."""
@@ -158,11 +148,7 @@ class Job:
         self._namespaces = [shm, before] if namespaces else []
         self._leaves = tuple(leaves)
         self._stdin = stdin
-        self._mark = uuid.uuid4().hex
-        # process -> how often it looked like another job's; at first it may not run its program yet
-        self._looks = {}
-        self._ours = set()
-        self._files = set()
+        self._processes = Processes()
         command = self._command(program, ranks, launcher, options, arguments)
         self._words = [os.fspath(w) if isinstance(w, os.PathLike) else str(w) for w in command]
         self._words = [*wrap, *self._words]
@@ -190,7 +176,12 @@ class Job:
         own = {} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
         if gpus and simulated_gpu.is_wanted():
             own = simulated_gpu.environment()
-        if not shutil.which(os.environ.get("CC", "cc").split()[0]):  # which programs would say
+        paths = [
+            own.get("PYTHONPATH") or os.environ.get("PYTHONPATH"),
+            os.fspath(_HERE / "programs"),
+        ]
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for what programs have in common
+        if not shutil.which((os.environ.get("CC") or "cc").split()[0]):  # which programs would say
             own["HPCSTRAT_COMPILE"] = "0"
         if is_open_mpi():
             # It names a folder in /tmp by its process id, and does not start where a killed job
@@ -201,7 +192,7 @@ class Job:
                 (self.folder / name).mkdir(exist_ok=True)
                 own[variable] = os.fspath(self.folder / name)
         else:
-            own[_MARK] = self._mark
+            own.update([self._processes.mark])
         kept = {
             name: value
             for name, value in os.environ.items()
@@ -220,18 +211,16 @@ class Job:
         if self._namespaces:
             told, tell = os.pipe()
             first = [sys.executable, "-I", "-S", os.fspath(_HERE / "first_process.py")]
-            mark = f"{_MARK}={self._mark}"
+            mark = "=".join(self._processes.mark)
             command = [*_unshare(), *first, str(tell), *self._namespaces, mark, *command]
-        with (
-            contextlib.ExitStack() as stack
-        ):  # files, not pipes, which would be full before a reader comes
-            out, err = (
-                stack.enter_context(open(self.folder / n, "w")) for n in ("stdout", "stderr")
-            )
+        with contextlib.ExitStack() as opened:
+            # Not pipes, which would be full before a reader comes.
+            paths = [self.folder / name for name in ("stdout", "stderr")]
+            out, err = (opened.enter_context(open(path, "w")) for path in paths)
             stdin = self._stdin
             if isinstance(stdin, str):
                 (self.folder / "stdin").write_text(stdin)
-                stdin = stack.enter_context(open(self.folder / "stdin"))
+                stdin = opened.enter_context(open(self.folder / "stdin"))
             self._process = subprocess.Popen(
                 command,
                 stdin=stdin,
@@ -272,7 +261,7 @@ class Job:
         self.wait_until(lambda: all((self.folder / name).exists() for name in names), f"{names}")
 
     def wait_for_death(self, process):
-        self.wait_until(lambda: not _runs(process), f"the end of process {process}")
+        self.wait_until(lambda: not runs(process), f"the end of process {process}")
 
     def pause(self, seconds):
         """Lets it run for that long, or to its end."""
@@ -282,28 +271,26 @@ class Job:
         """The process of a rank: the one with its variable whose parent has none."""
 
         def find():
-            words = [f"{name}={number}".encode() for name in _RANK_NAMES]
-            of_rank = {
-                process
-                for process in self._processes()
-                if {*_read(process, "environ").split(b"\0")}.intersection(words)
-            }
+            found = [self._processes.with_variable(name, number) for name in _RANK_NAMES]
+            of_rank = set().union(*found)
             return [process for process in of_rank if parent(process) not in of_rank]
 
         return self.wait_until(find, f"rank {number}")[0]
 
     def launcher(self):
         """The process that was started, in the namespaces if there are any."""
+        if not self._namespaces:
+            return self._process.pid
 
         def find():
-            ours = self._processes()
-            return [process for process in ours if parent(process) not in ours]
+            ours = self._processes.all()
+            return min((one for one in ours if parent(one) not in ours), default=None)
 
-        return self.wait_until(find, "the command")[0]
+        return self.wait_until(find, "the command")
 
     def processes(self):
         """The job's running processes."""
-        return [process for process in self._processes() if _runs(process)]
+        return self._processes.running()
 
     def signal(self, process, name):
         """Sends a signal, unless the process has ended."""
@@ -314,9 +301,9 @@ class Job:
         """Waits for its end, and looks for what it left; kills it after so many seconds, and fails."""
         deadline = time.monotonic() + timeout
         while not (ended := self._has_ended(_LOOK_SECONDS)) and time.monotonic() < deadline:
-            self._look()
+            self._processes.look()
         status = self._status() if ended else None
-        leftovers = self._leftovers() if ended else []
+        leftovers = self._leftovers() if status is not None else []
         self.kill()
         print(self.out[-10_000:], self.err[-10_000:], sep="\n")  # pytest shows it if the test fails
         if status is None:
@@ -325,13 +312,21 @@ class Job:
 
     def kill(self):
         """Ends what still runs."""
-        for process in [*self._processes(), self._process.pid]:
+        for process in [*self._processes.all(), self._process.pid]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         self._process.wait()
         if self._end >= 0:
             os.close(self._end)
             self._end = -1
+
+    def _leftovers(self):
+        folders = []
+        if self._namespaces:
+            (first,) = children(self._process.pid)
+            folders = [f"/proc/{first}/root/dev/shm", self.folder / "tmp"]
+        left = self._processes.leftovers(folders)
+        return [one for one in left if not self._leaves or not one.startswith(self._leaves)]
 
     def _has_ended(self, seconds):
         return bool(select.select([self._end], [], [], seconds)[0])
@@ -343,44 +338,6 @@ class Job:
         else:
             status = self._process.wait()
         return status if status is None or status >= 0 else 128 - status
-
-    def _processes(self):
-        there = {int(name) for name in os.listdir("/proc") if name.isdigit()}
-        self._ours &= there
-        self._looks = {process: n for process, n in self._looks.items() if process in there}
-        for process in there - self._ours:
-            if self._looks.setdefault(process, 0) < 3:
-                if f"{_MARK}={self._mark}".encode() in _read(process, "environ"):
-                    self._ours.add(process)
-                self._looks[process] += 1
-        return self._ours
-
-    def _look(self):
-        """Notes the files that its processes map; they are mapped for as long as MPI runs."""
-        for process in self._processes() if not self._namespaces else ():
-            maps = _read(process, "maps").decode(errors="replace")
-            self._files.update(re.findall(r" (/dev/shm/\S+)$", maps, re.MULTILINE))
-
-    def _leftovers(self):
-        """What is left after some seconds in which its processes end and remove their files."""
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while True:
-            commands = [
-                _read(process, "cmdline").replace(b"\0", b" ") for process in self.processes()
-            ]
-            running = [f"process: {command.decode(errors='replace')}" for command in commands]
-            files = sorted(filter(os.path.exists, self._files))
-            if self._namespaces:
-                (first,) = _children(self._process.pid)
-                folders = [f"/proc/{first}/root/dev/shm", self.folder / "tmp"]
-                files = [path for folder in folders for path in pathlib.Path(folder).iterdir()]
-            left = [*running, *(re.sub(r"^/proc/\d+/root", "", str(path)) for path in files)]
-            left = (
-                [one for one in left if not one.startswith(self._leaves)] if self._leaves else left
-            )
-            if not running or time.monotonic() > deadline:
-                return left
-            time.sleep(_LOOK_SECONDS / 5)
 
 
 class Launch:
@@ -406,33 +363,10 @@ class Launch:
 
     def start(self, program, ranks=None, *arguments, **options):
         """Starts a job, which the test ends by `end`."""
-        job = Job(program, ranks, *arguments, folder=self.folder, **options)
+        job = Job(program, ranks, *arguments, folder=self.folder, **options).start()
         self._started.append(job)
-        return job.start()
+        return job
 
     def kill(self):
         for job in self._started:
             job.kill()
-
-
-def parent(process):
-    fields = _read(process, "stat").rpartition(b")")[2].split()
-    return int(fields[1]) if fields else 0
-
-
-def _children(process):
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and parent(name) == process]
-
-
-def _runs(process):
-    """Not a zombie that waits for `init`, which may take its status only once per second."""
-    fields = _read(process, "stat").rpartition(b")")[2].split()
-    # Its threads may outlive the first.
-    return bool(fields) and (fields[0] != b"Z" or fields[17] != b"1")
-
-
-def _read(process, name):
-    try:
-        return pathlib.Path(f"/proc/{process}/{name}").read_bytes()
-    except OSError:  # it has ended, or is another user's
-        return b""

@@ -1,16 +1,63 @@
 """MultiWorkerMirroredStrategy on several hosts: emulated ones, and any division of the ranks."""
 
+import ast
 import pathlib
 import re
 import socket
+import textwrap
 
 import pytest
-from several_hosts import REPORT, START, on_hosts, run
 
+slow = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parents[2]
+SHAPES = {
+    "1 + 1": (0, 1),
+    "2 + 2": (0, 1, 0, 1),
+    "3 + 1": (0, 0, 0, 1),
+    "1 + 2": (0, 1, 1),
+    "2 + 1 + 1": (0, 1, 2, 0),
+    "1 + 2 + 1": (0, 1, 1, 2),
+    "2 + 2 + 2": (0, 1, 2, 2, 1, 0),  # the last ranks are in the reverse order of the hosts
+}
+BY_MPI = ("1 + 1", "2 + 2", "2 + 1 + 1")
+"""Divisions that MPICH makes itself."""
 
 
-@on_hosts("3 + 1", "1 + 2 + 1", "2 + 2 + 2", most=3)
+def on_hosts(quick, most=2):
+    """For each division of the ranks between up to so many hosts, all but one slow."""
+    shapes = [shape for shape, hosts in SHAPES.items() if len({*hosts}) <= most and shape != quick]
+    return pytest.mark.parametrize(
+        "shape", [quick, *(pytest.param(shape, marks=slow) for shape in shapes)]
+    )
+
+
+def on_each(text):
+    """A program with these lines."""
+    begin = "import tempfile\nimport numpy as np\nfrom several_hosts import *\n"
+    return begin + textwrap.dedent(text) + "\nreport(found)\n"
+
+
+def run(launch, shape, program, **variables):
+    """Runs a program on several hosts; returns each rank's `found` at its end, and its host."""
+    program = program if program.endswith(".py") else on_each(program)
+    hosts, env = SHAPES[shape], {"HPCSTRAT_OUTPUT": "all", **variables}
+    division = "".join(map(str, hosts))
+    if shape in BY_MPI:
+        if launch.open_mpi:
+            pytest.skip("only MPICH can pose as several hosts")
+        division, env = "", env | {"MPIR_CVAR_NUM_CLIQUES": str(len({*hosts}))}
+    result = launch(program, len(hosts), division, env=env)
+    assert (result.status, result.err, result.leftovers) == (0, "", [])
+    return [ast.literal_eval(line) for line in result.out.splitlines()], hosts
+
+
+@on_hosts("1 + 2", most=3)
+def test_updates_as_on_one_host(launch, shape):
+    found, hosts = run(launch, shape, "updates_on_hosts.py")
+    assert len(found) == len(hosts) and found[0] and all(one == found[0] for one in found)
+
+
+@on_hosts("1 + 2 + 1", most=3)
 def test_reductions(launch, shape):
     """Of all dtypes, in short messages and large ones: near the exact values, the same bits on all ranks."""
     found, hosts = run(
@@ -200,7 +247,7 @@ def test_updates_after_a_restore_with_checks(launch, shape):
     assert found == [([1.0 - len(hosts)] * 3, "1")] * len(hosts)
 
 
-@pytest.mark.slow
+@slow
 def test_hosts_of_different_sizes_clip_alike(launch):
     """With eight rows NumPy's sum is in another order than with seven."""
     program = """
@@ -213,53 +260,29 @@ def test_hosts_of_different_sizes_clip_alike(launch):
         found.append(float(v.numpy().sum()))
     """
     division = "0" * 8 + "1" * 7
-    result = launch(START + program + REPORT, 15, division, env={"HPCSTRAT_OUTPUT": "all"})
-    assert (result.status, result.stderr) == (0, "")
-    found = result.stdout.splitlines()
+    result = launch(on_each(program), 15, division, env={"HPCSTRAT_OUTPUT": "all"})
+    assert (result.status, result.err) == (0, "")
+    found = result.out.splitlines()
     assert len(found) == 15 and len({*found}) == 1
-
-
-@pytest.mark.slow
-def test_train_on_two_hosts(launch):
-    if launch.open_mpi:
-        pytest.skip("only MPICH can pose as several hosts")
-    program, options = ROOT / "examples" / "train.py", ["--epochs", "2", "--strategy"]
-    alone = launch(program, 1, *options, "central")
-    many = launch(program, 3, *options, "multi_worker", env={"MPIR_CVAR_NUM_CLIQUES": "2"})
-    assert (many.status, many.leftovers) == (0, [])
-    numbers = [
-        [float(number) for number in re.findall(r"\d\.\d+", result.stdout)]
-        for result in (alone, many)
-    ]
-    assert len(numbers[0]) == 5
-    assert numbers[1] == pytest.approx(numbers[0], rel=1e-4)
 
 
 def test_one_host_without_memory_stops_all_once(launch):
     """All ranks raise; later calls then work, though one host has grown and the other has shrunk."""
     program = """
-    from hpcstrat._memory.shared_file import SharedFile
-
-    commit, is_full = SharedFile.commit, False
-
-    def commit_or_refuse(*args):
-        if is_full:
-            raise MemoryError("planted")
-        commit(*args)
+    memory = Memory()
 
     def total(size):
         totals = []
         strategy.run(lambda: totals.append(hs.get_replica_context().all_reduce("SUM", np.full(size, 1.0 + rank))))
         return {*totals[0].tolist()}
 
-    SharedFile.commit = commit_or_refuse
     found = [total(10_000)]
-    is_full = hosts[rank] == 1 and hs.local_rank() == 0
+    memory.is_full = hosts[rank] == 1 and hs.local_rank() == 0
     try:
         total(50_000)
     except MemoryError as error:
         found.append("planted" in str(error))
-    is_full = False
+    memory.is_full = False
     found += [total(10_000), total(50_000)]
     """
     assert run(launch, "1 + 2", program)[0] == [[{6.0}, True, {6.0}, {6.0}]] * 3
@@ -288,6 +311,22 @@ def test_hosts_that_cannot_connect_to_rank_0(launch, action):
     result = launch(program, 3, env=env)
     does = "goes on" if action == "default" else "raises"
     assert result.status == 0
-    assert sorted(result.stdout.splitlines()) == [f"rank {rank} {does}" for rank in range(3)]
-    warned = re.findall(r"program_\w+\.py:9: UserWarning: hpcstrat: not all ranks.*", result.stderr)
-    assert len(warned) == 3 * (action == "default") and "HPCSTRAT_" not in result.stderr
+    assert sorted(result.out.splitlines()) == [f"rank {rank} {does}" for rank in range(3)]
+    warned = re.findall(r"program_\w+\.py:\d+: UserWarning: hpcstrat: not all ranks.*", result.err)
+    assert len(warned) == 3 * (action == "default") and "HPCSTRAT_" not in result.err
+
+
+@slow
+def test_a_message_of_many_megabytes(launch):
+    """Of a size at which the hosts' slices differ."""
+    program = """
+    size = 33_554_176
+    with strategy.scope():
+        v, optimizer = hs.Variable(np.zeros(size, np.float16)), hs.optimizers.SGD(1.0, momentum=1.0)
+    gradient, totals = np.full(size, rank + 1, np.float16), []
+    for _ in range(2):
+        strategy.run(lambda: optimizer.apply_gradients([(gradient, v)]))
+    strategy.run(lambda: totals.append(hs.get_replica_context().all_reduce("SUM", gradient)))
+    found = bool((v.numpy() == -3 * 6).all()), bool((totals[0] == 6).all())
+    """
+    assert run(launch, "1 + 2", program)[0] == [(True, True)] * 3
