@@ -9,7 +9,6 @@ import threading
 
 import numpy as np
 import pytest
-from slow import slow_but
 
 import hpcstrat as hs
 from hpcstrat.data import Dataset
@@ -164,39 +163,52 @@ def test_an_update_by_buffers_is_whole_or_its_variables_are_gone():
     at_each_moment(attempt)
 
 
-@pytest.mark.parametrize("blocking", slow_but([False], [True, False]))
-def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(tmp_path, monkeypatch, blocking):
+@pytest.fixture
+def saves(tmp_path, monkeypatch):
+    """A variable, its checkpoint, and two paths."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
     w = hs.Variable(np.zeros(1000))
-    checkpoint = hs.checkpoint.Checkpoint(w=w)
+    return w, hs.checkpoint.Checkpoint(w=w), tmp_path / "first", tmp_path / "second"
+
+
+def check_interrupted_saves(saves, **options):
+    """A save is whole or reported, and the next one waits for it."""
+    w, checkpoint, first, second = saves
 
     def attempt(interrupt):
-        first, second = tmp_path / "first", tmp_path / "second"
         first.unlink(missing_ok=True)
         w.assign(np.zeros(1000))
         with interrupt:
-            checkpoint.save(first, blocking=blocking)
+            checkpoint.save(first, **options)
         w.assign(np.ones(1000))
         try:
-            checkpoint.save(second, blocking=blocking)
+            checkpoint.save(second, **options)
         except OSError as error:
             assert re.search("of .*/first: it was interrupted .* nothing was saved", str(error))
             assert not first.exists()
-            checkpoint.save(second, blocking=blocking)
+            checkpoint.save(second, **options)
         checkpoint.sync()
         if first.exists():
             checkpoint.restore(first)
             assert not w.numpy().any()
         checkpoint.restore(second)
         assert w.numpy().all()
-        assert {path.name for path in tmp_path.iterdir()} <= {"first", "second"}
+        assert {path.name for path in first.parent.iterdir()} <= {"first", "second"}
 
     at_each_moment(attempt)
 
 
-def test_a_save_waits_for_one_that_was_interrupted_in_its_start(tmp_path, monkeypatch):
-    w = hs.Variable(np.zeros(1000))
-    checkpoint = hs.checkpoint.Checkpoint(w=w)
+def test_a_save_in_the_background_is_whole_or_reported(saves):
+    check_interrupted_saves(saves, blocking=False)
+
+
+@pytest.mark.slow
+def test_a_save_is_whole_or_reported(saves):
+    check_interrupted_saves(saves)
+
+
+def test_a_save_waits_for_one_that_was_interrupted_in_its_start(saves, monkeypatch):
+    w, checkpoint, first, second = saves
     start, may_write = threading.Thread.start, threading.Event()
 
     def start_and_raise(thread):
@@ -211,10 +223,10 @@ def test_a_save_waits_for_one_that_was_interrupted_in_its_start(tmp_path, monkey
     monkeypatch.setattr("os.pwrite", write_late)
     monkeypatch.setattr(threading.Thread, "start", start_and_raise)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path / "first", blocking=False)
+        checkpoint.save(first, blocking=False)
     threading.Timer(0.2, may_write.set).start()
     w.assign(np.ones(1000))
-    checkpoint.save(tmp_path / "second", blocking=False)
-    assert (tmp_path / "first").exists()
-    checkpoint.restore(tmp_path / "first")
+    checkpoint.save(second, blocking=False)
+    assert first.exists()
+    checkpoint.restore(first)
     assert not w.numpy().any()
