@@ -171,22 +171,21 @@ def saves(tmp_path, monkeypatch):
     return w, hs.checkpoint.Checkpoint(w=w), tmp_path / "first", tmp_path / "second"
 
 
-def check_interrupted_saves(saves, **options):
-    """A save is whole or reported, and the next one waits for it."""
+def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking=False):
     w, checkpoint, first, second = saves
 
     def attempt(interrupt):
         first.unlink(missing_ok=True)
         w.assign(np.zeros(1000))
         with interrupt:
-            checkpoint.save(first, **options)
+            checkpoint.save(first, blocking=blocking)
         w.assign(np.ones(1000))
         try:
-            checkpoint.save(second, **options)
+            checkpoint.save(second, blocking=blocking)
         except OSError as error:
             assert re.search("of .*/first: it was interrupted .* nothing was saved", str(error))
             assert not first.exists()
-            checkpoint.save(second, **options)
+            checkpoint.save(second, blocking=blocking)
         checkpoint.sync()
         if first.exists():
             checkpoint.restore(first)
@@ -198,13 +197,9 @@ def check_interrupted_saves(saves, **options):
     at_each_moment(attempt)
 
 
-def test_a_save_in_the_background_is_whole_or_reported(saves):
-    check_interrupted_saves(saves, blocking=False)
-
-
 @pytest.mark.slow
-def test_a_save_is_whole_or_reported(saves):
-    check_interrupted_saves(saves)
+def test_a_save_that_blocks_is_whole_or_reported(saves):
+    test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking=True)
 
 
 def test_a_save_waits_for_one_that_was_interrupted_in_its_start(saves, monkeypatch):
