@@ -131,7 +131,7 @@ PLACED = {
 }
 # Of a strategy for several hosts.
 ON_HOSTS = {
-    "a GPU each": (
+    "hosts with a GPU each": (
         on(PAIR, PAIR, NODE[2:], NODE[2:], hosts=[0, 0, 1, 1]),
         "0/GPU:0=0a 0/GPU:1=1b 1/GPU:0=0c 1/GPU:1=1d",
     ),
@@ -139,21 +139,16 @@ ON_HOSTS = {
         on(A, C, B, D, hosts=[0, 1, 0, 1]),
         "0/GPU:0=0a 1/GPU:0=0c 0/GPU:1=0b 1/GPU:1=0d",
     ),
-    "no GPUs": (on((), (), hosts=[0, 1]), "0/CPU:0 1/CPU:0"),
+    "hosts without GPUs": (on((), (), hosts=[0, 1]), "0/CPU:0 1/CPU:0"),
     "one host": (on(PAIR), "0/GPU:0=0a"),
 }
 
 
-@pytest.mark.parametrize("name", PLACED)
+@pytest.mark.parametrize("name", [*PLACED, *ON_HOSTS])
 def test_each_rank_gets_a_device(name):
-    facts, expected = PLACED[name]
-    assert " ".join(map(shown, decide(facts))) == expected
-
-
-@pytest.mark.parametrize("name", ON_HOSTS)
-def test_each_rank_gets_a_device_of_its_host(name):
-    facts, expected = ON_HOSTS[name]
-    assert " ".join(map(shown, decide(facts, is_one_host=False))) == expected
+    facts, expected = (PLACED | ON_HOSTS)[name]
+    places = decide(facts, **({"is_one_host": False} if name in ON_HOSTS else {}))
+    assert " ".join(map(shown, places)) == expected
 
 
 MIXED = "on GPUs and on CPUs"

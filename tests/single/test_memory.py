@@ -277,17 +277,6 @@ def test_a_slab_goes_with_its_last_block_and_its_last_view():
     assert device.used == 1 << 17 and place(rest[0]) == [0, 1]
 
 
-def test_variables_that_are_made_and_dropped_take_bounded_memory():
-    device, most = Device(), 0
-    memory = slabs_of(device, smallest=1 << 16, largest=1 << 18)
-    for i in range(2000):
-        block = memory.new_block((1 + i % 3000,), FLOAT)
-        most = max(most, device.used)
-        del block
-    assert most <= 2 << 18  # a full slab that goes, and the next
-    assert sum(device.sizes) > 10 << 18
-
-
 def test_slabs_grow_with_what_is_there_and_not_with_what_was_ever_made():
     device = Device()
     memory = slabs_of(device, largest=1 << 40, share=8)
@@ -322,13 +311,6 @@ def test_memory_that_is_not_committed_is_left_unused():
     limit[0] = 1000
     assert place(first) == [0, 40]
     assert place(memory.new_block((25,), FLOAT)) == [140, 240]
-
-
-def test_arrays_of_variables_are_known_by_their_memory():
-    block = slabs.Slabs(slabs.allocate_private).new_block((4, 3), FLOAT)
-    assert slabs.holds(block.array) and slabs.holds(block.view[1:, 2])
-    assert slabs.holds(np.frombuffer(memoryview(block.view), np.float32))
-    assert not slabs.holds(np.zeros(3)) and not slabs.holds(block.array.copy())
 
 
 def test_a_block_without_elements_keeps_its_slab():

@@ -162,10 +162,7 @@ def test_a_mismatch_lists_each_ranks_call():
 
 
 def test_hundreds_of_things_are_listed_and_thousands_are_cut():
-    many = [f"v{i}" for i in range(500)]
-    lines = mismatch.lines([rank(*many), rank(*many[1:], "w")])
-    assert all(lines.count(f" {name},") == 2 for name in many[1:])
-    assert lines.count(" v0,") == lines.count(" w,") == 1
+    assert ", ".join(map(str, range(500))) in mismatch.lines([rank(*map(str, range(500))), rank()])
     many = [f"v{i}" for i in range(50_000)]
     odd = [*many[:25_000], "w", *many[25_001:]]  # where it is cut
     lines = mismatch.lines([rank(*many), rank(*odd), rank(*many)]).splitlines()[1:]

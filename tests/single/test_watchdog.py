@@ -102,22 +102,6 @@ def test_what_is_said_and_when(statuses, dead, seconds, facts):
     assert all(fact in said[max(seconds)].text for fact in facts)
 
 
-def test_a_first_report_says_when_the_job_ends():
-    text = diagnoses(LATE, 60)[60].text
-    assert "waiting for each other for 60 s" in text and "ends in 540 s" in text
-
-
-def test_one_of_many_does_not_come():
-    statuses = [LATE[1] if rank == 256 else LATE[0] for rank in range(512)]
-    detector, found = watchdog.StallDetector(60, 600), []
-    for beat in range(62):
-        beating = [one._replace(beat=beat) for one in statuses]
-        found += filter(None, [detector.diagnose(beating, [], beat)])
-    assert [one.text.partition("\n")[2] for one in found] == [
-        f"  ranks 0-255, 257-511{SHOWN}256{ARRIVES}"
-    ]
-
-
 @pytest.mark.parametrize("change", ["number", "progress"])
 def test_any_progress_begins_anew(change):
     detector = watchdog.StallDetector(60, 600)
@@ -130,7 +114,8 @@ def test_waiting_begins_when_the_first_rank_waits():
     detector, computes = watchdog.StallDetector(60, 600), status(7, False)
     assert diagnoses([computes, computes], 1000, detector) == {}
     said = diagnoses([computes, status(7, True)], 700, detector, start=1000.0)
-    assert list(said) == [60, 600]
+    assert "waiting for each other for 60 s" in said[60].text and "ends in 540 s" in said[60].text
+    assert "waiting for each other for 600 s" in said[600].text
 
 
 def test_while_the_job_is_suspended_no_time_counts():
@@ -205,13 +190,13 @@ def test_the_watchs_own_errors_end_nothing(watch, monkeypatch):
     monkeypatch.setattr(reports, "say", said.append)
     monkeypatch.setattr(failure, "end_job", ended.append)
     monkeypatch.setenv("HPCSTRAT_STALL_SECONDS", "0.04")
-    channel = Alone(OSError("Stale file handle"))
+    channel = Alone(OSError("Stale file"))
     one = watch(channel)
     wait_for(lambda: channel.exchanges >= 5)
     channel.trouble = None
     one.leave()
     assert ended == [] and len(said) == 1
-    assert "the watchdog hit an internal error and continues: OSError: Stale file handle" in said[0]
+    assert "the watchdog hit an internal error and continues: OSError: Stale file" in said[0]
 
 
 WAITED = {"root": status(8, True), "root_silence": 1e9}

@@ -55,14 +55,6 @@ def launched(monkeypatch, size, rank=0, name="mpirun of Open MPI", **others):
     monkeypatch.setenv("_HPCSTRAT_PROCESS", "")
 
 
-def test_a_world_is_started_once():
-    world = worlds.start()
-    assert worlds.start() is world and worlds.find() is world
-    facts = world.rank, world.size, world.local_rank, world.local_size, world.hosts
-    assert facts == (0, 1, 0, 1, (0,))
-    assert 0 <= world.seed < 1 << 64
-
-
 def test_the_users_setting_of_open_mpi_stays(monkeypatch):
     monkeypatch.setenv("OMPI_MCA_btl", "self,sm")
     monkeypatch.delenv("OMPI_MCA_osc", raising=False)
