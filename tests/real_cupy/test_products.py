@@ -20,7 +20,7 @@ class Library:
     def cublasGemmEx(self, _, op_a, op_b, m, n, k, alpha, *given):
         a, kind, lead_a, b, kind_b, lead_b, beta, c, kind_c, lead_c, *to = given
         self.calls += 1
-        assert to == ({0: 68, 1: 70, 2: 68}[kind], -1) and kind == kind_b == kind_c
+        assert to == [{0: 68, 1: 70, 2: 68}[kind], -1] and kind == kind_b == kind_c
         assert (alpha._obj.value, beta._obj.value) == (1, 0)
         left = memory(a, kind, *((k, m) if op_a else (m, k)), lead_a)
         right = memory(b, kind, *((n, k) if op_b else (k, n)), lead_b)
