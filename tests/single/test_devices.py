@@ -2,6 +2,7 @@
 
 import itertools
 import types
+from typing import Any
 
 import numpy as np
 import pytest
@@ -211,8 +212,9 @@ def test_what_cannot_be_placed_is_refused(name):
 
 def test_no_two_ranks_share_a_gpu_unasked():
     """Whatever each of three ranks sees: an error, or three GPUs, or three CPUs."""
+    views: list[Any] = [(), A, B, PAIR, ("b", "a"), NODE]
     placed = 0
-    for seen in itertools.product([(), A, B, PAIR, ("b", "a"), NODE], repeat=3):
+    for seen in itertools.product(views, repeat=3):
         try:
             places = decide(on(*seen))
         except RuntimeError:

@@ -230,7 +230,8 @@ def test_a_rank_ends_the_job_without_rank_0(watch, monkeypatch, heard, seconds, 
 def test_an_extension_ends_with_its_block(watch, monkeypatch):
     one = watch(Alone())
     monkeypatch.setattr(_program, "find_connected", lambda: types.SimpleNamespace(watchdog=one))
-    for seconds in ([math.inf], [1e308, 1e308], [np.float32(5)], [3, 0.5]):
+    blocks: list[list[Any]] = [[math.inf], [1e308, 1e308], [np.float32(5)], [3, 0.5]]
+    for seconds in blocks:
         with contextlib.ExitStack() as stack:
             for some in seconds:
                 stack.enter_context(hs.extend_timeout(some))

@@ -56,28 +56,21 @@ def until(condition, seconds=30.0):
 
 def test_rank_0_sees_all_and_the_others_see_rank_0(job):
     root, *members = job
-    own = [status(rank, waits=rank == 2, location=f"train.py:{rank} in 重み") for rank in range(3)]
-    seen = []
-
-    def all_have_spoken():
-        beat = next(beats)
-        for member, one in zip(members, own[1:], strict=True):
-            member.exchange(one._replace(beat=beat))
-        root.exchange(own[0]._replace(beat=beat))
-        seen[:] = [*root.statuses, *(member.root for member in members)]
-        return UNKNOWN not in seen
-
-    beats = itertools.count(1)
-    until(all_have_spoken)
-    assert [one._replace(beat=0) for one in seen] == [*own, own[0], own[0]]
-    assert root.dead == [] and not any(member.root_is_dead for member in members)
-
-
-def test_a_rank_that_has_not_said_anything_is_unknown(job):
-    root, first, _ = job
-    first.exchange(status(1))
+    members[0].exchange(status(1))
     until(lambda: root.exchange(status(0)) or root.statuses[1] == status(1))
     assert root.statuses == [status(0), status(1), UNKNOWN] and root.dead == []
+    own = [status(rank, waits=rank == 2, location=f"train.py:{rank} in 重み") for rank in range(3)]
+    beats = itertools.count(1)
+
+    def all_are_seen():
+        beat = next(beats)
+        for channel, one in zip((root, *members), own, strict=True):
+            channel.exchange(one._replace(beat=beat))
+        seen = [*root.statuses, *(member.root for member in members)]
+        return [one._replace(beat=0) for one in seen] == [*own, own[0], own[0]]
+
+    until(all_are_seen)
+    assert root.dead == [] and not any(member.root_is_dead for member in members)
 
 
 def test_the_end_of_a_rank_is_seen(job):
