@@ -67,9 +67,9 @@ class Interrupt:
         return self._look
 
 
-def at_each_moment(attempt):
-    """Calls `attempt(interrupt)` with a block for each moment."""
-    for moment in range(1, 10_000):
+def at_each_moment(attempt, every=1):
+    """Calls `attempt(interrupt)` with a block for each moment, or every so many of them."""
+    for moment in range(1, 10_000, every):
         interrupt = Interrupt(moment)
         attempt(interrupt)
         assert sys.exc_info()[0] is None
@@ -131,7 +131,7 @@ def test_the_end_of_an_iteration_stays_one():
     at_each_moment(attempt)
 
 
-def test_an_update_by_buffers_is_whole_or_its_variables_are_gone():
+def test_an_update_by_buffers_is_whole_or_its_variables_are_gone(every=3):
     strategy = hs.CentralStorageStrategy()
 
     def attempt(interrupt):
@@ -160,7 +160,7 @@ def test_an_update_by_buffers_is_whole_or_its_variables_are_gone():
         strategy.run(step)
         assert steps_done() == done + 1
 
-    at_each_moment(attempt)
+    at_each_moment(attempt, every)
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def saves(tmp_path, monkeypatch):
     return w, hs.checkpoint.Checkpoint(w=w), tmp_path / "first", tmp_path / "second"
 
 
-def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking=False):
+def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking=False, every=3):
     w, checkpoint, first, second = saves
 
     def attempt(interrupt):
@@ -194,12 +194,18 @@ def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocki
         assert w.numpy().all()
         assert {path.name for path in first.parent.iterdir()} <= {"first", "second"}
 
-    at_each_moment(attempt)
+    at_each_moment(attempt, every)
 
 
 @pytest.mark.slow
-def test_a_save_that_blocks_is_whole_or_reported(saves):
-    test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking=True)
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_save_at_every_moment(saves, blocking):
+    test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking, every=1)
+
+
+@pytest.mark.slow
+def test_an_update_at_every_moment():
+    test_an_update_by_buffers_is_whole_or_its_variables_are_gone(every=1)
 
 
 def test_a_save_waits_for_one_that_was_interrupted_in_its_start(saves, monkeypatch):

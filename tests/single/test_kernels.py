@@ -212,7 +212,7 @@ SHAPES = {
     "as many as one launch takes": [(1 + i % 7,) for i in range(packing.ENTRIES)],
     "more than one launch takes": [(1 + i % 7,) for i in range(packing.ENTRIES + 5)],
 }
-KINDS = ("bool", "float16", "float32", "int64", "complex64", "complex128")
+KINDS = ("bool", "float16", "float32", "complex128")
 
 
 @pytest.mark.parametrize("shapes", SHAPES)

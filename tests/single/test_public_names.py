@@ -1,6 +1,5 @@
 """How public names show, what is said of names of other libraries, and where files and names lie."""
 
-import ast
 import functools
 import pathlib
 import pickle
@@ -114,7 +113,9 @@ def test_a_folder_is_public_or_private_as_a_whole():
 
 
 def test_a_class_name_is_unique():
-    nodes = [node for path in FILES for node in ast.walk(ast.parse(path.read_text()))]
-    names = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    texts = [path.read_text() for path in FILES]
+    names = Counter(
+        name for text in texts for name in re.findall(r"^ *class (\w+)[:(]", text, re.M)
+    )
     assert names["Variable"] == 1
     assert [name for name, count in names.items() if count > 1] == []
