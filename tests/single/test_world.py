@@ -284,6 +284,16 @@ def test_reports_are_tagged_under_several_ranks_only(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_notes_show_with_the_error_that_ends_the_job():
+    """In Python 3.10 too, which has no notes."""
+    error = ValueError("wrong")
+    for note in ("the first", "the second", "the first"):
+        reports.add_note(error, note)
+    assert getattr(error, "__notes__", None) == ["the first", "the second"]
+    shown = reports.capture(lambda: None, error)
+    assert shown.count("the first\n") == shown.count("the second\n") == 1
+
+
 def test_a_stream_that_nobody_reads_keeps_no_rank_from_its_end(monkeypatch):
     full = types.SimpleNamespace(write=lambda text: threading.Event().wait())
     monkeypatch.setattr(sys, "stderr", full)
