@@ -32,16 +32,10 @@ _CHECKED = ("-DCHECKED", "-fsanitize=thread", "-nodefaultlibs")
 # Without the sanitizer's, which `-nodefaultlibs` leaves out.
 _LIBRARIES = ("-lstdc++", "-lm", "-lc", "-lgcc")
 _REFUSED = re.compile(r"__syncthreads|__shared__|__shfl|__ballot|cooperative_groups|<<<")
-_TYPES = {
-    **{np.dtype(kind): f"{kind}_t" for kind in ("int8", "int16", "int32", "int64")},
-    **{np.dtype(kind): f"{kind}_t" for kind in ("uint8", "uint16", "uint32", "uint64")},
-    np.dtype(bool): "bool",
-    np.dtype(np.float16): "float16",
-    np.dtype(np.float32): "float",
-    np.dtype(np.float64): "double",
-    np.dtype(np.complex64): "complex<float>",
-    np.dtype(np.complex128): "complex<double>",
-}
+_TYPES = {"bool": "bool", "float16": "float16", "bfloat16": "bfloat16"}
+_TYPES |= {f"{kind}{8 << i}": f"{kind}{8 << i}_t" for kind in ("int", "uint") for i in range(4)}
+_TYPES |= {"float32": "float", "complex64": "complex<float>"}
+_TYPES |= {"float64": "double", "complex128": "complex<double>"}
 
 
 class CompilationError(Exception):
@@ -123,50 +117,35 @@ class ElementwiseKernel:
     def __init__(self, in_params, out_params, operation, name="kernel", preamble=""):
         self.name = name
         self.inputs, self.outputs = parsed(in_params), parsed(out_params)
+        self._all = [*self.inputs, *self.outputs]
         self._operation = operation
         self._preamble = preamble
         self._compiled = {}
-        self.is_checked = any(raw for raw, _, _ in [*self.inputs, *self.outputs])
+        self.is_checked = any(raw for raw, _, _ in self._all)
         """Whether a thread can reach the elements of other threads."""
 
     def __call__(self, *arguments, size=None):
-        parameters = [*self.inputs, *self.outputs]
-        if len(arguments) != len(parameters):
-            raise TypeError(
-                f"{self.name}: it takes {len(parameters)} arguments and is called with "
-                f"{len(arguments)}"
-            )
         dtypes = self.dtypes([getattr(argument, "dtype", None) for argument in arguments])
         arrays = [
             argument if isinstance(argument, np.ndarray) else np.asarray(argument, dtype)
             for argument, dtype in zip(arguments, dtypes, strict=True)
         ]
-        for (_, kind, name), array, dtype in zip(parameters, arrays, dtypes, strict=True):
+        given = [*zip(self._all, arrays, dtypes, strict=True)]
+        for (_, kind, name), array, dtype in given:
             if array.dtype != dtype:
-                raise TypeError(
-                    f"{self.name}: {kind} {name} is {dtype}, and it is called with {array.dtype}"
-                )
-        elementwise = [
-            array for (raw, _, _), array in zip(parameters, arrays, strict=True) if not raw
-        ]
-        shape = (
-            np.broadcast_shapes(*[array.shape for array in elementwise])
-            if size is None
-            else (size,)
-        )
-        for (raw, _, name), array in zip(self.outputs, arrays[len(self.inputs) :], strict=True):
+                raise TypeError(f"{self.name}: {kind} {name} is {dtype}, and not {array.dtype}")
+        shape = np.broadcast_shapes(*[array.shape for (raw, _, _), array, _ in given if not raw])
+        shape = shape if size is None else (size,)
+        for (raw, _, name), array, _ in given[len(self.inputs) :]:
             if not raw and array.shape != shape:
                 raise ValueError(
                     f"{self.name}: the output {name} has shape {array.shape} and the call {shape}"
                 )
         if int(np.prod(shape)) == 0:
             return
-        views = [
-            array if raw else np.broadcast_to(array, shape)
-            for (raw, _, _), array in zip(parameters, arrays, strict=True)
-        ]
+        views = [one if raw else np.broadcast_to(one, shape) for (raw, _, _), one, _ in given]
         ranges = [
-            _Range.of(view, view.itemsize, i >= len(self.inputs), parameters[i][2])
+            _Range.of(view, view.itemsize, i >= len(self.inputs), self._all[i][2])
             for i, view in enumerate(views)
             if self.is_checked and view.size
         ]
@@ -182,13 +161,10 @@ class ElementwiseKernel:
     def dtypes(self, given):
         """The dtype of each parameter for arguments of these dtypes; `None` for a Python number."""
         meant = {}
-        for (_, kind, name), dtype in zip([*self.inputs, *self.outputs], given, strict=True):
+        for (_, kind, name), dtype in zip(self._all, given, strict=True):
             if len(kind) == 1 and dtype is not None and meant.setdefault(kind, dtype) != dtype:
                 raise TypeError(f"{self.name}: {kind} is {meant[kind]}, and {name} is {dtype}")
-        return tuple(
-            meant[kind] if len(kind) == 1 else np.dtype(kind)
-            for _, kind, _ in [*self.inputs, *self.outputs]
-        )
+        return tuple(meant.get(kind) or np.dtype(kind) for _, kind, _ in self._all)
 
     def compile(self, dtypes):
         """The loop over elements, for parameters of these dtypes."""
@@ -199,18 +175,15 @@ class ElementwiseKernel:
     def source(self, dtypes, function):
         """The source of a function of this name: the kernel, applied to arrays of these dtypes."""
         declared, kinds = [], {}
-        for i, ((raw, kind, name), dtype) in enumerate(
-            zip([*self.inputs, *self.outputs], dtypes, strict=True)
-        ):
+        for i, ((raw, kind, name), dtype) in enumerate(zip(self._all, dtypes, strict=True)):
             kinds |= {kind: type_name(dtype)} if len(kind) == 1 else {}
-            element = f"const {type_name(dtype)}" if i < len(self.inputs) else type_name(dtype)
+            element = f"{'const ' * (i < len(self.inputs))}{type_name(dtype)}"
             if raw:
                 declared.append(f"const auto {name} = on_host::raw<{element}>(views[{i}]);")
             else:
-                declared.append(
-                    f"{element}& {name} = *({element}*)(views[{i}].first + offsets[{i}]);"
-                )
-        flags = ", ".join(str(int(raw)) for raw, _, _ in [*self.inputs, *self.outputs])
+                place = f"views[{i}].first + offsets[{i}]"
+                declared.append(f"{element}& {name} = *({element}*)({place});")
+        flags = ", ".join(str(int(raw)) for raw, _, _ in self._all)
         lines = [
             *[f"typedef {meaning} {kind};" for kind, meaning in kinds.items()],
             self._preamble,
@@ -257,13 +230,8 @@ class _Parameter(ctypes.Structure):
 class _Range(ctypes.Structure):
     """Mirrors `on_host::Range`."""
 
-    _fields_ = (
-        ("first", ctypes.c_void_p),
-        ("size", ctypes.c_size_t),
-        ("word", ctypes.c_size_t),
-        ("is_written", ctypes.c_long),
-        ("name", ctypes.c_char_p),
-    )
+    _fields_ = (("first", ctypes.c_void_p), ("size", ctypes.c_size_t), ("word", ctypes.c_size_t))
+    _fields_ += (("is_written", ctypes.c_long), ("name", ctypes.c_char_p))
 
     @classmethod
     def of(cls, array, word, is_written, name):
@@ -280,17 +248,14 @@ def _sorted(ranges):
 class _View(ctypes.Structure):
     """Mirrors `on_host::View`."""
 
-    _fields_ = (
-        ("first", ctypes.c_void_p),
-        ("shape", ctypes.c_ssize_t * 16),
-        ("strides", ctypes.c_ssize_t * 16),
-        ("ndim", ctypes.c_ssize_t),
-    )
+    _counts = ctypes.c_ssize_t * 16
+    _fields_ = (("first", ctypes.c_void_p), ("shape", _counts), ("strides", _counts))
+    _fields_ += (("ndim", ctypes.c_ssize_t),)
 
     @classmethod
     def of(cls, array):
-        form = ctypes.c_ssize_t * 16
-        return cls(array.ctypes.data, form(*array.shape), form(*array.strides), array.ndim)
+        counts = cls._counts(*array.shape), cls._counts(*array.strides)
+        return cls(array.ctypes.data, *counts, array.ndim)
 
 
 def parsed(parameters):
@@ -306,7 +271,7 @@ def parsed(parameters):
 
 def type_name(dtype):
     """The name of a dtype in C++."""
-    return "bfloat16" if dtype.name == "bfloat16" else _TYPES[dtype]
+    return _TYPES[dtype.name]
 
 
 def is_available():
@@ -327,14 +292,10 @@ def compiled(source, is_checked=False):
     """
     if refused := _REFUSED.search(source):
         raise CompilationError(f"kernels on the host do not have {refused[0]}")
-    flags, libraries = (
-        (*FLAGS, *_CHECKED) if is_checked else FLAGS,
-        _LIBRARIES if is_checked else (),
-    )
-    key = hashlib.sha256(
-        repr((_headers(), source, flags, libraries, _version())).encode()
-    ).hexdigest()[:32]
-    path = cache() / f"{key}.so"
+    flags = (*FLAGS, *_CHECKED * is_checked)
+    libraries = _LIBRARIES * is_checked
+    key = repr((_headers(), source, flags, libraries, _version())).encode()
+    path = cache() / f"{hashlib.sha256(key).hexdigest()[:32]}.so"
     if not path.exists():
         build(f'#include "cuda_on_host.hpp"\n{source}', path, (*flags, f"-I{_FOLDER}"), libraries)
     return ctypes.CDLL(os.fspath(path))
@@ -370,9 +331,7 @@ def _compiler():
 
 @functools.cache
 def _version():
-    return subprocess.run(
-        [_compiler(), "--version"], capture_output=True, text=True, check=True
-    ).stdout
+    return subprocess.check_output([_compiler(), "--version"], text=True)
 
 
 def _by_value(argument):

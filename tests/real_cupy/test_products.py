@@ -17,29 +17,10 @@ class Library:
 
     calls = 0
 
-    def cublasGemmEx(
-        self,
-        _,
-        op_a,
-        op_b,
-        m,
-        n,
-        k,
-        alpha,
-        a,
-        kind,
-        lead_a,
-        b,
-        _b,
-        lead_b,
-        beta,
-        c,
-        _c,
-        lead_c,
-        *to,
-    ):
+    def cublasGemmEx(self, _, op_a, op_b, m, n, k, alpha, *given):
+        a, kind, lead_a, b, kind_b, lead_b, beta, c, kind_c, lead_c, *to = given
         self.calls += 1
-        assert to == ({0: 68, 1: 70, 2: 68}[kind], -1) and kind == _b == _c
+        assert to == [{0: 68, 1: 70, 2: 68}[kind], -1] and kind == kind_b == kind_c
         assert (alpha._obj.value, beta._obj.value) == (1, 0)
         left = memory(a, kind, *((k, m) if op_a else (m, k)), lead_a)
         right = memory(b, kind, *((n, k) if op_b else (k, n)), lead_b)
@@ -50,20 +31,19 @@ class Library:
 def memory(place, kind, rows, columns, lead):
     """A matrix in column order."""
     dtype = np.dtype(DTYPES[kind])
-    raw: Any = (ctypes.c_uint8 * (dtype.itemsize * ((columns - 1) * lead + rows))).from_address(
-        place.value
-    )
-    flat = np.frombuffer(raw, dtype)
-    return np.lib.stride_tricks.as_strided(
-        flat, (rows, columns), (dtype.itemsize, dtype.itemsize * lead)
-    )
+    nbytes = dtype.itemsize * ((columns - 1) * lead + rows)
+    strides = (dtype.itemsize, dtype.itemsize * lead)
+    return strided(place.value, nbytes, dtype, (rows, columns), strides)
 
 
 def on_host(values):
     """The elements of a CuPy array over host memory."""
-    raw: Any = (ctypes.c_uint8 * max(values.nbytes, 1)).from_address(values.data.ptr)
-    flat = np.frombuffer(raw, np.uint8)
-    return np.lib.stride_tricks.as_strided(flat.view(values.dtype), values.shape, values.strides)
+    return strided(values.data.ptr, values.nbytes, values.dtype, values.shape, values.strides)
+
+
+def strided(place, nbytes, dtype, shape, strides):
+    raw: Any = (ctypes.c_uint8 * nbytes).from_address(place)
+    return np.lib.stride_tricks.as_strided(np.frombuffer(raw, dtype), shape, strides)
 
 
 def filled(shape, dtype=np.float32):
@@ -116,19 +96,19 @@ def test_variables(products, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("a", "b"),
+    ("left", "right", "dtype"),
     [
-        (array((2, 2, 3)), array((2, 3, 2))),
-        (array((2, 3), np.int64), array((3, 2), np.int64)),
-        (array((2, 3), np.complex64), array((3, 2), np.complex64)),
-        (array(3), array(3)),
-        (array((2, 3)), array((4, 2))),
+        ((2, 2, 3), (2, 3, 2), np.float32),
+        ((2, 3), (3, 2), np.int64),
+        ((2, 3), (3, 2), np.complex64),
+        ((3,), (3,), np.float32),
+        ((2, 3), (4, 2), np.float32),
     ],
     ids=["batches", "integers", "complex", "vectors", "shapes"],
 )
-def test_what_is_left_to_cupy(products, a, b):
+def test_what_is_left_to_cupy(products, left, right, dtype):
     with pytest.raises((cupy.cuda.runtime.CUDARuntimeError, ValueError)):
-        cupy.matmul(a, b)
+        cupy.matmul(array(left, dtype), array(right, dtype))
     assert products.calls == 0
 
 
@@ -146,18 +126,12 @@ def test_the_library_that_cupy_uses():
     assert ctypes.CDLL(cublas._path(cupy.cuda)).cublasGemmEx
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        (cupy.cuda.Stream, "__enter__"),
-        (cupy.cuda.Stream, "use"),
-        (cupy.random.RandomState, "_get_seed"),
-        (cupy.random.BitGenerator, "__init__"),
-    ],
-)
-def test_calls_that_a_capture_watches(owner, name):
-    before = getattr(owner, name)
-    with cublas.replaced(owner, name, lambda call, *given: (call, given)):
-        assert getattr(owner, name)(1, 2) == (before, (1, 2))
-    assert getattr(owner, name) is before
-    assert (name in vars(owner)) is (owner is not cupy.cuda.Stream)
+def test_calls_that_a_capture_watches():
+    streams = [(cupy.cuda.Stream, name) for name in ("__enter__", "use")]
+    random = [(cupy.random.RandomState, "_get_seed"), (cupy.random.BitGenerator, "__init__")]
+    for owner, name in [*streams, *random]:
+        before = getattr(owner, name)
+        with cublas.replaced(owner, name, lambda call, *given: (call, given)):
+            assert getattr(owner, name)(1, 2) == (before, (1, 2))
+        assert getattr(owner, name) is before
+        assert (name in vars(owner)) is (owner is not cupy.cuda.Stream)

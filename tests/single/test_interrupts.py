@@ -9,7 +9,6 @@ import threading
 
 import numpy as np
 import pytest
-from slow import slow_but
 
 import hpcstrat as hs
 from hpcstrat.data import Dataset
@@ -68,9 +67,9 @@ class Interrupt:
         return self._look
 
 
-def at_each_moment(attempt):
-    """Calls `attempt(interrupt)` with a block for each moment."""
-    for moment in range(1, 10_000):
+def at_each_moment(attempt, every=1):
+    """Calls `attempt(interrupt)` with a block for each moment, or every so many of them."""
+    for moment in range(1, 10_000, every):
         interrupt = Interrupt(moment)
         attempt(interrupt)
         assert sys.exc_info()[0] is None
@@ -132,7 +131,7 @@ def test_the_end_of_an_iteration_stays_one():
     at_each_moment(attempt)
 
 
-def test_an_update_by_buffers_is_whole_or_its_variables_are_gone():
+def test_an_update_by_buffers_is_whole_or_its_variables_are_gone(every=3):
     strategy = hs.CentralStorageStrategy()
 
     def attempt(interrupt):
@@ -161,17 +160,21 @@ def test_an_update_by_buffers_is_whole_or_its_variables_are_gone():
         strategy.run(step)
         assert steps_done() == done + 1
 
-    at_each_moment(attempt)
+    at_each_moment(attempt, every)
 
 
-@pytest.mark.parametrize("blocking", slow_but([False], [True, False]))
-def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(tmp_path, monkeypatch, blocking):
+@pytest.fixture
+def saves(tmp_path, monkeypatch):
+    """A variable, its checkpoint, and two paths."""
     monkeypatch.setattr(os, "fsync", lambda file: None)
     w = hs.Variable(np.zeros(1000))
-    checkpoint = hs.checkpoint.Checkpoint(w=w)
+    return w, hs.checkpoint.Checkpoint(w=w), tmp_path / "first", tmp_path / "second"
+
+
+def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking=False, every=3):
+    w, checkpoint, first, second = saves
 
     def attempt(interrupt):
-        first, second = tmp_path / "first", tmp_path / "second"
         first.unlink(missing_ok=True)
         w.assign(np.zeros(1000))
         with interrupt:
@@ -189,14 +192,24 @@ def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(tmp_path, mon
             assert not w.numpy().any()
         checkpoint.restore(second)
         assert w.numpy().all()
-        assert {path.name for path in tmp_path.iterdir()} <= {"first", "second"}
+        assert {path.name for path in first.parent.iterdir()} <= {"first", "second"}
 
-    at_each_moment(attempt)
+    at_each_moment(attempt, every)
 
 
-def test_a_save_waits_for_one_that_was_interrupted_in_its_start(tmp_path, monkeypatch):
-    w = hs.Variable(np.zeros(1000))
-    checkpoint = hs.checkpoint.Checkpoint(w=w)
+@pytest.mark.slow
+@pytest.mark.parametrize("blocking", [False, True])
+def test_a_save_at_every_moment(saves, blocking):
+    test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking, every=1)
+
+
+@pytest.mark.slow
+def test_an_update_at_every_moment():
+    test_an_update_by_buffers_is_whole_or_its_variables_are_gone(every=1)
+
+
+def test_a_save_waits_for_one_that_was_interrupted_in_its_start(saves, monkeypatch):
+    w, checkpoint, first, second = saves
     start, may_write = threading.Thread.start, threading.Event()
 
     def start_and_raise(thread):
@@ -211,10 +224,10 @@ def test_a_save_waits_for_one_that_was_interrupted_in_its_start(tmp_path, monkey
     monkeypatch.setattr("os.pwrite", write_late)
     monkeypatch.setattr(threading.Thread, "start", start_and_raise)
     with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(tmp_path / "first", blocking=False)
+        checkpoint.save(first, blocking=False)
     threading.Timer(0.2, may_write.set).start()
     w.assign(np.ones(1000))
-    checkpoint.save(tmp_path / "second", blocking=False)
-    assert (tmp_path / "first").exists()
-    checkpoint.restore(tmp_path / "first")
+    checkpoint.save(second, blocking=False)
+    assert first.exists()
+    checkpoint.restore(first)
     assert not w.numpy().any()

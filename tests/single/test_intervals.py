@@ -17,26 +17,16 @@ def members(interval):
     return list(range(interval.start, interval.stop))
 
 
-@hypothesis.given(INTERVALS, INTERVALS)
-def test_an_intersection_has_what_both_have(a, b):
+@hypothesis.given(INTERVALS, INTERVALS, st.integers(-9, 9), st.integers(1, 70))
+def test_an_interval_is_its_integers(a, b, by, size):
     both = a & b
     assert members(both) == [n for n in members(a) if n in members(b)]
-    assert both.size == len(members(both))
-    assert bool(both) is (both.size > 0)
-
-
-@hypothesis.given(INTERVALS, st.integers(-9, 9), st.integers(1, 8))
-def test_shifted_and_in_bytes(a, by, itemsize):
+    assert both.size == len(members(both)) and bool(both) is (both.size > 0)
     assert members(a.shift(by)) == [n + by for n in members(a)]
+    itemsize = 1 + size % 8
     of_bytes = a.bytes(itemsize)
-    assert members(of_bytes) == [
-        itemsize * n + byte for n in members(a) for byte in range(itemsize)
-    ]
+    assert members(of_bytes) == [itemsize * n + k for n in members(a) for k in range(itemsize)]
     assert of_bytes.elements(itemsize) == a
-
-
-@hypothesis.given(INTERVALS, st.integers(1, 70))
-def test_parts_of_a_size(a, size):
     parts = [members(part) for part in a.split(size)]
     assert [*itertools.chain(*parts)] == members(a)
     assert all(len(part) == size for part in parts[:-1])
@@ -52,11 +42,8 @@ def test_ranks_have_equal_parts(a, size, unit):
     # Only the last part that has any may end between two units.
     cut = [part for part in parts if part.stop < a.stop]
     assert all((part.stop - a.start) % unit == 0 for part in cut)
-
-
-@hypothesis.given(st.integers(0, 1000), st.integers(1, 300))
-def test_rounded_up(count, unit):
-    assert round_up(count, unit) == next(n for n in range(count, count + unit) if n % unit == 0)
+    end = a.start + 100
+    assert round_up(end, unit) == next(n for n in range(end, end + unit) if n % unit == 0)
 
 
 # A variable is its bytes in memory, its slots' bytes, and gaps before them; a gap of None means
@@ -67,30 +54,25 @@ VARIABLES = st.lists(st.tuples(st.integers(0, 12), GAPS), max_size=8)
 
 def shards_of(variables, itemsize, alignment):
     dtype = np.dtype(f"V{itemsize}")
-    shards, message, ends = [], 0, [0, 10_000]
+    shards, ends = [], [0, 0, 10_000]
     for i, (count, gaps) in enumerate(variables):
-        message = round_up(message, alignment)
-        starts = [
-            round_up(end + (gap or 0), alignment) for end, gap in zip(ends, gaps, strict=True)
-        ]
-        nbytes = count * itemsize
-        bytes_from = [ByteRange(start, start + nbytes) for start in (message, *starts)]
-        shards.append(Shard(i, dtype, ElementRange(0, count), bytes_from[0], tuple(bytes_from[1:])))
-        message, *ends = [place.stop for place in bytes_from]
+        pairs = zip(ends, [0, *gaps], strict=True)
+        starts = [round_up(end + (gap or 0), alignment) for end, gap in pairs]
+        message, *memory = (ByteRange(start, start + count * itemsize) for start in starts)
+        shards.append(Shard(i, dtype, ElementRange(0, count), message, tuple(memory)))
+        ends = [place.stop for place in (message, *memory)]
     return shards
 
 
 def triples(shards, itemsize):
     """Where each element is: in the message, in the variable, in the slot."""
-    places = [(shard.message, *shard.memory) for shard in shards]
-    assert all(place.size % itemsize == 0 for each in places for place in each)
-    return [
-        element
-        for each in places
-        for element in zip(
-            *[range(place.start, place.stop, itemsize) for place in each], strict=True
-        )
-    ]
+    found = []
+    for shard in shards:
+        places = shard.message, *shard.memory
+        assert all(place.size % itemsize == 0 for place in places)
+        each = [range(place.start, place.stop, itemsize) for place in places]
+        found += zip(*each, strict=True)
+    return found
 
 
 @pytest.mark.parametrize("itemsize", [2, 8])
@@ -101,33 +83,24 @@ def test_runs_have_the_elements_of_their_shards(itemsize, alignment, variables, 
     window = ElementRange(start, start + size).bytes(itemsize)
     own = [shard.within(window) for shard in shards]
     everything = triples(shards, itemsize)
-    expected = [
-        element for element in everything if window.start <= element[0] and element[0] < window.stop
-    ]
+    expected = [one for one in everything if window.start <= one[0] < window.stop]
     assert triples(own, itemsize) == expected
     merged = runs(own, alignment)
     in_runs = triples(merged, itemsize)
     assert [element for element in in_runs if element in everything] == expected
     # What else is in a run lies in gaps: no other variable's element, and none outside of memory.
-    taken = [{element[k] for element in everything} for k in range(3)]
-    assert not any(
-        element[k] in taken[k] for element in in_runs if element not in everything for k in range(3)
-    )
+    others = [element for element in in_runs if element not in everything]
+    for taken, found in zip(zip(*everything, strict=True), zip(*others, strict=True), strict=False):
+        assert not {*taken} & {*found}
     assert triples([part for run in merged for part in run.split(count)], itemsize) == in_runs
     assert all(run.elements for run in merged)
     # Two neighbours are two runs only where the next does not follow.
     for before, after in itertools.pairwise(merged):
-        assert any(
-            round_up(end.stop, alignment) != start.start
-            for end, start in zip(
-                (before.message, *before.memory), (after.message, *after.memory), strict=True
-            )
-        )
+        ends = zip((before.message, *before.memory), (after.message, *after.memory), strict=True)
+        assert any(round_up(end.stop, alignment) != start.start for end, start in ends)
 
 
 def test_neighbours_are_one_run():
-    shards = shards_of([(3, [None, None]), (0, [7, None]), (5, [None, 9])], 4, 1)
-    assert [shard.memory[0] for shard in shards] == [(0, 12), (19, 19), (19, 39)]
     shards = shards_of([(3, [None, None]), (5, [None, None]), (2, [None, 17])], 4, 16)
     merged = runs(shards, 16)
     assert [run.elements for run in merged] == [(0, 9), (0, 2)]

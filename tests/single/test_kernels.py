@@ -1,6 +1,7 @@
 """The GPU kernels, run on the host, compared with the same operations on NumPy arrays."""
 
 import functools
+import itertools
 import types
 from typing import Any
 
@@ -8,21 +9,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 from internals import (
-    GPU_ALIGNMENT,
     ElementRange,
-    PackKernel,
     Shard,
     accumulator,
     device_update,
     gpu,
-    layout_of,
+    layout,
     packing,
     round_up,
     rows,
+    slabs,
 )
 from kernels_on_host import ElementwiseKernel, RawKernel, compile_together, is_available
 from package_kernels import DTYPES, optimizers_of, rule_of
-from slow import slow_but
 
 from hpcstrat.optimizers import SGD
 
@@ -84,11 +83,8 @@ def cupy():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gpu, "load_cupy", lambda wanted_by: module)
         patch.setattr(gpu, "array_module", lambda *arrays: module)
-        caches = (
-            *(device_update.update_kernel, device_update.squares_kernel),
-            *(device_update.add_kernel, device_update.scale_kernel),
-            *(rows._kernel, packing._kernel),
-        )
+        names = ("update_kernel", "squares_kernel", "add_kernel", "scale_kernel")
+        caches = [*(getattr(device_update, name) for name in names), rows._kernel, packing._kernel]
         for cache in caches:
             cache.cache_clear()
         Kernel.wanted = []
@@ -130,18 +126,14 @@ def update(optimizer, step, values, gradients, slots=()):
     shards, place = [], 0
     for i, value in enumerate(values):
         elements = ElementRange(0, value.size)
-        shards.append(
-            Shard(i, value.dtype, elements, elements.bytes(value.itemsize).shift(place), ())
-        )
-        place = round_up(place + value.nbytes, GPU_ALIGNMENT)
+        message = elements.bytes(value.itemsize).shift(place)
+        shards.append(Shard(i, value.dtype, elements, message, ()))
+        place = round_up(place + value.nbytes, slabs.GPU_ALIGNMENT)
     message = np.full(place, 0xFF, np.uint8).view(OnHost)  # NaN between the variables
     for shard, gradient in zip(shards, gradients, strict=True):
         message[shard.message.slice] = gradient.view(np.uint8)
-    runs = [
-        device_update.Run(shard, value, tuple(slots))
-        for shard, value in zip(shards, values, strict=True)
-        if value.size
-    ]
+    pairs = [pair for pair in zip(shards, values, strict=True) if pair[1].size]
+    runs = [device_update.Run(shard, value, tuple(slots)) for shard, value in pairs]
     made = device_update.DeviceUpdate(lambda alone: runs, shards)
     rule = rule_of(optimizer, step)
     made.prepare(rule)
@@ -158,7 +150,7 @@ def operations(optimizer, step, value, gradient, slots):
     rule.kernel.run(numbers, value, gradient, slots)
 
 
-def same(found, expected, scale, ulps):
+def check_equal(found, expected, scale, ulps):
     """Checks that numbers are equal within some units in the last place of the largest input."""
     assert found.dtype == expected.dtype and found.shape == expected.shape
     kind, eps = found.dtype, ml_dtypes.finfo(found.dtype).eps
@@ -177,25 +169,19 @@ def same(found, expected, scale, ulps):
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
-@pytest.mark.parametrize(
-    ("name", "dtype"), [(name, dtype) for dtype in DTYPES for name in optimizers_of(dtype)], ids=str
-)
-def test_an_update_is_what_the_operations_give(cupy, name, dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_an_update_is_what_the_operations_give(cupy, dtype):
     """In all bits, except for complex numbers and norms."""
-    optimizer = optimizers_of(dtype)[name]()
-    for size in SIZES:
-        for step in (1, 4):
-            value, gradient, slots = arrays_of(optimizer, dtype, size, step)
-            found, expected = ([array.copy() for array in (value, *slots)] for _ in range(2))
-            update(optimizer, step, found[:1], [gradient], found[1:])
-            operations(optimizer, step, expected[0], gradient, expected[1:])
-            into = [
-                abs(array.astype(np.complex128)) for array in (value, gradient, *slots, *expected)
-            ]
-            scale = np.nan_to_num(np.sum([*into, into[1] ** 2], axis=0), nan=np.inf, posinf=np.inf)
-            ulps = 4 if dtype.kind == "c" or "norm" in name else 0
-            for one, other in zip(found, expected, strict=True):
-                same(one, other, scale, ulps)
+    for (name, make), size, step in itertools.product(optimizers_of(dtype).items(), SIZES, (1, 4)):
+        optimizer, ulps = make(), 4 if dtype.kind == "c" or "norm" in name else 0
+        value, gradient, slots = arrays_of(optimizer, dtype, size, step)
+        found, expected = ([array.copy() for array in (value, *slots)] for _ in range(2))
+        update(optimizer, step, found[:1], [gradient], found[1:])
+        operations(optimizer, step, expected[0], gradient, expected[1:])
+        into = [abs(one.astype(np.complex128)) for one in (value, gradient, *slots, *expected)]
+        scale = np.nan_to_num(np.sum([*into, into[1] ** 2], axis=0), nan=np.inf, posinf=np.inf)
+        for one, other in zip(found, expected, strict=True):
+            check_equal(one, other, scale, ulps)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -226,38 +212,32 @@ SHAPES = {
     "as many as one launch takes": [(1 + i % 7,) for i in range(packing.ENTRIES)],
     "more than one launch takes": [(1 + i % 7,) for i in range(packing.ENTRIES + 5)],
 }
+KINDS = ("bool", "float16", "float32", "complex128")
 
 
-@pytest.mark.parametrize("alignment", [1, 256])
-@pytest.mark.parametrize(
-    "dtype",
-    slow_but(
-        ["bool", "float32", "complex128"],
-        ["bool", "float16", "float32", "int64", "complex64", "complex128"],
-    ),
-)
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_packing_copies_each_array_to_its_place_and_back(cupy, shapes, dtype, alignment):
+def test_packing_copies_each_array_to_its_place_and_back(cupy, shapes):
     random = np.random.default_rng(1)
-    forms = [(shape, np.dtype(dtype)) for shape in SHAPES[shapes]]
-    forms[1:1] = [((4, 3), np.dtype(np.uint8))]  # in another group
-    form = layout_of(*map(tuple, zip(*forms, strict=True)), alignment)
-    arrays = [
-        random.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype)[..., 0].view(OnHost)
-        for shape, dtype in forms
-    ]
-    # In both memory orders.
-    arrays = [array.T.copy().T if i % 2 else array for i, array in enumerate(arrays)]
-    message, expected = (np.full(form.nbytes, 7, np.uint8).view(OnHost) for _ in range(2))
-    form.write(expected, arrays)
-    unpacked = [np.empty(array.shape, array.dtype).view(OnHost) for array in arrays]
-    for group in form.groups:
-        kernel = PackKernel(form, group)
-        for _ in range(2):  # the second time over the result of the first
-            kernel(arrays, message)
-        kernel.unpack(message, unpacked)
-    assert message.tobytes() == expected.tobytes()  # bytes between arrays have not changed
-    assert [one.tobytes() for one in unpacked] == [array.tobytes() for array in arrays]
+    for dtype, alignment in itertools.product(map(np.dtype, KINDS), (1, 256)):
+        forms = [(shape, dtype) for shape in SHAPES[shapes]]
+        forms[1:1] = [((4, 3), np.dtype(np.uint8))]  # in another group
+        form = layout.layout_of(*map(tuple, zip(*forms, strict=True)), alignment)
+        arrays = [
+            random.integers(0, 256, (*shape, one.itemsize), np.uint8).view(one)[..., 0].view(OnHost)
+            for shape, one in forms
+        ]
+        # In both memory orders.
+        arrays = [array.T.copy().T if i % 2 else array for i, array in enumerate(arrays)]
+        message, expected = (np.full(form.nbytes, 7, np.uint8).view(OnHost) for _ in range(2))
+        form.write(expected, arrays)
+        unpacked = [np.empty(array.shape, array.dtype).view(OnHost) for array in arrays]
+        for group in form.groups:
+            kernel = packing.PackKernel(form, group)
+            for _ in range(2):  # the second time over the result of the first
+                kernel(arrays, message)
+            kernel.unpack(message, unpacked)
+        assert message.tobytes() == expected.tobytes()  # bytes between arrays have not changed
+        assert [one.tobytes() for one in unpacked] == [array.tobytes() for array in arrays]
 
 
 @pytest.mark.parametrize("dtype", [np.complex64, np.complex128, np.float16, np.float64])
@@ -265,14 +245,14 @@ def test_arrays_that_are_aligned_as_their_numbers_only(cupy, dtype):
     """Others than CuPy align a complex number as its two real numbers; the kernel checks."""
     dtype, count = np.dtype(dtype), 5
     real = dtype.itemsize // 2 if dtype.kind == "c" else dtype.itemsize
-    form = layout_of(((count,),), (dtype,))
+    form = layout.layout_of(((count,),), (dtype,))
     memory, message = (np.zeros(256, np.uint8) for _ in range(2))
     place = -memory.ctypes.data % 64 + real  # a multiple of `real`, and of no more
     array = memory[place : place + count * dtype.itemsize].view(dtype)
     array[:] = np.arange(count) * (1 - 2j if dtype.kind == "c" else 1)
     start = -message.ctypes.data % 64 + real
     message = message[start : start + form.nbytes].view(OnHost)
-    pack = PackKernel(form, form.groups[0])
+    pack = packing.PackKernel(form, form.groups[0])
     pack([array.view(OnHost)], message)
     assert message.tobytes() == array.tobytes()
     back = np.zeros_like(memory)[place : place + array.nbytes].view(dtype).view(OnHost)
@@ -285,20 +265,19 @@ def test_arrays_that_are_aligned_as_their_numbers_only(cupy, dtype):
 
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3)], ids=str)
-@pytest.mark.parametrize("count", [0, 1, 2, 500])
-def test_rows_are_combined_one_after_the_other(cupy, count, shape, dtype):
-    random = np.random.default_rng(2)
-    names = random.integers(0, 20, count)
-    columns = int(np.prod(shape))
-    values = numbers(random, count * columns, dtype).reshape(count, *shape)
-    values = np.asarray(values, order="F")
-    wide = accumulator(dtype)
-    for combination, ufunc in COMBINATIONS.items():
-        rows_found, combined = rows.combine_rows(names, values, combination)
-        assert rows_found.tolist() == sorted(set(names.tolist()))
-        assert (combined.shape, combined.dtype) == ((rows_found.size, *shape), dtype)
-        for row, found in zip(rows_found, combined, strict=True):
-            first, *others = values[names == row].astype(wide)
-            expected = functools.reduce(ufunc, others, first)
-            np.testing.assert_array_equal(found.astype(wide), expected.astype(dtype).astype(wide))
+def test_rows_are_combined_one_after_the_other(cupy, dtype):
+    random, wide = np.random.default_rng(2), accumulator(dtype)
+    for count, shape in itertools.product([0, 1, 2, 500], [(), (3,), (2, 0), (2, 3)]):
+        names = random.integers(0, 20, count)
+        values = numbers(random, count * int(np.prod(shape)), dtype).reshape(count, *shape)
+        values = np.asarray(values, order="F")
+        for combination, ufunc in COMBINATIONS.items():
+            rows_found, combined = rows.combine_rows(names, values, combination)
+            assert rows_found.tolist() == sorted(set(names.tolist()))
+            assert (combined.shape, combined.dtype) == ((rows_found.size, *shape), dtype)
+            for row, found in zip(rows_found, combined, strict=True):
+                first, *others = values[names == row].astype(wide)
+                expected = functools.reduce(ufunc, others, first)
+                np.testing.assert_array_equal(
+                    found.astype(wide), expected.astype(dtype).astype(wide)
+                )

@@ -15,13 +15,14 @@ def written(monkeypatch):
     """What a loop with a bar writes to standard error, which `open_ends` opens."""
     monkeypatch.delenv("TQDM_DISABLE", raising=False)
 
-    def run(open_ends, **arguments):
+    def run(open_ends, in_loop=lambda bar, i: None, **arguments):
         reader, writer = open_ends()
         with open(writer, "w") as stream, monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", stream)
             # A pseudo-terminal has no size.
             bar = hs.progress([3, 1, 2], ncols=60, nrows=20, **arguments)
-            assert (len(bar), list(bar)) == (3, [3, 1, 2])  # pyright: ignore[reportArgumentType]
+            assert len(bar) == 3  # pyright: ignore[reportArgumentType]
+            assert [(in_loop(bar, i), i)[1] for i in bar] == [3, 1, 2]
         with os.fdopen(reader, "rb", buffering=0) as file:
             return b"".join(pieces(file))
 
@@ -40,9 +41,16 @@ def pieces(file):
 
 
 def test_a_log_gets_lines_at_the_start_and_the_end(written):
-    first, last = written(os.pipe, desc="steps").splitlines(keepends=True)
-    assert first.startswith(b"steps:   0%|") and first.endswith(b"\n")
-    assert last.startswith(b"steps: 100%|") and b"| 3/3 [" in last and last.endswith(b"\n")
+    """And none for a postfix, which programs set in each step."""
+
+    def in_loop(bar, i):
+        bar.set_postfix(loss=i)
+        bar.set_description("epoch")
+
+    first, last = written(os.pipe, in_loop, desc="steps").splitlines(keepends=True)
+    assert first.startswith(b"steps:   0%|") and first.endswith(b"\n") and b"loss" not in first
+    assert last.startswith(b"epoch: 100%|") and b"loss=2" in last
+    assert b"| 3/3 [" in last and last.endswith(b"\n")
 
 
 def test_a_log_gets_a_line_for_each_state(written):
@@ -53,46 +61,21 @@ def test_a_log_gets_a_line_for_each_state(written):
     assert not any(byte in b"".join(lines) for byte in (b"\r", b"\x1b"))
 
 
-def test_a_log_gets_no_line_for_a_postfix(written, monkeypatch):
-    """Programs set one in each step."""
-    bars = []
-    made = hs.progress
-
-    def made_and_kept(*args, **arguments):
-        bars.append(made(*args, **arguments))
-        for i in range(5):
-            bars[0].set_postfix(loss=i)
-            bars[0].set_description("epoch")
-        return bars[0]
-
-    monkeypatch.setattr(hs, "progress", made_and_kept)
-    first, last = written(os.pipe, desc="steps").splitlines()
-    assert first.startswith(b"steps:   0%|") and b"loss" not in first
-    assert last.startswith(b"epoch: 100%|") and b"loss=4" in last
-
-
-def test_a_terminal_gets_the_bar(written):
+def test_a_terminal_gets_the_bar_and_arguments_win(written, monkeypatch):
     shown = written(pty.openpty)
     assert b"3/3" in shown and b"\r" in shown
-
-
-def test_arguments_win(written):
     with io.StringIO() as file:
         assert written(os.pipe, file=file) == b""
         assert "\r" in file.getvalue() and "3/3" in file.getvalue()
-    assert written(pty.openpty, disable=True) == b""
-    assert written(os.pipe, disable=True) == b""
-
-
-def test_tqdms_own_variable_counts(written, monkeypatch):
-    monkeypatch.setenv("TQDM_DISABLE", "1")
+    assert written(pty.openpty, disable=True) == written(os.pipe, disable=True) == b""
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # tqdm's own variable counts
     assert written(pty.openpty) == written(os.pipe) == b""
     assert b"3/3" in written(os.pipe, disable=False)
 
 
-@pytest.mark.parametrize("is_closed", [True, False], ids=["closed", "none"])
-def test_without_standard_error(monkeypatch, tmp_path, is_closed):
-    stream = open(tmp_path / "file", "w")
-    stream.close()
-    monkeypatch.setattr(sys, "stderr", stream if is_closed else None)
-    assert list(hs.progress([3, 1, 2])) == [3, 1, 2]
+def test_without_standard_error(monkeypatch):
+    closed = io.StringIO()
+    closed.close()
+    for stream in (closed, None):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert list(hs.progress([3, 1, 2])) == [3, 1, 2]

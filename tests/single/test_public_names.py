@@ -1,10 +1,12 @@
-"""How public names show, and what is said of names of other libraries and TensorFlow's older ones."""
+"""How public names show, what is said of names of other libraries, and where files and names lie."""
 
+import functools
 import pathlib
 import pickle
 import re
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,7 +14,9 @@ from internals import INSTEAD
 
 import hpcstrat as hs
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs"
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGE = ROOT / "hpcstrat"
+FILES = sorted(PACKAGE.rglob("*.py"))
 # What a name in a hint belongs to.
 OWNERS = {
     r"\bhs\.((?:\w+\.)*\w+)": hs,
@@ -28,17 +32,16 @@ def test_a_foreign_name_says_what_to_write_instead(name):
     assert not hasattr(hs, name)
     with pytest.raises(AttributeError, match=f"^hpcstrat.{name} does not exist; write ") as caught:
         getattr(hs, name)
-    hint, found = str(caught.value).partition("; write ")[2], 0
+    hint = str(caught.value).partition("; write ")[2]
+    found = hint.startswith("nothing: ")
     for pattern, owner in OWNERS.items():
         for path in re.findall(pattern, hint):
-            thing = owner
-            for part in path.split("."):
-                thing = getattr(thing, part)
-            found += 1
+            functools.reduce(getattr, path.split("."), owner)
+            found = True
     for page in re.findall(r"docs/(\S+\.md)", hint):
-        assert (DOCS / page).exists()
-        found += 1
-    assert found or hint.startswith("nothing: ")
+        assert (ROOT / "docs" / page).exists()
+        found = True
+    assert found
 
 
 @pytest.mark.parametrize("name", ["DatasetSpec", "assert_cardinality", "flat_map", "misspelt"])
@@ -49,34 +52,19 @@ def test_what_the_module_of_datasets_has_not(name):
 
 
 def test_names_show_as_programs_write_them():
-    assert [str(name) for name in (hs.Variable, hs.data.Dataset, hs.optimizers.Adam)] == [
-        f"<class 'hpcstrat.{name}'>" for name in ("Variable", "data.Dataset", "optimizers.Adam")
-    ]
-    assert str(hs.compat.v1.MirroredStrategy) == "<class 'hpcstrat.compat.v1.MirroredStrategy'>"
+    shown = [hs.Variable, hs.data.Dataset, hs.optimizers.Adam, hs.compat.v1.MirroredStrategy]
+    names = ["Variable", "data.Dataset", "optimizers.Adam", "compat.v1.MirroredStrategy"]
+    assert [str(name) for name in shown] == [f"<class 'hpcstrat.{name}'>" for name in names]
     assert str(hs.optimizers.schedules.CosineDecay).endswith(".optimizers.schedules.CosineDecay'>")
     assert hs.barrier.__module__ == hs.ReplicaMismatchError.__module__ == "hpcstrat"
     assert pickle.loads(pickle.dumps(hs.ReduceOp.SUM)) is hs.ReduceOp.SUM
 
 
-def test_modules_that_take_long_are_imported_late():
-    program = """
-import sys, hpcstrat as hs
-late = "hpcstrat.torch", "hpcstrat.optimizers.schedules"
-private = "hpcstrat._tools", "hpcstrat._timeline"
-print([name for name in sys.modules if name.startswith((*late, *private))])
+PROGRAM = """
+import sys, warnings, hpcstrat as hs
+late = "hpcstrat.torch", "hpcstrat.optimizers.schedules", "hpcstrat._tools", "hpcstrat._timeline"
+print([name for name in sys.modules if name.startswith(late)])
 print([module.__name__ for module in (hs.torch, hs.optimizers.schedules)])
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.splitlines() == [
-        "[]",
-        "['hpcstrat.torch', 'hpcstrat.optimizers.schedules']",
-    ]
-
-
-OLDER = """
-import warnings, hpcstrat as hs
 strategy = hs.MirroredStrategy(["CPU:0"])
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -89,15 +77,45 @@ for one in caught:
 """
 
 
-def test_older_names_do_the_same_and_warn_once_a_process():
-    result = subprocess.run(
-        [sys.executable, "-c", OLDER], capture_output=True, text=True, check=True
-    )
+def test_modules_are_imported_late_and_older_names_warn_once_a_process():
+    command = [sys.executable, "-c", PROGRAM]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
     new = "distribute_datasets_from_function"
     assert result.stdout.splitlines() == [
+        "[]",
+        "['hpcstrat.torch', 'hpcstrat.optimizers.schedules']",
         *["2", "[0 1 2] [3]"] * 2,
-        "DeprecationWarning <string> 7 Strategy.experimental_run_v2 is now called Strategy.run; use "
-        "that",
-        f"DeprecationWarning <string> 9 Strategy.experimental_{new} is now called Strategy.{new}; "
+        "DeprecationWarning <string> 10 Strategy.experimental_run_v2 is now called Strategy.run; "
+        "use that",
+        f"DeprecationWarning <string> 12 Strategy.experimental_{new} is now called Strategy.{new}; "
         "use that",
     ]
+
+
+# ---- the rules for the places and names of files
+
+
+def is_private(folder):
+    return any(part.startswith("_") for part in folder.relative_to(PACKAGE).parts)
+
+
+def test_the_root_has_the_public_door_alone():
+    public = {"__init__.py", "__main__.py", "losses.py", "torch.py"}
+    private = {"_start.py", "_info.py", "_program.py", "_run.py"}
+    assert {path.name for path in PACKAGE.glob("*.py")} == public | private
+
+
+def test_a_folder_is_public_or_private_as_a_whole():
+    """A public folder is imported through its `__init__` only, so each other file is `_x.py`."""
+    inside = [path for path in FILES if path.parent != PACKAGE and path.name != "__init__.py"]
+    assert [path for path in inside if path.name.startswith("_") == is_private(path.parent)] == []
+    assert {path.parent for path in inside if not (path.parent / "__init__.py").exists()} == set()
+
+
+def test_a_class_name_is_unique():
+    texts = [path.read_text() for path in FILES]
+    names = Counter(
+        name for text in texts for name in re.findall(r"^ *class (\w+)[:(]", text, re.M)
+    )
+    assert names["Variable"] == 1
+    assert [name for name, count in names.items() if count > 1] == []

@@ -46,13 +46,10 @@ def trained(optimizer: Optimizer) -> Model:
     strategy = hs.CentralStorageStrategy()
     model = Model(strategy, optimizer)
     x = np.random.default_rng(0).random((40, 3), np.float32)
-    data = (
-        hs.data.Dataset.from_tensor_slices((x, x.sum(axis=1, keepdims=True)))
-        .shuffle(40, seed=0)
-        .batch(BATCH)
-    )
+    data = hs.data.Dataset.from_tensor_slices((x, x.sum(axis=1, keepdims=True)))
+    batches = data.shuffle(40, seed=0).batch(BATCH)
     total = 0.0
-    for batch in strategy.experimental_distribute_dataset(data):
+    for batch in strategy.experimental_distribute_dataset(batches):
         total = strategy.reduce(hs.ReduceOp.SUM, strategy.run(model.step, args=batch), axis=None)
     assert float(total) == float(strategy.num_replicas_in_sync * model.w.sum())
     return model
@@ -67,22 +64,13 @@ def facts(v: hs.Variable) -> tuple[tuple[int, ...], str, int]:
 
 
 def test_it_runs() -> None:
-    optimizers: list[Optimizer] = [
-        *(
-            SGD(0.1),
-            SGD(lambda: 0.1),
-            SGD(lambda step: 0.1 / (step + 1)),
-            SGD(CosineDecay(0.1, 10), momentum=0.9),
-        ),
-        Adam(ExponentialDecay(0.1, 10, 0.5)),
-    ]
+    optimizers: list[Optimizer] = [SGD(0.1), SGD(lambda: 0.1), SGD(lambda step: 0.1 / (step + 1))]
+    optimizers += [SGD(CosineDecay(0.1, 10), momentum=0.9), Adam(ExponentialDecay(0.1, 10, 0.5))]
     for optimizer in optimizers:
         model = trained(optimizer)
         assert int(model.seen) == 40 and model.loss.result() > 0
-        assert (
-            f"{model.b.item():.3f}"
-            == f"{float(model.b[0]):.3f}"
-            == f"{model.b.assign(model.b).numpy()[0]:.3f}"
-        )
+        b = model.b
+        shown = f"{b.item():.3f}", f"{float(b[0]):.3f}", f"{b.assign(b).numpy()[0]:.3f}"
+        assert len(set(shown)) == 1
         assert facts(model.w) == ((3, 1), "Variable", 3)
         assert (model.w.T @ model.w).shape == (1, 1)

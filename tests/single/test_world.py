@@ -1,12 +1,19 @@
+"""How a process becomes a rank: MPI's start and its refusals, the cores of BLAS, what is left."""
+
 import atexit
+import builtins
 import os
+import socket
 import sys
 import tempfile
 import threading
 import types
 
+import mpi4py
+import numpy as np
 import pytest
-from internals import Launcher, launchers, mpi_library, reports, segments, worlds
+from internals import blas_threads, failure, launchers, mpi_library, pmi, reports, segments, worlds
+from threadpoolctl import threadpool_info, threadpool_limits
 
 
 @pytest.fixture
@@ -37,28 +44,15 @@ def starts(fake, monkeypatch):
     fake.THREAD_SINGLE, fake.THREAD_SERIALIZED, fake.THREAD_MULTIPLE = 0, 2, 3
     library = types.SimpleNamespace(MPI_Init_thread=start)
     monkeypatch.setattr(mpi_library.ctypes, "CDLL", lambda path: library)
+    monkeypatch.setattr(launchers, "find", lambda: None)
     return levels
 
 
-def launched(monkeypatch, size, rank=0, name="mpirun of Open MPI"):
-    launcher = Launcher(name, rank, size, None, None)
+def launched(monkeypatch, size, rank=0, name="mpirun of Open MPI", **others):
+    launcher = launchers.Launcher(name, rank, size, **others)
     monkeypatch.setattr(launchers, "find", lambda: launcher)
     # The mark of a rank's processes, which is set then; later tests start processes too.
     monkeypatch.setenv("_HPCSTRAT_PROCESS", "")
-
-
-def test_a_world_is_started_once():
-    world = worlds.start()
-    assert worlds.start() is world
-    assert worlds.find() is world
-    assert (world.rank, world.size, world.local_rank, world.local_size, world.hosts) == (
-        0,
-        1,
-        0,
-        1,
-        (0,),
-    )
-    assert 0 <= world.seed < 1 << 64
 
 
 def test_the_users_setting_of_open_mpi_stays(monkeypatch):
@@ -69,19 +63,17 @@ def test_the_users_setting_of_open_mpi_stays(monkeypatch):
     assert os.environ["OMPI_MCA_osc"] == "^ucx"
 
 
-def test_another_mpis_launcher_is_refused(fake, monkeypatch):
-    launched(monkeypatch, 4)
-    with pytest.raises(
-        RuntimeError, match=r"mpirun of Open MPI started 4 processes, but MPI \(MPICH 5\.0\.2"
-    ):
-        worlds._connect()
-
-
-def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(fake, monkeypatch):
-    launched(monkeypatch, None, rank=1, name="a PMIx launcher")
-    with pytest.raises(
-        RuntimeError, match="a PMIx launcher started this process as rank 1, but MPI"
-    ):
+@pytest.mark.parametrize(
+    ("size", "rank", "name", "facts"),
+    [
+        (4, 0, "mpirun of Open MPI", r"Open MPI started 4 processes, but MPI \(MPICH 5\.0\.2"),
+        (None, 1, "a PMIx launcher", "PMIx launcher started this process as rank 1, but MPI"),
+        (4, 0, "srun", "srun --mpi=pmi2"),
+    ],
+)
+def test_another_mpis_launcher_is_refused(fake, monkeypatch, size, rank, name, facts):
+    launched(monkeypatch, size, rank, name)
+    with pytest.raises(RuntimeError, match=facts):
         worlds._connect()
 
 
@@ -90,6 +82,7 @@ def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(fake, monk
     [
         ("mpirun of Open MPI", 2, "MPICH", True),
         ("mpirun of Open MPI", 1, "MPICH", True),  # MPI would end it
+        ("mpirun of Open MPI", 2, "MPICH with PMIx", False),
         ("prterun (PMIx)", None, "Intel MPI", True),
         ("mpirun of Open MPI", 2, "Open MPI", False),
         ("mpirun of Open MPI", 2, "unknown", False),  # such as a vendor's, derived from Open MPI
@@ -103,78 +96,49 @@ def test_a_launcher_without_a_size_is_refused_where_the_rank_shows_it(fake, monk
 def test_another_mpis_launcher_is_known_before_mpi_starts(
     fake, starts, monkeypatch, launcher, size, vendor, refused
 ):
+    vendor, *pmix = vendor.split(" with ")
     fake.get_vendor = lambda: (vendor, (5, 0))
     # Of the library that is really loaded.
-    monkeypatch.setattr(mpi_library, "_speaks_pmix", lambda: False)
+    monkeypatch.setattr(mpi_library, "_speaks_pmix", lambda: bool(pmix))
     launched(monkeypatch, size, name=launcher)
     if refused:
-        with pytest.raises(
-            RuntimeError, match=r"which mpi4py loads\) is another: .* Start with the mpirun of"
-        ):
+        with pytest.raises(RuntimeError, match="mpi4py loads.* is another: .*with the mpirun of"):
             mpi_library.start(fake)
     else:
         mpi_library.start(fake)
     assert starts == ([] if refused else [3])
 
 
-def test_mpich_that_speaks_pmix_may_be_started_by_it(fake, starts, monkeypatch):
-    launched(monkeypatch, 2)
-    monkeypatch.setattr(mpi_library, "_speaks_pmix", lambda: True)
-    mpi_library.start(fake)
-    assert starts == [3]
-
-
-@pytest.mark.parametrize(
-    ("vendor", "version", "refused"),
-    [("MPICH", (5, 0, 2), True), ("MPICH", (4, 3, 2), False), ("Open MPI", (5, 0, 8), False)],
-)
 @pytest.mark.parametrize("size", [1, 2])
-def test_without_shared_memory(fake, starts, monkeypatch, tmp_path, vendor, version, refused, size):
-    fake.get_vendor = lambda: (vendor, version)
+def test_mpich_5_alone_needs_shared_memory(fake, starts, monkeypatch, tmp_path, size):
     monkeypatch.setattr(segments, "FOLDER", str(tmp_path / "shm"))
-    monkeypatch.setattr(launchers, "find", lambda: Launcher("a PMI launcher", 0, size, 0, size))
-    if refused:
-        with pytest.raises(
-            RuntimeError,
-            match=r"shm does not exist, and MPI \(MPICH 5\.0\.2\) does not start .*shm-size",
-        ):
-            mpi_library.start(fake)
-    else:
+    launched(monkeypatch, size, name="a PMI launcher", local_rank=0, local_size=size)
+    with pytest.raises(RuntimeError, match=r"shm does not exist.*MPICH 5\.0\.2.*shm-size"):
         mpi_library.start(fake)
-    assert starts == ([] if refused else [3])
+    assert starts == []
+    for vendor, version in (("MPICH", (4, 3, 2)), ("Open MPI", (5, 0, 8))):
+        starts.clear()
+        fake.get_vendor = lambda vendor=vendor, version=version: (vendor, version)
+        mpi_library.start(fake)
+        assert starts == [3]
 
 
 @pytest.mark.parametrize(
-    "rc, level",
-    [
-        ({"initialize": True, "thread_level": "serialized"}, 2),
-        ({"initialize": True, "thread_level": "serialized", "threads": False}, 0),
-        ({"initialize": False, "thread_level": "serialized"}, 3),
-    ],
+    ("initialize", "threads", "level"),
+    [(True, True, 2), (True, False, 0), (False, True, 3)],
     ids=["a level", "no threads", "not started by mpi4py"],
 )
-def test_the_users_thread_level_of_mpi4py_stays(fake, starts, monkeypatch, rc, level):
-    import mpi4py
-
+def test_the_users_thread_level_of_mpi4py_stays(
+    fake, starts, monkeypatch, initialize, threads, level
+):
     monkeypatch.setattr(atexit, "register", lambda call: None)
-    monkeypatch.setattr(launchers, "find", lambda: None)
-    for name, value in rc.items():
-        monkeypatch.setattr(mpi4py.rc, name, value)
+    monkeypatch.setattr(mpi4py.rc, "initialize", initialize)
+    monkeypatch.setattr(mpi4py.rc, "threads", threads)
+    monkeypatch.setattr(mpi4py.rc, "thread_level", "serialized")
     mpi_library.start(fake)
     assert starts == [level]
-
-
-def test_a_start_of_mpi_that_fails_is_an_error(fake, starts, monkeypatch):
-    monkeypatch.setattr(launchers, "find", lambda: None)
-    starts.append("fails")
     with pytest.raises(RuntimeError, match="MPI_Init_thread returned 16"):
         mpi_library.start(fake)
-
-
-def test_srun_has_a_remedy_of_its_own(fake, monkeypatch):
-    launched(monkeypatch, 4, name="srun")
-    with pytest.raises(RuntimeError, match="srun --mpi=pmi2"):
-        worlds._connect()
 
 
 def test_mpi_finalised_already(fake, monkeypatch):
@@ -187,97 +151,154 @@ def test_mpi_finalised_already(fake, monkeypatch):
     assert (world.size, world.comm, world.host_comm) == (1, None, None)
 
 
+NO_LIBRARY = "an MPI library that mpi4py can load is missing"
+
+
 @pytest.mark.parametrize(
     ("error", "missing"),
     [
         (ModuleNotFoundError("No module named 'mpi4py'"), "mpi4py is missing"),
-        (
-            ImportError("libmpi.so.12: cannot open shared object file"),
-            "an MPI library that mpi4py can load is missing",
-        ),
-        (RuntimeError("cannot load MPI library"), "an MPI library that mpi4py can load is missing"),
+        (ImportError("libmpi.so.12: cannot open shared object file"), NO_LIBRARY),
+        (RuntimeError("cannot load MPI library"), NO_LIBRARY),
     ],
     ids=["no mpi4py", "no library", "another library"],
 )
 def test_without_mpi(monkeypatch, error, missing, capfd):
-    def importing(name, *arguments, **options):
+    def importing(name, *arguments, real=builtins.__import__, **options):
         if name == "mpi4py":
             raise error
         return real(name, *arguments, **options)
 
-    import builtins
-
-    real = builtins.__import__
     monkeypatch.setattr(builtins, "__import__", importing)
-    for size, rank in ((1, 0), (None, 0)):
-        launched(monkeypatch, size, rank)
+    for size in (1, None):
+        launched(monkeypatch, size)
         assert worlds._connect().size == 1
-    monkeypatch.setattr(launchers, "find", lambda: None)
-    world = worlds._connect()
-    assert (world.size, world.comm) == (1, None)
-    assert capfd.readouterr() == ("", "")
     for size, rank in ((2, 0), (None, 1)):
         launched(monkeypatch, size, rank)
         with pytest.raises(RuntimeError, match=missing):
             worlds._connect()
+    monkeypatch.setattr(launchers, "find", lambda: None)
+    world = worlds._connect()
+    assert (world.size, world.comm) == (1, None)
+    assert capfd.readouterr() == ("", "")
 
 
-@pytest.fixture
-def shared_memory(monkeypatch):
-    """A folder in place of /dev/shm, so that other tests and jobs do not interfere."""
+def test_only_this_jobs_segment_is_unlinked(monkeypatch, tmp_path):
+    maps, real = tmp_path / "maps", open
+    own = f"/proc/{os.getpid()}/maps"
+    monkeypatch.setattr(
+        builtins, "open", lambda name, *rest: real(maps if name == own else name, *rest)
+    )
+    # In place of /dev/shm, so that other jobs do not interfere.
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="test-") as folder:
         monkeypatch.setattr(segments, "FOLDER", folder)
-        yield folder
-
-
-def test_only_this_jobs_segment_is_unlinked(monkeypatch, shared_memory, tmp_path):
-    import builtins
-
-    path = f"{shared_memory}/mpich_shm_of_no_job"
-    with open(path, "w") as file:
+        path = f"{folder}/mpich_shm_of_no_job"
+        real(path, "w").close()
         inode = os.stat(path).st_ino
-        assert file
-    maps = tmp_path / "maps"
-    real = builtins.open
-    monkeypatch.setattr(
-        builtins,
-        "open",
-        lambda name, *rest: real(maps if name == f"/proc/{os.getpid()}/maps" else name, *rest),
-    )
-    for line in (
-        f"7f-80 rw-s 00000000 00:1b {inode + 1}      {path}",  # a name reused by another job
-        f"7f-80 rw-s 00000000 00:1b {inode}      {path} (deleted)",
-        f"7f-80 rw-s 00000000 00:1b {inode}      {shared_memory}/ucx_shm_posix_1",
-    ):
-        maps.write_text(line + "\n")
+        for number, name in [
+            (inode + 1, path),  # a name reused by another job
+            (inode, f"{path} (deleted)"),
+            (inode, f"{folder}/ucx_shm_posix_1"),
+        ]:
+            maps.write_text(f"7f-80 rw-s 00000000 00:1b {number}      {name}\n")
+            segments.unlink()
+            segments.unlink(segments.OPEN_MPI)
+            assert os.path.exists(path)
+        maps.write_text(f"7f-80 rw-s 00000000 00:1b {inode}      {path}\n")
         segments.unlink()
-        segments.unlink(segments.OPEN_MPI)
-        assert os.path.exists(path)
-    maps.write_text(f"7f-80 rw-s 00000000 00:1b {inode}      {path}\n")
-    segments.unlink()
-    assert not os.path.exists(path)
+        assert not os.path.exists(path)
 
 
-def test_messages_are_tagged_under_several_ranks_only(monkeypatch, capsys):
+# ---- the cores of BLAS
+
+
+@pytest.mark.parametrize(
+    ("cores", "shares"),
+    [  # the cores that each rank may run on, and how many of them it uses
+        ([range(4)], [4]),
+        ([range(4)] * 2, [2, 2]),
+        ([range(4)] * 3, [1, 1, 1]),
+        ([range(2)] * 4, [1, 1, 1, 1]),
+        ([range(2), range(2, 4)], [2, 2]),
+        ([range(1), range(1, 2)], [1, 1]),
+        ([range(8), range(4)], [6, 2]),
+        ([range(192)] * 3, [64, 64, 64]),
+        ([range(3)] * 3, [1, 1, 1]),  # 1/3 + 1/3 + 1/3
+    ],
+    ids=str,
+)
+def test_each_rank_takes_its_share_of_the_cores(cores, shares):
+    sets = [set(one) for one in cores]
+    assert [blas_threads.share_of_cores(sets, rank) for rank in range(len(sets))] == shares
+
+
+@pytest.mark.parametrize(
+    ("limit", "users", "lowers"), [(1, "", True), (3, "", False), (1, "2", False)]
+)
+def test_a_limit_lowers_only_unless_the_user_has_set_one(monkeypatch, limit, users, lowers):
+    def threads():
+        found = [one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"]
+        assert found
+        return found
+
+    for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "BLIS_NUM_THREADS"):
+        monkeypatch.setenv(name, "")  # so that the end of the test undoes what the call sets
+    monkeypatch.setenv("MKL_NUM_THREADS", users)
+    assert (np.ones((2, 2)) @ np.ones((2, 2))).sum() == 8  # loads BLAS
+    with threadpool_limits(2, "blas"):
+        before = threads()
+        blas_threads.limit(limit)
+        assert threads() == ([1] * len(before) if lowers else before)
+
+
+# ---- a rank's end
+
+
+def test_mpi_has_not_started_while_it_is_imported(monkeypatch):
+    spec = types.SimpleNamespace(_initializing=True)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", types.SimpleNamespace(__spec__=spec))
+    assert failure._started_mpi() is None
+
+
+def test_the_launcher_is_asked_for_the_end(monkeypatch):
+    """In the words of PMI, version 1."""
+    monkeypatch.setattr(pmi, "_LAUNCHER_SECONDS", 0.1)
+    rank, launcher = socket.socketpair()
+    with rank, launcher:
+        launcher.send(b"cmd=response_to_init rc=0 pmi_version=1 pmi_subversion=1\n")
+        monkeypatch.setenv(pmi.VARIABLE, str(rank.fileno()))
+        pmi.abort(3)
+        assert launcher.recv(1 << 10).decode().splitlines() == [
+            "cmd=init pmi_version=1 pmi_subversion=1",
+            "cmd=abort exitcode=3",
+        ]
+
+
+def test_reports_are_tagged_under_several_ranks_only(monkeypatch, capsys):
     reports.say("one\ntwo")
     monkeypatch.setattr(reports, "_tag", "[rank 3] ")
     reports.say("one\ntwo\n")
     assert capsys.readouterr().err == "one\ntwo\n[rank 3] one\n[rank 3] two\n"
+    # A hook that prints nothing leaves the traceback.
+    assert "ValueError: lost?" in reports.capture(lambda: None, ValueError("lost?"))
+    assert capsys.readouterr().err == ""
+
+
+def test_notes_show_with_the_error_that_ends_the_job():
+    """In Python 3.10 too, which has no notes."""
+    error = ValueError("wrong")
+    for note in ("the first", "the second", "the first"):
+        reports.add_note(error, note)
+    assert getattr(error, "__notes__", None) == ["the first", "the second"]
+    shown = reports.capture(lambda: None, error)
+    assert shown.count("the first\n") == shown.count("the second\n") == 1
 
 
 def test_a_stream_that_nobody_reads_keeps_no_rank_from_its_end(monkeypatch):
-    class Full:
-        def write(self, text):
-            threading.Event().wait()
-
-    monkeypatch.setattr(sys, "stderr", Full())
+    full = types.SimpleNamespace(write=lambda text: threading.Event().wait())
+    monkeypatch.setattr(sys, "stderr", full)
     monkeypatch.setattr(reports, "_PRINT_SECONDS", 0.1)
     printing = threading.Thread(target=reports.say, args=("it ends",), daemon=True)
     printing.start()
     printing.join(20)
     assert not printing.is_alive()
-
-
-def test_a_hook_that_prints_nothing_leaves_the_traceback(monkeypatch, capsys):
-    assert "ValueError: lost?" in reports.capture(lambda: None, ValueError("lost?"))
-    assert capsys.readouterr().err == ""
