@@ -1,39 +1,21 @@
 """The package's private names that tests use because no public name reaches them."""
 
-from hpcstrat import _info as info
 from hpcstrat import _program
 from hpcstrat import _run as launcher
 from hpcstrat._agreement import mismatch, records
 from hpcstrat._agreement.collective import CallState
-from hpcstrat._agreement.records import (
-    CallDescription,
-    CallSignature,
-    ManyValues,
-    VariableId,
-    signature_of,
-)
 from hpcstrat._core import cublas, device_names, gpu, graph, nests
-from hpcstrat._core.arrays import as_native, is_numeric
 from hpcstrat._core.atomic_file import replacing
 from hpcstrat._core.call_name import call_named, current_call
 from hpcstrat._core.public_names import INSTEAD
-from hpcstrat._core.ranks_in_words import (
-    join_by_rank,
-    list_by_rank,
-    ranges_in_words,
-    ranks_in_words,
-)
+from hpcstrat._core.ranks_in_words import join_by_rank, ranks_in_words
 from hpcstrat._core.types import select
-from hpcstrat._core.user_frames import user_frame_of
 from hpcstrat._memory import host_limits, layout, packing, shared_file, slabs
-from hpcstrat._memory.blocks import Block
-from hpcstrat._memory.host_limits import available_memory
 from hpcstrat._memory.intervals import ByteRange, ElementRange, round_up
-from hpcstrat._memory.layout import Layout, layout_of
+from hpcstrat._memory.layout import layout_of
 from hpcstrat._memory.packing import PackKernel
-from hpcstrat._memory.shards import Shard, merge, runs
-from hpcstrat._memory.shared_file import SharedFile, share_file
-from hpcstrat._memory.slabs import GPU_ALIGNMENT, Slab, Slabs, allocate_on_gpu, allocate_private
+from hpcstrat._memory.shards import Shard, runs
+from hpcstrat._memory.slabs import GPU_ALIGNMENT, Slabs, allocate_on_gpu
 from hpcstrat._process import (
     blas_threads,
     failure,
@@ -44,47 +26,29 @@ from hpcstrat._process import (
     pmi,
     reports,
     segments,
-    settings,
     worlds,
 )
-from hpcstrat._process.launchers import Launcher, find
-from hpcstrat._replicas import contexts
 from hpcstrat._replicas.group import Workers
-from hpcstrat._storage import base as storage
-from hpcstrat._storage import host as host_storage
 from hpcstrat._storage.gpu_plan import GpuPlan
 from hpcstrat._storage.order import MessageOrder
 from hpcstrat._storage.parts import PART, host_parts
-from hpcstrat._storage.plan import Plan
 from hpcstrat._strategies import function
 from hpcstrat._strategies.base import Strategy
 from hpcstrat._strategies.mirrored import make_mirrored_group
 from hpcstrat._strategies.placement import Facts, decide
-from hpcstrat._strategies.reduce import _reduce_own
 from hpcstrat._transports import barrier, hosts, mailboxes, nccl, nccl_start
 from hpcstrat._transports.connection import connect
-from hpcstrat._transports.device import SoloDevice
-from hpcstrat._transports.host import SoloCommunicator
 from hpcstrat._transports.hosts import HostsCommunicator
-from hpcstrat._transports.nccl import NcclCommunicator
 from hpcstrat._transports.nccl_start import load_nccl
 from hpcstrat._transports.reduction import (
     CHUNK,
     REDUCTIONS,
-    Reduction,
     accumulator,
-    check_reducible,
     part_of_rank,
-    reduce_chunk,
     reduce_in_chunks,
 )
-from hpcstrat._transports.shared_memory import SharedMemoryCommunicator
 from hpcstrat._update import compiled, device_update, graph_numbers, rows
-from hpcstrat._update.host_update import HostUpdate
 from hpcstrat._watchdog import channels, watchdog
-from hpcstrat._watchdog.channels import UNKNOWN, Link, MemberChannel, RankStatus, RootChannel
-from hpcstrat._watchdog.stall_detector import SETTLING_SECONDS, StallDetector
-from hpcstrat._watchdog.watchdog import Watchdog
 from hpcstrat.checkpoint._format import (
     CHECKSUM_BYTES,
     CheckpointFile,
@@ -97,6 +61,5 @@ from hpcstrat.checkpoint._restoring import own_value
 from hpcstrat.data import _elements
 from hpcstrat.data._arguments import INSTEAD as DATA_INSTEAD
 from hpcstrat.data._distributing import distribute_dataset, distribute_from_function
-from hpcstrat.data._node import Transformation
 from hpcstrat.optimizers._state import state_of_optimizer
 from hpcstrat.torch import _all_reduce as all_reduce_gradients
