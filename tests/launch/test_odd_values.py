@@ -41,7 +41,7 @@ def test_a_damaged_checkpoint_changes_nothing(launch, count):
 @pytest.mark.parametrize(
     "ranks, options, status, said",
     [
-        (3, ["--steps", 3000], 0, r"\| 3,000 \| [\d,.]+ \| \d+ \|\n"),
+        (3, ["--steps", 12_000], 0, r"\| 12,000 \| [\d,.]+ \| \d+ \|\n"),
         (2, ["--steps", 2000, "--leak", 10000], 1, r"grown by [\d.]+ MiB"),
         (2, ["--steps", 100, "--lose-files"], 1, r"grown by [-\d.]+ MiB and \d+ open files"),
     ],
