@@ -10,7 +10,7 @@ SOAK = pathlib.Path(__file__).parents[2] / "benchmarks" / "soak.py"
 
 
 def test_odd_values(launch):
-    names = ["wrong_calls", "writes", "losses"]
+    names = ["wrong_calls", "writes"]
     result = launch("odd_values.py", 3, *names)
     assert (result.status, result.out.split()) == (0, names)
 

@@ -100,23 +100,6 @@ def test_limits_suffice_or_are_named(launch, limit):
         assert last_line(result) == weight(2)
 
 
-HOMES = {
-    "read-only": "mount -t tmpfs -o ro tmpfs home",
-    "full": "mount -t tmpfs -o size=4k tmpfs home; head -c 4096 /dev/zero >home/full || true",
-    "not executable": "mount -t tmpfs -o noexec tmpfs home",
-    "a file": "rmdir home; touch home",
-}
-
-
-@slow
-@pytest.mark.parametrize("home", HOMES)
-def test_a_home_is_not_needed(launch, home):
-    sizes = ["--sizes", 120_000, 5]  # of which one is updated by compiled code
-    result = launch("training.py", 2, *sizes, namespaces=True, before=HOMES[home])
-    assert (result.status, result.err, result.leftovers) == (0, "", [])
-    assert last_line(result) == weight(2)
-
-
 @slow
 @pytest.mark.parametrize("start", ["mpirun", "run"])
 @pytest.mark.parametrize("seed", range(4))
