@@ -47,6 +47,11 @@ ENDS = {
     ),
     "sys.exit(3)": ended("if last: sys.exit(3)", f"rank 1 {LEFT}"),
     "sys.exit(0)": ended("if last: sys.exit()", f"rank 1 {LEFT}"),
+    "sys.exit(0) in a dataset": Fault(
+        PLACES["a dataset"][0].format("sys.exit()"),
+        [r"\[rank 2\] SystemExit", r"\[rank 2\] .* this exception interrupted iterating over"],
+        r"\[rank 2\] Traceback",
+    ),
     "sys.exit(3) of all": Fault("sys.exit(3)", status=3, ranks=2),
     "exit(code=3) of all": Fault("exit(code=3)", status=3, ranks=2),
     "an early end": Fault(

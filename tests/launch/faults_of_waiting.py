@@ -91,6 +91,17 @@ STALLS = {
         )
         for place, (program, call, function) in PLACES.items()
     },
+    "an endless loop in a thread of a dataset": stalled(
+        """
+        def map(x):
+            if x > 50 and last: loop()
+            return x
+        dataset = hs.data.Dataset.range(100).map(map, num_parallel_calls=2).prefetch(2).batch(6)
+        for batch in strategy.experimental_distribute_dataset(dataset): pass
+        """,
+        waits("ranks 0, 1", ".*"),
+        missing("rank 2", "loop"),
+    ),
     "an endless loop while another thread calls": stalled(
         """
         thread = threading.Thread(target=hs.barrier)

@@ -100,7 +100,7 @@ class Result:
     @property
     def restarts(self):
         """The lines in which `hpcstrat run` tells of a restart."""
-        return re.findall(r"^hpcstrat run: .*; restart \d+ of \d+$", self.err, re.MULTILINE)
+        return re.findall(r"hpcstrat run: .*; restart \d+ of \d+$", self.err, re.MULTILINE)
 
 
 class Job:

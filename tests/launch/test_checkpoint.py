@@ -90,8 +90,8 @@ def test_after_a_signal_the_job_goes_on_bit_by_bit(launch, tmp_path, how, ranks)
     attack = many if how == "many" else f"os.kill(os.getpid(), signal.{how})"
     words = ["--every", 5, "--background", "--strategy", MIRRORED if ranks == 1 else CENTRAL]
     undisturbed = well(launch("training.py", ranks, *words, "--path", "undisturbed"))
-    for step in (4, 10):
-        begin = f"start == {1 if step == 4 else 2} and step == {step} and rank == last"
+    for number, step in enumerate((10,) if ranks == 2 else (4, 10), 1):
+        begin = f"start == {number} and step == {step} and rank == last"
         result = launch(
             "training.py", ranks, *words, "--first", STORM, "--attack", f"if {begin}: {attack}"
         )

@@ -171,11 +171,17 @@ FINALISE = """
 """
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=slow)])
-def test_the_users_own_start_of_mpi(launch, ranks):
-    for program in (SWITCHED_OFF + BY_HAND + WORLD + FINALISE, SWITCHED_OFF + WORLD):
-        result = launch(program, ranks)
-        assert result.status == 0 and len(result.out.splitlines()) == ranks
+@pytest.mark.parametrize(
+    "ranks, program",
+    [
+        pytest.param(2, SWITCHED_OFF + BY_HAND + WORLD + FINALISE, id="by hand"),
+        pytest.param(2, SWITCHED_OFF + WORLD, id="switched off", marks=slow),
+        pytest.param(1, SWITCHED_OFF + BY_HAND + WORLD + FINALISE, id="of one rank", marks=slow),
+    ],
+)
+def test_the_users_own_start_of_mpi(launch, ranks, program):
+    result = launch(program, ranks)
+    assert result.status == 0 and len(result.out.splitlines()) == ranks
 
 
 def test_mpi_finalised_already(launch):

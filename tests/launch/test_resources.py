@@ -100,23 +100,6 @@ def test_limits_suffice_or_are_named(launch, limit):
         assert last_line(result) == weight(2)
 
 
-HOMES = {
-    "read-only": "mount -t tmpfs -o ro tmpfs home",
-    "full": "mount -t tmpfs -o size=4k tmpfs home; head -c 4096 /dev/zero >home/full || true",
-    "not executable": "mount -t tmpfs -o noexec tmpfs home",
-    "a file": "rmdir home; touch home",
-}
-
-
-@slow
-@pytest.mark.parametrize("home", HOMES)
-def test_a_home_is_not_needed(launch, home):
-    sizes = ["--sizes", 120_000, 5]  # of which one is updated by compiled code
-    result = launch("training.py", 2, *sizes, namespaces=True, before=HOMES[home])
-    assert (result.status, result.err, result.leftovers) == (0, "", [])
-    assert last_line(result) == weight(2)
-
-
 @slow
 @pytest.mark.parametrize("start", ["mpirun", "run"])
 @pytest.mark.parametrize("seed", range(4))
@@ -152,7 +135,7 @@ ATTEMPT = """
 
     strategy = hs.CentralStorageStrategy()
     x = strategy.run(lambda: np.ones(64 << 17))  # 64 MiB
-    available = host_limits.available_memory
+    available, found = host_limits.available_memory, []
     for left in (127, 1000):
         for call in lambda: strategy.gather(x, axis=0), lambda: strategy.reduce("SUM", x, axis=None):
             host_limits.available_memory = lambda: left << 20
@@ -160,19 +143,19 @@ ATTEMPT = """
                 call()
             except MemoryError as error:
                 assert "for 2 ranks, " in str(error), error
-                os.write(1, b"refused ")
+                found.append("refused")
             else:
-                os.write(1, b"done ")
+                found.append("done")
             host_limits.available_memory = available
             assert strategy.reduce("SUM", strategy.run(lambda: 1), axis=None) == 2
-            hs.barrier()
+    os.write(1, (" ".join(found) + "\\n").encode())
 """
 
 
 def test_too_little_memory_for_all_ranks_together(launch):
     """An error on all ranks, though each alone has enough memory: the kernel would kill them."""
     result = launch(ATTEMPT, 2, env={"OMP_NUM_THREADS": "1"})
-    assert (result.status, result.out) == (0, "refused " * 4 + "done " * 4)
+    assert (result.status, result.out) == (0, 2 * "refused refused done done\n")
 
 
 @pytest.mark.parametrize("limited", ["[1]", pytest.param("range(2)", marks=slow)])

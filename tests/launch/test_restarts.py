@@ -11,7 +11,7 @@ from trained import last_line, weight
 MIRRORED, CENTRAL = "MirroredStrategy", "CentralStorageStrategy"
 SIZES = [*range(4), 100_003, *(k % 7 for k in range(211))]
 ODD = ["--momentum", 0.5, "--sizes", *SIZES]
-KINDS = ["SIGKILL", "SIGABRT", "SIGUSR1", "exit"]
+KINDS = ["SIGKILL", "exit", "SIGABRT", "SIGUSR1"]
 # The job, as docs/resilience.md has it.
 JOB = 'path=$1; shift; trap \'rm -f "$path"*\' EXIT; "$@"'
 
@@ -27,7 +27,8 @@ def draw(random, ranks, how):
 @pytest.mark.parametrize(
     ("ranks", "every", "size", "kills"),
     [
-        pytest.param(2, 2, 1 << 12, 4, id="of each kind"),
+        pytest.param(2, 2, 1 << 12, 2, id="of two kinds"),
+        pytest.param(2, 2, 1 << 12, 8, id="of each kind", marks=pytest.mark.slow),
         pytest.param(3, 1, 1 << 18, 10, id="in saves", marks=pytest.mark.slow),
         pytest.param(4, 3, 1 << 12, 10, id="of 4 ranks", marks=pytest.mark.slow),
     ],
@@ -88,6 +89,7 @@ def went_on(launch, attack, *options, ranks=2, momentum=0.0):
     return result
 
 
+@pytest.mark.slow
 def test_an_exception(launch):
     result = went_on(launch, "rank == last: raise ValueError('this once')")
     assert "ValueError: this once" in result.err

@@ -27,7 +27,9 @@ RANKS = """
 
 
 @pytest.mark.parametrize(
-    "ranks, option", [(3, ""), (1, "-c"), pytest.param(2, "-m", marks=slow)], ids=str
+    "ranks, option",
+    [(3, ""), *(pytest.param(*case, marks=slow) for case in [(1, "-c"), (2, "-m")])],
+    ids=str,
 )
 def test_ranks_and_their_arguments(launch, ranks, option):
     """They reach the program as they are, and nothing else."""
@@ -143,7 +145,7 @@ def ready(launch, *words, **options):
 
 
 @pytest.mark.parametrize(
-    "name", ["SIGUSR1", "SIGTERM", *(pytest.param(n, marks=slow) for n in ("SIGUSR2", "SIGINT"))]
+    "name", ["SIGTERM", *(pytest.param(f"SIG{n}", marks=slow) for n in ("USR1", "USR2", "INT"))]
 )
 def test_signals_reach_the_ranks_and_are_no_reason_to_restart(launch, name):
     job = ready(launch, 75, options=["--restarts", 3])
@@ -225,6 +227,7 @@ def test_nothing_is_left_of_a_launcher_that_is_killed_at_any_moment(launch, opti
     assert (result.status, result.leftovers) == (128 + signal.SIGKILL, [])
 
 
+@slow
 def test_without_an_attack_a_training_in_namespaces_ends_and_leaves_nothing(launch):
     result = launch("training.py", 3, launcher="run", namespaces=True)
     assert (result.status, result.err, result.leftovers) == (0, "", [])

@@ -1,4 +1,4 @@
-"""Datasets whose ranks are killed, and whose functions fail, end a rank or block."""
+"""Datasets whose ranks are killed, or whose functions fail: `killed SEED`, `raises [THREADS]`."""
 
 import os
 import pathlib
@@ -16,14 +16,14 @@ rank, N = hs.rank(), hs.size()
 
 def killed(seed):
     """Three ranks are killed; the sum weighs each batch by its step."""
-    random = np.random.default_rng(int(seed))
+    random = np.random.default_rng(seed)
     steps = np.sort(random.choice(np.arange(1, 40), 3, replace=False)).tolist()
     victims = random.integers(0, N, 3).tolist()
     start = hs.on_lead(lambda: len(list(pathlib.Path().glob("start-*"))))
     hs.on_lead(lambda: pathlib.Path(f"start-{start}").touch())
 
     def make():
-        shuffled = hs.data.Dataset.range(80).shuffle(30, seed=int(seed))
+        shuffled = hs.data.Dataset.range(80).shuffle(30, seed=seed)
         return shuffled.map(lambda x: x * x, num_parallel_calls=2).batch(4)
 
     with strategy.scope():
@@ -102,45 +102,10 @@ def raises(threads):
         assert (seen, raised, rest) == ([*range(bad // 8 * 8)], True, []), (make, bad, seen, rest)
 
 
-def ends(threads, how):
-    """A function ends one rank."""
-
-    def end(x):
-        if x == 21:
-            exec(how)
-        return x
-
-    dataset = hs.data.Dataset.range(40).map(end, num_parallel_calls=threads)
-    for batch in strategy.experimental_distribute_dataset(dataset.batch(4)):
-        strategy.reduce("SUM", batch, axis=0)
-
-
-def blocks(source):
-    """A function or a generator blocks on one rank."""
-
-    def block(x):
-        if rank == 1 and x in (21, 23):
-            threading.Event().wait()  # for ever
-        return x
-
-    def generated():
-        yield from (block(np.int64(x)) for x in range(40))
-
-    make, whole = hs.data.Dataset, hs.data.Dataset.range(40)
-    dataset = {
-        "generator": lambda: make.from_generator(
-            generated, output_signature=hs.TensorSpec((), "int64")
-        ),
-        "function": lambda: whole.map(block),
-        "threads": lambda: whole.map(block, num_parallel_calls=2).prefetch(2),
-    }[source]()
-    for batch in strategy.experimental_distribute_dataset(dataset.batch(4)):
-        strategy.reduce("SUM", batch, axis=0)
-
-
 name, *words = sys.argv[1:]
-if name in ("raises", "ends"):
-    words = [None if words[0] == "none" else int(words[0]), *words[1:]]
-globals()[name](*words)
+if name == "killed":
+    killed(int(words[0]))
+else:
+    raises(int(words[0]) if words else None)
 hs.barrier()
 print("end")
