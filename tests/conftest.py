@@ -65,13 +65,14 @@ def pytest_xdist_auto_num_workers():
 def pytest_configure(config):
     """Under a launcher the ranks run each test together; only tests/parallel is made for it."""
     config.option.with_mpi = True  # otherwise pytest-mpi skips tests/parallel
-    if _launcher() is None:
+    launcher = _launcher()
+    if launcher is None:
         return
     for name in config.args:
         path = (config.invocation_params.dir / name.partition("::")[0]).resolve()
-        if not path.is_relative_to(_PARALLEL) and not _launcher().alone:
+        if not path.is_relative_to(_PARALLEL) and not launcher.alone:
             raise pytest.UsageError(
-                f"{_launcher().describe()} for {name}, but only tests/parallel runs on several "
+                f"{launcher.describe()} for {name}, but only tests/parallel runs on several "
                 "ranks: `mpirun -n 2 python -m pytest tests/parallel`"
             )
     config.pluginmanager.register(Ranks(config), "hpcstrat-ranks")
