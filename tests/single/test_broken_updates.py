@@ -127,18 +127,3 @@ def outcome_of(moment, model, call, after, steps):
         return "before", is_interrupted
     assert (values == after).all() and done == steps
     return "after", is_interrupted
-
-
-def test_what_was_interrupted_is_made_again():
-    model = Model()
-    with pytest.raises(Stop):
-        moment = 1
-        while interrupted(moment, lambda: model.apply(STEP)):
-            moment += 1
-            try:
-                model.v.value()
-            except RuntimeError:
-                raise Stop from None
-    other = Model()
-    other.apply(STEP)
-    assert (other.v.numpy() == START - 1).all()

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from internals import Workers, distribute_dataset, distribute_from_function, reports, select
-from pipelines import attempted, shares
+from internals import Workers, distribute_dataset, distribute_from_function, select
+from pipelines import attempted
 from public_api import begins_with_a_call
 from strategies import STRATEGIES
 from thread_ranks import Rank, on_ranks, parts
@@ -57,51 +57,6 @@ def test_empty_parts_have_the_dtype_and_the_trailing_shape(size):
         assert last["y"][0].shape == (0, *inner) and last["y"][0].dtype == np.int16
     ((*_, last),) = parts(size, lambda: lambda context: pairs.batch(1), distribute_from_function)
     assert last["x"].shape == (0, 2, 3)
-
-
-def test_batches_that_a_function_makes_longer_are_split_evenly():
-    make = lambda: Dataset.range(2).batch(2).map(lambda x: np.tile(x, 3))  # noqa: E731
-    assert lists(parts(2, make)) == [[[0, 1, 0], [1, 0, 1]]]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_strings_of_different_lengths_make_a_batch(size):
-    words = ["a", "bc", "def", "g"]
-    for dataset in (
-        Dataset.range(4).map(lambda i: words[i]),
-        Dataset.from_tensor_slices(words[:1]).concatenate(Dataset.from_tensor_slices(words[1:])),
-    ):
-        assert lists(parts(size, lambda dataset=dataset: dataset.batch(4))) == [shares(words, size)]
-
-
-class Loader:
-    """Like PyTorch's: has `len`, is re-iterable, batches are lists of array-likes."""
-
-    class Tensor:
-        def __init__(self, array):
-            self.array = array
-
-        def __array__(self, dtype=None, copy=None):
-            return self.array if dtype is None else self.array.astype(dtype)
-
-    def __len__(self):
-        return 2
-
-    def __iter__(self):
-        for n in (4, 3):
-            yield [self.Tensor(np.arange(n)), {"y": self.Tensor(np.ones((n, 2)))}]
-
-
-def test_any_iterable_of_batches():
-    def generated():
-        yield np.arange(5)
-        yield np.arange(2)
-
-    assert lists(parts(3, lambda: generated)) == [[[0, 1], [2, 3], [4]], [[0], [1], []]]
-    first, second = parts(2, Loader)
-    assert isinstance(first[0], list)
-    np.testing.assert_array_equal(first[1][0], [2, 3])
-    assert second[1][1]["y"].shape == (1, 2)
 
 
 class Table:
@@ -414,17 +369,6 @@ def test_a_worker_makes_its_empty_step_once_a_pass():
 
     assert on_ranks(2, program) == [[5] * 5, [1, 0, 0, 0, 0]]
     assert sorted(starts) == [0, 0, 1, 1]  # a pass, and the first element for the empty step
-
-
-def test_notes_show_with_the_error_that_ends_the_job():
-    """In Python 3.10 too, which has no notes."""
-    error = ValueError("wrong")
-    for note in ("the first", "the second", "the first"):
-        reports.add_note(error, note)
-    assert getattr(error, "__notes__", None) == ["the first", "the second"]
-    shown = reports.capture(lambda: None, error)
-    for note in ("the first\n", "the second\n"):
-        assert shown.count(note) == 1
 
 
 # ---- what fails: all ranks raise, and then end

@@ -1,7 +1,5 @@
 """Random orders, rounds of repeats, and positions that a checkpoint saves for another program."""
 
-import itertools
-
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
@@ -11,7 +9,7 @@ from pipelines import items, order
 import hpcstrat as hs
 from hpcstrat import TensorSpec
 from hpcstrat.checkpoint import Checkpoint
-from hpcstrat.data import AUTOTUNE, UNKNOWN_CARDINALITY, Dataset
+from hpcstrat.data import AUTOTUNE, Dataset
 
 MAKERS = {  # with and without random access
     "indexed": lambda n: Dataset.range(n),
@@ -60,10 +58,6 @@ def test_seeds_passes_and_rounds_have_orders_of_their_own(make, size):
     assert [found[:50] for found in rounds] == first[:2]
     every = [tuple(found[start : start + 50]) for found in rounds for start in (0, 50, 100)]
     assert len({*every, tuple(first[2])}) == 7
-
-
-def test_a_shuffle_of_all_elements(make):
-    assert items(make(50).shuffle(UNKNOWN_CARDINALITY, seed=1)) == order(50, 1)
 
 
 def test_unseeded_shuffles_have_orders_of_their_own():
@@ -148,18 +142,6 @@ def test_another_pipeline_is_refused_between_epochs_too(tmp_path, taken):
     ):
         with pytest.raises(ValueError, match="its pipeline (is|has) .* and the saved one"):
             Checkpoint(data=other).restore(tmp_path / "saved")
-
-
-def test_between_epochs_the_next_one_is_saved(tmp_path):
-    """With the seed of a shuffle without one; the sizes of batches may be others."""
-    dataset = Dataset.range(6).shuffle(6)
-    items(dataset)
-    Checkpoint(data=dataset).save(tmp_path / "saved")
-    fresh = Dataset.range(6).shuffle(6).batch(4)
-    Checkpoint(data=fresh).restore(tmp_path / "saved")
-    assert [[*itertools.chain(*items(fresh))] for _ in range(2)] == [
-        items(dataset) for _ in range(2)
-    ]
 
 
 @pytest.mark.parametrize("threads", [None, 3])

@@ -121,16 +121,6 @@ def test_strings_that_lie_elsewhere_are_compared():
     assert elements.checksum_of(strings(1)) != elements.checksum_of(strings(1, "another"))
 
 
-def test_one_array_and_its_copies_are_equal():
-    """Two pipelines over one array on one rank, and over two equal arrays on another."""
-
-    def make(rank):
-        first = slices(ROWS)
-        return Dataset.zip((first, slices(ROWS.copy()) if rank else first)).batch(100)
-
-    assert agrees(make)
-
-
 def test_of_a_file_little_is_read(tmp_path, monkeypatch):
     def opened(name, value):
         path = tmp_path / name
@@ -169,15 +159,6 @@ def test_later_passes_and_every_element_are_compared_where_it_is_asked(monkeypat
         monkeypatch.setenv("HPCSTRAT_CHECK", "1")
         with pytest.raises(ReplicaMismatchError, match="arrays in Dataset.from_tensor_slices"):
             on_ranks(2, lambda rank, when=when: program(rank, when))
-
-
-def test_functions_are_called_for_no_sample():
-    def program(rank):
-        """What each rank loads by itself may differ."""
-        dataset = Dataset.range(8).map(lambda i: np.full(2, 100 * rank.rank + i)).batch(4)
-        return [select(x)[:, 0].tolist() for x in distribute_dataset(dataset, rank, None)]
-
-    assert on_ranks(2, program) == [[[0, 1], [4, 5]], [[102, 103], [106, 107]]]
 
 
 @pytest.mark.parametrize("odd", [1, 2])
@@ -244,13 +225,6 @@ def test_other_elements_are_an_error_on_all_ranks(kind):
     assert re.search(r"different elements up to step 0, .* \d+ on rank 0; \d+ on rank", message)
     assert "generator=torch.Generator().manual_seed(0)" in message
     assert "Do not use a DistributedSampler: every batch is split" in message
-
-
-def test_elements_that_are_dealt_out_are_compared():
-    def program(rank):
-        return taken(lambda context: shuffled(rank.rank), rank, distribute_from_function)[0]
-
-    assert on_ranks(2, program) == [0, 0]
 
 
 def test_elements_are_compared_in_every_pass_and_round():

@@ -58,27 +58,6 @@ def generated(n):
     return Dataset.from_generator(lambda: iter(range(n)), np.int64)
 
 
-MAPPED = {
-    "indexed": lambda f: Dataset.range(12).map(f, 3),
-    "generated": lambda f: generated(12).map(f, 3),
-    "batches": lambda f: Dataset.range(24).batch(2).map(f, 3),
-    "rows": lambda f: Dataset.range(12).map(f, 3).batch(2),
-    "generated rows": lambda f: generated(12).map(f, 3).batch(2),
-    "taken": lambda f: Dataset.range(20).map(f, 3).take(12),
-    "repeated and prefetched": lambda f: Dataset.range(6).map(f, 3).repeat(2).prefetch(2),
-    "after a function": lambda f: Dataset.range(12).map(lambda x: x).map(f, 3).prefetch(1),
-    "before a function": lambda f: Dataset.range(12).map(f, 3).filter(lambda x: True),
-}
-
-
-@pytest.mark.parametrize("pipeline", MAPPED)
-def test_as_many_calls_as_asked_for_run_at_once(pipeline):
-    expected = items(MAPPED[pipeline](lambda x: x))
-    together = Together(3)
-    assert items(MAPPED[pipeline](together)) == expected
-    assert together.most == 3
-
-
 ON_RANKS = {  # 16 calls on each rank
     "rows": lambda f, size: Dataset.range(16 * size).map(f, 8).batch(2 * size),
     "shuffled rows": lambda f, size: (
@@ -147,25 +126,6 @@ def test_no_more_calls_are_begun_than_asked_for(pipeline):
         for taken in range(1, 90 // count):
             next(iterator)
             assert taken * count <= len(called) <= taken * count + 4
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_no_more_batches_are_read_than_asked_for(size):
-    def program(rank):
-        called, read = [], []
-
-        def numbers():
-            for x in range(100):
-                read.append(x)
-                yield x
-
-        dataset = Dataset.from_generator(numbers, np.int64).batch(5)
-        dataset = dataset.map(lambda x: called.append(x) or x, 3)
-        for taken, _ in enumerate(distribute_dataset(dataset, rank, None), start=1):
-            assert len(called) <= taken + 3 and len(read) <= 5 * (taken + 3)
-        return len(called), len(read)
-
-    assert on_ranks(size, program) == [(20, 100)] * size
 
 
 def test_the_order_is_kept_whatever_the_pace():

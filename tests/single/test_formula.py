@@ -152,14 +152,6 @@ def test_a_loop_gives_the_same_bits(tmp_path, monkeypatch, dtype, name):
     assert noted.read_text() == "started\n"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(CC is None, reason="there is no C compiler")
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_every_loop_gives_the_same_bits(monkeypatch, dtype):
-    for name in optimizers_of(dtype):
-        check_loop(monkeypatch, dtype, name)
-
-
 def check_loop(monkeypatch, dtype, name):
     make = optimizers_of(dtype)[name]
     if "norm" in name:  # which would all be nan
@@ -173,18 +165,6 @@ def check_loop(monkeypatch, dtype, name):
         expected = by_the_optimizer(make(), arrays[0], arrays[1:])
     for one, other in zip(found, expected, strict=True):
         same_bits(one, other)
-
-
-def test_slots_that_only_change_places():
-    class Swapping(hs.optimizers.Optimizer):
-        slots = {"a": 1.0, "b": 2.0}
-
-        @staticmethod
-        def formula(value, gradient, a, b, *, rate):
-            return value - rate * gradient * a, b, a
-
-    found = by_the_optimizer(Swapping(1.0), np.zeros(3), 3 * [np.ones(3)])
-    assert [one.tolist() for one in found] == [[-4.0] * 3, [2.0] * 3, [1.0] * 3]
 
 
 def test_an_option_is_another_formula():
@@ -227,10 +207,6 @@ def test_numbers_may_change_their_kind_and_in_place():
         array += 1
         variable.assign_add(1.0)
     assert found == [1, 3, 1, 3, 2, 10, 11, 15, 16]
-
-
-def test_a_formula_takes_numbers_and_returns_one():
-    assert hs.optimizers.SGD.formula(5.0, 2.0, **numbers_of(hs.optimizers.SGD(0.5), 1)) == 4.0
 
 
 def uses_if(w, g):

@@ -131,7 +131,7 @@ def test_the_end_of_an_iteration_stays_one():
     at_each_moment(attempt)
 
 
-def test_an_update_by_buffers_is_whole_or_its_variables_are_gone(every=3):
+def test_an_update_by_buffers_is_whole_or_its_variables_are_gone():
     strategy = hs.CentralStorageStrategy()
 
     def attempt(interrupt):
@@ -160,7 +160,7 @@ def test_an_update_by_buffers_is_whole_or_its_variables_are_gone(every=3):
         strategy.run(step)
         assert steps_done() == done + 1
 
-    at_each_moment(attempt, every)
+    at_each_moment(attempt, every=3)
 
 
 @pytest.fixture
@@ -171,21 +171,21 @@ def saves(tmp_path, monkeypatch):
     return w, hs.checkpoint.Checkpoint(w=w), tmp_path / "first", tmp_path / "second"
 
 
-def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking=False, every=3):
+def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves):
     w, checkpoint, first, second = saves
 
     def attempt(interrupt):
         first.unlink(missing_ok=True)
         w.assign(np.zeros(1000))
         with interrupt:
-            checkpoint.save(first, blocking=blocking)
+            checkpoint.save(first, blocking=False)
         w.assign(np.ones(1000))
         try:
-            checkpoint.save(second, blocking=blocking)
+            checkpoint.save(second, blocking=False)
         except OSError as error:
             assert re.search("of .*/first: it was interrupted .* nothing was saved", str(error))
             assert not first.exists()
-            checkpoint.save(second, blocking=blocking)
+            checkpoint.save(second, blocking=False)
         checkpoint.sync()
         if first.exists():
             checkpoint.restore(first)
@@ -194,18 +194,7 @@ def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocki
         assert w.numpy().all()
         assert {path.name for path in first.parent.iterdir()} <= {"first", "second"}
 
-    at_each_moment(attempt, every)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("blocking", [False, True])
-def test_a_save_at_every_moment(saves, blocking):
-    test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves, blocking, every=1)
-
-
-@pytest.mark.slow
-def test_an_update_at_every_moment():
-    test_an_update_by_buffers_is_whole_or_its_variables_are_gone(every=1)
+    at_each_moment(attempt, every=3)
 
 
 def test_a_save_waits_for_one_that_was_interrupted_in_its_start(saves, monkeypatch):

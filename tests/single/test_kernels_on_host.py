@@ -3,11 +3,9 @@
 import contextlib
 import re
 
-import ml_dtypes
 import numpy as np
 import pytest
 from kernels_on_host import (
-    CompilationError,
     ElementwiseKernel,
     Fault,
     RawKernel,
@@ -19,50 +17,6 @@ pytestmark = [
     pytest.mark.skipif(not is_available(), reason="there is no C++ compiler"),
     pytest.mark.xdist_group("kernels_on_host"),  # in one process, to compile once
 ]
-
-
-def test_raw_parameters_are_indexed_by_the_kernel():
-    gather = ElementwiseKernel("raw T x, int64 row", "T y", "y = x[row] * (T)x.size() + (T)i")
-    x, y = np.arange(6.0).reshape(2, 3).T, np.zeros(3)
-    gather(x, np.array([5, 0, 1]), y)
-    assert y.tolist() == [5 * 6 + 0, 0 * 6 + 1, 3 * 6 + 2]
-
-
-@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
-def test_16_bit_floats_are_rounded_as_numpy_does(dtype):
-    all_of_them = np.arange(1 << 16, dtype=np.uint16).view(dtype)
-    exact = np.zeros((1 << 16, 2), np.float32)[:, 1]
-    ElementwiseKernel("T x", "float32 y", "y = (float)x")(all_of_them, exact)
-    expected = all_of_them.astype(np.float32)
-    assert np.array_equal(exact, expected, equal_nan=True)
-    finite = np.sort(expected[np.isfinite(expected)])
-    ties = finite[:-1] + np.diff(finite) / 2  # which round to the even neighbour
-    bits = np.random.default_rng(0).integers(0, 1 << 32, 100_000, np.uint32).view(np.float32)
-    wide = np.concatenate([finite, ties, bits[np.isfinite(bits)]])
-    short = np.zeros(wide.size, dtype)
-    ElementwiseKernel("float32 x", "T y", "y = (T)x")(wide, short)
-    with np.errstate(over="ignore"):
-        assert short.tobytes() == wide.astype(dtype).tobytes()
-
-
-SCALE = """
-struct Numbers { double factor; int count; };
-extern "C" __global__ void scale(const Numbers numbers, const float* x, float* y, long long first) {
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i < numbers.count) y[i] = numbers.factor * x[i] + first + gridDim.x;
-}
-"""
-
-
-def test_raw_kernels_run_every_thread():
-    kernel = RawKernel(SCALE, "scale")
-    x, y = np.arange(10, dtype=np.float32), np.zeros(10, np.float32)
-    form = np.dtype([("factor", np.float64), ("count", np.int32)], align=True)
-    numbers = np.array((2.0, 9), form)
-    kernel((3,), (4,), (numbers, x, y, 100))
-    assert y.tolist() == [103 + 2 * i for i in range(9)] + [0]
-    with pytest.raises(TypeError, match=r".16, 8, 8, 8. bytes, and .* .16, 8, 8, 4."):
-        kernel((3,), (4,), (numbers, x, y, np.int32(100)))
 
 
 CHANCE = "which comes first is chance"
@@ -143,12 +97,3 @@ def test_raw_kernels_are_checked_too():
     table[3], table[2] = table[2], d.ctypes.data
     table[4] = 1
     call("copy: thread 1 reads 16 bytes at an address that is outside of what")
-
-
-def test_what_does_not_compile_says_why():
-    for operation, reason in [
-        ("y = undeclared", "undeclared"),
-        ("__syncthreads(); y = x", "do not have __syncthreads"),
-    ]:
-        with pytest.raises(CompilationError, match=reason):
-            ElementwiseKernel("T x", "T y", operation)(np.ones(1), np.ones(1))

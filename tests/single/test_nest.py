@@ -64,26 +64,6 @@ def test_what_is_no_nest_is_a_leaf(leaf):
     assert unflatten(structure, ["new"]) == "new"
 
 
-def test_types_of_containers_are_kept():
-    nest = [
-        collections.OrderedDict(z=1, a=2),
-        Point(3, [4]),
-        collections.defaultdict(list, k=5),
-        collections.deque([6]),
-    ]
-    found = nests.map_leaves(lambda x: x * 10, nest)
-    assert found == [
-        collections.OrderedDict(z=10, a=20),
-        Point(30, [40]),
-        {"k": 50},
-        collections.deque([60]),
-    ]
-    assert [type(one) for one in found] == [type(one) for one in nest]
-    for empty in [], {}, (), [[], {}], {"a": ()}:
-        leaves, structure = nests.flatten(empty)
-        assert leaves == [] and unflatten(structure, []) == empty
-
-
 def test_dataclasses_are_nests_and_not_made_through_their_init():
     @dataclasses.dataclass
     class MetInside:

@@ -1,16 +1,14 @@
 """Reductions of ranks' arrays, which dtypes take which, and how ranks wait for each other."""
 
-import enum
 import itertools
 import os
 import time
 import types
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
-from internals import REDUCTIONS, barrier, part_of_rank, reduce_in_chunks
+from internals import barrier, reduce_in_chunks
 
 import hpcstrat as hs
 from hpcstrat import ReduceOp
@@ -66,17 +64,6 @@ def test_an_overflow_is_inf():
     assert np.isinf(out).all()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4, 7, 64])
-def test_ranks_have_whole_cache_lines_of_equal_parts(size):
-    for count in (0, 1, 63, 64, 65, 127, 128, 1000, 4096, 1_000_003):
-        parts = [part_of_rank(count, rank, size) for rank in range(size)]
-        assert parts[0].start == 0 and parts[-1].stop == count
-        for one, other in itertools.pairwise(parts):
-            assert one.stop == other.start and (one.stop % 64 == 0 or one.stop == count)
-        lengths = [one.stop - one.start for one in parts]
-        assert min(lengths) >= 0 and max(lengths) - min(lengths) <= 128
-
-
 NUMBERS = "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float32 float64".split()
 ALLOWED = {np.dtype(dtype): {"SUM", "MEAN", "MIN", "MAX"} for dtype in [*NUMBERS, *HALVES]}
 ALLOWED |= {np.dtype(dtype): {"SUM", "MEAN"} for dtype in ("complex64", "complex128")}
@@ -92,24 +79,6 @@ def test_the_table_of_dtypes(dtype):
             continue
         with pytest.raises(TypeError, match=r"^Strategy\.reduce: .*cast first"):
             strategy.reduce(op, np.ones(2, dtype), None)
-
-
-class Other(enum.Enum):
-    """An operation added to `ReduceOp` later."""
-
-    PROD = "PROD"
-
-
-def test_one_line_of_the_table_is_a_new_operation(monkeypatch):
-    assert list(REDUCTIONS) == list(ReduceOp)
-    product: Any = Other.PROD
-    out, parts = np.empty(2), [np.array([2.0, 3.0]), np.array([5.0, 7.0]), np.array([1.0, 2.0])]
-    with pytest.raises(KeyError, match=r"Other\.PROD"):
-        reduce_in_chunks(out, parts, product)
-    row = REDUCTIONS[ReduceOp.SUM]._replace(ufunc=np.multiply)
-    monkeypatch.setitem(REDUCTIONS, product, row)
-    reduce_in_chunks(out, parts, product)
-    assert out.tolist() == [10, 42]
 
 
 # ---- the barrier of flags

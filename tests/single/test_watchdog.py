@@ -1,22 +1,16 @@
 """What the watchdog concludes from the ranks' statuses, and what it says of this rank."""
 
-import contextlib
 import gc
-import math
 import os
 import re
 import sys
 import threading
 import time
-import types
 import weakref
 from typing import Any
 
-import numpy as np
 import pytest
-from internals import CallState, _program, channels, failure, reports, watchdog
-
-import hpcstrat as hs
+from internals import CallState, channels, failure, reports, watchdog
 
 UNKNOWN = channels.UNKNOWN
 
@@ -225,18 +219,6 @@ def test_a_rank_ends_the_job_without_rank_0(watch, monkeypatch, heard, seconds, 
     watch(Alone(**heard))
     wait_for(lambda: ended)
     assert re.search(facts, ended[0])
-
-
-def test_an_extension_ends_with_its_block(watch, monkeypatch):
-    one = watch(Alone())
-    monkeypatch.setattr(_program, "find_connected", lambda: types.SimpleNamespace(watchdog=one))
-    blocks: list[list[Any]] = [[math.inf], [1e308, 1e308], [np.float32(5)], [3, 0.5]]
-    for seconds in blocks:
-        with contextlib.ExitStack() as stack:
-            for some in seconds:
-                stack.enter_context(hs.extend_timeout(some))
-            assert one._status().extra_seconds == sum(map(float, seconds))
-        assert one._status().extra_seconds == 0
 
 
 # ---- the line of the program that a rank is at

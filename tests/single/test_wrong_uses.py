@@ -57,24 +57,14 @@ CASES: dict[type[Exception], dict[str, Any]] = {
     TypeError: {
         # the program
         "any_rank: flag is 'no'.*True or False": lambda: hs.any_rank("no"),
-        "any_rank: flag is None": lambda: hs.any_rank(None),
         "any_rank: flag is 3.*count > 0": lambda: hs.any_rank(3),
         "any_rank: flag is <function is_lead": lambda: hs.any_rank(hs.is_lead),
-        r"any_rank: flag is array\(\[1\.\]\)": lambda: hs.any_rank(np.ones(1)),
         "function: fn is 5.*a function": lambda: hs.function(5),
         "progress: iterable is 5.*range": lambda: hs.progress(5),
         "broadcast_object: .*lambda.*pickle": lambda: hs.broadcast_object(lambda: 0),
         "Variable: name is 5.*string": lambda: hs.Variable(1.0, name=5),
         # strategies and datasets
-        r"Strategy\.run: .*5.*run\(fn, args=": lambda: S.run(5),
-        r"Strategy\.experimental_distribute_dataset: int is not.*iterable": lambda: (
-            S.experimental_distribute_dataset(5)
-        ),
-        r"Strategy\.distribute_datasets_from_function: dataset_fn is Dataset": lambda: (
-            S.distribute_datasets_from_function(Dataset.range(4))
-        ),
         "Dataset: a leaf of an element is None": lambda: Dataset.from_tensor_slices(None),
-        r"Dataset: len\(\) .*infinite": lambda: len(Dataset.range(4).repeat()),
         # optimizers and checkpoints
         r"SGD\.apply_gradients: name is \[Variable\('w'.*zip\(gradients, variables\)": (
             applied([1.0], [W])
@@ -86,31 +76,23 @@ CASES: dict[type[Exception], dict[str, Any]] = {
     },
     ValueError: {
         "extend_timeout: seconds is -1.*from 0 up": lambda: hs.extend_timeout(-1),
-        "extend_timeout: seconds is -inf": lambda: hs.extend_timeout(-np.inf),
         "extend_timeout: seconds is nan": lambda: hs.extend_timeout(np.nan),
-        "extend_timeout: seconds is 'long'": lambda: hs.extend_timeout("long"),
         "extend_timeout: seconds is None": lambda: hs.extend_timeout(None),
-        r"extend_timeout: seconds is \[3\]": lambda: hs.extend_timeout([3]),
-        "extend_timeout: seconds is 1j": lambda: hs.extend_timeout(1j),
         r"Variable\.assign of 'w'.*\(5,\).*\(3,\).*shape": lambda: W.assign(np.zeros(5)),
         "Variable 'w'.*float64.*float32.*copy": lambda: S.run(
             lambda: W.__array__(np.float32, copy=False)
         ),
         r"Strategy\.reduce: .*'MOST'.*ReduceOp\.MEAN": lambda: S.reduce("MOST", G, None),
         r"Strategy\.gather: .*4.*\(2, 3\).*axis": lambda: S.gather(np.ones((2, 3)), 4),
-        "MirroredStrategy: .*'XPU:0'.*'CPU:0'": lambda: hs.MirroredStrategy(["XPU:0"]),
         r"MirroredStrategy\.make_input_fn_iterator: replication_mode.*PER_WORKER": lambda: v1_input(
             InputReplicationMode.PER_REPLICA
         ),
-        r"Dataset\.batch: batch_size is 0.*1": lambda: Dataset.range(4).batch(0),
-        r"Dataset\.unbatch: .*first dimension": lambda: list(Dataset.range(4).unbatch()),
         # losses
         "compute_average_loss: the loss has no dim": lambda: hs.losses.compute_average_loss(2.0),
         "compute_average_loss: global_batch_size is -1": lambda: hs.losses.compute_average_loss(
             [2.0], global_batch_size=-1
         ),
         # optimizers
-        "SGD: momentum is 2.*0 .*1": lambda: SGD(0.1, momentum=2),
         r"SGD\.apply_gradients: .*ndarray.*zip\(gradients, variables\)": applied([G, G]),
         r"SGD\.apply_gradients: .*\(ndarray, float\).*zip\(": applied([(G, 1.0)]),
         r"SGD\.apply_gradients: .*'w' comes first.*second": applied([(W, G)]),
