@@ -8,7 +8,6 @@ import pytest
 from kernels_on_host import (
     ElementwiseKernel,
     Fault,
-    RawKernel,
     compile_together,
     is_available,
 )
@@ -48,52 +47,9 @@ def threads():
     return made
 
 
-def faults(text):
-    if text is None:
-        return contextlib.nullcontext()
-    return pytest.raises(Fault, match=re.escape(text))
-
-
 @pytest.mark.parametrize("operation", THREADS)
 def test_threads_meet_by_atomic_operations_only(threads, operation):
-    y = np.zeros(8)
-    with faults(THREADS[operation]):
+    y, fault = np.zeros(8), THREADS[operation]
+    expects = pytest.raises(Fault, match=re.escape(fault)) if fault else contextlib.nullcontext()
+    with expects:
         threads[operation](y, np.arange(8.0), y)
-
-
-TABLE = """
-typedef unsigned long long size;
-struct Table { const ulonglong2* source[2]; ulonglong2* target[2]; size length[2]; };
-extern "C" __global__ void copy(const Table table, ulonglong2* y, const size each, const size apart) {
-    const size i = blockIdx.x * blockDim.x + threadIdx.x;
-    y[i * apart] = table.source[i / each][i % each];
-    table.target[i / each][i % each] = table.source[i / each][i % each];
-}
-"""
-
-
-def test_raw_kernels_are_checked_too():
-    kernel = RawKernel(TABLE, "copy")
-    a, b, c, d, y = np.arange(4.0), np.arange(4.0, 8), np.zeros(4), np.zeros(4), np.zeros(8)
-    table = np.array([*[array.ctypes.data for array in (a, b, c, d)], 2, 2], np.uint64)
-
-    def call(text, y=y, apart=1):
-        arguments = (table.tobytes(), y, 2, apart)
-        assert kernel.pointed_to(arguments) == [
-            *[(int(table[i]), 16 * int(table[4]), i == 2) for i in (0, 2)],
-            *[(int(table[i]), 32, i == 3) for i in (1, 3)],
-        ]
-        with faults(text):
-            kernel((2,), (2,), arguments)
-
-    call(None)
-    assert y.tolist() == [*c, *d] == list(range(8))
-    twice = "which thread 0 writes: which comes first is chance"
-    call(f"copy: thread 1 writes word 0 of argument 1, {twice}", apart=0)
-    call("copy: thread 0 writes 16 bytes at an address that is not a mul", np.zeros(10)[1:9])
-    call("copy: thread 2 writes 16 bytes at an address that is outside of what", np.zeros(4))
-    table[3] = table[2]
-    call(f"copy: thread 2 writes word 0 of a target, {twice}")
-    table[3], table[2] = table[2], d.ctypes.data
-    table[4] = 1
-    call("copy: thread 1 reads 16 bytes at an address that is outside of what")
