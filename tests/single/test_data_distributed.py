@@ -10,7 +10,6 @@ import pytest
 from internals import Workers, distribute_dataset, distribute_from_function, select
 from pipelines import attempted
 from public_api import begins_with_a_call
-from strategies import STRATEGIES
 from thread_ranks import Rank, on_ranks, parts
 
 import hpcstrat as hs
@@ -40,8 +39,7 @@ def identity(x):
 # ---- what ranks get
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_empty_parts_have_the_dtype_and_the_trailing_shape(size):
+def test_empty_parts_have_the_dtype_and_the_trailing_shape(size=2):
     x, y = np.ones((1, 2, 3), np.float32), np.ones(1, np.int16)
     pairs = Dataset.from_tensor_slices({"x": x, "y": (y,)})
     for make in (
@@ -73,9 +71,8 @@ class Table:
             }
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_columns_of_python_numbers(size):
-    steps = parts(size, lambda: lambda: Table().iter(3))
+def test_columns_of_python_numbers():
+    steps = parts(2, lambda: lambda: Table().iter(3))
     for step, rows in zip(steps, ([0, 1, 2], [3, 4]), strict=True):
         whole = {name: np.concatenate([part[name] for part in step]) for name in step[0]}
         assert whole["id"].tolist() == rows
@@ -89,16 +86,14 @@ def test_batches_are_new_writable_and_contiguous():
     source = np.arange(24.0).reshape(12, 2)
     rows = Dataset.from_tensor_slices(source)
     for make in (
-        lambda: rows.batch(6),
         lambda: rows.shuffle(12).batch(6),
         lambda: Dataset.from_tensors(source).batch(6).unbatch().repeat(2).unbatch().batch(6),
         lambda: rows.map(identity).cache().batch(6),
         lambda: [source],
     ):
-        for size in (1, 3):
-            for part in itertools.chain(*parts(size, make)):
-                assert part.flags.writeable and part.flags.c_contiguous and part.base is None
-                assert not np.shares_memory(part, source)
+        for part in itertools.chain(*parts(3, make)):
+            assert part.flags.writeable and part.flags.c_contiguous and part.base is None
+            assert not np.shares_memory(part, source)
 
 
 # ---- what is read, and what is communicated
@@ -148,14 +143,12 @@ ONE: Any = Rank(0, threading.Barrier(1), [None])
 TEN = Dataset.range(10)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_unbatched_datasets_are_refused(size):
-    rank: Any = Rank(0, threading.Barrier(1), [None] * size)
+def test_unbatched_datasets_are_refused():
+    rank: Any = Rank(0, threading.Barrier(1), [None] * 2)
     slabs = TEN.map(lambda i: np.arange(i, i + 3))
     for unbatched in (
         TEN,
         TEN.batch(2).unbatch(),
-        TEN.batch(2).enumerate(),
         Dataset.zip((TEN, TEN.batch(2))),
         slabs,
     ):
@@ -197,15 +190,14 @@ def test_a_distributed_dataset_takes_no_more():
         distribute_from_function(TEN, ONE, None)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("make", [*STRATEGIES, hs.OneDeviceStrategy])
-def test_options_that_every_strategy_refuses(make):
+@pytest.mark.parametrize("make", [hs.MirroredStrategy, hs.OneDeviceStrategy])
+def test_options_that_strategies_refuse(make):
     strategy, dataset = make("CPU:0" if make is hs.OneDeviceStrategy else ["CPU:0"]), TEN.batch(2)
     mode = InputReplicationMode.PER_REPLICA
     placed = InputOptions(experimental_place_dataset_on_device=True)
     refused: list[Any] = [
         (InputOptions(experimental_replication_mode=mode), NotImplementedError, "PER_REPLICA"),
         (placed, ValueError, "experimental_place_dataset_on_device"),
-        (InputOptions(False, mode, True), NotImplementedError, "PER_REPLICA|place_dataset"),
         ({"experimental_fetch_to_device": True}, TypeError, "options is dict"),
     ]
     for wrong, error, text in refused:
@@ -263,7 +255,6 @@ def test_there_are_as_many_steps_as_it_says(size):
 
 def test_contexts_and_options():
     assert InputContext(2, 1, 4).get_per_replica_batch_size(8) == 2
-    assert InputContext().get_per_replica_batch_size(0) == 0
     with pytest.raises(ValueError, match=r"global_batch_size is 7, not a multiple of 4, .* 8"):
         InputContext(2, 1, 4).get_per_replica_batch_size(7)
     assert InputOptions(None) == InputOptions(True) == InputOptions()
@@ -298,7 +289,7 @@ def warned(size, make, distribute=distribute_dataset, workers=None):
     return texts
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 3])
 def test_a_batch_for_fewer_than_all_replicas_is_warned_of_once(size):
     for count in range(1, 2 * size):
         texts = warned(size, lambda n=count: Dataset.range(9 * size + n).batch(9 * size))
@@ -311,19 +302,17 @@ def test_a_batch_for_fewer_than_all_replicas_is_warned_of_once(size):
     assert warned(size, lambda: [np.arange(2 * size), np.arange(size), np.arange(0)]) == []
 
 
-@pytest.mark.parametrize(
-    ("workers", "short"), [((0, 0), None), ((0, 0, 1, 1), 0), ((0, 0, 1, 1), 1)], ids=str
-)
-def test_steps_with_batches_for_some_replicas_only_are_warned_of(workers, short):
+def test_steps_with_batches_for_some_replicas_only_are_warned_of():
     """Of two workers either may be short."""
 
-    def texts(rows):
-        make = lambda context: Dataset.range(rows(context.input_pipeline_id)).batch(2)  # noqa: E731
+    def texts(workers, *rows):
+        make = lambda context: Dataset.range(rows[context.input_pipeline_id]).batch(2)  # noqa: E731
         return warned(len(workers), lambda: make, distribute_from_function, workers)
 
-    (text,) = texts(lambda worker: 6 if short in (worker, None) else 8)
-    assert "some replicas have no elements in a step" in text
-    assert texts(lambda worker: 8) == []
+    for workers, *rows in ((0, 0), 6), ((0, 0, 1, 1), 6, 8), ((0, 0, 1, 1), 8, 6):
+        (text,) = texts(workers, *rows)
+        assert "some replicas have no elements in a step" in text
+    assert texts((0, 0, 1, 1), 8, 8) == []
 
 
 def test_scalars_that_do_not_go_round_are_left_out_with_a_warning():
@@ -389,7 +378,6 @@ RAGGED = {
         lambda: Dataset.from_generator(lambda: (np.ones(n, np.int64) for n in (1, 1, 2, 2))),
         r"int64\[1\], int64\[2\]",
     ),
-    "dtypes": (lambda: FOUR.map(lambda i: i if i < 2 else 0.5), r"float32\[\], int64\[\]"),
     "structures": (
         lambda: FOUR.map(lambda i: {"a" if i < 2 else "b": i}),
         r"nests of the same structure; they are \{'a': \*\} and \{'b': \*\}",
@@ -413,11 +401,8 @@ def test_rows_that_make_no_batch_are_refused_on_any_number_of_replicas(kind):
             next(iterator)
         return list(iterator)
 
-    for size_ in range(1, 5):
+    for size_ in range(1, 4):
         assert on_ranks(size_, program) == [[]] * size_
-
-
-def test_ragged_batches_are_refused():
     with pytest.raises(ValueError, match="first dimension"):
         parts(2, lambda: [(np.arange(3), np.arange(4))])
 
@@ -434,8 +419,6 @@ def fail_on_rank_1(rank):
 FAILING = {
     "map": lambda check: Dataset.range(14).map(check).batch(4),
     "filter": lambda check: Dataset.range(14).filter(lambda x: check(x) + 1).batch(4).prefetch(1),
-    "batches": lambda check: Dataset.range(14).batch(4).map(check).prefetch(1),
-    "in threads": lambda check: Dataset.range(14).map(check, num_parallel_calls=3).batch(4),
     "batches in threads": lambda check: Dataset.range(14).batch(4).map(check, 2).prefetch(1),
     "generator": lambda check: Dataset.from_generator(
         lambda: (check(x) for x in range(14)), np.int64

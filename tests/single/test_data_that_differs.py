@@ -18,10 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:iterating over .* have no:UserWa
 ROWS = np.random.default_rng(0).random((2000, 3))
 
 
-def agrees(make):
-    """Whether two ranks can iterate to the end, each over the dataset it makes."""
-    on_ranks(2, lambda rank: len(list(distribute_dataset(make(rank.rank), rank, None))))
-    return True
+def distributed_rows(array, rank):
+    return distribute_dataset(slices(array).batch(2), rank, None)
 
 
 def permuted(rank, array):
@@ -32,10 +30,8 @@ slices = Dataset.from_tensor_slices
 PERMUTED = {
     "rows": lambda rank: slices(permuted(rank, ROWS)),
     "labels": lambda rank: slices({"x": ROWS, "y": permuted(rank, np.arange(2000) % 10)}),
-    "rare": lambda rank: slices(permuted(rank, np.arange(2000) % 50 == 0)),
     "one hot": lambda rank: slices(permuted(rank, np.eye(300, dtype=np.int8))),
     "strings": lambda rank: slices(permuted(rank, np.array([f"row {i}" for i in range(2000)]))),
-    "one element": lambda rank: Dataset.from_tensors(permuted(rank, ROWS)),
     "transformed": lambda rank: (
         slices(ROWS + rank).shuffle(10, seed=0).map(lambda x: x).filter(np.any)
     ),
@@ -47,10 +43,8 @@ PERMUTED = {
 @pytest.mark.parametrize("kind", PERMUTED)
 def test_another_order_on_each_rank_is_found_at_the_begin_of_each_pass(kind):
     def program(rank):
-        distributed, messages = (
-            distribute_dataset(PERMUTED[kind](rank.rank).batch(8), rank, None),
-            [],
-        )
+        messages = []
+        distributed = distribute_dataset(PERMUTED[kind](rank.rank).batch(8), rank, None)
         for _ in range(2):
             with pytest.raises(ReplicaMismatchError) as caught:
                 iter(distributed)
@@ -67,7 +61,7 @@ def test_another_order_on_each_rank_is_found_at_the_begin_of_each_pass(kind):
 
 def test_rows_of_any_size_are_told_apart():
     sample = elements.checksum_of_sample
-    for shape in ((5000,), (200, 7), (90, 40, 300), (3, 2**18), (1, 2**18)):
+    for shape in ((5000,), (90, 40, 300), (1, 2**18)):
         whole = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
         assert sample(whole) == sample(np.asfortranarray(whole))
         others = [whole[::-1], whole[..., ::-1], whole + 1, whole.astype(np.float64)]
@@ -86,27 +80,22 @@ def test_rows_of_any_size_are_told_apart():
 def test_equal_values_are_equal_whatever_lies_between_them():
     padded = np.dtype([("a", np.int8), ("b", np.float64, (2,)), ("text", "U3")], align=True)
 
-    def structured(rank):
-        raw = bytearray([rank]) * (4 * padded.itemsize)
-        array = np.frombuffer(raw, padded)
-        array["a"], array["b"], array["text"] = 1, np.nan, "abc"
+    def filled(rank, dtype, values):
+        array = np.frombuffer(bytearray([rank]) * (4 * np.dtype(dtype).itemsize), dtype)
+        array[:] = values
         return array
 
-    def extended(rank):
-        array = np.frombuffer(
-            bytearray([rank]) * (4 * np.dtype(np.longdouble).itemsize), np.longdouble
-        )
-        array[:] = [0, 1, np.nan, np.inf]
-        return array
+    def structured(rank, *row):
+        return filled(rank, padded, row or (1, np.nan, "abc"))
 
     assert structured(1).tobytes() != structured(2).tobytes()
-    for make in (structured, extended):
+    for make in (structured, lambda rank: filled(rank, np.longdouble, [0, 1, np.nan, np.inf])):
         assert elements.checksum_of(make(1)) == elements.checksum_of(make(2))
-        assert agrees(lambda rank, make=make: slices(make(rank)).batch(2))
-    for name, other in {"a": 2, "b": 0, "text": "x"}.items():
-        array = structured(1)
-        array[name][-1] = other
-        assert elements.checksum_of_sample(array) != elements.checksum_of_sample(structured(1))
+        on_ranks(2, lambda rank, make=make: [*distributed_rows(make(rank.rank), rank)])
+    for row in (2, np.nan, "abc"), (1, 0, "abc"), (1, np.nan, "x"):
+        assert elements.checksum_of_sample(structured(1, *row)) != elements.checksum_of_sample(
+            structured(1)
+        )
     nan, other_nan = (np.array(0x7FF8 << 48 | low).view(np.float64) for low in (0, 1))
     checksums = [elements.checksum_of(array) for array in (nan, nan.copy(), other_nan)]
     assert checksums[0] == checksums[1] != checksums[2]
@@ -161,26 +150,22 @@ def test_later_passes_and_every_element_are_compared_where_it_is_asked(monkeypat
             on_ranks(2, lambda rank, when=when: program(rank, when))
 
 
-@pytest.mark.parametrize("odd", [1, 2])
-def test_workers_may_have_other_arrays_and_their_ranks_may_not(odd):
-    workers = (0, 0, 1, 1)
-
+def test_workers_may_have_other_arrays_and_their_ranks_may_not():
     def make(rank):
         def dataset_fn(context):
-            return slices(np.arange(8) + 10 * context.input_pipeline_id + (rank == odd)).batch(2)
+            return slices(np.arange(8) + 10 * context.input_pipeline_id + (rank == 2)).batch(2)
 
         return dataset_fn
 
     def program(rank):
-        made = Workers(workers, rank.rank)
+        made = Workers((0, 0, 1, 1), rank.rank)
         iter(distribute_from_function(make(-1), rank, None, workers=made))
         with pytest.raises(ReplicaMismatchError, match="different arrays") as caught:
             iter(distribute_from_function(make(rank.rank), rank, None, workers=made))
         return str(caught.value)
 
     (message,) = set(on_ranks(4, program))
-    ranks = [rank for rank in range(4) if f" on rank {rank}" in message]
-    assert ranks == ([0, 1] if odd == 1 else [2, 3])
+    assert [rank for rank in range(4) if f" on rank {rank}" in message] == [2, 3]
 
 
 # ---- elements that come of user code
@@ -191,9 +176,9 @@ def shuffled(rank):
     return list(np.random.default_rng(rank).permutation(40).reshape(10, 4))
 
 
-def taken(dataset, rank, distribute=distribute_dataset):
+def taken(dataset, rank):
     """The number of steps before the error, and its text; it must be raised only once."""
-    iterator, steps = iter(distribute(dataset, rank, None)), 0
+    iterator, steps = iter(distribute_dataset(dataset, rank, None)), 0
     with pytest.raises(ReplicaMismatchError) as caught:
         for _ in iterator:
             steps += 1
@@ -207,7 +192,6 @@ def generated(rank):
 
 OTHERS = {
     "list": shuffled,
-    "function": lambda rank: lambda: iter(shuffled(rank)),
     "generator": lambda rank: generated(rank).unbatch().batch(4),
     "mapped": lambda rank: generated(rank).map(lambda x: x * 0).unbatch().batch(5),
     "dtypes": lambda rank: [np.arange(4).astype(np.int32 if rank else np.float32)],
@@ -248,10 +232,7 @@ def test_later_batches_are_compared_where_it_is_asked(monkeypatch):
     def batches(rank):  # of which the third differs
         return [np.arange(4), np.arange(4), np.arange(4) + rank.rank, np.arange(4)]
 
-    def steps(rank):
-        return len(list(distribute_dataset(batches(rank), rank, None)))
-
-    assert on_ranks(2, steps) == [4, 4]
+    on_ranks(2, lambda rank: [*distribute_dataset(batches(rank), rank, None)])
     monkeypatch.setenv("HPCSTRAT_CHECK", "1")
     assert on_ranks(2, lambda rank: taken(batches(rank), rank)[0]) == [2, 2]
 
