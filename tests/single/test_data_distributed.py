@@ -39,7 +39,7 @@ def identity(x):
 # ---- what ranks get
 
 
-def test_empty_parts_have_the_dtype_and_the_trailing_shape(size=2):
+def test_empty_parts_have_the_dtype_and_the_trailing_shape():
     x, y = np.ones((1, 2, 3), np.float32), np.ones(1, np.int16)
     pairs = Dataset.from_tensor_slices({"x": x, "y": (y,)})
     for make in (
@@ -49,11 +49,11 @@ def test_empty_parts_have_the_dtype_and_the_trailing_shape(size=2):
         lambda: [{"x": x, "y": (y,)}],
         lambda: pairs.batch(1).batch(2),
     ):
-        ((*_, last),) = parts(size, make)
+        ((*_, last),) = parts(2, make)
         inner = (1,) if last["x"].ndim == 4 else ()
         assert last["x"].shape == (0, *inner, 2, 3) and last["x"].dtype == np.float32
         assert last["y"][0].shape == (0, *inner) and last["y"][0].dtype == np.int16
-    ((*_, last),) = parts(size, lambda: lambda context: pairs.batch(1), distribute_from_function)
+    ((*_, last),) = parts(2, lambda: lambda context: pairs.batch(1), distribute_from_function)
     assert last["x"].shape == (0, 2, 3)
 
 

@@ -18,8 +18,8 @@ ROWS = np.arange(120.0).reshape(40, 3)
 class Stored:
     """A stand-in for an array in a file, which takes only slices of rows, and records them."""
 
-    def __init__(self, array, fails_at=None):
-        self.array, self.reads, self.fails_at = array, [], fails_at
+    def __init__(self, array):
+        self.array, self.reads = array, []
 
     @property
     def shape(self):
@@ -36,8 +36,6 @@ class Stored:
     def __getitem__(self, rows):
         assert type(rows) is slice and type(rows.start) is type(rows.stop) is int
         found = self.array[rows]
-        if self.fails_at is not None and self.fails_at in found:
-            raise OSError("the disk is gone")
         if found.size:
             self.reads.append((rows.start, rows.stop))
         return found
@@ -114,33 +112,14 @@ def test_ranks_compare_a_few_rows(monkeypatch):
         return stored.rows
 
     monkeypatch.setenv("HPCSTRAT_CHECK", "1")
-    for shape in ((3000,), (50, 40, 300), (2, 3)):
+    for shape in ((3000,), (50, 40, 30)):
         array = np.arange(math.prod(shape)).reshape(shape)
         for rows in on_ranks(2, lambda rank, array=array: program(rank, array)):
             assert 2 <= len(rows) <= 4 and {0, shape[0] - 1} <= {*rows}
-        for other in (array[::-1], array[..., ::-1], array + 1, array.astype(np.int32)):
-            if not np.array_equal(other, array) or other.dtype != array.dtype:
-                with pytest.raises(
-                    ReplicaMismatchError, match="(different arrays in|must make the same dataset)"
-                ):
-                    on_ranks(2, lambda rank, pair=(array, other): program(rank, pair[rank.rank]))
+        for other in (array[::-1], array[..., ::-1], array + 1):
+            with pytest.raises(ReplicaMismatchError, match="different arrays in"):
+                on_ranks(2, lambda rank, pair=(array, other): program(rank, pair[rank.rank]))
     assert on_ranks(2, lambda rank: program(rank, np.zeros((0, 3)))) == [[], []]
-
-
-@pytest.mark.parametrize("shuffle", [False, True])
-def test_a_read_that_fails_on_one_rank_is_raised_on_all(shuffle):
-    def program(rank):
-        stored = Stored(ROWS, fails_at=ROWS[17, 1] if rank.rank == 1 else None)
-        dataset = Dataset.from_tensor_slices(stored)
-        dataset = dataset.shuffle(1) if shuffle else dataset
-        iterator = iter(distribute_dataset(dataset.batch(10), rank, None))
-        first = select(next(iterator)).tolist()
-        with pytest.raises(OSError, match="the disk is gone"):
-            next(iterator)
-        assert next(iterator, None) is None
-        return first
-
-    assert on_ranks(2, program) == [ROWS[:5].tolist(), ROWS[5:10].tolist()]
 
 
 def test_what_is_not_an_array_of_rows_is_refused():

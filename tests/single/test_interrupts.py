@@ -5,7 +5,6 @@ import functools
 import os
 import re
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -165,31 +164,6 @@ def test_a_save_is_whole_or_reported_and_the_next_one_waits_for_it(saves):
         assert {path.name for path in first.parent.iterdir()} <= {"first", "second"}
 
     at_each_moment(attempt, every=3)
-
-
-def test_a_save_waits_for_one_that_was_interrupted_in_its_start(saves, monkeypatch):
-    w, checkpoint, first, second = saves
-    start, may_write = threading.Thread.start, threading.Event()
-
-    def start_and_raise(thread):
-        start(thread)
-        monkeypatch.setattr(threading.Thread, "start", start)
-        raise KeyboardInterrupt
-
-    def write_late(*arguments, pwrite=os.pwrite):
-        may_write.wait(30)
-        return pwrite(*arguments)
-
-    monkeypatch.setattr("os.pwrite", write_late)
-    monkeypatch.setattr(threading.Thread, "start", start_and_raise)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(first, blocking=False)
-    threading.Timer(0.2, may_write.set).start()
-    w.assign(np.ones(1000))
-    checkpoint.save(second, blocking=False)
-    assert first.exists()
-    checkpoint.restore(first)
-    assert not w.numpy().any()
 
 
 # ---- updates: no half of one is read

@@ -240,37 +240,6 @@ def test_slabs_double_up_to_the_limit():
     assert device.sizes == [1 << 17, alone, 1 << 17, 1 << 18, 1 << 19, *[1 << 20] * 3]
 
 
-def test_a_slab_goes_with_its_last_block_and_its_last_view():
-    device = Device()
-    memory = slabs_of(device, smallest=1 << 17, largest=1 << 17)
-    first, second = (bytes_of(memory, 1 << 14) for _ in range(2))
-    assert device.used == 1 << 17
-    large = bytes_of(memory, 1 << 20)
-    view = large.view[5:10].reshape(5, 1)
-    del large
-    assert device.used == (1 << 17) + (1 << 20)  # by the view
-    del view
-    assert device.used == 1 << 17
-    fills = bytes_of(memory, 3 << 14)
-    rest = [bytes_of(memory, 3 << 14)]
-    assert device.used == 1 << 17
-    rest.append(bytes_of(memory, 1))  # the first slab is full
-    assert device.used == 2 << 17
-    del first, second, rest[0]
-    assert device.used == 2 << 17
-    del fills
-    assert device.used == 1 << 17 and place(rest[0]) == [0, 1]
-
-
-def test_a_slab_may_be_as_small_as_there_is_room():
-    memory = slabs_of(Device(100 * MIB))
-    blocks = [bytes_of(memory, 16 * MIB) for _ in range(6)]
-    assert [block.array.nbytes for block in blocks] == [16 * MIB] * 6
-    with pytest.raises(MemoryError):
-        bytes_of(memory, 16 * MIB)
-    assert bytes_of(memory, 4).array.size == 4  # nothing has changed
-
-
 def test_memory_that_is_not_committed_is_left_unused():
     """It may be committed later: a failed block leaves the others where they are."""
     limit = [100]
@@ -321,9 +290,3 @@ def test_arrays_of_one_dtype_lie_back_to_back(forms, room):
         assert group.of(message).tolist() == np.concatenate(of_it).tolist()
     sizes = sum(array.nbytes for array in arrays)
     assert sizes <= form.nbytes < sizes + 8 * len(form.groups) + 8
-
-
-def test_groups_are_aligned_and_as_close_as_that_allows():
-    shapes, names = ((3,), (), (2, 2), (0, 5), (5,), (1,)), "int8 f8 int8 f4 f8 c8"
-    form = layout.layout_of(shapes, tuple(map(np.dtype, names.split())))
-    assert form.starts == [0, 16, 3, 64, 24, 64] and form.nbytes == 72

@@ -128,19 +128,6 @@ def test_a_message_names_the_call_what_came_and_the_way_out(error, facts):
     assert S.run(lambda: 3) == 3 and not W.numpy().any()  # the next calls work
 
 
-def test_what_begins_with_a_call():
-    for text in ("Strategy.reduce: axis is 3", "Variable 'w' is old", "barrier: late"):
-        assert begins_with_a_call(text)
-    for text in (
-        "",
-        "axis is 3",
-        "Strategy.reduction: no",
-        "rank 0 is late",
-        "Strategy._merge: no",
-    ):
-        assert not begins_with_a_call(text)
-
-
 def test_the_end_of_the_data_is_pythons():
     iterator = v1_iterator()
     iterator.initialize()
